@@ -1,0 +1,78 @@
+# `make demo` runs a whole fleet on this machine, `make test` passes the tests; both set everything up first.
+#
+#   VENV       where the virtual environment lies                  (.venv)
+#   PYTHON     the interpreter it is made with                      (the first one that is 3.11 or newer)
+#   PIP_FLAGS  more arguments for pip; on a PC without a GPU: --extra-index-url https://download.pytorch.org/whl/cpu
+#   ARGS       more arguments for the demo or for pytest            (make demo ARGS="--devices 8")
+
+VENV ?= .venv
+PYTHON ?=
+PIP_FLAGS ?=
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
+
+# An environment that was only half made would pass for a whole one.
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-slow check bench clean
+
+help:
+	@echo "make demo       run a whole fleet on this machine"
+	@echo "make test       run the tests that take seconds"
+	@echo "make test-slow  run the tests that take minutes"
+	@echo "make check      format, lint and strict types"
+	@echo "make bench      measure the figures that the README quotes"
+	@echo "make clean      remove the environment and what tools left behind"
+
+demo: $(VENV)/.installed-demo
+	$(BIN)/edgefl demo $(ARGS)
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)
+
+check: $(VENV)/.installed-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.installed-dev
+	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python "$$file"; done
+
+clean:
+	@test ! -e "$(VENV)/pyvenv.cfg" || rm -rf "$(VENV)"
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist demo-run
+	find edgefl tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# pyvenv.cfg is older than the stamps, which say what is installed in the environment.
+$(VENV)/pyvenv.cfg:
+	@set -e; chosen=""; \
+	for candidate in $(if $(PYTHON),"$(PYTHON)",python3 python3.13 python3.12 python3.11); do \
+	    if "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	        chosen="$$candidate"; break; \
+	    fi; \
+	done; \
+	if [ -z "$$chosen" ]; then \
+	    echo "edgefl needs Python 3.11 or newer, found $$(python3 --version 2>&1 || echo none):" \
+	        "install it, or name one with make PYTHON=/path/to/python3" >&2; \
+	    exit 1; \
+	fi; \
+	if ! "$$chosen" -c 'import ensurepip, venv' 2>/dev/null; then \
+	    echo "$$chosen cannot make virtual environments: sudo apt-get install python3-venv" >&2; \
+	    exit 1; \
+	fi; \
+	echo "Making $(VENV) with $$("$$chosen" --version)"; \
+	"$$chosen" -m venv "$(VENV)"
+
+$(VENV)/.installed-demo: pyproject.toml constraints.txt | $(VENV)/pyvenv.cfg
+	@echo "Installing edgefl into $(VENV)"
+	@$(PIP) -e '.[demo]'
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/pyvenv.cfg
+	@echo "Installing edgefl and its development tools into $(VENV)"
+	@$(PIP) -e '.[dev]'
+	@touch $(VENV)/.installed-demo $@

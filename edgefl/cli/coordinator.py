@@ -1,0 +1,162 @@
+"""`edgefl coordinator`: set it up, run it, let boards in."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import click
+
+from edgefl.errors import UsageError
+
+DEFAULT_HOST = "0.0.0.0"  # noqa: S104 boards are on other machines; every connection is TLS with authentication
+
+dir_option = click.option(
+    "--dir",
+    "root",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="State directory [default: ~/.local/share/edgefl/coordinator].",
+)
+format_option = click.option(
+    "--format", "style", type=click.Choice(["text", "json"]), default="text", show_default=True
+)
+
+
+@click.group()
+def command() -> None:
+    """Set up and run the coordinator, make join tokens."""
+
+
+@command.command()
+@dir_option
+@click.option("--host", "hosts", multiple=True, metavar="NAME", help="A name or address under which boards find it.")
+@click.option("--port", type=click.IntRange(1, 65535), help="HTTPS port [default: 8000].")
+@click.option("--fleet", metavar="NAME", help="The fleet's name [default: fleet].")
+def init(root: Path | None, hosts: tuple[str, ...], port: int | None, fleet: str | None) -> None:
+    """Make the state directory: CA, server certificate, settings, and this user's operator file.
+
+    Doing it again loses nothing: the CA and the devices stay, new hosts are added.
+    """
+    from edgefl.cli.operator import grant_access  # noqa: PLC0415 fast start
+    from edgefl.client import operator_path  # noqa: PLC0415 likewise
+    from edgefl.coordinator.directory import default_directory, init_directory  # noqa: PLC0415 likewise
+
+    root = root or default_directory()
+    directory, kept = grant_access(init_directory(root, hosts=hosts, fleet=fleet, port=port))
+    click.echo(f"fleet {directory.fleet} in {root}")
+    click.echo(f"addresses for boards: {', '.join(directory.addresses)}")
+    click.echo(f"operator file: {operator_path()}" + (f" (the one of another fleet is now {kept})" if kept else ""))
+    click.echo(f"next: edgefl coordinator start{_dir_argument(root)}")
+
+
+@command.command()
+@dir_option
+@click.option("--host", default=DEFAULT_HOST, show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(1, 65535), help="HTTPS port; remembered [default: what init said].")
+@click.option("--broker", default="auto", show_default=True, help="auto, mosquitto, embedded or mqtts://HOST:PORT.")
+@click.option("--broker-port", type=click.IntRange(1, 65535), default=8883, show_default=True, help="MQTT over TLS.")
+@click.option("--store", "store_url", metavar="URL", help="SQLAlchemy URL [default: SQLite in the state directory].")
+@click.option("--test-shard", "test_shards", multiple=True, metavar="TASK=PATH", help="Shard to evaluate models on.")
+def start(  # noqa: PLR0913, PLR0917 one argument per option
+    root: Path | None,
+    host: str,
+    port: int | None,
+    broker: str,
+    broker_port: int,
+    store_url: str | None,
+    test_shards: tuple[str, ...],
+) -> None:
+    """Run the coordinator until SIGTERM or Ctrl-C."""
+    from edgefl.assembly import assemble  # noqa: PLC0415 fast start
+    from edgefl.cli.operator import grant_access  # noqa: PLC0415 likewise
+    from edgefl.client import operator_path  # noqa: PLC0415 likewise
+    from edgefl.coordinator.directory import default_directory, load_directory, readdress  # noqa: PLC0415 likewise
+    from edgefl.coordinator.service import StartOptions, serve  # noqa: PLC0415 likewise
+
+    directory = load_directory(root or default_directory())
+    if port is not None and port != directory.port:
+        directory = readdress(directory.root, directory.hosts, port=port)
+        if operator_path().exists():
+            directory, _ = grant_access(directory)
+    serve(
+        directory,
+        StartOptions(
+            host=host,
+            port=directory.port,
+            broker=broker,
+            broker_port=broker_port,
+            store_url=store_url,
+            test_shards=dict(_test_shard(text) for text in test_shards),
+        ),
+        assemble,
+    )
+
+
+@command.command()
+@dir_option
+@click.option("--ttl", default="24h", show_default=True, help="How long it lets in: 30m, 24h, 7d.")
+@click.option("--uses", type=int, default=1, show_default=True, help="How many boards it lets in.")
+@click.option("--group", "groups", multiple=True, help="Put the boards into this group; may be repeated.")
+@click.option("--role", type=click.Choice(["trainer", "evaluator"]), help="Let them in as this only.")
+@click.option("--store", "store_url", metavar="URL", help="The store that the coordinator uses, when not its own.")
+@format_option
+def token(  # noqa: PLR0913, PLR0917 one argument per option
+    root: Path | None,
+    ttl: str,
+    uses: int,
+    groups: tuple[str, ...],
+    role: str | None,
+    store_url: str | None,
+    style: str,
+) -> None:
+    """Print a token that lets boards join; the coordinator may be running or not."""
+    from edgefl.coordinator.directory import default_directory, load_directory  # noqa: PLC0415 fast start
+    from edgefl.coordinator.tokens import TokenTerms, join_line, make_token, parse_ttl  # noqa: PLC0415 likewise
+    from edgefl.storage.store import Store  # noqa: PLC0415 likewise
+
+    terms = TokenTerms(ttl_s=parse_ttl(ttl), uses=uses, groups=groups, role=role)
+    directory = load_directory(root or default_directory())
+    now = time.time()
+    with Store.open(store_url or directory.database) as store:
+        made = make_token(store, directory, terms, now=now)
+    if style == "json":
+        value = {"v": 1, "token": made.text(), "token_id": made.token_id, "fleet": made.fleet}
+        value |= {"expires_at": now + terms.ttl_s, "uses": uses, "groups": list(groups), "role": role}
+        click.echo(json.dumps({**value, "addresses": list(made.addresses), "join": join_line(made)}))
+        return
+    click.echo(made.text())
+    click.echo(join_line(made))
+
+
+@command.command()
+@dir_option
+@click.option("--port", type=click.IntRange(1, 65535), help="HTTPS port [default: as before].")
+@click.argument("hosts", nargs=-1, metavar="[HOST]...")
+def readdress(root: Path | None, port: int | None, hosts: tuple[str, ...]) -> None:
+    """Give the coordinator other names and addresses; without any, those that this machine has now.
+
+    The CA stays, so boards that have joined keep trusting it. Restart a running coordinator afterwards.
+    """
+    from edgefl.cli.operator import grant_access  # noqa: PLC0415 fast start
+    from edgefl.client import operator_path  # noqa: PLC0415 likewise
+    from edgefl.coordinator import directory as directories  # noqa: PLC0415 likewise
+
+    directory = directories.readdress(root or directories.default_directory(), hosts, port=port)
+    if operator_path().exists():
+        directory, _ = grant_access(directory)
+    click.echo(f"addresses for boards: {', '.join(directory.addresses)}")
+    click.echo("a running coordinator uses the new certificate after a restart")
+
+
+def _test_shard(text: str) -> tuple[str, Path]:
+    task, mark, path = text.partition("=")
+    if not mark or not task or not path:
+        raise UsageError(f"--test-shard must be TASK=PATH, got {text!r}")
+    return task, Path(path).absolute()
+
+
+def _dir_argument(root: Path) -> str:
+    from edgefl.coordinator.directory import default_directory  # noqa: PLC0415 fast start
+
+    return "" if root == default_directory() else f" --dir {root}"

@@ -1,0 +1,242 @@
+"""`edgefl device`: look at the board, join a fleet, point at its data, run the agent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import click
+
+from edgefl.errors import DataError, NetworkError, NotFoundError, UsageError, WrongCaError
+from edgefl.protocol import JoinToken, checked_address
+
+if TYPE_CHECKING:
+    from edgefl.device.state import DeviceState
+    from edgefl.tasks.shards import ShardReport
+
+DEFAULT_PORT = 8000
+
+state_option = click.option(
+    "--state",
+    "root",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="State directory [default: ~/.local/share/edgefl/device].",
+)
+
+
+@click.group()
+def command() -> None:
+    """Join a board to a fleet and run its agent."""
+
+
+@command.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def probe(*, as_json: bool) -> None:
+    """Print what this board is and can do; the same facts are reported to the coordinator at a join."""
+    from edgefl.device.capabilities import probe as look  # noqa: PLC0415 fast start
+
+    facts = look()
+    if as_json:
+        click.echo(json.dumps({"v": 1, **facts}))
+        return
+    _print_facts(facts)
+
+
+@command.command()
+@click.argument("address", required=False, metavar="[HOST:PORT]")
+@click.option("--token", "text", envvar="EDGEFL_JOIN_TOKEN", help="What `edgefl coordinator token` printed.")
+@click.option("--token-file", type=click.File(), help="A file with the token in it; - is the standard input.")
+@click.option("--shard", "shards", multiple=True, metavar="[TASK=]PATH", help="This board's data; may be repeated.")
+@click.option("--task", help="The task of shards that do not say it.")
+@click.option("--name", help="This device's name [default: the host's].")
+@click.option("--role", type=click.Choice(["trainer", "evaluator"]), default="trainer", show_default=True)
+@state_option
+@click.option("--accelerator", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--threads", type=click.IntRange(1, 1024), help="Threads to train with [default: all cores].")
+def join(  # noqa: PLR0913, PLR0917 one argument per option
+    address: str | None,
+    text: str | None,
+    token_file: TextIO | None,
+    shards: tuple[str, ...],
+    task: str | None,
+    name: str | None,
+    role: str,
+    root: Path | None,
+    accelerator: str,
+    threads: int | None,
+) -> None:
+    """Join the fleet of the coordinator at HOST:PORT (or at the token's own addresses)."""
+    from edgefl.device.capabilities import probe as look  # noqa: PLC0415 fast start
+    from edgefl.device.enrolment import JoinWishes, host_slug  # noqa: PLC0415 likewise
+    from edgefl.device.enrolment import join as join_fleet  # noqa: PLC0415 likewise
+    from edgefl.device.state import default_state_dir  # noqa: PLC0415 likewise
+
+    if token_file is not None:
+        text = token_file.read(8192)
+    if text is None:
+        raise UsageError("a join needs --token TOKEN or --token-file FILE; `edgefl coordinator token` makes one")
+    token = JoinToken.parse(text)
+    addresses = [checked_address(address, DEFAULT_PORT)] if address else []
+    reports = [_report(*_shard(shard, task)) for shard in shards]
+    wishes = JoinWishes(
+        name=name or host_slug(),
+        role=role,
+        shards={report.task: report.path for report in reports},
+        examples={report.task: report.num_examples for report in reports},
+        accelerator=accelerator,
+        threads=threads,
+        facts=look(),
+    )
+    state = join_fleet(token, wishes, root=root or default_state_dir(), addresses=addresses)
+    click.echo(f"joined fleet {state.device.fleet} as {state.device_id} ({state.device.role}); state in {state.root}")
+    click.echo("next: edgefl device start" + (f" --state {root}" if root else ""))
+
+
+@command.command()
+@state_option
+def start(root: Path | None) -> None:
+    """Run the agent until SIGTERM or Ctrl-C; what the systemd unit runs."""
+    from edgefl.device.agent import run_agent  # noqa: PLC0415 fast start
+    from edgefl.device.state import DeviceState  # noqa: PLC0415 likewise
+
+    state = DeviceState.load(root)
+    with state.locked():
+        run_agent(state)
+
+
+@command.command()
+@state_option
+@click.option("--format", "style", type=click.Choice(["text", "json"]), default="text", show_default=True)
+def status(root: Path | None, style: str) -> None:
+    """Print who this device is and whether it reaches its coordinator."""
+    from edgefl.device.state import DeviceState  # noqa: PLC0415 fast start
+
+    state = DeviceState.load(root)
+    device = state.device
+    facts: dict[str, Any] = {
+        "device_id": device.device_id,
+        "fleet": device.fleet,
+        "role": device.role,
+        "state": str(state.root),
+        "shards": dict(device.shards),
+        "accelerator": device.accelerator,
+        "threads": device.threads,
+        "addresses": list(device.addresses),
+        **_reachable(state),
+    }
+    if style == "json":
+        click.echo(json.dumps({"v": 1, **facts}))
+        return
+    _print_facts(facts)
+
+
+@command.group()
+def shard() -> None:
+    """Say where this board's data lies, and look at it."""
+
+
+@shard.command()
+@click.argument("task")
+@click.argument("path")
+@state_option
+def add(task: str, path: str, root: Path | None) -> None:
+    """Use PATH (a shard file, a folder, or what the task reads) for TASK."""
+    from edgefl.device.state import DeviceState  # noqa: PLC0415 fast start
+
+    state = DeviceState.load(root)
+    report = _report(task, str(Path(path).absolute()))
+    state.set_shard(task, report.path)
+    _print_report(report)
+
+
+@shard.command()
+@click.argument("task", required=False)
+@state_option
+def check(task: str | None, root: Path | None) -> None:
+    """Read the shards and print their classes, counts and missing labels."""
+    from edgefl.device.state import DeviceState  # noqa: PLC0415 fast start
+
+    shards = DeviceState.load(root).device.shards
+    if task is not None and task not in shards:
+        known = f"it has {', '.join(shards)}" if shards else "it has none"
+        raise NotFoundError(
+            f"this device has no shard for task {task!r} ({known}); edgefl device shard add TASK PATH"
+        )
+    if not shards:
+        raise NotFoundError("this device has no shards; edgefl device shard add TASK PATH")
+    for name in [task] if task else shards:
+        _print_report(_report(name, shards[name]))
+
+
+def _shard(text: str, default_task: str | None) -> tuple[str, str]:
+    """Returns task and absolute path of a `--shard`: TASK=PATH, or a path whose card or `--task` says the task."""
+    task, mark, path = text.partition("=")
+    if mark and task and not Path(text).exists() and "/" not in task:
+        return task, str(Path(path).absolute())
+    place = Path(text).absolute()
+    if not place.exists():
+        raise DataError(f"shard {place} does not exist; give a .npz file or a folder of them")
+    found = default_task or _card_task(place)
+    if found is None:
+        raise UsageError(f"the task of {place} is not known: it has no card; say --shard TASK={text}")
+    return found, str(place)
+
+
+def _card_task(place: Path) -> str | None:
+    cards = sorted(place.glob("*.json")) if place.is_dir() else [place.with_suffix(".json"), Path(f"{place}.json")]
+    for card in cards:
+        try:
+            task = json.loads(card.read_bytes())["task"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if isinstance(task, str):
+            return task
+    return None
+
+
+def _report(task: str, path: str) -> ShardReport:
+    from edgefl.tasks.registry import make_task  # noqa: PLC0415 fast start
+    from edgefl.tasks.shards import check_shard  # noqa: PLC0415 likewise
+
+    return check_shard(make_task(task, {}), path)
+
+
+def _print_report(report: ShardReport) -> None:
+    click.echo(f"{report.task}: {report.num_examples} examples in {report.path}")
+    for label, count in sorted(report.counts.items()):
+        name = f" {report.labels[label]}" if 0 <= label < len(report.labels) else ""
+        click.echo(f"  class {label}{name}: {count}")
+    if report.missing:
+        click.echo(f"  missing: {', '.join(map(str, report.missing))}")
+
+
+def _reachable(state: DeviceState) -> dict[str, Any]:
+    from edgefl.device.trust import pinned_context, say_hello  # noqa: PLC0415 fast start
+
+    context = pinned_context(state.ca.read_bytes())
+    reasons = []
+    for address in state.device.addresses:
+        try:
+            hello = say_hello(address, context, timeout_s=3.0)
+        except (NetworkError, WrongCaError) as error:
+            reasons.append(str(error))
+            continue
+        found = {"coordinator": address, "coordinator_version": hello.version}
+        return {**found, "clock_skew_s": round(hello.skew_s, 3)}
+    return {"coordinator": None, "unreachable": reasons}
+
+
+def _print_facts(facts: Mapping[str, Any]) -> None:
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        click.echo(f"{name:<{width}}  {_plain(value)}")
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_plain(item)}" for key, item in value.items()) or "none"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ", ".join(map(_plain, value)) or "none"
+    return "-" if value is None else str(value)

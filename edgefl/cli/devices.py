@@ -1,0 +1,63 @@
+"""`edgefl devices`: the devices of a fleet, as the coordinator sees them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from edgefl.cli.render import format_option, print_rows
+
+if TYPE_CHECKING:
+    from edgefl.types import Json
+
+COLUMNS = (
+    "device_id",
+    "presence",
+    "silent_s",
+    "role",
+    "groups",
+    "examples",
+    "run",
+    "iteration",
+    "temperature_c",
+    "seconds_per_iteration",
+    "version",
+    "joined_at",
+)
+
+url_option = click.option("--url", metavar="URL", help="The coordinator [default: the one in operator.toml].")
+
+
+@click.group("devices")
+def command() -> None:
+    """List and inspect the devices of a fleet."""
+
+
+@command.command("list")
+@url_option
+@format_option
+def list_(*, url: str | None, fmt: str) -> None:
+    """List the devices with presence, shards and what they are at."""
+    print_rows(_get("/edgefl/v1/devices", url)["rows"], COLUMNS, fmt, kind="devices")
+
+
+@command.command()
+@click.argument("device")
+@url_option
+@format_option
+def show(*, device: str, url: str | None, fmt: str) -> None:
+    """Show one device and its capabilities."""
+    found = _get(f"/edgefl/v1/devices/{device}", url)
+    if fmt != "table":
+        print_rows([found], (*COLUMNS, "capabilities"), fmt, kind="devices")
+        return
+    facts = [{"fact": name, "value": found.get(name)} for name in COLUMNS]
+    capabilities = [{"fact": name, "value": value} for name, value in found["capabilities"].items()]
+    print_rows([*facts, *capabilities], ("fact", "value"), fmt)
+
+
+def _get(path: str, url: str | None) -> Json:
+    from edgefl.client import Operator  # noqa: PLC0415 fast start
+
+    return Operator.from_options(url).get(path)

@@ -1,0 +1,66 @@
+"""The `edgefl` command: loads a group only when it is called, and turns our errors into one line."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from typing import Any
+
+import click
+
+from edgefl import __version__
+from edgefl.errors import EdgeflError
+
+COMMANDS = {
+    "coordinator": "Set up and run the coordinator, make join tokens",
+    "data": "Cut a data set into shards for experiments",
+    "demo": "Run a whole fleet on this machine",
+    "device": "Join a board to a fleet and run its agent",
+    "devices": "List and inspect the devices of a fleet",
+    "history": "Ask what happened: rounds, updates, devices, heartbeats, events",
+    "run": "Submit, watch and stop training runs",
+}
+LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+
+
+class LazyGroup(click.Group):
+    """A group whose commands live in modules that are imported only when they are used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 click's interface
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 click's
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"edgefl.cli.{cmd_name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 click's
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(COMMANDS.items()))
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="edgefl")
+@click.option("-v", "--verbose", count=True, help="Say more on stderr; twice for debugging.")
+@click.option("-q", "--quiet", is_flag=True, help="Only warnings and errors on stderr.")
+def edgefl(*, verbose: int, quiet: bool) -> None:
+    """Federated learning for fleets of Raspberry Pi, Jetson and other Linux boards."""
+    level = logging.WARNING if quiet else (logging.INFO if verbose < 2 else logging.DEBUG)
+    logging.basicConfig(level=level, format=LOG_FORMAT, stream=sys.stderr)
+    for noisy in ("httpx", "httpcore", "amqtt", "transitions", "alembic"):
+        logging.getLogger(noisy).setLevel(logging.WARNING if verbose < 2 else logging.DEBUG)
+
+
+def main(arguments: list[str] | None = None) -> Any:
+    """Runs one command; an `EdgeflError` becomes one line on stderr and its exit code, a bug keeps its traceback."""
+    try:
+        return edgefl.main(args=arguments, prog_name="edgefl", standalone_mode=True)
+    except EdgeflError as error:
+        click.echo(f"edgefl: {error}", err=True)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Rows on stdout: a table for people, JSON and CSV for programs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+import click
+
+JSON_VERSION = 1
+FORMATS = ("table", "json", "csv")
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Rows = Sequence[Mapping[str, Any]]
+
+_BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def format_option(function: Function) -> Function:
+    """Adds `--format table|json|csv`; the command gets it as `fmt`."""
+    option = click.option(
+        "--format",
+        "fmt",
+        type=click.Choice(FORMATS),
+        default="table",
+        show_default=True,
+        help="How to print: for people (UTC), or exact values for programs (unix seconds).",
+    )
+    return option(function)
+
+
+def print_rows(
+    rows: Rows, columns: Sequence[str], fmt: str = "table", title: str | None = None, *, kind: str = "rows"
+) -> None:
+    """Prints rows to stdout.
+
+    Args:
+        rows: by column name; a missing value is empty.
+        columns: which, in this order; JSON has these alone, too.
+        fmt: table, json (`{"v": 1, "kind": ..., "rows": [...]}`) or csv.
+        title: above a table.
+        kind: what the rows are, in JSON.
+    """
+    if fmt == "json":
+        chosen = [{name: row.get(name) for name in columns} for row in rows]
+        click.echo(json.dumps({"v": JSON_VERSION, "kind": kind, "rows": chosen}, indent=2, ensure_ascii=False))
+    elif fmt == "csv":
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer.writerow(columns)
+        writer.writerows([_csv_cell(row.get(name)) for name in columns] for row in rows)
+    elif sys.stdout.isatty():
+        _print_rich(rows, columns, title)
+    else:
+        _print_plain(rows, columns, title)
+
+
+def human(name: str, value: Any) -> str:
+    """Returns a value as a person reads it; the column's name says what it is."""
+    if value is None:
+        return "-"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return _human_number(name, value)
+    if isinstance(value, Mapping):
+        return " ".join(f"{human('', key)}={human('', entry)}" for key, entry in value.items()) or "-"
+    if isinstance(value, list | tuple | set):
+        return ", ".join(human("", entry) for entry in value) or "-"
+    # A name or reason that a device chose may hold line breaks and terminal escapes.
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in str(value))
+
+
+def _human_number(name: str, value: float) -> str:
+    if name == "at" or name.endswith("_at"):
+        return datetime.fromtimestamp(value, tz=UTC).strftime("%Y-%m-%d %H:%M:%S")
+    if name.startswith("bytes_") or name.endswith("_bytes"):
+        return human_bytes(value)
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
+
+
+def human_bytes(count: float) -> str:
+    """Returns a size with a decimal unit."""
+    size = float(count)
+    for unit in _BYTE_UNITS[:-1]:
+        if abs(size) < 999.5:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} {_BYTE_UNITS[-1]}"
+
+
+def _print_rich(rows: Rows, columns: Sequence[str], title: str | None) -> None:
+    from rich.console import Console  # noqa: PLC0415 slow to load, only for terminals
+    from rich.table import Table  # noqa: PLC0415 likewise
+    from rich.text import Text  # noqa: PLC0415 likewise
+
+    table = Table(title=title, title_justify="left")
+    for name, numeric in zip(columns, _numeric(rows, columns), strict=True):
+        table.add_column(_heading(name), justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(human(name, row.get(name))) for name in columns))
+    Console().print(table)
+
+
+def _print_plain(rows: Rows, columns: Sequence[str], title: str | None) -> None:
+    if title:
+        click.echo(title)
+    numeric = _numeric(rows, columns)
+    lines = [
+        [_heading(name) for name in columns],
+        *([human(name, row.get(name)) for name in columns] for row in rows),
+    ]
+    widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
+    for line in lines:
+        click.echo(_aligned(line, widths, numeric))
+
+
+def _aligned(cells: Iterable[str], widths: Sequence[int], numeric: Sequence[bool]) -> str:
+    padded = [
+        cell.rjust(width) if right else cell.ljust(width)
+        for cell, width, right in zip(cells, widths, numeric, strict=True)
+    ]
+    return "  ".join(padded).rstrip()
+
+
+def _numeric(rows: Rows, columns: Sequence[str]) -> list[bool]:
+    def is_numeric(name: str) -> bool:
+        values = [row.get(name) for row in rows if row.get(name) is not None]
+        return bool(values) and all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+
+    return [is_numeric(name) for name in columns]
+
+
+def _heading(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _csv_cell(value: Any) -> Any:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, Mapping | list | tuple) else value

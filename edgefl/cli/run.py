@@ -1,0 +1,150 @@
+"""`edgefl run`: submit a run file, watch it, stop it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import click
+
+from edgefl.cli.render import format_option, print_rows
+from edgefl.errors import RunFailedError
+
+if TYPE_CHECKING:
+    from edgefl.types import Json
+
+COLUMNS = ("run_id", "name", "task", "strategy", "status", "rounds", "accuracy", "submitted_at", "reason")
+FINAL = frozenset({"finished", "stopped", "failed", "interrupted"})
+POLL_S = 0.5
+LINE_EVERY_S = 60.0
+
+url_option = click.option("--url", metavar="URL", help="The coordinator [default: the one in operator.toml].")
+
+
+@click.group("run")
+def command() -> None:
+    """Submit, watch and stop training runs."""
+
+
+@command.command()
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--watch", "watches", is_flag=True, help="Stay and show how it goes.")
+@url_option
+@format_option
+def submit(*, file: Path, watches: bool, url: str | None, fmt: str) -> None:
+    """Queue the run that FILE (TOML) describes and print its id."""
+    from edgefl.config import load_run  # noqa: PLC0415 fast start
+
+    run = _operator(url).post("/edgefl/v1/runs", {"config": load_run(file).to_json()})
+    if fmt == "table":
+        click.echo(run["run_id"])
+    else:
+        print_rows([run], COLUMNS, fmt, kind="runs")
+    if watches:
+        _watch(run["run_id"], url)
+
+
+@command.command("list")
+@url_option
+@format_option
+def list_(*, url: str | None, fmt: str) -> None:
+    """List the runs, oldest first."""
+    print_rows(_operator(url).get("/edgefl/v1/runs")["rows"], COLUMNS, fmt, kind="runs")
+
+
+@command.command()
+@click.argument("run")
+@url_option
+@format_option
+def show(*, run: str, url: str | None, fmt: str) -> None:
+    """Show one run and its settings; RUN is an id, the beginning of one, a name, or `latest`."""
+    found = _operator(url).get(f"/edgefl/v1/runs/{run}")
+    if fmt != "table":
+        print_rows([found], (*COLUMNS, "config"), fmt, kind="runs")
+        return
+    settings = [
+        {"setting": f"{section}.{name}", "value": value}
+        for section, table in found["config"].items()
+        for name, value in table.items()
+    ]
+    facts = [{"setting": name, "value": found[name]} for name in COLUMNS]
+    print_rows([*facts, *settings], ("setting", "value"), fmt)
+
+
+@command.command()
+@click.argument("run", default="latest")
+@url_option
+def watch(*, run: str, url: str | None) -> None:
+    """Show how a run goes until it is over; exit code 41 when it failed."""
+    _watch(run, url)
+
+
+@command.command()
+@click.argument("run", default="latest")
+@url_option
+def stop(*, run: str, url: str | None) -> None:
+    """End a run after what is in flight; its model and history stay."""
+    found = _operator(url).post(f"/edgefl/v1/runs/{run}/stop")
+    click.echo(f"{found['run_id']} {found['status']}")
+
+
+def _watch(run: str, url: str | None) -> None:
+    operator = _operator(url)
+    found = operator.get(f"/edgefl/v1/runs/{run}")
+    with RunProgress() as progress:
+        while True:
+            progress.show(found)
+            if found["status"] in FINAL:
+                break
+            time.sleep(POLL_S)
+            found = operator.get(f"/edgefl/v1/runs/{found['run_id']}")
+    if found["status"] in {"failed", "interrupted"}:
+        raise RunFailedError(f"run {found['run_id']} {found['status']}: {found['reason']}")
+
+
+class RunProgress:
+    """A bar on a terminal, elsewhere one line a minute and one at the end; both on stderr."""
+
+    def __init__(self) -> None:
+        from rich.console import Console  # noqa: PLC0415 only those who watch need it
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415 likewise
+
+        self._console = Console(stderr=True)
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=self._console, transient=True
+        )
+        self._task: Any = None
+        self._said_s = 0.0
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def show(self, run: Json) -> None:
+        """Takes the newest state of the run."""
+        goal = run["config"].get("run", {}).get("rounds")
+        text = _line(run, goal)
+        if self._console.is_terminal:
+            if self._task is None:
+                self._task = self._bar.add_task(text, total=goal)
+            self._bar.update(self._task, description=text, completed=run["rounds"])
+        elif run["status"] in FINAL or time.monotonic() - self._said_s >= LINE_EVERY_S:
+            self._said_s = time.monotonic()
+            click.echo(text, err=True)
+
+
+def _line(run: Json, goal: int | None) -> str:
+    accuracy = "" if run["accuracy"] is None else f", accuracy {run['accuracy']:.4f}"
+    of = f" of {goal}" if goal else ""
+    return f"{run['name']} {run['status']}: round {run['rounds']}{of}{accuracy}"
+
+
+def _operator(url: str | None) -> Any:
+    from edgefl.client import Operator  # noqa: PLC0415 fast start
+
+    return Operator.from_options(url)

@@ -1,0 +1,164 @@
+"""The operator's side of the JSON API: where the coordinator is, the token, and verified requests.
+
+`edgefl coordinator init` writes `~/.config/edgefl/operator.toml`; the file stands for itself and may be copied to
+another machine. Files of other fleets lie beside it as `operator.FLEET.toml` and are found by their URL.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+from edgefl.errors import ConfigError, NetworkError, NotAllowedError, UsageError
+from edgefl.types import Json
+
+TIMEOUT_S = 30.0
+MAX_ANSWER_BYTES = 256 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorFile:
+    """What `operator.toml` says; tokens stay out of the repr."""
+
+    url: str
+    fleet: str
+    ca_fingerprint: str
+    ca_pem: str = field(repr=False)
+    operator_token: str = field(repr=False)
+    viewer_token: str = field(default="", repr=False)
+
+    def text(self) -> str:
+        """Returns the TOML text: JSON strings are TOML strings too."""
+        return "".join(f"{name} = {json.dumps(getattr(self, name))}\n" for name in _NAMES)
+
+
+_NAMES = ("url", "fleet", "ca_fingerprint", "ca_pem", "operator_token", "viewer_token")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """A coordinator's JSON API, with a token; every request is verified against the fleet's own CA."""
+
+    url: str
+    ca_pem: str = field(repr=False)
+    token: str = field(repr=False)
+
+    @classmethod
+    def from_options(cls, url: str | None = None) -> Operator:
+        """Returns the operator for `--url`, else `EDGEFL_URL`, else the URL of `operator.toml`.
+
+        `EDGEFL_TOKEN` replaces the file's token.
+
+        Raises:
+            NotAllowedError: there is no file, so neither CA nor token is known.
+            ConfigError: the file is damaged.
+            UsageError: the URL is none.
+        """
+        wanted = _checked_url(url or os.environ.get("EDGEFL_URL"))
+        known = read_operator_file(wanted)
+        token = os.environ.get("EDGEFL_TOKEN") or known.operator_token or known.viewer_token
+        return cls(url=wanted or known.url, ca_pem=known.ca_pem, token=token)
+
+    def get(self, path: str, params: Mapping[str, Any] | None = None) -> Json:
+        """Returns the JSON object at `path`; parameters that are None are left out.
+
+        Raises:
+            NotAllowedError: the token is missing or wrong.
+            NetworkError: no answer, or nonsense. Errors that the coordinator names are raised as themselves.
+        """
+        given = {key: value for key, value in (params or {}).items() if value is not None}
+        return self._request("GET", f"{path}?{urlencode(given, doseq=True)}" if given else path)
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None) -> Json:
+        """Returns the JSON answer to a POST of `body`; raises as `get`."""
+        return self._request("POST", path, body=json.dumps({"v": 1, **(body or {})}).encode())
+
+    def _request(self, method: str, path: str, *, body: bytes | None = None) -> Json:
+        from edgefl.device.trust import pinned_context, request  # noqa: PLC0415 fast start
+
+        status, answer = request(
+            _address(self.url),
+            pinned_context(self.ca_pem.encode()),
+            method,
+            path,
+            body=body,
+            headers={"Authorization": f"Bearer {self.token}"},
+            timeout_s=TIMEOUT_S,
+            max_bytes=MAX_ANSWER_BYTES,
+        )
+        return _answer(self.url, status, answer)
+
+
+def operator_path() -> Path:
+    """Returns `~/.config/edgefl/operator.toml`, or its place under `XDG_CONFIG_HOME`."""
+    config = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
+    return Path(config) / "edgefl" / "operator.toml"
+
+
+def read_operator_file(url: str | None = None) -> OperatorFile:
+    """Returns the operator file for `url`, else `operator.toml`; raises as `Operator.from_options`."""
+    default = operator_path()
+    files = [path for path in (default, *sorted(default.parent.glob("operator.*.toml"))) if path.exists()]
+    if not files:
+        raise NotAllowedError(f"{default} is missing; copy it from the machine where `edgefl coordinator init` ran")
+    if url is not None:
+        for path in files:
+            if (found := load_operator_file(path)).url == url:
+                return found
+    return load_operator_file(files[0])
+
+
+def load_operator_file(path: Path) -> OperatorFile:
+    """Returns what one file says; raises `ConfigError` when it is damaged."""
+    try:
+        value = tomllib.loads(path.read_text())
+        return OperatorFile(**{name: _text(value[name]) for name in _NAMES})
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); run again: edgefl coordinator init") from None
+
+
+def _answer(url: str, status: int, body: bytes) -> Json:
+    from edgefl.protocol import error_from_code  # noqa: PLC0415 as above
+
+    try:
+        value = json.loads(body)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise NetworkError(f"{url} is no edgefl coordinator: it answered {status} without JSON")
+    if status >= 400:
+        if "error" in value:
+            raise error_from_code(str(value["error"]), str(value.get("message", f"{url} answered {status}")))
+        raise NetworkError(f"{url} answered {status}: {str(value.get('detail', 'no reason given'))[:200]}")
+    return value
+
+
+def _checked_url(url: str | None) -> str | None:
+    if not url:
+        return None
+    try:
+        parts = urlsplit(url.rstrip("/"))
+        sound = parts.scheme == "https" and parts.hostname and not parts.path and (parts.port or 443)
+    except ValueError:
+        sound = None
+    if not sound:
+        raise UsageError(f"the coordinator's URL must be https://HOST:PORT, got {url!r}")
+    return url.rstrip("/")
+
+
+def _address(url: str) -> str:
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    return f"[{host}]:{parts.port or 443}" if ":" in host else f"{host}:{parts.port or 443}"
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected a string, got {value!r}")
+    return value

@@ -1,0 +1,283 @@
+"""Every setting and its default, once: TOML in, frozen dataclasses out.
+
+`from_mapping` fills any frozen dataclass, so strategies and tasks check their own options with it too. A
+field's metadata bounds its value: `at_least` and `at_most` include the bound, `above` and `below` do not.
+"""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from edgefl.errors import ConfigError
+from edgefl.types import Json, Scalar
+
+T = TypeVar("T")
+EvaluateOn = Literal["auto", "coordinator", "devices", "evaluator", "none"]
+JoinPolicy = Literal["anytime", "start"]
+
+DEFAULT_ROUNDS = 10
+MAX_SEED = 2**63 - 1
+_REST = "rest"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSection:
+    """`[run]`: what is trained, and when it ends: whichever of the five stop rules is reached first.
+
+    A run without a stop rule ends after 10 rounds. `seconds` counts from the first assignment, `bytes` what
+    crossed the network in both directions, `accuracy` is a fraction of the latest evaluation. `min_updates`
+    closes a synchronous round early; None waits for all that were asked and are still there.
+    """
+
+    task: str
+    name: str | None = None
+    rounds: int | None = field(default=None, metadata={"at_least": 1})
+    updates: int | None = field(default=None, metadata={"at_least": 1})
+    seconds: float | None = field(default=None, metadata={"above": 0})
+    bytes: int | None = field(default=None, metadata={"at_least": 1})
+    accuracy: float | None = field(default=None, metadata={"above": 0, "at_most": 1})
+    seed: int = field(default=7, metadata={"at_least": 0, "at_most": MAX_SEED})
+    evaluate_every: int = field(default=1, metadata={"at_least": 1})
+    evaluate_on: EvaluateOn = "auto"
+    init: str | None = None
+    deadline_s: float | None = field(default=None, metadata={"above": 0})
+    min_updates: int | None = field(default=None, metadata={"at_least": 1})
+    local_test_fraction: float = field(default=0.1, metadata={"at_least": 0, "below": 1})
+
+    def __post_init__(self) -> None:
+        rules = (self.rounds, self.updates, self.seconds, self.bytes, self.accuracy)
+        if all(rule is None for rule in rules):
+            object.__setattr__(self, "rounds", DEFAULT_ROUNDS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategySection:
+    """`[strategy]`: its name, and options that the strategy checks itself."""
+
+    name: str = "fedavg"
+    options: Mapping[str, Scalar] = field(default_factory=dict, metadata={_REST: True})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressionSection:
+    """`[compression]`: codec specs of updates (`up`) and of the model (`down`)."""
+
+    up: str = "dense"
+    down: str = "dense"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicesSection:
+    """`[devices]`: who takes part. Empty `groups` and `names` mean every device that has a shard for the task."""
+
+    groups: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    min: int = field(default=1, metadata={"at_least": 1})
+    count: int | None = field(default=None, metadata={"at_least": 1})
+    join: JoinPolicy = "anytime"
+
+    def __post_init__(self) -> None:
+        if self.count is not None and self.count < self.min:
+            raise ConfigError(f"devices.count must be at least devices.min = {self.min}, got {self.count}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """One run file. `task` holds the options of the task that `run.task` names."""
+
+    run: RunSection
+    task: Mapping[str, Scalar] = field(default_factory=dict)
+    strategy: StrategySection = field(default_factory=StrategySection)
+    compression: CompressionSection = field(default_factory=CompressionSection)
+    devices: DevicesSection = field(default_factory=DevicesSection)
+
+    def to_json(self) -> Json:
+        """Returns the run file as JSON values, every default written out; settings that are None are left out."""
+        sections = {
+            "run": asdict(self.run),
+            "task": dict(self.task),
+            "strategy": {"name": self.strategy.name, **self.strategy.options},
+            "compression": asdict(self.compression),
+            "devices": {**asdict(self.devices), "groups": [*self.devices.groups], "names": [*self.devices.names]},
+        }
+        return {
+            name: {key: item for key, item in table.items() if item is not None} for name, table in sections.items()
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> RunConfig:
+        """Returns what `to_json` gave, checked again."""
+        return parse_run(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorSettings:
+    """What the coordinator process listens on and uses; `store` None is SQLite in its directory."""
+
+    host: str = "0.0.0.0"  # noqa: S104 boards are on other machines
+    port: int = field(default=8000, metadata={"at_least": 0, "at_most": 65535})
+    broker: str = "auto"
+    broker_port: int = field(default=8883, metadata={"at_least": 0, "at_most": 65535})
+    store: str | None = None
+    heartbeat_s: float = field(default=5.0, metadata={"above": 0})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSettings:
+    """How a board trains; `threads` None leaves one thread per core."""
+
+    accelerator: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int | None = field(default=None, metadata={"at_least": 1})
+    heartbeat_s: float = field(default=5.0, metadata={"above": 0})
+
+
+def load_run(path: str | Path) -> RunConfig:
+    """Returns the run file at `path`; a relative `init` is meant from the file's own folder.
+
+    Raises:
+        ConfigError: the file is missing, no TOML, or holds a setting that makes no sense.
+    """
+    file = Path(path)
+    try:
+        config = parse_run(tomllib.loads(file.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{file}: is not TOML: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+    if config.run.init is None:
+        return config
+    return replace(config, run=replace(config.run, init=str(file.parent.resolve() / config.run.init)))
+
+
+def parse_run(mapping: Mapping[str, Any]) -> RunConfig:
+    """Returns a run file's tables as dataclasses.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type or a value out of range; the text names the key.
+    """
+    return from_mapping(RunConfig, mapping, path="")
+
+
+def from_mapping(cls: type[T], mapping: Mapping[str, Any], path: str = "run") -> T:
+    """Returns the frozen dataclass `cls` filled from a table of TOML or JSON values.
+
+    Understands nested dataclasses, optional fields, `tuple[str, ...]`, `Mapping[str, Scalar]` and `Literal`; a
+    field with `rest` in its metadata takes all keys that no other field has.
+
+    Args:
+        cls: a dataclass with keyword-only fields.
+        mapping: the table.
+        path: where the table stands, put before the key in messages; empty for a whole file.
+
+    Raises:
+        ConfigError: an unknown or missing key, a wrong type, a value out of range.
+    """
+    if not is_dataclass(cls):
+        raise TypeError(f"{cls!r} is no dataclass")
+    table = _table(mapping, path)
+    hints = get_type_hints(cls)
+    own = {item.name: item for item in fields(cls) if _REST not in item.metadata}
+    rest = [item.name for item in fields(cls) if _REST in item.metadata]
+    extra = {key: value for key, value in table.items() if key not in own}
+    if extra and not rest:
+        raise ConfigError(_unknown(next(iter(extra)), list(own), path))
+    values = {
+        name: _value(table[name], hints[name], item, _join(path, name)) for name, item in own.items() if name in table
+    }
+    values |= {name: _scalars(extra, path) for name in rest}
+    for name, item in own.items():
+        if name not in values and item.default is MISSING and item.default_factory is MISSING:
+            raise _missing(hints[name], _join(path, name))
+    return cls(**values)
+
+
+def _table(value: object, path: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{path or 'the file'} must be a table, got {value!r}")
+    return value
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _unknown(key: str, known: list[str], path: str) -> str:
+    close = get_close_matches(key, known, n=1)
+    hint = f"did you mean {_join(path, close[0])}?" if close else f"known are {', '.join(sorted(known))}"
+    return f"unknown setting {_join(path, key)}: {hint}"
+
+
+def _missing(kind: Any, path: str) -> ConfigError:
+    if is_dataclass(kind):
+        needed = [item.name for item in fields(kind) if item.default is MISSING and item.default_factory is MISSING]
+        return ConfigError(f"[{path}] is missing, with at least {', '.join(needed)}")
+    return ConfigError(f"{path} is missing: {_expected(kind, {})}")
+
+
+def _value(value: object, kind: Any, item: Field[Any], path: str) -> Any:
+    if get_origin(kind) in (UnionType, Union):
+        if value is None and NoneType in get_args(kind):
+            return None
+        (kind,) = (option for option in get_args(kind) if option is not NoneType)
+    if is_dataclass(kind) and isinstance(kind, type):
+        return from_mapping(kind, _table(value, path), path)
+    if get_origin(kind) is Mapping:
+        return _scalars(_table(value, path), path)
+    if not _fits(value, kind) or not _within(value, item.metadata):
+        raise ConfigError(f"{path} must be {_expected(kind, item.metadata)}, got {value!r}")
+    if kind is float:
+        return float(value)  # type: ignore[arg-type]  # _fits has seen a number
+    return tuple(value) if get_origin(kind) is tuple else value  # type: ignore[arg-type]  # _fits has seen a list
+
+
+def _scalars(table: Mapping[str, Any], path: str) -> dict[str, Scalar]:
+    for key, value in table.items():
+        if not isinstance(value, str | bool) and not _is_finite(value):
+            raise ConfigError(f"{_join(path, key)} must be a text, a number or true/false, got {value!r}")
+    return dict(table)
+
+
+def _fits(value: object, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if get_origin(kind) is tuple:
+        return isinstance(value, list | tuple) and all(isinstance(entry, str) for entry in value)
+    if isinstance(value, bool) or kind is bool:
+        return isinstance(value, bool) and kind is bool
+    if kind is float:
+        return _is_finite(value)
+    return isinstance(value, kind)
+
+
+def _is_finite(value: object) -> bool:
+    # Not math.isfinite: TOML's whole numbers have no limit, and one beyond a float's range would overflow there.
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
+
+
+def _within(value: Any, bounds: Mapping[str, Any]) -> bool:
+    return (
+        ("above" not in bounds or value > bounds["above"])
+        and ("at_least" not in bounds or value >= bounds["at_least"])
+        and ("below" not in bounds or value < bounds["below"])
+        and ("at_most" not in bounds or value <= bounds["at_most"])
+    )
+
+
+def _expected(kind: Any, bounds: Mapping[str, Any]) -> str:
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(repr, get_args(kind)))
+    words = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+    limits = [f"{name.replace('_', ' ')} {bounds[name]}" for name in _BOUNDS if name in bounds]
+    return " ".join([words.get(kind, "a list of texts"), " and ".join(limits)]).strip()
+
+
+_BOUNDS = ("above", "at_least", "below", "at_most")

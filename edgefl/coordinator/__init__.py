@@ -1,0 +1,1 @@
+"""The coordinator process: live fleet, embedded SuperLink, broker, presence, enrolment, API."""

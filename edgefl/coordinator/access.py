@@ -1,0 +1,98 @@
+"""Who may call the JSON API, and how its errors look.
+
+Operators may do everything, viewers read. Both show a bearer token; only hashes are kept. Errors are
+`{"v": 1, "error": CODE, "message": LINE}` with a 4xx or 5xx status, so that the other side raises the same error.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+
+from edgefl.coordinator.directory import CoordinatorDirectory, token_hash
+from edgefl.errors import (
+    EdgeflError,
+    JoinError,
+    NameTakenError,
+    NetworkError,
+    NotAllowedError,
+    NotFoundError,
+    StoreError,
+    VersionError,
+)
+from edgefl.protocol import PROTOCOL_VERSION, error_code
+
+log = logging.getLogger(__name__)
+
+# The first class that fits decides; what stands in no line is the caller's mistake: 400.
+STATUS: Mapping[type[EdgeflError], int] = {
+    NotAllowedError: 401,
+    NotFoundError: 404,
+    NameTakenError: 409,
+    VersionError: 426,
+    JoinError: 403,
+    StoreError: 503,
+    NetworkError: 400,
+}
+MAX_TOKEN_CHARS = 200
+
+Guard = Callable[[Request], None]
+
+
+def require_operator(directory: CoordinatorDirectory) -> Guard:
+    """Returns a FastAPI dependency that lets only operators through; others get `NotAllowedError`."""
+    return _guard(directory.operator_sha256, "an operator token", open_to_all=False)
+
+
+def require_viewer(directory: CoordinatorDirectory, *, listen_host: str) -> Guard:
+    """Returns a FastAPI dependency that lets operators and viewers through.
+
+    When the coordinator listens on loopback only, everyone who can connect may read.
+    """
+    accepted = (*directory.operator_sha256, *directory.viewer_sha256)
+    return _guard(accepted, "a viewer or operator token", open_to_all=is_loopback(listen_host))
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether a listener on `host` can be reached from this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def show_errors(app: FastAPI) -> None:
+    """Makes the app answer every `EdgeflError` as JSON."""
+
+    @app.exception_handler(EdgeflError)
+    async def answer(_request: Request, error: EdgeflError) -> JSONResponse:
+        return error_response(error)
+
+
+def error_response(error: EdgeflError) -> JSONResponse:
+    """Returns an error's answer: its status, its code and its line."""
+    status = next((status for kind, status in STATUS.items() if isinstance(error, kind)), 400)
+    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
+    content = {"v": PROTOCOL_VERSION, "error": error_code(error), "message": str(error)}
+    return JSONResponse(content, status_code=status, headers=headers)
+
+
+def _guard(accepted: Sequence[str], wanted: str, *, open_to_all: bool) -> Guard:
+    def check(request: Request) -> None:
+        if open_to_all:
+            return
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not token:
+            raise NotAllowedError(f"this needs {wanted}; on the coordinator's machine: edgefl coordinator init")
+        digest = token_hash(token[:MAX_TOKEN_CHARS])
+        # All are compared, whichever fits, so that the time says nothing.
+        if not sum(hmac.compare_digest(digest, known) for known in accepted):
+            log.warning("refused a wrong access token for %s", request.url.path)
+            raise NotAllowedError(f"the access token is wrong; this needs {wanted}")
+
+    return check

@@ -1,0 +1,144 @@
+"""The operator's JSON API under `/edgefl/v1`: runs, devices, history. Errors look as `access` says."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Depends
+
+from edgefl import __version__
+from edgefl.config import RunConfig, parse_run
+from edgefl.coordinator.access import Guard
+from edgefl.coordinator.roster import Roster
+from edgefl.coordinator.runs import RunWorker
+from edgefl.errors import UsageError
+from edgefl.protocol import PROTOCOL_VERSION
+from edgefl.storage.queries import find_run, history
+from edgefl.storage.records import RunRecord, RunStatus
+from edgefl.storage.store import Store
+from edgefl.types import Json
+
+Check = Callable[[RunConfig], object]
+
+
+def operator_router(
+    *, store: Store, roster: Roster, worker: RunWorker, check: Check, viewer: Guard, operator: Guard
+) -> APIRouter:
+    """Returns the routes.
+
+    `check` raises an EdgeflError for a run file that cannot work, before it is queued; `viewer` and `operator` let
+    those through who may read and who may act.
+    """
+    router = APIRouter()
+    reads, acts = [Depends(viewer)], [Depends(operator)]
+
+    @router.get("/healthz")
+    def healthz() -> Json:
+        return {"v": PROTOCOL_VERSION, "status": "ok", "version": __version__}
+
+    @router.get("/edgefl/v1/runs", dependencies=reads)
+    def runs() -> Json:
+        return _rows([_run(record) for record in reversed(store.runs())])
+
+    @router.post("/edgefl/v1/runs", dependencies=acts)
+    def submit(config: Annotated[dict[str, Any], Body(embed=True)]) -> Json:
+        return _run(submit_run(store, worker, parse_run(config), check))
+
+    @router.get("/edgefl/v1/runs/{run}", dependencies=reads)
+    def show(run: str) -> Json:
+        return _run(store.run(find_run(store, run)))
+
+    @router.post("/edgefl/v1/runs/{run}/stop", dependencies=acts)
+    def stop(run: str) -> Json:
+        record = store.run(find_run(store, run))
+        stop_run(store, worker, record)
+        return _run(store.run(record.run_id))
+
+    @router.get("/edgefl/v1/devices", dependencies=reads)
+    def devices() -> Json:
+        return _rows(device_rows(store, roster))
+
+    @router.get("/edgefl/v1/devices/{device}", dependencies=reads)
+    def device(device: str) -> Json:
+        store.device(device)
+        row = next(row for row in device_rows(store, roster) if row["device_id"] == device)
+        facts = store.capabilities().get(device)
+        return {"v": PROTOCOL_VERSION, **row, "capabilities": dict(facts.facts) if facts else {}}
+
+    @router.get("/edgefl/v1/history/{kind}", dependencies=reads)
+    def past(
+        kind: str,
+        run: str | None = None,
+        device: str | None = None,
+        since: float | None = None,
+        until: float | None = None,
+        limit: int | None = None,
+    ) -> Json:
+        rows = history(store, kind, run=run, device=device, since=since, until=until, limit=limit)
+        return {**_rows(rows), "kind": kind}
+
+    return router
+
+
+def submit_run(store: Store, worker: RunWorker, config: RunConfig, check: Check) -> RunRecord:
+    """Queues a run; nothing is queued when the run file cannot work."""
+    check(config)
+    now = time.time()
+    run_id = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{uuid.uuid4().hex[:6]}"
+    record = store.add_run(
+        run_id=run_id,
+        name=config.run.name or f"{config.run.task}-{config.strategy.name}",
+        task=config.run.task,
+        strategy=config.strategy.name,
+        config=config.to_json(),
+        seed=config.run.seed,
+        submitted_at=now,
+    )
+    worker.wake()
+    return record
+
+
+def stop_run(store: Store, worker: RunWorker, record: RunRecord) -> None:
+    """Ends a run: a queued one at once, a running one after what is in flight.
+
+    Raises:
+        UsageError: it is over already.
+    """
+    now, reason = time.time(), "stopped by the operator"
+    if record.status in {RunStatus.QUEUED, RunStatus.INTERRUPTED}:
+        store.set_run_status(record.run_id, RunStatus.STOPPED, at=now, reason=reason)
+    elif record.status.is_final:
+        raise UsageError(f"run {record.run_id} is {record.status} already")
+    else:
+        store.set_run_status(record.run_id, RunStatus.STOPPING, at=now, reason=reason)
+        worker.stop_run(record.run_id, reason)
+
+
+def device_rows(store: Store, roster: Roster) -> list[Json]:
+    """Returns one row per device: what the store knows, over it what is true now."""
+    now = {row["device_id"]: row for row in roster.facts()}
+    return [
+        {
+            "device_id": record.device_id,
+            "role": record.role,
+            "groups": list(record.groups),
+            "examples": dict(record.examples),
+            "version": record.version,
+            "joined_at": record.joined_at,
+            "last_seen_at": record.last_seen_at,
+            **now.get(record.device_id, {}),
+        }
+        for record in store.devices()
+    ]
+
+
+def _run(record: RunRecord) -> Json:
+    return {"v": PROTOCOL_VERSION, **asdict(record), "config": dict(record.config)}
+
+
+def _rows(rows: list[Json]) -> Json:
+    return {"v": PROTOCOL_VERSION, "rows": rows}

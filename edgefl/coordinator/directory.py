@@ -1,0 +1,304 @@
+"""The coordinator's state directory: keys, settings and access tokens; private, and written atomically.
+
+A directory counts as set up when `settings.toml` is there, and that file is written last: a setup that was cut off
+is simply made again.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import secrets
+import socket
+import tempfile
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from edgefl.coordinator import pki
+from edgefl.coordinator.local_addresses import local_addresses
+from edgefl.errors import ConfigError, NotJoinedError, StoreError, StoreFullError
+from edgefl.protocol import COORDINATOR_NAME, certificate_fingerprint, checked_slug
+
+DEFAULT_FLEET = "fleet"
+DEFAULT_PORT = 8000
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorDirectory:
+    """One coordinator's directory and what its settings say.
+
+    `hosts` are the names and addresses under which devices find the coordinator, best first. Of the access tokens
+    only SHA-256 hashes are kept.
+    """
+
+    root: Path
+    fleet: str
+    hosts: tuple[str, ...]
+    port: int = DEFAULT_PORT
+    operator_sha256: tuple[str, ...] = field(default=(), repr=False)
+    viewer_sha256: tuple[str, ...] = field(default=(), repr=False)
+
+    @property
+    def settings(self) -> Path:
+        return self.root / "settings.toml"
+
+    @property
+    def ca_cert(self) -> Path:
+        return self.root / "ca.pem"
+
+    @property
+    def ca_key(self) -> Path:
+        return self.root / "ca.key"
+
+    @property
+    def server_cert(self) -> Path:
+        return self.root / "server.pem"
+
+    @property
+    def server_key(self) -> Path:
+        return self.root / "server.key"
+
+    @property
+    def client_cert(self) -> Path:
+        return self.root / "coordinator.pem"
+
+    @property
+    def client_key(self) -> Path:
+        return self.root / "coordinator.key"
+
+    @property
+    def database(self) -> Path:
+        return self.root / "edgefl.db"
+
+    @property
+    def models(self) -> Path:
+        return self.root / "models"
+
+    @property
+    def runs(self) -> Path:
+        return self.root / "runs"
+
+    @property
+    def broker(self) -> Path:
+        return self.root / "broker"
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """HOST:PORT for every host, best first; IPv6 in brackets."""
+        return tuple(f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}" for host in self.hosts)
+
+    def authority(self) -> pki.KeyPair:
+        """Returns the CA with its key."""
+        return pki.KeyPair(key_pem=self.ca_key.read_bytes(), cert_pem=self.ca_cert.read_bytes())
+
+    def ca_fingerprint(self) -> str:
+        return certificate_fingerprint(self.ca_cert.read_bytes())
+
+
+def default_directory() -> Path:
+    """Returns `~/.local/share/edgefl/coordinator`, or its place under `XDG_DATA_HOME`."""
+    data = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
+    return Path(data) / "edgefl" / "coordinator"
+
+
+def init_directory(
+    root: Path, *, hosts: Sequence[str] = (), fleet: str | None = None, port: int | None = None
+) -> CoordinatorDirectory:
+    """Returns the directory, set up: CA, server and MQTT certificates, settings, empty folders.
+
+    A directory that is already set up keeps its CA, its devices and its tokens; hosts that are new are added.
+
+    Raises:
+        ConfigError: it is set up for another fleet or port, or holds a database without settings.
+        UsageError: the fleet's name or a host is none.
+    """
+    bare = CoordinatorDirectory(root=root, fleet=checked_slug(fleet or DEFAULT_FLEET, "fleet name"), hosts=())
+    if bare.settings.exists():
+        return _init_again(load_directory(root), hosts, fleet, port)
+    if bare.database.exists():
+        raise ConfigError(f"{root} holds a database but no settings.toml; restore a backup or take another --dir")
+    directory = replace(bare, hosts=_announced(hosts), port=port or DEFAULT_PORT)
+    _make_private(root)
+    authority = pki.create_authority(directory.fleet)
+    server = pki.issue_server(authority, _names(directory.hosts))
+    client = pki.issue_client(authority, COORDINATOR_NAME)
+    _write_pair(directory.ca_cert, directory.ca_key, authority)
+    _write_pair(directory.client_cert, directory.client_key, client)
+    _write_pair(directory.server_cert, directory.server_key, server)
+    for folder in (directory.models, directory.runs, directory.broker):
+        _make_private(folder)
+    _write_settings(directory)
+    return directory
+
+
+def load_directory(root: Path) -> CoordinatorDirectory:
+    """Returns a directory that was set up before.
+
+    Raises:
+        NotJoinedError: it was not.
+        ConfigError: its settings are damaged, or a key is missing.
+    """
+    path = root / "settings.toml"
+    try:
+        value = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise NotJoinedError(
+            f"{root} is no coordinator directory; run: edgefl coordinator init --dir {root}"
+        ) from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    directory = _from_settings(root, value)
+    for file in (directory.ca_cert, directory.ca_key, directory.server_cert, directory.server_key):
+        if not file.exists():
+            raise ConfigError(f"{file} is missing; restore it from a backup of {root}")
+    return directory
+
+
+def readdress(root: Path, hosts: Sequence[str], *, port: int | None = None) -> CoordinatorDirectory:
+    """Returns the directory after it got a new server certificate and address list; the CA stays.
+
+    Devices that joined keep trusting it; the new addresses reach them when they next connect. Without `hosts` the
+    names and addresses of this machine are taken.
+    """
+    directory = load_directory(root)
+    changed = replace(directory, hosts=_announced(hosts), port=port or directory.port)
+    _issue_server(changed)
+    _write_settings(changed)
+    return changed
+
+
+def add_access(directory: CoordinatorDirectory) -> tuple[CoordinatorDirectory, str, str]:
+    """Returns the directory with one more operator and one more viewer token, and these two as plain text."""
+    operator, viewer = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
+    changed = replace(
+        directory,
+        operator_sha256=(*directory.operator_sha256, token_hash(operator)),
+        viewer_sha256=(*directory.viewer_sha256, token_hash(viewer)),
+    )
+    _write_settings(changed)
+    return changed, operator, viewer
+
+
+def token_hash(token: str) -> str:
+    """Returns the SHA-256 of a token, as the settings and the store keep it."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Writes a file of mode 0600 that is, at any instant, the old one or the new one.
+
+    Raises:
+        StoreFullError: no room on the disk.
+        StoreError: it cannot be written for another reason.
+    """
+    try:
+        _replace(path, data)
+    except OSError as error:
+        kind = StoreFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
+        raise kind(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def _replace(path: Path, data: bytes) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # 0600 from the start
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _init_again(
+    directory: CoordinatorDirectory, hosts: Sequence[str], fleet: str | None, port: int | None
+) -> CoordinatorDirectory:
+    if fleet is not None and fleet != directory.fleet:
+        raise ConfigError(f"{directory.root} belongs to fleet {directory.fleet!r}, not {fleet!r}; take another --dir")
+    if port is not None and port != directory.port:
+        raise ConfigError(
+            f"{directory.root} is set up for port {directory.port}, not {port}; "
+            f"to change it: edgefl coordinator readdress --port {port}"
+        )
+    new = [host for host in hosts if host not in directory.hosts]
+    if not new:
+        return directory
+    return readdress(directory.root, [*new, *directory.hosts])
+
+
+def _issue_server(directory: CoordinatorDirectory) -> None:
+    server = pki.issue_server(directory.authority(), _names(directory.hosts))
+    _write_pair(directory.server_cert, directory.server_key, server)
+
+
+def _announced(hosts: Sequence[str]) -> tuple[str, ...]:
+    """What tokens carry: what the user named, else this machine's own name and addresses."""
+    if hosts:
+        return tuple(dict.fromkeys(hosts))
+    own = [name for name in [_mdns_name()] if pki.HOST_NAME.match(name)]
+    return (*own, *local_addresses()) if local_addresses() else ("127.0.0.1",)
+
+
+def _names(hosts: Sequence[str]) -> list[str]:
+    """What the certificate is good for: more than is announced, since a name more does no harm."""
+    own = [name for name in (socket.gethostname().lower(), _mdns_name()) if pki.HOST_NAME.match(name)]
+    return list(dict.fromkeys([*hosts, *own, *local_addresses(), *LOOPBACK]))
+
+
+def _mdns_name() -> str:
+    return f"{socket.gethostname().partition('.')[0].lower()}.local"
+
+
+def _make_private(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)
+    except OSError as error:
+        raise StoreError(f"{folder} cannot be made: {error.strerror or error}") from None
+
+
+def _write_pair(cert: Path, key: Path, pair: pki.KeyPair) -> None:
+    write_private(key, pair.key_pem)
+    write_private(cert, pair.cert_pem)
+
+
+def _write_settings(directory: CoordinatorDirectory) -> None:
+    # JSON strings, numbers and lists of strings are TOML too.
+    values = {
+        "fleet": directory.fleet,
+        "hosts": list(directory.hosts),
+        "port": directory.port,
+        "operator_sha256": list(directory.operator_sha256),
+        "viewer_sha256": list(directory.viewer_sha256),
+    }
+    write_private(directory.settings, "".join(f"{k} = {json.dumps(v)}\n" for k, v in values.items()).encode())
+
+
+def _from_settings(root: Path, value: Mapping[str, Any]) -> CoordinatorDirectory:
+    known = {"fleet": str, "hosts": list, "port": int, "operator_sha256": list, "viewer_sha256": list}
+    for key, kind in known.items():
+        if not isinstance(value.get(key), kind):
+            raise ConfigError(f"{root / 'settings.toml'}: {key} must be a {kind.__name__}, got {value.get(key)!r}")
+    if unknown := sorted(set(value) - set(known)):
+        raise ConfigError(f"{root / 'settings.toml'}: unknown key {unknown[0]!r}, known are {', '.join(known)}")
+    return CoordinatorDirectory(
+        root=root,
+        fleet=value["fleet"],
+        hosts=tuple(map(str, value["hosts"])),
+        port=value["port"],
+        operator_sha256=tuple(value["operator_sha256"]),
+        viewer_sha256=tuple(value["viewer_sha256"]),
+    )

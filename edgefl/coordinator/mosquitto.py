@@ -1,0 +1,246 @@
+"""A private mosquitto: generated configuration, a child process, and a thread that starts it again when it dies."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+from edgefl.coordinator.broker import (
+    MAX_MESSAGE_BYTES,
+    BrokerAddress,
+    BrokerTls,
+    acl_file,
+    check_port_is_free,
+    connect_host,
+)
+from edgefl.errors import BrokerError, EdgeflError
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 5.0
+RESTART_DELAYS_S = (0.2, 1.0, 2.0, 5.0, 10.0)
+HEALTHY_AFTER_S = 30.0
+MAX_LOG_BYTES = 1_000_000
+
+# Run by a Python of its own instead of preexec_fn, which is not safe in a process with threads. The signal comes
+# when the *thread* that started the child ends; that is the supervisor, which lives as long as the broker should.
+# The parent may have died before prctl: then nobody would ever send the signal.
+_DIE_WITH_PARENT = """
+import ctypes, os, sys
+PR_SET_PDEATHSIG, SIGKILL = 1, 9
+ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, SIGKILL)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+class Mosquitto:
+    """Runs `program` with a configuration in `directory`; see `edgefl.coordinator.broker.Broker`."""
+
+    def __init__(self, program: str, *, directory: Path, fleet: str, tls: BrokerTls, host: str, port: int) -> None:
+        self._program = program
+        self._directory = directory
+        self._fleet = fleet
+        self._tls = tls
+        self._host = host
+        self._port = port
+        self._refused: frozenset[str] = frozenset()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopping = threading.Event()
+        self._first_start = threading.Event()
+        self._failure: EdgeflError | None = None
+        self._supervisor: threading.Thread | None = None
+        self._log_start = 0
+
+    def start(self) -> BrokerAddress:
+        check_port_is_free(self._host, self._port)
+        self._write_files()
+        self._stopping.clear()
+        self._first_start.clear()
+        self._failure = None
+        self._supervisor = threading.Thread(target=self._supervise, name="mosquitto-supervisor", daemon=True)
+        self._supervisor.start()
+        self._first_start.wait()
+        self._raise_failure()
+        return BrokerAddress(host=connect_host(self._host), port=self._port)
+
+    def stop(self) -> None:
+        self._stopping.set()
+        if self._supervisor is not None:
+            self._supervisor.join()
+            self._supervisor = None
+
+    def alive(self) -> bool:
+        process = self._process
+        return process is not None and process.poll() is None
+
+    def refuse(self, names: Collection[str]) -> None:
+        self._refused = frozenset(names)
+        process = self._process
+        if process is not None and process.poll() is None:
+            _write_private(self._acl_path, acl_file(self._fleet, self._refused))
+            process.send_signal(signal.SIGHUP)  # reads the ACL again
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the running mosquitto, for tests that kill it."""
+        process = self._process
+        return None if process is None or process.poll() is not None else process.pid
+
+    @property
+    def _acl_path(self) -> Path:
+        return self._directory / "acl"
+
+    @property
+    def _log_path(self) -> Path:
+        return self._directory / "mosquitto.log"
+
+    @property
+    def _config_path(self) -> Path:
+        return self._directory / "mosquitto.conf"
+
+    def _write_files(self) -> None:
+        try:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._directory.chmod(0o700)
+            if self._log_path.exists() and self._log_path.stat().st_size > MAX_LOG_BYTES:
+                self._log_path.replace(self._log_path.with_suffix(".log.1"))
+            _write_private(self._acl_path, acl_file(self._fleet, self._refused))
+            _write_private(self._config_path, self._config())
+        except OSError as error:
+            raise BrokerError(f"the broker's files cannot be written to {self._directory}: {error}") from None
+
+    def _config(self) -> str:
+        lines = [
+            # As root, mosquitto would become the user `mosquitto`, who cannot read the 0700 state directory.
+            *(["user root"] if os.geteuid() == 0 else []),
+            "per_listener_settings false",
+            "allow_anonymous false",
+            "persistence false",
+            f"log_dest file {self._log_path.resolve()}",
+            "log_type error",
+            "log_type warning",
+            "log_type notice",
+            "log_timestamp_format %Y-%m-%dT%H:%M:%S",
+            f"message_size_limit {MAX_MESSAGE_BYTES}",
+            f"acl_file {self._acl_path.resolve()}",
+            "set_tcp_nodelay true",
+            f"listener {self._port} {self._host}",
+            f"cafile {self._tls.ca.resolve()}",
+            f"certfile {self._tls.cert.resolve()}",
+            f"keyfile {self._tls.key.resolve()}",
+            "tls_version tlsv1.2",
+            "require_certificate true",
+            "use_identity_as_username true",
+            # Otherwise any device could push another one off by taking its client id.
+            "use_username_as_clientid true",
+        ]
+        return "\n".join(lines) + "\n"
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _supervise(self) -> None:
+        failures = 0
+        while not self._stopping.is_set():
+            started_s = time.monotonic()
+            try:
+                self._run_once()
+            except EdgeflError as error:
+                self._failure = error
+            except OSError as error:
+                self._failure = BrokerError(f"mosquitto cannot be started: {error}")
+            if not self._first_start.is_set():
+                self._first_start.set()
+                return
+            if self._stopping.is_set():
+                return
+            failures = 0 if time.monotonic() - started_s > HEALTHY_AFTER_S else failures + 1
+            delay_s = RESTART_DELAYS_S[min(failures, len(RESTART_DELAYS_S)) - 1]
+            status = self._process.returncode if self._process else None
+            log.warning("mosquitto ended with status %s; starting it again in %.1f s", status, delay_s)
+            self._stopping.wait(delay_s)
+
+    def _run_once(self) -> None:
+        """Starts mosquitto, reports that it is up, and returns when it ended or was asked to stop."""
+        self._process = process = self._spawn()
+        try:
+            self._wait_until_up(process)
+            self._first_start.set()
+            while process.poll() is None and not self._stopping.wait(0.1):
+                pass
+        finally:
+            _end(process)
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        command = [self._program, "-c", str(self._config_path.resolve())]
+        wrapper = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())]
+        with self._log_path.open("ab") as output:
+            self._log_start = output.seek(0, os.SEEK_END)
+            # In a group of its own, so that Ctrl-C on the terminal reaches the coordinator alone: devices that are
+            # told to stop still need the broker.
+            return subprocess.Popen(
+                wrapper + command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                process_group=0,
+            )
+
+    def _wait_until_up(self, process: subprocess.Popen[bytes]) -> None:
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while not self._answers():
+            if process.poll() is not None:
+                raise BrokerError(f"mosquitto does not start: {self._last_log_line()}")
+            if time.monotonic() > deadline_s:
+                raise BrokerError(f"mosquitto does not answer after {START_TIMEOUT_S:.0f} s: {self._last_log_line()}")
+            if self._stopping.wait(0.02):
+                return
+
+    def _answers(self) -> bool:
+        try:
+            with socket.create_connection((connect_host(self._host), self._port), timeout=1.0):
+                return True
+        except OSError:
+            return False
+
+    def _last_log_line(self) -> str:
+        try:
+            with self._log_path.open(errors="replace") as file:
+                file.seek(self._log_start)
+                lines = file.read().splitlines()
+        except OSError:
+            lines = []
+        # OpenSSL's own lines follow the one that says which file it was about.
+        told = [line for line in lines if re.search(r"\bError: ", line)] or lines or ["it left no message"]
+        return told[-1].strip()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _write_private(path: Path, text: str) -> None:
+    temporary = path.with_name(f"{path.name}.new")
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(text)
+    temporary.replace(path)

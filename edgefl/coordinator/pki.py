@@ -1,0 +1,224 @@
+"""The fleet's own certificate authority: one CA, one server certificate, one client certificate per device.
+
+Everything verifies under OpenSSL's strict rules (RFC 5280; Python 3.13 switches them on): the CA carries critical
+basicConstraints and keyUsage and a key identifier, every leaf names the CA's key.
+
+Dates: certificates are valid from 1970-01-01. A board without a clock battery starts there (or at the build date of
+its system) and must still be able to join, and a certificate that is valid from its making would lock out every
+board whose clock is a little behind. They end with the CA, in 20 years: a device is shut out by removing it, not by
+waiting, and no fleet stops because nobody was near to renew.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import ipaddress
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from edgefl.errors import ConfigError, JoinError, UsageError
+from edgefl.protocol import certificate_fingerprint
+
+VALID_FROM = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
+CA_YEARS = 20
+# A coordinator whose own clock stands in 1970 must not make a CA that ends in 1990.
+EARLIEST_NOW = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
+MAX_CN = 64
+HOST_NAME = re.compile(r"[a-z0-9_](?:[a-z0-9_.-]{0,251}[a-z0-9_])?\Z")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyPair:
+    """A private key (PKCS #8) and its certificate, both PEM; the key stays out of every repr."""
+
+    key_pem: bytes = field(repr=False)
+    cert_pem: bytes
+
+
+def create_authority(fleet: str) -> KeyPair:
+    """Returns a new self-signed CA (EC P-256) for a fleet."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = _name(f"edgefl {fleet} CA")
+    now = max(dt.datetime.now(dt.UTC), EARLIEST_NOW).replace(microsecond=0)
+    builder = (
+        _builder(name, name, key.public_key(), now + dt.timedelta(days=CA_YEARS * 365 + 5))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_key_usage(key_cert_sign=True, crl_sign=True), critical=True)
+    )
+    return _pair(key, builder.sign(key, hashes.SHA256()))
+
+
+def issue_server(authority: KeyPair, hosts: Sequence[str]) -> KeyPair:
+    """Returns a server certificate that is good for every name and address in `hosts`.
+
+    Raises:
+        UsageError: `hosts` is empty or holds something that is neither a name nor an address.
+    """
+    if not hosts:
+        raise UsageError("a server certificate needs at least one host name or address, got none")
+    key = ec.generate_private_key(ec.SECP256R1())
+    alternatives = x509.SubjectAlternativeName([_general_name(host) for host in dict.fromkeys(hosts)])
+    return _pair(
+        key, _sign_leaf(authority, key.public_key(), hosts[0], alternatives, ExtendedKeyUsageOID.SERVER_AUTH)
+    )
+
+
+def issue_client(authority: KeyPair, name: str) -> KeyPair:
+    """Returns a client certificate whose common name is `name`: what both brokers take as the identity."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    return _pair(key, _sign_client(authority, key.public_key(), name))
+
+
+def sign_request(authority: KeyPair, csr_pem: bytes, name: str) -> bytes:
+    """Returns a client certificate (PEM) for the key of a certificate request.
+
+    Of the request only the key is used; its subject and wishes are ignored.
+
+    Raises:
+        JoinError: the request is damaged, its signature does not prove that the sender has the key, or the key is
+            not EC P-256 or P-384.
+    """
+    return _pem(_sign_client(authority, request_key(csr_pem), name))
+
+
+def request_key(csr_pem: bytes) -> ec.EllipticCurvePublicKey:
+    """Returns the public key of a certificate request after proof of possession; raises as `sign_request`."""
+    try:
+        request = x509.load_pem_x509_csr(csr_pem)
+        key = request.public_key()
+        proven = request.is_signature_valid
+    except (ValueError, InvalidSignature) as error:
+        raise JoinError(f"the certificate request cannot be read: {error}") from None
+    if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1 | ec.SECP384R1):
+        raise JoinError("the key of the certificate request must be EC P-256 or P-384")
+    if not proven:
+        raise JoinError("the certificate request is not signed by its own key")
+    return key
+
+
+def fingerprint(cert_pem: bytes) -> str:
+    """Returns the SHA-256 of the certificate's public key (SubjectPublicKeyInfo), 64 hexadecimal digits."""
+    return certificate_fingerprint(cert_pem)
+
+
+def serial(cert_pem: bytes) -> str:
+    """Returns the certificate's serial number in hexadecimal."""
+    return f"{_load_certificate(cert_pem).serial_number:x}"
+
+
+def server_hosts(cert_pem: bytes) -> tuple[str, ...]:
+    """Returns the names and addresses that a server certificate is good for."""
+    names = _load_certificate(cert_pem).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return tuple(str(name.value) for name in names)
+
+
+def _sign_client(authority: KeyPair, key: ec.EllipticCurvePublicKey, name: str) -> x509.Certificate:
+    if not name or len(name) > MAX_CN:
+        raise UsageError(f"a certificate name must have 1 to {MAX_CN} characters, got {len(name)}")
+    alternatives = x509.SubjectAlternativeName([x509.DNSName(name)])
+    return _sign_leaf(authority, key, name, alternatives, ExtendedKeyUsageOID.CLIENT_AUTH)
+
+
+def _sign_leaf(
+    authority: KeyPair,
+    key: ec.EllipticCurvePublicKey,
+    common_name: str,
+    alternatives: x509.SubjectAlternativeName,
+    usage: x509.ObjectIdentifier,
+) -> x509.Certificate:
+    issuer = _load_certificate(authority.cert_pem)
+    issuer_key = _load_key(authority.key_pem)
+    identifier = issuer.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+    builder = (
+        _builder(_name(common_name), issuer.subject, key, issuer.not_valid_after_utc)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_key_usage(digital_signature=True), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
+        .add_extension(alternatives, critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False)
+    )
+    return builder.sign(issuer_key, hashes.SHA256())
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, valid_to: dt.datetime
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(VALID_FROM)
+        .not_valid_after(valid_to)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+    )
+
+
+def _key_usage(
+    *, digital_signature: bool = False, key_cert_sign: bool = False, crl_sign: bool = False
+) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=digital_signature,
+        key_cert_sign=key_cert_sign,
+        crl_sign=crl_sign,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _name(common_name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name[:MAX_CN])])
+
+
+def _general_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host.partition("%")[0]))
+    except ValueError:
+        pass
+    try:
+        name = host.encode("idna").decode().lower()
+    except UnicodeError:
+        name = ""
+    if not HOST_NAME.match(name):
+        raise UsageError(f"a host must be a name or an address without a port, got {host!r}")
+    return x509.DNSName(name)
+
+
+def _load_certificate(cert_pem: bytes) -> x509.Certificate:
+    try:
+        return x509.load_pem_x509_certificate(cert_pem)
+    except ValueError as error:
+        raise ConfigError(f"the certificate cannot be read: {error}") from None
+
+
+def _load_key(key_pem: bytes) -> ec.EllipticCurvePrivateKey:
+    try:
+        key = serialization.load_pem_private_key(key_pem, password=None)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"the private key cannot be read: {error}") from None
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ConfigError("the private key must be an EC key")
+    return key
+
+
+def _pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _pair(key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> KeyPair:
+    key_pem = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return KeyPair(key_pem=key_pem, cert_pem=_pem(certificate))

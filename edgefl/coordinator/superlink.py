@@ -1,0 +1,396 @@
+"""Flower's SuperLink inside our process: the only file of the coordinator that knows Flower's private modules.
+
+Flower's in-memory LinkState is a cache: it holds messages between dispatch and reply, while the store is the
+truth. The subclass here wakes us when a reply's last byte has landed, keeps node ids over restarts, and makes
+refused replies visible. `FleetApi` serves Flower's Fleet API and nothing else of Flower's HTTP surface.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+
+from fastapi import HTTPException
+from flwr.app import ConfigRecord, Message, Metadata, RecordDict
+from flwr.app.message import make_message
+from flwr.app.message.arraychunk import ArrayChunk
+from flwr.common.constant import NOOP_ACCOUNT_NAME, NOOP_FLWR_AID, SUPERLINK_NODE_ID, SubStatus
+from flwr.proto.message_pb2 import ObjectTree
+from flwr.proto.node_pb2 import NodeInfo
+from flwr.server.superlink.linkstate import LinkStateFactory
+from flwr.server.superlink.linkstate.in_memory_linkstate import InMemoryLinkState
+from flwr.supercore.constant import (
+    FLEET_HTTP_PUBLIC_KEY_HEADER,
+    FLWR_IN_MEMORY_DB_NAME,
+    NOOP_FEDERATION_ID,
+    NodeStatus,
+    TaskType,
+)
+from flwr.supercore.error import ApiErrorCode, FlowerError
+from flwr.supercore.error.catalog import API_ERROR_MAP
+from flwr.supercore.inflatable.inflatable_object import get_object_body, get_object_id
+from flwr.supercore.object_store import ObjectStoreFactory
+from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
+from flwr.superlink.federation import NoOpFederationManager
+from flwr.superlink.routers.fleet.node_auth import authenticate_node
+from flwr.superlink.servicer.fleet import fleet_handlers
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from edgefl.coordinator.asgi import Traffic, error_json, read_capped, respond
+from edgefl.errors import NetworkError
+from edgefl.protocol import (
+    CHUNK_BYTES,
+    FIELD_BYTES,
+    FIELD_JSON,
+    INLINE_BODY_BYTES,
+    MAX_BODY_BYTES,
+    RECORD_BODY,
+    RECORD_HEADER,
+    REPLY_SALT_BYTES,
+)
+from edgefl.types import Json
+
+log = logging.getLogger(__name__)
+
+TTL_S = 30 * 24 * 3600.0
+"""How long Flower keeps a message; our own deadlines are far shorter, this only must not fire first."""
+RUN_HEARTBEAT_S = 10.0
+_PREFIX = "/v1/fleet/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """One complete reply of a device. `header` is its JSON, `body` one codec body (may be empty)."""
+
+    node_id: int
+    instruction_id: str
+    header: Json
+    body: bytes
+    bytes_up: int
+    bytes_down: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedBody:
+    """A body ready to be sent to many devices: inline, or cut into content-addressed chunks hashed once."""
+
+    inline: bytes | None
+    chunk_ids: tuple[str, ...] = ()
+    chunks: tuple[bytes, ...] = ()
+
+
+def prepare_body(body: bytes) -> PreparedBody:
+    if len(body) <= INLINE_BODY_BYTES:
+        return PreparedBody(inline=body)
+    view = memoryview(body)
+    chunks = tuple(ArrayChunk(view[i : i + CHUNK_BYTES]).deflate() for i in range(0, len(body), CHUNK_BYTES))
+    return PreparedBody(inline=None, chunk_ids=tuple(get_object_id(chunk) for chunk in chunks), chunks=chunks)
+
+
+class EdgeLinkState(InMemoryLinkState):
+    """Flower's link state, awake: `on_reply` is called once per stored reply, in the thread that stored it."""
+
+    def __init__(self, manager: Any, store: Any, on_reply: Callable[[Message], None]) -> None:
+        super().__init__(manager, store)
+        self._on_reply = on_reply
+        self._open: dict[str, tuple[Message, set[str]]] = {}
+        self._open_lock = threading.Lock()
+
+    def store_message_and_object_tree(self, message: Message, object_tree: Any, session_id: str) -> Any:
+        stored, missing = super().store_message_and_object_tree(message, object_tree, session_id)
+        if not message.metadata.reply_to_message_id:
+            return stored, missing
+        if not stored:  # stock Flower answers 200 and drops the reply silently
+            self._cleanup_push_session(session_id, cleanup_messages=False)
+            raise FlowerError(ApiErrorCode.FLEET_RUN_STATUS_NOT_ALLOWED, "refused", public_details="reply refused")
+        if (message.has_content() and RECORD_BODY in message.content) or not missing:
+            self._cleanup_push_session(session_id, cleanup_messages=False)
+            self._on_reply(message)
+            return stored, []
+        with self._open_lock:
+            self._open[session_id] = (message, set(missing))
+        return stored, missing
+
+    def store_object(self, run_id: int, session_id: str, object_id: str, object_content: bytes) -> bool:
+        stored = bool(super().store_object(run_id, session_id, object_id, object_content))
+        complete = None
+        with self._open_lock:
+            if stored and session_id in self._open:
+                left = self._open[session_id][1]
+                left.discard(object_id)
+                if not left:
+                    complete = self._open.pop(session_id)[0]
+        if complete is not None:
+            self._on_reply(complete)
+        return stored
+
+    def forget_sessions(self, run_id: int) -> None:
+        with self._open_lock:
+            self._open = {s: entry for s, entry in self._open.items() if entry[0].metadata.run_id != run_id}
+        self.delete_sessions_in_run(run_id)
+
+    def activate_node(self, node_id: int, heartbeat_interval: float) -> bool:
+        """Activates a node also when it is still online: a board that was power-cycled comes back at once."""
+        with self.lock:
+            self.deactivate_node(node_id)
+            return bool(super().activate_node(node_id, heartbeat_interval))
+
+    def restore_node(self, node_id: int, public_key: bytes) -> None:
+        """Puts a known device back under its old node id after a restart of the coordinator."""
+        with self.lock:
+            self.nodes[node_id] = NodeInfo(
+                node_id=node_id,
+                owner_aid=NOOP_FLWR_AID,
+                owner_name=NOOP_ACCOUNT_NAME,
+                status=NodeStatus.OFFLINE,
+                public_key=public_key,
+                heartbeat_interval=30.0,
+                online_until=0.0,
+            )
+            self.node_public_key_to_node_id[public_key] = node_id
+            self.owner_to_node_ids.setdefault(NOOP_FLWR_AID, set()).add(node_id)
+
+    def forget_node(self, node_id: int) -> None:
+        """Removes a device; its key gets 401 from now on and may be registered again later."""
+        with self.lock:
+            node = self.nodes.pop(node_id, None)
+            if node is not None:
+                self.node_public_key_to_node_id.pop(node.public_key, None)
+                self.owner_to_node_ids.get(NOOP_FLWR_AID, set()).discard(node_id)
+
+
+class SuperLink:
+    """The Flower side of the coordinator: nodes, runs and messages.
+
+    Args:
+        on_reply: called with every complete reply, in a thread of the web server.
+        on_contact: called with the node id of every authenticated request.
+    """
+
+    def __init__(self, *, on_reply: Callable[[Reply], None], on_contact: Callable[[int], None]) -> None:
+        manager, objects = NoOpFederationManager(), ObjectStoreFactory(FLWR_IN_MEMORY_DB_NAME)
+        self._factory = LinkStateFactory(FLWR_IN_MEMORY_DB_NAME, manager, objects)
+        self.state = EdgeLinkState(manager, objects.store(), self._collect)
+        self._factory.state_instance = self.state
+        self._deliver = on_reply
+        self.api = FleetApi(self._factory, self.state, on_contact)
+        logging.getLogger("flwr").setLevel(logging.CRITICAL)  # it logs every push, and what we raise ourselves
+
+    def register(self, public_key: bytes, name: str) -> int:
+        """Returns the node id of a new device; the same key gets the same id again."""
+        known = self.state.get_node_id_by_public_key(public_key)
+        if known is not None:
+            return int(known)
+        return int(self.state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, public_key, 0, name=name))
+
+    def open_run(self) -> FlowerRun:
+        return FlowerRun(self.state)
+
+    def _collect(self, message: Message) -> None:
+        """Takes a complete reply out of Flower's state and hands it on."""
+        metadata = message.metadata
+        try:
+            reply = self._read(message)
+        except (KeyError, ValueError, TypeError) as error:
+            log.warning("dropped a malformed reply of node %s: %s", metadata.src_node_id, error)
+            return
+        finally:
+            _discard(self.state, metadata.reply_to_message_id, metadata.message_id)
+        self._deliver(reply)
+
+    def _read(self, message: Message) -> Reply:
+        metadata, content = message.metadata, message.content
+        header = json.loads(str(content[RECORD_HEADER][FIELD_JSON]))
+        if RECORD_BODY in content:
+            body = cast("bytes", content[RECORD_BODY][FIELD_BYTES])
+        else:
+            tree = self.state.object_store.get_object_tree(metadata.message_id)
+            ids = [tree.object_id, *(child.object_id for child in tree.children)]
+            pieces = [get_object_body(self.state.object_store.get(object_id) or b"", ArrayChunk) for object_id in ids]
+            body = b"".join([memoryview(pieces[0])[REPLY_SALT_BYTES:], *pieces[1:]])
+        up, down = self.api.traffic.take(metadata.src_node_id)
+        return Reply(
+            node_id=metadata.src_node_id,
+            instruction_id=metadata.reply_to_message_id,
+            header=header,
+            body=body,
+            bytes_up=up,
+            bytes_down=down,
+        )
+
+
+class FlowerRun:
+    """One run in Flower's books, kept alive until `close`. Messages go out through it."""
+
+    def __init__(self, state: EdgeLinkState) -> None:
+        self._state = state
+        self._run_id = state.create_run(
+            "edgefl/run", "1.0.0", "", {}, NOOP_FEDERATION_ID, None, NOOP_FLWR_AID, TaskType.SERVER_APP
+        )
+        self._task_id = cast("int", state.get_run_info(run_ids=[self._run_id])[0].primary_task_id)
+        state.claim_task(self._task_id)
+        state.activate_task(self._task_id)
+        self._closed = threading.Event()
+        self._pulse = threading.Thread(target=self._beat, name="flower-run", daemon=True)
+        self._pulse.start()
+
+    def _beat(self) -> None:
+        while not self._closed.wait(RUN_HEARTBEAT_S):
+            if not self._state.acknowledge_task_heartbeat(self._task_id):
+                log.error(
+                    "Flower has given up run %s: the coordinator's clock jumped or it was suspended", self._run_id
+                )
+
+    def send(self, node_id: int, *, kind: str, header: Mapping[str, Any], body: PreparedBody) -> str:
+        """Queues one instruction for a device.
+
+        Args:
+            node_id: as `SuperLink.register` gave it.
+            kind: Flower's message type, train or evaluate.
+            header: JSON object.
+            body: the model, shared by all devices that get the same one.
+
+        Returns:
+            The instruction id that the reply will name.
+
+        Raises:
+            NetworkError: Flower refused it (unknown node, finished run).
+        """
+        message_id = os.urandom(32).hex()
+        metadata = Metadata(
+            run_id=self._run_id,
+            message_id=message_id,
+            src_node_id=SUPERLINK_NODE_ID,
+            dst_node_id=node_id,
+            reply_to_message_id="",
+            group_id="",
+            created_at=time.time(),
+            ttl=TTL_S,
+            message_type=kind,
+        )
+        content = RecordDict({RECORD_HEADER: ConfigRecord({FIELD_JSON: json.dumps(header)})})
+        if body.inline is not None:
+            content[RECORD_BODY] = ConfigRecord({FIELD_BYTES: body.inline})
+        tree = ObjectTree(object_id=message_id, children=[ObjectTree(object_id=i) for i in body.chunk_ids])
+        store = self._state.object_store
+        missing = set(store.preregister(self._run_id, tree))
+        for chunk_id, chunk in zip(body.chunk_ids, body.chunks, strict=True):
+            if chunk_id in missing:
+                store.put(chunk_id, chunk)
+        if self._state.store_message_ins(make_message(metadata=metadata, content=content)) is None:
+            store.delete(message_id)
+            raise NetworkError(f"Flower refused an instruction for node {node_id}: unknown node or finished run")
+        return message_id
+
+    def is_delivered(self, instruction_id: str) -> bool:
+        """Returns whether the instruction was handed out; Flower hands it out once."""
+        message = self._state.message_ins_store.get(instruction_id)
+        return message is None or bool(message.metadata.delivered_at)
+
+    def cancel(self, instruction_id: str) -> None:
+        """Forgets an instruction and any half-received reply; a later reply is refused visibly."""
+        reply_id = self._state.message_ins_id_to_message_res_id.get(instruction_id)
+        _discard(self._state, instruction_id, reply_id)
+
+    def close(self) -> None:
+        self._closed.set()
+        self._pulse.join()
+        self._state.forget_sessions(self._run_id)
+        self._state.finish_task(self._task_id, SubStatus.COMPLETED, "")
+        self._state.cleanup_run(self._run_id)
+
+
+def _discard(state: EdgeLinkState, instruction_id: str, reply_id: str | None) -> None:
+    if reply_id:
+        state.object_store.delete(reply_id)
+    state.object_store.delete(instruction_id)
+    state.delete_messages({instruction_id})
+
+
+Handler = Callable[[Any, Any], Any]
+
+_HANDLERS: dict[str, Handler] = {
+    "activate-node": fleet_handlers.activate_node,
+    "deactivate-node": fleet_handlers.deactivate_node,
+    "send-node-heartbeat": fleet_handlers.send_node_heartbeat,
+    "pull-messages": lambda message, state: fleet_handlers.pull_messages(message, state, state.object_store),
+    "push-messages": fleet_handlers.push_messages,
+    "push-object": fleet_handlers.push_object,
+    "pull-object": fleet_handlers.pull_object,
+    "confirm-message-received": lambda message, state: fleet_handlers.confirm_message_received(
+        message, state, state.object_store
+    ),
+    "get-run": fleet_handlers.get_run,
+    "get-fab": fleet_handlers.get_fab,
+}
+
+
+class FleetApi:
+    """The ASGI application under `/v1/fleet/`: Flower's handlers without FastAPI's injection and middlewares.
+
+    An unknown key gets 401 before its body is read; a body over `MAX_BODY_BYTES` gets 413. Registration by
+    devices is not offered: nodes come from our own enrolment only.
+    """
+
+    def __init__(self, factory: LinkStateFactory, state: EdgeLinkState, on_contact: Callable[[int], None]) -> None:
+        self._state = state
+        self._app = SimpleNamespace(state=SimpleNamespace(linkstate_factory=factory))
+        self._on_contact = on_contact
+        self.traffic = Traffic()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope)
+        name = scope["path"].removeprefix(_PREFIX)
+        node_id = self._node_of(request)
+        if node_id is None:
+            await respond(send, 401, error_json("Invalid SuperNode authentication"))
+        elif request.method != "POST" or name not in _HANDLERS:
+            await respond(send, 404, error_json("Not Found"))
+        else:
+            body = await read_capped(request, receive)
+            if body is None:
+                await respond(send, 413, error_json(f"body over {MAX_BODY_BYTES} bytes"))
+                return
+            self._on_contact(node_id)
+            self.traffic.count(node_id, up=len(body))
+            status, content = await run_in_threadpool(self._answer, request, name, body)
+            self.traffic.count(node_id, down=len(content))
+            await respond(send, status, content)
+
+    def _node_of(self, request: Request) -> int | None:
+        try:
+            key = base64.b64decode(request.headers[FLEET_HTTP_PUBLIC_KEY_HEADER], validate=True)
+        except (KeyError, binascii.Error):
+            return None
+        known: int | None = self._state.get_node_id_by_public_key(key)
+        return known
+
+    def _answer(self, request: Request, name: str, body: bytes) -> tuple[int, bytes]:
+        """Returns status and body. Whatever a handler raises must become a response: this is the boundary."""
+        try:
+            message = PROTOBUF_REQUEST_TYPES[("POST", _PREFIX + name)]()
+            message.ParseFromString(body)
+            request.scope["app"] = self._app
+            request.state.protobuf_request = message
+            authenticate_node(request)
+            answer: bytes = _HANDLERS[name](message, self._state).SerializeToString()
+        except HTTPException as error:
+            return error.status_code, error_json(str(error.detail))
+        except FlowerError as error:
+            spec = API_ERROR_MAP[error.code]
+            return spec.http_status_code, json.dumps(error.to_json(spec.public_message)).encode()
+        except Exception:  # the boundary of one request: the next device must still be served
+            log.debug("a request to %s failed", name, exc_info=True)
+            return 500, error_json("Internal server error.")
+        return 200, answer

@@ -1,0 +1,76 @@
+"""Join tokens: made here, shown once; the store keeps only the hash of the secret."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass
+
+from edgefl.coordinator.directory import CoordinatorDirectory, token_hash
+from edgefl.errors import UsageError
+from edgefl.protocol import JoinToken, checked_slug
+from edgefl.storage.store import Store
+
+DEFAULT_TTL = "24h"
+UNIT_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+MAX_TTL_S = 10 * 365 * 86400.0
+MAX_USES = 1_000_000
+ROLES = ("trainer", "evaluator")
+_TTL = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhdw])\Z")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenTerms:
+    """For how long, for how many boards and as what a token lets in; `role` None leaves it to the board."""
+
+    ttl_s: float = 86400.0
+    uses: int = 1
+    groups: tuple[str, ...] = ()
+    role: str | None = None
+
+
+def parse_ttl(text: str) -> float:
+    """Returns the seconds in `90s`, `30m`, `24h`, `7d` or `2w`.
+
+    Raises:
+        UsageError: it is no such thing, zero, or more than ten years.
+    """
+    match = _TTL.match(text.strip().lower())
+    seconds = float(match[1]) * UNIT_S[match[2]] if match else 0.0
+    if not 0 < seconds <= MAX_TTL_S:
+        raise UsageError(f"a lifetime must be a number with s, m, h, d or w, from 1s to 3650d, got {text!r}")
+    return seconds
+
+
+def make_token(store: Store, directory: CoordinatorDirectory, terms: TokenTerms, *, now: float) -> JoinToken:
+    """Returns a new token for the fleet of `directory`, after the store has its hash.
+
+    Raises:
+        UsageError: the terms make no sense.
+    """
+    if not 1 <= terms.uses <= MAX_USES:
+        raise UsageError(f"uses must be from 1 to {MAX_USES}, got {terms.uses}")
+    if terms.role is not None and terms.role not in ROLES:
+        raise UsageError(f"role must be one of {', '.join(ROLES)}, got {terms.role!r}")
+    token = JoinToken(
+        ca_fingerprint=directory.ca_fingerprint(),
+        token_id=secrets.token_hex(4),
+        secret=secrets.token_urlsafe(24),
+        fleet=directory.fleet,
+        addresses=directory.addresses,
+    )
+    store.add_token(
+        token_id=token.token_id,
+        secret_sha256=token_hash(token.secret),
+        expires_at=now + terms.ttl_s,
+        uses=terms.uses,
+        groups=[checked_slug(group, "group") for group in terms.groups],
+        role=terms.role,
+        created_at=now,
+    )
+    return token
+
+
+def join_line(token: JoinToken, *, shard: str = "PATH") -> str:
+    """Returns the command that a board runs to join with this token."""
+    return f"edgefl device join {token.addresses[0]} --token {token.text()} --shard {shard}"

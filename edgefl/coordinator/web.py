@@ -1,0 +1,95 @@
+"""The one HTTPS port: Flower's Fleet API under `/v1/fleet/`, everything of ours under `/edgefl/v1/`."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+
+import uvicorn
+from fastapi import APIRouter, FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from edgefl import __version__
+from edgefl.coordinator.access import show_errors
+from edgefl.coordinator.directory import CoordinatorDirectory
+from edgefl.errors import NetworkError, PortInUseError
+
+FLEET_PREFIX = "/v1/fleet/"
+KEEP_ALIVE_S = 3600
+START_TIMEOUT_S = 15.0
+STOP_TIMEOUT_S = 5.0
+
+
+def make_app(fleet_api: ASGIApp, routers: list[APIRouter]) -> ASGIApp:
+    """Returns the whole application; Flower's requests take the short way past FastAPI."""
+    app = FastAPI(title="edgefl", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    show_errors(app)
+    for router in routers:
+        app.include_router(router)
+
+    async def switch(scope: Scope, receive: Receive, send: Send) -> None:
+        chosen = fleet_api if scope["type"] == "http" and scope["path"].startswith(FLEET_PREFIX) else app
+        await chosen(scope, receive, send)
+
+    return switch
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Returns a listening socket.
+
+    Raises:
+        PortInUseError: somebody has the port.
+        NetworkError: the address cannot be listened on.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(256)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUseError(f"port {port} is in use; stop what has it, or choose another --port") from None
+        raise NetworkError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    return listener
+
+
+class WebServer:
+    """uvicorn in a thread of its own; it installs no signal handlers there."""
+
+    def __init__(self, app: ASGIApp, directory: CoordinatorDirectory, listener: socket.socket) -> None:
+        config = uvicorn.Config(
+            app,
+            ssl_certfile=directory.server_cert,
+            ssl_keyfile=str(directory.server_key),
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=int(STOP_TIMEOUT_S),
+            access_log=False,
+            log_level="warning",
+            lifespan="off",
+            ws="none",
+        )
+        self._server, self._listener = uvicorn.Server(config), listener
+        self._thread = threading.Thread(target=self._run, name="https", daemon=True)
+
+    def start(self) -> None:
+        """Returns when the server answers."""
+        self._thread.start()
+        waited = threading.Event()
+        for _ in range(int(START_TIMEOUT_S / 0.02)):
+            if self._server.started:
+                return
+            if not self._thread.is_alive():
+                break
+            waited.wait(0.02)
+        raise NetworkError("the HTTPS server did not start; see the log above")
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(2 * STOP_TIMEOUT_S)
+        self._listener.close()
+
+    def _run(self) -> None:
+        self._server.run(sockets=[self._listener])

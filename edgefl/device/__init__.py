@@ -1,0 +1,1 @@
+"""The agent on a board: Flower connection, trainer, heartbeat, enrolment."""

@@ -1,0 +1,279 @@
+"""The agent: one warm process that waits for the bell, works, answers, and comes back for ever.
+
+The main thread talks to Flower and trains; MQTT and the heartbeat have threads of their own, so a board is heard
+while it trains. A finished update is kept until the coordinator says that it was used, and a repeated assignment
+is answered from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import signal
+import threading
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+from edgefl import __version__
+from edgefl.device.capabilities import probe
+from edgefl.device.heartbeat import Activity, Heart
+from edgefl.device.link import Link, LinkCallbacks, LinkIdentity, LinkTls
+from edgefl.device.state import DeviceState
+from edgefl.device.supernode import Answer, Instruction, RefusedError, SuperNode, UnauthorisedError
+from edgefl.device.trainer import AbandonedError, Trainer
+from edgefl.device.trust import pinned_context, say_hello
+from edgefl.device.vitals import Vitals
+from edgefl.errors import EdgeflError, NetworkError
+from edgefl.protocol import HEARTBEAT_S, POLL_S, Capabilities, Command, CommandKind, ProgressReport, check_version
+from edgefl.types import Json, derived_rng
+
+log = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S = 0.25
+MAX_BACKOFF_S = 30.0
+KEPT_ANSWERS = 2
+"""At most two assignments are outstanding per device, so no more finished updates can be asked for again."""
+
+
+class Agent:
+    """One device at work; `run` returns after `stop`."""
+
+    def __init__(self, state: DeviceState, *, heartbeat_s: float = HEARTBEAT_S, poll_s: float = POLL_S) -> None:
+        self._state, self._poll_s = state, poll_s
+        self._skew_s = 0.0
+        self._stopping, self._bell = threading.Event(), threading.Event()
+        self._finished: OrderedDict[str, Answer] = OrderedDict()
+        self._unsent: tuple[Instruction, Any] | None = None
+        self._address: str | None = None
+        self._reported: tuple[object, Json] | None = None
+        self._rng = derived_rng("agent", state.device_id, time.time_ns())
+        self._trust = pinned_context(state.ca.read_bytes())
+        self._trainer = Trainer(
+            device_id=state.device_id,
+            role=state.device.role,
+            shards=lambda: self._state.device.shards,
+            accelerator=chosen_accelerator(state.device.accelerator),
+            threads=state.device.threads,
+            state_dir=state.root,
+            on_progress=self._report_progress,
+        )
+        self._supernode = SuperNode(
+            private_key_pem=state.key.read_bytes(),
+            trust=self._trust,
+            clock=self._clock,
+            train=self._remembering(self._trainer.train),
+            evaluate=self._trainer.evaluate,
+        )
+        self._link = self._new_link()
+        self._heart = Heart(
+            self._link.publish_heartbeat,
+            Vitals(state.root).read,
+            self._activity,
+            interval_s=heartbeat_s,
+            seed=state.device_id,
+        )
+
+    def stop(self) -> None:
+        """Ends the agent soon; what it is training is abandoned. Safe in a signal handler."""
+        self._stopping.set()
+        self._trainer.abandon()
+        self._bell.set()
+
+    def run(self) -> None:
+        """Works until `stop`; survives every loss of the coordinator and of the broker."""
+        self._link.start()
+        self._heart.start()
+        backoff_s = FIRST_BACKOFF_S
+        try:
+            while not self._stopping.is_set():
+                try:
+                    self._connect()
+                    self._report_capabilities()
+                    backoff_s = FIRST_BACKOFF_S
+                    self._serve()
+                except AbandonedError:
+                    break
+                except NetworkError as error:
+                    self._address = None
+                    if not self._stopping.is_set():
+                        log.warning("%s; trying again", error)
+                    self._stopping.wait(backoff_s * self._rng.uniform(0.5, 1.0))
+                    backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+        finally:
+            self._heart.stop()
+            self._link.stop()
+            self._supernode.close()
+
+    def _connect(self) -> None:
+        """Finds the coordinator at one of its addresses, learns its clock and what has moved."""
+        if self._address is not None:
+            return
+        failures = []
+        for address in self._state.device.addresses:
+            try:
+                hello = say_hello(address, self._trust)
+                self._skew_s = hello.skew_s
+                check_version(__version__, hello.version)
+                self._supernode.connect(address)
+            except EdgeflError as error:
+                failures.append(f"{address}: {error}")
+                continue
+            self._address = address
+            self._state.change(
+                addresses=tuple(dict.fromkeys([address, *hello.addresses])),
+                broker_port=hello.broker_port,
+                broker_host=hello.broker_host,
+            )
+            log.info("connected to the coordinator at %s", address)
+            return
+        raise NetworkError(f"no coordinator at {'; '.join(failures) or 'any known address'}")
+
+    def _serve(self) -> None:
+        """Pulls and works until there is an error or the agent stops."""
+        while not self._stopping.is_set():
+            self._bell.clear()
+            if not self._send_unsent() and not self._work_once():
+                self._report_capabilities()
+                self._bell.wait(self._poll_s)
+
+    def _work_once(self) -> bool:
+        """Does the next piece of work; returns whether there was one."""
+        try:
+            instruction = self._supernode.pull()
+        except UnauthorisedError:
+            self._address = None  # the clock may have jumped: learn it anew at the next connect
+            raise
+        if instruction is None:
+            return False
+        for used in instruction.header.get("settled", ()):
+            self._finished.pop(used, None)
+        known = self._finished.get(str(instruction.header.get("assignment")))
+        if known is not None:
+            reply = self._supernode.reply_to(instruction, known)
+        else:
+            reply = self._supernode.answer(instruction)
+        self._unsent = instruction, reply
+        self._send_unsent()
+        return True
+
+    def _send_unsent(self) -> bool:
+        """Sends the answer that has not arrived yet; returns whether there was one. It is kept until it is sent."""
+        if self._unsent is None:
+            return False
+        instruction, reply = self._unsent
+        try:
+            self._supernode.push(reply)
+        except RefusedError as error:
+            log.info("the answer to %s is not wanted: %s", instruction.header.get("assignment"), error)
+        self._unsent = None
+        return True
+
+    def _remembering(self, train: Any) -> Any:
+        def remembered(header: Json, body: bytes) -> Answer:
+            answer: Answer = train(header, body)
+            if "error" not in answer[0]:
+                self._finished[str(header["assignment"])] = answer
+                while len(self._finished) > KEPT_ANSWERS:
+                    self._finished.popitem(last=False)
+            return answer
+
+        return remembered
+
+    def _clock(self) -> float:
+        """The coordinator's time: boards have no clock battery, and Flower accepts no signature of another time."""
+        return time.time() + self._skew_s
+
+    def _activity(self) -> Activity:
+        now = self._trainer.now
+        held = (*self._finished, *([now[1]] if now else []))
+        run, assignment, iteration = now or (None, None, None)
+        return Activity(
+            run=run, assignment=assignment, iteration=iteration, holding=held, clock_skew_s=round(self._skew_s, 3)
+        )
+
+    def _report_capabilities(self) -> None:
+        """Publishes facts and example counts when the shards have changed; a new shard may have been added."""
+        self._state = DeviceState.load(self._state.root)
+        stamp = self._trainer.shard_stamps()
+        if self._reported is None or self._reported[0] != stamp:
+            facts = self._reported[1] if self._reported else probe()
+            self._reported = stamp, facts
+            self._link.publish_capabilities(Capabilities(facts=facts, shards=self._trainer.examples()))
+
+    def _report_progress(self, assignment_id: str, iteration: int, seconds_per_iteration: float) -> None:
+        self._link.publish_progress(
+            ProgressReport(assignment=assignment_id, iteration=iteration, seconds_per_iteration=seconds_per_iteration)
+        )
+
+    def _new_link(self) -> Link:
+        device = self._state.device
+        hosts = [device.broker_host] if device.broker_host else [_host(address) for address in device.addresses]
+        return Link(
+            [(host, device.broker_port) for host in dict.fromkeys(hosts)],
+            LinkTls(ca=self._state.ca, cert=self._state.cert, key=self._state.key),
+            LinkIdentity(
+                fleet=device.fleet, device_id=device.device_id, boot_id=uuid.uuid4().hex, version=__version__
+            ),
+            LinkCallbacks(
+                on_bell=self._bell.set, on_command=self._obey, on_connection=lambda _: self._heart.beat_now()
+            ),
+            next_session_no=self._state.next_session_no,
+        )
+
+    def _obey(self, command: Command) -> None:
+        match command.kind:
+            case CommandKind.RECALL if command.argument:
+                self._trainer.recall(command.argument)
+            case CommandKind.DRAIN | CommandKind.RESUME:
+                self._link.set_draining(draining=command.kind == CommandKind.DRAIN)
+            case CommandKind.RELOAD:
+                self._reported = None
+                self._bell.set()
+            case CommandKind.LOG_LEVEL if command.argument in logging.getLevelNamesMapping():
+                logging.getLogger().setLevel(command.argument)
+            case _:
+                log.warning("ignored an unknown command %r", command.kind)
+
+
+def run_agent(state: DeviceState) -> None:
+    """Runs the agent of a joined device until SIGTERM or SIGINT."""
+    agent = Agent(state)
+    with _on_signals(agent.stop):
+        agent.run()
+    log.info("%s has left the fleet for now", state.device_id)
+
+
+def chosen_accelerator(wish: str) -> str:
+    """Returns cpu or cuda; `auto` takes the GPU when torch is installed and sees one."""
+    if wish != "auto":
+        return wish
+    if importlib.util.find_spec("torch") is None or not _has_nvidia():
+        return "cpu"
+    import torch  # noqa: PLC0415 only where there is a GPU: it costs a small board 200 MB
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _has_nvidia() -> bool:
+    return any(fact.get("kind") == "cuda" for fact in probe().get("accelerators", ()))
+
+
+@contextlib.contextmanager
+def _on_signals(stop: Any) -> Iterator[None]:
+    def handle(_number: int, _frame: Any) -> None:
+        stop()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0].strip("[]")

@@ -1,0 +1,324 @@
+"""The device's end of MQTT: says that it is there, hears the bell and commands, and comes back for ever.
+
+Every connection is a session of its own: a new client object, a new session number, and a will that carries it. So a
+late will can be told from the present, and nothing that was queued for an old connection is sent on a new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import paho.mqtt.client as mqtt
+from paho.mqtt.enums import CallbackAPIVersion
+from paho.mqtt.reasoncodes import ReasonCode
+
+from edgefl.device.mqtt_session import LinkIdentity, LinkTls, Session, link_context
+from edgefl.errors import NetworkError, NotJoinedError
+from edgefl.protocol import (
+    Capabilities,
+    Command,
+    Heartbeat,
+    PresenceState,
+    ProgressReport,
+    Status,
+    Topic,
+    parse_topic,
+)
+from edgefl.types import derived_rng
+
+__all__ = ["Link", "LinkCallbacks", "LinkIdentity", "LinkPace", "LinkTls"]
+
+log = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 10
+CONNECT_TIMEOUT_S = 5.0
+FIRST_BACKOFF_S = 0.5
+# Below the time after which silence means gone: when the broker is back, every device is back in time.
+MAX_BACKOFF_S = 8.0
+PROGRESS_INTERVAL_S = 0.1
+GOODBYE_TIMEOUT_S = 2.0
+STABLE_AFTER_S = 5.0
+LOG_EVERY_S = 60.0
+REMEMBERED_COMMANDS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkCallbacks:
+    """What the agent does on MQTT's word; all run in the link's thread and should return soon.
+
+    `on_bell` also comes after every connect, since a bell may have rung while the link was down.
+    """
+
+    on_bell: Callable[[], None]
+    on_command: Callable[[Command], None]
+    on_connection: Callable[[bool], None] = lambda _: None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkPace:
+    """The broker sends our will after 1.5 times `keep_alive_s` of silence; attempts are at most the other apart."""
+
+    keep_alive_s: int = KEEP_ALIVE_S
+    max_backoff_s: float = MAX_BACKOFF_S
+
+
+_USUAL_PACE = LinkPace()
+
+
+class Link:
+    """A connection to the broker that is made anew whenever it breaks.
+
+    Args:
+        addresses: hosts and ports of the broker, tried in turn; the one that worked last comes first.
+        tls: what this device proves itself with and whom it believes.
+        identity: see `LinkIdentity`.
+        callbacks: see `LinkCallbacks`.
+        next_session_no: returns a number that grows with every call, over restarts too.
+        pace: how fast it notices and tries again.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[tuple[str, int]],
+        tls: LinkTls,
+        identity: LinkIdentity,
+        callbacks: LinkCallbacks,
+        *,
+        next_session_no: Callable[[], int],
+        pace: LinkPace = _USUAL_PACE,
+    ) -> None:
+        if not addresses:
+            raise NotJoinedError("the device knows no address of its broker; join again")
+        self._addresses = deque(addresses)
+        self._context = link_context(tls)
+        self._identity = identity
+        self._callbacks = callbacks
+        self._next_session_no = next_session_no
+        self._pace = pace
+        self._rng = derived_rng("link", identity.device_id, identity.boot_id)
+        self._state = PresenceState.ONLINE
+        self._capabilities: Capabilities | None = None
+        self._lock = threading.Lock()
+        self._session: Session | None = None
+        self._unused_session_no: int | None = None
+        self._done_commands: deque[str] = deque(maxlen=REMEMBERED_COMMANDS)
+        self._last_progress_s = -1.0
+        self._last_logged_s: dict[str, float] = {}
+        self._stopping = threading.Event()
+        self._is_connected = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Starts the thread that connects, and connects again, until `stop`; returns at once."""
+        self._thread = threading.Thread(target=self._run, name="mqtt-link", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Says goodbye, so that nobody waits for this device, and ends the thread."""
+        self._stopping.set()
+        self._state = PresenceState.OFFLINE
+        session = self._current()
+        if session is not None:
+            self._say_goodbye(session)
+        if self._thread is not None:
+            # No longer than a connection attempt: a broker that never answers it ends the thread later.
+            self._thread.join(CONNECT_TIMEOUT_S + GOODBYE_TIMEOUT_S)
+            self._thread = None
+
+    def is_connected(self) -> bool:
+        return self._is_connected.is_set()
+
+    def wait_connected(self, timeout_s: float) -> bool:
+        """Returns whether the link is up, after waiting for it no longer than that."""
+        return self._is_connected.wait(timeout_s)
+
+    @property
+    def session_no(self) -> int:
+        """The number of the present session, 0 while there is none."""
+        session = self._current()
+        return session.number if session else 0
+
+    def set_draining(self, *, draining: bool) -> None:
+        """Tells the fleet whether this device finishes what it has and takes no more."""
+        self._state = PresenceState.DRAINING if draining else PresenceState.ONLINE
+        session = self._current()
+        if session is not None:
+            session.publish_status(self._state)
+
+    def publish_heartbeat(self, heartbeat: Heartbeat) -> bool:
+        """Sends a heartbeat under the present session's number; returns False, and forgets it, while down."""
+        session = self._current()
+        if session is None:
+            return False
+        session.publish(Topic.HEARTBEAT, replace(heartbeat, session_no=session.number).dump())
+        return True
+
+    def publish_capabilities(self, capabilities: Capabilities) -> None:
+        """Sends what the board can do, now and after every connect: a broker may forget what it retained."""
+        self._capabilities = capabilities
+        session = self._current()
+        if session is not None:
+            session.publish(Topic.CAPABILITIES, capabilities.dump(), qos=1, retain=True)
+
+    def publish_progress(self, report: ProgressReport) -> bool:
+        """Sends a progress report; returns False for those that are dropped: over ten a second, or while down."""
+        session, now_s = self._current(), time.monotonic()
+        with self._lock:
+            if session is None or now_s - self._last_progress_s < PROGRESS_INTERVAL_S:
+                return False
+            self._last_progress_s = now_s
+        session.publish(Topic.PROGRESS, report.dump())
+        return True
+
+    def _run(self) -> None:
+        backoff_s = FIRST_BACKOFF_S
+        while not self._stopping.is_set():
+            started_s = time.monotonic()
+            was_accepted = self._connect_to_any()
+            # A session that broke at once is no success: two boards with one name would push each other off for ever.
+            is_stable = was_accepted and time.monotonic() - started_s > STABLE_AFTER_S
+            backoff_s = FIRST_BACKOFF_S if is_stable else min(2 * backoff_s, self._pace.max_backoff_s)
+            # A whole fleet loses its broker at once; the jitter keeps it from coming back at once.
+            self._stopping.wait(backoff_s * self._rng.uniform(0.5, 1.0))
+
+    def _connect_to_any(self) -> bool:
+        """Tries every address once; returns whether one of them held a session."""
+        for _ in range(len(self._addresses)):
+            if self._connect_once():
+                return True
+            if self._stopping.is_set():
+                break
+            self._addresses.rotate(-1)
+        return False
+
+    def _connect_once(self) -> bool:
+        """Holds one session until it breaks; returns whether there was one."""
+        session = self._new_session()
+        host, port = self._addresses[0]
+        try:
+            session.client.connect(host, port, keepalive=self._pace.keep_alive_s)
+        except (OSError, ValueError) as error:  # ValueError: a host name that cannot be one
+            self._unused_session_no = session.number
+            self._log_sometimes(f"{host}:{port}", "cannot reach the broker at %s:%d (%s)", host, port, error)
+            return False
+        try:
+            if not self._stopping.is_set():
+                session.client.loop_forever()
+        except OSError as error:
+            self._log_sometimes(f"{host}:{port}", "lost the broker at %s:%d (%s)", host, port, error)
+        finally:
+            self._ended(session)
+        return session.was_accepted
+
+    def _new_session(self) -> Session:
+        number = self._unused_session_no
+        self._unused_session_no = None
+        client = mqtt.Client(
+            CallbackAPIVersion.VERSION2,
+            client_id=self._identity.device_id,
+            clean_session=True,
+            protocol=mqtt.MQTTv311,
+            reconnect_on_failure=False,
+        )
+        number = self._next_session_no() if number is None else number
+        session = Session(client=client, identity=self._identity, number=number)
+        client.connect_timeout = CONNECT_TIMEOUT_S
+        client.tls_set_context(self._context)
+        client.user_data_set(session)
+        client.on_connect = self._connected
+        client.on_disconnect = self._disconnected
+        client.on_message = self._received
+        session.set_will()
+        return session
+
+    def _connected(self, client: mqtt.Client, session: Session, _flags: Any, reason: ReasonCode, _props: Any) -> None:
+        if reason.is_failure:
+            self._log_sometimes("refused", "the broker refuses this device: %s", reason)
+            client.disconnect()
+            return
+        session.was_accepted = True
+        with self._lock:
+            self._session = session
+        session.publish_status(self._state)
+        if self._capabilities is not None:
+            session.publish(Topic.CAPABILITIES, self._capabilities.dump(), qos=1, retain=True)
+        # Our own status too: see `_own_status`.
+        kinds = ((Topic.BELL, 0), (Topic.COMMAND, 1), (Topic.STATUS, 1))
+        client.subscribe([(session.topic(kind), qos) for kind, qos in kinds])
+        self._is_connected.set()
+        log.info("connected to the broker, session %d", session.number)
+        self._guard(lambda: self._callbacks.on_connection(True))
+        self._guard(self._callbacks.on_bell)
+        if self._stopping.is_set():
+            self._say_goodbye(session)
+
+    def _disconnected(self, _client: Any, session: Session, _flags: Any, reason: ReasonCode, _props: Any) -> None:
+        if session.was_accepted and reason.is_failure:
+            self._log_sometimes("lost", "lost the broker (%s); connecting again", reason)
+        self._ended(session)
+
+    def _ended(self, session: Session) -> None:
+        with self._lock:
+            was_current = self._session is session
+            if was_current:
+                self._session = None
+        if was_current:
+            self._is_connected.clear()
+            self._guard(lambda: self._callbacks.on_connection(False))
+
+    def _received(self, _client: Any, session: Session, message: mqtt.MQTTMessage) -> None:
+        try:
+            _, _, kind = parse_topic(message.topic)
+            if kind is Topic.BELL:
+                self._guard(self._callbacks.on_bell)
+            elif kind is Topic.COMMAND:
+                self._run_command(Command.load(bytes(message.payload)))
+            elif kind is Topic.STATUS and message.payload:
+                self._own_status(session, Status.load(bytes(message.payload)))
+        except NetworkError as error:
+            self._log_sometimes("malformed", "dropped a message: %s", error)
+
+    def _own_status(self, session: Session, status: Status) -> None:
+        """Contradicts an `offline` that we did not send: a late will of an earlier session."""
+        if status.state == PresenceState.OFFLINE and not self._stopping.is_set():
+            log.info("somebody says that this device is offline (session %d); it is not", status.session_no)
+            session.publish_status(self._state)
+
+    def _run_command(self, command: Command) -> None:
+        if command.id in self._done_commands:
+            return
+        self._done_commands.append(command.id)
+        self._guard(lambda: self._callbacks.on_command(command))
+
+    def _guard(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception:
+            # The boundary of paho's thread: presence must outlive whatever goes wrong in the agent.
+            log.exception("the agent failed to act on a message")
+
+    def _say_goodbye(self, session: Session) -> None:
+        sent = session.publish_status(self._state)
+        # From paho's own thread nothing can be waited for; the packet leaves before DISCONNECT all the same.
+        if threading.current_thread() is not self._thread:
+            with contextlib.suppress(RuntimeError, ValueError):  # the connection broke just now
+                sent.wait_for_publish(GOODBYE_TIMEOUT_S)
+        session.client.disconnect()
+
+    def _current(self) -> Session | None:
+        with self._lock:
+            return self._session
+
+    def _log_sometimes(self, key: str, text: str, *values: object) -> None:
+        now_s = time.monotonic()
+        last_s = self._last_logged_s.get(key)
+        if last_s is None or now_s - last_s >= LOG_EVERY_S:
+            self._last_logged_s[key] = now_s
+            log.warning(text, *values)

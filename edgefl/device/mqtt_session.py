@@ -1,0 +1,99 @@
+"""One MQTT session of a device: one client object, one session number, one will that carries it."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+import paho.mqtt.client as mqtt
+
+from edgefl.device.trust import pinned_context
+from edgefl.errors import NotJoinedError
+from edgefl.protocol import PresenceState, Status, Topic, topic
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkTls:
+    """Paths of PEM files: the fleet's CA, this device's certificate and its key.
+
+    `check_hostname` may be False when the coordinator is reached under names that its certificate does not hold: the
+    fleet's CA, which signs no other server, vouches for it all the same.
+    """
+
+    ca: Path
+    cert: Path
+    key: Path
+    check_hostname: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkIdentity:
+    """Who is calling. `boot_id` is new with every start of the agent, `version` is edgefl's."""
+
+    fleet: str
+    device_id: str
+    boot_id: str
+    version: str = ""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Session:
+    """A client that connects once; `was_accepted` turns true when the broker lets it in."""
+
+    client: mqtt.Client
+    identity: LinkIdentity
+    number: int
+    was_accepted: bool = False
+
+    def topic(self, kind: Topic) -> str:
+        return topic(self.identity.fleet, self.identity.device_id, kind)
+
+    def publish(self, kind: Topic, payload: bytes, *, qos: int = 0, retain: bool = False) -> mqtt.MQTTMessageInfo:
+        return self.client.publish(self.topic(kind), payload, qos=qos, retain=retain)
+
+    def publish_status(self, state: PresenceState) -> mqtt.MQTTMessageInfo:
+        return self.publish(Topic.STATUS, self._status(state), qos=1, retain=True)
+
+    def set_will(self) -> None:
+        """Leaves with the broker what it says when this session breaks."""
+        will = self._status(PresenceState.OFFLINE, will=True)
+        self.client.will_set(self.topic(Topic.STATUS), will, qos=1, retain=True)
+
+    def _status(self, state: PresenceState, *, will: bool = False) -> bytes:
+        return Status(
+            state=state,
+            boot_id=self.identity.boot_id,
+            session_no=self.number,
+            version=self.identity.version,
+            will=will,
+        ).dump()
+
+
+def link_context(tls: LinkTls) -> ssl.SSLContext:
+    """Returns a TLS context that trusts the fleet's CA alone, on any date, and shows the device's certificate.
+
+    Raises:
+        NotJoinedError: the files of the join are missing or damaged.
+    """
+    try:
+        context = pinned_context(tls.ca.read_bytes())
+        context.check_hostname = tls.check_hostname
+        context.load_cert_chain(tls.cert, tls.key)
+        context.sslsocket_class = _TidySocket
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError; ValueError: no ASCII
+        raise NotJoinedError(
+            f"the device's certificates in {tls.ca.parent} cannot be used ({error}); join again"
+        ) from None
+    return context
+
+
+class _TidySocket(ssl.SSLSocket):
+    """Closes when the handshake fails; paho leaves that to the garbage collector."""
+
+    def do_handshake(self, block: bool = False) -> None:
+        try:
+            super().do_handshake(block)
+        except OSError:
+            self.close()
+            raise

@@ -1,0 +1,38 @@
+"""Tensors that stay on the board (`shared=False`): kept per run, so that a reboot does not forget them."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from edgefl.types import Array, Learner, Shapes
+
+
+def load_resident(state_dir: Path, run: str, shapes: Shapes) -> dict[str, Array] | None:
+    """Returns the run's resident tensors, or None when there are none yet or they fit no longer."""
+    try:
+        with np.load(_path(state_dir, run), allow_pickle=False) as stored:
+            kept = {spec.name: stored[spec.name] for spec in shapes if not spec.shared}
+    except (OSError, KeyError, ValueError, EOFError):
+        return None
+    fits = all(kept[spec.name].shape == spec.shape for spec in shapes if not spec.shared)
+    return kept if fits else None
+
+
+def save_resident(state_dir: Path, run: str, shapes: Shapes, learner: Learner) -> None:
+    """Writes the tensors that are not shared, whole or not at all; does nothing when all are."""
+    names = [spec.name for spec in shapes if not spec.shared]
+    if not names:
+        return
+    values, path = learner.read(), _path(state_dir, run)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".npz", delete=False) as file:
+        np.savez(file, allow_pickle=False, **{name: values[name] for name in names})
+    Path(file.name).replace(path)
+
+
+def _path(state_dir: Path, run: str) -> Path:
+    return state_dir / "runs" / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', run)}.npz"

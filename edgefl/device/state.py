@@ -1,0 +1,234 @@
+"""What a device keeps on disk: key, certificate, CA, what the join said, shards, the session counter.
+
+Every file is, at any instant, the old one or the new one; the directory is private. `device.json` is written last at
+a join: without it the directory belongs to no fleet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from edgefl.errors import ConfigError, NotJoinedError, StoreError, StoreFullError
+
+log = logging.getLogger(__name__)
+
+ACCELERATORS = ("auto", "cpu", "cuda")
+ROLES = ("trainer", "evaluator")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinedDevice:
+    """Who this device is and where its coordinator is.
+
+    `addresses` are HOST:PORT, best first; `broker_host` None means the host of the address in use; `shards` maps a
+    task to a path; `threads` None means all cores.
+    """
+
+    device_id: str
+    fleet: str
+    role: str
+    ca_fingerprint: str
+    addresses: tuple[str, ...]
+    broker_port: int
+    broker_host: str | None = None
+    shards: Mapping[str, str] = field(default_factory=dict)
+    accelerator: str = "auto"
+    threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingJoin:
+    """A key that may already be registered: kept until the answer to the join is on disk."""
+
+    key_pem: bytes = field(repr=False)
+    name: str
+    ca_fingerprint: str
+
+
+class DeviceState:
+    """The state directory of a device that has joined."""
+
+    def __init__(self, root: Path, device: JoinedDevice) -> None:
+        self.root = root
+        self.device = device
+
+    @classmethod
+    def load(cls, root: Path | None = None) -> DeviceState:
+        """Returns the state that a join left in `root` (default: `default_state_dir()`).
+
+        Raises:
+            NotJoinedError: no join did.
+            ConfigError: `device.json` is damaged.
+        """
+        root = root or default_state_dir()
+        path = root / "device.json"
+        try:
+            value = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise NotJoinedError(
+                f"{root} belongs to no fleet yet; run: edgefl device join HOST:PORT --token T"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from None
+        return cls(root, _device(path, value))
+
+    @property
+    def device_id(self) -> str:
+        return self.device.device_id
+
+    @property
+    def ca(self) -> Path:
+        return self.root / "ca.pem"
+
+    @property
+    def cert(self) -> Path:
+        return self.root / "cert.pem"
+
+    @property
+    def key(self) -> Path:
+        return self.root / "key.pem"
+
+    def change(self, **changes: Any) -> None:
+        """Takes over new values of `JoinedDevice` fields, durably; what others changed meanwhile stays."""
+        # `device shard add` writes while the agent runs: the file is the truth, not what was loaded once.
+        on_disk = DeviceState.load(self.root).device
+        self.device = replace(on_disk, **changes)
+        if self.device != on_disk:
+            write_private(self.root / "device.json", _dump(self.device))
+
+    def set_shard(self, task: str, path: str) -> None:
+        """Remembers where the data for `task` lies."""
+        self.change(shards={**DeviceState.load(self.root).device.shards, task: path})
+
+    def next_session_no(self) -> int:
+        """Returns a number larger than every one before, also those before a power cut."""
+        path = self.root / "session"
+        try:
+            last = int(path.read_text())
+        except FileNotFoundError:
+            last = 0
+        except ValueError:
+            # The coordinator ignores numbers that it has passed, so a lost counter goes on far above.
+            last = max(int(time.time()), 1 << 31)
+            log.warning("%s is damaged; sessions go on at %d", path, last + 1)
+        write_private(path, b"%d\n" % (last + 1))
+        return last + 1
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Holds the directory for one agent; the lock goes when the process does.
+
+        Raises:
+            StoreError: another agent runs on this directory.
+        """
+        with (self.root / "lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise StoreError(
+                    f"another agent runs on {self.root}; stop it first, or take another --state"
+                ) from None
+            yield
+
+
+def default_state_dir() -> Path:
+    """Returns `~/.local/share/edgefl/device`, or its place under `XDG_DATA_HOME`."""
+    data = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
+    return Path(data) / "edgefl" / "device"
+
+
+def save_joined(root: Path, device: JoinedDevice, *, key_pem: bytes, cert_pem: bytes, ca_pem: bytes) -> DeviceState:
+    """Returns the state after all of it is on disk; cut off before the end, the directory is still not joined."""
+    write_private(root / "key.pem", key_pem)
+    write_private(root / "cert.pem", cert_pem)
+    write_private(root / "ca.pem", ca_pem)
+    write_private(root / "device.json", _dump(device))
+    drop_pending(root)
+    return DeviceState(root, device)
+
+
+def save_pending(root: Path, pending: PendingJoin) -> None:
+    """Keeps a join's key before it is sent anywhere; makes the directory."""
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        root.chmod(0o700)
+    except OSError as error:
+        raise StoreError(f"{root} cannot be made: {error.strerror or error}") from None
+    value = {"key": pending.key_pem.decode(), "name": pending.name, "ca": pending.ca_fingerprint}
+    write_private(root / ".pending", json.dumps(value).encode())
+
+
+def load_pending(root: Path) -> PendingJoin | None:
+    """Returns what an unfinished join left, None when there is nothing of use."""
+    try:
+        value = json.loads((root / ".pending").read_text())
+        return PendingJoin(key_pem=value["key"].encode(), name=str(value["name"]), ca_fingerprint=str(value["ca"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def drop_pending(root: Path) -> None:
+    (root / ".pending").unlink(missing_ok=True)
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Writes a file of mode 0600 that is, at any instant, the old one or the new one.
+
+    Raises:
+        StoreFullError: no room on the disk.
+        StoreError: it cannot be written for another reason.
+    """
+    try:
+        _replace(path, data)
+    except OSError as error:
+        kind = StoreFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
+        raise kind(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def _replace(path: Path, data: bytes) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # 0600 from the start
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _dump(device: JoinedDevice) -> bytes:
+    return (json.dumps({"v": 1, **asdict(device)}, indent=2) + "\n").encode()
+
+
+def _device(path: Path, value: object) -> JoinedDevice:
+    if not isinstance(value, dict) or value.get("v") != 1:
+        raise ConfigError(f"{path} is not of version 1; it was damaged or written by another edgefl")
+    known = {f.name for f in fields(JoinedDevice)}
+    try:
+        device = JoinedDevice(**{k: v for k, v in value.items() if k in known})
+        addresses = tuple(map(str, device.addresses))
+    except TypeError as error:
+        raise ConfigError(f"{path} is damaged: {error}") from None
+    texts = (device.device_id, device.fleet, device.role, device.accelerator)
+    if not all(isinstance(text, str) for text in texts) or not isinstance(device.shards, dict):
+        raise ConfigError(f"{path} is damaged: device_id, fleet, role and accelerator must be texts, shards a table")
+    return replace(device, addresses=addresses)

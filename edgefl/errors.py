@@ -1,0 +1,134 @@
+"""The one error tree; each class carries the exit code of the command that ends with it.
+
+EdgeflError                  1   anything below, or nothing more exact
+├── UsageError               2   wrong arguments (click's own code for the same)
+├── ConfigError              3   a run file, settings file or option that makes no sense
+├── DataError                4   a shard or data set that is damaged, foreign or missing
+├── TaskError                5   an unknown task, or one that cannot run here (torch missing)
+├── StrategyError            6   an unknown strategy, or one that broke its contract
+├── CodecError               7   a body that cannot be decoded, or an unknown codec
+├── StoreError               10  the database or a model file cannot be used
+│   ├── StoreFullError       11  no room on the disk
+│   └── StoreTooNewError     12  written by a newer edgefl
+├── JournalError             13  a damaged journal or checkpoint
+├── NetworkError             20  a peer cannot be reached or answers nonsense
+│   ├── PortInUseError       21  the address is taken
+│   └── BrokerError          22  no usable MQTT broker
+├── JoinError                30  the coordinator refused the join
+│   ├── TokenInvalidError    31  no such token
+│   ├── TokenExpiredError    32  the token's lifetime is over
+│   ├── TokenUsedError       33  the token has no uses left
+│   ├── WrongCaError         34  the coordinator's CA is not the one the token names
+│   └── NameTakenError       35  another device has this name
+├── NotJoinedError           36  this state directory belongs to no fleet yet
+├── NotAllowedError          37  the operator token is missing or wrong
+├── VersionError             38  the other side speaks another version
+├── NotFoundError            40  no such run, device or model
+└── RunFailedError           41  the run ended without reaching its goal
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class EdgeflError(Exception):
+    """Something a user can understand and mend; its text says what, the value found and what would be right."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class UsageError(EdgeflError):
+    exit_code = 2
+
+
+class ConfigError(EdgeflError):
+    exit_code = 3
+
+
+class DataError(EdgeflError):
+    exit_code = 4
+
+
+class TaskError(EdgeflError):
+    exit_code = 5
+
+
+class StrategyError(EdgeflError):
+    exit_code = 6
+
+
+class CodecError(EdgeflError):
+    exit_code = 7
+
+
+class StoreError(EdgeflError):
+    exit_code = 10
+
+
+class StoreFullError(StoreError):
+    exit_code = 11
+
+
+class StoreTooNewError(StoreError):
+    exit_code = 12
+
+
+class JournalError(EdgeflError):
+    exit_code = 13
+
+
+class NetworkError(EdgeflError):
+    exit_code = 20
+
+
+class PortInUseError(NetworkError):
+    exit_code = 21
+
+
+class BrokerError(NetworkError):
+    exit_code = 22
+
+
+class JoinError(EdgeflError):
+    exit_code = 30
+
+
+class TokenInvalidError(JoinError):
+    exit_code = 31
+
+
+class TokenExpiredError(JoinError):
+    exit_code = 32
+
+
+class TokenUsedError(JoinError):
+    exit_code = 33
+
+
+class WrongCaError(JoinError):
+    exit_code = 34
+
+
+class NameTakenError(JoinError):
+    exit_code = 35
+
+
+class NotJoinedError(EdgeflError):
+    exit_code = 36
+
+
+class NotAllowedError(EdgeflError):
+    exit_code = 37
+
+
+class VersionError(EdgeflError):
+    exit_code = 38
+
+
+class NotFoundError(EdgeflError):
+    exit_code = 40
+
+
+class RunFailedError(EdgeflError):
+    exit_code = 41

@@ -1,0 +1,275 @@
+"""A whole fleet on this machine: one coordinator and several devices, each a process of its own, in one folder.
+
+The demo, `edgefl.run` and the end-to-end tests use it. Nothing in it is special: it types the commands that a user
+would type, with a configuration folder of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from edgefl.client import Operator, load_operator_file
+from edgefl.config import RunConfig
+from edgefl.errors import NetworkError, RunFailedError
+from edgefl.tasks.cutting import TEST_NAME, cut_shards
+from edgefl.types import Json
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 15.0
+POLL_S = 0.1
+PR_SET_PDEATHSIG = 1
+FINAL = frozenset({"finished", "stopped", "failed", "interrupted"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalDevice:
+    """One device to start: its name, its shards by task, and its role."""
+
+    name: str
+    shards: Mapping[str, str]
+    role: str = "trainer"
+
+
+@dataclass(slots=True, kw_only=True)
+class LocalFleet:
+    """Use it as a context manager: it starts everything and stops what it started.
+
+    Attributes:
+        root: the folder that holds all state and logs; made when it is missing.
+        devices: what to start. Each process uses one thread, since they share this machine.
+        test_shards: what the coordinator evaluates on.
+        broker: as `edgefl coordinator start --broker`.
+    """
+
+    root: Path
+    devices: Sequence[LocalDevice]
+    test_shards: Mapping[str, str] = field(default_factory=dict)
+    broker: str = "auto"
+    port: int = field(default_factory=lambda: free_port())  # noqa: PLW0108 defined below
+    broker_port: int = field(default_factory=lambda: free_port())  # noqa: PLW0108 likewise
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    @property
+    def directory(self) -> Path:
+        return self.root / "coordinator"
+
+    @property
+    def database(self) -> Path:
+        return self.directory / "edgefl.db"
+
+    def __enter__(self) -> Self:
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._command(
+                "coordinator", "init", "--dir", str(self.directory), "--host", "127.0.0.1", "--port", str(self.port)
+            )
+            self.start_coordinator()
+            self._join_devices()
+            for device in self.devices:
+                self.start_device(device.name)
+            self.wait_present(len(self.devices) + bool(self.test_shards))
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def operator(self) -> Operator:
+        """Returns the coordinator's JSON API."""
+        known = load_operator_file(self.root / "config" / "edgefl" / "operator.toml")
+        return Operator(url=f"https://127.0.0.1:{self.port}", ca_pem=known.ca_pem, token=known.operator_token)
+
+    def start_coordinator(self) -> None:
+        """Starts the coordinator and waits until it answers."""
+        shards = [word for task, path in self.test_shards.items() for word in ("--test-shard", f"{task}={path}")]
+        self._start(
+            "coordinator",
+            "coordinator", "start", "--dir", str(self.directory), "--host", "127.0.0.1",
+            "--broker", self.broker, "--broker-port", str(self.broker_port), *shards,
+        )  # fmt: skip
+        self._wait(self._answers, "the coordinator to answer")
+
+    def start_device(self, name: str) -> None:
+        self._start(name, "device", "start", "--state", str(self.root / name))
+
+    def wait_present(self, num_devices: int, *, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Waits until so many devices are online and have said what data they hold."""
+        operator = self.operator()
+
+        def are_present() -> bool:
+            rows = operator.get("/edgefl/v1/devices")["rows"]
+            return len([row for row in rows if row.get("presence") == "online"]) >= num_devices
+
+        self._wait(are_present, f"{num_devices} devices to come online", timeout_s)
+
+    def submit(self, config: RunConfig) -> str:
+        """Queues a run and returns its id."""
+        run_id: str = self.operator().post("/edgefl/v1/runs", {"config": config.to_json()})["run_id"]
+        return run_id
+
+    def wait_run(self, run_id: str, *, on_change: Callable[[Json], None] | None = None) -> Json:
+        """Waits for the end of a run; `on_change` is told whenever it has come further.
+
+        Raises:
+            RunFailedError: it failed or was interrupted.
+            NetworkError: the coordinator is gone.
+        """
+        operator, shown = self.operator(), None
+        while True:
+            run = operator.get(f"/edgefl/v1/runs/{run_id}")
+            state = (run["status"], run["rounds"], run["accuracy"])
+            if on_change is not None and state != shown:
+                on_change(run)
+            shown = state
+            if run["status"] in FINAL:
+                break
+            self._check_alive()
+            time.sleep(POLL_S)
+        if run["status"] in {"failed", "interrupted"}:
+            raise RunFailedError(f"run {run_id} {run['status']}: {run['reason']}; logs are in {self.root}")
+        return run
+
+    def history(self, kind: str, **filters: object) -> list[Json]:
+        """Returns rows as `edgefl history KIND --format json` gives them."""
+        rows: list[Json] = self.operator().get(f"/edgefl/v1/history/{kind}", filters)["rows"]
+        return rows
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
+        """Sends a signal to one process; SIGKILL also waits for its end."""
+        self.processes[name].send_signal(number)
+        if number == signal.SIGKILL:
+            self.processes[name].wait()
+
+    def stop(self) -> None:
+        """Stops the devices, then the coordinator; what does not listen is killed."""
+        order = sorted(self.processes, key=lambda name: name == "coordinator")
+        for names in ([name for name in order if name != "coordinator"], ["coordinator"]):
+            running = [self.processes[name] for name in names if name in self.processes]
+            for process in running:
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGCONT)
+                    process.terminate()
+            for process in running:
+                try:
+                    process.wait(STOP_TIMEOUT_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+
+    def log_tail(self, name: str, num_lines: int = 5) -> str:
+        """Returns the end of a process's log."""
+        path = self.root / f"{name}.log"
+        return "\n".join(path.read_text(errors="replace").splitlines()[-num_lines:]) if path.exists() else ""
+
+    def _join_devices(self) -> None:
+        if not self.devices:
+            return
+        made = self._command(
+            "coordinator", "token", "--dir", str(self.directory), "--uses", str(len(self.devices)), "--format", "json"
+        )
+        token = json.loads(made)["token"]
+        joins = [(device, self._join(device, token)) for device in self.devices]
+        for device, process in joins:
+            output, _ = process.communicate(timeout=START_TIMEOUT_S)
+            if process.returncode != 0:
+                raise RunFailedError(f"{device.name} could not join: {output.decode(errors='replace').strip()}")
+
+    def _join(self, device: LocalDevice, token: str) -> subprocess.Popen[bytes]:
+        shards = [word for task, path in device.shards.items() for word in ("--shard", f"{task}={path}")]
+        return self._popen(
+            [
+                "device", "join", f"127.0.0.1:{self.port}", "--token", token, "--name", device.name,
+                "--role", device.role, "--state", str(self.root / device.name), "--threads", "1", *shards,
+            ],
+            subprocess.PIPE,
+        )  # fmt: skip
+
+    def _command(self, *arguments: str) -> str:
+        process = self._popen(list(arguments), subprocess.PIPE)
+        output, _ = process.communicate(timeout=START_TIMEOUT_S)
+        text = output.decode(errors="replace")
+        if process.returncode != 0:
+            raise RunFailedError(f"edgefl {arguments[0]} {arguments[1]} failed: {text.strip()}")
+        return text
+
+    def _start(self, name: str, *arguments: str) -> None:
+        with (self.root / f"{name}.log").open("ab") as output:
+            self.processes[name] = self._popen(list(arguments), output.fileno())
+
+    def _popen(self, arguments: list[str], output: int) -> subprocess.Popen[bytes]:
+        one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        return subprocess.Popen(
+            [sys.executable, "-m", "edgefl.cli.main", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **one_thread, "XDG_CONFIG_HOME": str(self.root / "config")},
+            preexec_fn=_die_with_parent,  # noqa: PLW1509 one system call, no locks
+        )
+
+    def _answers(self) -> bool:
+        try:
+            return bool(self.operator().get("/healthz")["status"] == "ok")
+        except NetworkError:
+            return False
+
+    def _wait(self, is_true: Callable[[], bool], what: str, timeout_s: float = START_TIMEOUT_S) -> None:
+        until, pause = time.monotonic() + timeout_s, threading.Event()
+        while not is_true():
+            self._check_alive()
+            if time.monotonic() > until:
+                raise RunFailedError(f"waited {timeout_s:.0f} s for {what}; logs are in {self.root}")
+            pause.wait(POLL_S)
+
+    def _check_alive(self) -> None:
+        coordinator = self.processes.get("coordinator")
+        if coordinator is not None and coordinator.poll() is not None:
+            raise RunFailedError(
+                f"the coordinator ended with code {coordinator.returncode}: {self.log_tail('coordinator', 3)}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutFleet:
+    """Devices with shards of their own, and the coordinator's test shard."""
+
+    devices: tuple[LocalDevice, ...]
+    test_shards: Mapping[str, str]
+
+
+def cut_devices(task: str, scheme: str, num_devices: int, out: Path, data: Path | None, seed: int) -> CutFleet:
+    """Cuts a central data set into shards for so many devices; raises as `tasks.cutting.cut_shards`."""
+    paths = cut_shards(task, scheme, num_devices, out, data, seed)
+    devices = tuple(LocalDevice(name=path.stem, shards={task: str(path.resolve())}) for path in paths)
+    return CutFleet(devices=devices, test_shards={task: str((out / TEST_NAME).resolve())})
+
+
+def free_port() -> int:
+    """Returns a port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _die_with_parent() -> None:
+    """Whoever started the fleet may be killed; nothing of it must stay behind."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

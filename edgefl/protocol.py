@@ -1,0 +1,367 @@
+"""What crosses the network besides tensors: MQTT topics and JSON, Flower record keys, versions.
+
+Every JSON object carries `"v": 1`; unknown fields are ignored, so that a newer peer can say more. A message
+that does not parse raises `NetworkError`; the receiver counts it, logs it once a minute and drops it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
+from typing import Any, Self
+
+from edgefl.errors import EdgeflError, NetworkError, TokenInvalidError, UsageError, VersionError
+from edgefl.types import Json
+
+PROTOCOL_VERSION = 1
+MAX_JSON_BYTES = 64 * 1024
+INLINE_BODY_BYTES = 256 * 1024
+"""Bodies up to this size travel inside the message (two requests a round), larger ones as chunks."""
+CHUNK_BYTES = 8 * 1024 * 1024
+REPLY_SALT_BYTES = 16
+"""The first chunk of a reply starts with so many bytes that no other reply has: equal chunks would be one object."""
+MAX_BODY_BYTES = 512 * 1024 * 1024
+"""The largest request body that the coordinator reads, in bytes."""
+
+HEARTBEAT_S = 5.0
+HEARTBEAT_JITTER = 0.1
+LATE_AFTER_HEARTBEATS = 2
+GONE_AFTER_HEARTBEATS = 3
+POLL_S = 30.0
+"""A device asks for work this often even when no bell rings."""
+
+RECORD_HEADER = "header"
+RECORD_BODY = "body"
+FIELD_JSON = "json"
+FIELD_BYTES = "bytes"
+
+COORDINATOR_NAME = "coordinator"
+EVALUATOR_NAME = "coordinator-evaluator"
+RESERVED_NAMES = frozenset({COORDINATOR_NAME})
+
+_SLUG = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\Z")
+
+
+def checked_slug(text: str, what: str = "device name") -> str:
+    """Returns `text` if it can be a device or fleet id.
+
+    Raises:
+        UsageError: it is not 1 to 63 of a-z, 0-9 and inner hyphens.
+    """
+    if not _SLUG.match(text):
+        raise UsageError(
+            f"{what} must be 1 to 63 of a-z, 0-9 and '-' and start and end with a letter or digit, got {text!r}"
+        )
+    return text
+
+
+class Topic(StrEnum):
+    STATUS = "status"
+    HEARTBEAT = "heartbeat"
+    CAPABILITIES = "capabilities"
+    BELL = "bell"
+    COMMAND = "command"
+    PROGRESS = "progress"
+
+
+FROM_DEVICE = (Topic.STATUS, Topic.HEARTBEAT, Topic.CAPABILITIES, Topic.PROGRESS)
+TO_DEVICE = (Topic.BELL, Topic.COMMAND)
+
+
+def topic(fleet: str, device_id: str, kind: Topic) -> str:
+    return f"edgefl/v1/{fleet}/{device_id}/{kind}"
+
+
+def parse_topic(name: str) -> tuple[str, str, Topic]:
+    """Returns fleet, device id and kind.
+
+    Raises:
+        NetworkError: this is no topic of ours.
+    """
+    parts = name.split("/")
+    if len(parts) != 5 or parts[:2] != ["edgefl", "v1"] or parts[4] not in set(Topic):
+        raise NetworkError(f"not an edgefl topic: {name!r}")
+    return parts[2], parts[3], Topic(parts[4])
+
+
+def dump_json(value: Mapping[str, Any]) -> bytes:
+    """Returns compact UTF-8 JSON with the protocol version."""
+    return json.dumps({"v": PROTOCOL_VERSION, **value}, separators=(",", ":"), allow_nan=False).encode()
+
+
+def load_json(payload: bytes) -> Json:
+    """Returns the object in `payload`.
+
+    Raises:
+        NetworkError: too large, not UTF-8, not a JSON object, or of another protocol version.
+    """
+    if len(payload) > MAX_JSON_BYTES:
+        raise NetworkError(f"message of {len(payload)} bytes, at most {MAX_JSON_BYTES} are read")
+    try:
+        value = json.loads(payload.decode())
+    except (UnicodeDecodeError, ValueError) as error:
+        raise NetworkError(f"message is not JSON: {error}") from None
+    if not isinstance(value, dict) or value.get("v") != PROTOCOL_VERSION:
+        raise NetworkError(f"message is not an edgefl v{PROTOCOL_VERSION} object")
+    return value
+
+
+def finite(value: object) -> float | None:
+    """Returns `value` as a number that JSON can carry, or None."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+class _Message:
+    """JSON in and out for the dataclasses below: unknown fields are ignored, types are checked."""
+
+    def dump(self) -> bytes:
+        return dump_json({k: v for k, v in asdict(self).items() if v is not None})  # type: ignore[call-overload]
+
+    @classmethod
+    def load(cls, payload: bytes) -> Self:
+        value = load_json(payload)
+        known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
+        taken = {name: value[name] for name in known if value.get(name) is not None}
+        try:
+            message = cls(**taken)
+        except TypeError as error:
+            raise NetworkError(f"malformed {cls.__name__.lower()}: {error}") from None
+        message._check()
+        return message
+
+    def _check(self) -> None:
+        for name, expected in self.__annotations__.items():
+            value, kinds = getattr(self, name), _KINDS[str(expected)]
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                raise NetworkError(
+                    f"malformed {type(self).__name__.lower()}: {name} is {value!r}, expected {expected}"
+                )
+
+
+_NONE = type(None)
+_KINDS: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+    "str | None": (str, _NONE),
+    "int | None": (int, _NONE),
+    "float | None": (int, float, _NONE),
+    "list[str]": (list,),
+    "Json": (dict,),
+}
+
+
+class PresenceState(StrEnum):
+    ONLINE = "online"
+    OFFLINE = "offline"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status(_Message):
+    """`status`, retained, and the last will. `session_no` grows with every connection of a device.
+
+    `will` tells a broken connection from a goodbye: both are `offline`.
+    """
+
+    state: str
+    boot_id: str
+    session_no: int
+    version: str = ""
+    will: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat(_Message):
+    """`heartbeat`: what a board feels like, every five seconds. Fractions lie in 0-1."""
+
+    seq: int
+    session_no: int
+    uptime_s: float
+    clock_skew_s: float | None = None
+    temperature_c: float | None = None
+    throttled: str | None = None
+    cpu_fraction: float | None = None
+    memory_fraction: float | None = None
+    memory_bytes: int | None = None
+    disk_free_bytes: int | None = None
+    battery_fraction: float | None = None
+    power_w: float | None = None
+    run: str | None = None
+    assignment: str | None = None
+    iteration: int | None = None
+    holding: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities(_Message):
+    """`capabilities`, retained: what `edgefl device probe` found; `shards` maps a task to its example count."""
+
+    facts: Json
+    shards: Json = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgressReport(_Message):
+    """`progress`: seconds per iteration and the age of the last finished iteration."""
+
+    assignment: str
+    iteration: int
+    seconds_per_iteration: float
+    age_s: float = 0.0
+
+
+class CommandKind(StrEnum):
+    DRAIN = "drain"
+    RESUME = "resume"
+    RECALL = "recall"
+    RELOAD = "reload"
+    LOG_LEVEL = "log-level"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command(_Message):
+    """`command`: idempotent by `id`; `argument` is an assignment id or a log level."""
+
+    id: str
+    kind: str
+    argument: str | None = None
+
+
+TOKEN_PREFIX = "efl1."  # noqa: S105 the format's mark, no secret
+MAX_TOKEN_CHARS = 4096
+_HEX_SHA256 = re.compile(r"[0-9a-f]{64}\Z")
+_ADDRESS = re.compile(r"(?:\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})\Z")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinToken:
+    """What a board needs to join: whom to trust, where they are, and the right to come in.
+
+    `ca_fingerprint` is the SHA-256 of the CA's public key (64 hexadecimal digits), `addresses` are HOST:PORT in the
+    order in which they are tried. The secret stays out of the repr.
+    """
+
+    ca_fingerprint: str
+    token_id: str
+    secret: str = field(repr=False)
+    fleet: str
+    addresses: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        value = [self.ca_fingerprint, self.token_id, self.secret, self.fleet, list(self.addresses)]
+        body = json.dumps(value, separators=(",", ":")).encode()
+        # Three bytes of checksum tell a torn paste from a token that the coordinator does not know.
+        return TOKEN_PREFIX + base64.urlsafe_b64encode(hashlib.sha256(body).digest()[:3] + body).decode().rstrip("=")
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Returns the token in `text`; white space from line breaks in a paste does not matter.
+
+        Raises:
+            TokenInvalidError: this is no token, or only a part of one.
+        """
+        packed = "".join(text.split())
+        if not packed.startswith(TOKEN_PREFIX) or len(packed) > MAX_TOKEN_CHARS:
+            raise TokenInvalidError(f"a join token starts with {TOKEN_PREFIX!r}, got {packed[:5]!r}; copy it whole")
+        packed = packed.removeprefix(TOKEN_PREFIX)
+        try:
+            raw = base64.b64decode(packed + "=" * (-len(packed) % 4), altchars=b"-_", validate=True)
+            sound = hashlib.sha256(raw[3:]).digest()[:3] == raw[:3]
+            value = json.loads(raw[3:]) if sound else None
+        except ValueError:
+            value = None
+        if not isinstance(value, list) or len(value) < 5:
+            raise TokenInvalidError(
+                f"the join token is damaged ({len(packed)} characters after {TOKEN_PREFIX!r}); copy it whole"
+            )
+        return cls._checked(*value[:5])
+
+    @classmethod
+    def _checked(cls, ca: object, token_id: object, secret: object, fleet: object, addresses: object) -> Self:
+        strings = [item for item in (ca, token_id, secret, fleet) if isinstance(item, str) and item]
+        hosts = [item for item in addresses if isinstance(item, str)] if isinstance(addresses, list) else []
+        if len(strings) != 4 or not _HEX_SHA256.match(strings[0]) or not _SLUG.match(strings[3]):
+            raise TokenInvalidError(
+                "the join token's content makes no sense; make a new one: edgefl coordinator token"
+            )
+        try:
+            checked = tuple(checked_address(host) for host in hosts)
+        except UsageError as error:
+            raise TokenInvalidError(f"the join token's content makes no sense: {error}") from None
+        return cls(
+            ca_fingerprint=strings[0], token_id=strings[1], secret=strings[2], fleet=strings[3], addresses=checked
+        )
+
+
+def checked_address(text: str, default_port: int | None = None) -> str:
+    """Returns `text` as HOST:PORT (an IPv6 address in brackets), with the default port where it has none.
+
+    Raises:
+        UsageError: it is no such thing.
+    """
+    if default_port is not None and not re.search(r"[^:]:[0-9]+\Z|\]:[0-9]+\Z", text):
+        bare_v6 = text.count(":") > 1 and not text.startswith("[")
+        text = f"[{text}]:{default_port}" if bare_v6 else f"{text}:{default_port}"
+    match = _ADDRESS.match(text)
+    if not match or not 0 < int(match[1]) < 65536:
+        raise UsageError(f"an address must be HOST:PORT with a port from 1 to 65535, got {text!r}")
+    return text
+
+
+def certificate_fingerprint(cert_pem: bytes) -> str:
+    """Returns the SHA-256 of a certificate's public key (SubjectPublicKeyInfo), 64 hexadecimal digits.
+
+    Raises:
+        NetworkError: this is no certificate.
+    """
+    from cryptography import x509  # noqa: PLC0415 only joins need it
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat  # noqa: PLC0415 likewise
+
+    try:
+        key = x509.load_pem_x509_certificate(cert_pem).public_key()
+    except ValueError as error:
+        raise NetworkError(f"not a certificate: {error}") from None
+    return hashlib.sha256(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).hexdigest()
+
+
+def error_code(error: EdgeflError) -> str:
+    """Returns the name that the error has in HTTP answers: `TokenInvalidError` is `token-invalid`."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", type(error).__name__.removesuffix("Error")).lower()
+
+
+def error_from_code(code: str, message: str) -> EdgeflError:
+    """Returns the error that the other side named; one that this version does not know becomes a `NetworkError`."""
+    queue = [EdgeflError]
+    for kind in queue:
+        queue.extend(kind.__subclasses__())
+        if error_code(kind(message)) == code:
+            return kind(message)
+    return NetworkError(message)
+
+
+def check_version(device: str, coordinator: str) -> None:
+    """Checks that a device works with a coordinator: the same minor version, or the device's is the one before.
+
+    Raises:
+        VersionError: it does not; the message says which side to update.
+    """
+    theirs, ours = _major_minor(device), _major_minor(coordinator)
+    if theirs is None or ours is None or theirs[0] != ours[0] or theirs[1] not in (ours[1], ours[1] - 1):
+        newer = theirs is not None and ours is not None and theirs > ours
+        raise VersionError(
+            f"this device has edgefl {device[:20]!r} and the coordinator {coordinator!r}; "
+            + ("update the coordinator" if newer else f"update the device: pip install edgefl=={coordinator}")
+        )
+
+
+def _major_minor(version: str) -> tuple[int, int] | None:
+    match = re.match(r"([0-9]{1,6})\.([0-9]{1,6})(?:[.a-z+-]|\Z)", version)
+    return (int(match[1]), int(match[2])) if match else None

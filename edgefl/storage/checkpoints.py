@@ -1,0 +1,158 @@
+"""Checkpoints: a state in a file named by its SHA-256, and a small note that names it.
+
+The note is written after the file is durable, so a crash leaves the checkpoint before. Model files (the product of
+a run, without its strategy's state) lie beside them under their own SHA-256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from edgefl.errors import JournalError, NotFoundError
+from edgefl.storage.files import TEMPORARY_SUFFIX, make_private_directory, sha256_of_file, sync_directory, write_whole
+from edgefl.storage.state_files import pack_model, pack_state, unpack_model, unpack_state
+from edgefl.types import Array, Tensors
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+FORMAT = 1
+_SHA256 = re.compile(r"[0-9a-f]{64}\Z")
+_STATE_SUFFIX = ".safetensors"
+_NOTE_SUFFIX = ".checkpoint.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A saved state; it contains the journal up to `last_record`."""
+
+    sha256: str
+    last_record: int
+    bytes_file: int
+
+
+def save_state(directory: Path, state: Any, last_record: int) -> Checkpoint:
+    """Returns the new checkpoint once it is durable.
+
+    Raises:
+        JournalError: the state holds something that would not come back the same.
+        StoreFullError: no room; the checkpoints before are untouched.
+    """
+    content = pack_state(state)
+    saved = Checkpoint(sha256=_write_named(directory, content), last_record=last_record, bytes_file=len(content))
+    note = json.dumps({"v": FORMAT, **asdict(saved)}).encode()
+    write_whole(directory / f"{last_record:020d}{_NOTE_SUFFIX}", note)
+    return saved
+
+
+def load_state(directory: Path, cls: type[T], checkpoint: Checkpoint | None = None) -> T:
+    """Returns the state of a checkpoint, by default the newest.
+
+    Raises:
+        NotFoundError: there is no checkpoint.
+        JournalError: its file is missing or damaged, or holds another class; `checkpoints` names the one before.
+    """
+    if checkpoint is None:
+        saved = checkpoints(directory)
+        if not saved:
+            raise NotFoundError(f"no checkpoint in {directory}")
+        checkpoint = saved[0]
+    path = _named(directory, checkpoint.sha256)
+    content = _read_named(path, f"checkpoint of record {checkpoint.last_record}")
+    try:
+        return unpack_state(content, cls)
+    except JournalError as error:
+        raise JournalError(f"checkpoint {path}: {error}") from error
+
+
+def checkpoints(directory: Path) -> list[Checkpoint]:
+    """Returns the checkpoints of a run, newest first; a damaged one is left out, with a warning."""
+    notes = sorted(directory.glob(f"*{_NOTE_SUFFIX}"), reverse=True) if directory.is_dir() else []
+    return [checkpoint for path in notes if (checkpoint := _read_note(path)) is not None]
+
+
+def prune_checkpoints(directory: Path, *, keep: int = 2) -> list[Checkpoint]:
+    """Returns the checkpoints that stay: the newest `keep`.
+
+    Files that no note names go; models that shall stay belong into a directory of their own.
+    """
+    saved = checkpoints(directory)
+    kept, old = saved[:keep], saved[keep:]
+    for checkpoint in old:
+        (directory / f"{checkpoint.last_record:020d}{_NOTE_SUFFIX}").unlink()
+    sync_directory(directory)
+    named = {checkpoint.sha256 for checkpoint in kept}
+    for path in directory.iterdir():
+        if path.suffix == TEMPORARY_SUFFIX or (path.suffix == _STATE_SUFFIX and path.stem not in named):
+            path.unlink()
+    return kept
+
+
+def save_model(directory: Path, model: Tensors) -> tuple[str, Path]:
+    """Returns SHA-256 and path of the model's file, once it is durable: plain safetensors, for any program."""
+    sha256 = _write_named(directory, pack_model(model))
+    return sha256, _named(directory, sha256)
+
+
+def load_model(path: str | Path) -> dict[str, Array]:
+    """Returns the tensors of a safetensors file by name; a file of ours has them in the task's order.
+
+    Raises:
+        NotFoundError: there is no such file.
+        JournalError: it is damaged; a file that is named by its SHA-256 is checked against it.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise NotFoundError(f"no model file {path}")
+    content = _read_named(path, "model") if _SHA256.match(path.stem) else path.read_bytes()
+    try:
+        return unpack_model(content)
+    except JournalError as error:
+        raise JournalError(f"model {path}: {error}") from error
+
+
+def _named(directory: Path, sha256: str) -> Path:
+    return directory / f"{sha256}{_STATE_SUFFIX}"
+
+
+def _write_named(directory: Path, content: bytes) -> str:
+    make_private_directory(directory)
+    sha256 = hashlib.sha256(content).hexdigest()
+    path = _named(directory, sha256)
+    if not (path.is_file() and sha256_of_file(path) == sha256):
+        write_whole(path, content)
+    return sha256
+
+
+def _read_named(path: Path, what: str) -> bytes:
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise JournalError(f"the file of the {what} is missing: {path}") from None
+    found = hashlib.sha256(content).hexdigest()
+    if found != path.stem:
+        raise JournalError(f"the file of the {what} is damaged: {path} has SHA-256 {found[:12]}…, not its name")
+    return content
+
+
+def _read_note(path: Path) -> Checkpoint | None:
+    try:
+        note = json.loads(path.read_bytes())
+        version = note.pop("v")
+        if version != FORMAT:
+            raise JournalError(f"checkpoint note {path} has format {version}, this program reads {FORMAT}")
+        checkpoint = Checkpoint(**note)
+        if f"{checkpoint.last_record:020d}{_NOTE_SUFFIX}" == path.name:
+            return checkpoint
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        log.warning("checkpoint note %s is damaged and left out: %r", path, error)
+        return None
+    log.warning("checkpoint note %s names another record, %d, and is left out", path, checkpoint.last_record)
+    return None

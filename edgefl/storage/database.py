@@ -1,0 +1,220 @@
+"""One database: opening and upgrading it, and its transactions.
+
+Writes run one at a time. Those that no journal could rebuild (devices, tokens, runs) are durable when they
+return; the others are so at the latest with the next durable one (SQLite's synchronous FULL and NORMAL).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+from sqlalchemy import Connection, Engine, create_engine, event, inspect, make_url, text
+from sqlalchemy.engine import URL
+from sqlalchemy.exc import ArgumentError, NoSuchModuleError
+
+from edgefl.errors import StoreError, StoreTooNewError
+from edgefl.storage.failures import explained
+
+SCHEMA_REVISION = "0001"
+"""The newest revision in `migrations/`; a test compares them."""
+BUSY_TIMEOUT_S = 10.0
+_VERSION_TABLE = "alembic_version"
+
+
+class Database:
+    """An open database. Thread-safe; `batch` makes one transaction of the calls inside it."""
+
+    def __init__(self, engine: Engine, *, where: str, read_only: bool) -> None:
+        self.engine = engine
+        self.where = where
+        self.read_only = read_only
+        self._writers = {
+            durable: engine.execution_options(edgefl_writes=True, edgefl_durable=durable) for durable in (False, True)
+        }
+        self._writing = threading.RLock()
+        self._batch = threading.local()
+
+    @classmethod
+    def open(cls, url_or_path: str | Path, *, read_only: bool = False) -> Self:
+        """Returns the database, created or upgraded when that is needed.
+
+        Args:
+            url_or_path: a file (SQLite), or an SQLAlchemy URL.
+            read_only: reads an existing SQLite file, also while somebody writes it; never upgrades.
+
+        Raises:
+            StoreTooNewError: a newer edgefl wrote it.
+            StoreError: it cannot be opened, or is no store of ours.
+        """
+        url = _as_url(url_or_path)
+        is_sqlite = url.get_backend_name() == "sqlite"
+        where = str(url.database) if is_sqlite else url.render_as_string(hide_password=True)
+        if is_sqlite:
+            _prepare_file(Path(where), read_only=read_only)
+        database = cls(_make_engine(url, read_only=read_only), where=where, read_only=read_only)
+        try:
+            with explained(where):
+                database._bring_up_to_date()
+        except BaseException:
+            database.close()
+            raise
+        return database
+
+    def close(self) -> None:
+        self.engine.dispose()
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """Yields a connection that sees one state of the database throughout."""
+        current = self._current
+        if current is not None:
+            yield current
+            return
+        with explained(self.where), self.engine.connect() as connection:
+            yield connection
+
+    @contextmanager
+    def write(self, *, durable: bool = False) -> Iterator[Connection]:
+        """Yields a connection whose changes are all kept or, after an exception, all undone.
+
+        Inside a `batch` they are kept with the batch, and as durable as it.
+        """
+        if self.read_only:
+            raise StoreError(f"store {self.where} is open for reading only")
+        current = self._current
+        if current is not None:
+            with explained(self.where), current.begin_nested():
+                yield current
+            return
+        with self._writing, explained(self.where), self._writers[durable].begin() as connection:
+            yield connection
+
+    @contextmanager
+    def batch(self, *, durable: bool = False) -> Iterator[None]:
+        """Makes one transaction of this thread's calls; other writers wait."""
+        with self.write(durable=durable) as connection:
+            before, self._batch.connection = self._current, connection
+            try:
+                yield
+            finally:
+                self._batch.connection = before
+
+    @property
+    def _current(self) -> Connection | None:
+        return getattr(self._batch, "connection", None)
+
+    def _bring_up_to_date(self) -> None:
+        with self.engine.connect() as connection:
+            revision = _revision(connection, self.where)
+        if revision == SCHEMA_REVISION:
+            return
+        if self.read_only:
+            raise StoreError(
+                f"store {self.where} is of revision {revision}, this program reads {SCHEMA_REVISION}; "
+                "start its coordinator once to upgrade it"
+            )
+        with self._writers[True].begin() as connection:
+            # Another process may have upgraded it while we waited for the lock; Alembic then finds nothing to do.
+            _revision(connection, self.where)
+            _upgrade(connection)
+
+
+def _as_url(url_or_path: str | Path) -> URL:
+    if isinstance(url_or_path, Path) or "://" not in url_or_path:
+        return URL.create("sqlite", database=str(url_or_path))
+    try:
+        url = make_url(url_or_path)
+        known = url.get_backend_name()
+    except (ArgumentError, NoSuchModuleError):
+        raise StoreError("store URL is malformed; expected a path or postgresql://user@host/database") from None
+    if known == "sqlite" and url.database in {None, "", ":memory:"}:
+        raise StoreError("the store needs a file, an SQLite database in memory is not shared between threads")
+    return url
+
+
+def _prepare_file(path: Path, *, read_only: bool) -> None:
+    if not path.parent.is_dir():
+        raise StoreError(f"store {path} cannot be opened: no directory {path.parent}")
+    if read_only:
+        if not path.is_file():
+            raise StoreError(f"no store at {path}; start a coordinator there first, or name another --dir")
+        return
+    try:
+        # Made before SQLite opens it: its -wal and -shm files take over this mode.
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+    except OSError as error:
+        raise StoreError(f"store {path} cannot be opened: {error.strerror}") from error
+
+
+def _make_engine(url: URL, *, read_only: bool) -> Engine:
+    if url.get_backend_name() != "sqlite":
+        try:
+            return create_engine(url, pool_pre_ping=True)
+        except (ModuleNotFoundError, NoSuchModuleError) as error:
+            raise StoreError(f"store URL needs a database driver that is not installed: {error}") from error
+    if read_only:
+        quoted = Path(str(url.database)).absolute().as_uri()
+        url = URL.create("sqlite", database=quoted, query={"mode": "ro", "uri": "true"})
+    engine = create_engine(url, connect_args={"timeout": BUSY_TIMEOUT_S})
+    event.listen(engine, "connect", _on_connect_read_only if read_only else _on_connect)
+    event.listen(engine, "begin", _on_begin)
+    return engine
+
+
+def _on_connect(connection: Any, _record: object) -> None:
+    # The driver's own BEGIN comes too late for DDL and reads; `_on_begin` says it.
+    connection.isolation_level = None
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA foreign_keys = ON")
+
+
+def _on_connect_read_only(connection: Any, _record: object) -> None:
+    connection.isolation_level = None
+    connection.execute("PRAGMA query_only = ON")
+
+
+def _on_begin(connection: Connection) -> None:
+    options = connection.get_execution_options()
+    if not options.get("edgefl_writes"):
+        connection.exec_driver_sql("BEGIN")
+        return
+    # In WAL mode FULL costs one fsync a commit and NORMAL none; both survive a crash of the process.
+    connection.exec_driver_sql(f"PRAGMA synchronous = {'FULL' if options.get('edgefl_durable') else 'NORMAL'}")
+    # IMMEDIATE: two readers that both become writers could only fail.
+    connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+
+def _revision(connection: Connection, where: str) -> str | None:
+    """Returns the schema's revision, None for an empty database."""
+    tables = set(inspect(connection).get_table_names())
+    if not tables:
+        return None
+    found = None
+    if _VERSION_TABLE in tables:
+        found = connection.execute(text(f"SELECT version_num FROM {_VERSION_TABLE}")).scalar()  # noqa: S608 a constant
+    if found is None or not str(found).isdigit():
+        raise StoreError(f"{where} is a database, but not of edgefl: its tables are {', '.join(sorted(tables)[:5])}")
+    if int(found) > int(SCHEMA_REVISION):
+        raise StoreTooNewError(
+            f"store {where} was written by a newer edgefl (revision {found}, this program knows "
+            f"{SCHEMA_REVISION}); update edgefl"
+        )
+    return str(found)
+
+
+def _upgrade(connection: Connection) -> None:
+    # Imported here: only a new or old database needs Alembic, and it takes a while to load.
+    from alembic import command  # noqa: PLC0415
+    from alembic.config import Config  # noqa: PLC0415
+
+    config = Config()
+    directory = str(Path(__file__).parent / "migrations")
+    config.set_main_option("script_location", directory.replace("%", "%%"))
+    config.set_main_option("path_separator", "os")
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")

@@ -1,0 +1,63 @@
+"""What a database driver says, in one line of ours."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+
+from edgefl.errors import StoreError, StoreFullError
+
+FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_POSTGRES_DISK_FULL = "53100"
+_POSTGRES_LOCKED = ("55P03", "40P01")
+_ADVICE = {
+    "SQLITE_BUSY": "is in use by another program; stop that and try again",
+    "SQLITE_LOCKED": "is in use by another program; stop that and try again",
+    "SQLITE_NOTADB": "is not a database; move the file away or name another place",
+    "SQLITE_CORRUPT": "is damaged; restore a backup",
+    "SQLITE_READONLY": "cannot be written; check the file's owner and mode",
+    "SQLITE_CANTOPEN": "cannot be opened; check that the directory exists and is yours",
+}
+
+
+@contextmanager
+def explained(where: str) -> Iterator[None]:
+    """Raises the driver's errors about the database at `where` as `StoreError` or `StoreFullError`."""
+    try:
+        yield
+    except DBAPIError as error:
+        raise _translate(error, where) from error
+    except SQLAlchemyError as error:
+        raise StoreError(f"store {where}: {_first_line(error)}") from error
+
+
+@contextmanager
+def full_disk_explained(where: str) -> Iterator[None]:
+    """Raises an `OSError` that means "no room" as `StoreFullError`; others pass."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL_ERRNOS:
+            raise
+        raise StoreFullError(f"no room to write {where} ({error.strerror}); free some space and try again") from error
+
+
+def _translate(error: DBAPIError, where: str) -> StoreError:
+    cause = error.orig
+    name = getattr(cause, "sqlite_errorname", "")
+    state = getattr(cause, "sqlstate", None)
+    if name == "SQLITE_FULL" or state == _POSTGRES_DISK_FULL:
+        return StoreFullError(f"no room to write the store {where}: disk is full; free some space and try again")
+    if state in _POSTGRES_LOCKED:
+        name = "SQLITE_LOCKED"
+    for prefix, advice in _ADVICE.items():
+        if name.startswith(prefix):
+            return StoreError(f"store {where} {advice} ({_first_line(cause)})")
+    return StoreError(f"store {where}: {_first_line(cause)}")
+
+
+def _first_line(error: BaseException | None) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

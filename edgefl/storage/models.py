@@ -1,0 +1,262 @@
+"""The tables of the store, as SQLAlchemy 2 typed models.
+
+The schema is public. Times are unix seconds (`at`, `*_at`), durations end in `_s`, sizes start with `bytes_`;
+lists and free-form facts are JSON. Rows of runs can be rebuilt from the journal; `devices`, `tokens` and `runs`
+cannot, so they are written durably. History outlives the fleet: it names devices without a foreign key, so
+that removed and simulated devices keep theirs. Views for the common questions start with `v_` (migration 0001).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from sqlalchemy import JSON, BigInteger, Float, ForeignKey, Index, Integer, LargeBinary, Text, UniqueConstraint
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+# SQLite numbers rows by itself only for the type INTEGER.
+Counter = BigInteger().with_variant(Integer, "sqlite")
+
+
+class Base(DeclarativeBase):
+    type_annotation_map: ClassVar[dict[Any, Any]] = {
+        str: Text(),
+        int: BigInteger(),
+        float: Float(),
+        bytes: LargeBinary(),
+        dict[str, Any]: JSON(),
+        list[str]: JSON(),
+    }
+
+
+class Token(Base):
+    """A right to join: `uses_left` joins before `expires_at`. Only the hash of the secret is kept."""
+
+    __tablename__ = "tokens"
+
+    token_id: Mapped[str] = mapped_column(primary_key=True)
+    secret_sha256: Mapped[str]
+    expires_at: Mapped[float]
+    uses_left: Mapped[int]
+    groups: Mapped[list[str]]
+    role: Mapped[str | None]
+    created_at: Mapped[float | None]
+
+
+class Device(Base):
+    """A device that has joined. `removed_at` is set when it was removed; its name is then free again."""
+
+    __tablename__ = "devices"
+
+    device_id: Mapped[str] = mapped_column(primary_key=True)
+    public_key: Mapped[bytes] = mapped_column(index=True)
+    # Flower's node ids are unsigned 64-bit numbers, which no SQL integer holds.
+    node_id: Mapped[str | None]
+    role: Mapped[str]
+    groups: Mapped[list[str]]
+    joined_at: Mapped[float]
+    removed_at: Mapped[float | None]
+    last_seen_at: Mapped[float | None]
+    presence: Mapped[str | None]
+    certificate_serial: Mapped[str | None]
+    version: Mapped[str | None]
+    examples: Mapped[dict[str, Any]]
+
+
+class Capabilities(Base):
+    """What a device reported about itself; one row per change, the newest holds."""
+
+    __tablename__ = "capabilities"
+    __table_args__ = (Index("ix_capabilities_device", "device_id", "at"),)
+
+    id: Mapped[int] = mapped_column(Counter, primary_key=True)
+    device_id: Mapped[str] = mapped_column(ForeignKey("devices.device_id"))
+    at: Mapped[float]
+    facts: Mapped[dict[str, Any]]
+    shards: Mapped[dict[str, Any]]
+
+
+class Run(Base):
+    """One training job; `config` is the whole run file, `rounds`, `version` and `accuracy` how far it is."""
+
+    __tablename__ = "runs"
+    __table_args__ = (Index("ix_runs_status", "status", "submitted_at"),)
+
+    run_id: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str]
+    task: Mapped[str]
+    strategy: Mapped[str]
+    config: Mapped[dict[str, Any]]
+    status: Mapped[str]
+    reason: Mapped[str | None]
+    submitted_at: Mapped[float]
+    started_at: Mapped[float | None]
+    finished_at: Mapped[float | None]
+    rounds: Mapped[int]
+    version: Mapped[int]
+    accuracy: Mapped[float | None]
+    seed: Mapped[int]
+
+
+class Round(Base):
+    """One round; `version` is the model's after it, `loss` the mean training loss by examples."""
+
+    __tablename__ = "rounds"
+    __table_args__ = (UniqueConstraint("run_id", "round", name="uq_rounds"), Index("ix_rounds_started", "started_at"))
+
+    id: Mapped[int] = mapped_column(Counter, primary_key=True)
+    run_id: Mapped[str] = mapped_column(ForeignKey("runs.run_id"))
+    round: Mapped[int]
+    version: Mapped[int | None]
+    started_at: Mapped[float]
+    closed_at: Mapped[float | None]
+    num_devices: Mapped[int]
+    num_updates: Mapped[int]
+    loss: Mapped[float | None]
+    bytes_up: Mapped[int]
+    bytes_down: Mapped[int]
+
+
+class Update(Base):
+    """One assignment of one device and what came of it.
+
+    `outcome` is NULL while it is outstanding, else used, late, refused, failed or lost. `applied_version` is the
+    version that the update was applied to, `staleness` its distance from `base_version`.
+    """
+
+    __tablename__ = "updates"
+    __table_args__ = (
+        UniqueConstraint("run_id", "assignment_id", name="uq_updates"),
+        Index("ix_updates_round", "run_id", "round"),
+        Index("ix_updates_device", "device_id", "run_id"),
+        Index("ix_updates_dispatched", "dispatched_at"),
+    )
+
+    id: Mapped[int] = mapped_column(Counter, primary_key=True)
+    run_id: Mapped[str] = mapped_column(ForeignKey("runs.run_id"))
+    round: Mapped[int]
+    assignment_id: Mapped[str]
+    device_id: Mapped[str]
+    base_version: Mapped[int]
+    applied_version: Mapped[int | None]
+    staleness: Mapped[int | None]
+    iterations: Mapped[int | None]
+    num_examples: Mapped[int | None]
+    bytes_up: Mapped[int | None]
+    bytes_down: Mapped[int | None]
+    compute_s: Mapped[float | None]
+    send_s: Mapped[float | None]
+    wait_s: Mapped[float | None]
+    loss: Mapped[float | None]
+    outcome: Mapped[str | None]
+    reason: Mapped[str | None]
+    dispatched_at: Mapped[float | None]
+    received_at: Mapped[float | None]
+    metrics: Mapped[dict[str, Any]]
+
+
+class Evaluation(Base):
+    """One evaluation of the model after a round; `source` is coordinator, evaluator or device."""
+
+    __tablename__ = "evaluations"
+    __table_args__ = (
+        UniqueConstraint("run_id", "assignment_id", name="uq_evaluations"),
+        Index("ix_evaluations_round", "run_id", "round", "source"),
+        Index("ix_evaluations_at", "at"),
+    )
+
+    id: Mapped[int] = mapped_column(Counter, primary_key=True)
+    run_id: Mapped[str] = mapped_column(ForeignKey("runs.run_id"))
+    assignment_id: Mapped[str]
+    round: Mapped[int]
+    version: Mapped[int]
+    device_id: Mapped[str]
+    source: Mapped[str]
+    loss: Mapped[float | None]
+    accuracy: Mapped[float | None]
+    num_examples: Mapped[int]
+    at: Mapped[float]
+    metrics: Mapped[dict[str, Any]]
+
+
+class Heartbeat(Base):
+    """What a board felt like when a heartbeat arrived (`at`, the coordinator's clock); kept for a day."""
+
+    __tablename__ = "heartbeats"
+    __table_args__ = (Index("ix_heartbeats_device", "device_id", "at"), Index("ix_heartbeats_at", "at"))
+
+    id: Mapped[int] = mapped_column(Counter, primary_key=True)
+    device_id: Mapped[str]
+    at: Mapped[float]
+    seq: Mapped[int | None]
+    session_no: Mapped[int | None]
+    uptime_s: Mapped[float | None]
+    clock_skew_s: Mapped[float | None]
+    temperature_c: Mapped[float | None]
+    throttled: Mapped[str | None]
+    cpu_fraction: Mapped[float | None]
+    memory_fraction: Mapped[float | None]
+    memory_bytes: Mapped[int | None]
+    disk_free_bytes: Mapped[int | None]
+    battery_fraction: Mapped[float | None]
+    power_w: Mapped[float | None]
+    run: Mapped[str | None]
+    iteration: Mapped[int | None]
+
+
+class Heartbeat5Min(Base):
+    """Five minutes of heartbeats from `at` on.
+
+    Means, but the highest uptime, temperature, memory use and iteration, and the lowest battery and free disk;
+    any throttling shows.
+    """
+
+    __tablename__ = "heartbeats_5min"
+    __table_args__ = (Index("ix_heartbeats_5min_at", "at"),)
+
+    device_id: Mapped[str] = mapped_column(primary_key=True)
+    at: Mapped[float] = mapped_column(primary_key=True)
+    num_heartbeats: Mapped[int]
+    uptime_s: Mapped[float | None]
+    clock_skew_s: Mapped[float | None]
+    temperature_c: Mapped[float | None]
+    throttled: Mapped[str | None]
+    cpu_fraction: Mapped[float | None]
+    memory_fraction: Mapped[float | None]
+    memory_bytes: Mapped[int | None]
+    disk_free_bytes: Mapped[int | None]
+    battery_fraction: Mapped[float | None]
+    power_w: Mapped[float | None]
+    run: Mapped[str | None]
+    iteration: Mapped[int | None]
+
+
+class Event(Base):
+    """Something worth remembering: a join, a loss, a refusal, a restart."""
+
+    __tablename__ = "events"
+    __table_args__ = (Index("ix_events_at", "at"), Index("ix_events_run", "run_id", "at"))
+
+    id: Mapped[int] = mapped_column(Counter, primary_key=True)
+    at: Mapped[float]
+    kind: Mapped[str]
+    message: Mapped[str]
+    run_id: Mapped[str | None]
+    device_id: Mapped[str | None]
+    data: Mapped[dict[str, Any]]
+
+
+class Checkpoint(Base):
+    """A saved state of a run: the file is named by `sha256` and contains the journal up to `last_record`."""
+
+    __tablename__ = "checkpoints"
+    __table_args__ = (UniqueConstraint("run_id", "last_record", name="uq_checkpoints"),)
+
+    id: Mapped[int] = mapped_column(Counter, primary_key=True)
+    run_id: Mapped[str] = mapped_column(ForeignKey("runs.run_id"))
+    version: Mapped[int]
+    round: Mapped[int]
+    last_record: Mapped[int]
+    sha256: Mapped[str]
+    bytes_file: Mapped[int]
+    accuracy: Mapped[float | None]
+    at: Mapped[float]

@@ -1,0 +1,198 @@
+"""Runs, rounds, updates, evaluations and checkpoints: what the recorder writes once per turn of the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, Row, bindparam, case, func, insert, select, update
+
+from edgefl.errors import NotFoundError, StoreError
+from edgefl.storage.database import Database
+from edgefl.storage.models import Checkpoint, Evaluation, Round, Run, Update
+from edgefl.storage.plain import columns_of, storable
+from edgefl.storage.records import CheckpointRow, DispatchRow, EvaluationRow, RunRecord, RunStatus, UpdateRow
+from edgefl.storage.upsert import insert_new, upsert
+from edgefl.types import Outcome
+
+
+class RunRows:
+    """The store's part about runs. Every `record_*` may be called again with the same rows (a replay)."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def add_run(  # noqa: PLR0913 one keyword per column
+        self,
+        *,
+        run_id: str,
+        name: str,
+        task: str,
+        strategy: str,
+        config: Mapping[str, Any],
+        seed: int,
+        submitted_at: float,
+    ) -> RunRecord:
+        """Returns the new run, queued.
+
+        Raises:
+            StoreError: the id is taken.
+        """
+        values = {
+            "run_id": run_id, "name": name, "task": task, "strategy": strategy, "config": storable(config),
+            "status": str(RunStatus.QUEUED), "submitted_at": submitted_at, "rounds": 0, "version": 0, "seed": seed,
+        }  # fmt: skip
+        with self._database.write(durable=True) as connection:
+            if _run_row(connection, run_id) is not None:
+                raise StoreError(f"there is a run {run_id!r} already")
+            connection.execute(insert(Run), values)
+        return self.run(run_id)
+
+    def run(self, run_id: str) -> RunRecord:
+        """Returns one run.
+
+        Raises:
+            NotFoundError: there is none of this id.
+        """
+        with self._database.read() as connection:
+            row = _run_row(connection, run_id)
+        if row is None:
+            raise NotFoundError(f"no run {run_id!r}; `edgefl run list` shows them")
+        return _run_record(row)
+
+    def runs(self, *, status: RunStatus | None = None, limit: int | None = None) -> list[RunRecord]:
+        """Returns runs, newest first."""
+        query = select(Run.__table__).order_by(Run.submitted_at.desc(), Run.run_id.desc()).limit(limit)
+        if status is not None:
+            query = query.where(Run.status == str(status))
+        with self._database.read() as connection:
+            return [_run_record(row) for row in connection.execute(query)]
+
+    def next_queued_run(self) -> RunRecord | None:
+        """Returns the run that has waited longest, if any waits."""
+        queued = self.runs(status=RunStatus.QUEUED)
+        return queued[-1] if queued else None
+
+    def set_run_status(self, run_id: str, status: RunStatus, *, at: float, reason: str | None = None) -> None:
+        """Moves a run to `status`; the first RUNNING sets when it started, a final one when it finished.
+
+        Raises:
+            NotFoundError: no such run.
+        """
+        values: dict[str, Any] = {
+            "status": str(status), "reason": reason, "finished_at": at if status.is_final else None,
+        }  # fmt: skip
+        if status is RunStatus.RUNNING:
+            values["started_at"] = func.coalesce(Run.started_at, at)
+        self._change_run(run_id, values, durable=True)
+
+    def set_run_accuracy(self, run_id: str, accuracy: float) -> None:
+        """Remembers the newest accuracy of the run's model."""
+        self._change_run(run_id, {"accuracy": accuracy}, durable=False)
+
+    def open_round(self, run_id: str, number: int, *, started_at: float, num_devices: int = 0) -> None:
+        """Starts a round, unless it was started before."""
+        row = {
+            "run_id": run_id, "round": number, "started_at": started_at, "num_devices": num_devices,
+            "num_updates": 0, "bytes_up": 0, "bytes_down": 0,
+        }  # fmt: skip
+        with self._database.write() as connection:
+            insert_new(connection, Round, [row], ("run_id", "round"))
+
+    def close_round(self, run_id: str, number: int, *, version: int, closed_at: float) -> None:
+        """Ends a round: its sums are taken from its updates, and the run's `rounds` and `version` follow.
+
+        Raises:
+            NotFoundError: the round was never opened.
+        """
+        with self._database.write() as connection:
+            sums = _round_sums(connection, run_id, number)
+            where = (Round.run_id == run_id, Round.round == number)
+            closed = update(Round).where(*where).values(version=version, closed_at=closed_at, **sums)
+            if not connection.execute(closed).rowcount:
+                raise NotFoundError(f"no round {number} of run {run_id!r} is open")
+            rounds = case((Run.rounds < number, number), else_=Run.rounds)
+            connection.execute(update(Run).where(Run.run_id == run_id).values(rounds=rounds, version=version))
+
+    def record_dispatches(self, run_id: str, rows: Sequence[DispatchRow]) -> None:
+        """Keeps assignments that go out."""
+        values = [{"run_id": run_id, "metrics": {}, **columns_of(row)} for row in rows]
+        with self._database.write() as connection:
+            insert_new(connection, Update, values, ("run_id", "assignment_id"))
+
+    def record_updates(self, run_id: str, rows: Sequence[UpdateRow]) -> None:
+        """Keeps what came of assignments, over what was known of them."""
+        values = [{"run_id": run_id, **columns_of(row)} for row in rows]
+        with self._database.write() as connection:
+            upsert(connection, Update, values, ("run_id", "assignment_id"))
+
+    def mark_applied(
+        self, run_id: str, assignment_ids: Sequence[str], *, applied_version: int, round_number: int | None = None
+    ) -> None:
+        """Marks updates as used; staleness is `applied_version`, the version they met, less their base version."""
+        values: dict[str, Any] = {
+            "outcome": str(Outcome.USED), "applied_version": applied_version,
+            "staleness": applied_version - Update.base_version,
+        }  # fmt: skip
+        if round_number is not None:
+            values["round"] = round_number
+        statement = (
+            update(Update.__table__)  # type: ignore[arg-type] # a declarative class's table is typed as any FROM
+            .where(Update.run_id == run_id, Update.assignment_id == bindparam("applied"))
+            .values(**values)
+        )
+        if assignment_ids:
+            with self._database.write() as connection:
+                connection.execute(statement, [{"applied": assignment_id} for assignment_id in assignment_ids])
+
+    def record_evaluations(self, run_id: str, rows: Sequence[EvaluationRow]) -> None:
+        """Keeps evaluations."""
+        values = [{"run_id": run_id, **columns_of(row)} for row in rows]
+        with self._database.write() as connection:
+            upsert(connection, Evaluation, values, ("run_id", "assignment_id"))
+
+    def record_checkpoint(self, run_id: str, row: CheckpointRow) -> None:
+        """Keeps where a checkpoint of the run lies."""
+        with self._database.write() as connection:
+            upsert(connection, Checkpoint, [{"run_id": run_id, **columns_of(row)}], ("run_id", "last_record"))
+
+    def checkpoints(self, run_id: str) -> list[CheckpointRow]:
+        """Returns the run's checkpoints, newest first."""
+        query = (
+            select(Checkpoint.__table__).where(Checkpoint.run_id == run_id).order_by(Checkpoint.last_record.desc())
+        )
+        names = CheckpointRow.__dataclass_fields__
+        with self._database.read() as connection:
+            rows = connection.execute(query).mappings().all()
+        return [CheckpointRow(**{name: row[name] for name in names}) for row in rows]
+
+    def _change_run(self, run_id: str, values: Mapping[str, Any], *, durable: bool) -> None:
+        with self._database.write(durable=durable) as connection:
+            if not connection.execute(update(Run).where(Run.run_id == run_id).values(**values)).rowcount:
+                raise NotFoundError(f"no run {run_id!r}; `edgefl run list` shows them")
+
+
+def _round_sums(connection: Connection, run_id: str, number: int) -> dict[str, Any]:
+    used = Update.outcome == str(Outcome.USED)
+    weighed = case((used & Update.loss.is_not(None), Update.num_examples))
+    row = connection.execute(
+        select(
+            func.count(func.distinct(Update.device_id)).label("num_devices"),
+            func.count(case((used, 1))).label("num_updates"),
+            (func.sum(case((used, Update.loss * Update.num_examples))) / func.nullif(func.sum(weighed), 0)).label(
+                "loss"
+            ),
+            func.coalesce(func.sum(Update.bytes_up), 0).label("bytes_up"),
+            func.coalesce(func.sum(Update.bytes_down), 0).label("bytes_down"),
+        ).where(Update.run_id == run_id, Update.round == number)
+    ).one()
+    return dict(row._mapping)  # noqa: SLF001 SQLAlchemy's public name for a row as a mapping
+
+
+def _run_row(connection: Connection, run_id: str) -> Row[Any] | None:
+    return connection.execute(select(Run.__table__).where(Run.run_id == run_id)).first()
+
+
+def _run_record(row: Row[Any]) -> RunRecord:
+    values = dict(row._mapping)  # noqa: SLF001 SQLAlchemy's public name for a row as a mapping
+    return RunRecord(**{**values, "status": RunStatus(row.status)})

@@ -1,0 +1,247 @@
+"""States as bytes: tensors in safetensors, the rest as JSON in its metadata; nothing else is read or run.
+
+A state is any nest of dataclasses, mappings, lists, tuples, sets, arrays, `SparseTensor`s, numbers, text and
+bytes. Reading makes only dataclasses that the annotations of the expected class name.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any, TypeVar, cast, get_args, get_type_hints
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load as load_safetensors
+from safetensors.numpy import save as save_safetensors
+
+from edgefl.errors import JournalError
+from edgefl.types import Array, SparseTensor, Tensor, Tensors
+
+T = TypeVar("T")
+
+FORMAT = 1
+_KEY = "edgefl"
+_SEQUENCES: dict[str, type[Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "deque": deque,
+}
+
+
+def pack_state(state: Any) -> bytes:
+    """Returns the bytes of a dataclass.
+
+    Raises:
+        JournalError: it holds something that would not come back the same.
+    """
+    packer = _Packer(_classes(type(state)))
+    text = json.dumps({"v": FORMAT, "state": packer.pack(state, type(state).__name__)}, allow_nan=False)
+    return save_safetensors(packer.arrays, metadata={_KEY: text})
+
+
+def unpack_state(content: bytes, cls: type[T]) -> T:
+    """Returns the dataclass in `content`, with arrays that its owner may write to.
+
+    Raises:
+        JournalError: the bytes are damaged, or hold another class.
+    """
+    arrays, value = _open(content)
+    unpacker = _Unpacker(arrays, _classes(cls))
+    try:
+        state = unpacker.unpack(value)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise JournalError(f"the state does not fit {cls.__name__}: {error!r}") from error
+    if not isinstance(state, cls):
+        raise JournalError(f"a {type(state).__name__} was saved, expected a {cls.__name__}")
+    return state
+
+
+def pack_tensors(tensors: Tensors) -> bytes:
+    """Returns the bytes of tensors by name, dense or sparse, in their order."""
+    packer = _Packer({})
+    named = [[name, packer.pack(tensor, name)] for name, tensor in tensors.items()]
+    return save_safetensors(packer.arrays, metadata={_KEY: json.dumps({"v": FORMAT, "state": named})})
+
+
+def unpack_tensors(content: bytes) -> dict[str, Tensor]:
+    """Returns what `pack_tensors` packed.
+
+    Raises:
+        JournalError: the bytes are damaged.
+    """
+    arrays, named = _open(content)
+    unpacker = _Unpacker(arrays, {})
+    try:
+        return {name: cast("Tensor", unpacker.unpack(value)) for name, value in named}
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise JournalError(f"the tensors cannot be read: {error!r}") from error
+
+
+def pack_model(model: Tensors) -> bytes:
+    """Returns a plain safetensors file of a model, dense and by name; its metadata keeps the order."""
+    dense = {
+        name: _contiguous(tensor.dense() if isinstance(tensor, SparseTensor) else tensor)
+        for name, tensor in model.items()
+    }
+    return save_safetensors(dense, metadata={_KEY: json.dumps({"v": FORMAT, "state": list(dense)})})
+
+
+def unpack_model(content: bytes) -> dict[str, Array]:
+    """Returns the tensors of any safetensors file.
+
+    Raises:
+        JournalError: the bytes are damaged.
+    """
+    arrays = _arrays(content)
+    order = list(arrays)
+    if _KEY in _metadata(content):
+        order = [name for name in _content(content) if name in arrays]
+    return {name: _writable(arrays[name]) for name in order}
+
+
+def _open(content: bytes) -> tuple[dict[str, Array], Any]:
+    return _arrays(content), _content(content)
+
+
+def _arrays(content: bytes) -> dict[str, Array]:
+    try:
+        return load_safetensors(content)
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise JournalError(f"the file of tensors is damaged: {error!r}") from error
+
+
+def _metadata(content: bytes) -> dict[str, str]:
+    # safetensors gives no access to the metadata of bytes: 8 bytes of length, then JSON.
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return dict(header.get("__metadata__") or {})
+
+
+def _content(content: bytes) -> Any:
+    try:
+        text = json.loads(_metadata(content)[_KEY])
+        found, value = text["v"], text["state"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise JournalError(f"the file of tensors is damaged: {error!r}") from error
+    if found != FORMAT:
+        raise JournalError(f"the file of tensors has format {found}, this program reads {FORMAT}; update edgefl")
+    return value
+
+
+def _classes(root: type[Any]) -> dict[str, type[Any]]:
+    """Returns the dataclasses that the annotations of `root` can reach, by name."""
+    found: dict[str, type[Any]] = {}
+    expanded: set[type[Any]] = set()
+    todo: list[Any] = [root]
+    while todo:
+        kind = todo.pop()
+        todo.extend(get_args(kind))
+        if not (isinstance(kind, type) and is_dataclass(kind)) or kind is SparseTensor:
+            continue
+        known = found.setdefault(kind.__qualname__, kind)
+        if known is not kind:
+            raise JournalError(f"the state has two classes named {kind.__qualname__}; rename one")
+        if kind not in expanded:
+            expanded.add(kind)
+            todo.extend(get_type_hints(kind).values())
+    return found
+
+
+class _Packer:
+    def __init__(self, classes: Mapping[str, type[Any]]) -> None:
+        self._classes = classes
+        self.arrays: dict[str, Array] = {}
+
+    def pack(self, value: Any, where: str) -> Any:
+        if isinstance(value, np.ndarray):
+            return {"array": self._add(value, where)}
+        if isinstance(value, np.generic):
+            return {"scalar": self._add(np.asarray(value), where)}
+        if isinstance(value, Enum):
+            value = value.value
+        if value is None or isinstance(value, bool | int | str):
+            return value
+        if isinstance(value, float):
+            return value if math.isfinite(value) else {"float": repr(value)}
+        if isinstance(value, bytes):
+            return {"bytes": base64.b64encode(value).decode()}
+        return self._pack_container(value, where)
+
+    def _pack_container(self, value: Any, where: str) -> Any:
+        if isinstance(value, SparseTensor):
+            indices, values = self._add(value.indices, where), self._add(value.values, where)
+            return {"sparse": [indices, values, list(value.shape)]}
+        if isinstance(value, Mapping):
+            return {"map": [[self.pack(k, where), self.pack(v, f"{where}[{k!r}]")] for k, v in value.items()]}
+        for name, kind in _SEQUENCES.items():
+            if type(value) is kind:
+                # Sets have no order of their own; equal states shall give equal bytes.
+                entries: Iterable[Any] = sorted(value) if name in {"set", "frozenset"} else value
+                packed = {name: [self.pack(entry, f"{where}[{i}]") for i, entry in enumerate(entries)]}
+                return {**packed, "maxlen": value.maxlen} if isinstance(value, deque) else packed
+        name = type(value).__qualname__
+        if self._classes.get(name) is type(value) and all(f.init for f in fields(value)):
+            entries = {f.name: self.pack(getattr(value, f.name), f"{where}.{f.name}") for f in fields(value)}
+            return {"class": name, "fields": entries}
+        raise JournalError(
+            f"cannot save {where}: a {name} is neither number, text, array nor a dataclass that the state's "
+            "annotations name"
+        )
+
+    def _add(self, array: Array, where: str) -> str:
+        if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
+            raise JournalError(f"cannot save {where}: arrays hold numbers of up to 64 bits, this one {array.dtype}")
+        name = f"{len(self.arrays):06d}"
+        self.arrays[name] = _contiguous(array)
+        return name
+
+
+class _Unpacker:
+    def __init__(self, arrays: Mapping[str, Array], classes: Mapping[str, type[Any]]) -> None:
+        self._arrays = arrays
+        self._classes = classes
+
+    def unpack(self, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        (name, content), *_ = value.items()
+        if name in _SEQUENCES:
+            entries = (self.unpack(entry) for entry in content)
+            return deque(entries, maxlen=value["maxlen"]) if name == "deque" else _SEQUENCES[name](entries)
+        readers: dict[str, Callable[[Any], Any]] = {
+            "array": self._array,
+            "scalar": lambda array: self._array(array)[()],
+            "float": float,
+            "bytes": base64.b64decode,
+            "sparse": self._sparse,
+            "map": lambda pairs: {self.unpack(key): self.unpack(entry) for key, entry in pairs},
+            "class": lambda cls: self._make(cls, value["fields"]),
+        }
+        return readers[name](content)
+
+    def _make(self, name: str, packed: Mapping[str, Any]) -> Any:
+        return self._classes[name](**{key: self.unpack(entry) for key, entry in packed.items()})
+
+    def _sparse(self, content: Any) -> SparseTensor:
+        indices, values, shape = content
+        return SparseTensor(indices=self._array(indices), values=self._array(values), shape=tuple(shape))
+
+    def _array(self, name: str) -> Array:
+        return _writable(self._arrays[name])
+
+
+def _contiguous(array: Array) -> Array:
+    native = array.astype(array.dtype.newbyteorder("="), copy=False)
+    # order="C" and not ascontiguousarray, which would give a scalar an axis.
+    return native if native.flags.c_contiguous else native.copy(order="C")
+
+
+def _writable(array: Array) -> Array:
+    return array if array.flags.writeable else array.copy()

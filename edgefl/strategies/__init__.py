@@ -1,0 +1,1 @@
+"""Who trains, on how much, and how updates become the next model. Pure."""

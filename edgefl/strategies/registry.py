@@ -1,0 +1,90 @@
+"""Finds a strategy by name: built in, installed by a package (`edgefl.strategies`), or `module:Class`.
+
+What is found is a class whose keyword arguments are the settings of the run file. Either it is a Strategy itself,
+or it has `build(rules)` and gives one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from edgefl.errors import ConfigError, StrategyError
+from edgefl.strategies.rounds import RoundRules
+from edgefl.types import Scalar, Strategy
+
+BUILT_IN = {
+    "fedavg": "edgefl.strategies.fedavg:FedAvg",
+    "ssgd": "edgefl.strategies.ssgd:SSGD",
+}
+ENTRY_POINTS = "edgefl.strategies"
+
+
+def strategy_names() -> list[str]:
+    """Returns every name that a run file may use, sorted."""
+    return sorted(BUILT_IN) + sorted(point.name for point in importlib.metadata.entry_points(group=ENTRY_POINTS))
+
+
+def find_strategy(name: str) -> type[Any]:
+    """Returns the class behind a name.
+
+    Raises:
+        StrategyError: there is no such strategy, or it cannot be imported.
+    """
+    path = BUILT_IN.get(name)
+    if path is None:
+        points = importlib.metadata.entry_points(group=ENTRY_POINTS, name=name)
+        path = next((point.value for point in points), name)
+    module_name, _, class_name = path.partition(":")
+    if not class_name:
+        raise StrategyError(f"unknown strategy {name!r}; known: {', '.join(strategy_names())}, or module:Class")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise StrategyError(f"strategy {name!r} cannot be imported: {error}") from error
+    if not inspect.isclass(found):
+        raise StrategyError(f"strategy {name!r} must be a class, got {type(found).__name__}")
+    return found
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    """Returns the settings of a strategy with their defaults."""
+    parameters = inspect.signature(find_strategy(name)).parameters.values()
+    return {p.name: None if p.default is inspect.Parameter.empty else p.default for p in parameters}
+
+
+def make_strategy(name: str, options: Mapping[str, Scalar], rules: RoundRules) -> Strategy[Any]:
+    """Returns a strategy ready to run.
+
+    Args:
+        name: as in `[strategy] name`.
+        options: the other keys of `[strategy]`.
+        rules: what the run file says about every round.
+
+    Raises:
+        StrategyError: there is no such strategy.
+        ConfigError: an option is unknown or its value has the wrong type.
+    """
+    found, known = find_strategy(name), settings_of(name)
+    for option, value in options.items():
+        if option not in known:
+            raise ConfigError(f"strategy.{option}: {name} has no such setting; known: {', '.join(known) or 'none'}")
+        _check_type(found, option, value)
+    made: Any = found(**options)
+    strategy: Strategy[Any] = made.build(rules) if hasattr(made, "build") else made
+    return strategy
+
+
+def _check_type(found: type[Any], option: str, value: Scalar) -> None:
+    """Refuses a value of the wrong kind; numbers may be written without a point."""
+    if not is_dataclass(found):
+        return
+    kind = str({field.name: field.type for field in fields(found)}[option]).removesuffix(" | None")
+    allowed = {"float": (int, float), "int": (int,), "str": (str,), "bool": (bool,)}.get(kind)
+    wrong = allowed is not None and not isinstance(value, allowed)
+    if wrong or (isinstance(value, bool) and kind != "bool"):
+        raise ConfigError(f"strategy.{option} must be {kind}, got {value!r}")

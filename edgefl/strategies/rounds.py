@@ -1,0 +1,129 @@
+"""The synchronous round that `fedavg` and `ssgd` share: ask everyone who is idle, fold, close, ask again.
+
+A round closes when nobody who was asked is still busy, or when `min_updates` have arrived. A device that dies
+leaves `view.busy`, so a round never waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from edgefl.strategies import fold as folding
+from edgefl.types import Array, Assignment, Decision, FleetView, Indices, LocalPlan, Tensors, Update
+
+WAIT_S = 60.0
+"""An upper bound on the sleep between two questions; every event wakes the loop anyway."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundRules:
+    """What a run file says about every round.
+
+    Attributes:
+        min_devices: a round opens when so many devices are idle.
+        max_devices: at most so many are asked, None for all.
+        min_updates: k of n: the round closes when k updates are in; None waits for all that are alive.
+        deadline_s: an assignment that takes longer is given up; None for never.
+        codec: spec of the codec for updates.
+    """
+
+    min_devices: int = 1
+    max_devices: int | None = None
+    min_updates: int | None = None
+    deadline_s: float | None = None
+    codec: str | None = None
+
+
+@dataclass(slots=True)
+class RoundState:
+    """`model` is owned by the state and updated in place; `fold` is the open round, `used` the closed one's."""
+
+    model: dict[str, Array]
+    version: int = 0
+    attempt: int = 0
+    fold: folding.Fold = field(default_factory=folding.Fold)
+    asked: dict[str, str] = field(default_factory=dict)
+    used: tuple[str, ...] = ()
+    used_by: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Synchronous:
+    """A strategy in rounds: everyone follows `plan`, and updates are averaged with the weights of `weigh`."""
+
+    plan: LocalPlan
+    weigh: Callable[[Update], float]
+    rules: RoundRules
+
+    def init(self, model: Tensors) -> RoundState:
+        return RoundState(model={name: np.array(tensor) for name, tensor in model.items()})
+
+    def assign(self, state: RoundState, view: FleetView) -> tuple[RoundState, Decision]:
+        """Opens a round when none is open, or asks others when those asked are gone and too few answered."""
+        if state.asked and (_num_pending(state, view) or state.fold.num_received >= (self.rules.min_updates or 1)):
+            return state, Decision(next_wake_s=WAIT_S)
+        delivered = {device_id for assignment_id, device_id in state.asked.items() if state.fold.has(assignment_id)}
+        chosen = [device_id for device_id in view.idle if device_id not in delivered][: self.rules.max_devices]
+        if len(chosen) < (1 if state.asked else self.rules.min_devices):
+            return state, Decision(next_wake_s=WAIT_S)
+        state.attempt += 1
+        asked = {f"v{state.version}-a{state.attempt}-{device_id}": device_id for device_id in chosen}
+        state.asked |= asked
+        state.fold.expected += tuple(asked)
+        return state, Decision(orders=self._orders(state, asked), next_wake_s=WAIT_S)
+
+    def _orders(self, state: RoundState, asked: Mapping[str, str]) -> tuple[Assignment, ...]:
+        return tuple(
+            Assignment(
+                assignment_id=assignment_id,
+                device_id=device_id,
+                base_version=state.version,
+                plan=self.plan,
+                codec=self.rules.codec,
+                deadline_s=self.rules.deadline_s,
+                settled=tuple(used for used, by in state.used_by.items() if by == device_id),
+            )
+            for assignment_id, device_id in asked.items()
+        )
+
+    def receive(self, state: RoundState, update: Update) -> RoundState:
+        folding.receive(state.fold, update, self.weigh(update), state.model)
+        return state
+
+    def ready(self, state: RoundState, view: FleetView) -> bool:
+        if not state.asked or state.fold.num_received == 0:
+            return False
+        if self.rules.min_updates is not None:
+            return state.fold.num_received >= self.rules.min_updates
+        return _num_pending(state, view) == 0
+
+    def aggregate(self, state: RoundState) -> RoundState:
+        folding.close(state.fold, state.model)
+        used = tuple(state.fold.used)
+        return RoundState(
+            model=state.model,
+            version=state.version + 1,
+            used=used,
+            used_by={assignment_id: state.asked[assignment_id] for assignment_id in used},
+        )
+
+    def model(self, state: RoundState) -> Tensors:
+        return state.model
+
+    def version(self, state: RoundState) -> int:
+        return state.version
+
+    def used(self, state: RoundState) -> tuple[str, ...]:
+        return state.used
+
+    def changed(self, state: RoundState, since: int) -> Indices | None:  # noqa: ARG002 everything moves
+        return None
+
+
+def _num_pending(state: RoundState, view: FleetView) -> int:
+    """Returns how many of those asked may still answer."""
+    busy = {assignment_id for outstanding in view.busy.values() for assignment_id in outstanding}
+    return sum(assignment_id in busy and not state.fold.has(assignment_id) for assignment_id in state.asked)

@@ -1,0 +1,1 @@
+"""Built-in tasks: a model, a loss, and how to read a shard."""

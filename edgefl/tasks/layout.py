@@ -1,0 +1,82 @@
+"""Tensor layouts of the built-in models and their first weights, in NumPy alone.
+
+A coordinator hands out the first model of a torch task without having torch, and every machine draws the
+same numbers from the same seed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.random import Generator
+
+from edgefl.types import Array, Shapes, TensorSpec, derived_rng
+
+PAPER_STD = 0.1
+PAPER_BIAS = 0.1
+TRUNCATED_AT_STD = 2.0
+
+
+def conv(name: str, outputs: int, inputs: int, *kernel: int) -> Shapes:
+    """Returns weight and bias of a convolution."""
+    return (_spec(f"{name}.weight", outputs, inputs, *kernel), _spec(f"{name}.bias", outputs))
+
+
+def bare_conv(name: str, outputs: int, inputs: int, *kernel: int) -> Shapes:
+    """Returns the weight of a convolution without bias."""
+    return (_spec(f"{name}.weight", outputs, inputs, *kernel),)
+
+
+def linear(name: str, outputs: int, inputs: int) -> Shapes:
+    """Returns weight [outputs, inputs] and bias of a fully connected layer."""
+    return (_spec(f"{name}.weight", outputs, inputs), _spec(f"{name}.bias", outputs))
+
+
+def norm(name: str, channels: int) -> Shapes:
+    """Returns scale and shift of a normalisation; the scale is told from other weights by its one dimension."""
+    return (_spec(f"{name}.weight", channels), _spec(f"{name}.bias", channels))
+
+
+def num_parameters(shapes: Shapes) -> int:
+    return sum(spec.size for spec in shapes)
+
+
+def uniform_weights(shapes: Shapes, seed: int) -> dict[str, Array]:
+    """Returns first weights with torch's default bounds: uniform within ±1/sqrt(fan-in), norms at identity."""
+    rng = derived_rng(seed, "initial-weights")
+    by_name = {spec.name: spec for spec in shapes}
+    return {spec.name: _uniform(spec, by_name, rng) for spec in shapes}
+
+
+def paper_weights(shapes: Shapes, seed: int) -> dict[str, Array]:
+    """Returns first weights from a normal of deviation 0.1 cut at twice that, and biases of 0.1.
+
+    Source: the reference code of Hardy et al., AdaComp, NCA 2017.
+    """
+    rng = derived_rng(seed, "initial-weights")
+    return {
+        spec.name: np.full(spec.shape, PAPER_BIAS, np.float32)
+        if len(spec.shape) == 1
+        else _truncated_normal(spec.shape, rng)
+        for spec in shapes
+    }
+
+
+def _spec(name: str, *shape: int) -> TensorSpec:
+    return TensorSpec(name=name, shape=shape)
+
+
+def _uniform(spec: TensorSpec, by_name: dict[str, TensorSpec], rng: Generator) -> Array:
+    layer, _, which = spec.name.rpartition(".")
+    weight = by_name[f"{layer}.weight"]
+    if len(weight.shape) == 1:
+        return np.full(spec.shape, 1.0 if which == "weight" else 0.0, np.float32)
+    bound = 1.0 / np.sqrt(np.prod(weight.shape[1:]))
+    # Drawn as float64 and rounded once, so that every platform rounds the same numbers.
+    return rng.uniform(-bound, bound, spec.shape).astype(np.float32)
+
+
+def _truncated_normal(shape: tuple[int, ...], rng: Generator) -> Array:
+    values = rng.standard_normal(shape)
+    while (outside := np.abs(values) > TRUNCATED_AT_STD).any():
+        values[outside] = rng.standard_normal(int(outside.sum()))
+    return (PAPER_STD * values).astype(np.float32)

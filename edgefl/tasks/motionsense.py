@@ -1,0 +1,72 @@
+"""`motionsense`: what a person does, from 2.56 s of phone motion; each person is a natural shard."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from edgefl.tasks import layout, networks
+from edgefl.tasks.classification import ClassificationTask, Model, checked_choice
+from edgefl.tasks.motion_windows import CHANNELS, WINDOW
+from edgefl.tasks.numpy_learner import DenseModel
+from edgefl.tasks.torch_learner import TorchModel
+from edgefl.types import Array, Scalar
+
+LABELS = ("downstairs", "upstairs", "walking", "jogging", "sitting", "standing")
+# Mean and standard deviation of each channel over the training trials, fixed here: a board that sees one
+# person cannot know them.
+MEAN = np.array([0.0375, 0.7839, -0.1245, 0.0042, 0.0167, 0.0139, -0.0051, 0.0455, 0.0378], np.float32)
+STD = np.array([0.3326, 0.2970, 0.4120, 1.3193, 1.2437, 0.8208, 0.3289, 0.5360, 0.3804], np.float32)
+BAND_EDGES = (1, 2, 3, 4, 5, 6, 8, 10, 13, 20, 33)
+"""Edges of the frequency bands, in steps of 50/128 Hz; what lies above 13 Hz is mostly noise."""
+NUM_FEATURES = CHANNELS * (5 + len(BAND_EDGES) - 1)
+
+MODELS = ("cnn", "mlp", "logistic")
+CNN_DEFAULTS: dict[str, Scalar] = {"learning_rate": 0.05, "batch_size": 16, "epochs": 1.0}
+FEATURE_DEFAULTS: dict[str, Scalar] = {"learning_rate": 0.05, "batch_size": 16, "epochs": 1.0}
+
+
+def motionsense(*, model: str = "cnn") -> ClassificationTask:
+    """Returns the task; `model` is cnn (torch, on raw windows), mlp or logistic (NumPy, on features of a window)."""
+    checked_choice("motionsense", "model", model, MODELS)
+    return ClassificationTask(
+        name="motionsense",
+        model=_model(model),
+        input_shape=(CHANNELS, WINDOW),
+        labels=LABELS,
+        defaults=CNN_DEFAULTS if model == "cnn" else FEATURE_DEFAULTS,
+    )
+
+
+def standardised_windows(windows: Array) -> Array:
+    """Returns [n, 9, 128] float32, each channel at mean 0 and variance 1 over the training trials."""
+    scaled: Array = windows.astype(np.float32)
+    scaled -= MEAN[:, None]
+    scaled /= STD[:, None]
+    return scaled
+
+
+def window_features(windows: Array) -> Array:
+    """Returns [n, 135] float32: per channel mean, deviation, extremes, roughness and log energies by frequency."""
+    scaled = standardised_windows(windows)
+    mean, deviation = scaled.mean(axis=2), scaled.std(axis=2)
+    roughness = np.abs(np.diff(scaled, axis=2)).mean(axis=2)
+    power = np.abs(np.fft.rfft(scaled, axis=2)).astype(np.float32) ** 2 / WINDOW
+    bands = np.add.reduceat(power[:, :, : BAND_EDGES[-1]], BAND_EDGES[:-1], axis=2)
+    energies = 0.25 * np.log(bands + 1e-3)
+    simple = np.stack([mean, deviation, scaled.min(axis=2), scaled.max(axis=2), roughness], axis=2)
+    features: Array = np.concatenate([simple, energies], axis=2).reshape(len(windows), -1)
+    return features.astype(np.float32)
+
+
+def _model(model: str) -> Model:
+    if model == "cnn":
+        return TorchModel(
+            tensors=networks.motion_layout(CHANNELS, len(LABELS)),
+            build=partial(networks.motion_cnn, CHANNELS, len(LABELS)),
+            first_weights=layout.uniform_weights,
+            prepare=standardised_windows,
+        )
+    hidden = (64,) if model == "mlp" else ()
+    return DenseModel(sizes=(NUM_FEATURES, *hidden, len(LABELS)), prepare=window_features)

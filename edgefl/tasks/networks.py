@@ -1,0 +1,165 @@
+"""The built-in torch networks, each with the layout of its tensors. Builders import torch when they are called."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+from edgefl.tasks import layout
+from edgefl.types import Shapes
+
+if TYPE_CHECKING:
+    import torch
+
+NUM_CLASSES = 10
+RESNET_CHANNELS = (64, 128, 256, 512)
+RESNET_GROUPS = 32
+
+CNN: Shapes = (
+    *layout.conv("conv1", 32, 1, 3, 3),
+    *layout.conv("conv2", 64, 32, 3, 3),
+    *layout.linear("fc1", 128, 3136),
+    *layout.linear("fc2", NUM_CLASSES, 128),
+)
+CNN_SMALL: Shapes = (
+    *layout.conv("conv1", 16, 1, 5, 5),
+    *layout.conv("conv2", 32, 16, 5, 5),
+    *layout.linear("fc1", 64, 1568),
+    *layout.linear("fc2", NUM_CLASSES, 64),
+)
+
+
+def cnn() -> torch.nn.Module:
+    """Returns conv 3x3x32, conv 3x3x64, 128, 10 on 28x28 images: 421,642 parameters.
+
+    Source: Hardy et al., AdaComp, NCA 2017, the network of its MNIST experiments.
+    """
+    return _two_convolutions(channels=(32, 64), kernel=3, hidden=128)
+
+
+def cnn_small() -> torch.nn.Module:
+    """Returns conv 5x5x16, conv 5x5x32, 64, 10 on 28x28 images: 114,314 parameters."""
+    return _two_convolutions(channels=(16, 32), kernel=5, hidden=64)
+
+
+def motion_layout(channels: int, num_classes: int) -> Shapes:
+    return (
+        *layout.conv("conv1", 32, channels, 5),
+        *layout.conv("conv2", 64, 32, 5),
+        *layout.conv("conv3", 48, 64, 3),
+        *layout.linear("fc1", num_classes, 48),
+    )
+
+
+def motion_cnn(channels: int, num_classes: int) -> torch.nn.Module:
+    """Returns three 1-D convolutions with pooling and a mean over time, for [channels, samples] windows."""
+    from torch import nn  # noqa: PLC0415 see the module's first line
+
+    layers: dict[str, nn.Module] = {
+        "conv1": nn.Conv1d(channels, 32, 5, padding=2),
+        "relu1": nn.ReLU(),
+        "pool1": nn.MaxPool1d(2),
+        "conv2": nn.Conv1d(32, 64, 5, padding=2),
+        "relu2": nn.ReLU(),
+        "pool2": nn.MaxPool1d(2),
+        "conv3": nn.Conv1d(64, 48, 3, padding=1),
+        "relu3": nn.ReLU(),
+        "mean": nn.AdaptiveAvgPool1d(1),
+        "flat": nn.Flatten(),
+        "fc1": nn.Linear(48, num_classes),
+    }
+    return nn.Sequential(OrderedDict(layers))
+
+
+def resnet18_layout() -> Shapes:
+    """Returns the tensors of `resnet18_gn`, in its order."""
+    tensors = [*layout.bare_conv("stem", 64, 1, 3, 3), *layout.norm("stem_norm", 64)]
+    inputs = RESNET_CHANNELS[0]
+    for stage, outputs in enumerate(RESNET_CHANNELS, 1):
+        for block in (1, 2):
+            tensors += _block_layout(f"stage{stage}_block{block}", inputs, outputs)
+            inputs = outputs
+    return (*tensors, *layout.linear("fc", NUM_CLASSES, RESNET_CHANNELS[-1]))
+
+
+def resnet18_gn() -> torch.nn.Module:
+    """Returns ResNet-18 with GroupNorm (batch statistics of skewed shards do not average) and a 3x3 stem."""
+    from torch import nn  # noqa: PLC0415 see the module's first line
+
+    layers: dict[str, nn.Module] = {
+        "stem": nn.Conv2d(1, 64, 3, padding=1, bias=False),
+        "stem_norm": nn.GroupNorm(RESNET_GROUPS, 64),
+        "stem_relu": nn.ReLU(),
+    }
+    inputs = RESNET_CHANNELS[0]
+    for stage, outputs in enumerate(RESNET_CHANNELS, 1):
+        for block in (1, 2):
+            stride = 2 if block == 1 and stage > 1 else 1
+            layers[f"stage{stage}_block{block}"] = _residual(inputs, outputs, stride)
+            inputs = outputs
+    layers |= {
+        "mean": nn.AdaptiveAvgPool2d(1),
+        "flat": nn.Flatten(),
+        "fc": nn.Linear(RESNET_CHANNELS[-1], NUM_CLASSES),
+    }
+    return nn.Sequential(OrderedDict(layers))
+
+
+def _two_convolutions(*, channels: tuple[int, int], kernel: int, hidden: int) -> torch.nn.Module:
+    from torch import nn  # noqa: PLC0415 see the module's first line
+
+    layers: dict[str, nn.Module] = {
+        "conv1": nn.Conv2d(1, channels[0], kernel, padding="same"),
+        "relu1": nn.ReLU(),
+        "pool1": nn.MaxPool2d(2),
+        "conv2": nn.Conv2d(channels[0], channels[1], kernel, padding="same"),
+        "relu2": nn.ReLU(),
+        "pool2": nn.MaxPool2d(2),
+        "flat": nn.Flatten(),
+        "fc1": nn.Linear(channels[1] * 7 * 7, hidden),
+        "relu3": nn.ReLU(),
+        "fc2": nn.Linear(hidden, NUM_CLASSES),
+    }
+    return nn.Sequential(OrderedDict(layers))
+
+
+def _block_layout(name: str, inputs: int, outputs: int) -> Shapes:
+    body = (
+        *layout.bare_conv(f"{name}.body.0", outputs, inputs, 3, 3),
+        *layout.norm(f"{name}.body.1", outputs),
+        *layout.bare_conv(f"{name}.body.3", outputs, outputs, 3, 3),
+        *layout.norm(f"{name}.body.4", outputs),
+    )
+    if inputs == outputs:
+        return body
+    return (
+        *body,
+        *layout.bare_conv(f"{name}.shortcut.0", outputs, inputs, 1, 1),
+        *layout.norm(f"{name}.shortcut.1", outputs),
+    )
+
+
+def _residual(inputs: int, outputs: int, stride: int) -> torch.nn.Module:
+    from torch import nn  # noqa: PLC0415 see the module's first line
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False),
+                nn.GroupNorm(RESNET_GROUPS, outputs),
+                nn.ReLU(),
+                nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
+                nn.GroupNorm(RESNET_GROUPS, outputs),
+            )
+            self.shortcut: nn.Module = nn.Identity()
+            if inputs != outputs:
+                self.shortcut = nn.Sequential(
+                    nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False), nn.GroupNorm(RESNET_GROUPS, outputs)
+                )
+            self.relu = nn.ReLU()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.relu(self.body(x) + self.shortcut(x))
+
+    return Residual()

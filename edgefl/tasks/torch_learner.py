@@ -1,0 +1,173 @@
+"""Training with torch: any module with cross-entropy behind the `Learner` calls. Imports torch when first used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from edgefl.errors import TaskError
+from edgefl.tasks.accelerators import checked_accelerator
+from edgefl.types import Array, Dataset, Shapes, TensorKind, Tensors, TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+EVALUATION_BATCH = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchModel:
+    """A module whose tensors are known without torch.
+
+    `tensors` has the order of the module's parameters followed by its buffers; `first_weights` draws them.
+    """
+
+    tensors: Shapes
+    build: Callable[[], torch.nn.Module]
+    first_weights: Callable[[Shapes, int], dict[str, Array]]
+    prepare: Callable[[Array], Array]
+
+    def shapes(self) -> Shapes:
+        return self.tensors
+
+    def init(self, seed: int) -> dict[str, Array]:
+        return self.first_weights(self.tensors, seed)
+
+    def learner(self, *, accelerator: str = "cpu", threads: int | None = None) -> TorchLearner:
+        import_torch()
+        return TorchLearner(self.build(), prepare=self.prepare, accelerator=accelerator, threads=threads)
+
+
+class TorchLearner:
+    """A `Learner` over a module: `parameters` and `gradients` share their storage with it."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        prepare: Callable[[Array], Array] | None = None,
+        accelerator: str = "cpu",
+        threads: int | None = None,
+    ) -> None:
+        """Moves the module to the accelerator.
+
+        Args:
+            module: maps a float32 batch to logits [n, classes].
+            prepare: turns a batch of a shard's raw inputs into what the module takes; None leaves it as it is.
+            accelerator: cpu, cuda or cuda:N.
+            threads: torch threads of this whole process; None leaves torch's choice.
+
+        Raises:
+            TaskError: torch or the accelerator is missing.
+        """
+        self._torch = import_torch()
+        if threads is not None:
+            self._torch.set_num_threads(threads)
+        self._device = _usable_device(accelerator)
+        self._module = module.to(self._device)
+        self._prepare = prepare or (lambda inputs: inputs)
+        named = list(module.named_parameters())
+        for _, parameter in named:
+            # Backpropagation adds into a gradient that is there, so the tensors handed out stay the module's.
+            parameter.grad = self._torch.zeros_like(parameter)
+        self._parameters = {name: parameter.detach() for name, parameter in named}
+        self._gradients: dict[str, Any] = {name: parameter.grad for name, parameter in named}
+        self._tensors = self._parameters | {name: buffer.detach() for name, buffer in _saved_buffers(module)}
+
+    @property
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        return self._parameters
+
+    @property
+    def gradients(self) -> Mapping[str, torch.Tensor]:
+        return self._gradients
+
+    def load(self, tensors: Tensors) -> None:
+        for name, tensor in tensors.items():
+            dense = tensor if isinstance(tensor, np.ndarray) else tensor.dense()
+            if name not in self._tensors:
+                raise TaskError(f"the model has no tensor {name!r}, only {', '.join(self._tensors)}")
+            into = self._tensors[name]
+            if tuple(into.shape) != dense.shape:
+                raise TaskError(f"tensor {name} has shape {dense.shape}, the model needs {tuple(into.shape)}")
+            # A body from the network is a read-only view, which torch takes only as a copy.
+            into.copy_(self._torch.from_numpy(np.array(dense)))
+
+    def read(self) -> dict[str, Array]:
+        return {name: np.array(tensor.cpu().numpy()) for name, tensor in self._tensors.items()}
+
+    def gradient(self, batch: Dataset) -> float:
+        self._module.train()
+        for gradient in self._gradients.values():
+            gradient.zero_()
+        loss = self._torch.nn.functional.cross_entropy(self._logits(batch.inputs), self._labels(batch.labels))
+        loss.backward()
+        return float(loss.item())
+
+    def evaluate(self, data: Dataset) -> tuple[float, float]:
+        self._module.eval()
+        loss, correct = 0.0, 0
+        with self._torch.no_grad():
+            for start in range(0, len(data), EVALUATION_BATCH):
+                rows = slice(start, start + EVALUATION_BATCH)
+                logits, labels = self._logits(data.inputs[rows]), self._labels(data.labels[rows])
+                loss += float(self._torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item())
+                correct += int((logits.argmax(dim=1) == labels).sum().item())
+        return loss / max(1, len(data)), correct / max(1, len(data))
+
+    def _logits(self, inputs: Array) -> torch.Tensor:
+        prepared = np.ascontiguousarray(self._prepare(inputs), dtype=np.float32)
+        logits: torch.Tensor = self._module(self._torch.from_numpy(prepared).to(self._device))
+        return logits
+
+    def _labels(self, labels: Array) -> torch.Tensor:
+        classes: torch.Tensor = self._torch.from_numpy(labels.astype(np.int64)).to(self._device)
+        return classes
+
+
+def module_shapes(module: torch.nn.Module) -> Shapes:
+    """Returns the shapes of a module's tensors for `Task.shapes`: parameters, then buffers, each in its own order."""
+    parameters = [_spec(name, tensor, TensorKind.PARAMETER) for name, tensor in module.named_parameters()]
+    buffers = [_spec(name, tensor, TensorKind.BUFFER) for name, tensor in _saved_buffers(module)]
+    return (*parameters, *buffers)
+
+
+def import_torch() -> Any:
+    """Returns torch.
+
+    Raises:
+        TaskError: it is not installed.
+    """
+    try:
+        import torch  # noqa: PLC0415 seconds to import, and absent on small boards
+    except ImportError as error:
+        raise TaskError(
+            f"this task trains with torch, which cannot be imported ({error}); "
+            "install it with: pip install 'edgefl[train]' -c constraints.txt"
+        ) from None
+    return torch
+
+
+def _usable_device(accelerator: str) -> torch.device:
+    backend = import_torch()
+    name = checked_accelerator(accelerator)
+    if name != "cpu":
+        count = backend.cuda.device_count() if backend.cuda.is_available() else 0
+        if int(name.partition(":")[2] or 0) >= count:
+            raise TaskError(f"accelerator {name} is not here: torch sees {count} CUDA device(s); use cpu")
+    device: torch.device = backend.device(name)
+    return device
+
+
+def _saved_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Returns the buffers that belong to a saved model; the others are caches that the module can rebuild."""
+    saved = module.state_dict()
+    return [(name, buffer) for name, buffer in module.named_buffers() if name in saved]
+
+
+def _spec(name: str, tensor: torch.Tensor, kind: TensorKind) -> TensorSpec:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype, kind=kind)

@@ -1,0 +1,454 @@
+"""Nouns that cross rooms, and the seams between the rooms as Protocols.
+
+Values are frozen, slotted and keyword-only; units stand in the names. *Frozen* means that no field is
+reassigned and that a caller's tensor is never written to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Json = dict[str, Any]
+Scalar = str | int | float | bool
+
+
+class TensorKind(StrEnum):
+    """How a tensor is treated: parameters are trained, buffers (running means, counters) only tracked."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """Name, shape and kind of one tensor of a model.
+
+    `shared=False` keeps the tensor on the board: it is trained there and never sent.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    kind: TensorKind = TensorKind.PARAMETER
+    shared: bool = True
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * np.dtype(self.dtype).itemsize
+
+
+Shapes = tuple[TensorSpec, ...]
+"""The task's fixed tensor order: what stands on the wire is in this order and without names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseTensor:
+    """Some entries of a tensor: `values[i]` belongs at flat index `indices[i]`; the rest is zero.
+
+    `indices` are sorted, unique, [k] int64 in 0..size-1; `values` is [k].
+    """
+
+    indices: Array
+    values: Array
+    shape: tuple[int, ...]
+
+    def dense(self) -> Array:
+        flat = np.zeros(int(np.prod(self.shape, dtype=np.int64)), dtype=self.values.dtype)
+        flat[self.indices] = self.values
+        return flat.reshape(self.shape)
+
+
+Tensor = Array | SparseTensor
+Tensors = Mapping[str, Tensor]
+Indices = Mapping[str, Array]
+
+
+class LazyTensors(Mapping[str, Tensor]):
+    """Tensors that stay encoded until they are asked for.
+
+    An update that waits for its turn holds only a way to its body (in the journal, on disk), so a round of
+    many devices keeps one decoded model in memory. The first access decodes; `release` forgets the result.
+    """
+
+    __slots__ = ("_load", "_loaded")
+
+    def __init__(self, load: Callable[[], Tensors]) -> None:
+        self._load = load
+        self._loaded: Tensors | None = None
+
+    def _tensors(self) -> Tensors:
+        if self._loaded is None:
+            self._loaded = self._load()
+        return self._loaded
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors())
+
+    def __len__(self) -> int:
+        return len(self._tensors())
+
+    def release(self) -> None:
+        self._loaded = None
+
+
+class Algorithm(StrEnum):
+    """The local algorithms that ship with edgefl; packages add more by the entry point `edgefl.local_steps`."""
+
+    SGD = "sgd"
+    GRADIENT = "gradient"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EdgeMessage:
+    """One edge variable of decentralised training, forwarded unopened."""
+
+    edge: tuple[str, str]
+    step: int
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalPlan:
+    """What a device does with its shard for one assignment; data, not code.
+
+    Exactly one of `iterations`, `epochs` and `seconds` is set: the budget. `algorithm` names a built-in
+    (`Algorithm`) or a local step that is installed on the board.
+    """
+
+    algorithm: str = Algorithm.SGD
+    iterations: int | None = None
+    epochs: float | None = None
+    seconds: float | None = None
+    batch_size: int = 32
+    learning_rate: float = 0.05
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    options: Mapping[str, Scalar] = field(default_factory=dict)
+    report_progress: bool = False
+    inbox: tuple[EdgeMessage, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """One piece of work for one device. `assignment_id` is unique in the run and survives restarts."""
+
+    assignment_id: str
+    device_id: str
+    base_version: int
+    plan: LocalPlan
+    codec: str | None = None
+    deadline_s: float | None = None
+    block: int | None = None
+    settled: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Asks one device to evaluate the model of `version` on its test split (or, as an evaluator, its shard)."""
+
+    assignment_id: str
+    device_id: str
+    version: int
+    round: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recall:
+    """Asks a device to finish an assignment now and to send what it has."""
+
+    assignment_id: str
+    device_id: str
+
+
+Order = Assignment | Evaluation | Recall
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What a strategy wants now. It is asked again after every wake-up, at the latest after `next_wake_s`."""
+
+    orders: tuple[Order, ...] = ()
+    next_wake_s: float = 60.0
+
+
+class Outcome(StrEnum):
+    """What became of an update."""
+
+    USED = "used"
+    LATE = "late"
+    REFUSED = "refused"
+    FAILED = "failed"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateMetrics:
+    """What a device measured about one assignment; bytes are counted on the wire, never estimated."""
+
+    iterations: int = 0
+    num_examples: int = 0
+    loss: float | None = None
+    compute_s: float = 0.0
+    send_s: float = 0.0
+    wait_s: float = 0.0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    extra: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """What a device sends back for one assignment: the displacement w_end - w_start, not the new weights."""
+
+    assignment_id: str
+    device_id: str
+    base_version: int
+    tensors: Tensors
+    metrics: UpdateMetrics
+    body: bytes | None = None
+    received_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """One evaluation. `source` is coordinator, device or evaluator (DESIGN: all three land in the history)."""
+
+    assignment_id: str
+    device_id: str
+    version: int
+    round: int
+    source: str
+    num_examples: int
+    loss: float
+    accuracy: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a device is, at most ten times a second and only when the plan asks."""
+
+    device_id: str
+    assignment_id: str
+    iteration: int
+    seconds_per_iteration: float
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """A device became available."""
+
+    device_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """An outstanding assignment will bring no update: its device is gone, it failed, or its deadline passed."""
+
+    device_id: str
+    assignment_id: str
+    outcome: Outcome
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """Somebody asks the run to end after what is in flight."""
+
+    reason: str
+
+
+Event = Update | Evaluated | Progress | Joined | Lost | Stop
+
+
+class Role(StrEnum):
+    TRAINER = "trainer"
+    EVALUATOR = "evaluator"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceInfo:
+    """What the fleet knows of one device; `capabilities` is the newest report, `examples` counts by task."""
+
+    device_id: str
+    role: Role = Role.TRAINER
+    groups: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ()
+    examples: Mapping[str, int] = field(default_factory=dict)
+    capabilities: Mapping[str, Any] = field(default_factory=dict)
+    source: str = "device"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """Measured speed of one device; None until it has been measured."""
+
+    seconds_per_iteration: float | None = None
+    up_bytes_per_s: float | None = None
+    down_bytes_per_s: float | None = None
+
+
+class FleetView(Protocol):
+    """The fleet now; read-only and live, valid until the next wait.
+
+    `devices` are those present that may work in this run; `idle` are trainers without outstanding work, in
+    a fixed order; `busy` maps a device to its outstanding assignment ids, oldest first. A device that failed
+    or vanished is simply in neither.
+    """
+
+    @property
+    def now_s(self) -> float: ...
+    @property
+    def devices(self) -> Mapping[str, DeviceInfo]: ...
+    @property
+    def idle(self) -> Sequence[str]: ...
+    @property
+    def busy(self) -> Mapping[str, Sequence[str]]: ...
+    @property
+    def speeds(self) -> Mapping[str, Speed]: ...
+    @property
+    def progress(self) -> Mapping[str, Progress]: ...
+
+
+S = TypeVar("S")
+
+
+class Strategy(Protocol[S]):
+    """Who trains, on how much, and how updates become the next model. Pure: no clock, no network, no Flower.
+
+    S is a dataclass whose fields are tensors (or mappings of them), numbers, strings and containers of
+    those, so that any strategy can be checkpointed. Buffers that a state owns may be updated in place; the
+    loop never uses an old state again. `used` names the updates that went into the newest version; whatever
+    else arrived was late. A strategy whose result may not depend on who answered first folds in assignment
+    order: an update's tensors stay in the journal until they are read.
+    """
+
+    def init(self, model: Tensors) -> S: ...
+    def assign(self, state: S, view: FleetView) -> tuple[S, Decision]: ...
+    def receive(self, state: S, update: Update) -> S: ...
+    def ready(self, state: S, view: FleetView) -> bool: ...
+    def aggregate(self, state: S) -> S: ...
+    def model(self, state: S) -> Tensors: ...
+    def version(self, state: S) -> int: ...
+    def used(self, state: S) -> Sequence[str]: ...
+    def changed(self, state: S, since: int) -> Indices | None: ...
+
+
+class ModelSource(Protocol):
+    """Where a fleet reads the model that it sends out."""
+
+    @property
+    def version(self) -> int: ...
+    def model(self) -> Tensors: ...
+    def changed(self, since: int) -> Indices | None: ...
+
+
+class Fleet(Protocol):
+    """Devices that can be given work: the live fleet (Flower and MQTT) or the virtual one (an event heap)."""
+
+    def view(self) -> FleetView: ...
+    def dispatch(self, orders: Sequence[Order], source: ModelSource) -> None: ...
+    def wait(self, until_s: float) -> Sequence[Event]: ...
+
+
+class Journal(Protocol):
+    """What happened in a run, on disk before anybody acts on it.
+
+    `received` appends events and returns them with their bodies readable from the journal; nothing that
+    was appended is acknowledged or dispatched before `commit` returns. `aggregated` is given the new state,
+    so that a journal may checkpoint it whenever it likes.
+    """
+
+    def received(self, events: Sequence[Event]) -> Sequence[Event]: ...
+    def decided(self, decision: Decision) -> None: ...
+    def aggregated(self, version: int, assignment_ids: Sequence[str], state: object) -> None: ...
+    def commit(self) -> None: ...
+
+
+class Compressor(Protocol):
+    """Turns tensors into bytes and back; stateless. Decoding needs only the body and the task's shapes."""
+
+    def encode(self, tensors: Tensors, rng: Generator) -> bytes: ...
+    def decode(self, body: memoryview, shapes: Shapes) -> Tensors: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dataset:
+    """Examples in memory: `inputs` [n, ...] and integer `labels` [n], row for row."""
+
+    inputs: Array
+    labels: Array
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def take(self, rows: Array) -> Dataset:
+        return Dataset(inputs=self.inputs[rows], labels=self.labels[rows])
+
+
+class Learner(Protocol):
+    """A model in memory, ready to train: NumPy arrays or torch tensors behind the same few calls.
+
+    `parameters` and `gradients` are the backend's own arrays by tensor name; local algorithms work on them
+    in place with `+=`, `-=`, `*=` and scalars only, so one text serves both backends.
+    """
+
+    @property
+    def parameters(self) -> Mapping[str, Any]: ...
+    @property
+    def gradients(self) -> Mapping[str, Any]: ...
+    def load(self, tensors: Tensors) -> None:
+        """Takes over the named tensors; those that are not named (kept on the board) stay."""
+
+    def read(self) -> dict[str, Array]:
+        """Returns a copy of every tensor, in the order of the task's shapes."""
+
+    def gradient(self, batch: Dataset) -> float:
+        """Fills `gradients` with the mean gradient over the batch and returns the mean loss."""
+
+    def evaluate(self, data: Dataset) -> tuple[float, float]:
+        """Returns mean loss and accuracy."""
+
+
+class Task(Protocol):
+    """A model, a loss, and how to read a shard. Users write these; see the README."""
+
+    @property
+    def name(self) -> str: ...
+    def shapes(self) -> Shapes: ...
+    def init(self, seed: int) -> dict[str, Array]:
+        """Returns the first model, the same for the same seed on every machine."""
+
+    def read(self, path: str) -> Dataset:
+        """Reads what the board has: a shard file, or a folder that may have grown since."""
+
+    def learner(self, *, accelerator: str = "cpu", threads: int | None = None) -> Learner:
+        """Returns a warm learner; `accelerator` is cpu or cuda, `threads` None leaves the backend's choice."""
+
+
+def derived_seed(*parts: int | str) -> int:
+    """Returns a 128-bit seed that depends on every part, the same on every machine."""
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:16], "little")
+
+
+def derived_rng(*parts: int | str) -> Generator:
+    """Returns the generator for (seed, run, version, device, ...); see `derived_seed`."""
+    return np.random.default_rng(derived_seed(*parts))

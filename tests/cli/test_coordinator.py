@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgefl.cli.main import main
+from edgefl.client import load_operator_file, operator_path
+from edgefl.coordinator.directory import load_directory
+from edgefl.protocol import JoinToken
+from edgefl.storage.store import Store
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+
+    def call(*arguments: str | Path) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(["-q", "coordinator", *map(str, arguments)])
+        out, err = capsys.readouterr()
+        return int(ended.value.code or 0), out, err
+
+    return call
+
+
+def test_init_makes_the_directory_and_the_operator_file(run: Any, tmp_path: Path) -> None:
+    code, out, err = run("init", "--host", "pi.local", "--fleet", "lab", "--port", "9000")
+    assert (code, err) == (0, "")
+    assert "pi.local:9000" in out
+    assert "next: edgefl coordinator start\n" in out
+    assert load_directory(tmp_path / "data" / "edgefl" / "coordinator").fleet == "lab"
+    assert load_operator_file(operator_path()).url == "https://127.0.0.1:9000"
+
+
+def test_init_again_keeps_ca_and_tokens(run: Any, tmp_path: Path) -> None:
+    run("init", "--dir", tmp_path / "c", "--fleet", "lab")
+    ca, settings = (tmp_path / "c" / "ca.pem").read_bytes(), (tmp_path / "c" / "settings.toml").read_bytes()
+    assert run("init", "--dir", tmp_path / "c")[0] == 0
+    assert (tmp_path / "c" / "ca.pem").read_bytes() == ca
+    assert (tmp_path / "c" / "settings.toml").read_bytes() == settings
+
+
+def test_init_as_another_fleet_is_one_line(run: Any, tmp_path: Path) -> None:
+    run("init", "--dir", tmp_path / "c", "--fleet", "lab")
+    code, out, err = run("init", "--dir", tmp_path / "c", "--fleet", "other")
+    assert (code, out, err.count("\n")) == (3, "", 1)
+
+
+def test_a_second_fleet_keeps_the_first_one_s_operator_file(run: Any, tmp_path: Path) -> None:
+    run("init", "--dir", tmp_path / "a", "--fleet", "alpha")
+    out = run("init", "--dir", tmp_path / "b", "--fleet", "beta")[1]
+    (kept,) = operator_path().parent.glob("operator.alpha-*.toml")
+    assert str(kept) in out
+
+
+def test_token_prints_the_token_and_the_line_to_type(run: Any, tmp_path: Path) -> None:
+    run("init", "--dir", tmp_path / "c", "--host", "pi.local", "--fleet", "lab")
+    code, out, _ = run("token", "--dir", tmp_path / "c", "--ttl", "30m", "--uses", "4", "--group", "roof")
+    token, line = out.splitlines()
+    assert code == 0
+    assert JoinToken.parse(token).addresses == ("pi.local:8000",)
+    assert line == f"edgefl device join pi.local:8000 --token {token} --shard PATH"
+    with Store.open(tmp_path / "c" / "edgefl.db") as store:
+        (record,) = store.tokens()
+    assert (record.uses_left, record.groups, record.expires_at - record.created_at) == (4, ("roof",), 1800)
+
+
+def test_token_as_json(run: Any, tmp_path: Path) -> None:
+    run("init", "--dir", tmp_path / "c", "--host", "pi.local")
+    value = json.loads(run("token", "--dir", tmp_path / "c", "--format", "json", "--role", "evaluator")[1])
+    assert (value["v"], value["role"], value["uses"]) == (1, "evaluator", 1)
+    assert JoinToken.parse(value["token"]).token_id == value["token_id"]
+
+
+def test_a_token_can_be_made_while_the_coordinator_has_the_store_open(run: Any, front_door: Any) -> None:
+    code, out, _ = run("token", "--dir", front_door.directory.root)
+    assert code == 0
+    assert JoinToken.parse(out.splitlines()[0]).token_id in {record.token_id for record in front_door.store.tokens()}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [(["--ttl", "soon"], 2), (["--uses", "0"], 2), (["--group", "A B"], 2), (["--role", "boss"], 2)],
+)
+def test_token_options_that_make_no_sense_exit_with_2(
+    run: Any, tmp_path: Path, arguments: list[str], expected: int
+) -> None:
+    run("init", "--dir", tmp_path / "c")
+    code, out, err = run("token", "--dir", tmp_path / "c", *arguments)
+    assert (code, out) == (expected, "")
+    assert err
+
+
+@pytest.mark.parametrize("command", ["token", "start", "readdress"])
+def test_a_directory_that_was_not_set_up_says_so(run: Any, tmp_path: Path, command: str) -> None:
+    code, out, err = run(command, "--dir", tmp_path / "none")
+    assert (code, out, err.count("\n")) == (36, "", 1)
+    assert "edgefl coordinator init" in err
+
+
+def test_readdress_changes_what_tokens_and_the_operator_file_say(run: Any, tmp_path: Path) -> None:
+    run("init", "--dir", tmp_path / "c", "--host", "old.lan")
+    code, out, _ = run("readdress", "--dir", tmp_path / "c", "--port", "9001", "new.lan", "10.0.0.9")
+    assert code == 0
+    assert "new.lan:9001, 10.0.0.9:9001" in out
+    token = JoinToken.parse(run("token", "--dir", tmp_path / "c")[1].splitlines()[0])
+    assert token.addresses == ("new.lan:9001", "10.0.0.9:9001")
+    assert load_operator_file(operator_path()).url == "https://127.0.0.1:9001"

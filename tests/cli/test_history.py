@@ -1,0 +1,205 @@
+"""`edgefl history` on a real store: formats, filters, one-line errors, and while somebody writes."""
+
+import csv
+import io
+import json
+import sqlite3
+from datetime import UTC, datetime
+
+import pytest
+from click.testing import CliRunner
+
+from edgefl.cli.history import command, parse_time
+from edgefl.cli.main import main
+from edgefl.cli.render import human, human_bytes, print_rows
+from edgefl.errors import UsageError
+from edgefl.storage.columns import COLUMNS
+from edgefl.storage.records import EvaluationRow, UpdateRow
+from edgefl.storage.store import Store
+from edgefl.types import Outcome
+
+
+@pytest.fixture
+def directory(tmp_path):
+    with Store.open(tmp_path / "edgefl.db") as store:
+        for number, run_id in enumerate(("run-1", "run-2"), start=1):
+            store.add_run(
+                run_id=run_id,
+                name="n",
+                task="digits",
+                strategy="fedavg",
+                config={},
+                seed=7,
+                submitted_at=float(number),
+            )
+            store.open_round(run_id, 1, started_at=1000.0 * number)
+            update = UpdateRow(
+                assignment_id="a", device_id="pi-1", round=1, base_version=0, outcome=Outcome.USED, bytes_up=1_234_567,
+                bytes_down=5, loss=0.25, num_examples=4, metrics={"grad": 1.5}, received_at=1000.0 * number,
+            )  # fmt: skip
+            store.record_updates(run_id, [update])
+            evaluated = EvaluationRow(
+                assignment_id="e", round=1, version=1, device_id="pi-1", source="device", loss=0.5, accuracy=0.875,
+                num_examples=8, at=1001.0 * number,
+            )  # fmt: skip
+            store.record_evaluations(run_id, [evaluated])
+            store.close_round(run_id, 1, version=1, closed_at=1000.0 * number + 2)
+        store.record_event("note", "line one\nline two \x1b[31m", at=1.0, data={"k": [1]})
+    return tmp_path
+
+
+@pytest.fixture
+def ask(directory):
+    def run(*arguments, where=None):
+        return CliRunner(mix_stderr=False).invoke(
+            command, [*arguments, "--dir", str(where or directory)], catch_exceptions=False
+        )
+
+    return run
+
+
+def test_json_agrees_with_sql_and_names_version_and_kind(ask, directory):
+    answer = json.loads(ask("updates", "--format", "json").stdout)
+    assert (answer["v"], answer["kind"]) == (1, "updates")
+    with sqlite3.connect(directory / "edgefl.db") as raw:
+        raw.row_factory = sqlite3.Row
+        expected = [dict(row) for row in raw.execute("SELECT * FROM updates ORDER BY id")]
+    raw.close()
+    for row in expected:
+        row["metrics"] = json.loads(row["metrics"])
+    assert answer["rows"] == [{name: row[name] for name in COLUMNS["updates"]} for row in expected]
+
+
+@pytest.mark.parametrize("kind", sorted(COLUMNS))
+def test_csv_has_the_columns_of_json(ask, kind):
+    lines = list(csv.DictReader(io.StringIO(ask(kind, "--format", "csv").stdout)))
+    rows = json.loads(ask(kind, "--format", "json").stdout)["rows"]
+    assert len(lines) == len(rows)
+    assert all(tuple(line) == COLUMNS[kind] for line in lines)
+
+
+def test_a_table_away_from_a_terminal_is_aligned_and_has_units(ask):
+    heading, *lines = ask("rounds").stdout.splitlines()
+    assert heading.split()[:3] == ["run", "id", "round"]
+    assert len(lines) == 2
+    assert "1.23 MB" in lines[0]
+    assert "0.875" in lines[0]
+    assert "device" in lines[0]
+    assert lines[0].index("1.23 MB") + len("1.23 MB") == heading.index("bytes up") + len("bytes up")
+
+
+def test_what_devices_say_cannot_break_the_table_or_colour_the_terminal(ask):
+    _, *lines = ask("events").stdout.splitlines()
+    assert len(lines) == 1
+    assert "\x1b" not in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "runs"),
+    [
+        ((), ["run-1", "run-2"]),
+        (("--run", "latest"), ["run-2"]),
+        (("--run", "run-1"), ["run-1"]),
+        (("--since", "1970-01-01T00:33"), ["run-2"]),
+        (("--until", "1970-01-01T00:33"), ["run-1"]),
+        (("--since", "1h"), []),
+        (("--limit", "1"), ["run-2"]),
+        (("--device", "pi-1"), ["run-1", "run-2"]),
+        (("--device", "pi-2"), []),
+    ],
+)
+def test_options_choose_rows(ask, arguments, runs):
+    answer = json.loads(ask("rounds", *arguments, "--format", "json").stdout)
+    assert [row["run_id"] for row in answer["rows"]] == runs
+
+
+def test_reads_while_somebody_writes(ask, directory):
+    with Store.open(directory / "edgefl.db") as store, store.batch():
+        store.record_event("note", "not yet", at=2.0)
+        assert len(json.loads(ask("events", "--format", "json").stdout)["rows"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["rounds", "--run", "nothing"], 40, "no run"),
+        (["rounds", "--since", "yesterday"], 2, "a time is an age"),
+        (["rounds", "--url", "https://localhost:1"], 2, "give one of them"),
+        (["rounds", "--limit", "0"], 2, "0 is not in the range"),
+        (["nonsense"], 2, "No such command"),
+    ],
+)
+def test_bad_input_is_one_line_and_an_exit_code(directory, capsys, arguments, code, words):
+    where = [] if arguments == ["nonsense"] else ["--dir", str(directory)]
+    with pytest.raises(SystemExit) as end:
+        main(["history", *arguments, *where])
+    assert end.value.code == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert words in err
+    assert "Traceback" not in err
+
+
+def test_a_directory_without_a_store_is_one_line_and_stays_empty(tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["history", "rounds", "--dir", str(tmp_path)])
+    assert end.value.code == 10
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_options_and_operator_file_the_default_directory_is_read(directory, monkeypatch, capsys):
+    home = directory / "home"
+    default = home / ".local/share/edgefl/coordinator"
+    default.parent.mkdir(parents=True)
+    default.symlink_to(directory)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.delenv("EDGEFL_URL", raising=False)
+    with pytest.raises(SystemExit) as end:
+        main(["history", "rounds", "--format", "csv"])
+    assert end.value.code == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_ages_and_dates_are_times():
+    assert parse_time("2h", now=10_000.0) == 2800.0
+    assert parse_time("1.5m", now=100.0) == 10.0
+    assert parse_time("2026-01-31T18:00", now=0.0) == datetime(2026, 1, 31, 18, tzinfo=UTC).timestamp()
+    assert parse_time("2026-01-31T18:00+02:00", now=0.0) == datetime(2026, 1, 31, 16, tzinfo=UTC).timestamp()
+    for text in ("", "2", "h", "-2h", "soon"):
+        with pytest.raises(UsageError, match="a time is an age"):
+            parse_time(text, now=0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("loss", None, "-"),
+        ("loss", 0.123456, "0.1235"),
+        ("received_at", 0.0, "1970-01-01 00:00:00"),
+        ("memory_bytes", 999, "999 B"),
+        ("bytes_up", 1_000_000, "1 MB"),
+        ("groups", ["a", "b"], "a, b"),
+        ("examples", {"digits": 3}, "digits=3"),
+        ("ok", True, "yes"),
+        ("round", 12, "12"),
+    ],
+)
+def test_a_person_reads_units(name, value, text):
+    assert human(name, value) == text
+
+
+def test_sizes_change_their_unit_before_they_need_four_digits():
+    assert [human_bytes(n) for n in (999, 1000, 999_400, 999_600, 10**9)] == [
+        "999 B",
+        "1 kB",
+        "999 kB",
+        "1 MB",
+        "1 GB",
+    ]
+
+
+def test_a_table_of_nothing_still_has_its_heading(capsys):
+    print_rows([], ("round", "loss"), title="Rounds")
+    assert capsys.readouterr().out == "Rounds\nround  loss\n"

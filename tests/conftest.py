@@ -1,0 +1,145 @@
+"""A coordinator's front door for tests: real TLS, real store, the enrolment routes and two guarded ones."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from fastapi import Depends, FastAPI
+
+from edgefl.coordinator.access import require_operator, require_viewer, show_errors
+from edgefl.coordinator.directory import CoordinatorDirectory, init_directory
+from edgefl.coordinator.enrolment import BrokerSite, EnrolmentService, enrolment_router
+from edgefl.coordinator.tokens import TokenTerms, make_token
+from edgefl.errors import NotFoundError
+from edgefl.protocol import JoinToken
+from edgefl.storage.store import Store
+
+
+class FrontDoor:
+    """Serves on a free port of loopback; notes what it was asked, and can lose an answer on purpose."""
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        fleet: str = "lab",
+        clock: Callable[[], float] = time.time,
+        shown_ca: bytes | None = None,
+        server: tuple[Path, Path] | None = None,
+        grant: Callable[[CoordinatorDirectory], tuple[CoordinatorDirectory, Path | None]] | None = None,
+    ) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._socket.getsockname()[1]
+        self.directory: CoordinatorDirectory = init_directory(root, hosts=["127.0.0.1"], fleet=fleet, port=self.port)
+        if grant:
+            self.directory, _ = grant(self.directory)
+        if shown_ca:
+            self.directory.ca_cert.write_bytes(shown_ca)
+        self._certificate, self._key = server or (self.directory.server_cert, self.directory.server_key)
+        self.store = Store.open(self.directory.database)
+        self.requests: list[str] = []
+        self.enrolled: list[tuple[str, bytes]] = []
+        self.lose_answers = 0
+        self.clock = clock
+        self._server: uvicorn.Server | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def token(self, **terms: Any) -> JoinToken:
+        return make_token(self.store, self.directory, TokenTerms(**terms), now=self.clock())
+
+    def start(self) -> None:
+        config = uvicorn.Config(
+            self._app(),
+            ssl_certfile=self._certificate,
+            ssl_keyfile=self._key,
+            log_level="critical",
+            access_log=False,
+            lifespan="off",
+            ws="none",  # its library warns at import, and we have no use for it
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]})
+        self._thread.start()
+        deadline = time.monotonic() + 10
+        while not self._server.started:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        if self._server and self._thread:
+            self._server.should_exit = True
+            self._thread.join(10)
+        self._socket.close()
+        self.store.close()
+
+    def _app(self) -> Any:
+        app = FastAPI()
+        show_errors(app)
+        service = EnrolmentService(
+            directory=self.directory,
+            store=self.store,
+            on_enrolled=lambda device_id, key: self.enrolled.append((device_id, key)),
+            broker=BrokerSite(port=18883),
+            clock=self.clock,
+        )
+        app.include_router(enrolment_router(service))
+        viewer = Depends(require_viewer(self.directory, listen_host="0.0.0.0"))
+
+        @app.get("/edgefl/v1/seen", dependencies=[viewer])
+        def seen(word: str = "") -> dict[str, Any]:
+            return {"v": 1, "word": word}
+
+        @app.get("/edgefl/v1/missing", dependencies=[viewer])
+        def missing() -> None:
+            raise NotFoundError("no run 'x'")
+
+        @app.post("/edgefl/v1/done", dependencies=[Depends(require_operator(self.directory))])
+        def done(body: dict[str, Any]) -> dict[str, Any]:
+            return {"v": 1, "did": body["what"]}
+
+        async def noting(scope: Any, receive: Any, send: Any) -> None:
+            self.requests.append(f"{scope['method']} {scope['path']}")
+            if scope["path"].endswith("/enroll") and self.lose_answers:
+                self.lose_answers -= 1
+
+                async def lose(_message: Any) -> None:
+                    return None
+
+                await app(scope, receive, lose)
+                return
+            await app(scope, receive, send)
+
+        return noting
+
+
+@pytest.fixture
+def front_door(tmp_path: Path) -> Iterator[FrontDoor]:
+    door = FrontDoor(tmp_path / "coordinator")
+    door.start()
+    yield door
+    door.stop()
+
+
+@pytest.fixture
+def make_front_door(tmp_path: Path) -> Iterator[Callable[..., FrontDoor]]:
+    doors: list[FrontDoor] = []
+
+    def make(**options: Any) -> FrontDoor:
+        doors.append(FrontDoor(tmp_path / f"coordinator-{len(doors)}", **options))
+        doors[-1].start()
+        return doors[-1]
+
+    yield make
+    for door in doors:
+        door.stop()

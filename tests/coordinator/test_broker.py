@@ -1,0 +1,287 @@
+"""Both brokers keep the same promises; every test here runs over each of them."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import time
+from pathlib import Path
+
+import pytest
+
+from edgefl.coordinator import pki
+from edgefl.coordinator.broker import (
+    BrokerTls,
+    acl_file,
+    client_context,
+    external_broker,
+    make_broker,
+    may_read,
+    may_write,
+    mosquitto_path,
+)
+from edgefl.errors import BrokerError, ConfigError, PortInUseError
+
+pytestmark = pytest.mark.timeout(60)
+
+ROOT = "edgefl/v1/lab"
+
+
+def test_a_device_writes_only_its_own_topics(running, mqtt_tools):
+    coordinator = running.client("coordinator")
+    coordinator.subscribe(f"{ROOT}/#")
+    device = running.client("pi-1")
+    device.publish(f"{ROOT}/pi-2/status", b"forged", retain=True)
+    device.publish(f"{ROOT}/pi-1/bell", b"forged")
+    device.publish(f"{ROOT}/pi-2/command", b"forged")
+    device.publish("elsewhere", b"forged")
+    device.publish(f"{ROOT}/pi-1/heartbeat", b"true")
+    mqtt_tools.eventually(lambda: coordinator.received)
+    assert [(name, payload) for name, payload, _ in coordinator.received] == [(f"{ROOT}/pi-1/heartbeat", b"true")]
+
+
+def test_a_device_reads_only_its_own_topics(running, mqtt_tools):
+    coordinator = running.client("coordinator")
+    coordinator.publish(f"{ROOT}/pi-2/status", b"retained", retain=True)
+    device = running.client("pi-1")
+    device.subscribe(f"{ROOT}/pi-2/status", f"{ROOT}/pi-2/bell", f"{ROOT}/+/bell", "#", f"{ROOT}/pi-1/bell")
+    coordinator.publish(f"{ROOT}/pi-2/bell", b"theirs")
+    coordinator.publish(f"{ROOT}/pi-2/status", b"theirs")
+    coordinator.publish(f"{ROOT}/pi-1/bell", b"ours")
+    mqtt_tools.eventually(lambda: device.received)
+    assert {(name, payload) for name, payload, _ in device.received} == {(f"{ROOT}/pi-1/bell", b"ours")}
+
+
+def test_a_connecting_device_is_not_sent_what_others_subscribed_to(running, mqtt_tools):
+    coordinator = running.client("coordinator")
+    coordinator.subscribe(f"{ROOT}/+/status")
+    coordinator.publish(f"{ROOT}/pi-2/status", b"retained", retain=True)
+    mqtt_tools.eventually(lambda: coordinator.received)
+    device = running.client("pi-1")
+    device.subscribe(f"{ROOT}/pi-1/bell")
+    coordinator.publish(f"{ROOT}/pi-1/bell", b"now")
+    mqtt_tools.eventually(lambda: device.payloads(f"{ROOT}/pi-1/bell"))
+    assert {name for name, _, _ in device.received} == {f"{ROOT}/pi-1/bell"}
+
+
+def test_what_is_retained_reaches_who_subscribes_later(running, mqtt_tools):
+    running.client("pi-1").publish(f"{ROOT}/pi-1/capabilities", b"four cores", retain=True)
+    coordinator = running.client("coordinator")
+    coordinator.subscribe(f"{ROOT}/+/capabilities")
+    mqtt_tools.eventually(lambda: coordinator.received)
+    assert coordinator.received == [(f"{ROOT}/pi-1/capabilities", b"four cores", True)]
+
+
+def _answer_to(running, context, connect):
+    """What the broker says to a CONNECT over this TLS context; nothing when it refuses."""
+    with socket.create_connection((running.address.host, running.address.port), timeout=10) as plain:
+        try:
+            with context.wrap_socket(plain, server_hostname=running.address.host) as secured:
+                secured.sendall(connect)
+                return secured.recv(4)
+        except (ssl.SSLError, ConnectionError):
+            return b""
+
+
+def test_a_client_without_certificate_is_refused(running, certificates, mqtt_tools):
+    context = ssl.create_default_context(cafile=str(certificates.server().ca))
+    assert _answer_to(running, context, mqtt_tools.connect_packet("pi-1", keep_alive_s=60)) == b""
+
+
+def test_a_certificate_of_another_ca_is_refused(running, certificates, mqtt_tools):
+    connect = mqtt_tools.connect_packet("pi-1", keep_alive_s=60)
+    stranger = certificates.of("stranger", pki.create_authority("elsewhere"))
+    assert _answer_to(running, client_context(stranger), connect) == b""
+    assert _answer_to(running, client_context(certificates.of("pi-1")), connect)[:1] == b"\x20"
+
+
+def test_the_will_is_published_when_a_connection_breaks(running, mqtt_tools):
+    coordinator = running.client("coordinator")
+    coordinator.subscribe(f"{ROOT}/+/status")
+    raw = running.raw("pi-1")
+    raw.sendall(mqtt_tools.connect_packet("pi-1", keep_alive_s=60, will=(f"{ROOT}/pi-1/status", b"gone")))
+    assert raw.recv(4)[0] == 0x20
+    raw.close()
+    mqtt_tools.eventually(lambda: coordinator.payloads(f"{ROOT}/pi-1/status") == [b"gone"], 5)
+    later = running.client("coordinator")
+    later.subscribe(f"{ROOT}/pi-1/status")
+    mqtt_tools.eventually(lambda: later.received == [(f"{ROOT}/pi-1/status", b"gone", True)])
+
+
+def test_the_will_of_one_who_disconnects_is_not_published(running, mqtt_tools):
+    coordinator = running.client("coordinator")
+    coordinator.subscribe(f"{ROOT}/#")
+    raw = running.raw("pi-1")
+    raw.sendall(mqtt_tools.connect_packet("pi-1", keep_alive_s=60, will=(f"{ROOT}/pi-1/status", b"gone")))
+    assert raw.recv(4)[0] == 0x20
+    raw.sendall(b"\xe0\x00")  # DISCONNECT
+    assert raw.recv(1) == b""
+    running.client("pi-1").publish(f"{ROOT}/pi-1/heartbeat", b"again")
+    mqtt_tools.eventually(lambda: coordinator.received)
+    assert [name for name, _, _ in coordinator.received] == [f"{ROOT}/pi-1/heartbeat"]
+
+
+def test_a_will_that_the_client_could_not_publish_is_not_published(running, mqtt_tools):
+    coordinator = running.client("coordinator")
+    coordinator.subscribe(f"{ROOT}/#")
+    raw = running.raw("pi-1")
+    raw.sendall(mqtt_tools.connect_packet("pi-1", keep_alive_s=60, will=(f"{ROOT}/pi-2/status", b"forged")))
+    raw.settimeout(5)
+    raw.recv(4)
+    raw.close()
+    device = running.client("pi-1")
+    if not device.connected:  # the broken connection of the same name may still be ending
+        device = running.client("pi-1")
+    device.publish(f"{ROOT}/pi-1/heartbeat", b"true")
+    mqtt_tools.eventually(lambda: coordinator.payloads(f"{ROOT}/pi-1/heartbeat"))
+    assert not coordinator.payloads(f"{ROOT}/pi-2/status")
+
+
+def test_who_is_silent_for_longer_than_the_keep_alive_is_dropped_with_its_will(running, mqtt_tools):
+    coordinator = running.client("coordinator")
+    coordinator.subscribe(f"{ROOT}/+/status")
+    raw = running.raw("pi-1")
+    raw.sendall(mqtt_tools.connect_packet("pi-1", keep_alive_s=1, will=(f"{ROOT}/pi-1/status", b"gone")))
+    assert raw.recv(4)[0] == 0x20
+    started_s = time.monotonic()
+    raw.settimeout(10)
+    assert raw.recv(1) == b""
+    mqtt_tools.eventually(lambda: coordinator.payloads(f"{ROOT}/pi-1/status") == [b"gone"], 5)
+    assert 1.2 < time.monotonic() - started_s < 8
+
+
+def test_who_pings_within_the_keep_alive_stays(running, mqtt_tools):
+    device = running.client("pi-1", keep_alive_s=1)
+    device.subscribe(f"{ROOT}/pi-1/bell")
+    until_s = time.monotonic() + 2.5
+    mqtt_tools.eventually(lambda: time.monotonic() > until_s or device.drops)
+    assert device.drops == 0
+
+
+def test_a_new_session_of_a_device_ends_the_old_one(running, mqtt_tools):
+    coordinator = running.client("coordinator")
+    coordinator.subscribe(f"{ROOT}/+/status")
+    old = running.raw("pi-1")
+    old.sendall(mqtt_tools.connect_packet("pi-1", keep_alive_s=60, will=(f"{ROOT}/pi-1/status", b"old will")))
+    assert old.recv(4)[0] == 0x20
+    new = running.client("pi-1")
+    old.settimeout(5)
+    assert old.recv(1) == b""
+    new.publish(f"{ROOT}/pi-1/status", b"online", retain=True)
+    mqtt_tools.eventually(lambda: b"online" in coordinator.payloads(f"{ROOT}/pi-1/status"))
+    assert coordinator.payloads(f"{ROOT}/pi-1/status") == [b"old will", b"online"]
+    assert new.connected
+
+
+def test_a_borrowed_client_id_pushes_nobody_off(running):
+    device = running.client("pi-1")
+    thief = running.client("pi-2", client_id="pi-1")
+    thief.publish(f"{ROOT}/pi-2/heartbeat", b"true")
+    device.publish(f"{ROOT}/pi-1/heartbeat", b"true")
+    assert device.drops == 0
+    assert device.connected
+
+
+def test_a_refused_device_can_say_and_hear_nothing(running, mqtt_tools):
+    coordinator = running.client("coordinator")
+    coordinator.subscribe(f"{ROOT}/#")
+    running.broker.refuse({"pi-1"})
+    # A broker may take a moment to read its rules again; from then on nothing more comes through.
+    deadline_s = time.monotonic() + 10
+    while True:
+        coordinator.received.clear()
+        device = running.client("pi-1")
+        if device.connected:
+            device.publish(f"{ROOT}/pi-1/heartbeat", b"refused", qos=0)
+        running.client("pi-2").publish(f"{ROOT}/pi-2/heartbeat", b"after")
+        mqtt_tools.eventually(lambda: coordinator.payloads(f"{ROOT}/pi-2/heartbeat"))
+        if not coordinator.payloads(f"{ROOT}/pi-1/heartbeat"):
+            break
+        assert time.monotonic() < deadline_s, "a refused device is still heard"
+
+
+def test_a_stopped_broker_frees_its_port_and_can_start_again(running, mqtt_tools):
+    assert running.broker.alive()
+    running.broker.stop()
+    assert not running.broker.alive()
+    assert running.broker.start() == running.address
+    device = running.client("pi-1")
+    assert device.connected
+
+
+@pytest.mark.parametrize("spec", ["mosquitto", "embedded"])
+def test_a_port_in_use_is_named(spec, certificates, tmp_path):
+    if spec == "mosquitto" and mosquitto_path() is None:
+        pytest.skip("mosquitto is not installed")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        broker = make_broker(
+            spec, directory=tmp_path, fleet="lab", tls=certificates.server(), host="127.0.0.1", port=port
+        )
+        with pytest.raises(PortInUseError, match=f"port {port} on 127.0.0.1 is already in use"):
+            broker.start()
+        assert not broker.alive()
+
+
+@pytest.mark.parametrize("spec", ["mosquitto", "embedded"])
+def test_a_broker_that_does_not_come_up_says_why(spec, certificates, tmp_path, free_port):
+    if spec == "mosquitto" and mosquitto_path() is None:
+        pytest.skip("mosquitto is not installed")
+    files = certificates.server()
+    broken = BrokerTls(ca=files.ca, cert=files.cert, key=tmp_path / "missing.key")
+    broker = make_broker(spec, directory=tmp_path, fleet="lab", tls=broken, host="127.0.0.1", port=free_port)
+    with pytest.raises(BrokerError, match=r"missing\.key"):
+        broker.start()
+
+
+def test_an_unknown_broker_is_refused_with_what_would_be_right(certificates, tmp_path):
+    with pytest.raises(ConfigError, match=r"auto, mosquitto, embedded or mqtts://HOST:PORT, got 'hivemq'"):
+        make_broker("hivemq", directory=tmp_path, fleet="lab", tls=certificates.server(), host="127.0.0.1", port=1)
+
+
+def test_an_external_address_carries_its_own_files():
+    address = external_broker("mqtts://mq.example:1234?ca=/a/ca.pem&cert=/a/c.pem&key=/a/k.pem").address
+    assert (address.host, address.port) == ("mq.example", 1234)
+    assert address.tls == BrokerTls(ca=Path("/a/ca.pem"), cert=Path("/a/c.pem"), key=Path("/a/k.pem"))
+
+
+def test_an_external_address_has_the_usual_port():
+    assert external_broker("mqtts://mq.example").address.port == 8883
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "mqtts://",
+        "mqtts://host:no",
+        "mqtts://host/path",
+        "mqtts://me:secret@host",
+        "mqtts://host?ca=x",
+        "mqtts://h?a=b",
+    ],
+)
+def test_an_external_address_that_makes_no_sense_is_refused(spec):
+    with pytest.raises(ConfigError, match="broker address"):
+        external_broker(spec)
+
+
+def test_an_external_broker_that_is_down_does_not_stop_the_start(free_port, caplog):
+    broker = external_broker(f"mqtts://127.0.0.1:{free_port}")
+    assert broker.start().port == free_port
+    assert "cannot be reached" in caplog.text
+    assert not broker.alive()
+
+
+def test_names_with_wildcards_match_nothing():
+    assert not may_write("lab", "+", "edgefl/v1/lab/pi-1/status")
+    assert not may_read("lab", "pi-1", "edgefl/v1/lab/pi-1/#")
+    assert not may_read("lab", "", "edgefl/v1/lab//bell")
+    assert not may_read("lab", "pi-1", "edgefl/v1/other/pi-1/bell")
+
+
+def test_the_acl_file_says_the_same_as_the_functions():
+    text = acl_file("lab", refused=["pi-9"])
+    assert "pattern write edgefl/v1/lab/%u/heartbeat" in text
+    assert "pattern read edgefl/v1/lab/%u/bell" in text
+    assert "pattern write edgefl/v1/lab/%u/bell" not in text
+    assert "user pi-9\ntopic deny #" in text

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from edgefl.device.heartbeat import Activity, Heart
+from edgefl.device.vitals import VitalSigns
+
+pytestmark = pytest.mark.timeout(30)
+
+
+class Ear:
+    def __init__(self):
+        self.beats = []
+        self.times_s = []
+        self._changed = threading.Condition()
+
+    def __call__(self, heartbeat):
+        with self._changed:
+            self.beats.append(heartbeat)
+            self.times_s.append(time.monotonic())
+            self._changed.notify_all()
+        return True
+
+    def wait_for(self, count, timeout_s=10.0):
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.beats) >= count, timeout_s)
+
+
+@pytest.fixture
+def ear():
+    return Ear()
+
+
+def beating(heart):
+    class Beating:
+        def __enter__(self):
+            heart.start()
+            return heart
+
+        def __exit__(self, *_):
+            heart.stop()
+
+    return Beating()
+
+
+def test_it_beats_at_once_and_counts(ear):
+    with beating(Heart(ear, VitalSigns, interval_s=0.05)):
+        ear.wait_for(4)
+    assert [beat.seq for beat in ear.beats[:4]] == [1, 2, 3, 4]
+
+
+def test_it_keeps_its_pace_within_the_jitter(ear):
+    with beating(Heart(ear, VitalSigns, interval_s=0.2, seed="pi-1")):
+        ear.wait_for(6)
+    gaps_s = [later - earlier for earlier, later in zip(ear.times_s, ear.times_s[1:], strict=False)]
+    assert all(gap_s >= 0.18 for gap_s in gaps_s)
+    assert len(set(gaps_s)) > 1
+
+
+def test_it_tells_the_board_and_what_the_device_is_at(ear):
+    signs = VitalSigns(uptime_s=9.0, temperature_c=51.5, throttled="ok", cpu_fraction=0.5, memory_bytes=7)
+    activity = Activity(run="r", assignment="r-1", iteration=3, holding=("r-0",), clock_skew_s=-2.5)
+    with beating(Heart(ear, lambda: signs, lambda: activity)):
+        ear.wait_for(1)
+    beat = ear.beats[0]
+    assert (beat.uptime_s, beat.temperature_c, beat.throttled, beat.cpu_fraction) == (9.0, 51.5, "ok", 0.5)
+    assert (beat.run, beat.assignment, beat.iteration, beat.holding) == ("r", "r-1", 3, ["r-0"])
+    assert beat.clock_skew_s == -2.5
+    assert beat.battery_fraction is None
+
+
+def test_a_reading_that_fails_costs_one_beat_and_not_the_heart(ear, caplog):
+    readings = iter([RuntimeError("sensor"), VitalSigns(), VitalSigns()])
+
+    def read():
+        reading = next(readings, VitalSigns())
+        if isinstance(reading, Exception):
+            raise reading
+        return reading
+
+    with beating(Heart(ear, read, interval_s=0.02)):
+        ear.wait_for(2)
+    assert "a heartbeat was lost" in caplog.text
+
+
+def test_beat_now_does_not_wait_for_the_interval(ear):
+    with beating(Heart(ear, VitalSigns, interval_s=60.0)) as heart:
+        ear.wait_for(1)
+        heart.beat_now()
+        ear.wait_for(2)
+
+
+def test_stopping_ends_the_thread_and_the_beats(ear):
+    heart = Heart(ear, VitalSigns, interval_s=60.0)
+    heart.start()
+    ear.wait_for(1)
+    heart.stop()
+    assert not [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
+    assert len(ear.beats) == 1
+
+
+def test_it_beats_while_the_main_thread_is_busy(ear):
+    with beating(Heart(ear, VitalSigns, interval_s=0.05)):
+        until_s = time.monotonic() + 0.6
+        while time.monotonic() < until_s:
+            sum(range(1000))
+        assert len(ear.beats) >= 4

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from edgefl.device.state import (
+    DeviceState,
+    JoinedDevice,
+    PendingJoin,
+    default_state_dir,
+    load_pending,
+    save_joined,
+    save_pending,
+)
+from edgefl.errors import ConfigError, NotJoinedError, StoreError
+
+DEVICE = JoinedDevice(
+    device_id="pi-1",
+    fleet="lab",
+    role="trainer",
+    ca_fingerprint="ab" * 32,
+    addresses=("pi.local:8000", "10.0.0.5:8000"),
+    broker_port=8883,
+    shards={"digits": "/data/a.npz"},
+    threads=2,
+)
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> DeviceState:
+    save_pending(tmp_path / "d", PendingJoin(key_pem=b"k", name="pi-1", ca_fingerprint="ab" * 32))
+    return save_joined(tmp_path / "d", DEVICE, key_pem=b"k", cert_pem=b"c", ca_pem=b"a")
+
+
+def test_what_was_saved_is_loaded(state: DeviceState) -> None:
+    again = DeviceState.load(state.root)
+    assert again.device == DEVICE
+    assert (again.key.read_bytes(), again.cert.read_bytes(), again.ca.read_bytes()) == (b"k", b"c", b"a")
+    assert load_pending(state.root) is None
+
+
+def test_session_numbers_grow_over_restarts(state: DeviceState) -> None:
+    assert [state.next_session_no(), state.next_session_no()] == [1, 2]
+    assert DeviceState.load(state.root).next_session_no() == 3
+
+
+def test_a_damaged_counter_goes_on_above_all_before(state: DeviceState) -> None:
+    state.next_session_no()
+    (state.root / "session").write_text("garbage")
+    assert state.next_session_no() > 1 << 31
+    assert state.next_session_no() > (1 << 31) + 1
+
+
+def test_changes_are_on_disk_at_once(state: DeviceState) -> None:
+    state.set_shard("mnist", "/m")
+    state.change(addresses=("new.lan:8000",))
+    again = DeviceState.load(state.root).device
+    assert again.shards == {"digits": "/data/a.npz", "mnist": "/m"}
+    assert again.addresses == ("new.lan:8000",)
+
+
+def test_a_shard_that_another_process_added_survives_a_change(state: DeviceState) -> None:
+    DeviceState.load(state.root).set_shard("mnist", "/m")
+    state.change(broker_port=1)
+    assert DeviceState.load(state.root).device.shards == {"digits": "/data/a.npz", "mnist": "/m"}
+    assert state.device.shards["mnist"] == "/m"
+
+
+def test_no_temporary_file_stays(state: DeviceState) -> None:
+    state.next_session_no()
+    state.set_shard("mnist", "/m")
+    names = {path.name for path in state.root.iterdir()}
+    assert names == {"device.json", "key.pem", "cert.pem", "ca.pem", "session"}
+
+
+def test_a_directory_without_a_join_says_what_to_run(tmp_path: Path) -> None:
+    with pytest.raises(NotJoinedError, match="edgefl device join"):
+        DeviceState.load(tmp_path)
+
+
+def test_a_join_that_was_cut_off_is_no_join(tmp_path: Path) -> None:
+    save_pending(tmp_path, PendingJoin(key_pem=b"k", name="pi-1", ca_fingerprint="cd" * 32))
+    (tmp_path / "key.pem").write_bytes(b"k")
+    with pytest.raises(NotJoinedError):
+        DeviceState.load(tmp_path)
+    assert load_pending(tmp_path) == PendingJoin(key_pem=b"k", name="pi-1", ca_fingerprint="cd" * 32)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"v": 2}', '{"v": 1}', '{"v": 1, "device_id": 3}', "\x00"])
+def test_a_damaged_file_is_named(state: DeviceState, text: str) -> None:
+    (state.root / "device.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"device\.json"):
+        DeviceState.load(state.root)
+
+
+def test_fields_of_a_newer_edgefl_are_ignored(state: DeviceState) -> None:
+    path = state.root / "device.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "moon": 1}))
+    assert DeviceState.load(state.root).device == DEVICE
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"key": 1, "name": "a", "ca": "b"}'])
+def test_a_damaged_pending_join_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / ".pending").write_text(text)
+    assert load_pending(tmp_path) is None
+
+
+def test_only_one_agent_runs_on_a_directory(state: DeviceState) -> None:
+    code = (
+        "import sys, pathlib\nfrom edgefl.device.state import DeviceState\n"
+        "with DeviceState.load(pathlib.Path(sys.argv[1])).locked():\n    print('held', flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, str(state.root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    with child:
+        assert child.stdout.readline() == "held\n"
+        with pytest.raises(StoreError, match="another agent"), state.locked():
+            pass
+        child.kill()  # the lock goes with the process, however it ends
+    with state.locked():
+        pass
+
+
+def test_the_default_place_follows_the_user_s_data_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", "/data")
+    assert default_state_dir() == Path("/data/edgefl/device")
+    monkeypatch.delenv("XDG_DATA_HOME")
+    monkeypatch.setenv("HOME", "/home/pi")
+    assert default_state_dir() == Path("/home/pi/.local/share/edgefl/device")
+
+
+def test_the_device_process_stays_light() -> None:
+    code = (
+        "import sys\nfrom edgefl.device import capabilities, enrolment, state, trust\n"
+        "heavy = {'sqlalchemy', 'fastapi', 'rich', 'pydantic', 'torch', 'click', 'uvicorn'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

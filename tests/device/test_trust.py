@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import datetime as dt
+import ssl
+import time
+from typing import Any
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+
+from edgefl.coordinator import pki
+from edgefl.device.trust import fetch_ca, pinned_context, post_json, say_hello
+from edgefl.errors import NetworkError, WrongCaError
+
+YEAR_S = 365 * 86400.0
+
+
+def _expired(directory: Any) -> None:
+    """Gives the server the same certificate, ended in 2001: to it, the board's clock is far ahead."""
+    old = x509.load_pem_x509_certificate(directory.server_cert.read_bytes())
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(old.subject)
+        .issuer_name(old.issuer)
+        .public_key(old.public_key())
+        .serial_number(old.serial_number)
+        .not_valid_before(old.not_valid_before_utc)
+        .not_valid_after(dt.datetime(2001, 1, 1, tzinfo=dt.UTC))
+    )
+    for extension in old.extensions:
+        builder = builder.add_extension(extension.value, extension.critical)
+    key = serialization.load_pem_private_key(directory.ca_key.read_bytes(), None)
+    directory.server_cert.write_bytes(
+        builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)  # type: ignore[arg-type]
+    )
+
+
+def test_the_ca_is_fetched_when_it_is_the_token_s(front_door: Any) -> None:
+    expected = front_door.directory.ca_cert.read_bytes()
+    assert fetch_ca(front_door.address, pki.fingerprint(expected)) == expected
+
+
+def test_another_ca_is_refused_by_its_fingerprint(front_door: Any) -> None:
+    with pytest.raises(WrongCaError, match=r"the token names 0000000000000000…"):
+        fetch_ca(front_door.address, "0" * 64)
+
+
+def test_skew_is_the_coordinator_s_clock_minus_ours(make_front_door: Any) -> None:
+    door = make_front_door(clock=lambda: time.time() - 3 * YEAR_S)
+    hello = say_hello(door.address, pinned_context(door.directory.ca_cert.read_bytes()))
+    assert hello.skew_s == pytest.approx(-3 * YEAR_S, abs=0.5)
+    assert (hello.fleet, hello.addresses, hello.broker_port) == ("lab", (door.address,), 18883)
+
+
+def test_a_certificate_that_our_clock_calls_expired_is_accepted(make_front_door: Any) -> None:
+    owner = make_front_door().directory
+    _expired(owner)
+    door = make_front_door(server=(owner.server_cert, owner.server_key))
+    with pytest.raises(WrongCaError, match="expired"):
+        say_hello(door.address, ssl.create_default_context(cadata=owner.ca_cert.read_text()))
+    assert say_hello(door.address, pinned_context(owner.ca_cert.read_bytes())).fleet == "lab"
+
+
+def test_a_certificate_of_another_ca_is_refused(make_front_door: Any) -> None:
+    ours, other = make_front_door(), make_front_door()
+    context = pinned_context(ours.directory.ca_cert.read_bytes())
+    with pytest.raises(WrongCaError, match="not from this fleet's CA"):
+        say_hello(other.address, context)
+    assert other.requests == []
+
+
+def test_the_system_s_certificate_authorities_are_not_trusted(front_door: Any) -> None:
+    context = pinned_context(front_door.directory.ca_cert.read_bytes())
+    assert [ca["subject"] for ca in context.get_ca_certs()] == [((("commonName", "edgefl lab CA"),),)]
+    assert context.check_hostname
+    assert context.verify_mode is ssl.CERT_REQUIRED
+    assert context.verify_flags & ssl.VERIFY_X509_STRICT
+
+
+def test_errors_that_the_coordinator_names_are_raised_as_themselves(front_door: Any) -> None:
+    context = pinned_context(front_door.directory.ca_cert.read_bytes())
+    with pytest.raises(NetworkError, match="malformed join request"):
+        post_json(front_door.address, context, "/edgefl/v1/enroll", {"name": "pi"})
+
+
+def test_a_page_that_is_not_ours_is_called_so(front_door: Any) -> None:
+    context = pinned_context(front_door.directory.ca_cert.read_bytes())
+    with pytest.raises(NetworkError, match="no edgefl coordinator: it answered 404"):
+        post_json(front_door.address, context, "/other", {})
+
+
+def test_an_unknown_host_is_one_line() -> None:
+    with pytest.raises(NetworkError, match=r"nowhere\.invalid:8000 cannot be reached"):
+        fetch_ca("nowhere.invalid:8000", "0" * 64)

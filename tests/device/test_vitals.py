@@ -1,0 +1,164 @@
+"""The readings on trees of files as boards have them."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from edgefl.device.vitals import (
+    Vitals,
+    battery_fraction,
+    memory_bytes,
+    memory_fraction,
+    power_w,
+    temperature_c,
+    throttled,
+)
+
+
+@pytest.fixture
+def board(tmp_path):
+    def make(files):
+        for name, text in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return tmp_path
+
+    return make
+
+
+def thermal(number, kind, millidegrees):
+    zone = f"sys/class/thermal/thermal_zone{number}"
+    return {f"{zone}/type": f"{kind}\n", f"{zone}/temp": f"{millidegrees}\n"}
+
+
+def test_a_board_that_says_nothing_gives_none_for_everything(tmp_path):
+    signs = Vitals(tmp_path / "missing", root=tmp_path).read()
+    assert signs.uptime_s == 0.0
+    assert [
+        signs.temperature_c,
+        signs.throttled,
+        signs.cpu_fraction,
+        signs.memory_fraction,
+        signs.memory_bytes,
+        signs.disk_free_bytes,
+        signs.battery_fraction,
+        signs.power_w,
+    ] == [None] * 8
+
+
+def test_a_raspberry_pi_tells_the_temperature_of_its_processor(board):
+    root = board({**thermal(0, "cpu-thermal", 48312), **thermal(1, "rp1_adc", 61000)})
+    assert temperature_c(root) == 48.312
+
+
+def test_a_jetson_tells_its_junction_and_skips_zones_that_are_asleep(board):
+    root = board(
+        {**thermal(0, "gpu-thermal", -256000), **thermal(1, "cv0-thermal", ""), **thermal(2, "tj-thermal", 52500)}
+    )
+    assert temperature_c(root) == 52.5
+
+
+def test_an_unknown_board_tells_its_hottest_zone(board):
+    assert temperature_c(board({**thermal(0, "a", 40000), **thermal(1, "b", 45000)})) == 45.0
+
+
+@pytest.mark.parametrize(
+    ("bits", "said"),
+    [
+        ("0", "ok"),
+        ("50000", "ok"),
+        ("1", "under-voltage"),
+        ("d000e", "frequency-capped,throttled,soft-temperature-limit"),
+    ],
+)
+def test_the_firmware_of_a_raspberry_pi_tells_what_holds_it_back_now(board, bits, said):
+    root = board({"sys/devices/platform/soc/soc:firmware/get_throttled": f"{bits}\n"})
+    assert throttled(root) == said
+
+
+@pytest.mark.parametrize(("alarm", "said"), [("0", "ok"), ("1", "under-voltage")])
+def test_the_voltage_monitor_tells_it_where_the_firmware_does_not(board, alarm, said):
+    hwmon = "sys/class/hwmon/hwmon2"
+    assert throttled(board({f"{hwmon}/name": "rpi_volt\n", f"{hwmon}/in0_lcrit_alarm": f"{alarm}\n"})) == said
+
+
+def test_the_load_is_the_difference_of_two_readings(board):
+    root = board({"proc/stat": "cpu  100 0 100 700 100 0 0 0 0 0\ncpu0 1 1 1 1\n"})
+    vitals = Vitals(root, root=root)
+    board({"proc/stat": "cpu  130 0 120 740 110 0 0 0 0 0\n"})
+    assert vitals.read().cpu_fraction == 0.5
+    assert vitals.read().cpu_fraction is None  # no time has passed
+
+
+def test_the_memory_in_use_is_what_cannot_be_had(board):
+    root = board({"proc/meminfo": "MemTotal:  1000 kB\nMemFree:  100 kB\nMemAvailable:  250 kB\n"})
+    assert memory_fraction(root) == 0.75
+
+
+def test_a_process_counts_its_share_of_shared_pages(board):
+    root = board({"proc/self/smaps_rollup": "00-ff ---p 00 00:00 0 [rollup]\nRss: 99 kB\nPss: 42 kB\n"})
+    assert memory_bytes(root) == 42 * 1024
+
+
+def test_a_kernel_without_pss_gives_the_resident_size(board):
+    assert memory_bytes(board({"proc/self/status": "Name: python\nVmRSS:\t  99 kB\n"})) == 99 * 1024
+
+
+def test_the_battery_is_the_boards_and_not_that_of_a_mouse(board):
+    supply = "sys/class/power_supply"
+    root = board(
+        {
+            f"{supply}/AC/type": "Mains\n",
+            f"{supply}/AC/capacity": "1\n",
+            f"{supply}/mouse/type": "Battery\n",
+            f"{supply}/mouse/scope": "Device\n",
+            f"{supply}/mouse/capacity": "2\n",
+            f"{supply}/ups/type": "Battery\n",
+            f"{supply}/ups/capacity": "83\n",
+        }
+    )
+    assert battery_fraction(root) == 0.83
+
+
+def rail(hwmon, number, label, millivolts, milliamperes):
+    base = f"sys/class/hwmon/{hwmon}"
+    return {
+        f"{base}/name": "ina3221\n",
+        f"{base}/in{number}_label": f"{label}\n",
+        f"{base}/in{number}_input": f"{millivolts}\n",
+        f"{base}/curr{number}_input": f"{milliamperes}\n",
+    }
+
+
+def test_an_orin_nano_draws_what_its_input_rail_says(board):
+    root = board({**rail("hwmon1", 1, "VDD_IN", 5000, 1200), **rail("hwmon1", 2, "VDD_SOC", 5000, 300)})
+    assert power_w(root) == pytest.approx(6.0)
+
+
+def test_an_agx_draws_the_sum_of_its_rails(board):
+    root = board(
+        {
+            **rail("hwmon1", 1, "VDD_GPU_SOC", 19000, 200),
+            **rail("hwmon1", 2, "NC", 19000, 900),
+            **rail("hwmon2", 1, "VIN_SYS_5V0", 5000, 400),
+        }
+    )
+    assert power_w(root) == pytest.approx(5.8)
+
+
+def test_a_damaged_reading_is_none(board):
+    root = board({"proc/stat": "cpu x y\n", "proc/uptime": "soon\n", "proc/meminfo": "MemTotal: many kB\n"})
+    signs = Vitals(root, root=root).read()
+    assert (signs.uptime_s, signs.cpu_fraction, signs.memory_fraction) == (0.0, None, None)
+
+
+def test_this_machine_can_be_read(tmp_path):
+    signs = Vitals(tmp_path).read()
+    assert signs.uptime_s > 0
+    assert 0 < signs.memory_fraction < 1
+    assert 1_000_000 < signs.memory_bytes < 100_000_000_000
+    disk = os.statvfs(tmp_path)
+    assert signs.disk_free_bytes == pytest.approx(disk.f_bavail * disk.f_frsize, rel=0.1)

@@ -1,0 +1,251 @@
+"""States come back equal, files are whole or not there, and damage is named."""
+
+from __future__ import annotations
+
+import math
+import resource
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from edgefl.errors import JournalError, NotFoundError, StoreFullError
+from edgefl.storage.checkpoints import checkpoints, load_model, load_state, prune_checkpoints, save_model, save_state
+from edgefl.storage.state_files import pack_state, pack_tensors, unpack_state, unpack_tensors
+from edgefl.types import Outcome, SparseTensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerDevice:
+    staleness: int
+    moment: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    version: int = 0
+    model: Mapping[str, Any] = field(default_factory=dict)
+    devices: Mapping[str, PerDevice] = field(default_factory=dict)
+    pending: tuple[str, ...] = ()
+    extra: Any = None
+    last: PerDevice | None = None
+
+
+@dataclass
+class Other:
+    version: int = 0
+
+
+def same(left, right):
+    if isinstance(left, np.ndarray):
+        return (
+            isinstance(right, np.ndarray)
+            and left.dtype == right.dtype
+            and left.shape == right.shape
+            and left.tobytes() == right.tobytes()
+        )
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, tuple | list | deque):
+        return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, float) and math.isnan(left):
+        return math.isnan(right)
+    return type(left) is type(right) and left == right
+
+
+def state():
+    return State(
+        version=3,
+        model={"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.zeros((0, 4)), "n": np.array(7)},
+        devices={"pi-1": PerDevice(staleness=2, moment={"w": np.array([1.5, np.nan])})},
+        pending=("a1", "a2"),
+        last=PerDevice(staleness=1, moment={}),
+    )
+
+
+def test_a_state_comes_back_equal_and_may_be_written_to(tmp_path):
+    saved = save_state(tmp_path / "c", state(), 42)
+    assert saved == checkpoints(tmp_path / "c")[0]
+    assert (saved.last_record, (tmp_path / "c" / f"{saved.sha256}.safetensors").stat().st_size) == (
+        42,
+        saved.bytes_file,
+    )
+    again = load_state(tmp_path / "c", State)
+    assert same(dict(again.model), dict(state().model))
+    assert same(again.devices["pi-1"].moment, state().devices["pi-1"].moment)
+    assert (again.version, again.pending, again.last) == (3, ("a1", "a2"), state().last)
+    again.model["w"] += 1
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text() | st.integers(), inner, max_size=3)
+        | st.builds(deque, st.lists(inner, max_size=2))
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(extra=values)
+def test_any_nest_of_plain_values_comes_back_equal(extra):
+    assert same(unpack_state(pack_state(State(extra=extra)), State).extra, extra)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bool", "int8", "uint8", "int16", "int64", "uint64", "float16", "float32", "float64"]
+)
+def test_every_kind_of_number_comes_back(dtype):
+    array = np.array([[0, 1], [1, 0]]).astype(dtype)
+    for stored in (array, array.T, array[:, ::2], array[0, 0], np.asfortranarray(array)):
+        again = unpack_state(pack_state(State(extra=stored)), State).extra
+        assert same(np.asarray(again), np.ascontiguousarray(stored).reshape(np.shape(stored)))
+    big_endian = np.array([1, 2], dtype=">i4")
+    assert unpack_state(pack_state(State(extra=big_endian)), State).extra.tolist() == [1, 2]
+
+
+def test_sparse_tensors_sets_and_enums_come_back():
+    sparse = SparseTensor(indices=np.array([0, 5]), values=np.array([1.0, 2.0]), shape=(2, 3))
+    again = unpack_state(
+        pack_state(State(extra=[sparse, {"b", "a"}, Outcome.USED, deque([1], maxlen=2)])), State
+    ).extra
+    np.testing.assert_array_equal(again[0].dense(), sparse.dense())
+    assert again[1:3] == [{"a", "b"}, "used"]
+    assert again[3].maxlen == 2
+
+
+def test_equal_states_have_equal_bytes():
+    assert pack_state(State(extra={"b", "a", "c"})) == pack_state(State(extra={"c", "b", "a"}))
+    assert pack_state(state()) == pack_state(state())
+
+
+@pytest.mark.parametrize("extra", [object(), Other(), np.array(["text"]), np.array([1j]), lambda: None])
+def test_what_would_not_come_back_is_refused_when_it_is_saved(extra):
+    with pytest.raises(JournalError, match=r"cannot save State\.extra\[1\]"):
+        pack_state(State(extra=[1, extra]))
+
+
+def test_another_class_is_refused():
+    with pytest.raises(JournalError, match="Other"):
+        unpack_state(pack_state(Other()), State)
+
+
+def test_tensors_keep_their_order():
+    names = ["z", "a", "m"]
+    assert list(unpack_tensors(pack_tensors({name: np.ones(1) for name in names}))) == names
+
+
+def test_the_newest_checkpoint_is_loaded_and_older_ones_by_name(tmp_path):
+    first = save_state(tmp_path, State(version=1), 10)
+    save_state(tmp_path, State(version=2), 200)
+    assert load_state(tmp_path, State).version == 2
+    assert load_state(tmp_path, State, first).version == 1
+    assert [saved.last_record for saved in checkpoints(tmp_path)] == [200, 10]
+
+
+def test_pruning_keeps_the_newest_and_removes_what_nobody_names(tmp_path):
+    for record in (1, 2, 3):
+        save_state(tmp_path, State(version=record), record)
+    (tmp_path / ".left.over.tmp").write_bytes(b"half")
+    assert [saved.last_record for saved in prune_checkpoints(tmp_path, keep=2)] == [3, 2]
+    assert len(list(tmp_path.iterdir())) == 4
+    assert load_state(tmp_path, State).version == 3
+
+
+def test_no_checkpoint_is_a_not_found_error(tmp_path):
+    with pytest.raises(NotFoundError):
+        load_state(tmp_path / "nothing", State)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_any_damage_of_a_checkpoint_is_named(tmp_path_factory, data):
+    directory = tmp_path_factory.mktemp("damaged")
+    saved = save_state(directory, state(), 7)
+    path = directory / f"{saved.sha256}.safetensors"
+    content = bytearray(path.read_bytes())
+    if data.draw(st.booleans()):
+        content = content[: data.draw(st.integers(0, len(content) - 1))]
+    else:
+        content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(content)
+    with pytest.raises(JournalError, match="record 7 is damaged") as error:
+        load_state(directory, State)
+    assert str(path) in str(error.value)
+    # The same state again mends the file.
+    save_state(directory, state(), 7)
+    assert load_state(directory, State).version == 3
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_damaged_bytes_never_give_anything_but_a_journal_error(data):
+    content = bytearray(pack_state(state()))
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+    try:
+        assert isinstance(unpack_state(bytes(content), State), State)
+    except JournalError as error:
+        assert "\n" not in str(error)  # noqa: PT017 damage of a value, too, is possible and no error
+
+
+def test_a_damaged_note_is_left_out_with_a_warning(tmp_path, caplog):
+    save_state(tmp_path, State(version=1), 1)
+    save_state(tmp_path, State(version=2), 2)
+    note = max(tmp_path.glob("*.json"))
+    note.write_bytes(note.read_bytes()[:-5])
+    assert load_state(tmp_path, State).version == 1
+    assert str(note) in caplog.text
+
+
+def test_a_missing_file_is_named(tmp_path):
+    saved = save_state(tmp_path, State(), 1)
+    (tmp_path / f"{saved.sha256}.safetensors").unlink()
+    with pytest.raises(JournalError, match=f"missing.*{saved.sha256}"):
+        load_state(tmp_path, State)
+
+
+def test_a_full_disk_leaves_the_checkpoint_before_and_nothing_else(tmp_path):
+    save_state(tmp_path, State(version=1), 1)
+    before = sorted(tmp_path.iterdir())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(StoreFullError, match="no room to write"):
+            save_state(tmp_path, State(version=2, extra=np.zeros(10_000)), 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert sorted(tmp_path.iterdir()) == before
+    assert load_state(tmp_path, State).version == 1
+
+
+def test_a_model_is_plain_safetensors_named_by_its_hash_and_in_its_order(tmp_path):
+    model = {"w2": np.ones((2, 2), dtype=np.float32), "b1": np.zeros(2, dtype=np.float32)}
+    sha256, path = save_model(tmp_path / "models", model)
+    assert path.name == f"{sha256}.safetensors"
+    assert save_model(tmp_path / "models", model) == (sha256, path)
+    again = load_model(path)
+    assert list(again) == ["w2", "b1"]
+    again["w2"] += 1
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    with pytest.raises(JournalError, match="damaged"):
+        load_model(path)
+
+
+def test_a_model_of_another_program_can_be_loaded(tmp_path):
+    save_file({"w": np.ones(3)}, tmp_path / "theirs.safetensors")
+    np.testing.assert_array_equal(load_model(str(tmp_path / "theirs.safetensors"))["w"], np.ones(3))
+    (tmp_path / "letter.safetensors").write_text("dear aunt")
+    with pytest.raises(JournalError, match=r"letter\.safetensors.*damaged"):
+        load_model(tmp_path / "letter.safetensors")
+    with pytest.raises(NotFoundError):
+        load_model(tmp_path / "nothing.safetensors")

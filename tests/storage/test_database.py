@@ -1,0 +1,271 @@
+"""Opening, upgrading, refusing, and what happens when a disk is full or a database is locked."""
+
+import os
+import re
+import sqlite3
+import stat
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import event
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.schema import CreateTable
+
+import edgefl.storage.database as database_module
+from edgefl.errors import StoreError, StoreFullError, StoreTooNewError
+from edgefl.storage.database import SCHEMA_REVISION, Database
+from edgefl.storage.models import Base
+from edgefl.storage.store import Store
+
+
+def one_line(error):
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+def test_migrations_make_exactly_the_tables_of_the_models(tmp_path):
+    database = Database.open(tmp_path / "edgefl.db")
+    with database.read() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
+    database.close()
+
+
+def test_the_program_knows_its_newest_migration():
+    config = Config()
+    config.set_main_option("script_location", str(Path(database_module.__file__).parent / "migrations"))
+    config.set_main_option("path_separator", "os")
+    assert ScriptDirectory.from_config(config).get_current_head() == SCHEMA_REVISION
+
+
+def test_tables_are_possible_in_postgresql():
+    for table in Base.metadata.sorted_tables:
+        assert str(CreateTable(table).compile(dialect=postgresql.dialect())).strip().startswith("CREATE TABLE")
+
+
+def test_a_new_store_is_for_its_owner_alone(tmp_path):
+    with Store.open(tmp_path / "edgefl.db") as store:
+        store.record_event("test", "something", at=1.0)
+        modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert set(modes) >= {"edgefl.db", "edgefl.db-wal"}
+    assert set(modes.values()) == {0o600}
+
+
+def test_finds_by_url_and_for_reading_what_it_made_by_path(tmp_path):
+    path = tmp_path / "a b?c#%20.db"
+    with Store.open(path) as store:
+        store.record_event("test", "something", at=1.0)
+    for again in (
+        Store.open(f"sqlite:///{tmp_path}/{quote(path.name)}"),
+        Store.open(path, read_only=True),
+    ):
+        with again as store, store.database.read() as connection:
+            assert connection.exec_driver_sql("SELECT count(*) FROM events").scalar() == 1
+
+
+def test_refuses_a_database_newer_than_the_program_and_leaves_it_alone(tmp_path):
+    path = tmp_path / "edgefl.db"
+    Store.open(path).close()
+    with sqlite3.connect(path) as raw:
+        raw.execute("UPDATE alembic_version SET version_num = '0999'")
+    raw.close()
+    before = path.read_bytes()
+    for read_only in (False, True):
+        with pytest.raises(StoreTooNewError) as error:
+            Store.open(path, read_only=read_only)
+        assert re.search(rf"0999.*{SCHEMA_REVISION}", one_line(error))
+    assert path.read_bytes() == before
+
+
+def test_refuses_a_file_that_is_no_database(tmp_path):
+    path = tmp_path / "edgefl.db"
+    path.write_text("a letter to my aunt\n" * 500)
+    with pytest.raises(StoreError) as error:
+        Store.open(path)
+    assert "is not a database" in one_line(error)
+    assert str(path) in one_line(error)
+    assert path.read_text().startswith("a letter")
+
+
+def test_refuses_a_database_of_another_program(tmp_path):
+    path = tmp_path / "edgefl.db"
+    with sqlite3.connect(path) as raw:
+        raw.execute("CREATE TABLE recipes (name TEXT)")
+    raw.close()
+    with pytest.raises(StoreError) as error:
+        Store.open(path)
+    assert "recipes" in one_line(error)
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_says_in_one_line_that_the_directory_is_missing(tmp_path, read_only):
+    with pytest.raises(StoreError) as error:
+        Store.open(tmp_path / "nowhere" / "edgefl.db", read_only=read_only)
+    assert "nowhere" in one_line(error)
+
+
+@pytest.mark.parametrize("url", ["sqlite://", "nonsense://x/y", "postgresql+nodriver://h/d", "://"])
+def test_says_in_one_line_that_a_url_cannot_be_used(url):
+    with pytest.raises(StoreError) as error:
+        Store.open(url)
+    one_line(error)
+
+
+def test_reading_does_not_make_a_store(tmp_path):
+    with pytest.raises(StoreError, match="no store at"):
+        Store.open(tmp_path / "edgefl.db", read_only=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_refuses_to_write(tmp_path):
+    Store.open(tmp_path / "edgefl.db").close()
+    with Store.open(tmp_path / "edgefl.db", read_only=True) as store, pytest.raises(StoreError, match="reading only"):
+        store.record_event("test", "something", at=1.0)
+
+
+def test_a_full_database_says_so_loses_nothing_and_goes_on_when_there_is_room(store):
+    limit = {"pages": 120}
+
+    @event.listens_for(store.database.engine, "begin")
+    def _limit(connection):
+        connection.exec_driver_sql(f"PRAGMA max_page_count = {limit['pages']}")
+
+    def write_until_full():
+        while True:
+            store.record_event("test", "x" * 5000, at=1.0)
+            written.append(1)
+
+    written = []
+    with pytest.raises(StoreFullError) as error:
+        write_until_full()
+    assert "disk is full" in one_line(error)
+    assert written
+    limit["pages"] = 100_000
+    store.record_event("test", "room again", at=1.0)
+    with store.database.read() as connection:
+        assert connection.exec_driver_sql("SELECT count(*) FROM events").scalar() == len(written) + 1
+
+
+def test_a_file_system_without_room_is_named_as_such(tmp_path):
+    script = textwrap.dedent(
+        """
+        import sys
+        from edgefl.errors import StoreFullError
+        from edgefl.storage.store import Store
+        with Store.open(sys.argv[1] + "/edgefl.db") as store:
+            try:
+                while True:
+                    store.record_event("test", "x" * 100_000, at=1.0)
+            except StoreFullError as error:
+                print("FULL", error)
+        """
+    )
+    mount = tmp_path / "small"
+    mount.mkdir()
+    command = f'mount -t tmpfs -o size=2m none "{mount}" && exec "{sys.executable}" -c "$0" "{mount}"'
+    done = subprocess.run(
+        ["unshare", "--mount", "--map-root-user", "sh", "-c", command, script],
+        capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    if "unshare" in done.stderr or "mount" in done.stderr.split("Traceback")[0]:
+        pytest.skip(f"this machine lets nobody mount a small file system: {done.stderr.strip()}")
+    assert done.stdout.startswith("FULL no room"), done.stderr
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_locked_store_is_named_as_such_after_a_while(tmp_path, store):
+    @event.listens_for(store.database.engine, "connect")
+    def _hurry(connection, _record):
+        connection.execute("PRAGMA busy_timeout = 100")
+
+    store.database.engine.dispose()
+    other = sqlite3.connect(tmp_path / "edgefl.db", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(StoreError, match="in use by another program") as error:
+        store.record_event("test", "something", at=1.0)
+    one_line(error)
+    other.execute("ROLLBACK")
+    other.close()
+    store.record_event("test", "something", at=1.0)
+
+
+def test_a_batch_is_kept_whole_or_not_at_all(store):
+    def fail_halfway():
+        with store.batch():
+            store.record_event("test", "first", at=1.0)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail_halfway()
+    with store.batch():
+        store.record_event("test", "second", at=1.0)
+        store.record_event("test", "third", at=1.0)
+    with store.database.read() as connection:
+        kept = connection.exec_driver_sql("SELECT message FROM events ORDER BY id").scalars().all()
+    assert kept == ["second", "third"]
+
+
+def test_a_refused_call_inside_a_batch_leaves_the_rest_of_it(store):
+    with store.batch():
+        store.record_event("test", "kept", at=1.0)
+        with pytest.raises(StoreError):
+            store.add_run(run_id="r", name="n", task="t", strategy="s", config={}, seed=1, submitted_at=None)
+    with store.database.read() as connection:
+        assert connection.exec_driver_sql("SELECT message FROM events").scalars().all() == ["kept"]
+
+
+def test_a_batch_reads_what_it_has_written(store):
+    with store.batch():
+        store.add_run(run_id="r", name="n", task="t", strategy="s", config={}, seed=1, submitted_at=1.0)
+        assert store.run("r").name == "n"
+
+
+def test_threads_write_next_to_each_other_while_another_process_reads(tmp_path, store):
+    reader = Store.open(tmp_path / "edgefl.db", read_only=True)
+    errors = []
+
+    def write(number):
+        try:
+            for at in range(25):
+                store.record_event("test", f"{number}", at=float(at))
+        except StoreError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    counts = []
+    while any(thread.is_alive() for thread in threads):
+        with reader.database.read() as connection:
+            counts.append(connection.exec_driver_sql("SELECT count(*) FROM events").scalar())
+    for thread in threads:
+        thread.join()
+    reader.close()
+    assert errors == []
+    assert counts == sorted(counts)
+    with store.database.read() as connection:
+        assert connection.exec_driver_sql("SELECT count(*) FROM events").scalar() == 100
+
+
+def test_two_programs_may_open_a_new_store_at_once(tmp_path):
+    script = "import sys; from edgefl.storage.store import Store; Store.open(sys.argv[1]).close()"
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(tmp_path / "edgefl.db")],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, stderr=subprocess.PIPE,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    for process in started:
+        assert process.communicate(timeout=60)[1] == b""
+        assert process.returncode == 0

@@ -1,0 +1,414 @@
+"""What was committed comes back, whatever a crash or a bad disk does; damage is named."""
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from edgefl.errors import JournalError, StoreFullError
+from edgefl.storage.journal import WalJournal
+from edgefl.storage.journal_reader import read_journal
+from edgefl.storage.journal_records import Aggregated, CheckpointMark
+from edgefl.storage.wal import HEADER_BYTES, RecordKind, journal_files
+from edgefl.types import (
+    Assignment,
+    Decision,
+    EdgeMessage,
+    Evaluated,
+    Evaluation,
+    Joined,
+    LocalPlan,
+    Lost,
+    Outcome,
+    Progress,
+    Recall,
+    SparseTensor,
+    Stop,
+    Update,
+    UpdateMetrics,
+)
+
+in_a_fresh_directory = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def decode(body):
+    return {"w": np.frombuffer(body, dtype=np.uint8)}
+
+
+def update(assignment_id="a1", body=b"weights", **changes):
+    values = {"device_id": "pi-1", "base_version": 3, "tensors": {}, "metrics": UpdateMetrics(iterations=5, loss=0.5)}
+    return Update(assignment_id=assignment_id, body=body, **{**values, **changes})
+
+
+def body_of(event):
+    return event.tensors["w"].tobytes()
+
+
+def open_journal(directory, **options):
+    return WalJournal(directory, decode, **options)
+
+
+def entries(directory, **options):
+    with open_journal(directory) as journal:
+        return list(journal.entries(**options))
+
+
+def all_kinds():
+    plan = LocalPlan(
+        iterations=3,
+        options={"mu": 0.1, "name": "x"},
+        inbox=(
+            EdgeMessage(edge=("a", "b"), step=2, body=b"\x00\xff"),
+            EdgeMessage(edge=("b", "c"), step=1, body=b"z"),
+        ),
+    )
+    orders = (
+        Assignment(assignment_id="a1", device_id="pi-1", base_version=3, plan=plan, codec="dense", settled=("a0",)),
+        Evaluation(assignment_id="e1", device_id="pi-2", version=3, round=3),
+        Recall(assignment_id="a1", device_id="pi-1"),
+    )
+    evaluated = Evaluated(
+        assignment_id="e1", device_id="pi-2", version=3, round=3, source="device", num_examples=9, loss=0.1,
+        accuracy=0.9, metrics={"f1": 0.5},
+    )  # fmt: skip
+    lost = Lost(device_id="pi-3", assignment_id="a3", outcome=Outcome.LOST, reason="gone")
+    return Decision(orders=orders, next_wake_s=2.5), [evaluated, lost, Stop(reason="enough")]
+
+
+def test_everything_that_happened_comes_back_equal_and_in_order(tmp_path):
+    decision, events = all_kinds()
+    with open_journal(tmp_path / "j") as journal:
+        journal.decided(decision)
+        journal.received([update(received_s=7.5), *events])
+        journal.aggregated(4, ["a1"])
+    (first, got_decision), (_, got_update), *rest = entries(tmp_path / "j")
+    assert (first, got_decision) == (1, decision)
+    assert (got_update.device_id, got_update.metrics, got_update.received_s) == ("pi-1", update().metrics, 7.5)
+    assert (body_of(got_update), got_update.body) == (b"weights", None)
+    assert [entry for _, entry in rest] == [*events, Aggregated(version=4, assignment_ids=("a1",))]
+    assert [number for number, _ in rest] == [3, 4, 5, 6]
+
+
+def test_a_received_update_is_read_from_the_disk_and_not_kept_in_memory(tmp_path):
+    with open_journal(tmp_path / "j") as journal:
+        (kept,) = journal.received([update(body=b"first")])
+        assert kept.body is None
+        assert body_of(kept) == b"first"
+        kept.tensors.release()
+        assert body_of(kept) == b"first"
+        assert journal.record_of("a1") == journal.last_record == 1
+
+
+def test_an_update_without_codec_body_keeps_its_tensors(tmp_path):
+    sparse = SparseTensor(indices=np.array([1, 5]), values=np.array([0.5, -1.0], dtype=np.float32), shape=(2, 3))
+    tensors = {"z": np.arange(3, dtype=np.float32), "a": sparse, "scalar": np.float32(2.0) * np.ones((), np.float32)}
+    with open_journal(tmp_path / "j") as journal:
+        (kept,) = journal.received([update(body=None, tensors={**tensors, "scalar": np.array(2.0)})])
+        assert list(kept.tensors) == ["z", "a", "scalar"]
+    ((_, again),) = entries(tmp_path / "j")
+    np.testing.assert_array_equal(again.tensors["z"], tensors["z"])
+    np.testing.assert_array_equal(again.tensors["a"].dense(), sparse.dense())
+    assert again.tensors["scalar"].shape == ()
+
+
+def test_what_no_replay_needs_is_passed_on_and_not_written(tmp_path):
+    progress = Progress(device_id="d", assignment_id="a", iteration=1, seconds_per_iteration=0.1, age_s=0.0)
+    with open_journal(tmp_path / "j") as journal:
+        assert journal.received([progress, Joined(device_id="d")]) == [progress, Joined(device_id="d")]
+        journal.decided(Decision())
+        assert journal.last_record == 0
+
+
+def test_numbers_go_on_after_a_restart(tmp_path):
+    for expected in (1, 2, 3):
+        with open_journal(tmp_path / "j") as journal:
+            journal.received([update(f"a{expected}")])
+            assert journal.last_record == expected
+    assert [number for number, _ in entries(tmp_path / "j", after=1)] == [2, 3]
+
+
+def test_large_files_get_successors_and_checkpoints_begin_new_ones(tmp_path):
+    with open_journal(tmp_path / "j", max_file_bytes=1000) as journal:
+        kept = [event for n in range(10) for event in journal.received([update(f"a{n}", body=bytes([n]) * 400)])]
+        files = len(journal_files(tmp_path / "j"))
+        assert files > 2
+        journal.checkpointed(CheckpointMark(sha256="0" * 64, last_record=journal.last_record))
+        assert len(journal_files(tmp_path / "j")) > files
+        assert journal_files(tmp_path / "j")[-1].stat().st_size == HEADER_BYTES
+        assert [body_of(event) for event in kept] == [bytes([n]) * 400 for n in range(10)]
+    assert [number for number, _ in entries(tmp_path / "j")] == list(range(1, 12))
+
+
+def test_pruning_removes_whole_files_up_to_the_checkpoint_and_nothing_behind_it(tmp_path):
+    with open_journal(tmp_path / "j", max_file_bytes=1000) as journal:
+        for n in range(1, 11):
+            (first, *_) = journal.received([update(f"a{n}", body=b"x" * 400)])
+            if n == 1:
+                oldest = first
+        journal.prune(5)
+        assert journal.record_of("a5") is None
+        assert journal.record_of("a6") == 6
+        with pytest.raises(JournalError, match="pruned"):
+            body_of(oldest)
+    assert [number for number, _ in entries(tmp_path / "j", after=5)] == [6, 7, 8, 9, 10]
+    with pytest.raises(JournalError, match="missing"):
+        entries(tmp_path / "j")
+
+
+def test_a_checkpoint_that_knows_more_than_the_journal_is_an_error(tmp_path):
+    with open_journal(tmp_path / "j") as journal:
+        journal.received([update()])
+    with pytest.raises(JournalError, match="ends with record 1"):
+        list(read_journal(tmp_path / "j", after=2))
+    with pytest.raises(JournalError, match="ends with record 0"):
+        list(read_journal(tmp_path / "nothing", after=1))
+
+
+def test_a_missing_file_in_the_middle_is_named(tmp_path):
+    with open_journal(tmp_path / "j", max_file_bytes=HEADER_BYTES) as journal:
+        for n in range(4):
+            journal.received([update(f"a{n}")])
+    journal_files(tmp_path / "j")[1].unlink()
+    with pytest.raises(JournalError, match="record 2 is missing"):
+        list(read_journal(tmp_path / "j"))
+
+
+def synced_journal(directory, sizes=(3, 0, 200)):
+    """Writes one record per commit and returns the file and the end of every record."""
+    ends = []
+    with open_journal(directory) as journal:
+        for number, size in enumerate(sizes):
+            journal.received([update(f"a{number}", body=bytes(range(size)))])
+            journal.commit()
+            ends.append(journal_files(directory)[-1].stat().st_size)
+    return journal_files(directory)[-1], ends
+
+
+@in_a_fresh_directory
+@given(data=st.data())
+def test_a_torn_tail_is_cut_wherever_it_is_torn(tmp_path_factory, data):
+    directory = tmp_path_factory.mktemp("torn") / "j"
+    path, ends = synced_journal(directory)
+    cut = data.draw(st.integers(0, ends[-1]))
+    os.truncate(path, cut)
+    whole = sum(end <= cut for end in ends)
+    assert [record.assignment_id for record in read_journal(directory)] == [f"a{n}" for n in range(whole)]
+    with open_journal(directory) as journal:
+        assert journal.last_record == whole
+        journal.received([update("after")])
+    names = [record.assignment_id for record in read_journal(directory)]
+    assert names == [*(f"a{n}" for n in range(whole)), "after"]
+
+
+@in_a_fresh_directory
+@given(data=st.data())
+def test_damage_of_what_was_durable_is_named_and_damage_of_the_last_commit_is_cut(tmp_path_factory, data):
+    directory = tmp_path_factory.mktemp("damaged") / "j"
+    path, ends = synced_journal(directory)
+    content = bytearray(path.read_bytes())
+    place = data.draw(st.integers(0, len(content) - 1))
+    content[place] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(content)
+    if place < ends[-2]:
+        with pytest.raises(JournalError, match=rf"{path}.* damaged at byte \d+|format \d+") as error:
+            list(read_journal(directory))
+        assert "\n" not in str(error.value)
+        with pytest.raises(JournalError):
+            open_journal(directory)
+        assert path.read_bytes() == content
+    else:
+        assert [record.assignment_id for record in read_journal(directory)] == ["a0", "a1"]
+
+
+@in_a_fresh_directory
+@given(data=st.data())
+def test_damage_of_an_older_file_is_always_named(tmp_path_factory, data):
+    directory = tmp_path_factory.mktemp("older") / "j"
+    with open_journal(directory, max_file_bytes=HEADER_BYTES) as journal:
+        journal.received([update("a0"), update("a1")])
+    old = journal_files(directory)[0]
+    content = bytearray(old.read_bytes())
+    if data.draw(st.booleans()):
+        content = content[: data.draw(st.integers(0, len(content) - 1))]
+    else:
+        content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+    old.write_bytes(content)
+    with pytest.raises(JournalError):
+        list(read_journal(directory))
+
+
+@in_a_fresh_directory
+@given(lost=st.lists(st.integers(0, 7), unique=True), data=st.data())
+def test_pages_of_an_unsynced_batch_may_arrive_in_any_order(tmp_path_factory, lost, data):
+    directory = tmp_path_factory.mktemp("pages") / "j"
+    with open_journal(directory) as journal:
+        journal.received([update("kept")])
+        journal.commit()
+        start = journal_files(directory)[0].stat().st_size
+        journal.received([update(f"a{n}", body=os.urandom(100)) for n in range(5)])
+    path = journal_files(directory)[0]
+    content = bytearray(path.read_bytes())
+    page = data.draw(st.integers(50, 200))
+    for number in lost:
+        begin = min(start + number * page, len(content))
+        content[begin : begin + page] = bytes(len(content[begin : begin + page]))
+    path.write_bytes(content)
+    names = [record.assignment_id for record in read_journal(directory)]
+    assert names[0] == "kept"
+    assert names == ["kept", "a0", "a1", "a2", "a3", "a4"][: len(names)]
+
+
+def test_a_body_that_looks_like_a_record_is_not_taken_for_one(tmp_path):
+    with open_journal(tmp_path / "real") as journal:
+        journal.received([update("x")])
+        journal.commit()
+        journal.received([update("y")])
+    forged = journal_files(tmp_path / "real")[0].read_bytes()[HEADER_BYTES:]
+    with open_journal(tmp_path / "j") as journal:
+        journal.received([update("kept")])
+        journal.commit()
+        end = journal_files(tmp_path / "j")[0].stat().st_size
+        journal.received([update("torn", body=forged)])
+    path = journal_files(tmp_path / "j")[0]
+    content = bytearray(path.read_bytes())
+    content[end + 10] ^= 1
+    path.write_bytes(content)
+    assert [record.assignment_id for record in read_journal(tmp_path / "j")] == ["kept"]
+
+
+def test_a_crash_while_a_new_file_is_made_loses_nothing(tmp_path):
+    with open_journal(tmp_path / "j") as journal:
+        journal.received([update("a0")])
+    (tmp_path / "j" / "000002.wal").write_bytes(b"EDGE")
+    assert [record.assignment_id for record in read_journal(tmp_path / "j")] == ["a0"]
+    with open_journal(tmp_path / "j") as journal:
+        journal.received([update("a1")])
+        assert journal.last_record == 2
+    assert [record.number for record in read_journal(tmp_path / "j")] == [1, 2]
+
+
+def test_a_newer_format_is_refused(tmp_path):
+    path, _ = synced_journal(tmp_path / "j")
+    content = bytearray(path.read_bytes())
+    content[8] = 2
+    import zlib  # noqa: PLC0415 only here
+
+    content[HEADER_BYTES - 4 : HEADER_BYTES] = zlib.crc32(content[: HEADER_BYTES - 4]).to_bytes(4, "little")
+    path.write_bytes(content)
+    with pytest.raises(JournalError, match="format 2, this program reads 1"):
+        list(read_journal(tmp_path / "j"))
+
+
+def test_a_killed_writer_loses_nothing_that_it_committed(tmp_path):
+    script = textwrap.dedent(
+        """
+        import os, signal, sys
+        from edgefl.storage.journal import WalJournal
+        from edgefl.types import Stop
+        journal = WalJournal(__import__("pathlib").Path(sys.argv[1]), dict)
+        for number in range(50):
+            journal.received([Stop(reason=str(number))])
+            journal.commit()
+        journal.received([Stop(reason="not committed")])
+        os.kill(os.getpid(), signal.SIGKILL)
+        """
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    killed = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "j")], check=False, env=environment, timeout=60
+    )
+    assert killed.returncode == -9
+    reasons = [entry.reason for _, entry in entries(tmp_path / "j")]
+    assert reasons[:50] == [str(number) for number in range(50)]
+
+
+@pytest.fixture
+def file_size_limit():
+    """Limits every file that this process writes, as a full disk would, and lifts the limit at the end."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(size):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+
+    yield limit
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_call_without_room_keeps_nothing_and_may_be_repeated(tmp_path, file_size_limit):
+    journal = open_journal(tmp_path / "j")
+    journal.received([update("a0", body=b"x" * 1000)])
+    journal.commit()
+    batch = [update("a1", body=b"y" * 1000), update("a2", body=b"z" * 5000)]
+    file_size_limit(4000)
+    with pytest.raises(StoreFullError, match="no room to write journal") as error:
+        journal.received(batch)
+    assert error.value.__cause__.errno == errno.EFBIG
+    assert journal.record_of("a1") is None
+    file_size_limit(100_000)
+    kept = journal.received(batch)
+    assert [body_of(event)[:1] for event in kept] == [b"y", b"z"]
+    journal.close()
+    assert [record.assignment_id for record in read_journal(tmp_path / "j")] == ["a0", "a1", "a2"]
+
+
+def test_no_room_for_a_successor_leaves_the_journal_as_it_was(tmp_path, file_size_limit):
+    journal = open_journal(tmp_path / "j", max_file_bytes=1500)
+    file_size_limit(3000)
+    with pytest.raises(StoreFullError):
+        journal.received(
+            [update("a0", body=b"x" * 1600), update("a1", body=b"x" * 100), update("a2", body=b"x" * 9000)]
+        )
+    assert len(journal_files(tmp_path / "j")) == 1
+    assert journal.last_record == 0
+    journal.received([update("b0")])
+    journal.close()
+    assert [record.assignment_id for record in read_journal(tmp_path / "j")] == ["b0"]
+
+
+def test_a_failed_sync_ends_the_journal_and_what_was_committed_comes_back(tmp_path):
+    journal = open_journal(tmp_path / "j")
+    journal.received([update("a0")])
+    journal.commit()
+    journal.received([update("a1")])
+    os.close(journal._handle)
+    with pytest.raises(JournalError, match="could not be made durable"):
+        journal.commit()
+    for call in (journal.commit, lambda: journal.received([update("a2")])):
+        with pytest.raises(JournalError, match="could not be made durable"):
+            call()
+    assert next(read_journal(tmp_path / "j")).assignment_id == "a0"
+
+
+def test_a_closed_journal_refuses_more(tmp_path):
+    journal = open_journal(tmp_path / "j")
+    journal.close()
+    journal.close()
+    with pytest.raises(JournalError, match="closed"):
+        journal.received([update()])
+
+
+def test_a_whole_record_of_nonsense_is_named(tmp_path):
+    from edgefl.storage.journal_records import Packed  # noqa: PLC0415 only here
+
+    with open_journal(tmp_path / "j") as journal:
+        journal._append(Packed(kind=RecordKind.LOST, assignment_id="a", parts=(b"\x05\0\0\0[1,2]",)))
+        journal.commit()
+        with pytest.raises(JournalError, match=r"record 1 \(lost\) makes no sense"):
+            list(journal.entries())
+
+
+def test_files_are_for_their_owner_alone(tmp_path):
+    open_journal(tmp_path / "runs" / "r" / "journal").close()
+    (path,) = journal_files(tmp_path / "runs" / "r" / "journal")
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert Path(path.parent).stat().st_mode & 0o777 == 0o700

@@ -1,0 +1,209 @@
+import itertools
+
+import numpy as np
+import pytest
+
+from edgefl.errors import ConfigError, DataError
+from edgefl.tasks.local_steps import local_step_names, make_local_step
+from edgefl.tasks.local_training import train
+from edgefl.tasks.numpy_learner import DenseModel
+from edgefl.types import Dataset, LocalPlan
+
+
+def some_data(n=20):
+    rng = np.random.default_rng(0)
+    return Dataset(inputs=rng.standard_normal((n, 3)).astype(np.float32), labels=np.arange(n) % 2)
+
+
+def a_learner(seed=1):
+    model = DenseModel(sizes=(3, 2), prepare=lambda x: x)
+    learner = model.learner()
+    learner.load(model.init(seed))
+    return learner
+
+
+def go_on(*_):
+    return False
+
+
+def run(plan, *, data=None, learner=None, seed=5, clock=None, on_iteration=go_on):
+    ticks = itertools.count()
+    return train(
+        learner or a_learner(),
+        some_data() if data is None else data,
+        plan,
+        np.random.default_rng(seed),
+        clock=clock or (lambda: float(next(ticks))),
+        on_iteration=on_iteration,
+    )
+
+
+def test_the_displacement_is_end_minus_start_in_the_order_of_the_tensors():
+    learner = a_learner()
+    before = learner.read()
+    result = run(LocalPlan(iterations=4, batch_size=8, learning_rate=0.5), learner=learner)
+    assert list(result.displacement) == list(before)
+    for name, value in learner.read().items():
+        np.testing.assert_allclose(result.displacement[name], value - before[name], atol=1e-7)
+        assert result.displacement[name].any()
+
+
+@pytest.mark.parametrize(
+    ("budget", "iterations"),
+    [
+        ({"iterations": 7}, 7),
+        ({"epochs": 2.0}, 6),
+        ({"epochs": 0.5}, 2),
+        ({"epochs": 0.01}, 1),
+        ({"seconds": 4.0}, 4),
+    ],
+)
+def test_each_budget_grants_its_iterations_and_at_least_one(budget, iterations):
+    # 20 examples in batches of 8 are three iterations an epoch; the clock ticks once per iteration.
+    result = run(LocalPlan(**budget, batch_size=8))
+    assert result.iterations == iterations
+    assert result.num_examples == 20
+
+
+def test_a_budget_of_less_than_one_iteration_still_trains_once():
+    assert run(LocalPlan(seconds=1e-9, batch_size=8)).iterations == 1
+
+
+def test_a_recall_ends_after_the_present_iteration():
+    seen = []
+
+    def recalled(iteration, seconds_per_iteration):
+        seen.append((iteration, seconds_per_iteration))
+        return iteration == 2
+
+    result = run(LocalPlan(iterations=50, batch_size=4), on_iteration=recalled)
+    assert result.iterations == 2
+    assert seen == [(1, 1.0), (2, 1.0)]
+
+
+def test_every_example_is_used_once_per_epoch_in_another_order():
+    learner, seen = a_learner(), []
+
+    class Watched:
+        def __getattr__(self, name):
+            return getattr(learner, name)
+
+        def gradient(self, batch):
+            seen.append(batch.inputs[:, 0].tolist())
+            return learner.gradient(batch)
+
+    data = some_data()
+    run(LocalPlan(epochs=2.0, batch_size=8), learner=Watched(), data=data)
+    first, second = list(itertools.chain(*seen[:3])), list(itertools.chain(*seen[3:]))
+    assert sorted(first) == sorted(second) == sorted(data.inputs[:, 0].tolist())
+    assert first != second
+    assert [len(batch) for batch in seen] == [8, 8, 4, 8, 8, 4]
+
+
+def test_the_same_seed_gives_the_same_result_to_the_bit():
+    plan = LocalPlan(epochs=3.0, batch_size=4, momentum=0.9)
+    first, again, other = run(plan), run(plan), run(plan, seed=6)
+    assert all(np.array_equal(first.displacement[name], again.displacement[name]) for name in first.displacement)
+    assert not np.array_equal(first.displacement["fc1.weight"], other.displacement["fc1.weight"])
+
+
+def test_sgd_with_momentum_and_weight_decay_follows_its_formula():
+    learner, data = a_learner(), some_data()
+    weight, velocity = learner.read()["fc1.weight"], 0.0
+    other = a_learner()
+    for _ in range(3):
+        other.load({"fc1.weight": weight})
+        other.gradient(data)
+        velocity = 0.9 * velocity + (other.gradients["fc1.weight"] + 0.1 * weight)
+        bias = other.read()["fc1.bias"]
+        weight = weight - 0.2 * velocity
+        other.load({"fc1.bias": bias})
+    learner_frozen_bias = _FrozenBias(learner)
+    plan = LocalPlan(iterations=3, batch_size=20, learning_rate=0.2, momentum=0.9, weight_decay=0.1)
+    run(plan, learner=learner_frozen_bias, data=data)
+    np.testing.assert_allclose(learner.read()["fc1.weight"], weight, atol=1e-6)
+
+
+class _FrozenBias:
+    """Shows only the weight to the algorithm, so that the formula has one tensor to follow."""
+
+    def __init__(self, learner):
+        self._learner = learner
+
+    def __getattr__(self, name):
+        return getattr(self._learner, name)
+
+    @property
+    def parameters(self):
+        return {"fc1.weight": self._learner.parameters["fc1.weight"]}
+
+    @property
+    def gradients(self):
+        return {"fc1.weight": self._learner.gradients["fc1.weight"]}
+
+
+def test_gradient_moves_once_along_the_exact_gradient_over_the_shard():
+    learner, data = a_learner(), some_data()
+    learner.gradient(data)
+    expected = -0.3 * learner.gradients["fc1.weight"]
+    result = run(
+        LocalPlan(algorithm="gradient", epochs=1.0, batch_size=8, learning_rate=0.3), learner=learner, data=data
+    )
+    assert result.iterations == 3
+    np.testing.assert_allclose(result.displacement["fc1.weight"], expected, atol=1e-6)
+
+
+def test_a_diverging_model_is_reported_and_not_an_error():
+    result = run(LocalPlan(iterations=40, batch_size=8, learning_rate=1e20, weight_decay=1e10))
+    assert not np.isfinite(result.loss)
+
+
+def test_the_loss_is_the_mean_over_the_examples():
+    learner, data = a_learner(), some_data()
+    expected = learner.gradient(data)
+    result = run(LocalPlan(epochs=1.0, batch_size=8, learning_rate=0.0), learner=learner, data=data)
+    assert result.loss == pytest.approx(expected, rel=1e-6)
+
+
+def test_no_examples_are_an_error():
+    with pytest.raises(DataError, match="holds no examples"):
+        run(LocalPlan(iterations=1), data=some_data().take(np.empty(0, np.int64)))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({}, "exactly one of iterations, epochs and seconds, got none"),
+        ({"iterations": 1, "epochs": 1.0}, "exactly one of"),
+        ({"iterations": 0}, "iterations of a plan must be a finite number above 0, got 0"),
+        ({"seconds": float("nan")}, "seconds of a plan must be"),
+        ({"iterations": 1, "batch_size": 0}, "batch_size of a plan must be"),
+        ({"iterations": 1, "learning_rate": -0.1}, "learning_rate of a plan must be a finite number of 0 or more"),
+        ({"iterations": 1, "algorithm": "adamw"}, "'adamw' is not installed on this board, only gradient, sgd"),
+    ],
+)
+def test_a_plan_that_makes_no_sense_is_one_clear_line(wrong, message):
+    with pytest.raises(ConfigError, match=message):
+        run(LocalPlan(**wrong))
+
+
+def test_an_installed_package_adds_an_algorithm(tmp_path, monkeypatch):
+    (tmp_path / "signs.py").write_text(
+        "class Signs:\n"
+        "    def __init__(self, plan):\n"
+        "        self.plan = plan\n"
+        "    def begin(self, learner): ...\n"
+        "    def step(self, learner, batch):\n"
+        "        for weight in learner.parameters.values():\n"
+        "            weight -= self.plan.learning_rate\n"
+        "    def end(self, learner): ...\n"
+    )
+    info = tmp_path / "signs-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: signs\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[edgefl.local_steps]\nsigns = signs:Signs\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "signs" in local_step_names()
+    assert type(make_local_step(LocalPlan(algorithm="signs", iterations=1))).__name__ == "Signs"
+    result = run(LocalPlan(algorithm="signs", iterations=2, learning_rate=0.25))
+    np.testing.assert_allclose(result.displacement["fc1.bias"], [-0.5, -0.5])

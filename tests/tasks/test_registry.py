@@ -1,0 +1,161 @@
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from edgefl.errors import ConfigError, TaskError
+from edgefl.tasks.local_training import train
+from edgefl.tasks.registry import BUILT_IN, make_task, task_names
+from edgefl.types import LocalPlan
+
+OWN = """
+from edgefl.tasks.numpy_learner import DenseModel
+from edgefl.tasks.shards import read_shard
+
+class Doorbell:
+    name = "doorbell"
+    labels = ("nobody", "somebody")
+    def __init__(self, *, hidden: int = 8):
+        self.model = DenseModel(sizes=(4, hidden, 2), prepare=lambda x: x.astype("float32"))
+        self.shapes, self.init, self.learner = self.model.shapes, self.model.init, self.model.learner
+    def read(self, path):
+        return read_shard(path, self.name)
+
+NUMBER = 3
+"""
+
+
+@pytest.fixture
+def own_module(tmp_path, monkeypatch):
+    (tmp_path / "own_tasks.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    sys.modules.pop("own_tasks", None)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_built_in_task_keeps_the_contract(name):
+    task = make_task(name, {})
+    assert task.name == name
+    first = task.init(7)
+    assert [(spec.name, spec.shape, spec.dtype) for spec in task.shapes()] == [
+        (tensor, value.shape, str(value.dtype)) for tensor, value in first.items()
+    ]
+    assert set(task.defaults) == {"learning_rate", "batch_size", "epochs"}
+    assert len(task.labels) == task.num_classes
+    LocalPlan(**task.defaults)
+
+
+def test_an_unknown_task_lists_the_known_ones():
+    with pytest.raises(
+        TaskError, match="no task 'cifar'; choose one of digits, fashion-mnist, mnist, motionsense, noop"
+    ):
+        make_task("cifar", {})
+
+
+def test_an_unknown_option_lists_the_right_ones():
+    with pytest.raises(ConfigError, match=r"options of task mnist: .*'modle'; it has these: model, init"):
+        make_task("mnist", {"modle": "cnn"})
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("digits", {"model": "cnn"}, "model of task digits must be mlp or logistic, got 'cnn'"),
+        ("mnist", {"init": 3}, "init of task mnist must be torch or paper, got 3"),
+        ("fashion-mnist", {"model": "vgg"}, "must be cnn-small or cnn or logistic or resnet18-gn, got 'vgg'"),
+        ("noop", {"size_bytes": 2}, "size_bytes of task noop must be a whole number of 4 or more, got 2"),
+        ("noop", {"size_bytes": "big"}, "got 'big'"),
+    ],
+)
+def test_an_option_out_of_range_is_one_clear_line(name, options, message):
+    with pytest.raises(ConfigError, match=message):
+        make_task(name, options)
+
+
+def test_a_task_of_the_users_own_module_is_found_and_takes_options(own_module):
+    np.savez(own_module / "a.npz", inputs=np.eye(4), labels=np.array([0, 1, 0, 1]))
+    task = make_task("own_tasks:Doorbell", {"hidden": 3})
+    assert task.shapes()[0].shape == (3, 4)
+    assert len(task.read(str(own_module))) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("own_tasks:Missing", "has no attribute 'Missing'; it must be module:Class"),
+        ("no_such_module:Task", "No module named 'no_such_module'"),
+        ("own_tasks:NUMBER", "is a int, it must be a class"),
+        (":Task", "cannot be loaded"),
+    ],
+)
+def test_a_module_task_that_cannot_be_loaded_is_one_clear_line(own_module, name, message):
+    with pytest.raises(TaskError, match=message):
+        make_task(name, {})
+
+
+def test_an_installed_package_adds_a_task(own_module):
+    info = own_module / "own-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[edgefl.tasks]\ndoorbell = own_tasks:Doorbell\n")
+    assert "doorbell" in task_names()
+    assert make_task("doorbell", {}).name == "doorbell"
+
+
+def test_noop_trains_on_nothing_and_moves_nothing():
+    task = make_task("noop", {"size_bytes": 400})
+    learner = task.learner()
+    learner.load(task.init(1))
+    result = train(
+        learner,
+        task.read(""),
+        LocalPlan(iterations=1),
+        np.random.default_rng(0),
+        clock=lambda: 0.0,
+        on_iteration=lambda *_: False,
+    )
+    assert result.displacement["weights"].shape == (100,)
+    assert not result.displacement["weights"].any()
+    assert learner.evaluate(task.read("anything")) == (0.0, 0.0)
+
+
+WITHOUT_TORCH = """
+import sys, importlib, pkgutil
+sys.modules["torch"] = None
+import edgefl.tasks
+for found in pkgutil.iter_modules(edgefl.tasks.__path__):
+    importlib.import_module(f"edgefl.tasks.{found.name}")
+from edgefl.errors import TaskError
+from edgefl.tasks.registry import make_task
+for name, options in [("digits", {}), ("mnist", {"model": "logistic"}), ("motionsense", {"model": "mlp"})]:
+    make_task(name, options).learner()
+task = make_task("mnist", {})
+assert sum(value.size for value in task.init(7).values()) == 421_642
+try:
+    task.learner()
+except TaskError as error:
+    print(error)
+"""
+
+LIGHT = """
+import sys, importlib, pkgutil
+import edgefl.tasks
+for found in pkgutil.iter_modules(edgefl.tasks.__path__):
+    importlib.import_module(f"edgefl.tasks.{found.name}")
+heavy = {"torch", "sklearn", "scipy", "rich", "sqlalchemy", "fastapi", "pydantic", "flwr"}
+print(sorted(heavy & set(sys.modules)))
+"""
+
+
+def run_python(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def test_without_torch_everything_but_a_torch_learner_works():
+    assert "pip install 'edgefl[train]' -c constraints.txt" in run_python(WITHOUT_TORCH)
+
+
+def test_importing_the_room_imports_nothing_heavy():
+    assert run_python(LIGHT).strip() == "[]"

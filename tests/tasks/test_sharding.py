@@ -1,0 +1,159 @@
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgefl.errors import ConfigError, DataError
+from edgefl.tasks.sharding import Scheme, duplicates, parse_scheme, shard_rows, subsets
+
+
+def cut(text, labels, devices, *, seed=7, groups=None):
+    rng = np.random.default_rng(seed)
+    return shard_rows(parse_scheme(text), labels=np.asarray(labels), devices=devices, rng=rng, groups=groups)
+
+
+ONCE = st.sampled_from(
+    ["iid", "by-class", "natural", "dirichlet:0.5", "dirichlet:0.05", "labels:1", "labels:3", "labels:8"]
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    scheme=ONCE,
+    labels=st.lists(st.integers(0, 9), min_size=1, max_size=150),
+    devices=st.integers(1, 12),
+    seed=st.integers(0, 99),
+)
+def test_every_sample_goes_to_exactly_one_device_or_the_scheme_is_refused(scheme, labels, devices, seed):
+    groups = np.arange(len(labels)) % 7
+    try:
+        sharding = cut(scheme, labels, devices, seed=seed, groups=groups)
+    except ConfigError:
+        return
+    assert len(sharding.rows) == devices
+    assert all(len(rows) for rows in sharding.rows)
+    assert sorted(np.concatenate(sharding.rows)) == list(range(len(labels)))
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    n=st.integers(20, 90),
+    devices=st.integers(1, 6),
+    r=st.integers(1, 6),
+    name=st.sampled_from(["redundant", "duplicate"]),
+)
+def test_every_sample_is_on_exactly_r_devices_and_blocks_agree_between_their_holders(n, devices, r, name):
+    try:
+        sharding = cut(f"{name}:{r}", np.zeros(n, np.int64), devices)
+    except ConfigError:
+        assert r > devices or (name == "duplicate" and devices % r)
+        return
+    assert (np.bincount(np.concatenate(sharding.rows), minlength=n) == r).all()
+    content: dict[int, list[int]] = {}
+    for rows, blocks in zip(sharding.rows, sharding.blocks, strict=True):
+        assert sum(stop - start for start, stop in blocks.values()) == len(rows)
+        for block, (start, stop) in blocks.items():
+            assert content.setdefault(block, rows[start:stop].tolist()) == rows[start:stop].tolist()
+    assert len(content) == (math.comb(devices, r) if name == "redundant" else devices // r)
+
+
+def test_any_loss_of_fewer_than_r_devices_leaves_every_block_with_a_holder():
+    holders = subsets(5, 3)
+    assert all(set(block) - {lost, other} for block in holders for lost in range(5) for other in range(5))
+
+
+def test_duplicates_are_groups_of_neighbours():
+    assert duplicates(6, 2) == [(0, 1), (2, 3), (4, 5)]
+
+
+def test_the_same_seed_cuts_the_same_shards():
+    labels = np.arange(200) % 10
+    for scheme in ("iid", "by-class", "dirichlet:0.5", "labels:3", "redundant:2"):
+        first, again, other = cut(scheme, labels, 4), cut(scheme, labels, 4), cut(scheme, labels, 4, seed=8)
+        assert all(np.array_equal(a, b) for a, b in zip(first.rows, again.rows, strict=True))
+        assert not all(np.array_equal(a, b) for a, b in zip(first.rows, other.rows, strict=True))
+
+
+def test_by_class_gives_whole_classes_while_there_are_enough():
+    labels = np.arange(300) % 10
+    for rows in cut("by-class", labels, 5).rows:
+        assert len(np.unique(labels[rows])) == 2
+        assert len(rows) == 60
+    for rows in cut("by-class", labels, 20).rows:
+        assert len(np.unique(labels[rows])) == 1
+        assert len(rows) == 15
+
+
+def test_labels_k_gives_exactly_k_classes_to_each_device():
+    labels = np.arange(800) % 10
+    for rows in cut("labels:8", labels, 8).rows:
+        assert len(np.unique(labels[rows])) == 8
+
+
+def test_a_small_alpha_skews_and_a_large_one_does_not():
+    labels = np.arange(4000) % 10
+
+    def skew(alpha):
+        shares = [
+            np.bincount(labels[rows], minlength=10) / len(rows) for rows in cut(f"dirichlet:{alpha}", labels, 4).rows
+        ]
+        return float(np.mean([share.max() for share in shares]))
+
+    assert skew(1000) < 0.13
+    assert 0.2 < skew(0.5) < skew(0.05)
+
+
+def test_dirichlet_draws_again_until_every_device_has_enough():
+    labels = np.arange(400) % 10
+    for seed in range(20):
+        assert min(len(rows) for rows in cut("dirichlet:0.1", labels, 8, seed=seed).rows) >= 10
+
+
+def test_natural_keeps_people_whole_and_devices_balanced():
+    sizes = [50, 10, 20, 30, 40, 60]
+    groups = np.repeat(np.arange(1, 7), sizes)
+    sharding = cut("natural", np.zeros(210, np.int64), 3, groups=groups)
+    held = [sorted(set(groups[rows])) for rows in sharding.rows]
+    assert held == [[1, 3], [2, 6], [4, 5]]
+    assert [len(rows) for rows in sharding.rows] == [70, 70, 70]
+
+
+def test_one_device_per_person_is_in_the_order_of_the_people():
+    groups = np.array([3, 3, 1, 2, 2, 2])
+    assert [rows.tolist() for rows in cut("natural", np.zeros(6), 3, groups=groups).rows] == [[2], [3, 4, 5], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "devices", "message"),
+    [
+        ("natural", 8, "at most 7 devices, got 8"),
+        ("labels:0", 2, "must be finite and above 0"),
+        ("labels:11", 2, r"1 <= K <= 10 \(the number of classes\), got 11"),
+        ("labels:2", 4, "4 devices with 2 of 10 classes each would leave classes to nobody"),
+        ("redundant:5", 4, r"1 <= R <= 4 \(the number of devices\), got 5"),
+        ("redundant:10", 40, "makes 847660528 blocks, at most 10000; use duplicate:10"),
+        ("redundant:3", 12, "100 examples cannot fill 220 blocks"),
+        ("duplicate:3", 4, "got 4 devices and R = 3"),
+        ("iid", 101, r"devices must be 1 to 100 \(the number of examples\), got 101"),
+        ("dirichlet:1e-6", 40, "scheme dirichlet leaves device .* of 40 without examples"),
+        ("dirichlet:e", 4, "needs a number after the colon"),
+        ("dirichlet", 4, r"must be one of natural, iid, by-class, dirichlet:A"),
+        ("iid:3", 4, "must be one of"),
+    ],
+)
+def test_a_scheme_that_cannot_serve_is_one_clear_line(scheme, devices, message):
+    with pytest.raises(ConfigError, match=message):
+        cut(scheme, np.arange(100) % 10, devices, groups=np.arange(100) % 7)
+
+
+def test_natural_needs_people():
+    with pytest.raises(DataError, match="does not say who its examples come from"):
+        cut("natural", np.zeros(10), 2)
+
+
+def test_a_scheme_is_read_as_it_is_typed():
+    assert parse_scheme("dirichlet:0.5") == Scheme(name="dirichlet", parameter=0.5)
+    assert parse_scheme("labels:8") == Scheme(name="labels", parameter=8.0)
+    assert parse_scheme("iid") == Scheme(name="iid")

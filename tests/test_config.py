@@ -1,0 +1,214 @@
+"""Run files in, frozen settings out; a mistake is one line that names the key."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from edgefl.config import (
+    CoordinatorSettings,
+    DeviceSettings,
+    RunConfig,
+    RunSection,
+    from_mapping,
+    load_run,
+    parse_run,
+)
+from edgefl.errors import ConfigError
+from edgefl.types import Scalar
+
+FULL = """
+[run]
+task = "fashion-mnist"
+name = "first"
+rounds = 50
+accuracy = 0.9
+seconds = 60
+seed = 11
+evaluate_on = "devices"
+min_updates = 3
+deadline_s = 2
+[task]
+model = "cnn-small"
+[strategy]
+name = "esync"
+learning_rate = 0.032
+nesterov = true
+[compression]
+up = "topk:0.01|int8|rice"
+down = "dense|fp16"
+[devices]
+groups = ["lab", "roof"]
+min = 2
+count = 5
+join = "start"
+"""
+
+
+def run_file(folder: Path, text: str) -> Path:
+    file = folder / "run.toml"
+    file.write_text(text)
+    return file
+
+
+def problem(mapping: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_run(mapping)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_reads_every_table_of_a_run_file(tmp_path: Path) -> None:
+    config = load_run(run_file(tmp_path, FULL))
+    assert (config.run.task, config.run.rounds, config.run.accuracy, config.run.seed) == (
+        "fashion-mnist",
+        50,
+        0.9,
+        11,
+    )
+    assert config.task == {"model": "cnn-small"}
+    assert config.strategy.name == "esync"
+    assert config.strategy.options == {"learning_rate": 0.032, "nesterov": True}
+    assert (config.compression.up, config.compression.down) == ("topk:0.01|int8|rice", "dense|fp16")
+    assert (config.devices.groups, config.devices.min, config.devices.count) == (("lab", "roof"), 2, 5)
+    assert config.devices.join == "start"
+
+
+def test_gives_every_default_to_a_file_that_names_only_the_task() -> None:
+    config = parse_run({"run": {"task": "digits"}})
+    assert config == RunConfig(run=RunSection(task="digits"))
+    assert (config.run.rounds, config.run.seed, config.run.evaluate_every) == (10, 7, 1)
+    assert (config.strategy.name, config.compression.up, config.devices.join) == ("fedavg", "dense", "anytime")
+
+
+def test_adds_the_default_rounds_only_when_no_other_stop_rule_is_given() -> None:
+    assert parse_run({"run": {"task": "digits", "accuracy": 0.9}}).run.rounds is None
+
+
+def test_whole_numbers_become_floats_where_seconds_are_meant(tmp_path: Path) -> None:
+    config = load_run(run_file(tmp_path, FULL))
+    assert isinstance(config.run.seconds, float)
+    assert isinstance(config.run.deadline_s, float)
+
+
+def test_json_brings_the_same_run_back(tmp_path: Path) -> None:
+    config = load_run(run_file(tmp_path, FULL))
+    assert RunConfig.from_json(json.loads(json.dumps(config.to_json(), allow_nan=False))) == config
+
+
+def test_json_writes_the_defaults_out() -> None:
+    value = parse_run({"run": {"task": "digits"}}).to_json()
+    assert value["run"]["rounds"] == 10
+    assert value["strategy"] == {"name": "fedavg"}
+    assert value["devices"]["groups"] == []
+    assert "init" not in value["run"]
+
+
+def test_settings_cannot_be_reassigned() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        parse_run({"run": {"task": "digits"}}).run.rounds = 3  # type: ignore[misc]  # what the test is about
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        ({"rouds": 3}, "unknown setting run.rouds: did you mean run.rounds?"),
+        ({"rounds": 0}, "run.rounds must be a whole number at least 1, got 0"),
+        ({"rounds": "ten"}, "run.rounds must be a whole number at least 1, got 'ten'"),
+        ({"rounds": True}, "run.rounds must be a whole number at least 1, got True"),
+        ({"rounds": 2.0}, "run.rounds must be a whole number at least 1, got 2.0"),
+        ({"accuracy": 93}, "run.accuracy must be a number above 0 and at most 1, got 93"),
+        ({"accuracy": float("nan")}, "run.accuracy must be a number above 0 and at most 1, got nan"),
+        ({"seconds": float("inf")}, "run.seconds must be a number above 0, got inf"),
+        ({"seconds": False}, "run.seconds must be a number above 0, got False"),
+        ({"local_test_fraction": 1}, "run.local_test_fraction must be a number at least 0 and below 1, got 1"),
+        ({"name": 3}, "run.name must be a text, got 3"),
+        ({"evaluate_on": "moon"}, "run.evaluate_on must be one of 'auto', 'coordinator', 'devices', 'evaluator'"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_value_and_what_would_be_right(run: dict, expected: str) -> None:
+    assert problem({"run": {"task": "digits"} | run}).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("mapping", "expected"),
+    [
+        ({}, "[run] is missing, with at least task"),
+        ({"run": {}}, "run.task is missing: a text"),
+        ({"run": 3}, "run must be a table, got 3"),
+        ([], "the file must be a table, got []"),
+        ({"run": {"task": "digits"}, "stratgy": {}}, "unknown setting stratgy: did you mean strategy?"),
+        ({"run": {"task": "digits"}, "zzz": {}}, "unknown setting zzz: known are compression, devices, run"),
+        ({"run": {"task": "digits"}, "task": {"a": [1]}}, "task.a must be a text, a number or true/false, got [1]"),
+        ({"run": {"task": "d"}, "strategy": {"options": {}}}, "strategy.options must be a text, a number or"),
+        ({"run": {"task": "d"}, "strategy": {"lr": float("nan")}}, "strategy.lr must be a text, a number or"),
+        ({"run": {"task": "d"}, "devices": {"groups": "lab"}}, "devices.groups must be a list of texts, got 'lab'"),
+        ({"run": {"task": "d"}, "devices": {"min": 4, "count": 2}}, "devices.count must be at least devices.min = 4"),
+    ],
+)
+def test_a_wrong_table_is_named(mapping: object, expected: str) -> None:
+    assert problem(mapping).startswith(expected)
+
+
+def test_a_number_too_large_for_a_float_is_refused_and_not_a_traceback() -> None:
+    assert problem({"run": {"task": "digits", "seconds": 10**400}}).startswith("run.seconds must be a number above 0")
+
+
+def test_messages_of_a_file_begin_with_its_name(tmp_path: Path) -> None:
+    file = run_file(tmp_path, "[run]\nrouds = 3")
+    with pytest.raises(ConfigError, match=r"run\.toml: unknown setting run\.rouds"):
+        load_run(file)
+
+
+@pytest.mark.parametrize("content", [b"[run", b"\xff\xfe"])
+def test_a_file_that_is_no_toml_is_one_line(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "run.toml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match="is not TOML"):
+        load_run(file)
+
+
+def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        load_run(tmp_path / "absent.toml")
+
+
+def test_init_is_meant_from_the_folder_of_the_run_file(tmp_path: Path) -> None:
+    file = run_file(tmp_path, '[run]\ntask = "digits"\ninit = "models/first.safetensors"')
+    assert load_run(file).run.init == str(tmp_path.resolve() / "models/first.safetensors")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inner:
+    rate: float = field(default=0.1, metadata={"above": 0})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outer:
+    mode: Literal["fast", "slow"]
+    inner: Inner | None = None
+    names: tuple[str, ...] = ()
+    extra: Mapping[str, Scalar] = field(default_factory=dict)
+
+
+def test_fills_any_dataclass_with_nested_optional_and_free_fields() -> None:
+    table = {"mode": "fast", "inner": {"rate": 2}, "names": ["a"], "extra": {"x": 1}}
+    assert from_mapping(Outer, table, path="strategy") == Outer(
+        mode="fast", inner=Inner(rate=2.0), names=("a",), extra={"x": 1}
+    )
+
+
+def test_names_the_whole_path_of_a_nested_key() -> None:
+    with pytest.raises(ConfigError, match=r"^strategy\.inner\.rate must be a number above 0, got -1$"):
+        from_mapping(Outer, {"mode": "fast", "inner": {"rate": -1}}, path="strategy")
+
+
+def test_process_settings_have_bounded_ports() -> None:
+    assert from_mapping(CoordinatorSettings, {"port": 0}, "coordinator").port == 0
+    assert from_mapping(DeviceSettings, {}, "device").accelerator == "auto"
+    with pytest.raises(ConfigError, match=r"coordinator\.port must be a whole number at least 0 and at most 65535"):
+        from_mapping(CoordinatorSettings, {"port": 70000}, "coordinator")

@@ -1,0 +1,251 @@
+"""Who may import whom, third parties included; and what must stay out of a light process.
+
+Every import counts, those inside functions and under TYPE_CHECKING too. A package that the tables below do
+not know is a violation, so that a new dependency is a decision.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "edgefl"
+
+SEAMS = {"types", "errors"}
+ROOMS = {
+    "types": set(),
+    "errors": set(),
+    "config": SEAMS,
+    "protocol": SEAMS,
+    "loop": SEAMS,
+    "strategies": SEAMS,
+    "compression": SEAMS,
+    "storage": SEAMS,
+    "tasks": SEAMS | {"config"},
+    "device": SEAMS | {"config", "protocol", "compression", "tasks"},
+    "simulation": SEAMS | {"config", "compression", "tasks"},
+    "history": SEAMS | {"storage"},
+    "adapters": SEAMS | {"config", "strategies", "tasks"},
+    "coordinator": SEAMS | {"config", "protocol", "loop", "strategies", "compression", "storage", "history"},
+}
+# The operator's client and the fleet of this machine serve the command line and `edgefl.run` alike.
+ROOMS |= {
+    "client": SEAMS | {"protocol", "device"},
+    "local_fleet": SEAMS | {"client", "config", "protocol", "tasks"},
+}
+WITHOUT_CLI = {*ROOMS, "assembly", "provision"}
+# The package itself offers `edgefl.run`; assembly and provision may use what they assemble or render.
+ROOMS |= {"edgefl": WITHOUT_CLI, "assembly": WITHOUT_CLI, "provision": WITHOUT_CLI, "cli": {*WITHOUT_CLI, "cli"}}
+
+EVERYWHERE = set(ROOMS)
+# What only the named rooms may import. A dotted name is fenced more narrowly than the package it lies in.
+FENCES = {
+    "numpy": EVERYWHERE,
+    "scipy": {"tasks"},
+    "sklearn": {"tasks"},
+    "torch": {"tasks", "device"},
+    "onnxruntime": {"device"},
+    "onnx": {"tasks"},
+    "safetensors": {"storage", "tasks"},
+    "sqlalchemy": {"storage"},
+    "alembic": {"storage"},
+    "matplotlib": {"history"},
+    "paho": {"device", "coordinator"},
+    "fastapi": {"coordinator"},
+    "starlette": {"coordinator"},
+    "pydantic": {"coordinator"},
+    "uvicorn": {"coordinator"},
+    "amqtt": {"coordinator"},
+    # Both ends compute the fingerprint of a certificate in the same way, so protocol does it.
+    "cryptography": {"coordinator", "device", "protocol"},
+    "httpx": {"coordinator", "device", "cli"},
+    "click": {"cli"},
+    "rich": {"cli"},
+    "zstandard": {"compression"},
+    "flwr": set(),
+    "flwr.app": {"adapters"},
+    "flwr.serverapp": {"adapters"},
+    "flwr.clientapp": {"adapters"},
+    "google.protobuf": set(),
+    "grpc": set(),
+    "pickle": set(),
+    "cloudpickle": set(),
+    "dill": set(),
+    "marshal": set(),
+    "shelve": set(),
+    "random": set(),
+    "time": {"coordinator", "device", "cli", "local_fleet"},
+}
+FLOWER = {"flwr", "flwr.app", "flwr.serverapp", "flwr.clientapp", "google.protobuf", "grpc"}
+FLOWER_FILES = {"coordinator/superlink.py", "device/supernode.py"}
+CLOCKS = {"now", "utcnow", "today"}
+
+
+def room_of(file: str) -> str:
+    """The room of a path inside the package, such as coordinator/bus.py."""
+    first = file.partition("/")[0].removesuffix(".py")
+    return "edgefl" if first in {"__init__", "__main__"} else first
+
+
+def imported(tree: ast.AST, file: str) -> Iterator[tuple[int, str]]:
+    """Line and full dotted name of everything that is imported, `from a import b` as a.b."""
+    here = ["edgefl", *file.split("/")[:-1]]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = here[: len(here) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            names = (argument.value for argument in node.args if isinstance(argument, ast.Constant))
+            yield from ((node.lineno, name) for name in names if isinstance(name, str))
+
+
+def fault(name: str, file: str) -> str | None:
+    """What is wrong with importing `name` in `file`, or None."""
+    room, parts = room_of(file), name.split(".")
+    if parts[0] == "edgefl":
+        target = parts[1] if len(parts) > 1 else "edgefl"
+        if target == "__version__" or target in ROOMS[room] | {room}:
+            return None
+        return f"{room} may not import edgefl.{target}"
+    fenced = [fence for fence in FENCES if f"{name}.".startswith(f"{fence}.")]
+    if not fenced:
+        return None if parts[0] in sys.stdlib_module_names else f"{parts[0]} stands in no fence of this test"
+    fence = max(fenced, key=len)
+    if fence in FLOWER and file in FLOWER_FILES:
+        return None
+    return None if room in FENCES[fence] else f"{room} may not import {fence}"
+
+
+def clock_reads(tree: ast.AST, file: str) -> Iterator[tuple[int, str]]:
+    if room_of(file) in FENCES["time"]:
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CLOCKS:
+            owner = ast.unparse(node.func.value)
+            if owner.split(".")[-1] in {"datetime", "date"}:
+                yield node.lineno, f"{room_of(file)} may not read the clock with {owner}.{node.func.attr}()"
+
+
+def faults(source: str, file: str) -> list[str]:
+    """Every violation in one source text, as file:line: what."""
+    tree = ast.parse(source)
+    if room_of(file) not in ROOMS:
+        return [f"edgefl/{file}: {room_of(file)} is no room of the table"]
+    wrong = [(line, text) for line, name in imported(tree, file) if (text := fault(name, file))]
+    return [f"edgefl/{file}:{line}: {text}" for line, text in sorted({*wrong, *clock_reads(tree, file)})]
+
+
+def test_every_file_imports_only_what_its_room_may() -> None:
+    files = sorted(PACKAGE.rglob("*.py"))
+    found = [text for file in files for text in faults(file.read_text(), file.relative_to(PACKAGE).as_posix())]
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("types.py", "import edgefl.errors"),
+        ("types.py", "import click"),
+        ("loop.py", "from edgefl.protocol import topic"),
+        ("loop.py", "import time"),
+        ("strategies/fedavg.py", "from edgefl.compression import wire"),
+        ("strategies/fedavg.py", "from edgefl import compression"),
+        ("strategies/fedavg.py", "from ..compression import wire"),
+        ("strategies/fedavg.py", "from .. import compression"),
+        ("strategies/fedavg.py", "def f():\n    import edgefl.storage.store"),
+        ("strategies/fedavg.py", "if TYPE_CHECKING:\n    from edgefl.coordinator import bus"),
+        ("strategies/fedavg.py", "import importlib\nimportlib.import_module('edgefl.storage')"),
+        ("strategies/fedavg.py", "import torch"),
+        ("strategies/fedavg.py", "import time"),
+        ("strategies/fedavg.py", "from time import monotonic"),
+        ("strategies/fedavg.py", "import datetime\ndatetime.datetime.now()"),
+        ("strategies/fedavg.py", "from random import choice"),
+        ("compression/dense.py", "import sqlalchemy"),
+        ("storage/store.py", "import pickle"),
+        ("storage/store.py", "import time"),
+        ("storage/store.py", "from edgefl.coordinator.bus import Bus"),
+        ("tasks/digits.py", "from edgefl.device import agent"),
+        ("device/agent.py", "import sqlalchemy.orm"),
+        ("device/agent.py", "from edgefl.strategies import fedavg"),
+        ("device/agent.py", "from flwr.clientapp import ClientApp"),
+        ("device/supernode.py", "import rich.table"),
+        ("coordinator/service.py", "import torch.nn as nn"),
+        ("coordinator/service.py", "from flwr.server.superlink import linkstate"),
+        ("coordinator/service.py", "import flwr"),
+        ("coordinator/service.py", "from google.protobuf import message"),
+        ("coordinator/service.py", "from edgefl.tasks import digits"),
+        ("coordinator/service.py", "from edgefl.cli import main"),
+        ("adapters/flower.py", "from flwr.common import logger"),
+        ("cli/run.py", "import fastapi"),
+        ("cli/run.py", "import requests"),
+        ("helpers/text.py", "import json"),
+    ],
+)
+def test_a_forbidden_import_is_found(file: str, source: str) -> None:
+    assert len(faults(source, file)) == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("strategies/fedavg.py", "import numpy as np\nfrom edgefl.types import Update\nfrom . import fold"),
+        ("strategies/fedavg.py", "from edgefl.strategies.fold import Fold\nfrom edgefl import types, errors"),
+        ("strategies/fedavg.py", "from datetime import timedelta\nstate.now()"),
+        ("coordinator/superlink.py", "from flwr.server.superlink import linkstate\nimport grpc\nimport time"),
+        ("device/supernode.py", "from flwr.clientapp import ClientApp"),
+        ("adapters/flower.py", "from flwr.serverapp.strategy import FedAvg"),
+        ("device/agent.py", "from edgefl import __version__\nimport time\nimport paho.mqtt.client"),
+        ("cli/run.py", "import rich.table\nfrom edgefl.storage import store\nfrom edgefl.cli import main"),
+        ("__init__.py", "def run():\n    from edgefl import assembly"),
+        ("assembly.py", "import edgefl.storage.store, edgefl.tasks"),
+    ],
+)
+def test_an_allowed_import_passes(file: str, source: str) -> None:
+    assert faults(source, file) == []
+
+
+def modules_after(imports: str) -> set[str]:
+    """The top-level modules that a fresh process holds after `imports`."""
+    program = f"{imports}\nimport sys\nprint(*(name for name in sys.modules if '.' not in name))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_what_a_device_imports_stays_light() -> None:
+    # Flower brings some of these itself; supernode.py, which embeds it, and what starts it are left out.
+    flower = {"device.agent", "device.supernode"}
+    rooms = ("types", "errors", "config", "protocol", "compression", "tasks", "device")
+    files = [
+        file.relative_to(PACKAGE).with_suffix("")
+        for room in rooms
+        for file in sorted(PACKAGE.rglob("*.py"))
+        if file.relative_to(PACKAGE).parts[0].removesuffix(".py") == room
+    ]
+    names = [".".join(file.parts).removesuffix(".__init__") for file in files]
+    loaded = modules_after("\n".join(f"import edgefl.{name}" for name in names if name not in flower))
+    assert not loaded & {"sqlalchemy", "alembic", "fastapi", "rich", "pydantic", "torch", "sklearn", "onnxruntime"}
+
+
+def test_the_command_line_starts_without_anything_heavy() -> None:
+    files = sorted((PACKAGE / "cli").glob("[!_]*.py"))
+    loaded = modules_after("\n".join(f"import edgefl.cli.{file.stem}" for file in files))
+    heavy = {
+        "torch",
+        "sqlalchemy",
+        "alembic",
+        "sklearn",
+        "scipy",
+        "flwr",
+        "onnxruntime",
+        "fastapi",
+        "amqtt",
+        "matplotlib",
+    }
+    assert not loaded & heavy
