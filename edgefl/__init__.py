@@ -1,3 +1,28 @@
 """Federated learning for fleets of single-board computers."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from edgefl.config import RunConfig
+    from edgefl.local_run import RunResult
+
 __version__ = "0.1.0"
+__all__ = ["__version__", "run"]
+
+
+def run(
+    config: RunConfig | Mapping[str, Any] | str | Path,
+    *,
+    devices: int | Sequence[str | Path] = 4,
+    data: str | Path | None = None,
+    scheme: str | None = None,
+    root: str | Path | None = None,
+) -> RunResult:
+    """Trains on a coordinator and devices that are processes of this machine; see `edgefl.local_run.run`."""
+    from edgefl.local_run import run as run_here  # noqa: PLC0415 a device that imports edgefl pays nothing for this
+
+    return run_here(config, devices=devices, data=data, scheme=scheme, root=root)

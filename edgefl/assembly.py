@@ -54,7 +54,7 @@ def assemble(config: RunConfig, run_id: str) -> Assembled:
     seed = config.run.seed
 
     def encode(model: Tensors, version: int) -> bytes:
-        return down.encode(model, derived_rng(seed, run_id, version, "downlink"))
+        return down.encode(model, derived_rng(seed, version, "downlink"))
 
     return Assembled(
         config=config,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
-import logging
 import os
 import signal
 import socket
@@ -25,25 +24,25 @@ from typing import Self
 from edgefl.client import Operator, load_operator_file
 from edgefl.config import RunConfig
 from edgefl.errors import NetworkError, RunFailedError
-from edgefl.tasks.cutting import TEST_NAME, cut_shards
 from edgefl.types import Json
-
-log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
 POLL_S = 0.1
 PR_SET_PDEATHSIG = 1
 FINAL = frozenset({"finished", "stopped", "failed", "interrupted"})
+COORDINATOR = "coordinator"
+PROGRAM = (sys.executable, "-m", "edgefl.cli.main")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalDevice:
-    """One device to start: its name, its shards by task, and its role."""
+    """One device to start: its name, its shards by task, its role, and the program that is its `edgefl`."""
 
     name: str
     shards: Mapping[str, str]
     role: str = "trainer"
+    program: Sequence[str] = PROGRAM
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,12 +54,16 @@ class LocalFleet:
         devices: what to start. Each process uses one thread, since they share this machine.
         test_shards: what the coordinator evaluates on.
         broker: as `edgefl coordinator start --broker`.
+        environment: variables for every process, over those of this one.
+        program: the coordinator's `edgefl`.
     """
 
     root: Path
     devices: Sequence[LocalDevice]
     test_shards: Mapping[str, str] = field(default_factory=dict)
     broker: str = "auto"
+    environment: Mapping[str, str] = field(default_factory=dict)
+    program: Sequence[str] = PROGRAM
     port: int = field(default_factory=lambda: free_port())  # noqa: PLW0108 defined below
     broker_port: int = field(default_factory=lambda: free_port())  # noqa: PLW0108 likewise
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
@@ -76,11 +79,10 @@ class LocalFleet:
     def __enter__(self) -> Self:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            self._command(
-                "coordinator", "init", "--dir", str(self.directory), "--host", "127.0.0.1", "--port", str(self.port)
-            )
+            self.command("coordinator", "init", "--dir", str(self.directory), "--host", "127.0.0.1",
+                         "--port", str(self.port))  # fmt: skip
             self.start_coordinator()
-            self._join_devices()
+            self._join(self.devices)
             for device in self.devices:
                 self.start_device(device.name)
             self.wait_present(len(self.devices) + bool(self.test_shards))
@@ -101,24 +103,36 @@ class LocalFleet:
         """Starts the coordinator and waits until it answers."""
         shards = [word for task, path in self.test_shards.items() for word in ("--test-shard", f"{task}={path}")]
         self._start(
-            "coordinator",
+            COORDINATOR,
+            self.program,
             "coordinator", "start", "--dir", str(self.directory), "--host", "127.0.0.1",
             "--broker", self.broker, "--broker-port", str(self.broker_port), *shards,
         )  # fmt: skip
         self._wait(self._answers, "the coordinator to answer")
 
     def start_device(self, name: str) -> None:
-        self._start(name, "device", "start", "--state", str(self.root / name))
+        """Starts the agent of a device that has joined."""
+        program = next((device.program for device in self.devices if device.name == name), PROGRAM)
+        self._start(name, program, "device", "start", "--state", str(self.root / name))
+
+    def add_device(self, device: LocalDevice) -> None:
+        """Lets one more device join, and starts it."""
+        self._join([device])
+        self.devices = (*self.devices, device)
+        self.start_device(device.name)
 
     def wait_present(self, num_devices: int, *, timeout_s: float = START_TIMEOUT_S) -> None:
         """Waits until so many devices are online and have said what data they hold."""
-        operator = self.operator()
 
         def are_present() -> bool:
-            rows = operator.get("/edgefl/v1/devices")["rows"]
-            return len([row for row in rows if row.get("presence") == "online"]) >= num_devices
+            return list(self.presence().values()).count("online") >= num_devices
 
         self._wait(are_present, f"{num_devices} devices to come online", timeout_s)
+
+    def presence(self) -> dict[str, str]:
+        """Returns what the coordinator thinks of each device: online, late, gone, offline."""
+        rows = self.operator().get("/edgefl/v1/devices")["rows"]
+        return {row["device_id"]: row["presence"] for row in rows}
 
     def submit(self, config: RunConfig) -> str:
         """Queues a run and returns its id."""
@@ -132,16 +146,16 @@ class LocalFleet:
             RunFailedError: it failed or was interrupted.
             NetworkError: the coordinator is gone.
         """
-        operator, shown = self.operator(), None
+        shown = None
         while True:
-            run = operator.get(f"/edgefl/v1/runs/{run_id}")
+            self._check_alive()
+            run = self.operator().get(f"/edgefl/v1/runs/{run_id}")
             state = (run["status"], run["rounds"], run["accuracy"])
             if on_change is not None and state != shown:
                 on_change(run)
             shown = state
             if run["status"] in FINAL:
                 break
-            self._check_alive()
             time.sleep(POLL_S)
         if run["status"] in {"failed", "interrupted"}:
             raise RunFailedError(f"run {run_id} {run['status']}: {run['reason']}; logs are in {self.root}")
@@ -152,16 +166,25 @@ class LocalFleet:
         rows: list[Json] = self.operator().get(f"/edgefl/v1/history/{kind}", filters)["rows"]
         return rows
 
+    def model_file(self, sha256: str) -> Path:
+        """Returns where the coordinator keeps a model, by the `model` that its run names."""
+        return self.directory / "models" / f"{sha256}.safetensors"
+
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
         """Sends a signal to one process; SIGKILL also waits for its end."""
         self.processes[name].send_signal(number)
         if number == signal.SIGKILL:
             self.processes[name].wait()
 
+    def end(self, name: str, timeout_s: float = STOP_TIMEOUT_S) -> int:
+        """Ends one process by SIGTERM and returns its exit code."""
+        process = self.processes[name]
+        process.terminate()
+        return process.wait(timeout_s)
+
     def stop(self) -> None:
         """Stops the devices, then the coordinator; what does not listen is killed."""
-        order = sorted(self.processes, key=lambda name: name == "coordinator")
-        for names in ([name for name in order if name != "coordinator"], ["coordinator"]):
+        for names in ([name for name in self.processes if name != COORDINATOR], [COORDINATOR]):
             running = [self.processes[name] for name in names if name in self.processes]
             for process in running:
                 with contextlib.suppress(ProcessLookupError):
@@ -179,87 +202,83 @@ class LocalFleet:
         path = self.root / f"{name}.log"
         return "\n".join(path.read_text(errors="replace").splitlines()[-num_lines:]) if path.exists() else ""
 
-    def _join_devices(self) -> None:
-        if not self.devices:
-            return
-        made = self._command(
-            "coordinator", "token", "--dir", str(self.directory), "--uses", str(len(self.devices)), "--format", "json"
-        )
-        token = json.loads(made)["token"]
-        joins = [(device, self._join(device, token)) for device in self.devices]
-        for device, process in joins:
-            output, _ = process.communicate(timeout=START_TIMEOUT_S)
-            if process.returncode != 0:
-                raise RunFailedError(f"{device.name} could not join: {output.decode(errors='replace').strip()}")
-
-    def _join(self, device: LocalDevice, token: str) -> subprocess.Popen[bytes]:
-        shards = [word for task, path in device.shards.items() for word in ("--shard", f"{task}={path}")]
-        return self._popen(
-            [
-                "device", "join", f"127.0.0.1:{self.port}", "--token", token, "--name", device.name,
-                "--role", device.role, "--state", str(self.root / device.name), "--threads", "1", *shards,
-            ],
-            subprocess.PIPE,
-        )  # fmt: skip
-
-    def _command(self, *arguments: str) -> str:
-        process = self._popen(list(arguments), subprocess.PIPE)
+    def command(self, *arguments: str) -> str:
+        """Returns what `edgefl` printed; raises `RunFailedError` when it failed."""
+        process = self.popen(arguments)
         output, _ = process.communicate(timeout=START_TIMEOUT_S)
         text = output.decode(errors="replace")
         if process.returncode != 0:
             raise RunFailedError(f"edgefl {arguments[0]} {arguments[1]} failed: {text.strip()}")
         return text
 
-    def _start(self, name: str, *arguments: str) -> None:
-        with (self.root / f"{name}.log").open("ab") as output:
-            self.processes[name] = self._popen(list(arguments), output.fileno())
+    def _join(self, devices: Sequence[LocalDevice]) -> None:
+        if not devices:
+            return
+        made = self.command("coordinator", "token", "--dir", str(self.directory), "--uses", str(len(devices)),
+                            "--format", "json")  # fmt: skip
+        token = json.loads(made)["token"]
+        joins = [(device, self._start_join(device, token)) for device in devices]
+        for device, process in joins:
+            output, _ = process.communicate(timeout=START_TIMEOUT_S)
+            if process.returncode != 0:
+                raise RunFailedError(f"{device.name} could not join: {output.decode(errors='replace').strip()}")
 
-    def _popen(self, arguments: list[str], output: int) -> subprocess.Popen[bytes]:
-        one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    def _start_join(self, device: LocalDevice, token: str) -> subprocess.Popen[bytes]:
+        shards = [word for task, path in device.shards.items() for word in ("--shard", f"{task}={path}")]
+        arguments = [
+            "device", "join", f"127.0.0.1:{self.port}", "--token", token, "--name", device.name,
+            "--role", device.role, "--state", str(self.root / device.name), "--threads", "1", *shards,
+        ]  # fmt: skip
+        return self.popen(arguments, device.program)
+
+    def _start(self, name: str, program: Sequence[str], *arguments: str) -> None:
+        with (self.root / f"{name}.log").open("ab") as output:
+            self.processes[name] = self.popen(arguments, program, stdout=output.fileno())
+
+    def popen(
+        self,
+        arguments: Sequence[str],
+        program: Sequence[str] = PROGRAM,
+        *,
+        stdout: int = subprocess.PIPE,
+        stderr: int = subprocess.STDOUT,
+    ) -> subprocess.Popen[bytes]:
+        """Starts an `edgefl` command as this fleet's operator."""
+        own = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "XDG_CONFIG_HOME": str(self.root / "config")}
         return subprocess.Popen(
-            [sys.executable, "-m", "edgefl.cli.main", *arguments],
+            [*program, *arguments],
             stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **one_thread, "XDG_CONFIG_HOME": str(self.root / "config")},
+            stdout=stdout,
+            stderr=stderr,
+            env={**os.environ, **own, **self.environment},
             preexec_fn=_die_with_parent,  # noqa: PLW1509 one system call, no locks
         )
 
     def _answers(self) -> bool:
-        try:
-            return bool(self.operator().get("/healthz")["status"] == "ok")
-        except NetworkError:
-            return False
+        return bool(self.operator().get("/healthz")["status"] == "ok")
 
     def _wait(self, is_true: Callable[[], bool], what: str, timeout_s: float = START_TIMEOUT_S) -> None:
         until, pause = time.monotonic() + timeout_s, threading.Event()
-        while not is_true():
-            self._check_alive()
+        while not self._holds(is_true):
             if time.monotonic() > until:
                 raise RunFailedError(f"waited {timeout_s:.0f} s for {what}; logs are in {self.root}")
             pause.wait(POLL_S)
 
+    def _holds(self, is_true: Callable[[], bool]) -> bool:
+        """Returns whether it is true; it is not while the coordinator does not answer, unless that has ended."""
+        try:
+            return is_true()
+        except NetworkError:
+            return False
+        finally:
+            self._check_alive()
+
     def _check_alive(self) -> None:
-        coordinator = self.processes.get("coordinator")
+        coordinator = self.processes.get(COORDINATOR)
         if coordinator is not None and coordinator.poll() is not None:
             raise RunFailedError(
-                f"the coordinator ended with code {coordinator.returncode}: {self.log_tail('coordinator', 3)}"
+                f"the coordinator ended with code {coordinator.returncode}: {self.log_tail(COORDINATOR, 3)}"
             )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CutFleet:
-    """Devices with shards of their own, and the coordinator's test shard."""
-
-    devices: tuple[LocalDevice, ...]
-    test_shards: Mapping[str, str]
-
-
-def cut_devices(task: str, scheme: str, num_devices: int, out: Path, data: Path | None, seed: int) -> CutFleet:
-    """Cuts a central data set into shards for so many devices; raises as `tasks.cutting.cut_shards`."""
-    paths = cut_shards(task, scheme, num_devices, out, data, seed)
-    devices = tuple(LocalDevice(name=path.stem, shards={task: str(path.resolve())}) for path in paths)
-    return CutFleet(devices=devices, test_shards={task: str((out / TEST_NAME).resolve())})
 
 
 def free_port() -> int:

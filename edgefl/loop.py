@@ -7,10 +7,12 @@ give out work. After the goal is reached nothing new is assigned; what is in fli
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Generic
 
+from edgefl.errors import RunFailedError
 from edgefl.types import (
+    Assignment,
     Decision,
     Evaluated,
     Evaluation,
@@ -20,7 +22,10 @@ from edgefl.types import (
     Indices,
     Journal,
     Lost,
+    Order,
+    Outcome,
     Recall,
+    Role,
     S,
     Stop,
     Strategy,
@@ -29,7 +34,9 @@ from edgefl.types import (
 )
 
 DRAIN_S = 60.0
-"""How long the loop waits for what is in flight after the goal is reached, in seconds."""
+"""How long the loop waits for what is in flight after the goal is reached, and then for the last evaluation."""
+GIVE_UP_AFTER = 3
+"""The run fails when every device has failed so often since the last update that arrived."""
 
 EvaluationRule = Callable[[int, FleetView, bool], Sequence[Evaluation]]
 """(version, view, is this the last one) -> the evaluations to ask for."""
@@ -37,7 +44,7 @@ EvaluationRule = Callable[[int, FleetView, bool], Sequence[Evaluation]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """When a run is over: whichever is reached first; None does not count."""
+    """When a run is over: whichever is reached first; None does not count. `seconds` count from the first work."""
 
     versions: int | None = None
     updates: int | None = None
@@ -47,26 +54,68 @@ class Goal:
 
 
 @dataclass(slots=True)
-class Tally:
-    """What the goal is measured against. Accuracy is that of the newest version anybody has evaluated fully."""
+class Scoreboard:
+    """`accuracy` is that of the newest version that everybody who was asked has evaluated, or been lost over.
 
-    started_s: float
+    It is the mean over the test examples of the evaluators; of the devices' own splits where there is no evaluator.
+    """
+
+    accuracy: float | None = None
+    version: int = -1
+    asked: int = -1
+    outstanding: dict[str, int] = field(default_factory=dict)
+    results: dict[int, list[Evaluated]] = field(default_factory=dict)
+
+    def ask(self, orders: Sequence[Order]) -> None:
+        self.outstanding |= {o.assignment_id: o.version for o in orders if isinstance(o, Evaluation)}
+        self.asked = max([self.asked, *self.outstanding.values()])
+
+    def note(self, event: Evaluated | Lost) -> None:
+        version = self.outstanding.pop(event.assignment_id, None)
+        if version is None:
+            return
+        if isinstance(event, Evaluated):
+            self.results.setdefault(version, []).append(event)
+        if version not in self.outstanding.values():
+            self._score(version, self.results.pop(version, []))
+
+    def _score(self, version: int, results: Sequence[Evaluated]) -> None:
+        chosen = [result for result in results if result.source != "device"] or results
+        num_examples = sum(result.num_examples for result in chosen)
+        if num_examples and version > self.version:
+            self.version = version
+            self.accuracy = sum(result.accuracy * result.num_examples for result in chosen) / num_examples
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the goal is measured against."""
+
     version: int = 0
     updates: int = 0
     bytes: int = 0
-    accuracy: float | None = None
+    started_s: float | None = None
     stop_reason: str | None = None
-    evaluating: set[str] = field(default_factory=set)
+    scores: Scoreboard = field(default_factory=Scoreboard)
+    failures: dict[str, int] = field(default_factory=dict)
+    last_failure: str = ""
+
+    def give(self, orders: Sequence[Order], now_s: float) -> None:
+        self.scores.ask(orders)
+        if self.started_s is None and any(isinstance(order, Assignment) for order in orders):
+            self.started_s = now_s
 
     def note(self, event: Event) -> None:
         match event:
             case Update():
                 self.bytes += event.metrics.bytes_up + event.metrics.bytes_down
-            case Evaluated():
-                self.evaluating.discard(event.assignment_id)
-                self.accuracy = event.accuracy if event.source != "device" else self.accuracy
-            case Lost():
-                self.evaluating.discard(event.assignment_id)
+                self.failures.clear()
+            case Lost() if event.assignment_id not in self.scores.outstanding:
+                if event.outcome in {Outcome.FAILED, Outcome.REFUSED}:
+                    self.failures[event.device_id] = self.failures.get(event.device_id, 0) + 1
+                    self.last_failure = f"{event.device_id}: {event.reason}"
+            case Evaluated() | Lost():
+                self.scores.note(event)
             case Stop():
                 self.stop_reason = event.reason
 
@@ -75,14 +124,26 @@ class Tally:
         facts: tuple[tuple[str, float | None, float | None], ...] = (
             ("rounds", self.version, goal.versions),
             ("updates", self.updates, goal.updates),
-            ("seconds", now_s - self.started_s, goal.seconds),
+            ("seconds", None if self.started_s is None else now_s - self.started_s, goal.seconds),
             ("bytes", self.bytes, goal.bytes),
-            ("accuracy", self.accuracy, goal.accuracy),
+            ("accuracy", self.scores.accuracy, goal.accuracy),
         )
         for name, value, limit in facts:
             if value is not None and limit is not None and value >= limit:
                 return f"{name} reached {limit:g}"
         return self.stop_reason
+
+    def check_hope(self, view: FleetView) -> None:
+        """Ends a run that no device can do, instead of asking for ever.
+
+        Raises:
+            RunFailedError: every trainer that is there fails again and again, and nobody brought an update.
+        """
+        trainers = [info.device_id for info in view.devices.values() if info.role == Role.TRAINER]
+        if trainers and all(self.failures.get(device_id, 0) >= GIVE_UP_AFTER for device_id in trainers):
+            raise RunFailedError(
+                f"no device can do this work, each failed {GIVE_UP_AFTER} times; {self.last_failure}"
+            )
 
 
 class _Source(Generic[S]):
@@ -102,6 +163,39 @@ class _Source(Generic[S]):
         return self.strategy.changed(self.state, since)
 
 
+@dataclass(slots=True)
+class _Drain:
+    """The end of a run: training may come in until `recalled_until_s`, scores until `scored_until_s`."""
+
+    reason: str
+    recalled_until_s: float
+    scored_until_s: float
+    asked: int = -1
+
+    def evaluations(self, tally: Tally, view: FleetView, evaluate: EvaluationRule) -> Sequence[Evaluation]:
+        """Returns the last evaluations once the model is the last one, unless somebody was asked for them already."""
+        if not self._is_settled(view) or tally.version in {self.asked, tally.scores.asked}:
+            return ()
+        self.asked, self.scored_until_s = tally.version, view.now_s + DRAIN_S
+        return evaluate(tally.version, view, True)
+
+    def is_over(self, tally: Tally, view: FleetView) -> bool:
+        return self._is_settled(view) and (not tally.scores.outstanding or view.now_s >= self.scored_until_s)
+
+    def recalls(self, view: FleetView) -> Decision:
+        """Returns recalls for all that is in flight; a device that was recalled already ignores the second one."""
+        recalls = tuple(
+            Recall(assignment_id=assignment_id, device_id=device_id)
+            for device_id, outstanding in view.busy.items()
+            for assignment_id in outstanding
+        )
+        until_s = self.scored_until_s if self._is_settled(view) else self.recalled_until_s
+        return Decision(orders=recalls, next_wake_s=max(0.0, min(5.0, until_s - view.now_s)))
+
+    def _is_settled(self, view: FleetView) -> bool:
+        return not view.busy or view.now_s >= self.recalled_until_s
+
+
 def drive(
     strategy: Strategy[S], state: S, *, fleet: Fleet, journal: Journal, goal: Goal, evaluate: EvaluationRule
 ) -> tuple[S, str]:
@@ -109,36 +203,42 @@ def drive(
 
     Returns:
         The last state and why the run ended.
+
+    Raises:
+        RunFailedError: no device can do the work.
     """
     source = _Source(strategy, state)
-    tally = Tally(started_s=fleet.view().now_s, version=source.version)
-    drain_until_s: float | None = None
-    evaluated = -1
+    tally = Tally(version=source.version)
+    drain: _Drain | None = None
+
+    def give(*orders: Order) -> None:
+        journal.decided(Decision(orders=orders))
+        journal.commit()
+        tally.give(orders, fleet.view().now_s)
+        fleet.dispatch(orders, source)
+
     while True:
         view = fleet.view()
         orders: list[Evaluation] = []
         while strategy.ready(source.state, view):
+            if orders:  # the fleet sends the newest model: what is to be done with this one leaves now
+                give(*orders)
             _close(source, journal, tally)
-            orders += evaluate(tally.version, view, False)
-        reason = tally.reached(goal, view.now_s)
-        if reason is None:
+            orders = list(evaluate(tally.version, view, False))
+        tally.scores.ask(orders)
+        if drain is None and (reason := tally.reached(goal, view.now_s)) is not None:
+            until_s = view.now_s + DRAIN_S
+            drain = _Drain(reason=reason, recalled_until_s=until_s, scored_until_s=until_s)
+        if drain is None:
+            tally.check_hope(view)
             source.state, decision = strategy.assign(source.state, view)
         else:
-            drain_until_s = drain_until_s or view.now_s + DRAIN_S
-            decision = _drain(view, drain_until_s)
-            if not view.busy and evaluated != tally.version:
-                orders = orders or list(evaluate(tally.version, view, True))
-                evaluated = tally.version
-            in_flight = view.busy or tally.evaluating or orders
-            if not in_flight or view.now_s >= drain_until_s:
+            orders += drain.evaluations(tally, view, evaluate)
+            if not orders and drain.is_over(tally, view):
                 journal.commit()
-                return source.state, reason
-        decision = replace(decision, orders=(*orders, *decision.orders))
-        tally.evaluating.update(order.assignment_id for order in orders)
-        evaluated = max((order.version for order in orders), default=evaluated)
-        journal.decided(decision)
-        journal.commit()
-        fleet.dispatch(decision.orders, source)
+                return source.state, drain.reason
+            decision = drain.recalls(view)
+        give(*orders, *decision.orders)
         for event in journal.received(fleet.wait(view.now_s + decision.next_wake_s)):
             tally.note(event)
             if isinstance(event, Update):
@@ -150,13 +250,3 @@ def _close(source: _Source[S], journal: Journal, tally: Tally) -> None:
     used = source.strategy.used(source.state)
     tally.version, tally.updates = source.version, tally.updates + len(used)
     journal.aggregated(tally.version, used, source.state)
-
-
-def _drain(view: FleetView, until_s: float) -> Decision:
-    """Returns recalls for all that is in flight; a device that was recalled already ignores the second one."""
-    recalls = tuple(
-        Recall(assignment_id=assignment_id, device_id=device_id)
-        for device_id, outstanding in view.busy.items()
-        for assignment_id in outstanding
-    )
-    return Decision(orders=recalls, next_wake_s=max(0.0, min(5.0, until_s - view.now_s)))

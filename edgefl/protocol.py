@@ -25,7 +25,7 @@ INLINE_BODY_BYTES = 256 * 1024
 """Bodies up to this size travel inside the message (two requests a round), larger ones as chunks."""
 CHUNK_BYTES = 8 * 1024 * 1024
 REPLY_SALT_BYTES = 16
-"""The first chunk of a reply starts with so many bytes that no other reply has: equal chunks would be one object."""
+"""Every chunk of a reply starts with so many bytes that no other chunk has: equal chunks would be one object."""
 MAX_BODY_BYTES = 512 * 1024 * 1024
 """The largest request body that the coordinator reads, in bytes."""
 

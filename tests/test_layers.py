@@ -22,20 +22,22 @@ ROOMS = {
     "config": SEAMS,
     "protocol": SEAMS,
     "loop": SEAMS,
+    "files": {"errors"},
     "strategies": SEAMS,
     "compression": SEAMS,
-    "storage": SEAMS,
-    "tasks": SEAMS | {"config"},
-    "device": SEAMS | {"config", "protocol", "compression", "tasks"},
+    "storage": SEAMS | {"files"},
+    "tasks": SEAMS | {"config", "files"},
+    "device": SEAMS | {"config", "files", "protocol", "compression", "tasks"},
     "simulation": SEAMS | {"config", "compression", "tasks"},
     "history": SEAMS | {"storage"},
     "adapters": SEAMS | {"config", "strategies", "tasks"},
-    "coordinator": SEAMS | {"config", "protocol", "loop", "strategies", "compression", "storage", "history"},
+    "coordinator": SEAMS | {"config", "files", "protocol", "loop", "strategies", "compression", "storage", "history"},
 }
 # The operator's client and the fleet of this machine serve the command line and `edgefl.run` alike.
 ROOMS |= {
     "client": SEAMS | {"protocol", "device"},
-    "local_fleet": SEAMS | {"client", "config", "protocol", "tasks"},
+    "local_fleet": SEAMS | {"client", "config"},
+    "local_run": SEAMS | {"assembly", "config", "local_fleet", "tasks"},
 }
 WITHOUT_CLI = {*ROOMS, "assembly", "provision"}
 # The package itself offers `edgefl.run`; assembly and provision may use what they assemble or render.

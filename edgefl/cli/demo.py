@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from edgefl.local_fleet import LocalFleet
 
 DEFAULT_OUT = Path("demo-run")
-DEFAULT_ROUNDS = 15
-SCHEMES = {"motionsense": "natural"}
-DEFAULT_SCHEME = "dirichlet:0.5"
+DEFAULT_ROUNDS = 20
 ROUND_COLUMNS = ("round", "num_updates", "accuracy", "loss", "bytes_up", "bytes_down", "seconds")
 MARK = "made by edgefl demo\n"
 
@@ -25,13 +23,31 @@ MARK = "made by edgefl demo\n"
 @click.command("demo")
 @click.option("--task", default="digits", show_default=True, help="A task that can be cut into shards.")
 @click.option("--data", type=click.Path(path_type=Path), help="Folder of the data set; digits needs none.")
-@click.option("--devices", type=click.IntRange(1, 64), default=4, show_default=True)
-@click.option("--strategy", default="fedavg", show_default=True)
-@click.option("--rounds", type=click.IntRange(min=1), default=DEFAULT_ROUNDS, show_default=True)
-@click.option("--seed", type=int, default=7, show_default=True)
+@click.option("--devices", type=click.IntRange(1, 64), default=4, show_default=True, help="How many processes train.")
+@click.option("--strategy", default="fedavg", show_default=True, help="Who trains, and how updates become a model.")
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    default=DEFAULT_ROUNDS,
+    show_default=True,
+    help="The demo ends after these.",
+)
+@click.option("--seed", type=int, default=7, show_default=True, help="The same seed cuts and trains the same.")
 @click.option("--scheme", help="How the data is cut [default: dirichlet:0.5, motionsense: natural].")
-@click.option("--broker", type=click.Choice(["auto", "mosquitto", "embedded"]), default="auto", show_default=True)
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=DEFAULT_OUT, show_default=True)
+@click.option(
+    "--broker",
+    type=click.Choice(["auto", "mosquitto", "embedded"]),
+    default="auto",
+    show_default=True,
+    help="auto takes mosquitto when it is installed.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=DEFAULT_OUT,
+    show_default=True,
+    help="Folder for all of it; an earlier demo there is replaced.",
+)
 def command(  # noqa: PLR0913 one per option
     *,
     task: str,
@@ -45,9 +61,9 @@ def command(  # noqa: PLR0913 one per option
     out: Path,
 ) -> None:
     """Run a coordinator and several devices on this machine: joined over TLS, with data of their own."""
-    from edgefl.assembly import assemble  # noqa: PLC0415 fast start
-    from edgefl.config import parse_run  # noqa: PLC0415 likewise
-    from edgefl.local_fleet import LocalFleet, cut_devices  # noqa: PLC0415 likewise
+    from edgefl.config import parse_run  # noqa: PLC0415 fast start
+    from edgefl.local_fleet import LocalFleet  # noqa: PLC0415 likewise
+    from edgefl.local_run import check_here, cut_devices, default_scheme  # noqa: PLC0415 likewise
 
     config = parse_run(
         {
@@ -56,8 +72,8 @@ def command(  # noqa: PLR0913 one per option
             "devices": {"min": devices},
         }
     )
-    assemble(config, "check")
-    scheme = scheme or SCHEMES.get(task, DEFAULT_SCHEME)
+    check_here(config)
+    scheme = scheme or default_scheme(task)
     _clear(out)
     click.echo(f"cutting {task} into {devices} shards ({scheme}, seed {seed})")
     cut = cut_devices(task, scheme, devices, out / "shards", data, seed)

@@ -17,7 +17,6 @@ from edgefl.errors import NetworkError, UsageError
 from edgefl.storage.columns import COLUMNS
 from edgefl.types import Json
 
-DEFAULT_DIRECTORY = Path("~/.local/share/edgefl/coordinator")
 DATABASE_NAME = "edgefl.db"
 DEFAULT_LIMIT = 100
 
@@ -81,7 +80,9 @@ def parse_time(text: str, *, now: float) -> float:
 def _fetch(request: _Request) -> list[Json]:
     if request.directory is None and (request.url or _has_operator_file()):
         return _ask(request)
-    return _read(request, request.directory or DEFAULT_DIRECTORY)
+    from edgefl.coordinator.directory import default_directory  # noqa: PLC0415 fast start
+
+    return _read(request, request.directory or default_directory())
 
 
 def _has_operator_file() -> bool:

@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> Any:
     try:
         return edgefl.main(args=arguments, prog_name="edgefl", standalone_mode=True)
     except EdgeflError as error:
-        click.echo(f"edgefl: {error}", err=True)
+        click.echo(f"edgefl: {' '.join(str(error).split())}", err=True)
         sys.exit(error.exit_code)
 
 

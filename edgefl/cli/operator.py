@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def save_operator_file(content: OperatorFile, path: Path | None = None) -> Path | None:
     """Writes the file and returns where another fleet's went: it is kept beside it."""
-    from edgefl.coordinator.directory import write_private  # noqa: PLC0415 only `coordinator` commands write
+    from edgefl.files import write_whole  # noqa: PLC0415 only `coordinator` commands write
 
     path = path or operator_path()
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -24,7 +24,7 @@ def save_operator_file(content: OperatorFile, path: Path | None = None) -> Path 
         if other.ca_fingerprint != content.ca_fingerprint:
             kept = path.with_name(f"operator.{other.fleet}-{other.ca_fingerprint[:8]}.toml")
             path.replace(kept)
-    write_private(path, content.text().encode())
+    write_whole(path, content.text().encode())
     return kept
 
 

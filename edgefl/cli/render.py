@@ -60,9 +60,9 @@ def print_rows(
 
 def human(name: str, value: Any) -> str:
     """Returns a value as a person reads it; the column's name says what it is."""
-    if value is None:
-        return "-"
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if value is None or isinstance(value, bool):
+        return {None: "-", True: "yes", False: "no"}[value]
+    if isinstance(value, int | float):
         return _human_number(name, value)
     if isinstance(value, Mapping):
         return " ".join(f"{human('', key)}={human('', entry)}" for key, entry in value.items()) or "-"

@@ -15,10 +15,9 @@ from edgefl.config import RunConfig, parse_run
 from edgefl.coordinator.access import Guard
 from edgefl.coordinator.roster import Roster
 from edgefl.coordinator.runs import RunWorker
-from edgefl.errors import UsageError
 from edgefl.protocol import PROTOCOL_VERSION
 from edgefl.storage.queries import find_run, history
-from edgefl.storage.records import RunRecord, RunStatus
+from edgefl.storage.records import RunRecord
 from edgefl.storage.store import Store
 from edgefl.types import Json
 
@@ -50,13 +49,15 @@ def operator_router(
 
     @router.get("/edgefl/v1/runs/{run}", dependencies=reads)
     def show(run: str) -> Json:
-        return _run(store.run(find_run(store, run)))
+        record = store.run(find_run(store, run))
+        kept = store.checkpoints(record.run_id)
+        return {**_run(record), "model": kept[0].sha256 if kept else None}
 
     @router.post("/edgefl/v1/runs/{run}/stop", dependencies=acts)
     def stop(run: str) -> Json:
-        record = store.run(find_run(store, run))
-        stop_run(store, worker, record)
-        return _run(store.run(record.run_id))
+        run_id = find_run(store, run)
+        worker.stop_run(run_id, "stopped by the operator")
+        return _run(store.run(run_id))
 
     @router.get("/edgefl/v1/devices", dependencies=reads)
     def devices() -> Json:
@@ -100,22 +101,6 @@ def submit_run(store: Store, worker: RunWorker, config: RunConfig, check: Check)
     )
     worker.wake()
     return record
-
-
-def stop_run(store: Store, worker: RunWorker, record: RunRecord) -> None:
-    """Ends a run: a queued one at once, a running one after what is in flight.
-
-    Raises:
-        UsageError: it is over already.
-    """
-    now, reason = time.time(), "stopped by the operator"
-    if record.status in {RunStatus.QUEUED, RunStatus.INTERRUPTED}:
-        store.set_run_status(record.run_id, RunStatus.STOPPED, at=now, reason=reason)
-    elif record.status.is_final:
-        raise UsageError(f"run {record.run_id} is {record.status} already")
-    else:
-        store.set_run_status(record.run_id, RunStatus.STOPPING, at=now, reason=reason)
-        worker.stop_run(record.run_id, reason)
 
 
 def device_rows(store: Store, roster: Roster) -> list[Json]:

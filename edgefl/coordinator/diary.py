@@ -27,12 +27,20 @@ class Diary:
         roster: is told first.
         clock: Unix seconds.
         on_progress: told of progress reports, which are not kept.
+        on_heartbeat: told of heartbeats of known devices.
     """
 
     def __init__(
-        self, *, store: Store, roster: Roster, clock: Callable[[], float], on_progress: Callable[[Progress], None]
+        self,
+        *,
+        store: Store,
+        roster: Roster,
+        clock: Callable[[], float],
+        on_progress: Callable[[Progress], None],
+        on_heartbeat: Callable[[str, Heartbeat], None],
     ) -> None:
-        self._store, self._roster, self._clock, self._on_progress = store, roster, clock, on_progress
+        self._store, self._roster, self._clock = store, roster, clock
+        self._on_progress, self._on_heartbeat = on_progress, on_heartbeat
         self._heartbeats: list[HeartbeatRow] = []
         self._capabilities: dict[str, tuple[Capabilities, float]] = {}
         self._events: list[tuple[RosterEvent, float]] = []
@@ -89,6 +97,7 @@ class Diary:
         if self._roster.info(device_id) is None:
             return
         self._roster.note_heartbeat(device_id, heartbeat)
+        self._on_heartbeat(device_id, heartbeat)
         row = HeartbeatRow(
             device_id=device_id,
             at=self._clock(),

@@ -6,13 +6,11 @@ is simply made again.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
 import secrets
 import socket
-import tempfile
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +19,8 @@ from typing import Any
 
 from edgefl.coordinator import pki
 from edgefl.coordinator.local_addresses import local_addresses
-from edgefl.errors import ConfigError, NotJoinedError, StoreError, StoreFullError
+from edgefl.errors import ConfigError, NotJoinedError
+from edgefl.files import make_private_directory, write_whole
 from edgefl.protocol import COORDINATOR_NAME, certificate_fingerprint, checked_slug
 
 DEFAULT_FLEET = "fleet"
@@ -124,7 +123,7 @@ def init_directory(
     if bare.database.exists():
         raise ConfigError(f"{root} holds a database but no settings.toml; restore a backup or take another --dir")
     directory = replace(bare, hosts=_announced(hosts), port=port or DEFAULT_PORT)
-    _make_private(root)
+    make_private_directory(root)
     authority = pki.create_authority(directory.fleet)
     server = pki.issue_server(authority, _names(directory.hosts))
     client = pki.issue_client(authority, COORDINATOR_NAME)
@@ -132,7 +131,7 @@ def init_directory(
     _write_pair(directory.client_cert, directory.client_key, client)
     _write_pair(directory.server_cert, directory.server_key, server)
     for folder in (directory.models, directory.runs, directory.broker):
-        _make_private(folder)
+        make_private_directory(folder)
     _write_settings(directory)
     return directory
 
@@ -190,39 +189,6 @@ def token_hash(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-def write_private(path: Path, data: bytes) -> None:
-    """Writes a file of mode 0600 that is, at any instant, the old one or the new one.
-
-    Raises:
-        StoreFullError: no room on the disk.
-        StoreError: it cannot be written for another reason.
-    """
-    try:
-        _replace(path, data)
-    except OSError as error:
-        kind = StoreFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
-        raise kind(f"{path} cannot be written: {error.strerror or error}") from None
-
-
-def _replace(path: Path, data: bytes) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # 0600 from the start
-    temporary = Path(name)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
 def _init_again(
     directory: CoordinatorDirectory, hosts: Sequence[str], fleet: str | None, port: int | None
 ) -> CoordinatorDirectory:
@@ -262,17 +228,9 @@ def _mdns_name() -> str:
     return f"{socket.gethostname().partition('.')[0].lower()}.local"
 
 
-def _make_private(folder: Path) -> None:
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.chmod(0o700)
-    except OSError as error:
-        raise StoreError(f"{folder} cannot be made: {error.strerror or error}") from None
-
-
 def _write_pair(cert: Path, key: Path, pair: pki.KeyPair) -> None:
-    write_private(key, pair.key_pem)
-    write_private(cert, pair.cert_pem)
+    write_whole(key, pair.key_pem)
+    write_whole(cert, pair.cert_pem)
 
 
 def _write_settings(directory: CoordinatorDirectory) -> None:
@@ -284,7 +242,7 @@ def _write_settings(directory: CoordinatorDirectory) -> None:
         "operator_sha256": list(directory.operator_sha256),
         "viewer_sha256": list(directory.viewer_sha256),
     }
-    write_private(directory.settings, "".join(f"{k} = {json.dumps(v)}\n" for k, v in values.items()).encode())
+    write_whole(directory.settings, "".join(f"{k} = {json.dumps(v)}\n" for k, v in values.items()).encode())
 
 
 def _from_settings(root: Path, value: Mapping[str, Any]) -> CoordinatorDirectory:

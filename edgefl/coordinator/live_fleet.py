@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import logging
 import queue
-import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
 
-from edgefl.coordinator.presence import DeviceState, Transition
-from edgefl.coordinator.roster import Changed, Holding, Restarted, Roster, RosterEvent
-from edgefl.coordinator.superlink import FlowerRun, PreparedBody, Reply, prepare_body
-from edgefl.errors import CodecError, EdgeflError, NetworkError
-from edgefl.protocol import HEARTBEAT_S, Command, CommandKind, finite
+from edgefl.coordinator.messages import check_finite, evaluated, order_header, update_metrics, wire_id
+from edgefl.coordinator.outstanding import Bell, Mail, Outstanding, Pending
+from edgefl.coordinator.participants import FleetRun, Participants
+from edgefl.coordinator.presence import DeviceState, Flapping, Transition
+from edgefl.coordinator.roster import Changed, Holding, Removed, Restarted, Roster, RosterEvent
+from edgefl.coordinator.superlink import PreparedBody, Reply, prepare_body
+from edgefl.errors import CodecError, EdgeflError
 from edgefl.types import (
     Assignment,
     DeviceInfo,
@@ -25,7 +25,6 @@ from edgefl.types import (
     Evaluation,
     Event,
     Joined,
-    Json,
     Lost,
     ModelSource,
     Order,
@@ -35,61 +34,30 @@ from edgefl.types import (
     Role,
     Speed,
     Stop,
-    Tensors,
     Update,
-    UpdateMetrics,
 )
+
+__all__ = ["Bell", "FleetRun", "InterruptedRunError", "LiveFleet", "LiveView"]
 
 log = logging.getLogger(__name__)
 
 EVALUATION_DEADLINE_S = 600.0
-LOST_AFTER_S = 3 * HEARTBEAT_S
-"""An assignment that was handed out so long ago and that its device does not know has been lost on the way."""
+MAX_REASON_CHARS = 500
 
 
 class InterruptedRunError(EdgeflError):
     """The coordinator stops; the run can be taken up again."""
 
 
-class Bell(Protocol):
-    """The coordinator's end of the MQTT connection."""
-
-    def ring(self, device_id: str) -> None: ...
-    def command(self, device_id: str, command: Command) -> None: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FleetRun:
-    """What the live fleet has to know of a run.
+class _Unsendable:
+    """An order could not be handed over; told in `wait`, like all that goes wrong."""
 
-    Attributes:
-        run_id: as in the store.
-        header: what every device is told: task, options, seed.
-        groups, names: who takes part; empty for everybody with a shard for `task`.
-        join_at_start: only devices that are there when the first work is given out take part.
-        encode: (model, version) -> body for the devices.
-        decode: body -> displacement; raises CodecError.
-    """
-
-    run_id: str
-    task: str
-    header: Json
-    groups: tuple[str, ...]
-    names: tuple[str, ...]
-    join_at_start: bool
-    encode: Callable[[Tensors, int], bytes]
-    decode: Callable[[bytes], Tensors]
+    key: str
+    reason: str
 
 
-@dataclass(slots=True)
-class _Pending:
-    order: Assignment | Evaluation
-    kind: str
-    header: Json
-    body: PreparedBody
-    instruction_id: str
-    dispatched_s: float
-    deadline_s: float | None
+_Item = Reply | RosterEvent | Progress | Stop | InterruptedRunError | _Unsendable
 
 
 class LiveView:
@@ -125,19 +93,14 @@ class LiveView:
 
 
 class LiveFleet:
-    """Implements `Fleet` for one run. `post_*` may be called from any thread."""
+    """Implements `Fleet` for one run. `post` may be called from any thread, all else from the run's."""
 
-    def __init__(
-        self, *, run: FleetRun, link: FlowerRun, roster: Roster, bell: Bell, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, *, run: FleetRun, link: Mail, roster: Roster, bell: Bell, clock: Callable[[], float]) -> None:
         self.roster, self.clock, self.progress = roster, clock, dict[str, Progress]()
-        self._run, self._link, self._bell = run, link, bell
-        self._queue: queue.SimpleQueue[Reply | RosterEvent | Progress | Stop | InterruptedRunError] = (
-            queue.SimpleQueue()
-        )
-        self._pending: dict[str, _Pending] = {}
-        self._recalled: set[str] = set()
-        self._members: frozenset[str] | None = None
+        self._run = run
+        self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._out = Outstanding(mail=link, bell=bell, node_of=roster.node_of, on_unsendable=self._note_unsendable)
+        self._participants = Participants(run, roster)
         self._encoded: tuple[int, PreparedBody] | None = None
         self._end_listening = roster.listen(self._queue.put)
 
@@ -147,27 +110,16 @@ class LiveFleet:
     def close(self) -> None:
         """Stops listening, recalls what is out, and closes the run in Flower's books."""
         self._end_listening()
-        for assignment_id, pending in self._pending.items():
-            self._recall(assignment_id, pending.order.device_id)
-        self._link.close()
+        self._out.close()
 
     def eligible(self) -> dict[str, DeviceInfo]:
-        """Returns the present devices that take part in this run, by id."""
-        run = self._run
-        return {
-            info.device_id: info
-            for info in self.roster.workers()
-            if run.task in info.tasks
-            and (not run.groups or set(run.groups) & set(info.groups) or info.role == Role.EVALUATOR)
-            and (not run.names or info.device_id in run.names or info.role == Role.EVALUATOR)
-            and (self._members is None or info.device_id in self._members or info.role == Role.EVALUATOR)
-        }
+        return self._participants.present()
 
     def busy(self) -> dict[str, list[str]]:
         busy: dict[str, list[str]] = {}
-        for assignment_id, pending in self._pending.items():
+        for pending in self._out:
             if isinstance(pending.order, Assignment):
-                busy.setdefault(pending.order.device_id, []).append(assignment_id)
+                busy.setdefault(pending.order.device_id, []).append(pending.order.assignment_id)
         return busy
 
     def view(self) -> LiveView:
@@ -177,43 +129,25 @@ class LiveFleet:
         """Sends every order and rings the bells; one that cannot be sent comes back as `Lost`."""
         for order in orders:
             if isinstance(order, Recall):
-                self._recall(order.assignment_id, order.device_id)
+                self._out.recall(wire_id(self._run.run_id, order.assignment_id), order.device_id)
                 continue
-            if self._members is None and self._run.join_at_start and isinstance(order, Assignment):
-                self._members = frozenset(self.eligible())
+            if isinstance(order, Assignment):
+                self._participants.begin()
             self._give(order, source)
 
     def _give(self, order: Assignment | Evaluation, source: ModelSource) -> None:
         now_s = self.clock()
-        is_training = isinstance(order, Assignment)
         deadline_s = order.deadline_s if isinstance(order, Assignment) else EVALUATION_DEADLINE_S
-        pending = _Pending(
+        pending = Pending(
+            key=wire_id(self._run.run_id, order.assignment_id),
             order=order,
-            kind="train" if is_training else "evaluate",
-            header={**self._run.header, **_order_header(order)},
+            header={**self._run.header, **order_header(self._run.run_id, order)},
             body=self._body(source),
-            instruction_id="",
-            dispatched_s=now_s,
+            given_s=now_s,
             deadline_s=None if deadline_s is None else now_s + deadline_s,
+            sent_s=now_s,
         )
-        self._pending[order.assignment_id] = pending
-        self._send(pending)
-
-    def _send(self, pending: _Pending) -> None:
-        """Hands the instruction to Flower; what Flower refuses waits for its device to be lost or to come back."""
-        device_id = pending.order.device_id
-        node_id = self.roster.node_of(device_id)
-        if node_id is None:
-            self._queue.put(Transition(device_id=device_id, before=None, after=DeviceState.GONE, reason="not joined"))
-            return
-        try:
-            pending.instruction_id = self._link.send(
-                node_id, kind=pending.kind, header=pending.header, body=pending.body
-            )
-        except NetworkError as error:
-            self._queue.put(Transition(device_id=device_id, before=None, after=DeviceState.GONE, reason=str(error)))
-            return
-        self._bell.ring(device_id)
+        self._out.give(pending)
 
     def _body(self, source: ModelSource) -> PreparedBody:
         if self._encoded is None or self._encoded[0] != source.version:
@@ -221,11 +155,8 @@ class LiveFleet:
             self._encoded = source.version, prepare_body(body)
         return self._encoded[1]
 
-    def _recall(self, assignment_id: str, device_id: str) -> None:
-        if assignment_id not in self._recalled:
-            self._recalled.add(assignment_id)
-            command = Command(id=uuid.uuid4().hex, kind=CommandKind.RECALL, argument=assignment_id)
-            self._bell.command(device_id, command)
+    def _note_unsendable(self, key: str, reason: str) -> None:
+        self._queue.put(_Unsendable(key=key, reason=reason))
 
     def wait(self, until_s: float) -> Sequence[Event]:
         """Returns what happened, at once when something has, else at `until_s` at the latest.
@@ -235,17 +166,19 @@ class LiveFleet:
         """
         while True:
             events = self._overdue()
-            for item in self._arrived(0.0 if events else self._next_wake_s(until_s) - self.clock()):
+            arrived = self._arrived(0.0 if events else self._next_wake_s(until_s) - self.clock())
+            # Replies first: what a device no longer holds may have been answered in the same breath.
+            for item in sorted(arrived, key=lambda item: not isinstance(item, Reply)):
                 events += self._understood(item)
             if events or self.clock() >= until_s:
                 return events
 
     def _next_wake_s(self, until_s: float) -> float:
-        deadlines = (p.deadline_s for p in self._pending.values() if p.deadline_s is not None)
+        deadlines = (pending.deadline_s for pending in self._out if pending.deadline_s is not None)
         return min([until_s, *deadlines])
 
-    def _arrived(self, timeout_s: float) -> list[Any]:
-        items: list[Any] = []
+    def _arrived(self, timeout_s: float) -> list[_Item]:
+        items: list[_Item] = []
         try:
             items.append(self._queue.get(timeout=max(0.0, timeout_s)))
             while True:
@@ -255,142 +188,109 @@ class LiveFleet:
 
     def _overdue(self) -> list[Event]:
         now_s, events = self.clock(), list[Event]()
-        for assignment_id, pending in list(self._pending.items()):
+        for pending in self._out:
             if pending.deadline_s is not None and now_s >= pending.deadline_s:
-                allowed_s = pending.deadline_s - pending.dispatched_s
-                self._recall(assignment_id, pending.order.device_id)
-                events.append(self._lose(assignment_id, Outcome.LOST, f"not back within {allowed_s:g} s"))
+                self._out.recall(pending.key, pending.order.device_id)
+                allowed_s = pending.deadline_s - pending.given_s
+                events.append(self._lose(pending, Outcome.LOST, f"not back within {allowed_s:g} s"))
         return events
 
-    def _understood(self, item: Any) -> list[Event]:
+    def _understood(self, item: _Item) -> list[Event]:
         match item:
             case InterruptedRunError():
                 raise item
             case Reply():
                 return self._replied(item)
-            case Transition():
-                return self._moved(item)
-            case Restarted():
-                self._send_again(item.device_id, "its agent restarted")
-            case Holding():
-                self._compare(item)
-            case Changed():
-                return [Joined(device_id=item.device_id)]
             case Progress():
-                self.progress[item.device_id] = item
-                return [item]
+                return self._progressed(item)
             case Stop():
                 return [item]
+            case _Unsendable():
+                pending = self._out.get(item.key)
+                return [self._lose(pending, Outcome.FAILED, item.reason)] if pending else []
+            case _:
+                return self._noticed(item)
+
+    def _noticed(self, event: RosterEvent) -> list[Event]:
+        match event:
+            case Transition(after=DeviceState.GONE | DeviceState.OFFLINE):
+                return self._lose_all(event.device_id, f"device {event.after}: {event.reason}")
+            case Removed():
+                return self._lose_all(event.device_id, "device removed")
+            case Transition(after=DeviceState.ONLINE, before=before) if before is not DeviceState.LATE:
+                return [Joined(device_id=event.device_id)]
+            case Changed():
+                return [Joined(device_id=event.device_id)]
+            case Restarted():
+                self._out.send_again(event.device_id, "its agent restarted")
+            case Holding():
+                self._out.compare(event)
+            case Transition() | Flapping():
+                pass
         return []
 
-    def _moved(self, transition: Transition) -> list[Event]:
-        if transition.after in {DeviceState.GONE, DeviceState.OFFLINE}:
-            return [
-                self._lose(assignment_id, Outcome.LOST, f"device {transition.after}: {transition.reason}")
-                for assignment_id, pending in list(self._pending.items())
-                if pending.order.device_id == transition.device_id
-            ]
-        if transition.after is DeviceState.ONLINE and transition.before is not DeviceState.LATE:
-            return [Joined(device_id=transition.device_id)]
-        return []
+    def _progressed(self, report: Progress) -> list[Event]:
+        pending = self._out.get(report.assignment_id)
+        if pending is None or pending.order.device_id != report.device_id:
+            return []
+        progress = replace(report, assignment_id=pending.order.assignment_id)
+        self.progress[report.device_id] = progress
+        return [progress]
 
-    def _lose(self, assignment_id: str, outcome: Outcome, reason: str) -> Lost:
-        pending = self._pending.pop(assignment_id)
-        self._link.cancel(pending.instruction_id)
-        return Lost(device_id=pending.order.device_id, assignment_id=assignment_id, outcome=outcome, reason=reason)
+    def _lose_all(self, device_id: str, reason: str) -> list[Event]:
+        return [self._lose(pending, Outcome.LOST, reason) for pending in self._out.of(device_id)]
 
-    def _send_again(self, device_id: str, why: str) -> None:
-        for assignment_id, pending in self._pending.items():
-            if pending.order.device_id == device_id:
-                log.warning("sending %s to %s again: %s", assignment_id, device_id, why)
-                self._link.cancel(pending.instruction_id)
-                self._send(pending)
-
-    def _compare(self, holding: Holding) -> None:
-        """Sends again what was handed out and yet is not held: the answer to the device's pull was lost."""
-        for assignment_id, pending in self._pending.items():
-            if pending.order.device_id != holding.device_id or assignment_id in holding.assignment_ids:
-                continue
-            was_due_s = pending.dispatched_s + LOST_AFTER_S
-            if holding.at_s >= was_due_s and self._link.is_delivered(pending.instruction_id):
-                log.warning("sending %s to %s again: it got lost on the way", assignment_id, holding.device_id)
-                self._link.cancel(pending.instruction_id)
-                pending.dispatched_s = holding.at_s
-                self._send(pending)
+    def _lose(self, pending: Pending, outcome: Outcome, reason: str) -> Lost:
+        self._out.settle(pending)
+        order = pending.order
+        return Lost(
+            device_id=order.device_id,
+            assignment_id=order.assignment_id,
+            outcome=outcome,
+            reason=reason[:MAX_REASON_CHARS],
+        )
 
     def _replied(self, reply: Reply) -> list[Event]:
         """Turns a reply into an event; one that nobody waits for (a repeat, a late one) is dropped."""
-        device_id = self.roster.device_of(reply.node_id)
-        assignment_id = reply.header.get("assignment")
-        pending = self._pending.get(assignment_id) if isinstance(assignment_id, str) else None
-        if pending is None or pending.order.device_id != device_id or reply.header.get("run") != self._run.run_id:
-            log.info("dropped a reply of %s for %s: nobody waits for it", device_id, assignment_id)
+        device_id, named = self.roster.device_of(reply.node_id), str(reply.header.get("assignment"))
+        pending = self._out.get(named)
+        if pending is None or pending.order.device_id != device_id:
+            pending = self._out.answered_by(reply.instruction_id)
+        if pending is None or pending.order.device_id != device_id:
+            log.info("dropped a reply of %s for %.80s: nobody waits for it", device_id, named)
             return []
         if "error" in reply.header:
-            return [self._lose(pending.order.assignment_id, Outcome.FAILED, str(reply.header["error"])[:500])]
+            return [self._lose(pending, Outcome.FAILED, str(reply.header["error"]))]
         try:
             event = self._event(pending, reply)
-        except (CodecError, TypeError, ValueError, KeyError) as error:
-            return [self._lose(pending.order.assignment_id, Outcome.REFUSED, f"unusable reply: {error}")]
-        del self._pending[pending.order.assignment_id]
+        except (CodecError, TypeError, ValueError, KeyError, ArithmeticError) as error:
+            return [self._lose(pending, Outcome.REFUSED, f"unusable reply: {error}")]
+        self._out.settle(pending)
         return [event]
 
-    def _event(self, pending: _Pending, reply: Reply) -> Update | Evaluated:
-        order, metrics = pending.order, reply.header["metrics"]
+    def _event(self, pending: Pending, reply: Reply) -> Update | Evaluated:
+        order, header = pending.order, reply.header
+        if header.get("assignment") != pending.key:
+            raise ValueError(f"it names {header.get('assignment')!r:.80}, asked was {pending.key!r}")
         if isinstance(order, Evaluation):
             info = self.roster.info(order.device_id)
-            return Evaluated(
-                assignment_id=order.assignment_id,
-                device_id=order.device_id,
-                version=order.version,
-                round=order.round,
-                source=info.source if info else "device",
-                num_examples=int(metrics["num_examples"]),
-                loss=float(metrics["loss"]),
-                accuracy=float(metrics["accuracy"]),
-            )
-        measured = _update_metrics(metrics, reply, self.clock() - pending.dispatched_s)
-        if measured.iterations > 0:
-            self.roster.note_speed(order.device_id, measured.compute_s / measured.iterations)
+            return evaluated(order, header["metrics"], info.source if info else "device")
+        tensors = self._run.decode(reply.body)
+        check_finite(tensors)
+        metrics = update_metrics(
+            header["metrics"],
+            turnaround_s=self.clock() - pending.given_s,
+            bytes_up=reply.bytes_up,
+            bytes_down=reply.bytes_down,
+        )
+        if metrics.iterations > 0:
+            self.roster.note_speed(order.device_id, metrics.compute_s / metrics.iterations)
         return Update(
             assignment_id=order.assignment_id,
             device_id=order.device_id,
             base_version=order.base_version,
-            tensors=self._run.decode(reply.body),
-            metrics=measured,
+            tensors=tensors,
+            metrics=metrics,
             body=reply.body,
             received_s=self.clock(),
         )
-
-
-def _order_header(order: Assignment | Evaluation) -> Json:
-    header: Json = {"assignment": order.assignment_id}
-    if isinstance(order, Evaluation):
-        return {**header, "version": order.version}
-    plan = {name: value for name, value in asdict(order.plan).items() if value is not None and name != "inbox"}
-    return {
-        **header,
-        "version": order.base_version,
-        "plan": plan,
-        "codec": order.codec or "dense",
-        "settled": list(order.settled),
-    }
-
-
-def _update_metrics(metrics: Json, reply: Reply, turnaround_s: float) -> UpdateMetrics:
-    """Returns what the device measured, and as sending time all of the turnaround that was not computing."""
-    compute_s = max(0.0, float(metrics["compute_s"]))
-    measured = UpdateMetrics(
-        iterations=max(0, int(metrics["iterations"])),
-        num_examples=max(0, int(metrics["num_examples"])),
-        loss=finite(metrics.get("loss")),
-        compute_s=compute_s,
-        send_s=max(0.0, turnaround_s - compute_s),
-        bytes_up=reply.bytes_up,
-        bytes_down=reply.bytes_down,
-    )
-    extra = metrics.get("extra")
-    if isinstance(extra, dict):
-        numbers = {str(name): finite(value) for name, value in extra.items()}
-        return replace(measured, extra={name: value for name, value in numbers.items() if value is not None})
-    return measured

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -23,7 +24,8 @@ from edgefl.coordinator.broker import (
     check_port_is_free,
     connect_host,
 )
-from edgefl.errors import BrokerError, EdgeflError
+from edgefl.errors import BrokerError, EdgeflError, StoreError
+from edgefl.files import make_private_directory, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +92,7 @@ class Mosquitto:
         self._refused = frozenset(names)
         process = self._process
         if process is not None and process.poll() is None:
-            _write_private(self._acl_path, acl_file(self._fleet, self._refused))
+            write_whole(self._acl_path, acl_file(self._fleet, self._refused).encode())
             process.send_signal(signal.SIGHUP)  # reads the ACL again
 
     @property
@@ -113,13 +115,12 @@ class Mosquitto:
 
     def _write_files(self) -> None:
         try:
-            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._directory.chmod(0o700)
+            make_private_directory(self._directory)
             if self._log_path.exists() and self._log_path.stat().st_size > MAX_LOG_BYTES:
                 self._log_path.replace(self._log_path.with_suffix(".log.1"))
-            _write_private(self._acl_path, acl_file(self._fleet, self._refused))
-            _write_private(self._config_path, self._config())
-        except OSError as error:
+            write_whole(self._acl_path, acl_file(self._fleet, self._refused).encode())
+            write_whole(self._config_path, self._config().encode())
+        except (OSError, StoreError) as error:
             raise BrokerError(f"the broker's files cannot be written to {self._directory}: {error}") from None
 
     def _config(self) -> str:
@@ -211,11 +212,16 @@ class Mosquitto:
                 return
 
     def _answers(self) -> bool:
+        """Returns whether it speaks TLS: it listens before it has read its key, and may still give up over that."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE  # nothing is said; only that there is an answer counts
         try:
-            with socket.create_connection((connect_host(self._host), self._port), timeout=1.0):
-                return True
+            with socket.create_connection((connect_host(self._host), self._port), timeout=1.0) as plain:
+                context.wrap_socket(plain).close()
         except OSError:
             return False
+        return True
 
     def _last_log_line(self) -> str:
         try:
@@ -237,10 +243,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def _write_private(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.new")
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(text)
-    temporary.replace(path)

@@ -136,8 +136,6 @@ class Presence:
     def seen(self, device_id: str, now_s: float) -> list[PresenceEvent]:
         """Takes any other contact, such as a request over HTTPS; it cannot undo a goodbye."""
         device = self._devices.setdefault(device_id, _Device())
-        if device.announced is DeviceState.OFFLINE:
-            return []
         return self._alive(device_id, device, now_s, "contact")
 
     def bus(self, *, connected: bool, now_s: float) -> None:

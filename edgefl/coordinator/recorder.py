@@ -1,18 +1,18 @@
-"""Writes the history of a run: the journal that the loop sees, with the rows of the store derived from it.
+"""Writes the history of a run: the journal that the loop sees, and the rows of the store derived from it.
 
-Rows are collected during a turn of the loop and written in one transaction at `commit`, after the journal itself is
-on disk. If the coordinator dies in between, the journal still knows.
+`commit` makes the journal durable and nothing else; the rows go to the ledger, which writes them soon.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Protocol
 
-from edgefl.storage.records import DispatchRow, EvaluationRow, RunStatus, UpdateRow
-from edgefl.storage.store import Store
+from edgefl.coordinator.ledger import Ledger, LostRow
+from edgefl.loop import Scoreboard
+from edgefl.storage.records import DispatchRow, EvaluationRow, UpdateRow
 from edgefl.types import Assignment, Decision, Evaluated, Event, Lost, Outcome, Update
 
 log = logging.getLogger(__name__)
@@ -27,26 +27,12 @@ class Wal(Protocol):
     def commit(self) -> None: ...
 
 
-@dataclass(slots=True)
-class _Turn:
-    """What one turn of the loop adds to the store."""
-
-    dispatches: list[DispatchRow] = field(default_factory=list)
-    updates: dict[str, UpdateRow] = field(default_factory=dict)
-    evaluations: list[EvaluationRow] = field(default_factory=list)
-    opened: dict[int, int] = field(default_factory=dict)
-    closed: dict[int, int] = field(default_factory=dict)
-    lost: list[Lost] = field(default_factory=list)
-    accuracy: float | None = None
-
-
 class Recorder:
-    """Implements `Journal` for one run, over its write-ahead log and the store.
+    """Implements `Journal` for one run, over its write-ahead log and its ledger.
 
     Args:
-        run_id: as in the store.
-        store: where the rows go.
         wal: where everything goes first.
+        ledger: where the rows go.
         clock: Unix seconds, for the rows.
         monotonic: the fleet's clock, which the events carry.
         checkpoint: called with (version, state) after every aggregation.
@@ -55,19 +41,18 @@ class Recorder:
     def __init__(
         self,
         *,
-        run_id: str,
-        store: Store,
         wal: Wal,
+        ledger: Ledger,
         clock: Callable[[], float],
         monotonic: Callable[[], float],
         checkpoint: Callable[[int, object], None],
     ) -> None:
-        self._run_id, self._store, self._wal = run_id, store, wal
+        self._wal, self._ledger = wal, ledger
         self._clock, self._monotonic, self._checkpoint = clock, monotonic, checkpoint
-        self._turn = _Turn()
         self._unused: dict[str, tuple[UpdateRow, float]] = {}
         self._rounds: dict[str, int] = {}
         self._round_opened_s: dict[int, float] = {}
+        self._scores = Scoreboard()
 
     def received(self, events: Sequence[Event]) -> Sequence[Event]:
         for event in events:
@@ -75,24 +60,25 @@ class Recorder:
                 case Update():
                     row = self._update_row(event)
                     self._unused[event.assignment_id] = row, event.received_s
-                    self._turn.updates[event.assignment_id] = row
+                    self._ledger.update([row])
                 case Evaluated():
-                    self._turn.evaluations.append(self._evaluation_row(event))
-                    self._turn.accuracy = event.accuracy if event.source != "device" else self._turn.accuracy
+                    self._ledger.evaluation(self._evaluation_row(event))
+                    self._note_score(event)
                 case Lost():
                     self._note_lost(event)
+                    self._note_score(event)
         return self._wal.received(events)
 
     def decided(self, decision: Decision) -> None:
         self._wal.decided(decision)
-        now = self._clock()
+        self._scores.ask(decision.orders)
+        now, rows = self._clock(), []
         for order in decision.orders:
             if isinstance(order, Assignment):
                 number = order.base_version + 1
                 self._rounds[order.assignment_id] = number
                 self._round_opened_s.setdefault(number, self._monotonic())
-                self._turn.opened[number] = self._turn.opened.get(number, 0) + 1
-                self._turn.dispatches.append(
+                rows.append(
                     DispatchRow(
                         assignment_id=order.assignment_id,
                         device_id=order.device_id,
@@ -101,6 +87,7 @@ class Recorder:
                         dispatched_at=now,
                     )
                 )
+        self._ledger.dispatch(rows)
 
     def aggregated(self, version: int, assignment_ids: Sequence[str], state: object) -> None:
         self._wal.aggregated(version, assignment_ids)
@@ -108,6 +95,7 @@ class Recorder:
         rows = []
         for assignment_id in assignment_ids:
             row, received_s = self._unused.pop(assignment_id)
+            self._rounds.pop(assignment_id, None)
             rows.append(
                 replace(
                     row,
@@ -118,54 +106,36 @@ class Recorder:
                     wait_s=max(0.0, now_s - received_s),
                 )
             )
-        self._turn.updates |= {row.assignment_id: row for row in rows}
-        self._turn.closed[version] = version
+        self._ledger.update(rows)
+        self._ledger.close(version, version=version, at=self._clock())
         _log_round(version, rows, now_s - self._round_opened_s.pop(version, now_s))
         self._checkpoint(version, state)
 
     def commit(self) -> None:
-        """Makes the turn durable: first the log, then the rows that follow from it."""
+        """Makes the journal durable; only then may the rows that follow from it be written."""
         self._wal.commit()
-        turn, self._turn = self._turn, _Turn()
-        if not (turn.dispatches or turn.updates or turn.evaluations or turn.closed):
-            return
-        now, store, run_id = self._clock(), self._store, self._run_id
-        with store.batch():
-            for number, num_devices in turn.opened.items():
-                store.open_round(run_id, number, started_at=now, num_devices=num_devices)
-            store.record_dispatches(run_id, turn.dispatches)
-            store.record_updates(run_id, list(turn.updates.values()))
-            store.record_evaluations(run_id, turn.evaluations)
-            for number, version in turn.closed.items():
-                store.close_round(run_id, number, version=version, closed_at=now)
-            for lost in turn.lost:
-                store.record_event(
-                    "assignment-lost",
-                    f"{lost.assignment_id}: {lost.reason}",
-                    at=now,
-                    run_id=run_id,
-                    device_id=lost.device_id,
-                )
-            if turn.accuracy is not None:
-                store.set_run_accuracy(run_id, turn.accuracy)
+        self._ledger.publish()
 
-    def finish(self, status: RunStatus, reason: str) -> None:
-        """Writes how the run ended; what arrived and was never used was late."""
-        for row, _ in self._unused.values():
-            self._turn.updates[row.assignment_id] = replace(row, outcome=Outcome.LATE)
+    def finish(self) -> None:
+        """Writes all rows; what arrived and was never used was late."""
+        self._ledger.update([replace(row, outcome=Outcome.LATE) for row, _ in self._unused.values()])
         self._unused.clear()
         self.commit()
-        now = self._clock()
-        with self._store.batch(durable=True):
-            self._store.set_run_status(self._run_id, status, at=now, reason=reason)
-            self._store.record_event(f"run-{status}", reason, at=now, run_id=self._run_id)
+        self._ledger.flush()
+
+    def _note_score(self, event: Evaluated | Lost) -> None:
+        self._scores.note(event)
+        if self._scores.accuracy is not None:
+            self._ledger.accuracy(self._scores.accuracy)
 
     def _note_lost(self, lost: Lost) -> None:
         number = self._rounds.get(lost.assignment_id)
         log.warning("%s of %s brings no update: %s", lost.assignment_id, lost.device_id, lost.reason)
-        self._turn.lost.append(lost)
+        self._ledger.lost(
+            LostRow(assignment_id=lost.assignment_id, device_id=lost.device_id, reason=lost.reason, at=self._clock())
+        )
         if number is not None:
-            self._turn.updates[lost.assignment_id] = UpdateRow(
+            row = UpdateRow(
                 assignment_id=lost.assignment_id,
                 device_id=lost.device_id,
                 round=number,
@@ -173,6 +143,7 @@ class Recorder:
                 outcome=lost.outcome,
                 reason=lost.reason,
             )
+            self._ledger.update([row])
 
     def _update_row(self, update: Update) -> UpdateRow:
         metrics = update.metrics

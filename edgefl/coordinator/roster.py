@@ -42,7 +42,14 @@ class Changed:
     device_id: str
 
 
-RosterEvent = PresenceEvent | Restarted | Holding | Changed
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Removed:
+    """A device was taken out of the fleet; it will never answer."""
+
+    device_id: str
+
+
+RosterEvent = PresenceEvent | Restarted | Holding | Changed | Removed
 Listener = Callable[[RosterEvent], None]
 
 
@@ -90,6 +97,12 @@ class Roster:
             source=source,
         )
         with self._lock:
+            former = self._entries.get(device_id)
+            if former is not None and former.node_id == node_id:
+                former.info = replace(info, capabilities=former.info.capabilities)
+                return
+            if former is not None:
+                self._by_node.pop(former.node_id, None)
             self._entries[device_id] = _Entry(info=info, node_id=node_id)
             self._by_node[node_id] = device_id
 
@@ -98,9 +111,11 @@ class Roster:
         with self._lock:
             self._presence.forget(device_id)
             entry = self._entries.pop(device_id, None)
-            if entry is not None:
-                self._by_node.pop(entry.node_id, None)
-            return entry.node_id if entry else None
+            if entry is None:
+                return None
+            self._by_node.pop(entry.node_id, None)
+        self._tell([Removed(device_id=device_id)])
+        return entry.node_id
 
     def device_of(self, node_id: int) -> str | None:
         return self._by_node.get(node_id)

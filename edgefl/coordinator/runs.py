@@ -11,22 +11,20 @@ from typing import Any, Protocol
 
 from edgefl.config import RunConfig
 from edgefl.coordinator.directory import CoordinatorDirectory
+from edgefl.coordinator.keeper import Keeper
+from edgefl.coordinator.ledger import Ledger
 from edgefl.coordinator.live_fleet import Bell, FleetRun, InterruptedRunError, LiveFleet
 from edgefl.coordinator.recorder import Recorder
 from edgefl.coordinator.roster import Roster
 from edgefl.coordinator.superlink import Reply, SuperLink
-from edgefl.errors import EdgeflError, JournalError, StoreError
+from edgefl.errors import EdgeflError, JournalError, RunFailedError, StoreError, UsageError
 from edgefl.loop import EvaluationRule, Goal, drive
-from edgefl.storage.checkpoints import prune_checkpoints, save_model, save_state
 from edgefl.storage.journal import WalJournal
-from edgefl.storage.records import CheckpointRow, RunRecord, RunStatus
+from edgefl.storage.records import RunRecord, RunStatus
 from edgefl.storage.store import Store
 from edgefl.types import Json, Progress, Stop, Strategy, Tensors
 
 log = logging.getLogger(__name__)
-
-CHECKPOINT_EVERY = 10
-"""Versions between two checkpoints of a run's state; the last one is always checkpointed."""
 
 
 class Assembled(Protocol):
@@ -65,8 +63,20 @@ class RunSite:
     assemble: Assemble
 
 
+@dataclass(slots=True)
+class _Active:
+    """The run that is being driven; it has a fleet between its assembly and its end."""
+
+    run_id: str
+    fleet: LiveFleet | None = None
+    ledger: Ledger | None = None
+    stop_reason: str | None = None
+
+
 class RunWorker:
     """Drives runs in one thread; replies and progress are posted to it from others.
+
+    A run's status changes under one lock, so that a stop is neither lost nor overtakes the end of its run.
 
     Args:
         site: what runs work with.
@@ -76,38 +86,56 @@ class RunWorker:
     def __init__(self, site: RunSite, on_fatal: Callable[[EdgeflError], None]) -> None:
         self._site, self._on_fatal = site, on_fatal
         self._wake, self._stopping = threading.Event(), threading.Event()
-        self._fleet: LiveFleet | None = None
-        self._running: str | None = None
+        self._active: _Active | None = None
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._work, name="runs", daemon=True)
 
     def start(self) -> None:
         """Marks what an earlier coordinator left running as interrupted, and takes up the queue."""
-        store, now = self._site.store, time.time()
         for status in (RunStatus.RUNNING, RunStatus.STOPPING):
-            for record in store.runs(status=status):
-                store.set_run_status(
-                    record.run_id, RunStatus.INTERRUPTED, at=now, reason="its coordinator ended without a word"
-                )
+            for record in self._site.store.runs(status=status):
+                self._set_status(record.run_id, RunStatus.INTERRUPTED, "its coordinator ended without a word")
         self._thread.start()
 
     def wake(self) -> None:
         """Says that a run was queued."""
         self._wake.set()
 
+    def is_active(self, run_id: str) -> bool:
+        """Returns whether this run is being driven now."""
+        with self._lock:
+            return self._active is not None and self._active.run_id == run_id
+
     def post(self, item: Reply | Progress | InterruptedRunError) -> None:
         """Hands an item to the active run, if there is one."""
         with self._lock:
-            if self._fleet is not None:
-                self._fleet.post(item)
+            if self._active is not None and self._active.fleet is not None:
+                self._active.fleet.post(item)
 
-    def stop_run(self, run_id: str, reason: str) -> bool:
-        """Asks the active run to end after what is in flight; returns whether it is this one."""
+    def flush(self) -> None:
+        """Writes the rows of the active run that wait; called now and then."""
         with self._lock:
-            if self._running != run_id or self._fleet is None:
-                return False
-            self._fleet.post(Stop(reason=reason))
-            return True
+            ledger = self._active.ledger if self._active is not None else None
+        if ledger is not None:
+            ledger.flush()
+
+    def stop_run(self, run_id: str, reason: str) -> None:
+        """Ends a run: one that waits at once, the active one after what is in flight.
+
+        Raises:
+            UsageError: it is over already.
+        """
+        with self._lock:
+            record = self._site.store.run(run_id)
+            if record.status.is_final:
+                raise UsageError(f"run {run_id} is {record.status} already")
+            if self._active is None or self._active.run_id != run_id:
+                self._set_status(run_id, RunStatus.STOPPED, reason)
+                return
+            self._site.store.set_run_status(run_id, RunStatus.STOPPING, at=time.time(), reason=reason)
+            self._active.stop_reason = reason
+            if self._active.fleet is not None:
+                self._active.fleet.post(Stop(reason=reason))
 
     def stop(self) -> None:
         """Interrupts the active run, so that it can be taken up again, and ends the thread."""
@@ -120,7 +148,7 @@ class RunWorker:
     def _work(self) -> None:
         while not self._stopping.is_set():
             try:
-                record = self._site.store.next_queued_run()
+                record = self._take()
                 if record is None:
                     self._wake.wait(5.0)
                     self._wake.clear()
@@ -130,61 +158,88 @@ class RunWorker:
                 self._on_fatal(error)
                 return
 
+    def _take(self) -> RunRecord | None:
+        """Makes the run that has waited longest the active one."""
+        with self._lock:
+            record = self._site.store.next_queued_run()
+            if record is not None:
+                self._site.store.set_run_status(record.run_id, RunStatus.RUNNING, at=time.time())
+                self._active = _Active(run_id=record.run_id)
+            return record
+
     def _run(self, record: RunRecord) -> None:
         """Drives one run. Whatever a task or a strategy raises ends this run, never the coordinator."""
-        store, run_id = self._site.store, record.run_id
-        store.set_run_status(run_id, RunStatus.RUNNING, at=time.time())
+        run_id = record.run_id
         log.info("run %s (%s, %s) begins", run_id, record.task, record.strategy)
         try:
-            assembled = self._site.assemble(RunConfig.from_json(record.config), run_id)
-            self._drive(record, assembled)
+            self._drive(run_id, self._assembled(record))
         except InterruptedRunError as error:
-            store.set_run_status(run_id, RunStatus.INTERRUPTED, at=time.time(), reason=str(error))
+            self._end(run_id, RunStatus.INTERRUPTED, str(error))
         except (StoreError, JournalError):
             raise
         except EdgeflError as error:
-            self._fail(run_id, str(error))
+            log.error("run %s failed: %s", run_id, error)  # noqa: TRY400 a line for the operator, no bug of ours
+            self._end(run_id, RunStatus.FAILED, str(error))
         except Exception as error:  # third-party strategies and tasks run here, and the next run must still start
             log.exception("run %s failed", run_id)
-            self._fail(run_id, f"{type(error).__name__}: {error}")
+            self._end(run_id, RunStatus.FAILED, f"{type(error).__name__}: {error}")
 
-    def _fail(self, run_id: str, reason: str) -> None:
-        log.error("run %s failed: %s", run_id, reason)
-        with self._site.store.batch(durable=True):
-            self._site.store.set_run_status(run_id, RunStatus.FAILED, at=time.time(), reason=reason)
-            self._site.store.record_event("run-failed", reason, at=time.time(), run_id=run_id)
+    def _assembled(self, record: RunRecord) -> Assembled:
+        """Returns the run's objects; a model file that is gone ends the run and is no fault of the store."""
+        try:
+            return self._site.assemble(RunConfig.from_json(record.config), record.run_id)
+        except (StoreError, JournalError) as error:
+            raise RunFailedError(str(error)) from error
 
-    def _drive(self, record: RunRecord, assembled: Assembled) -> None:
-        site, run_id = self._site, record.run_id
-        folder = site.directory.runs / run_id
-        with WalJournal(folder / "journal", assembled.decode) as wal:
-            keeper = _Keeper(site=site, run_id=run_id, wal=wal, model_of=assembled.strategy.model)
+    def _end(self, run_id: str, status: RunStatus, reason: str) -> None:
+        with self._lock:
+            self._set_status(run_id, status, reason)
+            self._active = None
+
+    def _set_status(self, run_id: str, status: RunStatus, reason: str) -> None:
+        now, store = time.time(), self._site.store
+        with store.batch(durable=True):
+            store.set_run_status(run_id, status, at=now, reason=reason)
+            store.record_event(f"run-{status}", reason, at=now, run_id=run_id)
+
+    def _drive(self, run_id: str, assembled: Assembled) -> None:
+        site, strategy = self._site, assembled.strategy
+        ledger = Ledger(site.store, run_id)
+        with WalJournal(site.directory.runs / run_id / "journal", assembled.decode) as wal:
+            keeper = Keeper(site.directory, site.store, run_id, wal=wal, ledger=ledger)
             recorder = Recorder(
-                run_id=run_id,
-                store=site.store,
-                wal=wal,
-                clock=time.time,
-                monotonic=time.monotonic,
-                checkpoint=keeper.after,
+                wal=wal, ledger=ledger, clock=time.time, monotonic=time.monotonic, checkpoint=keeper.after
             )
-            fleet = self._open_fleet(run_id, assembled)
+            fleet = self._open_fleet(run_id, assembled, ledger)
             try:
                 state, reason = drive(
-                    assembled.strategy,
-                    assembled.strategy.init(assembled.model),
+                    strategy,
+                    strategy.init(assembled.model),
                     fleet=fleet,
                     journal=recorder,
                     goal=assembled.goal,
                     evaluate=assembled.evaluate,
                 )
+            except (StoreError, JournalError):
+                raise
+            except Exception:
+                recorder.commit()  # what the last turn brought is history too
+                ledger.flush()
+                raise
             finally:
                 self._close_fleet(fleet)
-            keeper.keep(assembled.strategy.version(state), state)
-            was_stopped = site.store.run(run_id).status == RunStatus.STOPPING
-            recorder.finish(RunStatus.STOPPED if was_stopped else RunStatus.FINISHED, reason)
+            keeper.finish(strategy.version(state), state, strategy.model)
+            self._finish(recorder, run_id, reason)
             log.info("run %s is over: %s", run_id, reason)
 
-    def _open_fleet(self, run_id: str, assembled: Assembled) -> LiveFleet:
+    def _finish(self, recorder: Recorder, run_id: str, reason: str) -> None:
+        recorder.finish()
+        with self._lock:
+            was_stopped = self._active is not None and self._active.stop_reason == reason
+            self._set_status(run_id, RunStatus.STOPPED if was_stopped else RunStatus.FINISHED, reason)
+            self._active = None
+
+    def _open_fleet(self, run_id: str, assembled: Assembled, ledger: Ledger) -> LiveFleet:
         config, site = assembled.config, self._site
         run = FleetRun(
             run_id=run_id,
@@ -199,44 +254,16 @@ class RunWorker:
         link = site.superlink.open_run()
         fleet = LiveFleet(run=run, link=link, roster=site.roster, bell=site.bell, clock=time.monotonic)
         with self._lock:
-            self._fleet, self._running = fleet, run_id
+            self._active = self._active or _Active(run_id=run_id)
+            self._active.fleet, self._active.ledger = fleet, ledger
+            if self._active.stop_reason is not None:
+                fleet.post(Stop(reason=self._active.stop_reason))
         if self._stopping.is_set():
             fleet.post(InterruptedRunError("the coordinator was stopped"))
         return fleet
 
     def _close_fleet(self, fleet: LiveFleet) -> None:
         with self._lock:
-            self._fleet, self._running = None, None
+            if self._active is not None:
+                self._active.fleet = None
         fleet.close()
-
-
-@dataclass(slots=True)
-class _Keeper:
-    """Checkpoints a run's state now and then, and its last model as a file of its own."""
-
-    site: RunSite
-    run_id: str
-    wal: WalJournal
-    model_of: Callable[[Any], Tensors]
-
-    def after(self, version: int, state: object) -> None:
-        if version % CHECKPOINT_EVERY == 0:
-            self.keep(version, state)
-
-    def keep(self, version: int, state: object) -> None:
-        """Writes state and model; the journal before it is then no longer needed."""
-        self.wal.commit()
-        folder = self.site.directory.runs / self.run_id / "checkpoints"
-        checkpoint = save_state(folder, state, self.wal.last_record)
-        sha256, path = save_model(self.site.directory.models, self.model_of(state))
-        row = CheckpointRow(
-            version=version,
-            round=version,
-            last_record=checkpoint.last_record,
-            sha256=sha256,
-            bytes_file=path.stat().st_size,
-            at=time.time(),
-        )
-        self.site.store.record_checkpoint(self.run_id, row)
-        prune_checkpoints(folder)
-        self.wal.prune(checkpoint.last_record)

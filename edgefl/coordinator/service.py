@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import signal
+import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from edgefl.config import CoordinatorSettings, RunConfig
 from edgefl.coordinator.access import require_operator, require_viewer
 from edgefl.coordinator.api import operator_router
-from edgefl.coordinator.broker import Broker, BrokerAddress, BrokerTls, make_broker
+from edgefl.coordinator.broker import Broker, BrokerAddress, BrokerTls, connect_host, make_broker
 from edgefl.coordinator.bus import Bus
 from edgefl.coordinator.diary import Diary
 from edgefl.coordinator.directory import CoordinatorDirectory
@@ -24,18 +24,19 @@ from edgefl.coordinator.evaluator import EvaluatorProcess
 from edgefl.coordinator.presence import Presence
 from edgefl.coordinator.roster import Roster
 from edgefl.coordinator.runs import Assemble, RunSite, RunWorker
+from edgefl.coordinator.signals import on_stop_signal
 from edgefl.coordinator.superlink import Reply, SuperLink
 from edgefl.coordinator.tokens import TokenTerms, make_token
 from edgefl.coordinator.web import WebServer, listen, make_app
 from edgefl.errors import EdgeflError
-from edgefl.protocol import EVALUATOR_NAME
+from edgefl.protocol import EVALUATOR_NAME, Command, CommandKind, Heartbeat, checked_address
 from edgefl.storage.store import Store
 from edgefl.types import Progress
 
 log = logging.getLogger(__name__)
 
 FLUSH_EVERY_S = 0.5
-BUS_TIMEOUT_S = 10.0
+BUS_TIMEOUT_S = 5.0
 EVALUATOR_TOKEN_TTL_S = 600.0
 _DEFAULTS = CoordinatorSettings()
 
@@ -60,6 +61,7 @@ class Coordinator:
         self._directory, self._options, self._assemble = directory, options, assemble
         self._stopping = threading.Event()
         self._fatal: EdgeflError | None = None
+        self._worker: RunWorker | None = None
         self._closers = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -74,7 +76,7 @@ class Coordinator:
         self._closers.close()
 
     def stop(self) -> None:
-        """Ends `wait`. Safe in a signal handler."""
+        """Ends `wait`."""
         self._stopping.set()
 
     def wait(self) -> None:
@@ -86,11 +88,17 @@ class Coordinator:
         while not self._stopping.wait(FLUSH_EVERY_S):
             self._roster.tick()
             self._diary.flush()
+            if self._worker is not None:
+                self._worker.flush()
         if self._fatal is not None:
             raise self._fatal
 
     def _open(self) -> None:
-        """Opens everything in order; the closers run in the opposite one."""
+        """Opens everything in order; the closers run in the opposite one.
+
+        So at the end the evaluator says goodbye first, the active run recalls what is out, and only then bus, broker
+        and store close.
+        """
         directory, options = self._directory, self._options
         listener = listen(options.host, options.port)
         self._closers.callback(listener.close)
@@ -102,31 +110,43 @@ class Coordinator:
             roster=self._roster,
             clock=time.time,
             on_progress=self._post,
+            on_heartbeat=self._call_back,
         )
         self._closers.callback(self._last_flush)
         self._superlink = SuperLink(on_reply=self._post, on_contact=self._roster.note_contact)
         self._restore_devices()
         self._bus = self._open_bus()
-        self._worker = RunWorker(
-            RunSite(
-                directory=directory,
-                store=self._store,
-                roster=self._roster,
-                superlink=self._superlink,
-                bell=self._bus,
-                assemble=self._assemble,
-            ),
-            on_fatal=self._die,
-        )
-        self._open_web(listener)
-        self._worker.start()
-        self._closers.callback(self._worker.stop)
+        self._worker = worker = self._make_worker(self._bus)
+        self._open_web(listener, worker)
+        worker.start()
+        self._closers.callback(worker.stop)
         self._open_evaluator()
         log.info("fleet %s at https://%s:%d", directory.fleet, options.host, options.port)
 
+    def _make_worker(self, bus: Bus) -> RunWorker:
+        site = RunSite(
+            directory=self._directory,
+            store=self._store,
+            roster=self._roster,
+            superlink=self._superlink,
+            bell=bus,
+            assemble=self._assemble,
+        )
+        return RunWorker(site, on_fatal=self._die)
+
     def _post(self, item: Reply | Progress) -> None:
-        """Hands what a device sent to the active run; the worker is made after those who call this."""
-        self._worker.post(item)
+        """Hands what a device sent to the active run; devices of an earlier coordinator speak before there is one."""
+        if self._worker is not None:
+            self._worker.post(item)
+
+    def _call_back(self, device_id: str, heartbeat: Heartbeat) -> None:
+        """Recalls work for a run that is over; a coordinator that was killed could not, and it may take hours."""
+        worker, assignment = self._worker, heartbeat.assignment
+        if worker is None or assignment is None or heartbeat.run is None or worker.is_active(heartbeat.run):
+            return
+        # The same id each time: a device obeys a command once.
+        recall = Command(id=f"recall-{assignment}", kind=CommandKind.RECALL, argument=assignment)
+        self._bus.command(device_id, recall)
 
     def _restore_devices(self) -> None:
         for record in self._store.devices():
@@ -143,14 +163,25 @@ class Coordinator:
                 )
 
     def _enrolled(self, device_id: str, public_key: bytes) -> None:
-        """Gives a device that has just joined its place in Flower and in the roster."""
+        """Gives a device that has just joined its place in Flower and in the roster; it may ask for that twice."""
+        is_new = self._store.device(device_id).node_id is None
         node_id = self._superlink.register(public_key, device_id)
-        self._store.set_node_id(device_id, node_id)
+        if is_new:
+            self._forget_former(device_id, node_id)
+            with self._store.batch(durable=True):
+                self._store.set_node_id(device_id, node_id)
+                role = self._store.device(device_id).role
+                self._store.record_event("device-joined", f"as {role}", at=time.time(), device_id=device_id)
         record = self._store.device(device_id)
         examples = self._store.capabilities().get(device_id)
         counts = examples.shards if examples else record.examples
         self._roster.add(device_id, node_id=node_id, role=record.role, groups=record.groups, examples=counts)
-        self._store.record_event("device-joined", f"as {record.role}", at=time.time(), device_id=device_id)
+
+    def _forget_former(self, device_id: str, node_id: int) -> None:
+        """Takes out an earlier device of this name: it was removed, and the new one counts its sessions anew."""
+        former = self._roster.remove(device_id)
+        if former is not None and former != node_id:
+            self._superlink.state.forget_node(former)
 
     def _open_bus(self) -> Bus:
         directory, options = self._directory, self._options
@@ -171,7 +202,7 @@ class Coordinator:
             own,
             directory.fleet,
             self._diary.message,
-            lambda connected: self._roster.note_bus(connected=connected),
+            lambda connected: self._bus_changed(bus, is_connected=connected),
         )
         bus.connect()
         self._closers.callback(bus.close)
@@ -179,14 +210,21 @@ class Coordinator:
             log.warning("the broker does not answer yet; devices poll meanwhile")
         return bus
 
-    def _open_web(self, listener: Any) -> None:
+    def _bus_changed(self, bus: Bus, *, is_connected: bool) -> None:
+        """Tells presence; and rings every bell when the bus is back, for those that nobody heard meanwhile."""
+        self._roster.note_bus(connected=is_connected)
+        if is_connected:
+            for info in self._roster.workers():
+                bus.ring(info.device_id)
+
+    def _open_web(self, listener: socket.socket, worker: RunWorker) -> None:
         directory, options = self._directory, self._options
         site = BrokerSite(port=self._broker_address.port, host=self._outside_host())
         service = EnrolmentService(directory=directory, store=self._store, on_enrolled=self._enrolled, broker=site)
         operator = operator_router(
             store=self._store,
             roster=self._roster,
-            worker=self._worker,
+            worker=worker,
             check=self._check,
             viewer=require_viewer(directory, listen_host=options.host),
             operator=require_operator(directory),
@@ -210,7 +248,7 @@ class Coordinator:
         state_dir = self._directory.root / "evaluator"
         known = {record.device_id for record in self._store.devices()}
         has_joined = EVALUATOR_NAME in known and (state_dir / "device.json").exists()
-        address = f"127.0.0.1:{self._options.port}"
+        address = checked_address(connect_host(self._options.host), self._options.port)
         token = None
         if not has_joined:
             terms = TokenTerms(ttl_s=EVALUATOR_TOKEN_TTL_S, role="evaluator")
@@ -242,19 +280,7 @@ def serve(directory: CoordinatorDirectory, options: StartOptions, assemble: Asse
     Raises:
         EdgeflError: it could not start, or cannot go on.
     """
-    with Coordinator(directory, options, assemble) as coordinator, _on_signals(coordinator):
+    coordinator = Coordinator(directory, options, assemble)
+    with on_stop_signal(coordinator.stop), coordinator:
         coordinator.wait()
         log.info("stopping")
-
-
-@contextlib.contextmanager
-def _on_signals(coordinator: Coordinator) -> Iterator[None]:
-    def handle(_number: int, _frame: Any) -> None:
-        coordinator.stop()
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

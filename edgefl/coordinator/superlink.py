@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import datetime as dt
 import json
 import logging
 import os
@@ -32,9 +33,11 @@ from flwr.supercore.constant import (
     FLEET_HTTP_PUBLIC_KEY_HEADER,
     FLWR_IN_MEMORY_DB_NAME,
     NOOP_FEDERATION_ID,
+    OBJECT_PUSH_SESSION_TTL_SECONDS,
     NodeStatus,
     TaskType,
 )
+from flwr.supercore.date import now
 from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.error.catalog import API_ERROR_MAP
 from flwr.supercore.inflatable.inflatable_object import get_object_body, get_object_id
@@ -63,9 +66,10 @@ from edgefl.types import Json
 
 log = logging.getLogger(__name__)
 
-TTL_S = 30 * 24 * 3600.0
-"""How long Flower keeps a message; our own deadlines are far shorter, this only must not fire first."""
-RUN_HEARTBEAT_S = 10.0
+TTL_S = 100 * 365 * 24 * 3600.0
+"""How long Flower keeps a message by wall clock: a clock that jumps must not end it, our own deadlines do."""
+EARLIEST_MESSAGE_S = 1_740_700_800.0
+"""Flower refuses messages that were made earlier; a coordinator without network time may stand there."""
 _PREFIX = "/v1/fleet/"
 
 
@@ -123,6 +127,7 @@ class EdgeLinkState(InMemoryLinkState):
         return stored, missing
 
     def store_object(self, run_id: int, session_id: str, object_id: str, object_content: bytes) -> bool:
+        self._prolong(session_id)
         stored = bool(super().store_object(run_id, session_id, object_id, object_content))
         complete = None
         with self._open_lock:
@@ -134,6 +139,41 @@ class EdgeLinkState(InMemoryLinkState):
         if complete is not None:
             self._on_reply(complete)
         return stored
+
+    def discard(self, instruction_id: str, reply_id: str | None = None) -> None:
+        """Forgets an instruction, its reply, and the pushing of it; what comes of them later is refused."""
+        reply_id = reply_id or self.message_ins_id_to_message_res_id.get(instruction_id)
+        if reply_id:
+            with self._open_lock:
+                session_ids = self._drop_open(reply_id)
+            for session_id in session_ids:
+                self._cleanup_push_session(session_id, cleanup_messages=False)
+            self.object_store.delete(reply_id)
+        self.object_store.delete(instruction_id)
+        self.delete_messages({instruction_id})
+
+    def get_run_status(self, run_ids: set[int]) -> Any:
+        """Refuses what belongs to a run of an earlier coordinator; stock Flower fails with a KeyError."""
+        statuses = super().get_run_status(run_ids)
+        if len(statuses) < len(run_ids):
+            raise FlowerError(ApiErrorCode.FLEET_RUN_STATUS_NOT_ALLOWED, "no such run", public_details="no such run")
+        return statuses
+
+    def _cleanup_expired_task_tokens_locked(self) -> None:
+        """Lets no run expire: when a run ends is the loop's business, and this clock may jump."""
+
+    def _drop_open(self, reply_id: str) -> list[str]:
+        found = [session_id for session_id, (reply, _) in self._open.items() if reply.metadata.message_id == reply_id]
+        for session_id in found:
+            del self._open[session_id]
+        return found
+
+    def _prolong(self, session_id: str) -> None:
+        """Keeps a push session whose next piece has come, however long that took on a slow link."""
+        with self._lock_object_push_sessions:
+            session = self._object_push_sessions.get(session_id)
+            if session is not None:
+                session.expires_at = now() + dt.timedelta(seconds=OBJECT_PUSH_SESSION_TTL_SECONDS)
 
     def forget_sessions(self, run_id: int) -> None:
         with self._open_lock:
@@ -192,46 +232,53 @@ class SuperLink:
         known = self.state.get_node_id_by_public_key(public_key)
         if known is not None:
             return int(known)
-        return int(self.state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, public_key, 0, name=name))
+        node_id = int(self.state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, public_key, 0, name=name))
+        # Flower takes no messages for a node that was never active; MQTT may say "online" before Flower is asked.
+        self.state.restore_node(node_id, public_key)
+        return node_id
 
     def open_run(self) -> FlowerRun:
         return FlowerRun(self.state)
 
     def _collect(self, message: Message) -> None:
-        """Takes a complete reply out of Flower's state and hands it on."""
+        """Takes a complete reply out of Flower's state and hands it on; a malformed one as a failure."""
         metadata = message.metadata
         try:
-            reply = self._read(message)
-        except (KeyError, ValueError, TypeError) as error:
-            log.warning("dropped a malformed reply of node %s: %s", metadata.src_node_id, error)
-            return
+            header, body = self._read(message)
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            log.warning("node %s sent a malformed reply: %r", metadata.src_node_id, error)
+            header, body = {"error": f"malformed reply: {error!r}"}, b""
         finally:
-            _discard(self.state, metadata.reply_to_message_id, metadata.message_id)
-        self._deliver(reply)
+            self.state.discard(metadata.reply_to_message_id, metadata.message_id)
+        up, down = self.api.traffic.take(metadata.src_node_id)
+        self._deliver(
+            Reply(
+                node_id=metadata.src_node_id,
+                instruction_id=metadata.reply_to_message_id,
+                header=header,
+                body=body,
+                bytes_up=up,
+                bytes_down=down,
+            )
+        )
 
-    def _read(self, message: Message) -> Reply:
+    def _read(self, message: Message) -> tuple[Json, bytes]:
         metadata, content = message.metadata, message.content
         header = json.loads(str(content[RECORD_HEADER][FIELD_JSON]))
+        if not isinstance(header, dict):
+            raise TypeError(f"the header is a {type(header).__name__}, not an object")
         if RECORD_BODY in content:
             body = cast("bytes", content[RECORD_BODY][FIELD_BYTES])
         else:
             tree = self.state.object_store.get_object_tree(metadata.message_id)
             ids = [tree.object_id, *(child.object_id for child in tree.children)]
             pieces = [get_object_body(self.state.object_store.get(object_id) or b"", ArrayChunk) for object_id in ids]
-            body = b"".join([memoryview(pieces[0])[REPLY_SALT_BYTES:], *pieces[1:]])
-        up, down = self.api.traffic.take(metadata.src_node_id)
-        return Reply(
-            node_id=metadata.src_node_id,
-            instruction_id=metadata.reply_to_message_id,
-            header=header,
-            body=body,
-            bytes_up=up,
-            bytes_down=down,
-        )
+            body = b"".join(memoryview(piece)[REPLY_SALT_BYTES:] for piece in pieces)
+        return header, body
 
 
 class FlowerRun:
-    """One run in Flower's books, kept alive until `close`. Messages go out through it."""
+    """One run in Flower's books, open until `close`. Messages go out through it."""
 
     def __init__(self, state: EdgeLinkState) -> None:
         self._state = state
@@ -241,16 +288,6 @@ class FlowerRun:
         self._task_id = cast("int", state.get_run_info(run_ids=[self._run_id])[0].primary_task_id)
         state.claim_task(self._task_id)
         state.activate_task(self._task_id)
-        self._closed = threading.Event()
-        self._pulse = threading.Thread(target=self._beat, name="flower-run", daemon=True)
-        self._pulse.start()
-
-    def _beat(self) -> None:
-        while not self._closed.wait(RUN_HEARTBEAT_S):
-            if not self._state.acknowledge_task_heartbeat(self._task_id):
-                log.error(
-                    "Flower has given up run %s: the coordinator's clock jumped or it was suspended", self._run_id
-                )
 
     def send(self, node_id: int, *, kind: str, header: Mapping[str, Any], body: PreparedBody) -> str:
         """Queues one instruction for a device.
@@ -275,7 +312,7 @@ class FlowerRun:
             dst_node_id=node_id,
             reply_to_message_id="",
             group_id="",
-            created_at=time.time(),
+            created_at=max(time.time(), EARLIEST_MESSAGE_S),
             ttl=TTL_S,
             message_type=kind,
         )
@@ -293,6 +330,10 @@ class FlowerRun:
             raise NetworkError(f"Flower refused an instruction for node {node_id}: unknown node or finished run")
         return message_id
 
+    def is_known(self, instruction_id: str) -> bool:
+        """Returns whether Flower still has the instruction: it was not answered, cancelled or refused."""
+        return instruction_id in self._state.message_ins_store
+
     def is_delivered(self, instruction_id: str) -> bool:
         """Returns whether the instruction was handed out; Flower hands it out once."""
         message = self._state.message_ins_store.get(instruction_id)
@@ -300,22 +341,12 @@ class FlowerRun:
 
     def cancel(self, instruction_id: str) -> None:
         """Forgets an instruction and any half-received reply; a later reply is refused visibly."""
-        reply_id = self._state.message_ins_id_to_message_res_id.get(instruction_id)
-        _discard(self._state, instruction_id, reply_id)
+        self._state.discard(instruction_id)
 
     def close(self) -> None:
-        self._closed.set()
-        self._pulse.join()
         self._state.forget_sessions(self._run_id)
         self._state.finish_task(self._task_id, SubStatus.COMPLETED, "")
         self._state.cleanup_run(self._run_id)
-
-
-def _discard(state: EdgeLinkState, instruction_id: str, reply_id: str | None) -> None:
-    if reply_id:
-        state.object_store.delete(reply_id)
-    state.object_store.delete(instruction_id)
-    state.delete_messages({instruction_id})
 
 
 Handler = Callable[[Any, Any], Any]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import socket
 import threading
@@ -56,6 +57,20 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+class _Server(uvicorn.Server):
+    """Ends when the requests under way are answered: boards keep idle connections open, and would hold up the end."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        if self.server_state.tasks:
+            await asyncio.wait(self.server_state.tasks, timeout=STOP_TIMEOUT_S)
+        for connection in list(self.server_state.connections):
+            if (transport := connection.transport) is not None:
+                transport.abort()
+        await super().shutdown(sockets)
+
+
 class WebServer:
     """uvicorn in a thread of its own; it installs no signal handlers there."""
 
@@ -71,7 +86,7 @@ class WebServer:
             lifespan="off",
             ws="none",
         )
-        self._server, self._listener = uvicorn.Server(config), listener
+        self._server, self._listener = _Server(config), listener
         self._thread = threading.Thread(target=self._run, name="https", daemon=True)
 
     def start(self) -> None:

@@ -7,34 +7,44 @@ is answered from there.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import logging
-import signal
+import os
 import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Any
 
 from edgefl import __version__
 from edgefl.device.capabilities import probe
 from edgefl.device.heartbeat import Activity, Heart
 from edgefl.device.link import Link, LinkCallbacks, LinkIdentity, LinkTls
+from edgefl.device.signals import on_stop_signal
 from edgefl.device.state import DeviceState
 from edgefl.device.supernode import Answer, Instruction, RefusedError, SuperNode, UnauthorisedError
 from edgefl.device.trainer import AbandonedError, Trainer
 from edgefl.device.trust import pinned_context, say_hello
 from edgefl.device.vitals import Vitals
 from edgefl.errors import EdgeflError, NetworkError
-from edgefl.protocol import HEARTBEAT_S, POLL_S, Capabilities, Command, CommandKind, ProgressReport, check_version
+from edgefl.protocol import (
+    HEARTBEAT_S,
+    POLL_S,
+    Capabilities,
+    Command,
+    CommandKind,
+    Heartbeat,
+    ProgressReport,
+    check_version,
+)
 from edgefl.types import Json, derived_rng
 
 log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.25
 MAX_BACKOFF_S = 30.0
+LEAVE_WITHIN_S = 5.0
+"""An agent that is told to stop is gone after so long, also in the middle of an iteration that takes minutes."""
 KEPT_ANSWERS = 2
 """At most two assignments are outstanding per device, so no more finished updates can be asked for again."""
 
@@ -45,7 +55,8 @@ class Agent:
     def __init__(self, state: DeviceState, *, heartbeat_s: float = HEARTBEAT_S, poll_s: float = POLL_S) -> None:
         self._state, self._poll_s = state, poll_s
         self._skew_s = 0.0
-        self._stopping, self._bell = threading.Event(), threading.Event()
+        self._stopping, self._bell, self._ended = threading.Event(), threading.Event(), threading.Event()
+        self._boot_id = uuid.uuid4().hex
         self._finished: OrderedDict[str, Answer] = OrderedDict()
         self._unsent: tuple[Instruction, Any] | None = None
         self._address: str | None = None
@@ -70,7 +81,7 @@ class Agent:
         )
         self._link = self._new_link()
         self._heart = Heart(
-            self._link.publish_heartbeat,
+            self._publish_heartbeat,
             Vitals(state.root).read,
             self._activity,
             interval_s=heartbeat_s,
@@ -78,10 +89,18 @@ class Agent:
         )
 
     def stop(self) -> None:
-        """Ends the agent soon; what it is training is abandoned. Safe in a signal handler."""
+        """Ends the agent soon; what it is training is abandoned."""
         self._stopping.set()
         self._trainer.abandon()
         self._bell.set()
+
+    def leave(self, within_s: float) -> bool:
+        """Returns whether `run` has ended in time after `stop`; if not, the goodbye has been said all the same."""
+        if self._ended.wait(within_s):
+            return True
+        self._heart.stop()
+        self._link.stop()
+        return False
 
     def run(self) -> None:
         """Works until `stop`; survives every loss of the coordinator and of the broker."""
@@ -107,6 +126,7 @@ class Agent:
             self._heart.stop()
             self._link.stop()
             self._supernode.close()
+            self._ended.set()
 
     def _connect(self) -> None:
         """Finds the coordinator at one of its addresses, learns its clock and what has moved."""
@@ -123,11 +143,14 @@ class Agent:
                 failures.append(f"{address}: {error}")
                 continue
             self._address = address
+            before = self._brokers()
             self._state.change(
                 addresses=tuple(dict.fromkeys([address, *hello.addresses])),
                 broker_port=hello.broker_port,
                 broker_host=hello.broker_host,
             )
+            if set(self._brokers()) != set(before):
+                self._follow_broker()
             log.info("connected to the coordinator at %s", address)
             return
         raise NetworkError(f"no coordinator at {'; '.join(failures) or 'any known address'}")
@@ -149,6 +172,7 @@ class Agent:
             raise
         if instruction is None:
             return False
+        self._state = DeviceState.load(self._state.root)  # a shard may have been added since
         for used in instruction.header.get("settled", ()):
             self._finished.pop(used, None)
         known = self._finished.get(str(instruction.header.get("assignment")))
@@ -189,11 +213,15 @@ class Agent:
 
     def _activity(self) -> Activity:
         now = self._trainer.now
-        held = (*self._finished, *([now[1]] if now else []))
+        arriving = self._supernode.arriving  # a model that takes minutes to come is held, else it would be sent again
+        held = tuple(dict.fromkeys([*self._finished, *([now[1]] if now else []), *([arriving] if arriving else [])]))
         run, assignment, iteration = now or (None, None, None)
         return Activity(
             run=run, assignment=assignment, iteration=iteration, holding=held, clock_skew_s=round(self._skew_s, 3)
         )
+
+    def _publish_heartbeat(self, heartbeat: Heartbeat) -> bool:
+        return self._link.publish_heartbeat(heartbeat)
 
     def _report_capabilities(self) -> None:
         """Publishes facts and example counts when the shards have changed; a new shard may have been added."""
@@ -209,20 +237,37 @@ class Agent:
             ProgressReport(assignment=assignment_id, iteration=iteration, seconds_per_iteration=seconds_per_iteration)
         )
 
-    def _new_link(self) -> Link:
+    def _brokers(self) -> list[tuple[str, int]]:
         device = self._state.device
         hosts = [device.broker_host] if device.broker_host else [_host(address) for address in device.addresses]
+        return [(host, device.broker_port) for host in dict.fromkeys(hosts)]
+
+    def _follow_broker(self) -> None:
+        """Connects to where the coordinator says that its broker is now."""
+        self._link.stop()
+        self._link = self._new_link()
+        self._link.start()
+        self._reported = None
+
+    def _new_link(self) -> Link:
         return Link(
-            [(host, device.broker_port) for host in dict.fromkeys(hosts)],
+            self._brokers(),
             LinkTls(ca=self._state.ca, cert=self._state.cert, key=self._state.key),
             LinkIdentity(
-                fleet=device.fleet, device_id=device.device_id, boot_id=uuid.uuid4().hex, version=__version__
+                fleet=self._state.device.fleet,
+                device_id=self._state.device_id,
+                boot_id=self._boot_id,
+                version=__version__,
             ),
-            LinkCallbacks(
-                on_bell=self._bell.set, on_command=self._obey, on_connection=lambda _: self._heart.beat_now()
-            ),
+            LinkCallbacks(on_bell=self._bell.set, on_command=self._obey, on_connection=self._link_changed),
             next_session_no=self._state.next_session_no,
         )
+
+    def _link_changed(self, is_connected: bool) -> None:
+        """Looks after the coordinator at once when the broker is lost: both may be gone, and come back elsewhere."""
+        self._heart.beat_now()
+        if not is_connected:
+            self._bell.set()
 
     def _obey(self, command: Command) -> None:
         match command.kind:
@@ -242,7 +287,15 @@ class Agent:
 def run_agent(state: DeviceState) -> None:
     """Runs the agent of a joined device until SIGTERM or SIGINT."""
     agent = Agent(state)
-    with _on_signals(agent.stop):
+
+    def stop() -> None:
+        agent.stop()
+        if not agent.leave(LEAVE_WITHIN_S):
+            log.warning("what is under way takes too long; leaving without it")
+            logging.shutdown()
+            os._exit(0)  # what lies on disk is whole at any time, and nothing can end a thread that computes
+
+    with on_stop_signal(stop):
         agent.run()
     log.info("%s has left the fleet for now", state.device_id)
 
@@ -260,19 +313,6 @@ def chosen_accelerator(wish: str) -> str:
 
 def _has_nvidia() -> bool:
     return any(fact.get("kind") == "cuda" for fact in probe().get("accelerators", ()))
-
-
-@contextlib.contextmanager
-def _on_signals(stop: Any) -> Iterator[None]:
-    def handle(_number: int, _frame: Any) -> None:
-        stop()
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _host(address: str) -> str:

@@ -16,10 +16,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import paho.mqtt.client as mqtt
-from paho.mqtt.enums import CallbackAPIVersion
 from paho.mqtt.reasoncodes import ReasonCode
 
-from edgefl.device.mqtt_session import LinkIdentity, LinkTls, Session, link_context
+from edgefl.device.mqtt_session import CONNECT_TIMEOUT_S, LinkIdentity, LinkTls, Session, link_context, new_session
 from edgefl.errors import NetworkError, NotJoinedError
 from edgefl.protocol import (
     Capabilities,
@@ -38,7 +37,6 @@ __all__ = ["Link", "LinkCallbacks", "LinkIdentity", "LinkPace", "LinkTls"]
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 10
-CONNECT_TIMEOUT_S = 5.0
 FIRST_BACKOFF_S = 0.5
 # Below the time after which silence means gone: when the broker is back, every device is back in time.
 MAX_BACKOFF_S = 8.0
@@ -200,7 +198,7 @@ class Link:
 
     def _connect_once(self) -> bool:
         """Holds one session until it breaks; returns whether there was one."""
-        session = self._new_session()
+        session = self._next_session()
         host, port = self._addresses[0]
         try:
             session.client.connect(host, port, keepalive=self._pace.keep_alive_s)
@@ -210,32 +208,21 @@ class Link:
             return False
         try:
             if not self._stopping.is_set():
-                session.client.loop_forever()
+                session.run()
         except OSError as error:
             self._log_sometimes(f"{host}:{port}", "lost the broker at %s:%d (%s)", host, port, error)
         finally:
             self._ended(session)
         return session.was_accepted
 
-    def _new_session(self) -> Session:
-        number = self._unused_session_no
-        self._unused_session_no = None
-        client = mqtt.Client(
-            CallbackAPIVersion.VERSION2,
-            client_id=self._identity.device_id,
-            clean_session=True,
-            protocol=mqtt.MQTTv311,
-            reconnect_on_failure=False,
-        )
-        number = self._next_session_no() if number is None else number
-        session = Session(client=client, identity=self._identity, number=number)
-        client.connect_timeout = CONNECT_TIMEOUT_S
-        client.tls_set_context(self._context)
-        client.user_data_set(session)
-        client.on_connect = self._connected
-        client.on_disconnect = self._disconnected
-        client.on_message = self._received
-        session.set_will()
+    def _next_session(self) -> Session:
+        unused, self._unused_session_no = self._unused_session_no, None
+        number = self._next_session_no() if unused is None else unused
+        session = new_session(self._identity, number, self._context)
+        session.client.on_connect = self._connected
+        session.client.on_subscribe = self._subscribed
+        session.client.on_disconnect = self._disconnected
+        session.client.on_message = self._received
         return session
 
     def _connected(self, client: mqtt.Client, session: Session, _flags: Any, reason: ReasonCode, _props: Any) -> None:
@@ -252,12 +239,19 @@ class Link:
         # Our own status too: see `_own_status`.
         kinds = ((Topic.BELL, 0), (Topic.COMMAND, 1), (Topic.STATUS, 1))
         client.subscribe([(session.topic(kind), qos) for kind, qos in kinds])
+        if self._stopping.is_set():
+            self._say_goodbye(session)
+
+    def _subscribed(
+        self, _client: Any, session: Session, _mid: int, reasons: Sequence[ReasonCode], _props: Any
+    ) -> None:
+        """Counts as connected from here: a bell before this would not be heard, one after it is."""
+        if any(reason.is_failure for reason in reasons):
+            self._log_sometimes("deaf", "the broker lets this device hear no bell or no command; check its rules")
         self._is_connected.set()
         log.info("connected to the broker, session %d", session.number)
         self._guard(lambda: self._callbacks.on_connection(True))
         self._guard(self._callbacks.on_bell)
-        if self._stopping.is_set():
-            self._say_goodbye(session)
 
     def _disconnected(self, _client: Any, session: Session, _flags: Any, reason: ReasonCode, _props: Any) -> None:
         if session.was_accepted and reason.is_failure:
@@ -269,7 +263,7 @@ class Link:
             was_current = self._session is session
             if was_current:
                 self._session = None
-        if was_current:
+        if was_current and self._is_connected.is_set():
             self._is_connected.clear()
             self._guard(lambda: self._callbacks.on_connection(False))
 

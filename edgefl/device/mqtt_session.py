@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import paho.mqtt.client as mqtt
+from paho.mqtt.enums import CallbackAPIVersion
 
 from edgefl.device.trust import pinned_context
 from edgefl.errors import NotJoinedError
 from edgefl.protocol import PresenceState, Status, Topic, topic
+
+CONNECT_TIMEOUT_S = 5.0
+LOOP_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,15 +56,20 @@ class Session:
     def publish(self, kind: Topic, payload: bytes, *, qos: int = 0, retain: bool = False) -> mqtt.MQTTMessageInfo:
         return self.client.publish(self.topic(kind), payload, qos=qos, retain=retain)
 
+    def run(self) -> None:
+        """Sends and receives until the session ends; the only thread that ever writes to the socket.
+
+        paho's `loop_forever` lets every thread that publishes write for itself, and two threads in one TLS socket
+        tear the connection. A write callback makes them leave it to this loop, which `loop` alone can be woken from.
+        """
+        self.client.on_socket_register_write = _leave_to_the_loop
+        while self.client.loop(LOOP_TIMEOUT_S) == mqtt.MQTT_ERR_SUCCESS:
+            pass
+
     def publish_status(self, state: PresenceState) -> mqtt.MQTTMessageInfo:
-        return self.publish(Topic.STATUS, self._status(state), qos=1, retain=True)
+        return self.publish(Topic.STATUS, self.status(state), qos=1, retain=True)
 
-    def set_will(self) -> None:
-        """Leaves with the broker what it says when this session breaks."""
-        will = self._status(PresenceState.OFFLINE, will=True)
-        self.client.will_set(self.topic(Topic.STATUS), will, qos=1, retain=True)
-
-    def _status(self, state: PresenceState, *, will: bool = False) -> bytes:
+    def status(self, state: PresenceState, *, will: bool = False) -> bytes:
         return Status(
             state=state,
             boot_id=self.identity.boot_id,
@@ -68,6 +77,28 @@ class Session:
             version=self.identity.version,
             will=will,
         ).dump()
+
+
+def _leave_to_the_loop(_client: mqtt.Client, _data: object, _socket: object) -> None:
+    pass
+
+
+def new_session(identity: LinkIdentity, number: int, context: ssl.SSLContext) -> Session:
+    """Returns a session that is not yet connected; its will says that it broke."""
+    client = mqtt.Client(
+        CallbackAPIVersion.VERSION2,
+        client_id=identity.device_id,
+        clean_session=True,
+        protocol=mqtt.MQTTv311,
+        reconnect_on_failure=False,
+    )
+    session = Session(client=client, identity=identity, number=number)
+    client.connect_timeout = CONNECT_TIMEOUT_S
+    client.tls_set_context(context)
+    client.user_data_set(session)
+    will = session.status(PresenceState.OFFLINE, will=True)
+    client.will_set(session.topic(Topic.STATUS), will, qos=1, retain=True)
+    return session
 
 
 def link_context(tls: LinkTls) -> ssl.SSLContext:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import re
-import tempfile
+import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
 
+from edgefl.files import open_whole
 from edgefl.types import Array, Learner, Shapes
+
+# RuntimeError and its NotImplementedError: what a damaged header makes zipfile take for encryption or a new method.
+UNREADABLE = (OSError, KeyError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
 
 
 def load_resident(state_dir: Path, run: str, shapes: Shapes) -> dict[str, Array] | None:
     """Returns the run's resident tensors, or None when there are none yet or they fit no longer."""
     try:
-        with np.load(_path(state_dir, run), allow_pickle=False) as stored:
+        # Opened here, since np.load leaves a file that is no zip open.
+        with _path(state_dir, run).open("rb") as file, np.load(file, allow_pickle=False) as stored:
             kept = {spec.name: stored[spec.name] for spec in shapes if not spec.shared}
-    except (OSError, KeyError, ValueError, EOFError):
+    except UNREADABLE:
         return None
     fits = all(kept[spec.name].shape == spec.shape for spec in shapes if not spec.shared)
     return kept if fits else None
@@ -29,9 +35,8 @@ def save_resident(state_dir: Path, run: str, shapes: Shapes, learner: Learner) -
         return
     values, path = learner.read(), _path(state_dir, run)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".npz", delete=False) as file:
+    with open_whole(path) as file:
         np.savez(file, allow_pickle=False, **{name: values[name] for name in names})
-    Path(file.name).replace(path)
 
 
 def _path(state_dir: Path, run: str) -> Path:

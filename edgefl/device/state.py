@@ -7,19 +7,18 @@ a join: without it the directory belongs to no fleet.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from edgefl.errors import ConfigError, NotJoinedError, StoreError, StoreFullError
+from edgefl.errors import ConfigError, NotJoinedError, StoreError
+from edgefl.files import make_private_directory, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +104,7 @@ class DeviceState:
         on_disk = DeviceState.load(self.root).device
         self.device = replace(on_disk, **changes)
         if self.device != on_disk:
-            write_private(self.root / "device.json", _dump(self.device))
+            write_whole(self.root / "device.json", _dump(self.device))
 
     def set_shard(self, task: str, path: str) -> None:
         """Remembers where the data for `task` lies."""
@@ -122,7 +121,7 @@ class DeviceState:
             # The coordinator ignores numbers that it has passed, so a lost counter goes on far above.
             last = max(int(time.time()), 1 << 31)
             log.warning("%s is damaged; sessions go on at %d", path, last + 1)
-        write_private(path, b"%d\n" % (last + 1))
+        write_whole(path, b"%d\n" % (last + 1))
         return last + 1
 
     @contextlib.contextmanager
@@ -150,23 +149,19 @@ def default_state_dir() -> Path:
 
 def save_joined(root: Path, device: JoinedDevice, *, key_pem: bytes, cert_pem: bytes, ca_pem: bytes) -> DeviceState:
     """Returns the state after all of it is on disk; cut off before the end, the directory is still not joined."""
-    write_private(root / "key.pem", key_pem)
-    write_private(root / "cert.pem", cert_pem)
-    write_private(root / "ca.pem", ca_pem)
-    write_private(root / "device.json", _dump(device))
+    write_whole(root / "key.pem", key_pem)
+    write_whole(root / "cert.pem", cert_pem)
+    write_whole(root / "ca.pem", ca_pem)
+    write_whole(root / "device.json", _dump(device))
     drop_pending(root)
     return DeviceState(root, device)
 
 
 def save_pending(root: Path, pending: PendingJoin) -> None:
     """Keeps a join's key before it is sent anywhere; makes the directory."""
-    try:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        root.chmod(0o700)
-    except OSError as error:
-        raise StoreError(f"{root} cannot be made: {error.strerror or error}") from None
+    make_private_directory(root)
     value = {"key": pending.key_pem.decode(), "name": pending.name, "ca": pending.ca_fingerprint}
-    write_private(root / ".pending", json.dumps(value).encode())
+    write_whole(root / ".pending", json.dumps(value).encode())
 
 
 def load_pending(root: Path) -> PendingJoin | None:
@@ -180,39 +175,6 @@ def load_pending(root: Path) -> PendingJoin | None:
 
 def drop_pending(root: Path) -> None:
     (root / ".pending").unlink(missing_ok=True)
-
-
-def write_private(path: Path, data: bytes) -> None:
-    """Writes a file of mode 0600 that is, at any instant, the old one or the new one.
-
-    Raises:
-        StoreFullError: no room on the disk.
-        StoreError: it cannot be written for another reason.
-    """
-    try:
-        _replace(path, data)
-    except OSError as error:
-        kind = StoreFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
-        raise kind(f"{path} cannot be written: {error.strerror or error}") from None
-
-
-def _replace(path: Path, data: bytes) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # 0600 from the start
-    temporary = Path(name)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _dump(device: JoinedDevice) -> bytes:

@@ -13,7 +13,7 @@ import hashlib
 import json
 import logging
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -46,6 +46,8 @@ from edgefl.protocol import (
 from edgefl.types import Json
 
 REQUEST_TIMEOUT_S = 30.0
+EARLIEST_MESSAGE_S = 1_740_700_800.0
+"""Flower refuses messages that were made earlier; a coordinator without network time may stand there."""
 ACTIVATION_S = 1800.0
 """What we tell Flower about our heartbeats; presence is ours (MQTT), Flower's is not used."""
 
@@ -132,7 +134,13 @@ class SuperNode:
         self._app = _client_app(train, evaluate, self._reply)
         self._client: _Client | None = None
         self._node = Node()
+        self._arriving: str | None = None
         logging.getLogger("flwr").setLevel(logging.WARNING)
+
+    @property
+    def arriving(self) -> str | None:
+        """Returns the assignment that was pulled and is not answered yet; its model may still be on the way."""
+        return self._arriving
 
     def connect(self, address: str) -> None:
         """Activates this device at a coordinator.
@@ -156,23 +164,26 @@ class SuperNode:
     def pull(self) -> Instruction | None:
         """Returns the next instruction with its whole body, or None when there is nothing to do."""
         client = self._connected()
+        self._arriving = None
         answer = _call(client.PullMessages, PullMessagesRequest(node=self._node))
         if not answer.messages_list:
             return None
         message, tree = message_from_proto(answer.messages_list[0]), answer.message_object_trees[0]
+        header = json.loads(str(message.content[RECORD_HEADER][FIELD_JSON]))
+        self._arriving = header.get("assignment")
         num_bytes = answer.ByteSize()
         if tree.children:
-            pieces = []
-            for child in tree.children:
-                request = PullObjectRequest(
-                    node=self._node, run_id=message.metadata.run_id, object_id=child.object_id
-                )
-                content = _call(client.PullObject, request).object_content
-                pieces.append(get_object_body(content, ArrayChunk))
-                num_bytes += len(content)
+            pieces = [self._pull_chunk(client, message, child.object_id) for child in tree.children]
+            num_bytes += sum(map(len, pieces))
             message.content[RECORD_BODY] = ConfigRecord({FIELD_BYTES: b"".join(pieces)})
-        header = json.loads(str(message.content[RECORD_HEADER][FIELD_JSON]))
         return Instruction(message=message, header=header, num_bytes=num_bytes)
+
+    def _pull_chunk(self, client: _Client, message: Message, object_id: str) -> bytes:
+        request = PullObjectRequest(node=self._node, run_id=message.metadata.run_id, object_id=object_id)
+        answer = _call(client.PullObject, request)
+        if not answer.object_available:
+            raise NetworkError("the coordinator has taken the work back while its model was on the way")
+        return get_object_body(answer.object_content, ArrayChunk)
 
     def answer(self, instruction: Instruction) -> Message:
         """Returns the reply of the `ClientApp`, which runs in this process."""
@@ -183,7 +194,10 @@ class SuperNode:
             state=RecordDict(),
             run_config={},
         )
-        return self._app(instruction.message, context)
+        try:
+            return self._app(instruction.message, context)
+        finally:
+            self._arriving = None
 
     def reply_to(self, instruction: Instruction, answer: Answer) -> Message:
         """Returns a reply made from a remembered answer, for an assignment that is asked for again."""
@@ -203,9 +217,7 @@ class SuperNode:
             tree = ObjectTree(object_id=reply.metadata.message_id)
             self._push_message(client, reply, tree)
             return
-        view = memoryview(_salt(reply.metadata.reply_to_message_id) + body)
-        chunks = [ArrayChunk(view[i : i + CHUNK_BYTES]).deflate() for i in range(0, len(view), CHUNK_BYTES)]
-        by_id = {get_object_id(chunk): chunk for chunk in chunks}
+        by_id = {get_object_id(chunk): chunk for chunk in _chunks(reply.metadata.reply_to_message_id, body)}
         root, *rest = by_id
         tree = ObjectTree(object_id=root, children=[ObjectTree(object_id=object_id) for object_id in rest])
         bare = RecordDict({RECORD_HEADER: reply.content[RECORD_HEADER]})
@@ -219,7 +231,8 @@ class SuperNode:
                 object_content=by_id[object_id],
                 session_id=answer.session_id,
             )
-            _call(client.PushObject, request)
+            if not _call(client.PushObject, request).stored:
+                raise NetworkError("the coordinator has not kept a piece of the answer")
 
     def _push_message(self, client: _Client, message: Message, tree: ObjectTree) -> Any:
         request = PushMessagesRequest(
@@ -234,7 +247,7 @@ class SuperNode:
 
     def _reply(self, instruction: Message, answer: Answer) -> Message:
         header, body = answer
-        asked, now = instruction.metadata, self._clock()
+        asked, now = instruction.metadata, max(self._clock(), EARLIEST_MESSAGE_S)
         metadata = Metadata(
             run_id=asked.run_id,
             message_id=hashlib.sha256(b"reply" + asked.message_id.encode()).hexdigest(),
@@ -276,9 +289,15 @@ def _client_app(train: Handler, evaluate: Handler, reply: Callable[[Message, Ans
     return app
 
 
-def _salt(instruction_id: str) -> bytes:
-    """Returns bytes that no other reply has: equal replies of two devices would otherwise be one object."""
-    return hashlib.sha256(b"salt" + instruction_id.encode()).digest()[:REPLY_SALT_BYTES]
+def _chunks(instruction_id: str, body: bytes) -> Iterator[bytes]:
+    """Gives the chunks of a reply, each with bytes before it that no other chunk has.
+
+    Flower keeps equal objects once, and takes the second of two replies that begin with the same chunk for a repeat.
+    """
+    view = memoryview(body)
+    for start in range(0, len(body), CHUNK_BYTES):
+        salt = hashlib.sha256(f"salt {instruction_id} {start}".encode()).digest()[:REPLY_SALT_BYTES]
+        yield ArrayChunk(memoryview(salt + view[start : start + CHUNK_BYTES])).deflate()
 
 
 def _with_id(metadata: Metadata, message_id: str) -> Metadata:
@@ -309,5 +328,7 @@ def _call(rpc: Callable[[Any], Any], request: Any) -> Any:
         if status in {403, 413}:
             raise RefusedError(detail) from None
         raise NetworkError(detail) from None
-    except httpx.TransportError as error:
+    except ValueError as error:  # what Flower raises for a body that is no protobuf
+        raise NetworkError(f"the coordinator's answer makes no sense: {error}") from None
+    except httpx.RequestError as error:
         raise NetworkError(f"no answer from the coordinator: {error or type(error).__name__}") from None

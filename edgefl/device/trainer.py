@@ -115,8 +115,8 @@ class Trainer:
         for name, path in self._shards().items():
             try:
                 counts[name] = len(make_task(name).read(path))
-            except EdgeflError as error:
-                log.warning("shard %s of task %s cannot be used: %s", path, name, error)
+            except Exception as error:  # a loader of the user's own may raise anything, and the board must stay
+                log.warning("shard %s of task %s cannot be used: %s", path, name, error, exc_info=not _is_ours(error))
         return counts
 
     def _answer(
@@ -139,7 +139,8 @@ class Trainer:
         self._now = run, assignment_id, 0
         data, _ = self._splits(warm, float(header["test_fraction"]))
         learner = self._loaded(warm, run, body, int(header["seed"]))
-        rng = derived_rng(int(header["seed"]), run, int(header["version"]), self._device_id)
+        # Without the run's id, which is new for every submission: the same seed gives the same run.
+        origin = int(header["seed"]), int(header["version"]), self._device_id
         reported_s = 0.0
 
         def on_iteration(iteration: int, seconds_per_iteration: float) -> bool:
@@ -152,12 +153,12 @@ class Trainer:
                 self._on_progress(assignment_id, iteration, seconds_per_iteration)
             return assignment_id in self._recalled
 
-        result = train(learner, data, plan, rng, clock=time.monotonic, on_iteration=on_iteration)
+        result = train(learner, data, plan, derived_rng(*origin), clock=time.monotonic, on_iteration=on_iteration)
         with self._lock:
             self._recalled.discard(assignment_id)
         save_resident(self._state_dir, run, warm.shapes, learner)
         codec = make_codec(str(header.get("codec", "dense")), warm.shapes)
-        encoded = codec.encode(result.displacement, derived_rng(int(header["seed"]), run, assignment_id, "uplink"))
+        encoded = codec.encode(result.displacement, derived_rng(*origin, "uplink"))
         metrics = {
             "iterations": result.iterations,
             "num_examples": result.num_examples,
@@ -234,5 +235,5 @@ def _stamp(path: Path) -> object:
     try:
         files = sorted(path.iterdir()) if path.is_dir() else [path]
         return tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
-    except FileNotFoundError:
+    except OSError:
         return None

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from edgefl.errors import JournalError, NotFoundError
-from edgefl.storage.files import TEMPORARY_SUFFIX, make_private_directory, sha256_of_file, sync_directory, write_whole
+from edgefl.files import TEMPORARY_SUFFIX, make_private_directory, sha256_of_file, sync_directory, write_whole
 from edgefl.storage.state_files import pack_model, pack_state, unpack_model, unpack_state
 from edgefl.types import Array, Tensors
 
@@ -101,7 +101,7 @@ def save_model(directory: Path, model: Tensors) -> tuple[str, Path]:
     return sha256, _named(directory, sha256)
 
 
-def load_model(path: str | Path) -> dict[str, Array]:
+def load_model_file(path: str | Path) -> dict[str, Array]:
     """Returns the tensors of a safetensors file by name; a file of ours has them in the task's order.
 
     Raises:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from edgefl.errors import StoreError, StoreFullError
+from edgefl.files import FULL_ERRNOS
 
-FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_MIN_ROOM_BYTES = 64 * 1024
 _POSTGRES_DISK_FULL = "53100"
 _POSTGRES_LOCKED = ("55P03", "40P01")
 _ADVICE = {
@@ -49,7 +51,9 @@ def _translate(error: DBAPIError, where: str) -> StoreError:
     cause = error.orig
     name = getattr(cause, "sqlite_errorname", "")
     state = getattr(cause, "sqlstate", None)
-    if name == "SQLITE_FULL" or state == _POSTGRES_DISK_FULL:
+    # SQLite says no more than "I/O error" when its -shm file finds no room.
+    is_full = name == "SQLITE_FULL" or (name.startswith("SQLITE_IOERR") and not _has_room(where))
+    if is_full or state == _POSTGRES_DISK_FULL:
         return StoreFullError(f"no room to write the store {where}: disk is full; free some space and try again")
     if state in _POSTGRES_LOCKED:
         name = "SQLITE_LOCKED"
@@ -57,6 +61,14 @@ def _translate(error: DBAPIError, where: str) -> StoreError:
         if name.startswith(prefix):
             return StoreError(f"store {where} {advice} ({_first_line(cause)})")
     return StoreError(f"store {where}: {_first_line(cause)}")
+
+
+def _has_room(path: str) -> bool:
+    try:
+        disk = os.statvfs(Path(path).parent)
+    except OSError:
+        return True
+    return disk.f_bavail * disk.f_frsize >= _MIN_ROOM_BYTES
 
 
 def _first_line(error: BaseException | None) -> str:

@@ -18,8 +18,9 @@ RAW_S = 86_400.0
 BUCKET_S = 300.0
 
 _MEANS = ("clock_skew_s", "cpu_fraction", "memory_fraction", "power_w")
-_HIGHEST = ("uptime_s", "temperature_c", "throttled", "memory_bytes", "run", "iteration")
+_HIGHEST = ("uptime_s", "temperature_c", "memory_bytes", "run", "iteration")
 _LOWEST = ("disk_free_bytes", "battery_fraction")
+NOT_THROTTLED = "ok"
 
 
 class HeartbeatRows:
@@ -88,7 +89,13 @@ def _five_minutes(start: float) -> Select[Any]:
         *(func.avg(columns[name]).label(name) for name in _MEANS),
         *(func.max(columns[name]).label(name) for name in _HIGHEST),
         *(func.min(columns[name]).label(name) for name in _LOWEST),
+        _worst(func.max(func.nullif(Heartbeat.throttled, NOT_THROTTLED)), func.max(Heartbeat.throttled)),
     )
+
+
+def _worst(trouble: Any, anything: Any) -> ColumnElement[Any]:
+    """Returns any throttling there was; a board that was well for the rest of the time must not hide it."""
+    return func.coalesce(trouble, anything).label("throttled")
 
 
 def _merge(stored: Any, new: Any) -> ColumnElement[Any]:
@@ -97,6 +104,8 @@ def _merge(stored: Any, new: Any) -> ColumnElement[Any]:
     if name == "num_heartbeats":
         total: ColumnElement[Any] = stored + new
         return total
+    if name == "throttled":
+        return _worst(func.nullif(new, NOT_THROTTLED), func.coalesce(stored, new))
     if name in _MEANS:
         return func.coalesce((stored + new) / 2, new, stored)
     wins = new > stored if name in _HIGHEST else new < stored

@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Self
 
 from edgefl.errors import JournalError, StoreFullError
-from edgefl.storage.failures import FULL_ERRNOS, full_disk_explained
-from edgefl.storage.files import make_private_directory, sync_directory
+from edgefl.files import FULL_ERRNOS, make_private_directory, sync_directory
+from edgefl.storage.failures import full_disk_explained
 from edgefl.storage.journal_reader import body_reader, files_behind, read_journal
 from edgefl.storage.journal_records import (
     CheckpointMark,

@@ -182,7 +182,7 @@ class Heartbeat(Base):
     """What a board felt like when a heartbeat arrived (`at`, the coordinator's clock); kept for a day."""
 
     __tablename__ = "heartbeats"
-    __table_args__ = (Index("ix_heartbeats_device", "device_id", "at"), Index("ix_heartbeats_at", "at"))
+    __table_args__ = (Index("ix_heartbeats_device", "device_id", "at"), Index("ix_heartbeats_at", "at", "device_id"))
 
     id: Mapped[int] = mapped_column(Counter, primary_key=True)
     device_id: Mapped[str]
@@ -211,7 +211,7 @@ class Heartbeat5Min(Base):
     """
 
     __tablename__ = "heartbeats_5min"
-    __table_args__ = (Index("ix_heartbeats_5min_at", "at"),)
+    __table_args__ = (Index("ix_heartbeats_5min_at", "at", "device_id"),)
 
     device_id: Mapped[str] = mapped_column(primary_key=True)
     at: Mapped[float] = mapped_column(primary_key=True)
@@ -246,7 +246,7 @@ class Event(Base):
 
 
 class Checkpoint(Base):
-    """A saved state of a run: the file is named by `sha256` and contains the journal up to `last_record`."""
+    """A model that is kept: `sha256` names its file in `models/`; it contains the journal up to `last_record`."""
 
     __tablename__ = "checkpoints"
     __table_args__ = (UniqueConstraint("run_id", "last_record", name="uq_checkpoints"),)

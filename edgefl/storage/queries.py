@@ -6,13 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Select, and_, case, column, func, select, table
-from sqlalchemy.sql.elements import ColumnElement
+from sqlalchemy import Connection, Select, and_, case, column, func, literal, select, table, union_all
 from sqlalchemy.sql.selectable import TableClause
 
 from edgefl.errors import NotFoundError, UsageError
 from edgefl.storage.columns import COLUMNS
-from edgefl.storage.models import Device, Evaluation, Event, Run, Update
+from edgefl.storage.models import Device, Evaluation, Event, Heartbeat, Heartbeat5Min, Run, Update
 from edgefl.storage.store import Store
 from edgefl.types import Json, Outcome
 
@@ -28,7 +27,7 @@ class _Filter:
     until: float | None
     limit: int | None
 
-    def within(self, when: Any) -> list[ColumnElement[bool]]:
+    def within(self, when: Any) -> list[Any]:
         bounds = []
         if self.since is not None:
             bounds.append(when >= self.since)
@@ -133,13 +132,23 @@ def _events(wanted: _Filter) -> Select[Any]:
 
 
 def _heartbeats(wanted: _Filter) -> Select[Any]:
-    view = _view("v_heartbeats", "heartbeats")
-    query = select(view).where(*wanted.within(view.c.at))
+    # Not from v_heartbeats: each half is cut by its own index before they are put together.
+    halves = [
+        _newest_heartbeats(Heartbeat.__table__, literal(1), wanted),
+        _newest_heartbeats(Heartbeat5Min.__table__, Heartbeat5Min.num_heartbeats, wanted),
+    ]
+    rows = union_all(*(select(half.subquery()) for half in halves)).subquery()
+    return select(rows).order_by(rows.c.at.desc(), rows.c.device_id.desc())
+
+
+def _newest_heartbeats(rows: Any, count: Any, wanted: _Filter) -> Select[Any]:
+    others = (rows.c[name] for name in COLUMNS["heartbeats"] if name != "num_heartbeats")
+    query = select(*others, count.label("num_heartbeats")).where(*wanted.within(rows.c.at))
     if wanted.run_id is not None:
-        query = query.where(view.c.run == wanted.run_id)
+        query = query.where(rows.c.run == wanted.run_id)
     if wanted.device is not None:
-        query = query.where(view.c.device_id == wanted.device)
-    return query.order_by(view.c.at.desc(), view.c.device_id.desc())
+        query = query.where(rows.c.device_id == wanted.device)
+    return query.order_by(rows.c.at.desc(), rows.c.device_id.desc()).limit(wanted.limit)
 
 
 def _devices(wanted: _Filter) -> Select[Any]:

@@ -27,7 +27,7 @@ class FedAvg:
         plan = LocalPlan(
             algorithm=Algorithm.SGD,
             iterations=self.iterations,
-            epochs=None if self.iterations else self.epochs,
+            epochs=self.epochs if self.iterations is None else None,
             batch_size=self.batch_size,
             learning_rate=self.learning_rate,
             momentum=self.momentum,

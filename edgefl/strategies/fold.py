@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,7 @@ class Fold:
     total: dict[str, Array] = field(default_factory=dict)
     weight: float = 0.0
     integers: dict[str, Array] = field(default_factory=dict)
-    integers_weight: float = -1.0
+    integers_examples: int = -1
     used: list[str] = field(default_factory=list)
 
     @property
@@ -56,29 +57,33 @@ def close(fold: Fold, model: dict[str, Array]) -> None:
     if fold.weight > 0:
         for name, total in fold.total.items():
             np.divide(total, fold.weight, out=total)
-            model[name] += total
+            np.add(model[name], total, out=model[name], casting="same_kind")
     for name, moved in fold.integers.items():
-        model[name] += moved
+        np.add(model[name], moved, out=model[name])
 
 
 def _add(fold: Fold, assignment_id: str, model: Mapping[str, Array]) -> None:
     update, weight = fold.waiting.pop(assignment_id), fold.weights[assignment_id]
-    tensors = update.tensors
-    heaviest = weight > fold.integers_weight
-    for name in model:
-        moved = _checked(tensors, name, model[name], update)
-        if np.issubdtype(moved.dtype, np.integer):
-            if heaviest:
-                fold.integers[name] = moved.astype(model[name].dtype)
-        elif name in fold.total:
-            fold.total[name] += np.multiply(moved, weight, dtype=model[name].dtype)
-        else:
-            fold.total[name] = np.multiply(moved, weight, dtype=model[name].dtype)
-    fold.integers_weight = max(fold.integers_weight, weight)
+    tensors, num_examples = update.tensors, update.metrics.num_examples
+    for name, like in model.items():
+        moved = _checked(tensors, name, like, update)
+        if np.issubdtype(like.dtype, np.inexact):
+            # Half floats end at 65504, which a displacement times its number of examples soon passes.
+            _add_weighted(fold.total, name, moved, weight, np.promote_types(like.dtype, np.float32))
+        elif num_examples > fold.integers_examples:
+            fold.integers[name] = moved.astype(like.dtype)
+    fold.integers_examples = max(fold.integers_examples, num_examples)
     fold.weight += weight
     fold.used.append(assignment_id)
     if isinstance(tensors, LazyTensors):
         tensors.release()
+
+
+def _add_weighted(total: dict[str, Array], name: str, moved: Array, weight: float, kind: np.dtype[Any]) -> None:
+    if name in total:
+        total[name] += np.multiply(moved, weight, dtype=kind)
+    else:  # into an array of its own: what NumPy makes of a tensor without axes cannot be written to
+        total[name] = np.multiply(moved, weight, dtype=kind, out=np.empty(moved.shape, kind))
 
 
 def _checked(tensors: Tensors, name: str, like: Array, update: Update) -> Array:

@@ -22,6 +22,7 @@ BUILT_IN = {
     "ssgd": "edgefl.strategies.ssgd:SSGD",
 }
 ENTRY_POINTS = "edgefl.strategies"
+REQUIRED = inspect.Parameter.empty
 
 
 def strategy_names() -> list[str]:
@@ -44,7 +45,7 @@ def find_strategy(name: str) -> type[Any]:
         raise StrategyError(f"unknown strategy {name!r}; known: {', '.join(strategy_names())}, or module:Class")
     try:
         found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:  # the last two: no name of a module
         raise StrategyError(f"strategy {name!r} cannot be imported: {error}") from error
     if not inspect.isclass(found):
         raise StrategyError(f"strategy {name!r} must be a class, got {type(found).__name__}")
@@ -52,9 +53,9 @@ def find_strategy(name: str) -> type[Any]:
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """Returns the settings of a strategy with their defaults."""
+    """Returns the settings of a strategy with their defaults, `REQUIRED` for those that have none."""
     parameters = inspect.signature(find_strategy(name)).parameters.values()
-    return {p.name: None if p.default is inspect.Parameter.empty else p.default for p in parameters}
+    return {p.name: p.default for p in parameters}
 
 
 def make_strategy(name: str, options: Mapping[str, Scalar], rules: RoundRules) -> Strategy[Any]:
@@ -67,13 +68,16 @@ def make_strategy(name: str, options: Mapping[str, Scalar], rules: RoundRules) -
 
     Raises:
         StrategyError: there is no such strategy.
-        ConfigError: an option is unknown or its value has the wrong type.
+        ConfigError: an option is unknown or missing, or its value has the wrong type or makes no sense.
     """
     found, known = find_strategy(name), settings_of(name)
     for option, value in options.items():
         if option not in known:
             raise ConfigError(f"strategy.{option}: {name} has no such setting; known: {', '.join(known) or 'none'}")
         _check_type(found, option, value)
+    missing = [name for name, default in known.items() if default is REQUIRED and name not in options]
+    if missing:
+        raise ConfigError(f"strategy.{missing[0]} is missing: {name} cannot do without")
     made: Any = found(**options)
     strategy: Strategy[Any] = made.build(rules) if hasattr(made, "build") else made
     return strategy
@@ -83,7 +87,9 @@ def _check_type(found: type[Any], option: str, value: Scalar) -> None:
     """Refuses a value of the wrong kind; numbers may be written without a point."""
     if not is_dataclass(found):
         return
-    kind = str({field.name: field.type for field in fields(found)}[option]).removesuffix(" | None")
+    # A type where the module has no postponed annotations, else its text.
+    annotation: Any = {field.name: field.type for field in fields(found)}.get(option, "Any")
+    kind = annotation.__name__ if isinstance(annotation, type) else str(annotation).removesuffix(" | None")
     allowed = {"float": (int, float), "int": (int,), "str": (str,), "bool": (bool,)}.get(kind)
     wrong = allowed is not None and not isinstance(value, allowed)
     if wrong or (isinstance(value, bool) and kind != "bool"):

@@ -6,13 +6,25 @@ leaves `view.busy`, so a round never waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from edgefl.errors import ConfigError
 from edgefl.strategies import fold as folding
-from edgefl.types import Array, Assignment, Decision, FleetView, Indices, LocalPlan, Tensors, Update
+from edgefl.types import (
+    Array,
+    Assignment,
+    Decision,
+    FleetView,
+    Indices,
+    LocalPlan,
+    Tensors,
+    Update,
+    derived_rng,
+)
 
 WAIT_S = 60.0
 """An upper bound on the sleep between two questions; every event wakes the loop anyway."""
@@ -24,10 +36,11 @@ class RoundRules:
 
     Attributes:
         min_devices: a round opens when so many devices are idle.
-        max_devices: at most so many are asked, None for all.
+        max_devices: at most so many are asked, None for all; who it is changes from round to round.
         min_updates: k of n: the round closes when k updates are in; None waits for all that are alive.
         deadline_s: an assignment that takes longer is given up; None for never.
         codec: spec of the codec for updates.
+        seed: decides who is asked where not all are.
     """
 
     min_devices: int = 1
@@ -35,6 +48,7 @@ class RoundRules:
     min_updates: int | None = None
     deadline_s: float | None = None
     codec: str | None = None
+    seed: int = 0
 
 
 @dataclass(slots=True)
@@ -58,6 +72,9 @@ class Synchronous:
     weigh: Callable[[Update], float]
     rules: RoundRules
 
+    def __post_init__(self) -> None:
+        _check_plan(self.plan)
+
     def init(self, model: Tensors) -> RoundState:
         return RoundState(model={name: np.array(tensor) for name, tensor in model.items()})
 
@@ -66,14 +83,23 @@ class Synchronous:
         if state.asked and (_num_pending(state, view) or state.fold.num_received >= (self.rules.min_updates or 1)):
             return state, Decision(next_wake_s=WAIT_S)
         delivered = {device_id for assignment_id, device_id in state.asked.items() if state.fold.has(assignment_id)}
-        chosen = [device_id for device_id in view.idle if device_id not in delivered][: self.rules.max_devices]
-        if len(chosen) < (1 if state.asked else self.rules.min_devices):
+        willing = [device_id for device_id in view.idle if device_id not in delivered]
+        if len(willing) < (1 if state.asked else self.rules.min_devices):
             return state, Decision(next_wake_s=WAIT_S)
         state.attempt += 1
+        chosen = self._choose(willing, state)
         asked = {f"v{state.version}-a{state.attempt}-{device_id}": device_id for device_id in chosen}
         state.asked |= asked
         state.fold.expected += tuple(asked)
         return state, Decision(orders=self._orders(state, asked), next_wake_s=WAIT_S)
+
+    def _choose(self, willing: Sequence[str], state: RoundState) -> list[str]:
+        """Returns `max_devices` of the willing in their order; drawn anew each time, or the rest were never heard."""
+        limit = self.rules.max_devices
+        if limit is None or limit >= len(willing):
+            return list(willing)
+        rng = derived_rng(self.rules.seed, "chosen", state.version, state.attempt)
+        return [willing[place] for place in np.sort(rng.permutation(len(willing))[:limit])]
 
     def _orders(self, state: RoundState, asked: Mapping[str, str]) -> tuple[Assignment, ...]:
         return tuple(
@@ -127,3 +153,15 @@ def _num_pending(state: RoundState, view: FleetView) -> int:
     """Returns how many of those asked may still answer."""
     busy = {assignment_id for outstanding in view.busy.values() for assignment_id in outstanding}
     return sum(assignment_id in busy and not state.fold.has(assignment_id) for assignment_id in state.asked)
+
+
+def _check_plan(plan: LocalPlan) -> None:
+    """Refuses what every device would refuse, before the run begins."""
+    for name in ("iterations", "epochs", "batch_size"):
+        value = getattr(plan, name)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"strategy.{name} must be a number above 0, got {value!r}")
+    for name in ("learning_rate", "momentum", "weight_decay"):
+        value = getattr(plan, name)
+        if not (math.isfinite(value) and value >= 0):
+            raise ConfigError(f"strategy.{name} must be a number of 0 or more, got {value!r}")

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
 from edgefl.errors import DataError
+from edgefl.files import open_whole, sha256_of_file
 
+# A service of its own user must be able to read what its operator put there.
+SHARD_MODE = 0o644
 CARD_VERSION = 1
 MAX_CARD_BYTES = 4 * 1024 * 1024
 
@@ -83,8 +84,7 @@ def file_sha256(path: Path) -> str:
         DataError: the file cannot be read.
     """
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256_of_file(path)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
 
@@ -98,19 +98,12 @@ def write_atomically(path: Path) -> Iterator[IO[bytes]]:
     Raises:
         DataError: the directory cannot be written, or the disk is full.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
+        with open_whole(path, mode=SHARD_MODE) as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror}") from None
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 def _text(value: object) -> str:

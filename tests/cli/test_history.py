@@ -34,8 +34,9 @@ def directory(tmp_path):
             )
             store.open_round(run_id, 1, started_at=1000.0 * number)
             update = UpdateRow(
-                assignment_id="a", device_id="pi-1", round=1, base_version=0, outcome=Outcome.USED, bytes_up=1_234_567,
-                bytes_down=5, loss=0.25, num_examples=4, metrics={"grad": 1.5}, received_at=1000.0 * number,
+                assignment_id="a", device_id="pi-1", round=1, base_version=0, outcome=Outcome.USED,
+                bytes_up=1_234_567, bytes_down=5, loss=0.25, num_examples=4, metrics={"grad": 1.5},
+                received_at=1000.0 * number,
             )  # fmt: skip
             store.record_updates(run_id, [update])
             evaluated = EvaluationRow(

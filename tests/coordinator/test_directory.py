@@ -14,9 +14,9 @@ from edgefl.coordinator.directory import (
     load_directory,
     readdress,
     token_hash,
-    write_private,
 )
 from edgefl.errors import ConfigError, NotJoinedError, StoreError, UsageError
+from edgefl.files import write_whole
 
 
 def test_a_directory_that_was_made_can_be_loaded_again(tmp_path: Path) -> None:
@@ -132,15 +132,15 @@ def test_access_tokens_are_kept_as_hashes_only(tmp_path: Path) -> None:
 
 def test_a_full_disk_leaves_the_old_file_whole(tmp_path: Path) -> None:
     path = tmp_path / "settings.toml"
-    write_private(path, b"old")
+    write_whole(path, b"old")
     # A limit on file sizes is the nearest thing to a full disk that needs no mount; only a child may have it.
     code = (
         "import resource, signal, sys, pathlib\n"
-        "from edgefl.coordinator.directory import write_private\n"
+        "from edgefl.files import write_whole\n"
         "from edgefl.errors import StoreError\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))\n"
-        "try:\n    write_private(pathlib.Path(sys.argv[1]), b'x' * 100)\n"
+        "try:\n    write_whole(pathlib.Path(sys.argv[1]), b'x' * 100)\n"
         "except StoreError as error:\n    print(error)\n"
     )
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}

@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from edgefl.errors import JournalError, NotFoundError, StoreFullError
-from edgefl.storage.checkpoints import checkpoints, load_model, load_state, prune_checkpoints, save_model, save_state
+from edgefl.storage.checkpoints import (
+    checkpoints,
+    load_model_file,
+    load_state,
+    prune_checkpoints,
+    save_model,
+    save_state,
+)
 from edgefl.storage.state_files import pack_state, pack_tensors, unpack_state, unpack_tensors
 from edgefl.types import Outcome, SparseTensor
 
@@ -220,7 +227,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_nothing_else(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
-        with pytest.raises(StoreFullError, match="no room to write"):
+        with pytest.raises(StoreFullError, match="cannot be written: File too large; free some space"):
             save_state(tmp_path, State(version=2, extra=np.zeros(10_000)), 2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -233,19 +240,19 @@ def test_a_model_is_plain_safetensors_named_by_its_hash_and_in_its_order(tmp_pat
     sha256, path = save_model(tmp_path / "models", model)
     assert path.name == f"{sha256}.safetensors"
     assert save_model(tmp_path / "models", model) == (sha256, path)
-    again = load_model(path)
+    again = load_model_file(path)
     assert list(again) == ["w2", "b1"]
     again["w2"] += 1
     path.write_bytes(path.read_bytes()[:-1] + b"\x01")
     with pytest.raises(JournalError, match="damaged"):
-        load_model(path)
+        load_model_file(path)
 
 
 def test_a_model_of_another_program_can_be_loaded(tmp_path):
     save_file({"w": np.ones(3)}, tmp_path / "theirs.safetensors")
-    np.testing.assert_array_equal(load_model(str(tmp_path / "theirs.safetensors"))["w"], np.ones(3))
+    np.testing.assert_array_equal(load_model_file(str(tmp_path / "theirs.safetensors"))["w"], np.ones(3))
     (tmp_path / "letter.safetensors").write_text("dear aunt")
     with pytest.raises(JournalError, match=r"letter\.safetensors.*damaged"):
-        load_model(tmp_path / "letter.safetensors")
+        load_model_file(tmp_path / "letter.safetensors")
     with pytest.raises(NotFoundError):
-        load_model(tmp_path / "nothing.safetensors")
+        load_model_file(tmp_path / "nothing.safetensors")

@@ -286,6 +286,21 @@ def test_a_body_that_looks_like_a_record_is_not_taken_for_one(tmp_path):
     assert [record.assignment_id for record in read_journal(tmp_path / "j")] == ["kept"]
 
 
+def test_what_lay_behind_a_torn_record_does_not_come_back_behind_its_successor(tmp_path):
+    with open_journal(tmp_path / "j") as journal:
+        journal.received([update("kept")])
+        journal.commit()
+        end = journal_files(tmp_path / "j")[0].stat().st_size
+        journal.received([update("a1"), update("a2")])
+    path = journal_files(tmp_path / "j")[0]
+    content = bytearray(path.read_bytes())
+    content[end] ^= 1
+    path.write_bytes(content)
+    with open_journal(tmp_path / "j") as journal:
+        journal.received([update("b1")])
+    assert [record.assignment_id for record in read_journal(tmp_path / "j")] == ["kept", "b1"]
+
+
 def test_a_crash_while_a_new_file_is_made_loses_nothing(tmp_path):
     with open_journal(tmp_path / "j") as journal:
         journal.received([update("a0")])

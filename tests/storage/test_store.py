@@ -319,6 +319,21 @@ def test_heartbeats_older_than_a_day_become_five_minute_rows(store):
     assert sql(store, "SELECT sum(num_heartbeats) FROM v_heartbeats") == [(4,)]
 
 
+@pytest.mark.parametrize("values", [("frequency-capped", "ok"), ("ok", "frequency-capped"), (None, "throttled")])
+def test_throttling_shows_in_five_minutes_however_well_the_board_was_for_the_rest(store, values):
+    late = RAW_S + 2 * BUCKET_S
+    store.record_heartbeats([heartbeat("a", float(i), throttled=value) for i, value in enumerate(values)])
+    store.record_heartbeats([heartbeat("b", 1.0, throttled=values[0])])
+    store.prune_heartbeats(late)
+    store.record_heartbeats([heartbeat("b", 2.0, throttled=values[1])])
+    store.prune_heartbeats(late)
+    trouble = next(value for value in values if value not in {None, "ok"})
+    assert sql(store, "SELECT device_id, throttled FROM heartbeats_5min ORDER BY 1") == [
+        ("a", trouble),
+        ("b", trouble),
+    ]
+
+
 def test_five_minutes_that_come_twice_are_merged(store):
     for temperature, cpu in ((50.0, 0.2), (70.0, None), (60.0, 0.4)):
         store.record_heartbeats(

@@ -275,7 +275,7 @@ def _create_heartbeats() -> None:
         sa.Column("iteration", sa.BigInteger(), nullable=True),
         sa.PrimaryKeyConstraint("id"),
     )
-    op.create_index("ix_heartbeats_at", "heartbeats", ["at"], unique=False)
+    op.create_index("ix_heartbeats_at", "heartbeats", ["at", "device_id"], unique=False)
     op.create_index("ix_heartbeats_device", "heartbeats", ["device_id", "at"], unique=False)
     op.create_table(
         "heartbeats_5min",
@@ -296,4 +296,4 @@ def _create_heartbeats() -> None:
         sa.Column("iteration", sa.BigInteger(), nullable=True),
         sa.PrimaryKeyConstraint("device_id", "at"),
     )
-    op.create_index("ix_heartbeats_5min_at", "heartbeats_5min", ["at"], unique=False)
+    op.create_index("ix_heartbeats_5min_at", "heartbeats_5min", ["at", "device_id"], unique=False)

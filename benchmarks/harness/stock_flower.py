@@ -1,0 +1,170 @@
+"""The no-op app on stock Flower: `flower-superlink`, `flower-supernode` processes and `flwr run`, nothing patched.
+
+Everything as its tutorial has it: the default isolation (an app process for every message), `--insecure`, no node
+authentication, state in memory. The only departures keep it off the internet, and they favour it: no telemetry, no
+check for updates, no installing of the app's dependencies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from harness.process_trees import die_with_parent
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 10.0
+POLL_S = 0.05
+APP = Path(__file__).with_name("stock_app")
+RUN = "import sys; from flwr.cli.run.run import run; run(sys.argv[1], 'benchmark', run_config_overrides=sys.argv[2:])"
+"""What `flwr run` calls. Its command line does not start with the typer that amqtt pins (no `Literal` options)."""
+
+CONNECTION = """[superlink]
+default = "benchmark"
+
+[superlink.benchmark]
+address = "127.0.0.1:{port}"
+insecure = true
+"""
+
+
+class StockFlowerError(Exception):
+    """Stock Flower did not do what was asked; says where its logs are."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StockFleet:
+    """A SuperLink and some SuperNodes; use it as a context manager. `root` holds their logs and FLWR_HOMEs."""
+
+    root: Path
+    num_devices: int
+    port: int = field(default_factory=lambda: free_port())  # noqa: PLW0108 defined below
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def __enter__(self) -> Self:
+        try:
+            self.root.mkdir(parents=True)
+            self._start("coordinator", "flower-superlink", "--insecure", "--port", str(self.port))
+            self._wait(self._listens, "the SuperLink to listen", START_TIMEOUT_S)
+            for number in range(1, self.num_devices + 1):
+                self._start(
+                    f"device-{number}",
+                    "flower-supernode", "--insecure",
+                    "--superlink", f"127.0.0.1:{self.port}", "--port", str(free_port()),
+                )  # fmt: skip
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def run(self, *, num_rounds: int, size_bytes: int, timeout_s: float) -> dict[str, Any]:
+        """Runs the app and returns what its ServerApp measured (`stock_app/noop_app/server.py`).
+
+        Raises:
+            StockFlowerError: it was not submitted, or is not through within `timeout_s`.
+        """
+        app, result = self.root / "app", self.root / "result.json"
+        shutil.copytree(APP, app, ignore=shutil.ignore_patterns("__pycache__"))
+        home = self.root / "home-user"
+        home.mkdir()
+        (home / "config.toml").write_text(CONNECTION.format(port=self.port))
+        settings = [
+            f"num-rounds={num_rounds}",
+            f"num-devices={self.num_devices}",
+            f"size-bytes={size_bytes}",
+            f'result="{result}"',
+        ]
+        self._submit([sys.executable, "-c", RUN, str(app), *settings], home)
+        self._wait(result.exists, f"{num_rounds} rounds", timeout_s)
+        measured: dict[str, Any] = json.loads(result.read_text())
+        return measured
+
+    def stop(self) -> None:
+        """Asks SuperNodes and SuperLink to end; app processes that outlive them are `end_descendants`' business."""
+        for process in reversed(self.processes.values()):
+            process.send_signal(signal.SIGTERM)
+        for process in self.processes.values():
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _submit(self, arguments: Sequence[str], home: Path) -> None:
+        done = subprocess.run(
+            arguments, env=_environment(home), capture_output=True, text=True, timeout=START_TIMEOUT_S, check=False
+        )
+        if done.returncode != 0:
+            raise StockFlowerError(f"`flwr run` failed: {done.stdout.strip()} {done.stderr.strip()}")
+
+    def _start(self, name: str, program: str, *arguments: str) -> None:
+        home = self.root / f"home-{name}"
+        home.mkdir()
+        with (self.root / f"{name}.log").open("ab") as output:
+            self.processes[name] = subprocess.Popen(
+                [str(scripts() / program), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=_environment(home),
+                preexec_fn=die_with_parent,  # noqa: PLW1509 one system call, no locks
+            )
+
+    def _listens(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def _wait(self, is_true: Any, what: str, timeout_s: float) -> None:
+        until_s, pause = time.monotonic() + timeout_s, threading.Event()
+        while not is_true():
+            for name, process in self.processes.items():
+                if process.poll() is not None:
+                    raise StockFlowerError(f"{name} ended with code {process.returncode}: {self._log_tail(name)}")
+            if time.monotonic() > until_s:
+                raise StockFlowerError(f"waited {timeout_s:.0f} s for {what}: {self._log_tail('coordinator')}")
+            pause.wait(POLL_S)
+
+    def _log_tail(self, name: str, num_lines: int = 5) -> str:
+        return "\n".join((self.root / f"{name}.log").read_text(errors="replace").splitlines()[-num_lines:])
+
+
+def scripts() -> Path:
+    """Returns the folder of the console scripts of this environment."""
+    return Path(sysconfig.get_path("scripts"))
+
+
+def free_port() -> int:
+    """Returns a port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _environment(home: Path) -> dict[str, str]:
+    """Returns the environment of one machine of the fleet; Flower finds its own programs on PATH."""
+    return {
+        **os.environ,
+        "PATH": f"{scripts()}{os.pathsep}{os.environ.get('PATH', '')}",
+        "FLWR_HOME": str(home),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }

@@ -1,0 +1,60 @@
+"""Keeps a run's state on disk while it goes on, and its model when it is over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from edgefl.coordinator.directory import CoordinatorDirectory
+from edgefl.coordinator.ledger import Ledger
+from edgefl.storage.checkpoints import prune_checkpoints, save_model, save_state
+from edgefl.storage.journal import WalJournal
+from edgefl.storage.journal_records import CheckpointMark
+from edgefl.storage.records import CheckpointRow
+from edgefl.storage.store import Store
+from edgefl.types import Tensors
+
+CHECKPOINT_EVERY = 10
+"""Versions between two checkpoints of a run's state; the last one is always checkpointed."""
+
+
+class Keeper:
+    """Checkpoints one run's state now and then; the journal before the older of two checkpoints is let go."""
+
+    def __init__(
+        self, directory: CoordinatorDirectory, store: Store, run_id: str, *, wal: WalJournal, ledger: Ledger
+    ) -> None:
+        self._folder = directory.runs / run_id / "checkpoints"
+        self._models, self._store, self._run_id = directory.models, store, run_id
+        self._wal, self._ledger = wal, ledger
+
+    def after(self, version: int, state: object) -> None:
+        """Checkpoints every tenth version."""
+        if version % CHECKPOINT_EVERY == 0:
+            self.checkpoint(state)
+
+    def checkpoint(self, state: object) -> None:
+        """Writes the state; rows that follow from journal files that go are in the store before."""
+        self._wal.commit()
+        saved = save_state(self._folder, state, self._wal.last_record)
+        self._wal.checkpointed(CheckpointMark(sha256=saved.sha256, last_record=saved.last_record))
+        self._ledger.publish()
+        self._ledger.flush()
+        kept = prune_checkpoints(self._folder)
+        self._wal.prune(kept[-1].last_record)
+
+    def finish(self, version: int, state: Any, model_of: Callable[[Any], Tensors]) -> None:
+        """Writes the last state, and its model as a file of its own that the store names."""
+        self.checkpoint(state)
+        sha256, path = save_model(self._models, model_of(state))
+        row = CheckpointRow(
+            version=version,
+            round=version,
+            last_record=self._wal.last_record,
+            sha256=sha256,
+            bytes_file=path.stat().st_size,
+            at=time.time(),
+        )
+        self._store.record_checkpoint(self._run_id, row)
+        self._wal.prune(self._wal.last_record)

@@ -1,0 +1,128 @@
+"""The rows of one run on their way into the store: gathered by the run's thread, written by whoever flushes.
+
+Writing is not on the way of a round: SQLite gets one transaction per flush, about twice a second, however many rounds
+close in between. The journal has everything long before; rows that a killed coordinator never wrote follow from it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from edgefl.storage.records import DispatchRow, EvaluationRow, UpdateRow
+from edgefl.storage.store import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostRow:
+    """An assignment that brings nothing, as an event for the diary."""
+
+    assignment_id: str
+    device_id: str
+    reason: str
+    at: float
+
+
+@dataclass(slots=True)
+class Rows:
+    """What waits to be written. `opened` is round -> (time, devices asked), `closed` round -> (version, time)."""
+
+    dispatches: list[DispatchRow] = field(default_factory=list)
+    updates: dict[str, UpdateRow] = field(default_factory=dict)
+    evaluations: list[EvaluationRow] = field(default_factory=list)
+    opened: dict[int, tuple[float, int]] = field(default_factory=dict)
+    closed: dict[int, tuple[int, float]] = field(default_factory=dict)
+    lost: list[LostRow] = field(default_factory=list)
+    accuracy: float | None = None
+
+    def followed_by(self, newer: Rows) -> Rows:
+        """Returns both, as if they had been taken one after the other."""
+        opened = dict(self.opened)
+        for number, (at, num_devices) in newer.opened.items():
+            first_at, asked = opened.get(number, (at, 0))
+            opened[number] = first_at, asked + num_devices
+        return Rows(
+            dispatches=[*self.dispatches, *newer.dispatches],
+            updates=self.updates | newer.updates,
+            evaluations=[*self.evaluations, *newer.evaluations],
+            opened=opened,
+            closed=self.closed | newer.closed,
+            lost=[*self.lost, *newer.lost],
+            accuracy=self.accuracy if newer.accuracy is None else newer.accuracy,
+        )
+
+
+class Ledger:
+    """Takes rows in one thread, which publishes them once the journal is durable; `flush` may be called from any."""
+
+    def __init__(self, store: Store, run_id: str) -> None:
+        self._store, self._run_id = store, run_id
+        self._staged, self._ready = Rows(), Rows()
+        self._lock, self._writing = threading.Lock(), threading.Lock()
+
+    def dispatch(self, rows: Sequence[DispatchRow]) -> None:
+        """Takes assignments that go out; the first of a round opens it."""
+        self._staged.dispatches += rows
+        for row in rows:
+            opened_at, num_devices = self._staged.opened.get(row.round, (row.dispatched_at, 0))
+            self._staged.opened[row.round] = opened_at, num_devices + 1
+
+    def update(self, rows: Sequence[UpdateRow]) -> None:
+        """Takes what came of assignments; a later row of the same assignment replaces the earlier one."""
+        self._staged.updates |= {row.assignment_id: row for row in rows}
+
+    def close(self, number: int, *, version: int, at: float) -> None:
+        """Ends a round, also one that nothing was given out for."""
+        self._staged.opened.setdefault(number, (at, 0))
+        self._staged.closed[number] = version, at
+
+    def evaluation(self, row: EvaluationRow) -> None:
+        self._staged.evaluations.append(row)
+
+    def accuracy(self, accuracy: float) -> None:
+        """Takes the newest accuracy of the run's model."""
+        self._staged.accuracy = accuracy
+
+    def lost(self, row: LostRow) -> None:
+        self._staged.lost.append(row)
+
+    def publish(self) -> None:
+        """Makes what was taken ready to be written."""
+        staged, self._staged = self._staged, Rows()
+        with self._lock:
+            self._ready = self._ready.followed_by(staged)
+
+    def flush(self) -> None:
+        """Writes what is ready in one transaction; when that fails, nothing is written and nothing forgotten.
+
+        Raises:
+            StoreError: the store cannot be written; `StoreFullError` when there is no room.
+        """
+        with self._writing:
+            with self._lock:
+                rows, self._ready = self._ready, Rows()
+            if rows == Rows():
+                return
+            try:
+                self._write(rows)
+            except BaseException:
+                with self._lock:
+                    self._ready = rows.followed_by(self._ready)
+                raise
+
+    def _write(self, rows: Rows) -> None:
+        store, run_id = self._store, self._run_id
+        with store.batch():
+            for number, (opened_at, num_devices) in rows.opened.items():
+                store.open_round(run_id, number, started_at=opened_at, num_devices=num_devices)
+            store.record_dispatches(run_id, rows.dispatches)
+            store.record_updates(run_id, list(rows.updates.values()))
+            store.record_evaluations(run_id, rows.evaluations)
+            for number, (version, closed_at) in rows.closed.items():
+                store.close_round(run_id, number, version=version, closed_at=closed_at)
+            for lost in rows.lost:
+                text = f"{lost.assignment_id}: {lost.reason}"
+                store.record_event("assignment-lost", text, at=lost.at, run_id=run_id, device_id=lost.device_id)
+            if rows.accuracy is not None:
+                store.set_run_accuracy(run_id, rows.accuracy)

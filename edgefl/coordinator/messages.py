@@ -1,0 +1,111 @@
+"""Orders as headers for devices, and headers of replies as events: what comes back is checked before it counts.
+
+An assignment id is unique within its run. On the wire the run stands before it, so that a device that remembers an
+answer, a recall or a report from an earlier run never takes it for one of this run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from edgefl.errors import CodecError
+from edgefl.protocol import finite
+from edgefl.types import Assignment, Evaluated, Evaluation, Json, SparseTensor, Tensors, UpdateMetrics
+
+MAX_COUNT = 2**53
+"""Counts beyond this are no counts: JSON numbers are exact up to here."""
+
+
+def wire_id(run_id: str, assignment_id: str) -> str:
+    """Returns the id that devices know an assignment by."""
+    return f"{run_id}/{assignment_id}"
+
+
+def order_header(run_id: str, order: Assignment | Evaluation) -> Json:
+    """Returns what a device is told of one order, besides what it is told of the run."""
+    header: Json = {"assignment": wire_id(run_id, order.assignment_id)}
+    if isinstance(order, Evaluation):
+        return {**header, "version": order.version}
+    plan = {name: value for name, value in asdict(order.plan).items() if value is not None and name != "inbox"}
+    return {
+        **header,
+        "version": order.base_version,
+        "plan": plan,
+        "codec": order.codec or "dense",
+        "settled": [wire_id(run_id, assignment_id) for assignment_id in order.settled],
+    }
+
+
+def update_metrics(metrics: Json, *, turnaround_s: float, bytes_up: int, bytes_down: int) -> UpdateMetrics:
+    """Returns what the device measured; as sending time, all of the turnaround that was not computing.
+
+    Raises:
+        KeyError, TypeError, ValueError: a measurement is missing or makes no sense.
+    """
+    compute_s = _number(metrics["compute_s"])
+    extra = metrics.get("extra")
+    numbers = {str(name): finite(value) for name, value in extra.items()} if isinstance(extra, Mapping) else {}
+    return UpdateMetrics(
+        iterations=_count(metrics["iterations"]),
+        num_examples=_count(metrics["num_examples"]),
+        loss=finite(metrics.get("loss")),
+        compute_s=compute_s,
+        send_s=max(0.0, turnaround_s - compute_s),
+        bytes_up=bytes_up,
+        bytes_down=bytes_down,
+        extra={name: value for name, value in numbers.items() if value is not None},
+    )
+
+
+def evaluated(order: Evaluation, metrics: Json, source: str) -> Evaluated:
+    """Returns the outcome of an evaluation.
+
+    Raises:
+        KeyError, TypeError, ValueError: a figure is missing or makes no sense.
+    """
+    accuracy = _number(metrics["accuracy"])
+    if accuracy > 1:
+        raise ValueError(f"accuracy must lie in 0 to 1, got {accuracy!r}")
+    return Evaluated(
+        assignment_id=order.assignment_id,
+        device_id=order.device_id,
+        version=order.version,
+        round=order.round,
+        source=source,
+        num_examples=_count(metrics["num_examples"]),
+        loss=_number(metrics["loss"], at_least=-math.inf),
+        accuracy=accuracy,
+    )
+
+
+def check_finite(tensors: Tensors) -> None:
+    """Accepts an update that can be added to a model; a device that has diverged would spoil it for all.
+
+    Raises:
+        CodecError: some entry is no number or infinite.
+    """
+    for name, tensor in tensors.items():
+        values = tensor.values if isinstance(tensor, SparseTensor) else tensor
+        if np.issubdtype(values.dtype, np.inexact) and not np.isfinite(values).all():
+            raise CodecError(f"tensor {name!r} holds a NaN or an infinity: its training has diverged")
+
+
+def _number(value: Any, *, at_least: float = 0.0) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > MAX_COUNT:
+        raise ValueError(f"not a number: {value!r:.40}")
+    number = float(value)
+    if not (math.isfinite(number) and number >= at_least):
+        raise ValueError(f"must be finite and at least {at_least:g}, got {number!r}")
+    return number
+
+
+def _count(value: Any) -> int:
+    number = _number(value)
+    if number != int(number):
+        raise ValueError(f"must be a whole number, got {number!r}")
+    return int(number)

@@ -1,0 +1,146 @@
+"""The orders that are out: handed to Flower, handed out again when they got lost, and settled once."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from edgefl.coordinator.roster import Holding
+from edgefl.coordinator.superlink import PreparedBody
+from edgefl.errors import NetworkError
+from edgefl.protocol import HEARTBEAT_S, Command, CommandKind
+from edgefl.types import Assignment, Evaluation, Json
+
+log = logging.getLogger(__name__)
+
+LOST_AFTER_S = 3 * HEARTBEAT_S
+"""An order that was handed out so long ago and that its device does not know has been lost on the way."""
+
+
+class Bell(Protocol):
+    """The coordinator's end of the MQTT connection."""
+
+    def ring(self, device_id: str) -> None: ...
+    def command(self, device_id: str, command: Command) -> None: ...
+
+
+class Mail(Protocol):
+    """One run in Flower's books (`superlink.FlowerRun`)."""
+
+    def send(self, node_id: int, *, kind: str, header: Mapping[str, object], body: PreparedBody) -> str: ...
+    def is_known(self, instruction_id: str) -> bool: ...
+    def is_delivered(self, instruction_id: str) -> bool: ...
+    def cancel(self, instruction_id: str) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Pending:
+    """One order that is out.
+
+    `key` is its id on the wire, `instruction_id` the newest message about it, which left at `sent_s`.
+    """
+
+    key: str
+    order: Assignment | Evaluation
+    header: Json
+    body: PreparedBody
+    given_s: float
+    deadline_s: float | None
+    sent_s: float
+    instruction_id: str = ""
+
+
+class Outstanding:
+    """All orders that are out, in the order in which they were given. Used by the thread of the run alone.
+
+    Args:
+        mail: where instructions go.
+        bell: tells devices.
+        node_of: device id -> Flower's node id, None for one that has not joined.
+        on_unsendable: told the key and the reason when an order could not be handed over.
+    """
+
+    def __init__(
+        self,
+        *,
+        mail: Mail,
+        bell: Bell,
+        node_of: Callable[[str], int | None],
+        on_unsendable: Callable[[str, str], None],
+    ) -> None:
+        self._mail, self._bell, self._node_of, self._on_unsendable = mail, bell, node_of, on_unsendable
+        self._pending: dict[str, Pending] = {}
+        self._recalled: set[str] = set()
+
+    def __iter__(self) -> Iterator[Pending]:
+        return iter(list(self._pending.values()))
+
+    def get(self, key: str) -> Pending | None:
+        return self._pending.get(key)
+
+    def of(self, device_id: str) -> list[Pending]:
+        return [pending for pending in self if pending.order.device_id == device_id]
+
+    def answered_by(self, instruction_id: str) -> Pending | None:
+        """Returns the order that an instruction was about, for a reply that does not say so."""
+        return next((pending for pending in self if pending.instruction_id == instruction_id), None)
+
+    def give(self, pending: Pending) -> None:
+        self._pending[pending.key] = pending
+        self._send(pending)
+
+    def settle(self, pending: Pending) -> None:
+        """Takes an order out: it was answered, or nobody waits for it any more. A later reply is refused."""
+        del self._pending[pending.key]
+        self._mail.cancel(pending.instruction_id)
+
+    def recall(self, key: str, device_id: str) -> None:
+        """Asks a device to finish now, once per order."""
+        if key not in self._recalled:
+            self._recalled.add(key)
+            self._bell.command(device_id, Command(id=uuid.uuid4().hex, kind=CommandKind.RECALL, argument=key))
+
+    def send_again(self, device_id: str, why: str) -> None:
+        for pending in self.of(device_id):
+            self._send_again(pending, why)
+
+    def compare(self, holding: Holding) -> None:
+        """Sends again what got lost: handed out and yet not held, or answered with something that did not arrive."""
+        for pending in self.of(holding.device_id):
+            if holding.at_s < pending.sent_s + LOST_AFTER_S:
+                continue
+            is_held = pending.key in holding.assignment_ids
+            is_lost = self._mail.is_delivered(pending.instruction_id) and not is_held
+            if is_lost or not self._mail.is_known(pending.instruction_id):
+                pending.sent_s = holding.at_s
+                self._send_again(pending, "it got lost on the way")
+
+    def close(self) -> None:
+        """Recalls what is out, and closes the run in Flower's books."""
+        for pending in self:
+            self.recall(pending.key, pending.order.device_id)
+        self._mail.close()
+
+    def _send_again(self, pending: Pending, why: str) -> None:
+        log.warning("sending %s to %s again: %s", pending.key, pending.order.device_id, why)
+        self._mail.cancel(pending.instruction_id)
+        self._send(pending)
+
+    def _send(self, pending: Pending) -> None:
+        """Hands the order to Flower and rings; every time under a new instruction id."""
+        device_id = pending.order.device_id
+        node_id = self._node_of(device_id)
+        if node_id is None:
+            self._on_unsendable(pending.key, f"{device_id} has not joined")
+            return
+        kind = "train" if isinstance(pending.order, Assignment) else "evaluate"
+        try:
+            pending.instruction_id = self._mail.send(node_id, kind=kind, header=pending.header, body=pending.body)
+        except NetworkError as error:
+            self._on_unsendable(pending.key, str(error))
+            return
+        self._bell.ring(device_id)

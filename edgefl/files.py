@@ -1,0 +1,93 @@
+"""Files that are there whole or not at all, also after a power cut; used wherever state is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from edgefl.errors import StoreError, StoreFullError
+
+FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+TEMPORARY_SUFFIX = ".tmp"
+_CHUNK_BYTES = 1 << 20
+
+
+def write_whole(path: Path, content: bytes | memoryview) -> None:
+    """Writes a file of mode 0600 that is, at any instant, the old one or the new one; durable on return.
+
+    Raises:
+        StoreFullError: no room; nothing is left behind.
+        StoreError: it cannot be written for another reason.
+    """
+    try:
+        with open_whole(path) as file:
+            file.write(content)
+    except OSError as error:
+        raise store_error(path, error) from None
+
+
+@contextlib.contextmanager
+def open_whole(path: Path, *, mode: int = 0o600) -> Iterator[IO[bytes]]:
+    """Gives a file to write into; it appears under its name, durably, only when the block ends well.
+
+    Errors of the operating system pass.
+    """
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:40]}.", suffix=TEMPORARY_SUFFIX)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fchmod(file.fileno(), mode)
+            os.fsync(file.fileno())
+        Path(name).replace(path)
+        sync_directory(path.parent)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            Path(name).unlink()
+        raise
+
+
+def make_private_directory(directory: Path) -> None:
+    """Makes `directory` for its owner only, and its name durable.
+
+    Raises:
+        StoreError: it cannot be made.
+    """
+    try:
+        if not directory.is_dir():
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            sync_directory(directory.parent)
+        directory.chmod(0o700)
+    except OSError as error:
+        raise StoreError(f"{directory} cannot be made: {error.strerror or error}") from None
+
+
+def sync_directory(directory: Path) -> None:
+    """Makes names that were made or removed in `directory` durable."""
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sha256_of_file(path: Path) -> str:
+    """Returns the hex SHA-256 of a file without holding it in memory."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def store_error(path: Path, error: OSError) -> StoreError:
+    """Returns what an error of the operating system means for a file that had to be written."""
+    if error.errno in FULL_ERRNOS:
+        return StoreFullError(f"{path} cannot be written: {error.strerror}; free some space and try again")
+    return StoreError(f"{path} cannot be written: {error.strerror or error}")

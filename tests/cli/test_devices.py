@@ -1,0 +1,60 @@
+"""`edgefl devices` against a real fleet of one device and the coordinator's evaluator."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from edgefl.local_fleet import LocalFleet
+from edgefl.local_run import cut_devices
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalFleet]:
+    root = tmp_path_factory.mktemp("devices")
+    cut = cut_devices("digits", "iid", 1, root / "shards", None, 7)
+    with LocalFleet(root=root, devices=cut.devices, test_shards=cut.test_shards) as running:
+        yield running
+
+
+def _rows(text: str) -> dict[str, Any]:
+    answer = json.loads(text)
+    assert (answer["v"], answer["kind"]) == (1, "devices")
+    return {row["device_id"]: row for row in answer["rows"]}
+
+
+def test_list_says_who_is_there_and_with_what(fleet: LocalFleet) -> None:
+    rows = _rows(fleet.command("devices", "list", "--format", "json"))
+    assert {name: (row["presence"], row["role"]) for name, row in rows.items()} == {
+        "device-01": ("online", "trainer"),
+        "coordinator-evaluator": ("online", "evaluator"),
+    }
+    assert rows["device-01"]["examples"]["digits"] > 1000
+    assert rows["device-01"]["version"]
+    (header, *lines) = csv.reader(fleet.command("devices", "list", "--format", "csv").splitlines())
+    assert header[:2] == ["device_id", "presence"]
+    assert len(lines) == 2
+
+
+def test_list_is_a_table_for_people(fleet: LocalFleet) -> None:
+    first, *rest = fleet.command("devices", "list").splitlines()
+    assert first.startswith("device id")
+    assert any("device-01" in line and "online" in line for line in rest)
+
+
+def test_show_gives_the_capabilities_too(fleet: LocalFleet) -> None:
+    row = _rows(fleet.command("devices", "show", "device-01", "--format", "json"))["device-01"]
+    assert row["capabilities"]["cores"] >= 1
+    table = fleet.command("devices", "show", "device-01")
+    assert "presence" in table
+    assert "cores" in table
+
+
+def test_a_device_that_leaves_is_offline_at_once(fleet: LocalFleet) -> None:
+    assert fleet.end("device-01") == 0
+    rows = _rows(fleet.command("devices", "list", "--format", "json"))
+    assert rows["device-01"]["presence"] == "offline"

@@ -1,0 +1,168 @@
+"""`edgefl run` against a real fleet of two devices."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgefl.local_fleet import LocalFleet
+from edgefl.local_run import cut_devices
+
+BASE = {"task": "digits", "evaluate_on": "coordinator"}
+
+
+@dataclass
+class Ended:
+    code: int
+    out: str
+    err: str
+
+    def rows(self) -> list[Any]:
+        return list(json.loads(self.out)["rows"])
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalFleet]:
+    root = tmp_path_factory.mktemp("runs")
+    cut = cut_devices("digits", "iid", 2, root / "shards", None, 7)
+    with LocalFleet(root=root, devices=cut.devices, test_shards=cut.test_shards) as running:
+        yield running
+
+
+@pytest.fixture
+def edgefl(fleet: LocalFleet) -> Callable[..., Ended]:
+    def call(*words: object) -> Ended:
+        process = fleet.popen([str(word) for word in words], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        out, err = process.communicate(timeout=60)
+        return Ended(process.returncode, out.decode(), err.decode())
+
+    return call
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Callable[..., Path]:
+    def write(name: str = "run", min_devices: int = 2, **run: Any) -> Path:
+        lines = [f"{key} = {json.dumps(value)}" for key, value in (BASE | {"name": name} | run).items()]
+        path = tmp_path / f"{name}.toml"
+        path.write_text("\n".join(["[run]", *lines, "[devices]", f"min = {min_devices}"]) + "\n")
+        return path
+
+    return write
+
+
+def test_submit_prints_the_id_and_watch_stays_to_the_end(edgefl: Any, run_file: Any, fleet: LocalFleet) -> None:
+    ended = edgefl("run", "submit", run_file("first", rounds=3), "--watch")
+    assert ended.code == 0
+    run_id = ended.out.strip()
+    assert "first finished: round 3 of 3, accuracy 0." in ended.err
+    shown = edgefl("run", "show", run_id, "--format", "json").rows()[0]
+    assert (shown["status"], shown["rounds"], shown["reason"]) == ("finished", 3, "rounds reached 3")
+    assert shown["config"]["run"]["rounds"] == 3
+    assert fleet.model_file(fleet.operator().get(f"/edgefl/v1/runs/{run_id}")["model"]).stat().st_size > 19_000
+
+
+def test_show_names_every_setting(edgefl: Any, run_file: Any) -> None:
+    edgefl("run", "submit", run_file("shown", rounds=1), "--watch")
+    table = edgefl("run", "show", "shown").out
+    assert "run.evaluate_on" in table
+    assert "strategy.name" in table
+
+
+def test_runs_wait_for_each_other_and_are_listed_oldest_first(edgefl: Any, run_file: Any, fleet: LocalFleet) -> None:
+    first = edgefl("run", "submit", run_file("queue-1", rounds=20)).out.strip()
+    second = edgefl("run", "submit", run_file("queue-2", rounds=1)).out.strip()
+    rows = {row["run_id"]: row for row in edgefl("run", "list", "--format", "json").rows()}
+    assert list(rows)[-2:] == [first, second]
+    ended = fleet.wait_run(second)
+    assert fleet.wait_run(first)["finished_at"] <= ended["started_at"]
+    assert ended["status"] == "finished"
+
+
+def test_stop_ends_a_run_after_what_is_in_flight_and_keeps_its_model(
+    edgefl: Any, run_file: Any, fleet: LocalFleet
+) -> None:
+    run_id = edgefl("run", "submit", run_file("endless", rounds=1_000_000)).out.strip()
+    while len(fleet.history("rounds", run=run_id)) < 3:
+        threading.Event().wait(0.05)
+    assert edgefl("run", "stop", run_id).out == f"{run_id} stopping\n"
+    ended = fleet.wait_run(run_id)
+    assert (ended["status"], ended["reason"]) == ("stopped", "stopped by the operator")
+    assert fleet.model_file(ended["model"]).exists()
+    rows = fleet.history("updates", run=run_id, limit=10)
+    assert all(row["outcome"] is not None for row in rows), "nothing is left open"
+    again = edgefl("run", "stop", run_id)
+    assert again.code == 2
+    assert "is stopped already" in again.err
+
+
+def test_stop_takes_a_waiting_run_out_of_the_queue(edgefl: Any, run_file: Any, fleet: LocalFleet) -> None:
+    first = edgefl("run", "submit", run_file("blocks", rounds=1_000_000, min_devices=50)).out.strip()
+    second = edgefl("run", "submit", run_file("waits", rounds=1)).out.strip()
+    assert edgefl("run", "stop", second).out == f"{second} stopped\n"
+    assert edgefl("run", "stop", first).code == 0
+    assert fleet.wait_run(first)["status"] == "stopped"
+    assert fleet.history("rounds", run=second) == []
+    assert fleet.operator().get(f"/edgefl/v1/runs/{second}")["started_at"] is None
+
+
+@pytest.mark.parametrize(
+    ("rule", "value", "reason"),
+    [
+        ("updates", 6, "updates reached 6"),
+        ("bytes", 200_000, "bytes reached 200000"),
+        ("accuracy", 0.8, "accuracy reached 0.8"),
+        ("seconds", 0.5, "seconds reached 0.5"),
+    ],
+)
+def test_a_run_ends_by_each_stop_rule(
+    edgefl: Any, run_file: Any, fleet: LocalFleet, rule: str, value: float, reason: str
+) -> None:
+    run_id = edgefl("run", "submit", run_file(rule, **{rule: value})).out.strip()
+    ended = fleet.wait_run(run_id)
+    assert (ended["status"], ended["reason"]) == ("finished", reason)
+    updates, rounds = fleet.history("updates", run=run_id), fleet.history("rounds", run=run_id)
+    if rule == "updates":
+        assert len([row for row in updates if row["outcome"] == "used"]) == 6
+    if rule == "bytes":
+        assert sum(row["bytes_up"] + row["bytes_down"] for row in updates) >= 200_000
+        assert sum(row["bytes_up"] + row["bytes_down"] for row in rounds[:-1]) < 200_000
+    if rule == "accuracy":
+        assert ended["accuracy"] >= 0.8
+    if rule == "seconds":
+        assert ended["finished_at"] - ended["started_at"] >= 0.5
+    assert rounds[-1]["accuracy"] is not None, "the last version is evaluated"
+
+
+def test_a_run_that_fails_says_why_and_watch_ends_with_41(edgefl: Any, run_file: Any, tmp_path: Path) -> None:
+    path = run_file("hopeless", rounds=3)
+    path.write_text(path.read_text() + "[strategy]\nlearning_rate = 1e30\n")
+    ended = edgefl("run", "submit", path, "--watch")
+    assert ended.code == 41
+    last = ended.err.splitlines()[-1]
+    assert last.startswith("edgefl: run ")
+    assert " failed: " in last
+
+
+def test_a_watcher_sees_the_end_of_a_run_that_is_interrupted(edgefl: Any, run_file: Any, fleet: LocalFleet) -> None:
+    run_id = edgefl("run", "submit", run_file("cut", rounds=1_000_000)).out.strip()
+    while len(fleet.history("rounds", run=run_id)) < 3:
+        threading.Event().wait(0.05)
+    assert fleet.end("coordinator") == 0
+    fleet.start_coordinator()
+    ended = edgefl("run", "watch", run_id)
+    assert ended.code == 41
+    assert "interrupted: the coordinator was stopped" in ended.err
+    assert edgefl("run", "stop", run_id).out == f"{run_id} stopped\n"
+
+
+def test_the_module_starts_without_anything_heavy() -> None:
+    program = "import edgefl.cli.run, sys; sys.exit(bool({'rich', 'sqlalchemy', 'numpy', 'flwr'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -1,0 +1,98 @@
+"""What only the private mosquitto must be asked: its process and its files."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from edgefl.coordinator.broker import mosquitto_path
+from edgefl.coordinator.mosquitto import Mosquitto
+
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.skipif(mosquitto_path() is None, reason="mosquitto is not installed"),
+]
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from edgefl.coordinator.broker import BrokerTls, make_broker
+directory, ca, cert, key, port = sys.argv[1:]
+broker = make_broker("mosquitto", directory=Path(directory), fleet="lab",
+    tls=BrokerTls(ca=Path(ca), cert=Path(cert), key=Path(key)), host="127.0.0.1", port=int(port))
+broker.start()
+sys.stdout.write(f"{broker.pid}\\n")
+sys.stdout.flush()
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def mosquitto(certificates, tmp_path, free_port):
+    broker = Mosquitto(
+        str(mosquitto_path()),
+        directory=tmp_path / "broker",
+        fleet="lab",
+        tls=certificates.server(),
+        host="127.0.0.1",
+        port=free_port,
+    )
+    broker.start()
+    yield broker
+    broker.stop()
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_it_dies_with_a_coordinator_that_is_killed(certificates, tmp_path, free_port, mqtt_tools):
+    tls = certificates.server()
+    arguments = [str(tmp_path / "broker"), str(tls.ca), str(tls.cert), str(tls.key), str(free_port)]
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, *arguments], env=mqtt_tools.environment, stdout=subprocess.PIPE, text=True
+    )
+    with owner:
+        pid = int(owner.stdout.readline())
+        assert is_running(pid)
+        owner.kill()
+    mqtt_tools.eventually(lambda: not is_running(pid))
+
+
+def test_stopping_ends_its_process(mosquitto):
+    pid = mosquitto.pid
+    mosquitto.stop()
+    assert not is_running(pid)
+    assert mosquitto.pid is None
+
+
+def test_it_comes_back_again_and_again(mosquitto, mqtt_tools):
+    for _ in range(2):
+        pid = mosquitto.pid
+        os.kill(pid, signal.SIGKILL)
+        mqtt_tools.eventually(lambda pid=pid: mosquitto.pid not in (None, pid), 20)
+    assert mosquitto.alive()
+
+
+def test_nobody_else_reads_its_files(mosquitto, tmp_path):
+    directory = tmp_path / "broker"
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert {stat.S_IMODE((directory / name).stat().st_mode) for name in ("mosquitto.conf", "acl")} == {0o600}
+
+
+def test_a_large_log_is_put_aside_at_the_next_start(mosquitto, tmp_path):
+    mosquitto.stop()
+    log = tmp_path / "broker" / "mosquitto.log"
+    log.write_text("x" * 2_000_000)
+    mosquitto.start()
+    assert log.stat().st_size < 100_000
+    assert (tmp_path / "broker" / "mosquitto.log.1").stat().st_size == 2_000_000

@@ -1,0 +1,309 @@
+"""The recorder over a real store and a real journal."""
+
+import contextlib
+
+import numpy as np
+import pytest
+
+from edgefl.compression.registry import decode_body, make_codec
+from edgefl.coordinator.ledger import Ledger
+from edgefl.coordinator.recorder import Recorder
+from edgefl.errors import JournalError, StoreFullError
+from edgefl.storage.journal import WalJournal
+from edgefl.storage.queries import history
+from edgefl.storage.store import Store
+from edgefl.types import (
+    Assignment,
+    Decision,
+    Evaluated,
+    Evaluation,
+    LocalPlan,
+    Lost,
+    Outcome,
+    TensorSpec,
+    Update,
+    UpdateMetrics,
+    derived_rng,
+)
+
+SHAPES = (TensorSpec(name="w", shape=(3,)),)
+CODEC = make_codec("dense", SHAPES)
+
+
+class FullStore:
+    """A store on a disk without room."""
+
+    def batch(self):
+        raise StoreFullError("no room")
+
+
+class Book:
+    """A recorder, its store and journal, and a clock that is set by hand."""
+
+    def __init__(self, root):
+        self.now_s, self.checkpoints = 0.0, []
+        self.path = root / "edgefl.db"
+        self.store = Store.open(self.path)
+        self.store.add_run(
+            run_id="r", name="r", task="digits", strategy="fedavg", config={}, seed=1, submitted_at=1.0
+        )
+        self.wal = WalJournal(root / "journal", lambda body: decode_body(body, SHAPES))
+        self.ledger = Ledger(self.store, "r")
+        self.recorder = Recorder(
+            wal=self.wal,
+            ledger=self.ledger,
+            clock=lambda: 1000.0 + self.now_s,
+            monotonic=lambda: self.now_s,
+            checkpoint=lambda version, state: self.checkpoints.append((version, state)),
+        )
+
+    def order(self, version, *devices):
+        orders = tuple(
+            Assignment(
+                assignment_id=f"v{version}-{device}",
+                device_id=device,
+                base_version=version,
+                plan=LocalPlan(epochs=1.0),
+            )
+            for device in devices
+        )
+        self.recorder.decided(Decision(orders=orders))
+        self.recorder.commit()
+
+    def evaluate(self, version, *devices):
+        orders = tuple(
+            Evaluation(assignment_id=f"e{version}-{device}", device_id=device, version=version, round=version)
+            for device in devices
+        )
+        self.recorder.decided(Decision(orders=orders))
+        self.recorder.commit()
+
+    def receive(self, *events):
+        return self.recorder.received(events)
+
+    def close_round(self, version, *names):
+        self.recorder.aggregated(version, names, f"state {version}")
+        self.recorder.commit()
+
+    def rows(self, kind):
+        self.ledger.flush()
+        return history(self.store, kind, run="r")
+
+
+@pytest.fixture
+def book(tmp_path):
+    made = Book(tmp_path)
+    with contextlib.closing(made.store), contextlib.closing(made.wal):
+        yield made
+
+
+def update(version, device, *, received_s=0.0, **metrics):
+    body = CODEC.encode({"w": np.ones(3, np.float32)}, derived_rng(0))
+    measured = {"iterations": 4, "num_examples": 10, "loss": 0.5, "compute_s": 2.0, "send_s": 0.25}
+    return Update(
+        assignment_id=f"v{version}-{device}",
+        device_id=device,
+        base_version=version,
+        tensors=decode_body(body, SHAPES),
+        metrics=UpdateMetrics(**{**measured, "bytes_up": len(body), "bytes_down": 100, **metrics}),
+        body=body,
+        received_s=received_s,
+    )
+
+
+def evaluated(version, device, source, accuracy, num_examples=10):
+    return Evaluated(
+        assignment_id=f"e{version}-{device}",
+        device_id=device,
+        version=version,
+        round=version,
+        source=source,
+        num_examples=num_examples,
+        loss=1.0,
+        accuracy=accuracy,
+    )
+
+
+def test_two_rounds_of_two_devices_are_two_rounds_and_four_updates_with_all_figures(book):
+    for version in (0, 1):
+        start_s = 10.0 * version
+        book.now_s = start_s
+        book.order(version, "a", "b")
+        book.now_s = start_s + 1.0
+        book.receive(update(version, "a", received_s=start_s + 1.0, loss=0.4))
+        book.now_s = start_s + 3.0
+        book.receive(update(version, "b", received_s=start_s + 3.0, loss=0.8, num_examples=30))
+        book.close_round(version + 1, f"v{version}-a", f"v{version}-b")
+    rounds = book.rows("rounds")
+    assert [(r["round"], r["version"], r["num_updates"], r["num_devices"]) for r in rounds] == [
+        (1, 1, 2, 2),
+        (2, 2, 2, 2),
+    ]
+    assert [(r["started_at"], r["closed_at"]) for r in rounds] == [(1000.0, 1003.0), (1010.0, 1013.0)]
+    assert rounds[0]["train_loss"] == pytest.approx((0.4 * 10 + 0.8 * 30) / 40)
+    assert rounds[0]["bytes_down"] == 200
+    rows = book.rows("updates")
+    assert [(u["device_id"], u["round"], u["base_version"], u["applied_version"], u["staleness"]) for u in rows] == [
+        ("a", 1, 0, 0, 0),
+        ("b", 1, 0, 0, 0),
+        ("a", 2, 1, 1, 0),
+        ("b", 2, 1, 1, 0),
+    ]
+    assert {u["outcome"] for u in rows} == {"used"}
+    assert [u["wait_s"] for u in rows] == [2.0, 0.0, 2.0, 0.0]
+    first = rows[0]
+    assert (first["iterations"], first["num_examples"], first["loss"]) == (4, 10, 0.4)
+    assert (first["compute_s"], first["send_s"], first["bytes_down"]) == (2.0, 0.25, 100)
+    assert first["bytes_up"] == len(update(0, "a").body)
+    assert (first["dispatched_at"], first["received_at"]) == (1000.0, 1001.0)
+    book.ledger.flush()
+    run = book.store.run("r")
+    assert (run.rounds, run.version) == (2, 2)
+
+
+def test_updates_come_back_readable_from_the_journal_and_without_their_body(book):
+    book.order(0, "a")
+    (kept,) = book.receive(update(0, "a"))
+    book.recorder.commit()
+    assert kept.body is None
+    assert kept.tensors["w"].tolist() == [1.0] * 3
+
+
+def test_an_update_that_is_not_used_is_late_at_the_end_of_the_run(book):
+    book.order(0, "a", "b")
+    book.receive(update(0, "a"))
+    book.close_round(1, "v0-a")
+    book.receive(update(0, "b"))
+    book.recorder.commit()
+    assert [row["outcome"] for row in book.rows("updates")] == ["used", None]
+    book.recorder.finish()
+    rows = book.rows("updates")
+    assert [row["outcome"] for row in rows] == ["used", "late"]
+    assert rows[1]["loss"] == 0.5
+
+
+def test_an_update_that_is_used_a_version_later_says_how_stale_it_was(book):
+    book.order(0, "a", "b")
+    book.receive(update(0, "a"), update(0, "b"))
+    book.close_round(1, "v0-a")
+    book.order(1, "a")
+    book.close_round(2, "v0-b")
+    assert [(u["assignment_id"], u["applied_version"], u["staleness"]) for u in book.rows("updates")][:2] == [
+        ("v0-a", 0, 0),
+        ("v0-b", 1, 1),
+    ]
+
+
+@pytest.mark.parametrize("outcome", [Outcome.LOST, Outcome.FAILED, Outcome.REFUSED])
+def test_what_brought_no_update_is_written_with_the_reason(book, outcome):
+    book.order(0, "a", "b")
+    book.receive(Lost(device_id="b", assignment_id="v0-b", outcome=outcome, reason="it fell into a pond"))
+    book.recorder.commit()
+    row = next(row for row in book.rows("updates") if row["device_id"] == "b")
+    assert (row["outcome"], row["reason"], row["round"]) == (str(outcome), "it fell into a pond", 1)
+    assert row["dispatched_at"] == 1000.0
+    (event,) = book.rows("events")
+    assert (event["kind"], event["device_id"]) == ("assignment-lost", "b")
+
+
+def test_an_evaluation_that_is_lost_is_an_event_even_when_nothing_else_happens(book):
+    book.evaluate(1, "judge")
+    book.receive(Lost(device_id="judge", assignment_id="e1-judge", outcome=Outcome.LOST, reason="gone"))
+    book.recorder.commit()
+    assert [event["kind"] for event in book.rows("events")] == ["assignment-lost"]
+    assert book.rows("updates") == []
+
+
+def test_evaluations_are_kept_with_their_source(book):
+    book.evaluate(1, "own", "pi")
+    book.receive(evaluated(1, "own", "coordinator", 0.75), evaluated(1, "pi", "device", 0.5))
+    book.recorder.commit()
+    rows = sorted(book.rows("evaluations"), key=lambda row: row["device_id"])
+    assert [(row["source"], row["version"], row["round"], row["accuracy"]) for row in rows] == [
+        ("coordinator", 1, 1, 0.75),
+        ("device", 1, 1, 0.5),
+    ]
+    assert rows[0]["num_examples"] == 10
+
+
+def test_the_runs_accuracy_is_the_evaluators_or_the_mean_of_the_devices(book):
+    book.evaluate(1, "a", "b")
+    book.receive(evaluated(1, "a", "device", 1.0, 30), evaluated(1, "b", "device", 0.0, 10))
+    book.recorder.commit()
+    book.ledger.flush()
+    assert book.store.run("r").accuracy == 0.75
+    book.evaluate(2, "own", "a")
+    book.receive(evaluated(2, "own", "coordinator", 0.5), evaluated(2, "a", "device", 1.0))
+    book.recorder.commit()
+    book.ledger.flush()
+    assert book.store.run("r").accuracy == 0.5
+
+
+def test_a_late_evaluation_of_an_older_version_does_not_turn_the_accuracy_back(book):
+    book.evaluate(1, "own")
+    book.evaluate(2, "own")
+    for version, accuracy in ((2, 0.9), (1, 0.1)):
+        book.receive(evaluated(version, "own", "coordinator", accuracy))
+        book.recorder.commit()
+    book.ledger.flush()
+    assert book.store.run("r").accuracy == 0.9
+    assert len(book.rows("evaluations")) == 2
+
+
+def test_a_version_without_work_of_its_own_is_a_round_too(book):
+    book.order(0, "a", "b")
+    book.receive(update(0, "a"), update(0, "b"))
+    book.close_round(1, "v0-a")
+    book.close_round(2, "v0-b")
+    assert [(row["round"], row["num_updates"]) for row in book.rows("rounds")] == [(1, 1), (2, 1)]
+
+
+def test_nothing_is_in_the_store_before_it_is_in_the_journal(book):
+    book.order(0, "a")
+    book.receive(update(0, "a"))
+    book.recorder.aggregated(1, ["v0-a"], None)
+    assert [row["outcome"] for row in book.rows("updates")] == [None]
+    book.wal.close()
+    with pytest.raises(JournalError):
+        book.recorder.commit()
+    assert [row["outcome"] for row in book.rows("updates")] == [None]
+    assert book.rows("rounds")[0]["closed_at"] is None
+
+
+def test_every_version_is_offered_for_a_checkpoint(book):
+    book.order(0, "a")
+    book.receive(update(0, "a"))
+    book.close_round(1, "v0-a")
+    assert book.checkpoints == [(1, "state 1")]
+
+
+def test_a_turn_without_news_writes_nothing(book):
+    before = book.wal.last_record
+    for _ in range(3):
+        book.receive()
+        book.recorder.decided(Decision())
+        book.recorder.commit()
+    assert book.wal.last_record == before
+    assert book.rows("updates") == book.rows("events") == []
+
+
+def test_rows_that_cannot_be_written_are_written_later(book):
+    ledger = Ledger(FullStore(), "r")
+    book.recorder._ledger = ledger
+    book.order(0, "a", "b")
+    with pytest.raises(StoreFullError):
+        ledger.flush()
+    book.receive(update(0, "a"), update(0, "b"))
+    book.close_round(1, "v0-a", "v0-b")
+    ledger._store = book.store
+    ledger.flush()
+    assert [(row["round"], row["num_updates"]) for row in book.rows("rounds")] == [(1, 2)]
+    assert {row["outcome"] for row in book.rows("updates")} == {"used"}
+    assert {row["dispatched_at"] for row in book.rows("updates")} == {1000.0}
+
+
+def test_what_a_device_measured_besides_is_kept(book):
+    book.order(0, "a")
+    book.receive(update(0, "a", extra={"gap": 0.5}))
+    book.recorder.commit()
+    assert book.rows("updates")[0]["metrics"] == {"gap": 0.5}

@@ -1,0 +1,631 @@
+"""Both ends of the Flower side against each other over real TLS: the fence around Flower's private modules."""
+
+import base64
+import contextlib
+import http.client
+import inspect
+import queue
+import socket
+import threading
+import time
+from types import SimpleNamespace
+
+import flwr
+import httpx
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.server.superlink.linkstate.in_memory_linkstate import InMemoryLinkState
+from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
+from flwr.supernode.fleet_http_client import FleetHttpClient
+
+from edgefl.coordinator import superlink as superlink_module
+from edgefl.coordinator.directory import init_directory
+from edgefl.coordinator.superlink import EdgeLinkState, SuperLink, prepare_body
+from edgefl.coordinator.web import WebServer, listen, make_app
+from edgefl.device.supernode import RefusedError, SuperNode, UnauthorisedError
+from edgefl.device.trust import pinned_context
+from edgefl.errors import NetworkError
+from edgefl.protocol import CHUNK_BYTES, INLINE_BODY_BYTES, MAX_BODY_BYTES
+
+TWO_DAYS_S = 2 * 24 * 3600.0
+
+
+def echo(header, body):
+    return {"v": 1, "assignment": header["assignment"], "metrics": {}}, body
+
+
+def new_key():
+    key = ec.generate_private_key(ec.SECP256R1())
+    pem = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    public = key.public_key().public_bytes(
+        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    return pem, public
+
+
+class Site:
+    """A coordinator's web server with nothing but Flower's side behind it; `restart` forgets all it knew."""
+
+    def __init__(self, root):
+        listener = listen("127.0.0.1", 0)
+        self.port = listener.getsockname()[1]
+        self.directory = init_directory(root, hosts=["127.0.0.1"], fleet="lab", port=self.port)
+        self.trust = pinned_context(self.directory.ca_cert.read_bytes())
+        self._closers = contextlib.ExitStack()
+        self._start(listener)
+
+    def _start(self, listener):
+        self.replies, self.contacts = queue.Queue(), []
+        self.superlink = SuperLink(on_reply=self.replies.put, on_contact=self.contacts.append)
+        self.state = self.superlink.state
+        self.web = WebServer(make_app(self.superlink.api, []), self.directory, listener)
+        self.web.start()
+
+    def restart(self):
+        self.web.stop()
+        self._start(listen("127.0.0.1", self.port))
+
+    def close(self):
+        self._closers.close()
+        self.web.stop()
+
+    @property
+    def address(self):
+        return f"127.0.0.1:{self.port}"
+
+    def node(self, *, handler=echo, register=True, clock=time.time, key=None):
+        pem, public = key or new_key()
+        node = SuperNode(private_key_pem=pem, trust=self.trust, clock=clock, train=handler, evaluate=handler)
+        self._closers.callback(node.close)
+        number = self.superlink.register(public, "pi") if register else None
+        return SimpleNamespace(supernode=node, id=number, public=public, key=(pem, public))
+
+    def device(self, **options):
+        device = self.node(**options)
+        device.supernode.connect(self.address)
+        return device
+
+    def reply(self):
+        return self.replies.get(timeout=10)
+
+    def leftovers(self):
+        state = self.state
+        return {
+            "instructions": len(state.message_ins_store),
+            "replies": len(state.message_res_store),
+            "objects": len(state.object_store),
+            "sessions": len(state._object_push_sessions),
+            "open": len(state._open),
+        }
+
+    def request(self, path, *, headers=(), method="POST", body=None):
+        """Returns status and body of a plain request; a promised body that is not given is never sent."""
+        connection = http.client.HTTPSConnection("127.0.0.1", self.port, context=self.trust, timeout=10)
+        with contextlib.closing(connection):
+            connection.putrequest(method, path)
+            for name, value in dict(headers).items():
+                connection.putheader(name, value)
+            connection.endheaders(body)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+
+
+NOTHING = dict.fromkeys(("instructions", "replies", "objects", "sessions", "open"), 0)
+
+
+@pytest.fixture(scope="module")
+def shared_site(tmp_path_factory):
+    with contextlib.closing(Site(tmp_path_factory.mktemp("site") / "coordinator")) as site:
+        yield site
+
+
+@pytest.fixture
+def site(shared_site):
+    """The shared site, which every test must leave without anything of its own in Flower's books."""
+    yield shared_site
+    assert shared_site.leftovers() == NOTHING
+    assert shared_site.replies.empty()
+
+
+@pytest.fixture
+def run(site):
+    with contextlib.closing(site.superlink.open_run()) as run:
+        yield run
+
+
+def send(run, device, body=b"model", *, kind="train", name="a-1"):
+    return run.send(device.id, kind=kind, header={"v": 1, "assignment": name}, body=prepare_body(body))
+
+
+def work(device):
+    instruction = device.supernode.pull()
+    reply = device.supernode.answer(instruction)
+    device.supernode.push(reply)
+    return instruction, reply
+
+
+SIZES = {
+    "nothing": 0,
+    "a kilobyte": 1000,
+    "just inline": INLINE_BODY_BYTES,
+    "just chunked": INLINE_BODY_BYTES + 1,
+    "one chunk": CHUNK_BYTES,
+    "two chunks": CHUNK_BYTES + 1_000_000,
+}
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_a_body_arrives_as_it_was_both_ways(site, run, size):
+    device = site.device()
+    body = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
+    sent = send(run, device, body)
+    instruction, _ = work(device)
+    reply = site.reply()
+    assert reply.body == body
+    assert instruction.header == {"v": 1, "assignment": "a-1"}
+    assert (reply.node_id, reply.instruction_id, reply.header["assignment"]) == (device.id, sent, "a-1")
+    assert size <= reply.bytes_up < size + 4000
+    assert size <= reply.bytes_down < size + 4000
+    assert site.leftovers() == NOTHING
+
+
+def test_chunks_that_are_all_the_same_are_all_there(site, run):
+    device = site.device()
+    body = bytes(2 * CHUNK_BYTES + 5000)
+    send(run, device, body)
+    work(device)
+    assert site.reply().body == body
+    assert site.leftovers() == NOTHING
+
+
+@pytest.mark.parametrize("size", [100, INLINE_BODY_BYTES + 1, CHUNK_BYTES + 10], ids=["inline", "chunk", "chunks"])
+def test_replies_of_two_devices_that_are_equal_to_the_byte_both_arrive(site, run, size):
+    first, second = site.device(), site.device()
+    for device in (first, second):
+        send(run, device, bytes(size))
+    pulled = [(device, device.supernode.pull()) for device in (first, second)]
+    for device, instruction in pulled:
+        device.supernode.push(device.supernode.answer(instruction))
+    replies = [site.reply(), site.reply()]
+    assert {reply.node_id for reply in replies} == {first.id, second.id}
+    assert [reply.body for reply in replies] == [bytes(size)] * 2
+
+
+def test_equal_replies_may_be_pushed_at_the_same_time(site, run):
+    slow, fast = site.device(), site.device()
+    for device in (slow, fast):
+        send(run, device, bytes(CHUNK_BYTES + 10))
+    client = slow.supernode._client
+    push_object = client.PushObject
+
+    def overtaken(request):
+        client.PushObject = push_object
+        work(fast)
+        return push_object(request)
+
+    client.PushObject = overtaken
+    work(slow)
+    assert [site.reply().node_id, site.reply().node_id] == [fast.id, slow.id]
+
+
+def test_a_model_for_many_devices_is_stored_once(site, run):
+    devices, body = [site.device() for _ in range(3)], prepare_body(bytes(INLINE_BODY_BYTES + 1))
+    for device in devices:
+        run.send(device.id, kind="train", header={"assignment": "a"}, body=body)
+    assert site.leftovers()["objects"] == len(devices) + 1
+    for device in devices:
+        work(device)
+        site.reply()
+
+
+def test_a_reply_that_is_pushed_again_is_refused_and_delivered_once(site, run):
+    device = site.device()
+    for size in (10, INLINE_BODY_BYTES + 1):
+        send(run, device, bytes(size))
+        _, reply = work(device)
+        with pytest.raises(RefusedError, match="refused"):
+            device.supernode.push(reply)
+        assert len(site.reply().body) == size
+        assert site.replies.empty()
+
+
+def test_a_push_that_broke_off_is_taken_up_by_the_next_one(site, run):
+    device, body = site.device(), bytes(range(256)) * (CHUNK_BYTES // 256 + 100)
+    send(run, device, body)
+    instruction = device.supernode.pull()
+    reply, pushed = device.supernode.answer(instruction), []
+    client = device.supernode._client
+    push_object = client.PushObject
+
+    def torn(request):
+        pushed.append(request.object_id)
+        if len(pushed) == 2:
+            raise httpx.ReadError("the line went dead")
+        return push_object(request)
+
+    client.PushObject = torn
+    with pytest.raises(NetworkError, match="the line went dead"):
+        device.supernode.push(reply)
+    assert site.replies.empty()
+    device.supernode.push(reply)
+    assert site.reply().body == body
+    assert len(pushed) == 3
+    assert len(set(pushed)) == 2
+
+
+def test_a_slow_link_may_take_longer_for_a_piece_than_flower_waits(site, run):
+    device, body = site.device(), bytes(CHUNK_BYTES + 100)
+    send(run, device, body)
+    client, state = device.supernode._client, site.state
+    push_object = client.PushObject
+
+    def slow(request):
+        for session in state._object_push_sessions.values():
+            session.expires_at = session.expires_at.replace(year=2020)
+        return push_object(request)
+
+    client.PushObject = slow
+    work(device)
+    assert site.reply().body == body
+
+
+def test_a_reply_to_a_cancelled_instruction_is_refused(site, run):
+    device = site.device()
+    for size in (10, INLINE_BODY_BYTES + 1):
+        sent = send(run, device, bytes(size))
+        instruction = device.supernode.pull()
+        run.cancel(sent)
+        assert site.leftovers() == NOTHING
+        with pytest.raises(RefusedError):
+            device.supernode.push(device.supernode.answer(instruction))
+    assert not run.is_known(sent)
+
+
+def test_cancelling_in_the_middle_of_a_push_leaves_nothing_behind(site, run):
+    device = site.device()
+    sent = send(run, device, bytes(CHUNK_BYTES + 100))
+    instruction = device.supernode.pull()
+    client = device.supernode._client
+    push_object = client.PushObject
+
+    def cancelling(request):
+        run.cancel(sent)
+        return push_object(request)
+
+    client.PushObject = cancelling
+    with pytest.raises(NetworkError, match="not kept"):
+        device.supernode.push(device.supernode.answer(instruction))
+    assert site.leftovers() == NOTHING
+
+
+def test_work_that_is_taken_back_while_its_model_is_pulled_is_a_network_error(site, run):
+    device = site.device()
+    sent = send(run, device, bytes(CHUNK_BYTES + 100))
+    client = device.supernode._client
+    pull_object = client.PullObject
+
+    def cancelling(request):
+        run.cancel(sent)
+        assert device.supernode.arriving == "a-1"
+        return pull_object(request)
+
+    client.PullObject = cancelling
+    with pytest.raises(NetworkError, match="taken the work back"):
+        device.supernode.pull()
+
+
+def test_a_device_knows_what_it_has_pulled_until_it_has_answered(site, run):
+    device = site.device()
+    send(run, device)
+    assert device.supernode.arriving is None
+    instruction = device.supernode.pull()
+    assert device.supernode.arriving == "a-1"
+    reply = device.supernode.answer(instruction)
+    assert device.supernode.arriving is None
+    device.supernode.push(reply)
+    site.reply()
+
+
+def test_cancelling_what_was_never_sent_is_no_error(run):
+    run.cancel("")
+    run.cancel("0" * 64)
+
+
+def test_an_instruction_is_known_until_it_is_answered_and_delivered_once(site, run):
+    device = site.device()
+    sent = send(run, device)
+    assert (run.is_known(sent), run.is_delivered(sent)) == (True, False)
+    instruction = device.supernode.pull()
+    assert (run.is_known(sent), run.is_delivered(sent)) == (True, True)
+    assert device.supernode.pull() is None
+    device.supernode.push(device.supernode.answer(instruction))
+    assert not run.is_known(sent)
+    site.reply()
+
+
+def test_a_device_cannot_answer_for_another(site, run):
+    device, stranger = site.device(), site.device()
+    send(run, device)
+    instruction = device.supernode.pull()
+    with pytest.raises(RefusedError):
+        stranger.supernode.push(stranger.supernode.reply_to(instruction, ({"assignment": "a-1"}, b"forged")))
+    device.supernode.push(device.supernode.answer(instruction))
+    assert site.reply().body == b"model"
+
+
+@pytest.mark.parametrize("header", [[1, 2], "text", None], ids=str)
+def test_a_reply_without_a_sensible_header_arrives_as_a_failure(site, run, header):
+    device = site.device(handler=lambda _header, body: (header, body))
+    sent = send(run, device)
+    work(device)
+    reply = site.reply()
+    assert reply.instruction_id == sent
+    assert reply.header["error"].startswith("malformed reply")
+    assert reply.body == b""
+
+
+def test_evaluations_go_to_the_other_handler(site, run):
+    device = site.node()
+    node = SuperNode(
+        private_key_pem=device.key[0],
+        trust=site.trust,
+        clock=time.time,
+        train=echo,
+        evaluate=lambda header, _body: ({"assignment": header["assignment"], "metrics": {"accuracy": 1.0}}, b""),
+    )
+    with contextlib.closing(node):
+        node.connect(site.address)
+        send(run, device, kind="evaluate")
+        node.push(node.answer(node.pull()))
+    assert site.reply().header["metrics"] == {"accuracy": 1.0}
+
+
+def test_a_repeated_assignment_can_be_answered_from_memory(site, run):
+    device = site.device()
+    send(run, device)
+    device.supernode.push(device.supernode.reply_to(device.supernode.pull(), ({"assignment": "a-1"}, b"kept")))
+    assert site.reply().body == b"kept"
+
+
+def test_an_exception_of_the_handler_comes_out_as_it_is(site, run):
+    class AgentStopsError(Exception):
+        pass
+
+    def stops(_header, _body):
+        raise AgentStopsError
+
+    device = site.device(handler=stops)
+    sent = send(run, device)
+    instruction = device.supernode.pull()
+    with pytest.raises(AgentStopsError):
+        device.supernode.answer(instruction)
+    run.cancel(sent)
+
+
+def test_eight_devices_at_once_are_all_served(site, run):
+    devices = [site.device() for _ in range(8)]
+    bodies = {device.id: bytes([number]) * (INLINE_BODY_BYTES + number) for number, device in enumerate(devices)}
+    threads, failures = [], []
+
+    def rounds(device):
+        try:
+            for _ in range(3):
+                send(run, device, bodies[device.id])
+                work(device)
+        except Exception as error:  # noqa: BLE001 told to the thread of the test
+            failures.append(error)
+
+    for device in devices:
+        threads.append(threading.Thread(target=rounds, args=(device,)))
+        threads[-1].start()
+    for thread in threads:
+        thread.join(30)
+    assert failures == []
+    replies = [site.reply() for _ in range(24)]
+    assert all(reply.body == bodies[reply.node_id] for reply in replies)
+    assert site.leftovers() == NOTHING
+
+
+def test_an_unknown_key_is_refused_before_its_body_is_read(site):
+    with pytest.raises(UnauthorisedError):
+        site.device(register=False)
+    headers = {"content-length": str(10 * 1024 * 1024), **key_header(new_key()[1])}
+    assert site.request("/v1/fleet/push-messages", headers=headers)[0] == 401
+    assert site.request("/v1/fleet/push-messages", headers={"content-length": "9000000"})[0] == 401
+
+
+def key_header(public):
+    return {superlink_module.FLEET_HTTP_PUBLIC_KEY_HEADER: base64.b64encode(public).decode()}
+
+
+def test_a_body_over_the_cap_is_refused_before_it_is_read(site):
+    device = site.device()
+    headers = {"content-length": str(MAX_BODY_BYTES + 1), **key_header(device.public)}
+    assert site.request("/v1/fleet/push-messages", headers=headers)[0] == 413
+
+
+def test_a_known_key_without_its_signature_is_refused(site):
+    device = site.device()
+    headers = {"content-length": "0", **key_header(device.public)}
+    assert site.request("/v1/fleet/pull-messages", headers=headers)[0] == 401
+
+
+def test_nothing_else_of_flower_can_be_reached(site):
+    device = site.device()
+    headers = {"content-length": "0", **key_header(device.public)}
+    for path in ("/v1/fleet/register-node", "/v1/fleet/unregister-node", "/v1/fleet/", "/v1/fleet/nonsense"):
+        assert site.request(path, headers=headers)[0] == 404
+        assert site.request(path, headers={"content-length": "0"})[0] == 401
+    for path in ("/v1/control/list-runs", "/v1/control/start-run", "/v1/runtime/pull", "/docs", "/openapi.json"):
+        for method in ("GET", "POST"):
+            assert site.request(path, headers={"content-length": "0"}, method=method)[0] == 404
+
+
+@pytest.mark.parametrize("off_s", [TWO_DAYS_S, -TWO_DAYS_S])
+def test_a_clock_that_is_days_off_is_refused_raw_and_served_corrected(site, run, off_s):
+    def raw():
+        return time.time() + off_s
+
+    key = new_key()
+    with pytest.raises(UnauthorisedError):
+        site.device(clock=raw, key=key)
+    device = site.device(clock=lambda: raw() - off_s, key=key)
+    send(run, device)
+    work(device)
+    assert site.reply().body == b"model"
+
+
+def test_a_board_that_comes_back_at_once_is_let_in(site, run):
+    device = site.device()
+    device.supernode.connect(site.address)
+    send(run, device)
+    work(device)
+    site.reply()
+
+
+def test_a_removed_device_is_refused_and_may_come_back_under_a_new_number(site):
+    device = site.device()
+    site.state.forget_node(device.id)
+    with pytest.raises(UnauthorisedError):
+        device.supernode.pull()
+    again = site.device(key=device.key)
+    assert again.supernode.pull() is None
+    assert again.id != device.id
+
+
+def test_the_same_key_keeps_its_number(site):
+    device = site.device()
+    assert site.superlink.register(device.public, "pi") == device.id
+
+
+def test_nothing_expires_while_the_clock_jumps(site, run):
+    device = site.device()
+    for record in site.state.task_token_store.values():
+        record.active_until = record.active_until.replace(year=2020)
+    for node in site.state.nodes.values():
+        node.online_until = 0.0
+    send(run, device)
+    work(device)
+    assert site.reply().body == b"model"
+
+
+def test_every_request_of_a_known_device_is_a_sign_of_life(site):
+    device = site.device()
+    before = len(site.contacts)
+    device.supernode.pull()
+    assert site.contacts[before:] == [device.id]
+
+
+def test_a_closed_run_leaves_nothing_and_refuses_what_still_comes(site):
+    run, device = site.superlink.open_run(), site.device()
+    send(run, device, bytes(INLINE_BODY_BYTES + 1))
+    send(run, device, bytes(INLINE_BODY_BYTES + 2))
+    instruction = device.supernode.pull()
+    run.close()
+    assert site.leftovers() == NOTHING
+    with pytest.raises(RefusedError):
+        device.supernode.push(device.supernode.answer(instruction))
+    assert device.supernode.pull() is None
+    with pytest.raises(NetworkError, match="refused an instruction"):
+        send(run, device)
+    assert site.leftovers() == NOTHING
+
+
+def test_an_unknown_node_cannot_be_sent_to(run):
+    with pytest.raises(NetworkError, match="unknown node"):
+        run.send(12345, kind="train", header={}, body=prepare_body(bytes(INLINE_BODY_BYTES + 1)))
+
+
+def test_after_a_restart_a_device_goes_on_under_its_old_number(tmp_path):
+    with contextlib.closing(Site(tmp_path / "coordinator")) as site:
+        run, device = site.superlink.open_run(), site.device()
+        send(run, device)
+        instruction = device.supernode.pull()
+        run.close()
+        device.supernode.close()  # an open connection would hold up the server's end for seconds
+        site.restart()
+        with pytest.raises(NetworkError):  # not known yet: as if it had never joined
+            device.supernode.connect(site.address)
+        site.state.restore_node(device.id, device.public)
+        device.supernode.connect(site.address)
+        with pytest.raises(RefusedError, match="no such run"):  # and not an error that is tried again for ever
+            device.supernode.push(device.supernode.answer(instruction))
+        with contextlib.closing(site.superlink.open_run()) as run:
+            send(run, device)
+            work(device)
+            assert site.reply().node_id == device.id
+        assert site.leftovers() == NOTHING
+
+
+def test_flower_is_the_version_that_these_tests_are_about():
+    assert flwr.__version__.startswith("1.41.")
+
+
+OVERRIDDEN = (
+    "store_message_and_object_tree",
+    "store_object",
+    "activate_node",
+    "get_run_status",
+    "_cleanup_expired_task_tokens_locked",
+)
+USED = (
+    "create_node",
+    "get_node_id_by_public_key",
+    "deactivate_node",
+    "delete_messages",
+    "delete_sessions_in_run",
+    "create_run",
+    "get_run_info",
+    "claim_task",
+    "activate_task",
+    "finish_task",
+    "cleanup_run",
+    "store_message_ins",
+    "_cleanup_push_session",
+)
+ATTRIBUTES = (
+    "lock",
+    "nodes",
+    "node_public_key_to_node_id",
+    "owner_to_node_ids",
+    "message_ins_store",
+    "message_res_store",
+    "message_ins_id_to_message_res_id",
+    "object_store",
+    "_object_push_sessions",
+    "_lock_object_push_sessions",
+)
+
+
+def test_flowers_private_names_that_we_use_are_still_there():
+    state = SuperLink(on_reply=print, on_contact=print).state
+    missing = [name for name in (*OVERRIDDEN, *USED) if not callable(getattr(InMemoryLinkState, name, None))]
+    missing += [name for name in ATTRIBUTES if not hasattr(state, name)]
+    rpcs = ("ActivateNode", "PullMessages", "PullObject", "PushMessages", "PushObject")
+    missing += [name for name in rpcs if not callable(getattr(FleetHttpClient, name, None))]
+    assert missing == []
+
+
+@pytest.mark.parametrize("name", OVERRIDDEN)
+def test_what_we_override_is_called_as_flower_calls_it(name):
+    ours, theirs = (inspect.signature(getattr(cls, name)) for cls in (EdgeLinkState, InMemoryLinkState))
+    assert list(ours.parameters) == list(theirs.parameters)
+
+
+def test_every_request_that_we_serve_has_a_type():
+    paths = {path for method, path in PROTOBUF_REQUEST_TYPES if method == "POST"}
+    assert {f"/v1/fleet/{name}" for name in superlink_module._HANDLERS} <= paths
+
+
+def test_a_torn_connection_does_not_disturb_the_others(site, run):
+    device = site.device()
+    for payload in (b"", b"POST /v1/fleet/pull-messages HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\nhalf"):
+        plain = socket.create_connection(("127.0.0.1", site.port), timeout=5)
+        with contextlib.closing(site.trust.wrap_socket(plain, server_hostname="127.0.0.1")) as line:
+            line.sendall(payload)
+    send(run, device)
+    work(device)
+    assert site.reply().body == b"model"

@@ -1,0 +1,74 @@
+import numpy as np
+import pytest
+
+from edgefl.device.residents import load_resident, save_resident
+from edgefl.types import TensorSpec
+
+SHAPES = (
+    TensorSpec(name="body", shape=(4,)),
+    TensorSpec(name="head.weight", shape=(2, 2), shared=False),
+    TensorSpec(name="head.bias", shape=(2,), shared=False),
+)
+
+
+class Learner:
+    def __init__(self, value):
+        self.value = value
+
+    def read(self):
+        return {spec.name: np.full(spec.shape, self.value, np.float32) for spec in SHAPES}
+
+
+def test_what_was_saved_comes_back_and_only_what_stays_on_the_board(tmp_path):
+    save_resident(tmp_path, "r", SHAPES, Learner(3.0))
+    kept = load_resident(tmp_path, "r", SHAPES)
+    assert set(kept) == {"head.weight", "head.bias"}
+    assert kept["head.weight"].tolist() == [[3.0, 3.0], [3.0, 3.0]]
+
+
+def test_the_newest_replaces_the_one_before_and_leaves_nothing_else(tmp_path):
+    for value in (1.0, 2.0):
+        save_resident(tmp_path, "r", SHAPES, Learner(value))
+    assert load_resident(tmp_path, "r", SHAPES)["head.bias"].tolist() == [2.0, 2.0]
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+def test_runs_are_kept_apart_whatever_they_are_called(tmp_path):
+    save_resident(tmp_path, "r", SHAPES, Learner(1.0))
+    save_resident(tmp_path, "../../r", SHAPES, Learner(2.0))
+    assert load_resident(tmp_path, "r", SHAPES)["head.bias"].tolist() == [1.0, 1.0]
+    assert {path.parent for path in tmp_path.rglob("*.npz")} == {tmp_path / "runs"}
+
+
+def test_a_model_that_is_shared_whole_writes_nothing(tmp_path):
+    save_resident(tmp_path, "r", SHAPES[:1], Learner(1.0))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_there_is_nothing_before_the_first_time(tmp_path):
+    assert load_resident(tmp_path, "r", SHAPES) is None
+
+
+@pytest.mark.parametrize("cut", [0, 1, 10, 100, -1, -10, -100])
+def test_a_torn_file_counts_as_none(tmp_path, cut):
+    save_resident(tmp_path, "r", SHAPES, Learner(1.0))
+    (path,) = tmp_path.rglob("*.npz")
+    path.write_bytes(path.read_bytes()[:cut])
+    assert load_resident(tmp_path, "r", SHAPES) is None
+
+
+def test_flipped_bits_are_noticed_or_harmless(tmp_path):
+    save_resident(tmp_path, "r", SHAPES, Learner(1.0))
+    (path,) = tmp_path.rglob("*.npz")
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 7):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x40]) + whole[place + 1 :])
+        kept = load_resident(tmp_path, "r", SHAPES)
+        assert kept is None or kept["head.bias"].tolist() == [1.0, 1.0]
+
+
+def test_a_task_of_another_shape_begins_anew(tmp_path):
+    save_resident(tmp_path, "r", SHAPES, Learner(1.0))
+    other = (SHAPES[0], TensorSpec(name="head.weight", shape=(3, 3), shared=False))
+    assert load_resident(tmp_path, "r", other) is None
+    assert load_resident(tmp_path, "r", (TensorSpec(name="new", shape=(1,), shared=False),)) is None

@@ -1,0 +1,137 @@
+"""How the device sees a coordinator that is away, foreign or broken; the rest is tested with both ends together."""
+
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+import uvicorn
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from edgefl.coordinator import pki
+from edgefl.device.supernode import RefusedError, SuperNode, UnauthorisedError
+from edgefl.device.trust import pinned_context
+from edgefl.errors import NetworkError
+
+
+@pytest.fixture(scope="module")
+def authority():
+    return pki.create_authority("lab")
+
+
+@pytest.fixture(scope="module")
+def key_pem():
+    key = ec.generate_private_key(ec.SECP256R1())
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+@pytest.fixture
+def make_node(authority, key_pem):
+    with contextlib.ExitStack() as closers:
+
+        def make(ca=None):
+            trust = pinned_context((ca or authority).cert_pem)
+            node = SuperNode(private_key_pem=key_pem, trust=trust, clock=time.time, train=None, evaluate=None)
+            closers.callback(node.close)
+            return node
+
+        yield make
+
+
+class BrokenCoordinator:
+    """Answers every request with one status and body, over TLS."""
+
+    def __init__(self, authority, folder):
+        pair = pki.issue_server(authority, ["127.0.0.1"])
+        for name, content in (("cert", pair.cert_pem), ("key", pair.key_pem)):
+            (folder / name).write_bytes(content)
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
+        self.status, self.content = 200, b""
+        config = uvicorn.Config(
+            self.answer,
+            ssl_certfile=folder / "cert",
+            ssl_keyfile=folder / "key",
+            log_level="critical",
+            interface="asgi3",
+            lifespan="off",
+            ws="none",
+        )
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.listener]})
+
+    async def answer(self, _scope, _receive, send):
+        head = {"type": "http.response.start", "status": self.status, "headers": [(b"connection", b"close")]}
+        await send(head)
+        await send({"type": "http.response.body", "body": self.content})
+
+    def __enter__(self):
+        self.thread.start()
+        deadline = time.monotonic() + 10
+        while not self.server.started:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return self
+
+    def __exit__(self, *_):
+        self.server.should_exit = True
+        self.thread.join(10)
+        self.listener.close()
+
+
+@pytest.fixture(scope="module")
+def coordinator(authority, tmp_path_factory):
+    with BrokenCoordinator(authority, tmp_path_factory.mktemp("server")) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        (401, UnauthorisedError),
+        (403, RefusedError),
+        (413, RefusedError),
+        (404, NetworkError),
+        (412, NetworkError),
+        (500, NetworkError),
+        (503, NetworkError),
+    ],
+)
+def test_a_status_tells_the_agent_what_to_do(coordinator, make_node, status, error):
+    coordinator.status, coordinator.content = status, b'{"detail": "so it is"}'
+    with pytest.raises(NetworkError, match=f"coordinator answered {status}.*so it is") as caught:
+        make_node().connect(coordinator.address)
+    assert type(caught.value) is error
+
+
+def test_an_answer_that_is_no_protobuf_is_a_network_error(coordinator, make_node):
+    coordinator.status, coordinator.content = 200, b"<html>log in to the hotel's network</html>"
+    with pytest.raises(NetworkError, match="makes no sense"):
+        make_node().connect(coordinator.address)
+
+
+def test_a_coordinator_that_is_away_is_a_network_error(make_node):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        with pytest.raises(NetworkError, match="no answer from the coordinator"):
+            make_node().connect(f"127.0.0.1:{unused.getsockname()[1]}")
+
+
+def test_a_coordinator_of_another_ca_is_not_spoken_to(coordinator, make_node):
+    with pytest.raises(NetworkError, match="certificate"):
+        make_node(ca=pki.create_authority("other")).connect(coordinator.address)
+
+
+def test_without_a_connection_there_is_a_clear_error(make_node):
+    with pytest.raises(NetworkError, match="not connected"):
+        make_node().pull()
+
+
+def test_closing_twice_is_no_error(make_node):
+    node = make_node()
+    node.close()
+    node.close()

@@ -1,0 +1,60 @@
+from types import SimpleNamespace
+
+import pytest
+
+from edgefl.strategies.evaluation import EvaluationSchedule
+from edgefl.types import DeviceInfo, Role
+
+DEVICES = {
+    "pi-1": DeviceInfo(device_id="pi-1"),
+    "pi-2": DeviceInfo(device_id="pi-2"),
+    "judge": DeviceInfo(device_id="judge", role=Role.EVALUATOR, source="evaluator"),
+    "own": DeviceInfo(device_id="own", role=Role.EVALUATOR, source="coordinator"),
+}
+
+
+def view(*names):
+    return SimpleNamespace(devices={name: DEVICES[name] for name in names})
+
+
+def asked(schedule, version, names, *, is_last=False):
+    return [order.device_id for order in schedule(version, view(*names), is_last)]
+
+
+@pytest.mark.parametrize(
+    ("who", "expected"),
+    [
+        ("auto", ["judge", "own"]),
+        ("coordinator", ["own"]),
+        ("evaluator", ["judge"]),
+        ("devices", ["pi-1", "pi-2"]),
+        ("none", []),
+    ],
+)
+def test_those_are_asked_whom_the_run_file_names(who, expected):
+    assert asked(EvaluationSchedule(who=who), 1, DEVICES) == expected
+    assert asked(EvaluationSchedule(who=who), 1, DEVICES, is_last=True) == expected
+
+
+def test_without_evaluators_the_devices_own_splits_serve():
+    assert asked(EvaluationSchedule(), 1, ["pi-2", "pi-1"]) == ["pi-1", "pi-2"]
+
+
+def test_every_nth_round_and_the_last_one_are_evaluated():
+    schedule = EvaluationSchedule(every=3)
+    assert [v for v in range(1, 10) if schedule(v, view("own"), False)] == [3, 6, 9]
+    assert schedule(4, view("own"), True)
+
+
+def test_rounds_of_several_updates_are_evaluated_at_their_ends():
+    schedule = EvaluationSchedule(every=2, updates_per_round=3)
+    assert [v for v in range(1, 13) if schedule(v, view("own"), False)] == [6, 12]
+    (order,) = schedule(6, view("own"), False)
+    assert (order.version, order.round) == (6, 2)
+
+
+def test_ids_tell_versions_and_devices_apart():
+    schedule, ids = EvaluationSchedule(), set()
+    for version in (1, 2, 12):
+        ids |= {order.assignment_id for order in schedule(version, view("judge", "own"), False)}
+    assert len(ids) == 6

@@ -1,0 +1,165 @@
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from edgefl.errors import StrategyError
+from edgefl.strategies.fold import Fold, close, receive
+from edgefl.types import LazyTensors, SparseTensor, Update, UpdateMetrics
+
+
+def update(name, tensors, num_examples=1):
+    return Update(
+        assignment_id=name,
+        device_id=f"device-of-{name}",
+        base_version=0,
+        tensors=tensors,
+        metrics=UpdateMetrics(num_examples=num_examples),
+    )
+
+
+def folded(model, *updates, weights=None, expected=None):
+    fold = Fold(expected=expected or tuple(u.assignment_id for u in updates))
+    for number, one in enumerate(updates):
+        receive(fold, one, weights[number] if weights else float(one.metrics.num_examples), model)
+    close(fold, model)
+    return model
+
+
+def test_the_model_moves_by_the_weighted_mean():
+    model = {"w": np.array([1.0, 10.0], np.float32)}
+    folded(
+        model,
+        update("a", {"w": np.array([4.0, 0.0], np.float32)}, 1),
+        update("b", {"w": np.array([0.0, -4.0], np.float32)}, 3),
+    )
+    assert model["w"].tolist() == [2.0, 7.0]
+
+
+def test_counters_come_from_the_device_with_most_examples_and_means_are_averaged():
+    model = {"steps": np.array(5, np.int64), "mean": np.array([0.0], np.float32)}
+    folded(
+        model,
+        update("a", {"steps": np.array(2), "mean": np.array([1.0], np.float32)}, 10),
+        update("b", {"steps": np.array(9), "mean": np.array([3.0], np.float32)}, 30),
+        update("c", {"steps": np.array(4), "mean": np.array([2.0], np.float32)}, 30),
+        weights=[1.0, 1.0, 1.0],
+    )
+    assert model["steps"] == 14
+    assert model["steps"].dtype == np.int64
+    assert model["mean"].tolist() == [2.0]
+
+
+def test_what_is_a_counter_depends_on_the_model_and_not_on_the_update():
+    model = {"w": np.zeros(2, np.float32), "steps": np.zeros(1, np.int32)}
+    folded(
+        model,
+        update("a", {"w": np.array([2, 4]), "steps": np.array([3.0])}, 1),
+        update("b", {"w": np.array([0, 0]), "steps": np.array([1.0])}, 1),
+    )
+    assert model["w"].tolist() == [1.0, 2.0]
+    assert model["steps"].tolist() == [3]
+    assert {name: tensor.dtype.name for name, tensor in model.items()} == {"w": "float32", "steps": "int32"}
+
+
+def test_a_sparse_update_moves_only_its_entries():
+    model = {"w": np.zeros((2, 2), np.float32)}
+    sparse = SparseTensor(indices=np.array([1, 2]), values=np.array([2.0, 4.0], np.float32), shape=(2, 2))
+    folded(model, update("a", {"w": sparse}), update("b", {"w": np.ones((2, 2), np.float32)}))
+    assert model["w"].tolist() == [[0.5, 1.5], [2.5, 0.5]]
+
+
+def test_half_floats_do_not_overflow_under_many_examples():
+    model = {"w": np.zeros(2, np.float16)}
+    folded(
+        model,
+        update("a", {"w": np.array([3.0, -1.0], np.float16)}, 60_000),
+        update("b", {"w": np.array([1.0, 1.0], np.float16)}, 60_000),
+    )
+    assert model["w"].tolist() == [2.0, 0.0]
+    assert model["w"].dtype == np.float16
+
+
+def test_a_tensor_without_axes_is_averaged_too():
+    model = {"scale": np.array(1.0, np.float32)}
+    kept = model["scale"]
+    folded(
+        model, update("a", {"scale": np.array(2.0, np.float32)}), update("b", {"scale": np.array(4.0, np.float32)})
+    )
+    assert model["scale"] == 4.0
+    assert model["scale"] is kept
+
+
+def test_double_precision_is_kept():
+    model = {"w": np.array([0.0])}
+    folded(model, update("a", {"w": np.array([1e-12])}), update("b", {"w": np.array([3e-12])}))
+    assert model["w"].tolist() == [2e-12]
+
+
+def test_updates_are_added_in_the_order_of_their_assignment_whoever_is_first():
+    values = {"a": 1e8, "b": 1.0, "c": -1e8}
+    sums = set()
+    for order in ("abc", "cab", "bca", "cba"):
+        model, fold = {"w": np.zeros(1, np.float32)}, Fold(expected=("a", "b", "c"))
+        for name in order:
+            receive(fold, update(name, {"w": np.array([values[name]], np.float32)}), 1.0, model)
+        close(fold, model)
+        assert fold.used == ["a", "b", "c"]
+        sums.add(model["w"].tobytes())
+    assert len(sums) == 1
+
+
+def test_a_missing_update_does_not_hold_back_the_later_ones():
+    model, fold = {"w": np.zeros(1, np.float32)}, Fold(expected=("a", "b", "c"))
+    for name in "cb":
+        receive(fold, update(name, {"w": np.array([2.0], np.float32)}), 1.0, model)
+    assert fold.num_received == 2
+    close(fold, model)
+    assert fold.used == ["b", "c"]
+    assert model["w"].tolist() == [2.0]
+
+
+def test_unexpected_and_repeated_updates_are_left_out():
+    model, fold = {"w": np.zeros(1, np.float32)}, Fold(expected=("a", "b"))
+    for name, value in (("b", 4.0), ("x", 100.0), ("b", 100.0), ("a", 2.0), ("a", 100.0), ("b", 100.0)):
+        receive(fold, update(name, {"w": np.array([value], np.float32)}), 1.0, model)
+    close(fold, model)
+    assert model["w"].tolist() == [3.0]
+
+
+def test_only_one_decoded_update_is_in_memory_at_a_time():
+    alive = []
+
+    class Watched(LazyTensors):
+        def __init__(self, name):
+            super().__init__(lambda: self.load(name))
+
+        def load(self, name):
+            alive.append((name, "in"))
+            return {"w": np.ones(1, np.float32)}
+
+        def release(self):
+            super().release()
+            alive.append(("", "out"))
+
+    fold, model = Fold(expected=("a", "b", "c")), {"w": np.zeros(1, np.float32)}
+    for name in "cab":
+        receive(fold, update(name, Watched(name)), 1.0, model)
+    close(fold, model)
+    assert [name for name, what in alive if what == "in"] == ["a", "b", "c"]
+    assert all(first[1] != second[1] for first, second in pairwise(alive))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [({}, "has no tensor 'w'"), ({"w": np.ones(3, np.float32)}, r"shape \(3,\), the model's is \(2,\)")],
+)
+def test_an_update_that_does_not_fit_is_named(tensors, message):
+    with pytest.raises(StrategyError, match=message):
+        folded({"w": np.zeros(2, np.float32)}, update("a", tensors))
+
+
+def test_without_updates_the_model_stays():
+    model = {"w": np.ones(2, np.float32)}
+    close(Fold(), model)
+    assert model["w"].tolist() == [1.0, 1.0]

@@ -1,0 +1,228 @@
+"""docs/protocol.md describes what crosses the network as the code has it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import ssl
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from fastapi import APIRouter
+from fastapi.routing import APIRoute
+
+from edgefl import __version__
+from edgefl.assembly import assemble
+from edgefl.compression import wire
+from edgefl.compression.registry import STAGES
+from edgefl.config import parse_run
+from edgefl.coordinator import access, broker, bus, live_fleet, outstanding, presence, superlink
+from edgefl.coordinator.api import operator_router
+from edgefl.coordinator.enrolment import enrolment_router
+from edgefl.coordinator.messages import order_header
+from edgefl.protocol import (
+    CHUNK_BYTES,
+    FROM_DEVICE,
+    HEARTBEAT_JITTER,
+    HEARTBEAT_S,
+    INLINE_BODY_BYTES,
+    MAX_BODY_BYTES,
+    MAX_JSON_BYTES,
+    MAX_TOKEN_CHARS,
+    POLL_S,
+    REPLY_SALT_BYTES,
+    Capabilities,
+    Command,
+    CommandKind,
+    Heartbeat,
+    ProgressReport,
+    Status,
+    Topic,
+)
+from edgefl.types import Assignment, Evaluation, LocalPlan
+
+PROTOCOL = (Path(__file__).parents[1] / "docs" / "protocol.md").read_text()
+
+
+def part(text: str, title: str) -> str:
+    """The text under a heading, up to the next one of its level or above."""
+    level = re.search(rf"^(#+) {re.escape(title)}$", text, re.MULTILINE)
+    assert level is not None, f"no heading {title!r}"
+    return re.split(rf"^#{{1,{len(level[1])}}} ", text[level.end() :], maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def tables(text: str) -> list[list[list[str]]]:
+    """The cells of every table in a text, without the heads."""
+    found = re.findall(r"^\|.+\|\n\|[-|]+\|\n((?:\|.+\|\n)+)", text, re.MULTILINE)
+    return [[[cell.strip() for cell in line[1:-1].split(" | ")] for line in body.splitlines()] for body in found]
+
+
+def rows(text: str) -> list[list[str]]:
+    return [row for table in tables(text) for row in table]
+
+
+def code(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def test_protocol_md_describes_every_topic_with_its_writer_quality_and_fields() -> None:
+    messages = {
+        Topic.STATUS: Status, Topic.HEARTBEAT: Heartbeat, Topic.CAPABILITIES: Capabilities,
+        Topic.PROGRESS: ProgressReport, Topic.COMMAND: Command,
+    }  # fmt: skip
+    told = {code(row[0])[0]: row for row in rows(part(PROTOCOL, "MQTT")) if len(row) == 5}
+    assert set(told) == set(Topic)
+    for topic, (_, writer, quality, retained, said) in told.items():
+        assert writer.startswith("device") == (topic in FROM_DEVICE), topic
+        assert int(quality) == {**bus.QOS, Topic.BELL: 0, Topic.COMMAND: 1}[Topic(topic)], topic
+        assert retained == ("yes" if topic in {"status", "capabilities"} else "no"), topic
+        if topic in messages:
+            known = {item.name for item in fields(messages[Topic(topic)])}
+            assert known <= set(code(said)), topic
+    for kind in CommandKind:
+        assert f"`{kind}`" in part(PROTOCOL, "MQTT"), kind
+
+
+def viewer() -> None:
+    """Stands for the guard of those who may read."""
+
+
+def operator() -> None:
+    """Stands for the guard of those who may act."""
+
+
+def served() -> dict[str, str]:
+    """Every route of the HTTPS port, and who may call it."""
+    # The routes are looked at, not called, so nothing has to stand behind them.
+    parts = {"store": None, "roster": None, "worker": None, "check": None}
+    routers: list[APIRouter] = [
+        enrolment_router(None),  # type: ignore[arg-type]
+        operator_router(**parts, viewer=viewer, operator=operator),  # type: ignore[arg-type]
+    ]
+    found = {f"POST /v1/fleet/{name}": "device" for name in superlink._HANDLERS}
+    for route in (route for router in routers for route in router.routes):
+        assert isinstance(route, APIRoute)
+        guards = [item.dependency for item in route.dependencies]
+        who = "operator" if operator in guards else "viewer" if viewer in guards else "anyone"
+        found |= {f"{method} {route.path}": who for method in route.methods or ()}
+    return found
+
+
+def test_protocol_md_lists_every_route_and_who_may_call_it() -> None:
+    told = {name: row[1] for row in rows(part(PROTOCOL, "HTTPS")) for name in code(row[0]) if " /" in name}
+    assert told == served()
+    room = Path(superlink.__file__).parent
+    assert {path.stem for path in room.glob("*.py") if "APIRouter(" in path.read_text()} == {"api", "enrolment"}
+
+
+def test_protocol_md_lists_every_status_that_an_error_can_have() -> None:
+    told = {int(row[0]) for row in rows(part(PROTOCOL, "HTTPS")) if row[0].isdigit()}
+    assert told == {*access.STATUS.values(), 422}
+
+
+def test_protocol_md_describes_every_key_of_an_instruction_and_no_other() -> None:
+    instructions, _ = tables(part(PROTOCOL, "Work"))
+    plan = LocalPlan(iterations=1, options={"a": 1})
+    order = Assignment(assignment_id="a1", device_id="d1", base_version=0, plan=plan)
+    sent = {**assemble(parse_run({"run": {"task": "digits"}}), "r1").header, **order_header("r1", order)}
+    assert {name for row in instructions for name in code(row[0])} == set(sent)
+    (told,) = [code(row[1]) for row in instructions if row[0] == "`plan`"]
+    assert set(told) - {"train"} == {item.name for item in fields(LocalPlan)} - {"inbox"}
+    evaluation = Evaluation(assignment_id="e1", device_id="d1", version=0, round=0)
+    only_train = {row[0].strip("`") for row in instructions if row[1].startswith("`train` only")}
+    assert only_train == set(order_header("r1", order)) - set(order_header("r1", evaluation))
+
+
+def ask(door: Any, path: str, body: dict[str, Any] | None = None) -> Any:
+    """One request over TLS that is checked against the fleet's CA alone."""
+    context = ssl.create_default_context(cafile=str(door.directory.ca_cert))
+    with httpx.Client(base_url=f"https://{door.address}", verify=context, trust_env=False) as client:
+        return client.get(path) if body is None else client.post(path, json={"v": 1, **body})
+
+
+def test_a_board_that_does_what_protocol_md_says_has_joined(front_door: Any) -> None:
+    text = front_door.token().text().removeprefix("efl1.")
+    raw = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
+    assert raw[:3] == hashlib.sha256(raw[3:]).digest()[:3]
+    fingerprint, token_id, secret, fleet, addresses = json.loads(raw[3:])
+    ca = x509.load_pem_x509_certificate(ask(front_door, "/edgefl/v1/ca").content).public_key()
+    spki = ca.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    assert (fingerprint, addresses) == (hashlib.sha256(spki).hexdigest(), [front_door.address])
+    said = {name for row in rows(part(PROTOCOL, "Joining")) for name in code(row[0])}
+    key = ec.generate_private_key(ec.SECP256R1())
+    request = {
+        "token_id": token_id,
+        "secret": secret,
+        "name": "pi-07",
+        "role": "trainer",
+        "csr": pem(x509.CertificateSigningRequestBuilder().subject_name(x509.Name([])).sign(key, hashes.SHA256())),
+        "public_key": key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).decode(),
+        "capabilities": {"facts": {"cores": 4}, "shards": {"digits": 12}},
+        "version": __version__,
+    }
+    assert set(request) == said
+    for name in said - {"capabilities"}:
+        assert ask(front_door, "/edgefl/v1/enroll", {**request, name: ""}).status_code == 400, name
+    answer = ask(front_door, "/edgefl/v1/enroll", request).json()
+    assert set(answer) == {"v", "device_id", "role", "certificate", "fleet", "addresses", "broker"}
+    assert (answer["fleet"], answer["device_id"], set(answer["broker"])) == (fleet, "pi-07", {"port", "host"})
+    (subject,) = x509.load_pem_x509_certificate(answer["certificate"].encode()).subject
+    assert subject.value == "pi-07"
+
+
+def pem(request: x509.CertificateSigningRequest) -> str:
+    return request.public_bytes(Encoding.PEM).decode()
+
+
+def test_protocol_md_names_every_field_of_a_hello(front_door: Any) -> None:
+    (answer,) = [row[3] for row in rows(part(PROTOCOL, "HTTPS")) if row[0] == "`GET /edgefl/v1/hello`"]
+    assert set(code(answer)) == set(ask(front_door, "/edgefl/v1/hello").json()) - {"v"}
+
+
+def test_protocol_md_describes_the_header_and_the_stages_of_a_codec_body() -> None:
+    header, stages = [], {}
+    for row in rows(part(PROTOCOL, "A codec body")):
+        if row[0].isdigit() and code(row[1]):
+            stages[code(row[1])[0]] = int(row[0])
+        elif row[0].isdigit() and row[1].isdigit():
+            header.append((int(row[0]), int(row[1])))
+    assert [offset for offset, _ in header] == [sum(size for _, size in header[:n]) for n in range(len(header))]
+    assert sum(size for _, size in header) == wire._FIXED.size
+    assert stages == {name: number for name, (number, _) in STAGES.items()}
+    assert f"`{wire.MAGIC.decode()}`" in PROTOCOL
+
+
+@pytest.mark.parametrize(
+    ("heading", "said"),
+    [
+        ("Limits", f"{MAX_JSON_BYTES // 1024} KiB"),
+        ("Limits", f"{broker.MAX_MESSAGE_BYTES // 2**20} MiB"),
+        ("Limits", f"`/v1/fleet/` | {MAX_BODY_BYTES // 2**20} MiB"),
+        ("Limits", f"codec body | {wire.MAX_PAYLOAD_BYTES // 2**20} MiB"),
+        ("Limits", f"{wire.MAX_TENSORS // 1000} {wire.MAX_TENSORS % 1000}"),
+        ("Limits", f"{wire.MAX_NAME_BYTES} bytes"),
+        ("Limits", f"{MAX_TOKEN_CHARS} characters"),
+        ("Limits", f"{live_fleet.EVALUATION_DEADLINE_S:g} s"),
+        ("Limits", f"{live_fleet.MAX_REASON_CHARS} characters"),
+        ("Work", f"{INLINE_BODY_BYTES // 1024} KiB"),
+        ("Work", f"{CHUNK_BYTES // 2**20} MiB"),
+        ("Work", f"{REPLY_SALT_BYTES} bytes"),
+        ("Work", f"{outstanding.LOST_AFTER_S:g} s ago"),
+        ("MQTT", f"every {HEARTBEAT_S:g} s ± {HEARTBEAT_JITTER:.0%}".replace("%", " %")),
+        ("MQTT", f"at most {POLL_S:g} s"),
+        ("Presence", f"another {presence.Presence()._gone_after_will_s:g} s"),
+        ("Presence", f"({presence.Presence()._late_after_s:g} s)"),
+        ("Presence", f"({presence.Presence()._gone_after_s:g} s)"),
+    ],
+)
+def test_a_number_of_protocol_md_is_the_code_s(heading: str, said: str) -> None:
+    assert said in part(PROTOCOL, heading)

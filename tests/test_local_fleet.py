@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from edgefl.errors import RunFailedError
+from edgefl.local_fleet import LocalDevice, LocalFleet, free_port
+
+
+def test_a_fleet_that_cannot_start_says_why_and_leaves_nothing_running(tmp_path: Path) -> None:
+    missing = LocalDevice(name="device-01", shards={"digits": str(tmp_path / "none.npz")})
+    fleet = LocalFleet(root=tmp_path / "fleet", devices=[missing])
+    with pytest.raises(RunFailedError, match=r"device-01 could not join: .*none\.npz"), fleet:
+        pass
+    assert fleet.processes["coordinator"].poll() == 0
+
+
+def test_a_coordinator_that_dies_is_told_with_its_last_words(tmp_path: Path) -> None:
+    with LocalFleet(root=tmp_path, devices=[]) as fleet:
+        fleet.kill("coordinator", signal.SIGKILL)
+        with pytest.raises(RunFailedError, match="the coordinator ended with code -9"):
+            fleet.wait_present(1)
+
+
+def test_free_ports_differ() -> None:
+    assert free_port() != free_port()

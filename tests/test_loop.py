@@ -1,0 +1,531 @@
+"""The round loop over a scripted fleet with a clock of its own, real strategies and a journal that watches."""
+
+import heapq
+import itertools
+import math
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from edgefl.errors import RunFailedError
+from edgefl.loop import DRAIN_S, GIVE_UP_AFTER, Goal, Scoreboard, drive
+from edgefl.strategies.evaluation import EvaluationSchedule
+from edgefl.strategies.registry import make_strategy
+from edgefl.strategies.rounds import RoundRules
+from edgefl.types import (
+    Assignment,
+    Decision,
+    DeviceInfo,
+    Evaluated,
+    Evaluation,
+    Joined,
+    LocalPlan,
+    Lost,
+    Outcome,
+    Recall,
+    Role,
+    Stop,
+    Update,
+    UpdateMetrics,
+)
+
+NEVER = math.inf
+
+
+class Journal:
+    """Knows what was written and whether it is durable; gives updates back marked, as a real one rewrites them."""
+
+    def __init__(self):
+        self.entries, self.is_durable = [], True
+
+    def received(self, events):
+        self._write(*(("received", event) for event in events))
+        return [replace(e, metrics=replace(e.metrics, extra={"kept": 1})) if is_update(e) else e for e in events]
+
+    def decided(self, decision):
+        self._write(*(("decided", order) for order in decision.orders))
+
+    def aggregated(self, version, assignment_ids, state):
+        self._write(("aggregated", (version, tuple(assignment_ids))))
+
+    def commit(self):
+        self.is_durable = True
+
+    def _write(self, *entries):
+        self.entries += entries
+        self.is_durable = self.is_durable and not entries
+
+    def of(self, kind):
+        return [entry for name, entry in self.entries if name == kind]
+
+
+def is_update(event):
+    return isinstance(event, Update)
+
+
+class ScriptedFleet:
+    """Devices answer so many seconds after an order (NEVER: not at all); `at` makes other things happen."""
+
+    def __init__(self, answer_s, *, evaluators=(), journal=None):
+        self.answer_s, self.journal = dict(answer_s), journal or Journal()
+        self.present, self.now_s, self.out = {}, 0.0, {}
+        self.orders, self.models, self.turns, self.waited_s = [], {}, 0, []
+        self.accuracy, self.fails = lambda _version: 0.5, set()
+        self._heap, self._order = [], itertools.count()
+        for name in (*self.answer_s, *evaluators):
+            self.add(name, evaluator=name in evaluators)
+
+    def add(self, name, *, answer_s=1.0, evaluator=False):
+        role = Role.EVALUATOR if evaluator else Role.TRAINER
+        source = "evaluator" if evaluator else "device"
+        self.answer_s.setdefault(name, answer_s)
+        self.present[name] = DeviceInfo(device_id=name, role=role, source=source)
+
+    def at(self, time_s, action):
+        heapq.heappush(self._heap, (time_s, next(self._order), action))
+
+    def join(self, name, **options):
+        self.add(name, **options)
+        return [Joined(device_id=name)]
+
+    def die(self, name):
+        self.present.pop(name)
+        gone = [key for key, order in self.out.items() if order.device_id == name]
+        return [self.lose(key, Outcome.LOST, "gone") for key in gone]
+
+    def lose(self, key, outcome, reason):
+        order = self.out.pop(key)
+        return Lost(device_id=order.device_id, assignment_id=key, outcome=outcome, reason=reason)
+
+    def view(self):
+        busy = {}
+        for key, order in self.out.items():
+            if isinstance(order, Assignment):
+                busy.setdefault(order.device_id, []).append(key)
+        trainers = [name for name, info in sorted(self.present.items()) if info.role == Role.TRAINER]
+        idle = [name for name in trainers if name not in busy]
+        return SimpleNamespace(
+            now_s=self.now_s, devices=dict(self.present), idle=idle, busy=busy, speeds={}, progress={}
+        )
+
+    def dispatch(self, orders, source):
+        assert self.journal.is_durable, "work was given out before it was written down"
+        for order in orders:
+            self.orders.append((self.now_s, order))
+            if isinstance(order, Recall):
+                continue
+            self.models[order.assignment_id] = source.version, float(np.sum(source.model()["w"]))
+            self.out[order.assignment_id] = order
+            if self.answer_s[order.device_id] < NEVER:
+                self.at(self.now_s + self.answer_s[order.device_id], lambda order=order: self.answer(order))
+            if isinstance(order, Assignment) and order.deadline_s is not None:
+                self.at(self.now_s + order.deadline_s, lambda order=order: self.expire(order))
+
+    def expire(self, order):
+        key = order.assignment_id
+        return [self.lose(key, Outcome.LOST, "too late")] if key in self.out else []
+
+    def answer(self, order):
+        key = order.assignment_id
+        if key not in self.out:
+            return []
+        if order.device_id in self.fails:
+            return [self.lose(key, Outcome.FAILED, "no such task")]
+        del self.out[key]
+        if isinstance(order, Evaluation):
+            return [self.evaluated(order)]
+        return [update_of(order)]
+
+    def evaluated(self, order):
+        return Evaluated(
+            assignment_id=order.assignment_id,
+            device_id=order.device_id,
+            version=order.version,
+            round=order.round,
+            source=self.present[order.device_id].source,
+            num_examples=10,
+            loss=1.0,
+            accuracy=self.accuracy(order.version),
+        )
+
+    def wait(self, until_s):
+        self.turns += 1
+        assert self.turns < 500, "the loop does not end"
+        self.waited_s.append(until_s - self.now_s)
+        events = []
+        while not events and self._heap and self._heap[0][0] <= until_s:
+            self.now_s, _, action = heapq.heappop(self._heap)
+            events = list(action() or ())
+        self.now_s = self.now_s if events else until_s
+        return events
+
+    def given(self, kind):
+        return [order for _, order in self.orders if isinstance(order, kind)]
+
+
+def update_of(order, value=1.0):
+    return Update(
+        assignment_id=order.assignment_id,
+        device_id=order.device_id,
+        base_version=order.base_version,
+        tensors={"w": np.full(2, value, np.float32)},
+        metrics=UpdateMetrics(num_examples=5, bytes_up=60, bytes_down=40),
+    )
+
+
+def run(fleet, *, strategy=None, goal=None, who="auto", every=1, **rules):
+    strategy = strategy or make_strategy("fedavg", {}, RoundRules(**rules))
+    return drive(
+        strategy,
+        strategy.init({"w": np.zeros(2, np.float32)}),
+        fleet=fleet,
+        journal=fleet.journal,
+        goal=goal or Goal(versions=3),
+        evaluate=EvaluationSchedule(every=every, who=who),
+    )
+
+
+def test_every_device_trains_once_a_round_and_the_model_moves_by_the_mean():
+    fleet = ScriptedFleet({"a": 1.0, "b": 2.0})
+    state, reason = run(fleet, who="none")
+    assert state.model["w"].tolist() == [3.0, 3.0]
+    assert reason == "rounds reached 3"
+    assert [order.device_id for order in fleet.given(Assignment)] == ["a", "b"] * 3
+    assert fleet.now_s == 6.0
+
+
+def test_nothing_is_given_out_before_it_is_durable_and_nothing_used_that_was_not_written():
+    fleet = ScriptedFleet({"a": 1.0, "b": 2.0}, evaluators=["e"])
+    run(fleet)  # the fleet itself looks at the journal in dispatch
+    received = [event.assignment_id for event in fleet.journal.of("received") if is_update(event)]
+    used = [name for _, names in fleet.journal.of("aggregated") for name in names]
+    assert sorted(received) == sorted(used)
+    kinds = [kind for kind, entry in fleet.journal.entries if kind == "aggregated" or is_update(entry)]
+    assert kinds == ["received", "received", "aggregated"] * 3
+    assert fleet.journal.is_durable
+
+
+def test_the_strategy_is_given_updates_as_the_journal_gives_them_back():
+    strategy, seen = make_strategy("fedavg", {}, RoundRules()), []
+    watched = SimpleNamespace(
+        **{name: getattr(strategy, name) for name in ("init", "assign", "ready", "aggregate", "model")},
+        **{name: getattr(strategy, name) for name in ("version", "used", "changed")},
+        receive=lambda state, update: (seen.append(update.metrics.extra), strategy.receive(state, update))[1],
+    )
+    run(ScriptedFleet({"a": 1.0}), strategy=watched, goal=Goal(versions=2))
+    assert seen == [{"kept": 1}] * 2
+
+
+@pytest.mark.parametrize(
+    ("goal", "reason", "version"),
+    [
+        (Goal(versions=2), "rounds reached 2", 2),
+        (Goal(updates=5), "updates reached 5", 3),
+        (Goal(bytes=550), "bytes reached 550", 3),
+        (Goal(seconds=3.5), "seconds reached 3.5", 4),
+        (Goal(versions=9, updates=2), "updates reached 2", 1),
+    ],
+)
+def test_the_run_ends_with_the_first_goal_that_is_reached(goal, reason, version):
+    state, why = run(ScriptedFleet({"a": 1.0, "b": 1.0}), goal=goal, who="none")
+    assert (why, state.version) == (reason, version)
+
+
+def test_seconds_count_from_the_first_work_and_not_from_waiting_for_devices():
+    fleet = ScriptedFleet({"a": 1.0})
+    fleet.at(100.0, lambda: fleet.join("b"))
+    state, _ = run(fleet, goal=Goal(seconds=3), min_devices=2, who="none")
+    assert (state.version, fleet.now_s) == (3, 103.0)
+
+
+def test_the_run_ends_at_an_accuracy_and_a_worse_one_afterwards_does_not_revive_it():
+    fleet = ScriptedFleet({"a": 1.0}, evaluators=["e"])
+    fleet.answer_s["e"] = 1.5
+    fleet.accuracy = lambda version: 0.9 if version == 2 else 0.4
+    state, reason = run(fleet, goal=Goal(accuracy=0.8))
+    assert reason == "accuracy reached 0.8"
+    assert state.version <= 5
+
+
+def test_without_an_evaluator_the_devices_mean_accuracy_counts_once_all_have_answered():
+    fleet = ScriptedFleet({"a": 1.0, "b": 1.0})
+    fleet.accuracy = lambda version: 0.1 * version
+    state, reason = run(fleet, goal=Goal(accuracy=0.29))
+    assert reason == "accuracy reached 0.29"
+    assert state.version in {3, 4}
+
+
+def test_accuracy_is_the_mean_over_examples_and_never_that_of_an_older_version():
+    board = Scoreboard()
+    ask = [Evaluation(assignment_id=f"{v}{d}", device_id=d, version=v, round=v) for v in (1, 2) for d in "ab"]
+    board.ask(ask)
+    score = {"round": 1, "source": "device", "loss": 0.0}
+    for key, accuracy, num_examples in (("2a", 1.0, 30), ("2b", 0.0, 10), ("1a", 0.2, 5)):
+        board.note(
+            Evaluated(
+                assignment_id=key, device_id=key[1], version=int(key[0]), accuracy=accuracy,
+                num_examples=num_examples, **score,
+            )
+        )  # fmt: skip
+        assert board.accuracy == (None if key == "2a" else 0.75)
+    board.note(Lost(device_id="b", assignment_id="1b", outcome=Outcome.LOST, reason="gone"))
+    assert board.accuracy == 0.75
+    assert (board.outstanding, board.results) == ({}, {})
+
+
+def test_a_stop_recalls_what_is_in_flight_and_uses_what_comes():
+    fleet = ScriptedFleet({"a": 10.0, "b": 20.0})
+    fleet.at(3.0, lambda: [Stop(reason="enough")])
+    state, reason = run(fleet, who="none")
+    assert reason == "enough"
+    assert {order.device_id for order in fleet.given(Recall)} == {"a", "b"}
+    assert state.version == 1
+    assert fleet.now_s == 20.0
+
+
+def test_what_never_comes_back_is_waited_for_no_longer_than_the_drain():
+    fleet = ScriptedFleet({"a": 1.0, "b": NEVER})
+    fleet.at(3.0, lambda: [Stop(reason="enough")])
+    state, _ = run(fleet, who="none")
+    assert (state.version, fleet.now_s) == (0, 3.0 + DRAIN_S)
+
+
+@pytest.mark.parametrize(("every", "versions", "expected"), [(1, 3, [1, 2, 3]), (2, 3, [2, 3]), (5, 3, [3])])
+def test_the_last_version_is_evaluated_once_however_rarely_others_are(every, versions, expected):
+    fleet = ScriptedFleet({"a": 1.0}, evaluators=["e"])
+    run(fleet, every=every, goal=Goal(versions=versions))
+    assert [order.version for order in fleet.given(Evaluation)] == expected
+    assert not fleet.out
+
+
+def test_the_last_version_is_evaluated_even_when_a_straggler_never_comes_back():
+    fleet = ScriptedFleet({"a": 1.0, "b": NEVER}, evaluators=["e"])
+    fleet.answer_s["e"] = 50.0
+    run(fleet, every=5, goal=Goal(versions=1), min_updates=1)
+    assert [order.version for order in fleet.given(Evaluation)] == [1]
+    assert fleet.now_s == 1.0 + DRAIN_S + 50.0
+
+
+def test_an_evaluator_that_never_answers_ends_the_wait_and_not_the_result():
+    fleet = ScriptedFleet({"a": 1.0}, evaluators=["e"])
+    fleet.answer_s["e"] = NEVER
+    state, reason = run(fleet, goal=Goal(versions=2))
+    assert (state.version, reason) == (2, "rounds reached 2")
+    assert fleet.now_s == 2.0 + DRAIN_S
+
+
+@dataclass
+class AsyncState:
+    value: float = 0.0
+    version: int = 0
+    inbox: tuple = ()
+    used: tuple = ()
+
+
+class EveryUpdateIsAVersion:
+    """As small as an asynchronous strategy can be: no rounds, two devices at work on their own."""
+
+    def init(self, model):
+        return AsyncState()
+
+    def assign(self, state, view):
+        orders = tuple(
+            Assignment(
+                assignment_id=f"{name}-{state.version}", device_id=name, base_version=state.version, plan=LocalPlan()
+            )
+            for name in view.idle
+        )
+        return state, Decision(orders=orders)
+
+    def receive(self, state, update):
+        return replace(state, inbox=(*state.inbox, update))
+
+    def ready(self, state, view):
+        return bool(state.inbox)
+
+    def aggregate(self, state):
+        first, *rest = state.inbox
+        return AsyncState(
+            value=state.value + 1, version=state.version + 1, inbox=tuple(rest), used=(first.assignment_id,)
+        )
+
+    def model(self, state):
+        return {"w": np.array([state.value])}
+
+    def version(self, state):
+        return state.version
+
+    def used(self, state):
+        return state.used
+
+    def changed(self, state, since):
+        return None
+
+
+def test_versions_that_close_together_are_each_evaluated_with_their_own_model():
+    fleet = ScriptedFleet({"a": 1.0, "b": 1.0}, evaluators=["e"])
+    together = fleet.wait
+
+    def wait(until_s):
+        events = list(together(until_s))
+        if events and fleet._heap and fleet._heap[0][0] == fleet.now_s:
+            events += together(fleet.now_s)
+        return events
+
+    fleet.wait = wait
+    run(fleet, strategy=EveryUpdateIsAVersion(), goal=Goal(versions=6))
+    evaluations = {order.assignment_id: order.version for order in fleet.given(Evaluation)}
+    assert sorted(evaluations.values()) == list(range(1, 1 + len(evaluations)))
+    assert len(evaluations) >= 6
+    assert all(fleet.models[key] == (version, float(version)) for key, version in evaluations.items())
+
+
+def test_a_device_that_dies_in_a_round_neither_blocks_nor_spoils_it():
+    fleet = ScriptedFleet({"a": 1.0, "b": 5.0, "c": 2.0})
+    fleet.at(7.0, lambda: fleet.die("b"))
+    state, _ = run(fleet, who="none")
+    assert fleet.journal.of("aggregated")[1] == (2, ("v1-a1-a", "v1-a1-c"))
+    assert state.model["w"].tolist() == [3.0, 3.0]
+    assert fleet.now_s == 5.0 + 2.0 + 2.0
+
+
+def test_when_all_have_died_the_round_goes_on_with_whoever_comes_back():
+    fleet = ScriptedFleet({"a": 2.0, "b": 2.0})
+    fleet.at(1.0, lambda: fleet.die("a") + fleet.die("b"))
+    fleet.at(500.0, lambda: fleet.join("a"))
+    run(fleet, who="none", goal=Goal(versions=1))
+    assert fleet.journal.of("aggregated") == [(1, ("v0-a2-a",))]
+    assert fleet.now_s == 502.0
+
+
+def test_when_nobody_ever_answers_the_time_limit_ends_the_run():
+    fleet = ScriptedFleet({"a": NEVER})
+    state, reason = run(fleet, goal=Goal(seconds=200), who="none")
+    assert (state.version, reason) == (0, "seconds reached 200")
+    assert fleet.now_s <= 200 + 60 + DRAIN_S
+
+
+def test_without_devices_a_stop_ends_the_run():
+    fleet = ScriptedFleet({})
+    fleet.at(90.0, lambda: [Stop(reason="enough")])
+    assert run(fleet)[1] == "enough"
+
+
+def test_an_update_that_comes_twice_or_late_counts_once():
+    fleet = ScriptedFleet({"a": 1.0, "b": 2.0})
+
+    def echo():
+        return [update_of(order, 50.0) for order in fleet.given(Assignment)]
+
+    fleet.at(1.5, echo)  # a's again, and b's before its own
+    fleet.at(2.2, echo)
+    state, _ = run(fleet, who="none", goal=Goal(versions=2))
+    used = [name for _, names in fleet.journal.of("aggregated") for name in names]
+    assert used == ["v0-a1-a", "v0-a1-b", "v1-a1-a"]
+    assert state.model["w"].tolist() == [(1 + 50) / 2 + 50] * 2
+
+
+def test_a_late_update_of_a_closed_round_changes_nothing():
+    fleet = ScriptedFleet({"a": 1.0, "b": 1.5})
+    state, _ = run(fleet, who="none", goal=Goal(versions=1), min_updates=1)
+    assert fleet.journal.of("aggregated") == [(1, ("v0-a1-a",))]
+    assert state.model["w"].tolist() == [1.0, 1.0]
+    assert fleet.now_s == 1.5  # it was drained and not used
+
+
+def test_a_round_opens_only_when_enough_devices_are_there():
+    fleet = ScriptedFleet({"a": 1.0})
+    fleet.at(30.0, lambda: fleet.join("b"))
+    run(fleet, who="none", goal=Goal(versions=1), min_devices=2)
+    assert [(at, order.device_id) for at, order in fleet.orders] == [(30.0, "a"), (30.0, "b")]
+
+
+def test_at_most_so_many_are_asked_and_all_have_their_turn():
+    fleet = ScriptedFleet(dict.fromkeys("abcdef", 1.0))
+    run(fleet, who="none", goal=Goal(versions=30), max_devices=2)
+    asked = [order.device_id for order in fleet.given(Assignment)]
+    assert len(asked) == 60
+    assert min(asked.count(name) for name in "abcdef") >= 4
+
+
+def test_k_of_n_closes_with_the_first_k():
+    fleet = ScriptedFleet({"a": 1.0, "b": 9.0, "c": 2.0})
+    run(fleet, who="none", goal=Goal(versions=1), min_updates=2)
+    assert fleet.journal.of("aggregated") == [(1, ("v0-a1-a", "v0-a1-c"))]
+
+
+def test_k_of_n_asks_others_when_too_few_are_left():
+    fleet = ScriptedFleet({"a": 1.0, "b": 5.0})
+    fleet.at(2.0, lambda: fleet.die("b"))
+    fleet.at(8.0, lambda: fleet.join("c"))
+    run(fleet, who="none", goal=Goal(versions=1), min_updates=2)
+    assert fleet.journal.of("aggregated") == [(1, ("v0-a1-a", "v0-a2-c"))]
+
+
+def test_a_late_joiner_enters_with_the_next_round():
+    fleet = ScriptedFleet({"a": 10.0})
+    fleet.at(5.0, lambda: fleet.join("b", answer_s=1.0))
+    run(fleet, who="none", goal=Goal(versions=2))
+    assert [(at, order.device_id) for at, order in fleet.orders] == [(0.0, "a"), (10.0, "a"), (10.0, "b")]
+
+
+def test_an_assignment_past_its_deadline_closes_the_round_without_it():
+    fleet = ScriptedFleet({"a": 1.0, "b": NEVER})
+    state, _ = run(fleet, who="none", goal=Goal(versions=2), deadline_s=4.0)
+    assert fleet.now_s == 8.0
+    assert [names for _, names in fleet.journal.of("aggregated")] == [("v0-a1-a",), ("v1-a1-a",)]
+    assert state.version == 2
+
+
+def test_a_run_that_every_device_fails_ends_with_the_reason():
+    fleet = ScriptedFleet({"a": 1.0, "b": 2.0})
+    fleet.fails = {"a", "b"}
+    with pytest.raises(RunFailedError, match="no such task"):
+        run(fleet)
+    assert len(fleet.given(Assignment)) == 2 * GIVE_UP_AFTER
+    assert fleet.journal.is_durable or fleet.journal.entries[-1][0] == "received"
+
+
+def test_one_device_that_always_fails_does_not_end_the_run():
+    fleet = ScriptedFleet({"a": 1.0, "b": 2.0})
+    fleet.fails = {"a"}
+    state, _ = run(fleet, goal=Goal(versions=8), who="none")
+    assert state.version == 8
+
+
+def test_a_device_that_fails_now_and_then_is_never_given_up():
+    fleet = ScriptedFleet({"a": 1.0})
+    for time_s in range(20):
+        fleet.at(time_s + 0.5, lambda fails=time_s % 3: setattr(fleet, "fails", {"a"} if fails else set()))
+    state, _ = run(fleet, goal=Goal(versions=5), who="none")
+    assert state.version == 5
+
+
+def test_failed_evaluations_and_vanished_devices_are_no_reason_to_give_up():
+    fleet = ScriptedFleet({"a": 1.0}, evaluators=["e"])
+    fleet.fails = {"e"}
+    for time_s in range(1, 9):
+        fleet.at(time_s - 0.5, lambda: fleet.die("a"))
+        fleet.at(time_s - 0.4, lambda: fleet.join("a"))
+    state, _ = run(fleet, goal=Goal(versions=5))
+    assert state.version == 5
+
+
+def test_an_exception_of_the_fleet_ends_the_loop_at_once():
+    fleet = ScriptedFleet({"a": 1.0})
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    fleet.at(0.5, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(fleet)
+
+
+def test_the_loop_never_asks_to_wait_for_a_negative_time():
+    fleet = ScriptedFleet({"a": 1.0, "b": NEVER}, evaluators=["e"])
+    fleet.at(3.0, lambda: [Stop(reason="enough")])
+    run(fleet)
+    assert min(fleet.waited_s) >= 0
