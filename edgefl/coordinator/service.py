@@ -36,7 +36,7 @@ from edgefl.types import Progress
 log = logging.getLogger(__name__)
 
 FLUSH_EVERY_S = 0.5
-BUS_TIMEOUT_S = 5.0
+BUS_TIMEOUT_S = 3.0
 EVALUATOR_TOKEN_TTL_S = 600.0
 _DEFAULTS = CoordinatorSettings()
 
@@ -164,18 +164,16 @@ class Coordinator:
 
     def _enrolled(self, device_id: str, public_key: bytes) -> None:
         """Gives a device that has just joined its place in Flower and in the roster; it may ask for that twice."""
-        is_new = self._store.device(device_id).node_id is None
+        record, told = self._store.device(device_id), self._store.capabilities().get(device_id)
+        examples = dict(told.shards) if told else dict(record.examples)
         node_id = self._superlink.register(public_key, device_id)
-        if is_new:
+        if record.node_id is None:
             self._forget_former(device_id, node_id)
             with self._store.batch(durable=True):
                 self._store.set_node_id(device_id, node_id)
-                role = self._store.device(device_id).role
-                self._store.record_event("device-joined", f"as {role}", at=time.time(), device_id=device_id)
-        record = self._store.device(device_id)
-        examples = self._store.capabilities().get(device_id)
-        counts = examples.shards if examples else record.examples
-        self._roster.add(device_id, node_id=node_id, role=record.role, groups=record.groups, examples=counts)
+                self._store.update_device(device_id, examples=examples)
+                self._store.record_event("device-joined", f"as {record.role}", at=time.time(), device_id=device_id)
+        self._roster.add(device_id, node_id=node_id, role=record.role, groups=record.groups, examples=examples)
 
     def _forget_former(self, device_id: str, node_id: int) -> None:
         """Takes out an earlier device of this name: it was removed, and the new one counts its sessions anew."""

@@ -7,7 +7,6 @@ is answered from there.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import threading
@@ -17,6 +16,8 @@ from collections import OrderedDict
 from typing import Any
 
 from edgefl import __version__
+from edgefl.device.accelerator import chosen_accelerator
+from edgefl.device.bell import Bell
 from edgefl.device.capabilities import probe
 from edgefl.device.heartbeat import Activity, Heart
 from edgefl.device.link import Link, LinkCallbacks, LinkIdentity, LinkTls
@@ -55,7 +56,7 @@ class Agent:
     def __init__(self, state: DeviceState, *, heartbeat_s: float = HEARTBEAT_S, poll_s: float = POLL_S) -> None:
         self._state, self._poll_s = state, poll_s
         self._skew_s = 0.0
-        self._stopping, self._bell, self._ended = threading.Event(), threading.Event(), threading.Event()
+        self._stopping, self._ended, self._bell = threading.Event(), threading.Event(), Bell()
         self._boot_id = uuid.uuid4().hex
         self._finished: OrderedDict[str, Answer] = OrderedDict()
         self._unsent: tuple[Instruction, Any] | None = None
@@ -92,7 +93,7 @@ class Agent:
         """Ends the agent soon; what it is training is abandoned."""
         self._stopping.set()
         self._trainer.abandon()
-        self._bell.set()
+        self._bell.ring()
 
     def leave(self, within_s: float) -> bool:
         """Returns whether `run` has ended in time after `stop`; if not, the goodbye has been said all the same."""
@@ -152,16 +153,18 @@ class Agent:
             if set(self._brokers()) != set(before):
                 self._follow_broker()
             log.info("connected to the coordinator at %s", address)
+            self._bell.ring()  # work may be waiting
             return
         raise NetworkError(f"no coordinator at {'; '.join(failures) or 'any known address'}")
 
     def _serve(self) -> None:
         """Pulls and works until there is an error or the agent stops."""
         while not self._stopping.is_set():
-            self._bell.clear()
-            if not self._send_unsent() and not self._work_once():
+            if self._send_unsent():
+                continue
+            self._bell.wait(self._poll_s)
+            if not self._stopping.is_set() and not self._work_once():
                 self._report_capabilities()
-                self._bell.wait(self._poll_s)
 
     def _work_once(self) -> bool:
         """Does the next piece of work; returns whether there was one."""
@@ -259,7 +262,7 @@ class Agent:
                 boot_id=self._boot_id,
                 version=__version__,
             ),
-            LinkCallbacks(on_bell=self._bell.set, on_command=self._obey, on_connection=self._link_changed),
+            LinkCallbacks(on_bell=self._bell.ring, on_command=self._obey, on_connection=self._link_changed),
             next_session_no=self._state.next_session_no,
         )
 
@@ -267,7 +270,7 @@ class Agent:
         """Looks after the coordinator at once when the broker is lost: both may be gone, and come back elsewhere."""
         self._heart.beat_now()
         if not is_connected:
-            self._bell.set()
+            self._bell.ring()
 
     def _obey(self, command: Command) -> None:
         match command.kind:
@@ -277,7 +280,7 @@ class Agent:
                 self._link.set_draining(draining=command.kind == CommandKind.DRAIN)
             case CommandKind.RELOAD:
                 self._reported = None
-                self._bell.set()
+                self._bell.ring()
             case CommandKind.LOG_LEVEL if command.argument in logging.getLevelNamesMapping():
                 logging.getLogger().setLevel(command.argument)
             case _:
@@ -298,21 +301,6 @@ def run_agent(state: DeviceState) -> None:
     with on_stop_signal(stop):
         agent.run()
     log.info("%s has left the fleet for now", state.device_id)
-
-
-def chosen_accelerator(wish: str) -> str:
-    """Returns cpu or cuda; `auto` takes the GPU when torch is installed and sees one."""
-    if wish != "auto":
-        return wish
-    if importlib.util.find_spec("torch") is None or not _has_nvidia():
-        return "cpu"
-    import torch  # noqa: PLC0415 only where there is a GPU: it costs a small board 200 MB
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _has_nvidia() -> bool:
-    return any(fact.get("kind") == "cuda" for fact in probe().get("accelerators", ()))
 
 
 def _host(address: str) -> str:

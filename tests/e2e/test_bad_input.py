@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from edgefl.cli.main import main
 from edgefl.local_fleet import LocalFleet, free_port
 
 GOOD = '[run]\ntask = "digits"\n'
@@ -48,11 +49,11 @@ def fleet(tools: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loca
 
 @pytest.fixture
 def edgefl(tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
-    """Types a command in an empty folder; `config` is where its operator file lies."""
+    """Types a command in an empty folder."""
     monkeypatch.chdir(tmp_path)
 
-    def call(*words: object, config: Path | None = None, **variables: str) -> Ended:
-        own = {"XDG_CONFIG_HOME": str(config or tmp_path / "config"), "XDG_DATA_HOME": str(tmp_path / "data")}
+    def call(*words: object, **variables: str) -> Ended:
+        own = {"XDG_CONFIG_HOME": str(tmp_path / "config"), "XDG_DATA_HOME": str(tmp_path / "data")}
         done = subprocess.run(
             [sys.executable, "-m", "edgefl.cli.main", *map(str, words)],
             env={**tools.environment, **own, **variables},
@@ -67,9 +68,22 @@ def edgefl(tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
 
 
 @pytest.fixture
-def asks(edgefl: Call, fleet: LocalFleet) -> Call:
-    """Types a command as the fleet's operator."""
-    return lambda *words, **variables: edgefl(*words, config=fleet.root / "config", **variables)
+def asks(
+    fleet: LocalFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Call:
+    """Types a command as the fleet's operator; in this process, since there are many."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(fleet.root / "config"))
+
+    def call(*words: object, **variables: str) -> Ended:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(list(map(str, words)))
+        return Ended(int(ended.value.code or 0), *capsys.readouterr())
+
+    return call
 
 
 @pytest.mark.parametrize(

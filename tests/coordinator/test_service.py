@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import socket
+import sqlite3
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+from edgefl.assembly import assemble
+from edgefl.coordinator.broker import mosquitto_path
+from edgefl.coordinator.directory import CoordinatorDirectory, init_directory
+from edgefl.coordinator.service import Coordinator, StartOptions
+from edgefl.errors import PortInUseError
+from edgefl.local_fleet import free_port
+from edgefl.storage.records import RunStatus
+from edgefl.storage.store import Store
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> CoordinatorDirectory:
+    return init_directory(tmp_path / "c", hosts=["127.0.0.1"], fleet="lab", port=free_port())
+
+
+def _options(directory: CoordinatorDirectory, **options: object) -> StartOptions:
+    usual = {"host": "127.0.0.1", "port": directory.port, "broker_port": free_port(), "broker": "embedded"}
+    return StartOptions(**{**usual, **options})
+
+
+@pytest.mark.parametrize("broker", ["mosquitto", "embedded"])
+def test_closing_leaves_no_thread_and_no_open_database(directory: CoordinatorDirectory, broker: str) -> None:
+    if broker == "mosquitto" and mosquitto_path() is None:
+        pytest.skip("mosquitto is not installed")
+    before = set(threading.enumerate())
+    with Coordinator(directory, _options(directory, broker=broker), assemble) as coordinator:
+        coordinator.stop()
+        coordinator.wait()
+    # The web server's worker threads notice a moment later that it is over.
+    until_s = time.monotonic() + 10
+    while set(threading.enumerate()) - before and time.monotonic() < until_s:
+        time.sleep(0.02)
+    assert set(threading.enumerate()) - before == set()
+    assert not list(directory.root.glob("edgefl.db-*"))
+
+
+def test_a_failed_start_closes_what_was_opened(directory: CoordinatorDirectory) -> None:
+    before = set(threading.enumerate())
+    taken = free_port()
+    with (
+        socket.create_server(("127.0.0.1", taken)),
+        pytest.raises(PortInUseError),
+        Coordinator(directory, _options(directory, broker_port=taken), assemble),
+    ):
+        pass
+    assert set(threading.enumerate()) - before == set()
+    with Coordinator(directory, _options(directory), assemble):
+        pass
+
+
+def test_a_run_that_an_earlier_coordinator_left_is_interrupted(directory: CoordinatorDirectory) -> None:
+    with Store.open(directory.database) as store:
+        store.add_run(
+            run_id="r1", name="n", task="digits", strategy="fedavg", config={"run": {"task": "digits"}}, seed=7,
+            submitted_at=1.0,
+        )  # fmt: skip
+        store.set_run_status("r1", RunStatus.RUNNING, at=2.0)
+    with Coordinator(directory, _options(directory), assemble):
+        pass
+    connection = sqlite3.connect(directory.database)
+    assert connection.execute("SELECT status FROM runs").fetchall() == [("interrupted",)]
+    assert connection.execute("SELECT kind FROM events").fetchall() == [("run-interrupted",)]
+    connection.close()
+
+
+def test_a_run_whose_first_model_is_gone_fails_and_the_coordinator_goes_on(
+    directory: CoordinatorDirectory, tmp_path: Path
+) -> None:
+    with Store.open(directory.database) as store:
+        for run_id, init in (("gone", "none.safetensors"), ("damaged", "damaged.safetensors")):
+            run = {"task": "digits", "init": str(tmp_path / init)}
+            store.add_run(
+                run_id=run_id, name="n", task="digits", strategy="fedavg", config={"run": run}, seed=7,
+                submitted_at=1.0,
+            )  # fmt: skip
+        (tmp_path / "damaged.safetensors").write_bytes(b"no model")
+        with Coordinator(directory, _options(directory), assemble):
+            until_s = time.monotonic() + 10
+            while any(record.status is not RunStatus.FAILED for record in store.runs()):
+                assert time.monotonic() < until_s
+                time.sleep(0.02)
+        assert all("safetensors" in (record.reason or "") for record in store.runs())
+
+
+def test_a_join_that_was_cut_off_is_finished_at_the_next_start_and_told_once(directory: CoordinatorDirectory) -> None:
+    key = ec.generate_private_key(ec.SECP384R1()).public_key()
+    pem = key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    with Store.open(directory.database) as store:
+        store.add_token(
+            token_id="t", secret_sha256="0" * 64, expires_at=9e9, uses=1, groups=(), role=None, created_at=1.0
+        )
+        store.enroll_device(
+            token_id="t", secret_sha256="0" * 64, now=2.0, device_id="pi", public_key=pem, role="trainer",
+            certificate=lambda: "1", version="0.1.0",
+        )  # fmt: skip
+        for _ in range(2):
+            with Coordinator(directory, _options(directory), assemble):
+                pass
+        assert store.device("pi").node_id is not None
+    connection = sqlite3.connect(directory.database)
+    assert connection.execute("SELECT kind FROM events").fetchall() == [("device-joined",)]
+    connection.close()
