@@ -75,7 +75,10 @@ class CompressionSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicesSection:
-    """`[devices]`: who takes part. Empty `groups` and `names` mean every device that has a shard for the task."""
+    """`[devices]`: who takes part. Empty `groups` and `names` mean every device that has a shard for the task.
+
+    The run begins when `min` of them are there, and goes on with those that are left; `count` are asked in a round.
+    """
 
     groups: tuple[str, ...] = ()
     names: tuple[str, ...] = ()

@@ -7,7 +7,6 @@ would type, with a configuration folder of its own.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -24,12 +23,12 @@ from typing import Self
 from edgefl.client import Operator, load_operator_file
 from edgefl.config import RunConfig
 from edgefl.errors import NetworkError, RunFailedError
+from edgefl.processes import end_with_parent
 from edgefl.types import Json
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
 POLL_S = 0.1
-PR_SET_PDEATHSIG = 1
 FINAL = frozenset({"finished", "stopped", "failed", "interrupted"})
 COORDINATOR = "coordinator"
 PROGRAM = (sys.executable, "-m", "edgefl.cli.main")
@@ -251,7 +250,7 @@ class LocalFleet:
             stdout=stdout,
             stderr=stderr,
             env={**os.environ, **own, **self.environment},
-            preexec_fn=_die_with_parent,  # noqa: PLW1509 one system call, no locks
+            preexec_fn=end_with_parent,  # noqa: PLW1509 one system call, no locks
         )
 
     def _answers(self) -> bool:
@@ -287,8 +286,3 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-def _die_with_parent() -> None:
-    """Whoever started the fleet may be killed; nothing of it must stay behind."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

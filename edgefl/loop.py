@@ -79,6 +79,9 @@ class Scoreboard:
         if version not in self.outstanding.values():
             self._score(version, self.results.pop(version, []))
 
+    def reached(self, accuracy: float | None) -> bool:
+        return accuracy is not None and self.accuracy is not None and self.accuracy >= accuracy
+
     def _score(self, version: int, results: Sequence[Evaluated]) -> None:
         chosen = [result for result in results if result.source != "device"] or results
         num_examples = sum(result.num_examples for result in chosen)
@@ -170,6 +173,7 @@ class _Drain:
     reason: str
     recalled_until_s: float
     scored_until_s: float
+    keeps_model: bool
     asked: int = -1
 
     def evaluations(self, tally: Tally, view: FleetView, evaluate: EvaluationRule) -> Sequence[Evaluation]:
@@ -220,7 +224,8 @@ def drive(
     while True:
         view = fleet.view()
         orders: list[Evaluation] = []
-        while strategy.ready(source.state, view):
+        keeps_model = drain is not None and drain.keeps_model
+        while not keeps_model and strategy.ready(source.state, view):
             if orders:  # the fleet sends the newest model: what is to be done with this one leaves now
                 give(*orders)
             _close(source, journal, tally)
@@ -228,7 +233,9 @@ def drive(
         tally.scores.ask(orders)
         if drain is None and (reason := tally.reached(goal, view.now_s)) is not None:
             until_s = view.now_s + DRAIN_S
-            drain = _Drain(reason=reason, recalled_until_s=until_s, scored_until_s=until_s)
+            # A model that is good enough stays as it is; otherwise what is recalled is still learnt from.
+            is_good = tally.scores.reached(goal.accuracy)
+            drain = _Drain(reason=reason, recalled_until_s=until_s, scored_until_s=until_s, keeps_model=is_good)
         if drain is None:
             tally.check_hope(view)
             source.state, decision = strategy.assign(source.state, view)
@@ -241,7 +248,7 @@ def drive(
         give(*orders, *decision.orders)
         for event in journal.received(fleet.wait(view.now_s + decision.next_wake_s)):
             tally.note(event)
-            if isinstance(event, Update):
+            if isinstance(event, Update) and not (drain is not None and drain.keeps_model):
                 source.state = strategy.receive(source.state, event)
 
 

@@ -23,20 +23,22 @@ ROOMS = {
     "protocol": SEAMS,
     "loop": SEAMS,
     "files": {"errors"},
+    "processes": set(),
     "strategies": SEAMS,
     "compression": SEAMS,
     "storage": SEAMS | {"files"},
     "tasks": SEAMS | {"config", "files"},
-    "device": SEAMS | {"config", "files", "protocol", "compression", "tasks"},
+    "device": SEAMS | {"config", "files", "processes", "protocol", "compression", "tasks"},
     "simulation": SEAMS | {"config", "compression", "tasks"},
     "history": SEAMS | {"storage"},
     "adapters": SEAMS | {"config", "strategies", "tasks"},
-    "coordinator": SEAMS | {"config", "files", "protocol", "loop", "strategies", "compression", "storage", "history"},
+    "coordinator": SEAMS
+    | {"config", "files", "processes", "protocol", "loop", "strategies", "compression", "storage", "history"},
 }
 # The operator's client and the fleet of this machine serve the command line and `edgefl.run` alike.
 ROOMS |= {
     "client": SEAMS | {"protocol", "device"},
-    "local_fleet": SEAMS | {"client", "config"},
+    "local_fleet": SEAMS | {"client", "config", "processes"},
     "local_run": SEAMS | {"assembly", "config", "local_fleet", "tasks"},
 }
 WITHOUT_CLI = {*ROOMS, "assembly", "provision"}

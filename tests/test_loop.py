@@ -249,6 +249,15 @@ def test_the_run_ends_at_an_accuracy_and_a_worse_one_afterwards_does_not_revive_
     assert state.version <= 5
 
 
+def test_a_model_that_is_good_enough_is_not_changed_by_what_is_still_in_flight():
+    fleet = ScriptedFleet({"a": 1.0}, evaluators=["e"])
+    fleet.answer_s["e"] = 0.5
+    fleet.accuracy = lambda _version: 0.9
+    state, reason = run(fleet, goal=Goal(accuracy=0.8))
+    assert (reason, state.version) == ("accuracy reached 0.8", 1)
+    assert [order.device_id for order in fleet.given(Recall)] == ["a"]
+
+
 def test_without_an_evaluator_the_devices_mean_accuracy_counts_once_all_have_answered():
     fleet = ScriptedFleet({"a": 1.0, "b": 1.0})
     fleet.accuracy = lambda version: 0.1 * version
@@ -440,6 +449,13 @@ def test_a_round_opens_only_when_enough_devices_are_there():
     fleet.at(30.0, lambda: fleet.join("b"))
     run(fleet, who="none", goal=Goal(versions=1), min_devices=2)
     assert [(at, order.device_id) for at, order in fleet.orders] == [(30.0, "a"), (30.0, "b")]
+
+
+def test_a_run_that_has_begun_goes_on_with_fewer_than_it_began_with():
+    fleet = ScriptedFleet({"a": 1.0, "b": 1.0})
+    fleet.at(1.5, lambda: fleet.die("b"))
+    state, _ = run(fleet, who="none", goal=Goal(versions=4), min_devices=2)
+    assert state.version == 4
 
 
 def test_at_most_so_many_are_asked_and_all_have_their_turn():

@@ -79,12 +79,13 @@ def join(  # noqa: PLR0913, PLR0917 one argument per option
         raise UsageError("a join needs --token TOKEN or --token-file FILE; `edgefl coordinator token` makes one")
     token = JoinToken.parse(text)
     addresses = [checked_address(address, DEFAULT_PORT)] if address else []
-    reports = [_report(*_shard(shard, task)) for shard in shards]
+    named = dict(_shard(shard, task) for shard in shards)
+    reports = {name: _report(name, path) for name, path in named.items()}
     wishes = JoinWishes(
         name=name or host_slug(),
         role=role,
-        shards={report.task: report.path for report in reports},
-        examples={report.task: report.num_examples for report in reports},
+        shards=named,
+        examples={name: report.num_examples for name, report in reports.items()},
         accelerator=accelerator,
         threads=threads,
         facts=look(),

@@ -7,7 +7,7 @@ import threading
 from collections import defaultdict
 
 from starlette.requests import Request
-from starlette.types import Receive, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgefl.protocol import MAX_BODY_BYTES
 
@@ -49,6 +49,27 @@ async def read_capped(request: Request, receive: Receive) -> bytes | None:
             return None
         if not event.get("more_body"):
             return b"".join(pieces)
+
+
+def capped(app: ASGIApp, limit_bytes: int) -> ASGIApp:
+    """Returns the app with bodies cut off at the limit, before anything of them is parsed or anybody is known."""
+
+    async def guard(scope: Scope, receive: Receive, send: Send) -> None:
+        declared = Request(scope).headers.get("content-length", "0") if scope["type"] == "http" else "0"
+        if not declared.isdigit() or int(declared) > limit_bytes:
+            await respond(send, 413, error_json(f"body over {limit_bytes} bytes"))
+            return
+        size = 0
+
+        async def counted() -> Message:
+            nonlocal size
+            event = await receive()
+            size += len(event.get("body", b""))
+            return event if size <= limit_bytes else {"type": "http.disconnect"}
+
+        await app(scope, counted, send)
+
+    return guard
 
 
 async def respond(send: Send, status: int, content: bytes) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -13,13 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
+from edgefl.processes import end_with_parent
 from edgefl.protocol import EVALUATOR_NAME
 
 log = logging.getLogger(__name__)
 
 RESTART_DELAY_S = 2.0
 STOP_TIMEOUT_S = 10.0
-PR_SET_PDEATHSIG = 1
 
 
 class EvaluatorProcess:
@@ -87,10 +85,5 @@ class EvaluatorProcess:
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-            preexec_fn=_die_with_parent,  # noqa: PLW1509 one system call, no locks
+            preexec_fn=end_with_parent,  # noqa: PLW1509 one system call, no locks
         )
-
-
-def _die_with_parent() -> None:
-    """A coordinator that is killed must not leave its evaluator behind."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

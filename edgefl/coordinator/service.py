@@ -24,11 +24,11 @@ from edgefl.coordinator.evaluator import EvaluatorProcess
 from edgefl.coordinator.presence import Presence
 from edgefl.coordinator.roster import Roster
 from edgefl.coordinator.runs import Assemble, RunSite, RunWorker
-from edgefl.coordinator.signals import on_stop_signal
 from edgefl.coordinator.superlink import Reply, SuperLink
 from edgefl.coordinator.tokens import TokenTerms, make_token
 from edgefl.coordinator.web import WebServer, listen, make_app
 from edgefl.errors import EdgeflError
+from edgefl.processes import on_stop_signal
 from edgefl.protocol import EVALUATOR_NAME, Command, CommandKind, Heartbeat, checked_address
 from edgefl.storage.store import Store
 from edgefl.types import Progress
@@ -249,6 +249,9 @@ class Coordinator:
         address = checked_address(connect_host(self._options.host), self._options.port)
         token = None
         if not has_joined:
+            if EVALUATOR_NAME in known:  # its state directory is gone, and with it the key that holds the name
+                self._store.remove_device(EVALUATOR_NAME, at=time.time())
+                self._superlink.remove(self._roster.remove(EVALUATOR_NAME))
             terms = TokenTerms(ttl_s=EVALUATOR_TOKEN_TTL_S, role="evaluator")
             token = make_token(self._store, self._directory, terms, now=time.time()).text()
         child = EvaluatorProcess(

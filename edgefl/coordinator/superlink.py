@@ -219,13 +219,13 @@ class SuperLink:
     """
 
     def __init__(self, *, on_reply: Callable[[Reply], None], on_contact: Callable[[int], None]) -> None:
+        logging.getLogger("flwr").setLevel(logging.CRITICAL)  # it logs every push, and what we raise ourselves
         manager, objects = NoOpFederationManager(), ObjectStoreFactory(FLWR_IN_MEMORY_DB_NAME)
         self._factory = LinkStateFactory(FLWR_IN_MEMORY_DB_NAME, manager, objects)
         self.state = EdgeLinkState(manager, objects.store(), self._collect)
         self._factory.state_instance = self.state
         self._deliver = on_reply
         self.api = FleetApi(self._factory, self.state, on_contact)
-        logging.getLogger("flwr").setLevel(logging.CRITICAL)  # it logs every push, and what we raise ourselves
 
     def register(self, public_key: bytes, name: str) -> int:
         """Returns the node id of a new device; the same key gets the same id again."""
@@ -236,6 +236,11 @@ class SuperLink:
         # Flower takes no messages for a node that was never active; MQTT may say "online" before Flower is asked.
         self.state.restore_node(node_id, public_key)
         return node_id
+
+    def remove(self, node_id: int | None) -> None:
+        """Forgets a device: its key gets 401 from now on, and may be registered again."""
+        if node_id is not None:
+            self.state.forget_node(node_id)
 
     def open_run(self) -> FlowerRun:
         return FlowerRun(self.state)

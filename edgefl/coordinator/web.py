@@ -13,11 +13,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edgefl import __version__
 from edgefl.coordinator.access import show_errors
+from edgefl.coordinator.asgi import capped
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.errors import NetworkError, PortInUseError
 
 FLEET_PREFIX = "/v1/fleet/"
 KEEP_ALIVE_S = 3600
+MAX_REQUEST_BYTES = 1024 * 1024
+"""The largest body of a request to our own API: a run file is a few kilobytes."""
 START_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 5.0
 
@@ -29,8 +32,10 @@ def make_app(fleet_api: ASGIApp, routers: list[APIRouter]) -> ASGIApp:
     for router in routers:
         app.include_router(router)
 
+    ours = capped(app, MAX_REQUEST_BYTES)
+
     async def switch(scope: Scope, receive: Receive, send: Send) -> None:
-        chosen = fleet_api if scope["type"] == "http" and scope["path"].startswith(FLEET_PREFIX) else app
+        chosen = fleet_api if scope["type"] == "http" and scope["path"].startswith(FLEET_PREFIX) else ours
         await chosen(scope, receive, send)
 
     return switch

@@ -21,13 +21,13 @@ from edgefl.device.bell import Bell
 from edgefl.device.capabilities import probe
 from edgefl.device.heartbeat import Activity, Heart
 from edgefl.device.link import Link, LinkCallbacks, LinkIdentity, LinkTls
-from edgefl.device.signals import on_stop_signal
 from edgefl.device.state import DeviceState
 from edgefl.device.supernode import Answer, Instruction, RefusedError, SuperNode, UnauthorisedError
 from edgefl.device.trainer import AbandonedError, Trainer
 from edgefl.device.trust import pinned_context, say_hello
 from edgefl.device.vitals import Vitals
 from edgefl.errors import EdgeflError, NetworkError
+from edgefl.processes import on_stop_signal
 from edgefl.protocol import (
     HEARTBEAT_S,
     POLL_S,

@@ -35,7 +35,7 @@ class RoundRules:
     """What a run file says about every round.
 
     Attributes:
-        min_devices: a round opens when so many devices are idle.
+        min_devices: the first round opens when so many devices are idle; later ones go on with those that are left.
         max_devices: at most so many are asked, None for all; who it is changes from round to round.
         min_updates: k of n: the round closes when k updates are in; None waits for all that are alive.
         deadline_s: an assignment that takes longer is given up; None for never.
@@ -84,7 +84,8 @@ class Synchronous:
             return state, Decision(next_wake_s=WAIT_S)
         delivered = {device_id for assignment_id, device_id in state.asked.items() if state.fold.has(assignment_id)}
         willing = [device_id for device_id in view.idle if device_id not in delivered]
-        if len(willing) < (1 if state.asked else self.rules.min_devices):
+        has_begun = bool(state.asked) or state.version > 0
+        if len(willing) < (1 if has_begun else self.rules.min_devices):
             return state, Decision(next_wake_s=WAIT_S)
         state.attempt += 1
         chosen = self._choose(willing, state)

@@ -1,18 +1,20 @@
 from __future__ import annotations
 
 import http.client
+import json
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
 import pytest
-from fastapi import APIRouter
+from fastapi import APIRouter, Body
 
 from edgefl.coordinator.directory import CoordinatorDirectory, init_directory
-from edgefl.coordinator.web import WebServer, listen, make_app
+from edgefl.coordinator.web import MAX_REQUEST_BYTES, WebServer, listen, make_app
 from edgefl.errors import NetworkError, PortInUseError
 
 
@@ -21,7 +23,7 @@ class Site:
 
     def __init__(self, root: Path) -> None:
         self.directory: CoordinatorDirectory = init_directory(root, hosts=["127.0.0.1"], fleet="lab", port=8000)
-        self.asked, self.go = threading.Event(), threading.Event()
+        self.asked, self.go, self.echoed = threading.Event(), threading.Event(), 0
         listener = listen("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
         self.web = WebServer(make_app(_no_fleet, [self._routes()]), self.directory, listener)
@@ -38,6 +40,11 @@ class Site:
         @router.get("/fast")
         def fast() -> dict[str, int]:
             return {"v": 1}
+
+        @router.post("/echo")
+        def echo(text: Annotated[str, Body(embed=True)]) -> dict[str, int]:
+            self.echoed += 1
+            return {"length": len(text)}
 
         return router
 
@@ -108,3 +115,26 @@ def test_it_listens_on_ipv6_too() -> None:
             assert listener.family is socket.AF_INET6
     except NetworkError:
         pytest.skip("no IPv6 address here")
+
+
+def test_a_body_over_the_limit_is_refused_before_anything_reads_it(site: Site) -> None:
+    small = json.dumps({"text": "x" * 1000}).encode()
+    assert _post(site, [small], declared=True) == 200
+    large = json.dumps({"text": "x" * MAX_REQUEST_BYTES}).encode()
+    assert _post(site, [large], declared=True) == 413
+    pieces = [large[i : i + 65536] for i in range(0, len(large), 65536)]
+    assert _post(site, pieces, declared=False) >= 400
+    assert site.echoed == 1
+
+
+def _post(site: Site, pieces: list[bytes], *, declared: bool) -> int:
+    client = site.client()
+    headers = {"Content-Type": "application/json"}
+    body = b"".join(pieces) if declared else iter(pieces)
+    try:
+        client.request("POST", "/echo", body=body, headers=headers, encode_chunked=not declared)
+        return client.getresponse().status
+    except (BrokenPipeError, ConnectionResetError, ssl.SSLError):
+        return 413  # the server answered and hung up while we were still sending
+    finally:
+        client.close()

@@ -1,13 +1,15 @@
-"""SIGTERM and SIGINT end the coordinator in order, whatever it is doing when they come."""
+"""How our processes end: in order on a signal, and never later than who started them."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 
+PR_SET_PDEATHSIG = 1
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -38,3 +40,8 @@ def on_stop_signal(stop: Callable[[], None]) -> Iterator[None]:
         watcher.join()
         os.close(reader)
         os.close(writer)
+
+
+def end_with_parent() -> None:
+    """Makes this process get SIGTERM when the thread that started it ends; for `preexec_fn`."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

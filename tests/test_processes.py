@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from edgefl.processes import on_stop_signal
+
+
+def test_a_signal_stops_once_and_outside_the_handler() -> None:
+    stopped, threads = threading.Event(), list[threading.Thread]()
+
+    def stop() -> None:
+        threads.append(threading.current_thread())
+        stopped.set()
+
+    with on_stop_signal(stop):
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stopped.wait(5)
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
+
+
+def test_a_signal_that_comes_while_the_lock_of_stop_is_held_ends_in_no_deadlock() -> None:
+    stopping, lock = threading.Event(), threading.Lock()
+
+    def stop() -> None:
+        with lock:
+            stopping.set()
+
+    with on_stop_signal(stop):
+        with lock:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stopping.wait(5)
+
+
+def test_afterwards_the_handlers_are_as_before_and_no_thread_is_left() -> None:
+    before, threads = signal.getsignal(signal.SIGTERM), threading.active_count()
+    with on_stop_signal(lambda: None):
+        assert signal.getsignal(signal.SIGTERM) is not before
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert threading.active_count() == threads
+
+
+def test_a_child_ends_when_the_process_that_started_it_is_killed() -> None:
+    program = (
+        "import subprocess, sys, time\n"
+        "from edgefl.processes import end_with_parent\n"
+        "sleep = [sys.executable, '-c', 'import time; time.sleep(60)']\n"
+        "child = subprocess.Popen(sleep, preexec_fn=end_with_parent)\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.communicate()
+    until_s = time.monotonic() + 10
+    while time.monotonic() < until_s and _is_running(child):
+        time.sleep(0.02)
+    assert not _is_running(child)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
