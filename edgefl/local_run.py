@@ -130,7 +130,8 @@ def _cut(
 def _result(fleet: LocalFleet, run: Json) -> RunResult:
     run_id = run["run_id"]
     rounds = fleet.history("rounds", run=run_id)
-    last = rounds[-1] if rounds else {}
+    # A round that was under way when the goal was reached stays open.
+    last = next((row for row in reversed(rounds) if row["closed_at"] is not None), {})
     return RunResult(
         run_id=run_id,
         status=run["status"],
