@@ -16,7 +16,8 @@ from edgefl.storage.store import Store
 from edgefl.types import Tensors
 
 CHECKPOINT_EVERY = 10
-"""Versions between two checkpoints of a run's state; the last one is always checkpointed."""
+CHECKPOINT_EVERY_S = 10.0
+"""A run's state is checkpointed after so many versions, but no more often than that; the last one always is."""
 
 
 class Keeper:
@@ -28,10 +29,11 @@ class Keeper:
         self._folder = directory.runs / run_id / "checkpoints"
         self._models, self._store, self._run_id = directory.models, store, run_id
         self._wal, self._ledger = wal, ledger
+        self._checkpointed_s = time.monotonic()
 
     def after(self, version: int, state: object) -> None:
-        """Checkpoints every tenth version."""
-        if version % CHECKPOINT_EVERY == 0:
+        """Checkpoints every tenth version, unless rounds are so short that this would be all that is done."""
+        if version % CHECKPOINT_EVERY == 0 and time.monotonic() - self._checkpointed_s >= CHECKPOINT_EVERY_S:
             self.checkpoint(state)
 
     def checkpoint(self, state: object) -> None:
@@ -43,6 +45,7 @@ class Keeper:
         self._ledger.flush()
         kept = prune_checkpoints(self._folder)
         self._wal.prune(kept[-1].last_record)
+        self._checkpointed_s = time.monotonic()
 
     def finish(self, version: int, state: Any, model_of: Callable[[Any], Tensors]) -> None:
         """Writes the last state, and its model as a file of its own that the store names."""
