@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
-from edgefl.errors import ConfigError, NetworkError, NotAllowedError, UsageError
+from edgefl.errors import ConfigError, NetworkError, NotAllowedError, NotFoundError, UsageError
 from edgefl.types import Json
 
 TIMEOUT_S = 30.0
@@ -93,6 +93,17 @@ class Operator:
             max_bytes=MAX_ANSWER_BYTES,
         )
         return _answer(self.url, status, answer)
+
+
+def named_path(kind: str, name: str) -> str:
+    """Returns the API's path of one run or device; `kind` is `runs` or `devices`.
+
+    Raises:
+        NotFoundError: nothing can be found under such a name: a path cannot hold it.
+    """
+    if not name or "/" in name:
+        raise NotFoundError(f"there is no {kind.removesuffix('s')} {name!r}; a name with a slash is found by its id")
+    return f"/edgefl/v1/{kind}/{quote(name, safe='', errors='replace')}"
 
 
 def operator_path() -> Path:

@@ -101,6 +101,12 @@ class RunConfig:
     compression: CompressionSection = field(default_factory=CompressionSection)
     devices: DevicesSection = field(default_factory=DevicesSection)
 
+    def __post_init__(self) -> None:
+        if self.run.min_updates and self.devices.count and self.run.min_updates > self.devices.count:
+            raise ConfigError(
+                f"run.min_updates must be at most devices.count = {self.devices.count}, got {self.run.min_updates}"
+            )
+
     def to_json(self) -> Json:
         """Returns the run file as JSON values, every default written out; settings that are None are left out."""
         sections = {
@@ -129,15 +135,6 @@ class CoordinatorSettings:
     broker: str = "auto"
     broker_port: int = field(default=8883, metadata={"at_least": 0, "at_most": 65535})
     store: str | None = None
-    heartbeat_s: float = field(default=5.0, metadata={"above": 0})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceSettings:
-    """How a board trains; `threads` None leaves one thread per core."""
-
-    accelerator: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: int | None = field(default=None, metadata={"at_least": 1})
     heartbeat_s: float = field(default=5.0, metadata={"above": 0})
 
 

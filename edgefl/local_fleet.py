@@ -217,10 +217,13 @@ class LocalFleet:
                             "--format", "json")  # fmt: skip
         token = json.loads(made)["token"]
         joins = [(device, self._start_join(device, token)) for device in devices]
+        failures = []
         for device, process in joins:
             output, _ = process.communicate(timeout=START_TIMEOUT_S)
             if process.returncode != 0:
-                raise RunFailedError(f"{device.name} could not join: {output.decode(errors='replace').strip()}")
+                failures.append(f"{device.name} could not join: {output.decode(errors='replace').strip()}")
+        if failures:
+            raise RunFailedError(failures[0])
 
     def _start_join(self, device: LocalDevice, token: str) -> subprocess.Popen[bytes]:
         shards = [word for task, path in device.shards.items() for word in ("--shard", f"{task}={path}")]

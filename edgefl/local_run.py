@@ -19,8 +19,8 @@ from edgefl.types import Json
 
 log = logging.getLogger(__name__)
 
-SCHEMES = {"motionsense": "natural"}
-DEFAULT_SCHEME = "dirichlet:0.5"
+SCHEMES = {"digits": "dirichlet:0.5", "motionsense": "natural"}
+DEFAULT_SCHEME = "iid"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ def run(
         config: a run file, its tables, or what `config.load_run` made of it.
         devices: how many shards to cut the task's data set into, or the shards that there are, one per device.
         data: the folder of the data set; digits needs none.
-        scheme: how to cut [dirichlet:0.5; motionsense: natural].
+        scheme: how to cut [digits: dirichlet:0.5; motionsense: natural; others: iid].
         root: where everything is kept; a new folder under the system's temporary one when None.
 
     Raises:

@@ -117,7 +117,10 @@ class Tally:
                 if event.outcome in {Outcome.FAILED, Outcome.REFUSED}:
                     self.failures[event.device_id] = self.failures.get(event.device_id, 0) + 1
                     self.last_failure = f"{event.device_id}: {event.reason}"
-            case Evaluated() | Lost():
+            case Evaluated():
+                self.bytes += event.bytes_up + event.bytes_down
+                self.scores.note(event)
+            case Lost():
                 self.scores.note(event)
             case Stop():
                 self.stop_reason = event.reason
@@ -135,6 +138,12 @@ class Tally:
             if value is not None and limit is not None and value >= limit:
                 return f"{name} reached {limit:g}"
         return self.stop_reason
+
+    def next_wake_s(self, goal: Goal, until_s: float, *, is_over: bool) -> float:
+        """Returns when to look again: at `until_s`, or earlier when the time of the run ends before."""
+        if is_over or goal.seconds is None or self.started_s is None:
+            return until_s
+        return min(until_s, self.started_s + goal.seconds)
 
     def check_hope(self, view: FleetView) -> None:
         """Ends a run that no device can do, instead of asking for ever.
@@ -246,7 +255,8 @@ def drive(
                 return source.state, drain.reason
             decision = drain.recalls(view)
         give(*orders, *decision.orders)
-        for event in journal.received(fleet.wait(view.now_s + decision.next_wake_s)):
+        until_s = tally.next_wake_s(goal, view.now_s + decision.next_wake_s, is_over=drain is not None)
+        for event in journal.received(fleet.wait(until_s)):
             tally.note(event)
             if isinstance(event, Update) and not (drain is not None and drain.keeps_model):
                 source.state = strategy.receive(source.state, event)

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable, Iterator
 
 PR_SET_PDEATHSIG = 1
+# Looked up here: between fork and exec, dlopen could wait for a lock that another thread held at the fork.
+_PRCTL = getattr(ctypes.CDLL(None), "prctl", None)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -43,5 +45,10 @@ def on_stop_signal(stop: Callable[[], None]) -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """Makes this process get SIGTERM when the thread that started it ends; for `preexec_fn`."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    """Makes this process get SIGTERM when the thread that started it ends; for `preexec_fn`.
+
+    Nothing is loaded or looked up, so that it takes no lock of the C library's; where there is no prctl, it does
+    nothing.
+    """
+    if _PRCTL is not None:
+        _PRCTL(PR_SET_PDEATHSIG, int(signal.SIGTERM))

@@ -237,6 +237,8 @@ class Evaluated:
     num_examples: int
     loss: float
     accuracy: float
+    bytes_up: int = 0
+    bytes_down: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -11,7 +11,6 @@ import pytest
 
 from edgefl.config import (
     CoordinatorSettings,
-    DeviceSettings,
     RunConfig,
     RunSection,
     from_mapping,
@@ -148,6 +147,10 @@ def test_a_wrong_setting_is_named_with_its_value_and_what_would_be_right(run: di
         ({"run": {"task": "d"}, "strategy": {"lr": float("nan")}}, "strategy.lr must be a text, a number or"),
         ({"run": {"task": "d"}, "devices": {"groups": "lab"}}, "devices.groups must be a list of texts, got 'lab'"),
         ({"run": {"task": "d"}, "devices": {"min": 4, "count": 2}}, "devices.count must be at least devices.min = 4"),
+        (
+            {"run": {"task": "d", "min_updates": 3}, "devices": {"count": 2}},
+            "run.min_updates must be at most devices.c",
+        ),
     ],
 )
 def test_a_wrong_table_is_named(mapping: object, expected: str) -> None:
@@ -209,6 +212,5 @@ def test_names_the_whole_path_of_a_nested_key() -> None:
 
 def test_process_settings_have_bounded_ports() -> None:
     assert from_mapping(CoordinatorSettings, {"port": 0}, "coordinator").port == 0
-    assert from_mapping(DeviceSettings, {}, "device").accelerator == "auto"
     with pytest.raises(ConfigError, match=r"coordinator\.port must be a whole number at least 0 and at most 65535"):
         from_mapping(CoordinatorSettings, {"port": 70000}, "coordinator")

@@ -74,6 +74,7 @@ def test_what_makes_no_sense_is_told_before_anything_starts(tmp_path: Path) -> N
 def test_people_s_data_is_cut_by_person() -> None:
     assert default_scheme("motionsense") == "natural"
     assert default_scheme("digits") == "dirichlet:0.5"
+    assert default_scheme("fashion-mnist") == "iid"
 
 
 def test_cutting_names_the_devices_after_their_shards_and_keeps_a_test_shard(tmp_path: Path) -> None:

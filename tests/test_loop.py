@@ -474,8 +474,8 @@ def test_k_of_n_closes_with_the_first_k():
 
 def test_k_of_n_asks_others_when_too_few_are_left():
     fleet = ScriptedFleet({"a": 1.0, "b": 5.0})
+    fleet.at(1.5, lambda: fleet.join("c"))
     fleet.at(2.0, lambda: fleet.die("b"))
-    fleet.at(8.0, lambda: fleet.join("c"))
     run(fleet, who="none", goal=Goal(versions=1), min_updates=2)
     assert fleet.journal.of("aggregated") == [(1, ("v0-a1-a", "v0-a2-c"))]
 
@@ -485,6 +485,20 @@ def test_a_late_joiner_enters_with_the_next_round():
     fleet.at(5.0, lambda: fleet.join("b", answer_s=1.0))
     run(fleet, who="none", goal=Goal(versions=2))
     assert [(at, order.device_id) for at, order in fleet.orders] == [(0.0, "a"), (10.0, "a"), (10.0, "b")]
+
+
+def test_k_of_n_closes_with_fewer_when_nobody_is_left_to_ask():
+    fleet = ScriptedFleet({"a": 1.0, "b": 2.0, "c": NEVER})
+    fleet.at(5.0, lambda: fleet.die("c"))
+    state, _ = run(fleet, who="none", goal=Goal(versions=1), min_updates=3)
+    assert fleet.journal.of("aggregated") == [(1, ("v0-a1-a", "v0-a1-b"))]
+    assert (state.version, fleet.now_s) == (1, 5.0)
+
+
+def test_the_time_of_a_run_is_over_on_time_although_nothing_happens():
+    fleet = ScriptedFleet({"a": NEVER})
+    run(fleet, who="none", goal=Goal(seconds=7.0))
+    assert min(at for at, order in fleet.orders if isinstance(order, Recall)) == 7.0
 
 
 def test_an_assignment_past_its_deadline_closes_the_round_without_it():

@@ -66,6 +66,16 @@ def test_a_child_ends_when_the_process_that_started_it_is_killed() -> None:
     assert not _is_running(child)
 
 
+def test_nothing_is_loaded_between_fork_and_exec() -> None:
+    program = (
+        "import ctypes\n"
+        "from edgefl.processes import end_with_parent\n"
+        "del ctypes.CDLL, ctypes.PyDLL\n"
+        "end_with_parent()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=30)
+
+
 def _is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

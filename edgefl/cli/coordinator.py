@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from edgefl.errors import UsageError
+from edgefl.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    from edgefl.coordinator.directory import CoordinatorDirectory
 
 DEFAULT_HOST = "0.0.0.0"  # noqa: S104 boards are on other machines; every connection is TLS with authentication
 
@@ -69,27 +73,24 @@ def start(  # noqa: PLR0913, PLR0917 one argument per option
 ) -> None:
     """Run the coordinator until SIGTERM or Ctrl-C."""
     from edgefl.assembly import assemble  # noqa: PLC0415 fast start
-    from edgefl.cli.operator import grant_access  # noqa: PLC0415 likewise
-    from edgefl.client import operator_path  # noqa: PLC0415 likewise
-    from edgefl.coordinator.directory import default_directory, load_directory, readdress  # noqa: PLC0415 likewise
+    from edgefl.coordinator.directory import default_directory, load_directory  # noqa: PLC0415 likewise
     from edgefl.coordinator.service import StartOptions, serve  # noqa: PLC0415 likewise
 
+    shards = dict(_test_shard(text) for text in test_shards)
     directory = load_directory(root or default_directory())
-    if port is not None and port != directory.port:
-        directory = readdress(directory.root, directory.hosts, port=port)
-        if operator_path().exists():
-            directory, _ = grant_access(directory)
+    port = port or directory.port
     serve(
         directory,
         StartOptions(
             host=host,
-            port=directory.port,
+            port=port,
             broker=broker,
             broker_port=broker_port,
             store_url=store_url,
-            test_shards=dict(_test_shard(text) for text in test_shards),
+            test_shards=shards,
         ),
         assemble,
+        lambda held: _remember_port(held, port),
     )
 
 
@@ -149,10 +150,26 @@ def readdress(root: Path | None, port: int | None, hosts: tuple[str, ...]) -> No
     click.echo("a running coordinator uses the new certificate after a restart")
 
 
+def _remember_port(directory: CoordinatorDirectory, port: int) -> CoordinatorDirectory:
+    """Returns the directory with this port, which the operator file is told too; called once the port is ours."""
+    from edgefl.cli.operator import grant_access  # noqa: PLC0415 fast start
+    from edgefl.client import operator_path  # noqa: PLC0415 likewise
+    from edgefl.coordinator.directory import readdress  # noqa: PLC0415 likewise
+
+    if port == directory.port:
+        return directory
+    directory = readdress(directory.root, directory.hosts, port=port)
+    if operator_path().exists():
+        directory, _ = grant_access(directory)
+    return directory
+
+
 def _test_shard(text: str) -> tuple[str, Path]:
     task, mark, path = text.partition("=")
     if not mark or not task or not path:
         raise UsageError(f"--test-shard must be TASK=PATH, got {text!r}")
+    if not Path(path).exists():
+        raise DataError(f"test shard {path!r} of task {task} does not exist; give a .npz file or a folder of them")
     return task, Path(path).absolute()
 
 

@@ -33,7 +33,9 @@ MARK = "made by edgefl demo\n"
     help="The demo ends after these.",
 )
 @click.option("--seed", type=int, default=7, show_default=True, help="The same seed cuts and trains the same.")
-@click.option("--scheme", help="How the data is cut [default: dirichlet:0.5, motionsense: natural].")
+@click.option(
+    "--scheme", help="How the data is cut [default: digits dirichlet:0.5, motionsense natural, others iid]."
+)
 @click.option(
     "--broker",
     type=click.Choice(["auto", "mosquitto", "embedded"]),

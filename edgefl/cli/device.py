@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -17,6 +18,13 @@ if TYPE_CHECKING:
     from edgefl.tasks.shards import ShardReport
 
 DEFAULT_PORT = 8000
+
+
+def _accelerator(_context: click.Context, _option: click.Parameter, value: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", value):
+        raise click.BadParameter(f"must be auto, cpu, cuda or cuda:N, got {value!r}")
+    return value
+
 
 state_option = click.option(
     "--state",
@@ -53,7 +61,9 @@ def probe(*, as_json: bool) -> None:
 @click.option("--name", help="This device's name [default: the host's].")
 @click.option("--role", type=click.Choice(["trainer", "evaluator"]), default="trainer", show_default=True)
 @state_option
-@click.option("--accelerator", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option(
+    "--accelerator", callback=_accelerator, metavar="auto|cpu|cuda|cuda:N", default="auto", show_default=True
+)
 @click.option("--threads", type=click.IntRange(1, 1024), help="Threads to train with [default: all cores].")
 def join(  # noqa: PLR0913, PLR0917 one argument per option
     address: str | None,

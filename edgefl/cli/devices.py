@@ -48,7 +48,9 @@ def list_(*, url: str | None, fmt: str) -> None:
 @format_option
 def show(*, device: str, url: str | None, fmt: str) -> None:
     """Show one device and its capabilities."""
-    found = _get(f"/edgefl/v1/devices/{device}", url)
+    from edgefl.client import named_path  # noqa: PLC0415 fast start
+
+    found = _get(named_path("devices", device), url)
     if fmt != "table":
         print_rows([found], (*COLUMNS, "capabilities"), fmt, kind="devices")
         return

@@ -85,6 +85,20 @@ def _fetch(request: _Request) -> list[Json]:
     return _read(request, request.directory or default_directory())
 
 
+def _asked(limit: int | None, fmt: str) -> int | None:
+    """Returns how many rows to ask for: programs get all; a table one more than it shows, to know that it was cut."""
+    return limit if fmt != "table" else (limit or DEFAULT_LIMIT) + 1
+
+
+def _fitting(kind: str, rows: list[Json], limit: int) -> list[Json]:
+    if len(rows) <= limit:
+        return rows
+    # Devices come by name, everything else oldest first.
+    which, kept = ("first", rows[:limit]) if kind == "devices" else ("newest", rows[-limit:])
+    click.echo(f"only the {which} {limit} rows are shown; --limit N shows more", err=True)
+    return kept
+
+
 def _has_operator_file() -> bool:
     from edgefl.client import operator_path  # noqa: PLC0415 only when no directory was named
 
@@ -119,7 +133,9 @@ def _add(kind: str) -> None:
     @click.option("--since", help="From then on: an age (2h, 7d) or an ISO date and time.")
     @click.option("--until", help="Before then.")
     @click.option(
-        "--limit", type=click.IntRange(min=1), default=DEFAULT_LIMIT, show_default=True, help="Newest rows."
+        "--limit",
+        type=click.IntRange(min=1),
+        help=f"Newest rows [default: {DEFAULT_LIMIT} in a table, all in json and csv].",
     )
     @click.option("--dir", "directory", type=click.Path(path_type=Path), help="Read the store in this directory.")
     @click.option("--url", help="Ask this coordinator.")
@@ -130,7 +146,7 @@ def _add(kind: str) -> None:
         device: str | None,
         since: str | None,
         until: str | None,
-        limit: int,
+        limit: int | None,
         directory: Path | None,
         url: str | None,
         fmt: str,
@@ -139,11 +155,13 @@ def _add(kind: str) -> None:
             raise UsageError("--dir reads a store and --url asks a coordinator; give one of them")
         now = datetime.now(tz=UTC).timestamp()
         filters = {
-            "run": run, "device": device, "limit": limit,
+            "run": run, "device": device, "limit": _asked(limit, fmt),
             "since": None if since is None else parse_time(since, now=now),
             "until": None if until is None else parse_time(until, now=now),
         }  # fmt: skip
         rows = _fetch(_Request(kind=kind, filters=filters, directory=directory, url=url))
+        if fmt == "table":
+            rows = _fitting(kind, rows, limit or DEFAULT_LIMIT)
         print_rows(rows, _TABLE[kind] if fmt == "table" else COLUMNS[kind], fmt, kind=kind)
 
     command.command(kind, help=_HELP[kind])(show)

@@ -59,7 +59,7 @@ def list_(*, url: str | None, fmt: str) -> None:
 @format_option
 def show(*, run: str, url: str | None, fmt: str) -> None:
     """Show one run and its settings; RUN is an id, the beginning of one, a name, or `latest`."""
-    found = _operator(url).get(f"/edgefl/v1/runs/{run}")
+    found = _operator(url).get(_path(run))
     if fmt != "table":
         print_rows([found], (*COLUMNS, "config"), fmt, kind="runs")
         return
@@ -85,20 +85,20 @@ def watch(*, run: str, url: str | None) -> None:
 @url_option
 def stop(*, run: str, url: str | None) -> None:
     """End a run after what is in flight; its model and history stay."""
-    found = _operator(url).post(f"/edgefl/v1/runs/{run}/stop")
+    found = _operator(url).post(f"{_path(run)}/stop")
     click.echo(f"{found['run_id']} {found['status']}")
 
 
 def _watch(run: str, url: str | None) -> None:
     operator = _operator(url)
-    found = operator.get(f"/edgefl/v1/runs/{run}")
+    found = operator.get(_path(run))
     with RunProgress() as progress:
         while True:
             progress.show(found)
             if found["status"] in FINAL:
                 break
             time.sleep(POLL_S)
-            found = operator.get(f"/edgefl/v1/runs/{found['run_id']}")
+            found = operator.get(_path(found["run_id"]))
     if found["status"] in {"failed", "interrupted"}:
         raise RunFailedError(f"run {found['run_id']} {found['status']}: {found['reason']}")
 
@@ -148,3 +148,9 @@ def _operator(url: str | None) -> Any:
     from edgefl.client import Operator  # noqa: PLC0415 fast start
 
     return Operator.from_options(url)
+
+
+def _path(run: str) -> str:
+    from edgefl.client import named_path  # noqa: PLC0415 fast start
+
+    return named_path("runs", run)

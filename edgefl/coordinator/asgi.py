@@ -35,17 +35,17 @@ def error_json(detail: str) -> bytes:
     return json.dumps({"detail": detail}).encode()
 
 
-async def read_capped(request: Request, receive: Receive) -> bytes | None:
-    """Returns the whole body, or None when it is over `MAX_BODY_BYTES` or the client went away."""
+async def read_capped(request: Request, receive: Receive, limit_bytes: int = MAX_BODY_BYTES) -> bytes | None:
+    """Returns the whole body, or None when it is over the limit or the client went away."""
     pieces, size = [], 0
     declared = request.headers.get("content-length", "0")
-    if not declared.isdigit() or int(declared) > MAX_BODY_BYTES:
+    if not declared.isdigit() or int(declared) > limit_bytes:
         return None
     while True:
         event = await receive()
         pieces.append(event.get("body", b""))
         size += len(pieces[-1])
-        if size > MAX_BODY_BYTES or event["type"] == "http.disconnect":
+        if size > limit_bytes or event["type"] == "http.disconnect":
             return None
         if not event.get("more_body"):
             return b"".join(pieces)

@@ -154,7 +154,7 @@ def connect_host(host: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExternalBroker:
-    """A broker that somebody else runs, with rules of their own making (see the operations guide)."""
+    """A broker that somebody else runs, with rules of their own making (docs/protocol.md says which are needed)."""
 
     address: BrokerAddress
 

@@ -6,20 +6,22 @@ is simply made again.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import secrets
 import socket
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from edgefl.coordinator import pki
 from edgefl.coordinator.local_addresses import local_addresses
-from edgefl.errors import ConfigError, NotJoinedError
+from edgefl.errors import ConfigError, NotJoinedError, StoreError
 from edgefl.files import make_private_directory, write_whole
 from edgefl.protocol import COORDINATOR_NAME, certificate_fingerprint, checked_slug
 
@@ -91,6 +93,25 @@ class CoordinatorDirectory:
     def addresses(self) -> tuple[str, ...]:
         """HOST:PORT for every host, best first; IPv6 in brackets."""
         return tuple(f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}" for host in self.hosts)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Holds the directory for one running coordinator; the lock goes when the process does.
+
+        Raises:
+            StoreError: another coordinator runs on this directory, or it cannot be written.
+        """
+        with contextlib.ExitStack() as closers:
+            try:
+                file = closers.enter_context((self.root / "lock").open("w"))
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise StoreError(
+                    f"another coordinator runs on {self.root}; stop it first, or take another --dir"
+                ) from None
+            except OSError as error:
+                raise StoreError(f"{self.root / 'lock'} cannot be locked: {error.strerror or error}") from None
+            yield
 
     def authority(self) -> pki.KeyPair:
         """Returns the CA with its key."""

@@ -27,6 +27,7 @@ from edgefl.coordinator.directory import CoordinatorDirectory, token_hash
 from edgefl.coordinator.tokens import ROLES
 from edgefl.errors import EdgeflError, JoinError, NameTakenError, NetworkError
 from edgefl.protocol import (
+    EVALUATOR_NAME,
     MAX_JSON_BYTES,
     PROTOCOL_VERSION,
     RESERVED_NAMES,
@@ -67,16 +68,18 @@ class EnrolmentService:
     """Checks requests, books them in the store and signs certificates; safe to call from several threads.
 
     `on_enrolled(device_id, public_key)` is called after the store has the device and before it is answered, again
-    when a board asks again; public keys are PEM SubjectPublicKeyInfo bytes.
+    when a board asks again; public keys are PEM SubjectPublicKeyInfo bytes. `evaluator_token` gives the id of the
+    only token that lets in under the name of the coordinator's own evaluator, None while there is none.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 one keyword per neighbour
         self,
         *,
         directory: CoordinatorDirectory,
         store: Store,
         on_enrolled: Callable[[str, bytes], None],
         broker: BrokerSite,
+        evaluator_token: Callable[[], str | None] = lambda: None,
         clock: Callable[[], float] = time.time,
         version: str = __version__,
     ) -> None:
@@ -85,6 +88,7 @@ class EnrolmentService:
         self._store = store
         self._on_enrolled = on_enrolled
         self._broker = broker
+        self._evaluator_token = evaluator_token
         self._clock = clock
         self._version = version
 
@@ -106,7 +110,8 @@ class EnrolmentService:
         """
         request = parse_request(load_json(body))
         check_version(request.version, self._version)
-        if request.name in RESERVED_NAMES:
+        is_foreign = request.name == EVALUATOR_NAME and request.token_id != self._evaluator_token()
+        if request.name in RESERVED_NAMES or is_foreign:
             raise NameTakenError(f"the name {request.name!r} is reserved; choose another: --name NAME")
         now = self._clock()
         cert_pem = pki.sign_request(self._authority, request.csr_pem, request.name)

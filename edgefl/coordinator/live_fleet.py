@@ -274,7 +274,8 @@ class LiveFleet:
             raise ValueError(f"it names {header.get('assignment')!r:.80}, asked was {pending.key!r}")
         if isinstance(order, Evaluation):
             info = self.roster.info(order.device_id)
-            return evaluated(order, header["metrics"], info.source if info else "device")
+            made = evaluated(order, header["metrics"], info.source if info else "device")
+            return replace(made, bytes_up=reply.bytes_up, bytes_down=reply.bytes_down)
         tensors = self._run.decode(reply.body)
         check_finite(tensors)
         metrics = update_metrics(

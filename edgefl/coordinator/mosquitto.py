@@ -169,8 +169,8 @@ class Mosquitto:
                 return
             if self._stopping.is_set():
                 return
-            failures = 0 if time.monotonic() - started_s > HEALTHY_AFTER_S else failures + 1
-            delay_s = RESTART_DELAYS_S[min(failures, len(RESTART_DELAYS_S)) - 1]
+            failures = failures_in_a_row(failures, lived_s=time.monotonic() - started_s)
+            delay_s = restart_delay_s(failures)
             status = self._process.returncode if self._process else None
             log.warning("mosquitto ended with status %s; starting it again in %.1f s", status, delay_s)
             self._stopping.wait(delay_s)
@@ -233,6 +233,16 @@ class Mosquitto:
         # OpenSSL's own lines follow the one that says which file it was about.
         told = [line for line in lines if re.search(r"\bError: ", line)] or lines or ["it left no message"]
         return told[-1].strip()
+
+
+def failures_in_a_row(before: int, *, lived_s: float) -> int:
+    """Returns how often it has failed in a row, this time included; a healthy life begins the count anew."""
+    return 1 if lived_s > HEALTHY_AFTER_S else before + 1
+
+
+def restart_delay_s(failures: int) -> float:
+    """Returns how long to wait before the next start after so many failures in a row."""
+    return RESTART_DELAYS_S[min(failures, len(RESTART_DELAYS_S)) - 1]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -181,6 +181,8 @@ class Recorder:
             loss=evaluated.loss,
             accuracy=evaluated.accuracy,
             num_examples=evaluated.num_examples,
+            bytes_up=evaluated.bytes_up,
+            bytes_down=evaluated.bytes_down,
             at=self._clock(),
             metrics=dict(evaluated.metrics),
         )

@@ -7,7 +7,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -54,11 +54,28 @@ class StartOptions:
     heartbeat_s: float = _DEFAULTS.heartbeat_s
 
 
-class Coordinator:
-    """All parts of a running coordinator. Use it as a context manager: it closes what it has opened."""
+Settle = Callable[[CoordinatorDirectory], CoordinatorDirectory]
 
-    def __init__(self, directory: CoordinatorDirectory, options: StartOptions, assemble: Assemble) -> None:
-        self._directory, self._options, self._assemble = directory, options, assemble
+
+def _as_it_is(directory: CoordinatorDirectory) -> CoordinatorDirectory:
+    return directory
+
+
+class Coordinator:
+    """All parts of a running coordinator. Use it as a context manager: it closes what it has opened.
+
+    Args:
+        directory: held for this coordinator alone while it runs.
+        options: how it was called.
+        assemble: makes the parts of a run.
+        settle: called when the directory is held and the port listened on; returns the directory, possibly changed.
+    """
+
+    def __init__(
+        self, directory: CoordinatorDirectory, options: StartOptions, assemble: Assemble, settle: Settle = _as_it_is
+    ) -> None:
+        self._directory, self._options, self._assemble, self._settle = directory, options, assemble, settle
+        self._evaluator_token_id: str | None = None
         self._stopping = threading.Event()
         self._fatal: EdgeflError | None = None
         self._worker: RunWorker | None = None
@@ -99,9 +116,11 @@ class Coordinator:
         So at the end the evaluator says goodbye first, the active run recalls what is out, and only then bus, broker
         and store close.
         """
-        directory, options = self._directory, self._options
+        options = self._options
+        self._closers.enter_context(self._directory.locked())
         listener = listen(options.host, options.port)
         self._closers.callback(listener.close)
+        self._directory = directory = self._settle(self._directory)
         self._store = Store.open(options.store_url or directory.database)
         self._closers.callback(self._store.close)
         self._roster = Roster(Presence(heartbeat_s=options.heartbeat_s), time.monotonic)
@@ -218,7 +237,13 @@ class Coordinator:
     def _open_web(self, listener: socket.socket, worker: RunWorker) -> None:
         directory, options = self._directory, self._options
         site = BrokerSite(port=self._broker_address.port, host=self._outside_host())
-        service = EnrolmentService(directory=directory, store=self._store, on_enrolled=self._enrolled, broker=site)
+        service = EnrolmentService(
+            directory=directory,
+            store=self._store,
+            on_enrolled=self._enrolled,
+            broker=site,
+            evaluator_token=lambda: self._evaluator_token_id,
+        )
         operator = operator_router(
             store=self._store,
             roster=self._roster,
@@ -253,7 +278,8 @@ class Coordinator:
                 self._store.remove_device(EVALUATOR_NAME, at=time.time())
                 self._superlink.remove(self._roster.remove(EVALUATOR_NAME))
             terms = TokenTerms(ttl_s=EVALUATOR_TOKEN_TTL_S, role="evaluator")
-            token = make_token(self._store, self._directory, terms, now=time.time()).text()
+            made = make_token(self._store, self._directory, terms, now=time.time())
+            self._evaluator_token_id, token = made.token_id, made.text()
         child = EvaluatorProcess(
             state_dir=state_dir,
             shards={task: Path(path).resolve() for task, path in shards.items()},
@@ -275,13 +301,15 @@ class Coordinator:
         self.stop()
 
 
-def serve(directory: CoordinatorDirectory, options: StartOptions, assemble: Assemble) -> None:
-    """Runs a coordinator until SIGTERM or SIGINT.
+def serve(
+    directory: CoordinatorDirectory, options: StartOptions, assemble: Assemble, settle: Settle = _as_it_is
+) -> None:
+    """Runs a coordinator until SIGTERM or SIGINT; the arguments are those of `Coordinator`.
 
     Raises:
         EdgeflError: it could not start, or cannot go on.
     """
-    coordinator = Coordinator(directory, options, assemble)
+    coordinator = Coordinator(directory, options, assemble, settle)
     with on_stop_signal(coordinator.stop), coordinator:
         coordinator.wait()
         log.info("stopping")

@@ -8,7 +8,6 @@ refused replies visible. `FleetApi` serves Flower's Fleet API and nothing else o
 from __future__ import annotations
 
 import base64
-import binascii
 import datetime as dt
 import json
 import logging
@@ -24,13 +23,22 @@ from fastapi import HTTPException
 from flwr.app import ConfigRecord, Message, Metadata, RecordDict
 from flwr.app.message import make_message
 from flwr.app.message.arraychunk import ArrayChunk
-from flwr.common.constant import NOOP_ACCOUNT_NAME, NOOP_FLWR_AID, SUPERLINK_NODE_ID, SubStatus
+from flwr.common.constant import (
+    NOOP_ACCOUNT_NAME,
+    NOOP_FLWR_AID,
+    SUPERLINK_NODE_ID,
+    SYSTEM_TIME_TOLERANCE,
+    TIMESTAMP_HEADER,
+    TIMESTAMP_TOLERANCE,
+    SubStatus,
+)
 from flwr.proto.message_pb2 import ObjectTree
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.server.superlink.linkstate import LinkStateFactory
 from flwr.server.superlink.linkstate.in_memory_linkstate import InMemoryLinkState
 from flwr.supercore.constant import (
     FLEET_HTTP_PUBLIC_KEY_HEADER,
+    FLEET_HTTP_SIGNATURE_HEADER,
     FLWR_IN_MEMORY_DB_NAME,
     NOOP_FEDERATION_ID,
     OBJECT_PUSH_SESSION_TTL_SECONDS,
@@ -42,6 +50,7 @@ from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.error.catalog import API_ERROR_MAP
 from flwr.supercore.inflatable.inflatable_object import get_object_body, get_object_id
 from flwr.supercore.object_store import ObjectStoreFactory
+from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_signature
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 from flwr.superlink.federation import NoOpFederationManager
 from flwr.superlink.routers.fleet.node_auth import authenticate_node
@@ -70,7 +79,12 @@ TTL_S = 100 * 365 * 24 * 3600.0
 """How long Flower keeps a message by wall clock: a clock that jumps must not end it, our own deadlines do."""
 EARLIEST_MESSAGE_S = 1_740_700_800.0
 """Flower refuses messages that were made earlier; a coordinator without network time may stand there."""
+MAX_OBJECT_BYTES = CHUNK_BYTES + REPLY_SALT_BYTES + 1024
+"""The largest piece of a reply: one salted chunk with Flower's header before it."""
 _PREFIX = "/v1/fleet/"
+_PUSH_OBJECT = "push-object"
+_PUSH_OBJECT_BYTES = MAX_OBJECT_BYTES + 4096
+"""The largest request that carries such a piece: ids and lengths come on top."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,12 +126,15 @@ class EdgeLinkState(InMemoryLinkState):
         self._open_lock = threading.Lock()
 
     def store_message_and_object_tree(self, message: Message, object_tree: Any, session_id: str) -> Any:
+        if not _fits(object_tree):
+            self._cleanup_push_session(session_id, cleanup_messages=False)
+            raise _refusal(f"a reply has at most {MAX_BODY_BYTES} bytes, in one row of pieces")
         stored, missing = super().store_message_and_object_tree(message, object_tree, session_id)
         if not message.metadata.reply_to_message_id:
             return stored, missing
         if not stored:  # stock Flower answers 200 and drops the reply silently
             self._cleanup_push_session(session_id, cleanup_messages=False)
-            raise FlowerError(ApiErrorCode.FLEET_RUN_STATUS_NOT_ALLOWED, "refused", public_details="reply refused")
+            raise _refusal("reply refused")
         if (message.has_content() and RECORD_BODY in message.content) or not missing:
             self._cleanup_push_session(session_id, cleanup_messages=False)
             self._on_reply(message)
@@ -127,6 +144,8 @@ class EdgeLinkState(InMemoryLinkState):
         return stored, missing
 
     def store_object(self, run_id: int, session_id: str, object_id: str, object_content: bytes) -> bool:
+        if len(object_content) > MAX_OBJECT_BYTES:
+            raise _refusal(f"a piece of a reply has at most {MAX_OBJECT_BYTES} bytes, got {len(object_content)}")
         self._prolong(session_id)
         stored = bool(super().store_object(run_id, session_id, object_id, object_content))
         complete = None
@@ -156,7 +175,7 @@ class EdgeLinkState(InMemoryLinkState):
         """Refuses what belongs to a run of an earlier coordinator; stock Flower fails with a KeyError."""
         statuses = super().get_run_status(run_ids)
         if len(statuses) < len(run_ids):
-            raise FlowerError(ApiErrorCode.FLEET_RUN_STATUS_NOT_ALLOWED, "no such run", public_details="no such run")
+            raise _refusal("no such run")
         return statuses
 
     def _cleanup_expired_task_tokens_locked(self) -> None:
@@ -208,6 +227,16 @@ class EdgeLinkState(InMemoryLinkState):
             if node is not None:
                 self.node_public_key_to_node_id.pop(node.public_key, None)
                 self.owner_to_node_ids.get(NOOP_FLWR_AID, set()).discard(node_id)
+
+
+def _fits(tree: Any) -> bool:
+    """Returns whether an object tree is what a device may push: a first piece with the others below it."""
+    is_flat = not any(child.children for child in tree.children)
+    return is_flat and (1 + len(tree.children)) * CHUNK_BYTES <= MAX_BODY_BYTES
+
+
+def _refusal(reason: str) -> FlowerError:
+    return FlowerError(ApiErrorCode.FLEET_RUN_STATUS_NOT_ALLOWED, reason, public_details=reason)
 
 
 class SuperLink:
@@ -362,7 +391,7 @@ _HANDLERS: dict[str, Handler] = {
     "send-node-heartbeat": fleet_handlers.send_node_heartbeat,
     "pull-messages": lambda message, state: fleet_handlers.pull_messages(message, state, state.object_store),
     "push-messages": fleet_handlers.push_messages,
-    "push-object": fleet_handlers.push_object,
+    _PUSH_OBJECT: fleet_handlers.push_object,
     "pull-object": fleet_handlers.pull_object,
     "confirm-message-received": lambda message, state: fleet_handlers.confirm_message_received(
         message, state, state.object_store
@@ -375,8 +404,8 @@ _HANDLERS: dict[str, Handler] = {
 class FleetApi:
     """The ASGI application under `/v1/fleet/`: Flower's handlers without FastAPI's injection and middlewares.
 
-    An unknown key gets 401 before its body is read; a body over `MAX_BODY_BYTES` gets 413. Registration by
-    devices is not offered: nodes come from our own enrolment only.
+    An unknown key or a signature that does not hold gets 401 before its body is read, and is no sign of life; a
+    body over its limit gets 413. Registration by devices is not offered: nodes come from our own enrolment only.
     """
 
     def __init__(self, factory: LinkStateFactory, state: EdgeLinkState, on_contact: Callable[[int], None]) -> None:
@@ -394,9 +423,10 @@ class FleetApi:
         elif request.method != "POST" or name not in _HANDLERS:
             await respond(send, 404, error_json("Not Found"))
         else:
-            body = await read_capped(request, receive)
+            limit_bytes = _PUSH_OBJECT_BYTES if name == _PUSH_OBJECT else MAX_BODY_BYTES
+            body = await read_capped(request, receive, limit_bytes)
             if body is None:
-                await respond(send, 413, error_json(f"body over {MAX_BODY_BYTES} bytes"))
+                await respond(send, 413, error_json(f"body over {limit_bytes} bytes"))
                 return
             self._on_contact(node_id)
             self.traffic.count(node_id, up=len(body))
@@ -405,12 +435,13 @@ class FleetApi:
             await respond(send, status, content)
 
     def _node_of(self, request: Request) -> int | None:
+        """Returns the node that has signed the request's headers: what can be known before the body is read."""
         try:
             key = base64.b64decode(request.headers[FLEET_HTTP_PUBLIC_KEY_HEADER], validate=True)
-        except (KeyError, binascii.Error):
+            known: int | None = self._state.get_node_id_by_public_key(key)
+            return known if known is not None and _is_signed(request, key) else None
+        except (KeyError, ValueError, TypeError):  # a header that is missing or makes no sense
             return None
-        known: int | None = self._state.get_node_id_by_public_key(key)
-        return known
 
     def _answer(self, request: Request, name: str, body: bytes) -> tuple[int, bytes]:
         """Returns status and body. Whatever a handler raises must become a response: this is the boundary."""
@@ -430,3 +461,13 @@ class FleetApi:
             log.debug("a request to %s failed", name, exc_info=True)
             return 500, error_json("Internal server error.")
         return 200, answer
+
+
+def _is_signed(request: Request, key: bytes) -> bool:
+    """Returns whether the timestamp is signed and recent; `authenticate_node` has the same window."""
+    timestamp = request.headers[TIMESTAMP_HEADER]
+    signature = base64.b64decode(request.headers[FLEET_HTTP_SIGNATURE_HEADER], validate=True)
+    age_s = (now() - dt.datetime.fromisoformat(timestamp)).total_seconds()
+    if not -SYSTEM_TIME_TOLERANCE < age_s < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE:
+        return False
+    return bool(verify_signature(bytes_to_public_key(key), timestamp.encode("ascii"), signature))

@@ -24,9 +24,9 @@ from edgefl.device.link import Link, LinkCallbacks, LinkIdentity, LinkTls
 from edgefl.device.state import DeviceState
 from edgefl.device.supernode import Answer, Instruction, RefusedError, SuperNode, UnauthorisedError
 from edgefl.device.trainer import AbandonedError, Trainer
-from edgefl.device.trust import pinned_context, say_hello
+from edgefl.device.trust import Hello, pinned_context, say_hello
 from edgefl.device.vitals import Vitals
-from edgefl.errors import EdgeflError, NetworkError
+from edgefl.errors import EdgeflError, NetworkError, StoreError
 from edgefl.processes import on_stop_signal
 from edgefl.protocol import (
     HEARTBEAT_S,
@@ -117,7 +117,7 @@ class Agent:
                     self._serve()
                 except AbandonedError:
                     break
-                except NetworkError as error:
+                except (NetworkError, StoreError) as error:
                     self._address = None
                     if not self._stopping.is_set():
                         log.warning("%s; trying again", error)
@@ -145,17 +145,24 @@ class Agent:
                 continue
             self._address = address
             before = self._brokers()
-            self._state.change(
-                addresses=tuple(dict.fromkeys([address, *hello.addresses])),
-                broker_port=hello.broker_port,
-                broker_host=hello.broker_host,
-            )
+            self._remember_addresses(address, hello)
             if set(self._brokers()) != set(before):
                 self._follow_broker()
             log.info("connected to the coordinator at %s", address)
             self._bell.ring()  # work may be waiting
             return
         raise NetworkError(f"no coordinator at {'; '.join(failures) or 'any known address'}")
+
+    def _remember_addresses(self, address: str, hello: Hello) -> None:
+        """Keeps what the coordinator says of itself; a card without room does not stop the work."""
+        try:
+            self._state.change(
+                addresses=tuple(dict.fromkeys([address, *hello.addresses])),
+                broker_port=hello.broker_port,
+                broker_host=hello.broker_host,
+            )
+        except StoreError as error:
+            log.warning("cannot keep the coordinator's addresses: %s", error)
 
     def _serve(self) -> None:
         """Pulls and works until there is an error or the agent stops."""

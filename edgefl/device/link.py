@@ -19,7 +19,7 @@ import paho.mqtt.client as mqtt
 from paho.mqtt.reasoncodes import ReasonCode
 
 from edgefl.device.mqtt_session import CONNECT_TIMEOUT_S, LinkIdentity, LinkTls, Session, link_context, new_session
-from edgefl.errors import NetworkError, NotJoinedError
+from edgefl.errors import NetworkError, NotJoinedError, StoreError
 from edgefl.protocol import (
     Capabilities,
     Command,
@@ -198,7 +198,11 @@ class Link:
 
     def _connect_once(self) -> bool:
         """Holds one session until it breaks; returns whether there was one."""
-        session = self._next_session()
+        try:
+            session = self._next_session()
+        except (StoreError, OSError) as error:  # a card that is full now may have room later
+            self._log_sometimes("session", "cannot count a new session (%s); trying again", error)
+            return False
         host, port = self._addresses[0]
         try:
             session.client.connect(host, port, keepalive=self._pace.keep_alive_s)

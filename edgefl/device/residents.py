@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import zipfile
 import zlib
@@ -14,6 +15,8 @@ from edgefl.types import Array, Learner, Shapes
 
 # RuntimeError and its NotImplementedError: what a damaged header makes zipfile take for encryption or a new method.
 UNREADABLE = (OSError, KeyError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
+
+KEPT_RUNS = 4
 
 
 def load_resident(state_dir: Path, run: str, shapes: Shapes) -> dict[str, Array] | None:
@@ -29,7 +32,10 @@ def load_resident(state_dir: Path, run: str, shapes: Shapes) -> dict[str, Array]
 
 
 def save_resident(state_dir: Path, run: str, shapes: Shapes, learner: Learner) -> None:
-    """Writes the tensors that are not shared, whole or not at all; does nothing when all are."""
+    """Writes the tensors that are not shared, whole or not at all; does nothing when all are.
+
+    Those of older runs go, but for a few: a board's card is small, and its runs are many.
+    """
     names = [spec.name for spec in shapes if not spec.shared]
     if not names:
         return
@@ -37,6 +43,19 @@ def save_resident(state_dir: Path, run: str, shapes: Shapes, learner: Learner) -
     path.parent.mkdir(parents=True, exist_ok=True)
     with open_whole(path) as file:
         np.savez(file, allow_pickle=False, **{name: values[name] for name in names})
+    _forget_older(path)
+
+
+def _forget_older(newest: Path) -> None:
+    # The newest by name, not by its time: a board's clock may have gone back since the others were written.
+    with contextlib.suppress(OSError):
+        others = sorted((path for path in newest.parent.glob("*.npz") if path != newest), key=_written_ns)
+        for path in others[: max(0, len(others) + 1 - KEPT_RUNS)]:
+            path.unlink(missing_ok=True)
+
+
+def _written_ns(path: Path) -> int:
+    return path.stat().st_mtime_ns
 
 
 def _path(state_dir: Path, run: str) -> Path:

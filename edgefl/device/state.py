@@ -22,7 +22,6 @@ from edgefl.files import make_private_directory, write_whole
 
 log = logging.getLogger(__name__)
 
-ACCELERATORS = ("auto", "cpu", "cuda")
 ROLES = ("trainer", "evaluator")
 
 

@@ -29,6 +29,9 @@ from edgefl.types import Dataset, Json, Learner, LocalPlan, Role, Shapes, Task, 
 log = logging.getLogger(__name__)
 
 
+KEPT_RECALLS = 64
+
+
 class AbandonedError(Exception):
     """The agent stops: the assignment under way ends without an answer."""
 
@@ -78,7 +81,7 @@ class Trainer:
         self._accelerator, self._threads, self._state_dir = accelerator, threads, state_dir
         self._on_progress = on_progress
         self._warm: OrderedDict[str, _Warm] = OrderedDict()
-        self._recalled: set[str] = set()
+        self._recalled: OrderedDict[str, None] = OrderedDict()
         self._abandoned = False
         self._lock = threading.Lock()
         self._now: tuple[str, str, int] | None = None
@@ -91,7 +94,10 @@ class Trainer:
     def recall(self, assignment_id: str) -> None:
         """Ends an assignment after its current iteration; what has been learnt is sent."""
         with self._lock:
-            self._recalled.add(assignment_id)
+            self._recalled[assignment_id] = None
+            # Recalls of work that never comes, or came before, must not gather over months.
+            while len(self._recalled) > KEPT_RECALLS:
+                self._recalled.popitem(last=False)
 
     def abandon(self) -> None:
         """Ends whatever is under way without an answer, after the current iteration."""
@@ -132,6 +138,8 @@ class Trainer:
             return {**reply, "error": f"{type(error).__name__}: {error}"}, b""
         finally:
             self._now = None
+            with self._lock:
+                self._recalled.pop(str(header.get("assignment")), None)
         return {**reply, "metrics": metrics}, result
 
     def _train(self, header: Json, warm: _Warm, body: bytes) -> tuple[Json, bytes]:
@@ -154,8 +162,6 @@ class Trainer:
             return assignment_id in self._recalled
 
         result = train(learner, data, plan, derived_rng(*origin), clock=time.monotonic, on_iteration=on_iteration)
-        with self._lock:
-            self._recalled.discard(assignment_id)
         save_resident(self._state_dir, run, warm.shapes, learner)
         codec = make_codec(str(header.get("codec", "dense")), warm.shapes)
         encoded = codec.encode(result.displacement, derived_rng(*origin, "uplink"))
@@ -192,6 +198,8 @@ class Trainer:
         if header.get("v") != 1:
             raise NetworkError(f"instruction of version {header.get('v')!r}, this agent reads 1: update it")
         name, options = str(header["task"]), dict(header.get("options", {}))
+        # Before anything is imported or called: only its owner says, by a shard, which tasks this board runs.
+        self._shard_path(name)
         key = f"{name} {sorted(options.items())}"
         if key not in self._warm:
             task = make_task(name, options)
@@ -202,10 +210,14 @@ class Trainer:
             self._warm.popitem(last=False)
         return self._warm[key]
 
-    def _data(self, warm: _Warm) -> Dataset:
-        path = self._shards().get(warm.name)
+    def _shard_path(self, task: str) -> str:
+        path = self._shards().get(task)
         if path is None:
-            raise TaskError(f"this device has no shard for task {warm.name!r}; edgefl device shard add")
+            raise TaskError(f"this device has no shard for task {task!r}; edgefl device shard add")
+        return path
+
+    def _data(self, warm: _Warm) -> Dataset:
+        path = self._shard_path(warm.name)
         stamp = (path, _stamp(Path(path)))
         if warm.data is None or warm.stamp != stamp:
             warm.data, warm.stamp, warm.splits = warm.task.read(path), stamp, {}

@@ -27,7 +27,8 @@ COLUMNS = MappingProxyType(
         "heartbeats": _HEARTBEAT,
         "events": ("at", "kind", "run_id", "device_id", "message", "data"),
         "evaluations": (
-            "run_id", "round", "version", "device_id", "source", "loss", "accuracy", "num_examples", "at", "metrics",
+            "run_id", "round", "version", "device_id", "source", "loss", "accuracy", "num_examples", "bytes_up",
+            "bytes_down", "at", "metrics",
         ),
     }
 )  # fmt: skip

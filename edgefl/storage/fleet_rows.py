@@ -232,14 +232,14 @@ def _check_usable(token: Row[Any], now: float) -> None:
 
 def _check_free(connection: Connection, join: _Join, known: Row[Any] | None) -> None:
     if known is not None and known.removed_at is None:
-        raise NameTakenError(f"another device is called {join.device_id!r}; choose another --name or remove it first")
+        raise NameTakenError(f"another device is called {join.device_id!r}; choose another --name")
     holder = connection.execute(
         select(Device.device_id).where(
             Device.public_key == join.public_key, Device.removed_at.is_(None), Device.device_id != join.device_id
         )
     ).scalar()
     if holder is not None:
-        raise NameTakenError(f"this device's key has already joined as {holder!r}; use that name or remove it first")
+        raise NameTakenError(f"this device's key has already joined as {holder!r}; use that name")
 
 
 def _admit(connection: Connection, join: _Join, token: Row[Any], *, rejoins: bool) -> DeviceRecord:

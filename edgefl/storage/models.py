@@ -174,6 +174,8 @@ class Evaluation(Base):
     loss: Mapped[float | None]
     accuracy: Mapped[float | None]
     num_examples: Mapped[int]
+    bytes_up: Mapped[int]
+    bytes_down: Mapped[int]
     at: Mapped[float]
     metrics: Mapped[dict[str, Any]]
 

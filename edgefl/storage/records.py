@@ -171,6 +171,8 @@ class EvaluationRow:
     accuracy: float
     num_examples: int
     at: float
+    bytes_up: int = 0
+    bytes_down: int = 0
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -37,7 +37,8 @@ class RoundRules:
     Attributes:
         min_devices: the first round opens when so many devices are idle; later ones go on with those that are left.
         max_devices: at most so many are asked, None for all; who it is changes from round to round.
-        min_updates: k of n: the round closes when k updates are in; None waits for all that are alive.
+        min_updates: k of n: the round closes when k updates are in, or with fewer when nobody is left to ask; None
+            waits for all that are alive.
         deadline_s: an assignment that takes longer is given up; None for never.
         codec: spec of the codec for updates.
         seed: decides who is asked where not all are.
@@ -82,8 +83,7 @@ class Synchronous:
         """Opens a round when none is open, or asks others when those asked are gone and too few answered."""
         if state.asked and (_num_pending(state, view) or state.fold.num_received >= (self.rules.min_updates or 1)):
             return state, Decision(next_wake_s=WAIT_S)
-        delivered = {device_id for assignment_id, device_id in state.asked.items() if state.fold.has(assignment_id)}
-        willing = [device_id for device_id in view.idle if device_id not in delivered]
+        willing = _willing(state, view)
         has_begun = bool(state.asked) or state.version > 0
         if len(willing) < (1 if has_begun else self.rules.min_devices):
             return state, Decision(next_wake_s=WAIT_S)
@@ -123,9 +123,12 @@ class Synchronous:
     def ready(self, state: RoundState, view: FleetView) -> bool:
         if not state.asked or state.fold.num_received == 0:
             return False
-        if self.rules.min_updates is not None:
-            return state.fold.num_received >= self.rules.min_updates
-        return _num_pending(state, view) == 0
+        if self.rules.min_updates is not None and state.fold.num_received >= self.rules.min_updates:
+            return True
+        if _num_pending(state, view):
+            return False
+        # Too few answered: others may be asked; when there are none, fewer than k close the round, or nobody would.
+        return self.rules.min_updates is None or not _willing(state, view)
 
     def aggregate(self, state: RoundState) -> RoundState:
         folding.close(state.fold, state.model)
@@ -148,6 +151,12 @@ class Synchronous:
 
     def changed(self, state: RoundState, since: int) -> Indices | None:  # noqa: ARG002 everything moves
         return None
+
+
+def _willing(state: RoundState, view: FleetView) -> list[str]:
+    """Returns the idle devices that have not brought an update in this round."""
+    delivered = {device_id for assignment_id, device_id in state.asked.items() if state.fold.has(assignment_id)}
+    return [device_id for device_id in view.idle if device_id not in delivered]
 
 
 def _num_pending(state: RoundState, view: FleetView) -> int:

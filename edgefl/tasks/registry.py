@@ -30,7 +30,7 @@ def make_task(name: str, options: Mapping[str, Scalar] | None = None) -> Task:
         options: keyword arguments of the task.
 
     Raises:
-        TaskError: there is no such task, or its module cannot be imported.
+        TaskError: there is no such task, its module cannot be imported, or what it names is no task's class.
         ConfigError: an option that the task does not have, or a value that it refuses.
     """
     return _make(name, _factory(name), dict(options or {}))
@@ -47,7 +47,7 @@ def _factory(name: str) -> Callable[..., Task]:
     for found in entry_points(group=ENTRY_POINT_GROUP, name=name):
         return _loaded(name, found.value)
     if ":" in name:
-        return _loaded(name, name)
+        return _checked_class(name, _loaded(name, name))
     raise TaskError(
         f"there is no task {name!r}; choose one of {', '.join(task_names())}, or module:Class of your own"
     )
@@ -66,6 +66,20 @@ def _loaded(name: str, target: str) -> Callable[..., Task]:
     if not callable(found):
         raise TaskError(f"task {name!r} is a {type(found).__name__}, it must be a class or a function that makes one")
     factory: Callable[..., Task] = found
+    return factory
+
+
+def _checked_class(name: str, found: Any) -> Callable[..., Task]:
+    """Refuses what is no task before it is called: the name may come from elsewhere, and `os:system` is callable too.
+
+    Only `read` is asked for, since a task may take over shapes, init and learner from its model in `__init__`.
+    """
+    factory: Callable[..., Task] = found
+    if not inspect.isclass(found):
+        raise TaskError(f"task {name!r} is a {type(found).__name__}, it must be a class with a method read")
+    read = getattr(found, "read", None)
+    if not (inspect.isfunction(read) or inspect.ismethod(read)):
+        raise TaskError(f"task {name!r} is a class without a method read; it is no task")
     return factory
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from edgefl.cli.main import main
 from edgefl.client import load_operator_file, operator_path
 from edgefl.coordinator.directory import load_directory
+from edgefl.local_fleet import free_port
 from edgefl.protocol import JoinToken
 from edgefl.storage.store import Store
 
@@ -111,3 +113,47 @@ def test_readdress_changes_what_tokens_and_the_operator_file_say(run: Any, tmp_p
     token = JoinToken.parse(run("token", "--dir", tmp_path / "c")[1].splitlines()[0])
     assert token.addresses == ("new.lan:9001", "10.0.0.9:9001")
     assert load_operator_file(operator_path()).url == "https://127.0.0.1:9001"
+
+
+def _kept(root: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in root.iterdir() if file.is_file() and file.name != "lock"}
+
+
+def test_starting_on_a_taken_port_changes_no_settings(run: Any, tmp_path: Path) -> None:
+    run("init", "--dir", tmp_path / "c", "--port", "9000")
+    kept, operator = _kept(tmp_path / "c"), operator_path().read_bytes()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, out, err = run("start", "--dir", tmp_path / "c", "--host", "127.0.0.1", "--port", port)
+    assert (code, out, err.count("\n")) == (21, "", 1)
+    assert (_kept(tmp_path / "c"), operator_path().read_bytes()) == (kept, operator)
+
+
+def test_starting_a_second_time_is_one_line_and_changes_no_settings(run: Any, tmp_path: Path) -> None:
+    run("init", "--dir", tmp_path / "c", "--port", "9000")
+    kept = _kept(tmp_path / "c")
+    with load_directory(tmp_path / "c").locked():
+        code, out, err = run("start", "--dir", tmp_path / "c", "--host", "127.0.0.1", "--port", free_port())
+    assert (code, out, err.count("\n")) == (10, "", 1)
+    assert "another coordinator runs on" in err
+    assert _kept(tmp_path / "c") == kept
+
+
+def test_a_new_port_is_remembered_once_it_is_listened_on(run: Any, tmp_path: Path) -> None:
+    run("init", "--dir", tmp_path / "c", "--port", "9000")
+    port = free_port()
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # the broker's: so the start ends by itself
+        broker = ("--broker", "embedded", "--broker-port", taken.getsockname()[1])
+        assert run("start", "--dir", tmp_path / "c", "--host", "127.0.0.1", "--port", port, *broker)[0] == 21
+    assert load_directory(tmp_path / "c").port == port
+    assert load_operator_file(operator_path()).url == f"https://127.0.0.1:{port}"
+
+
+def test_a_test_shard_that_is_not_there_ends_the_start_before_anything_is_opened(run: Any, tmp_path: Path) -> None:
+    run("init", "--dir", tmp_path / "c")
+    kept = _kept(tmp_path / "c")
+    code, out, err = run("start", "--dir", tmp_path / "c", "--test-shard", f"digits={tmp_path / 'nope.npz'}")
+    assert (code, out, err.count("\n")) == (4, "", 1)
+    assert "nope.npz" in err
+    assert _kept(tmp_path / "c") == kept
+    assert not (tmp_path / "c" / "lock").exists()

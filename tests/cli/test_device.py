@@ -162,3 +162,19 @@ def test_starting_without_a_join_says_what_to_run(run: Any, tmp_path: Path) -> N
 def test_probe_prints_text_and_json(run: Any) -> None:
     assert "cores" in run("device", "probe").out
     assert json.loads(run("device", "probe", "--json").out)["v"] == 1
+
+
+@pytest.mark.parametrize("name", ["cuda:1", "cuda"])
+def test_join_takes_one_gpu_of_several(run: Any, front_door: Any, tmp_path: Path, name: str) -> None:
+    token = front_door.token().text()
+    ran = run("device", "join", front_door.address, "--token", token, "--name", "pi-9", "--state", tmp_path / "d",
+              "--accelerator", name)  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert DeviceState.load(tmp_path / "d").device.accelerator == name
+
+
+@pytest.mark.parametrize("name", ["cuda:", "cuda:x", "gpu", "cuda:1\n", ""])
+def test_an_accelerator_that_is_none_is_refused(run: Any, name: str) -> None:
+    ran = run("device", "join", "--token", "x", "--accelerator", name)
+    assert ran.code == 2
+    assert "must be auto, cpu, cuda or cuda:N" in ran.err

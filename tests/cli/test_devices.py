@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,6 +53,14 @@ def test_show_gives_the_capabilities_too(fleet: LocalFleet) -> None:
     table = fleet.command("devices", "show", "device-01")
     assert "presence" in table
     assert "cores" in table
+
+
+def test_a_name_of_no_device_or_run_is_one_line(fleet: LocalFleet) -> None:
+    asked = ("devices show a/b", "devices show ü", "run stop ü", "run show a/b", "run watch a?b")
+    for words in (*map(str.split, asked), ["run", "show", "my run"]):
+        process = fleet.popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, out, err.count(b"\n")) == (40, b"", 1), err.decode()
 
 
 def test_a_device_that_leaves_is_offline_at_once(fleet: LocalFleet) -> None:

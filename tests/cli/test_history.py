@@ -163,6 +163,20 @@ def test_without_options_and_operator_file_the_default_directory_is_read(directo
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 
+def test_programs_get_every_row_and_a_table_says_that_it_was_cut(ask, directory):
+    with Store.open(directory / "edgefl.db") as store, store.batch():
+        for number in range(150):
+            store.record_event("note", f"event {number}", at=10.0 + number)
+    assert len(json.loads(ask("events", "--format", "json").stdout)["rows"]) == 151
+    assert len(list(csv.DictReader(io.StringIO(ask("events", "--format", "csv").stdout)))) == 151
+    assert len(json.loads(ask("events", "--format", "json", "--limit", "7").stdout)["rows"]) == 7
+    table = ask("events")
+    assert len(table.stdout.splitlines()) == 101
+    assert "event 149" in table.stdout.splitlines()[-1]
+    assert table.stderr == "only the newest 100 rows are shown; --limit N shows more\n"
+    assert ask("events", "--limit", "151").stderr == ""
+
+
 def test_ages_and_dates_are_times():
     assert parse_time("2h", now=10_000.0) == 2800.0
     assert parse_time("1.5m", now=100.0) == 10.0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from edgefl.cli.operator import grant_access
-from edgefl.client import Operator, load_operator_file, operator_path
+from edgefl.client import Operator, load_operator_file, named_path, operator_path
 from edgefl.coordinator.directory import init_directory
 from edgefl.errors import ConfigError, NetworkError, NotAllowedError, NotFoundError, UsageError, WrongCaError
 
@@ -116,3 +116,10 @@ def test_the_file_of_another_fleet_is_kept_and_found_by_its_url(tmp_path: Path) 
     assert load_operator_file(kept).fleet == "alpha"
     assert Operator.from_options().url == "https://127.0.0.1:8002"
     assert Operator.from_options("https://127.0.0.1:8001").token == load_operator_file(kept).operator_token
+
+
+def test_any_name_makes_a_path_and_one_that_cannot_is_not_found() -> None:
+    assert named_path("runs", "my run ü?#%") == "/edgefl/v1/runs/my%20run%20%C3%BC%3F%23%25"
+    for name in ("a/b", ""):
+        with pytest.raises(NotFoundError, match="there is no device"):
+            named_path("devices", name)

@@ -18,8 +18,8 @@ from edgefl.coordinator.directory import init_directory
 from edgefl.coordinator.enrolment import BrokerSite, EnrolmentService
 from edgefl.coordinator.tokens import TokenTerms, make_token
 from edgefl.device.trust import pinned_context
-from edgefl.errors import JoinError, NetworkError, UsageError, VersionError
-from edgefl.protocol import MAX_JSON_BYTES, JoinToken
+from edgefl.errors import JoinError, NameTakenError, NetworkError, UsageError, VersionError
+from edgefl.protocol import EVALUATOR_NAME, MAX_JSON_BYTES, JoinToken
 from edgefl.storage.store import Store
 
 
@@ -28,11 +28,13 @@ class Desk:
         self.directory = init_directory(root, hosts=["pi.local"], fleet="lab")
         self.store = Store.open(self.directory.database)
         self.enrolled: list[str] = []
+        self.evaluator_token: str | None = None
         self.service = EnrolmentService(
             directory=self.directory,
             store=self.store,
             on_enrolled=lambda device_id, _key: self.enrolled.append(device_id),
             broker=BrokerSite(port=8883, host="broker.lan"),
+            evaluator_token=lambda: self.evaluator_token,
             clock=lambda: 5000.0,
         )
         self.token: JoinToken = make_token(self.store, self.directory, TokenTerms(uses=2), now=5000.0)
@@ -77,6 +79,21 @@ def test_a_key_that_is_not_the_request_s_is_refused(desk: Desk) -> None:
     other = ec.generate_private_key(ec.SECP256R1())
     with pytest.raises(JoinError, match="not the one of the certificate request"):
         desk.service.enroll(desk.request(public_key=_public(other)))
+
+
+@pytest.mark.parametrize("evaluator_token", [None, "another"])
+def test_a_board_with_an_ordinary_token_cannot_take_the_evaluator_s_name(
+    desk: Desk, evaluator_token: str | None
+) -> None:
+    desk.evaluator_token = evaluator_token
+    with pytest.raises(NameTakenError, match="is reserved"):
+        desk.service.enroll(desk.request(name=EVALUATOR_NAME, role="evaluator"))
+    assert (desk.enrolled, desk.store.devices()) == ([], [])
+
+
+def test_the_coordinator_s_own_token_lets_the_evaluator_in(desk: Desk) -> None:
+    desk.evaluator_token = desk.token.token_id
+    assert desk.service.enroll(desk.request(name=EVALUATOR_NAME))["device_id"] == EVALUATOR_NAME
 
 
 def test_another_version_is_told_who_must_update(desk: Desk) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from edgefl.coordinator.broker import mosquitto_path
-from edgefl.coordinator.mosquitto import Mosquitto
+from edgefl.coordinator.mosquitto import HEALTHY_AFTER_S, Mosquitto, failures_in_a_row, restart_delay_s
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -96,3 +96,11 @@ def test_a_large_log_is_put_aside_at_the_next_start(mosquitto, tmp_path):
     mosquitto.start()
     assert log.stat().st_size < 100_000
     assert (tmp_path / "broker" / "mosquitto.log.1").stat().st_size == 2_000_000
+
+
+def test_after_a_healthy_life_it_is_back_at_once_and_else_ever_later():
+    failures, delays_s = 0, []
+    for lived_s in (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, HEALTHY_AFTER_S + 1, 1.0):
+        failures = failures_in_a_row(failures, lived_s=lived_s)
+        delays_s.append(restart_delay_s(failures))
+    assert delays_s == [0.2, 1.0, 2.0, 5.0, 10.0, 10.0, 0.2, 1.0]

@@ -14,7 +14,7 @@ from edgefl.assembly import assemble
 from edgefl.coordinator.broker import mosquitto_path
 from edgefl.coordinator.directory import CoordinatorDirectory, init_directory
 from edgefl.coordinator.service import Coordinator, StartOptions
-from edgefl.errors import PortInUseError
+from edgefl.errors import PortInUseError, StoreError
 from edgefl.local_fleet import free_port
 from edgefl.storage.records import RunStatus
 from edgefl.storage.store import Store
@@ -58,6 +58,25 @@ def test_a_failed_start_closes_what_was_opened(directory: CoordinatorDirectory) 
     assert set(threading.enumerate()) - before == set()
     with Coordinator(directory, _options(directory), assemble):
         pass
+
+
+def test_a_second_coordinator_on_the_same_directory_is_refused_and_changes_nothing(
+    directory: CoordinatorDirectory,
+) -> None:
+    settled: list[CoordinatorDirectory] = []
+
+    def settle(held: CoordinatorDirectory) -> CoordinatorDirectory:
+        settled.append(held)
+        return held
+
+    with Coordinator(directory, _options(directory), assemble):
+        second = Coordinator(directory, _options(directory, port=free_port()), assemble, settle)
+        with pytest.raises(StoreError, match="another coordinator runs on") as refused, second:
+            pass
+    assert (refused.value.exit_code, settled) == (10, [])
+    with Coordinator(directory, _options(directory), assemble, settle):
+        pass
+    assert settled == [directory]
 
 
 def test_a_run_that_an_earlier_coordinator_left_is_interrupted(directory: CoordinatorDirectory) -> None:

@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import datetime as dt
 import http.client
 import inspect
 import queue
@@ -15,7 +16,9 @@ import httpx
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.proto.message_pb2 import ObjectTree
 from flwr.server.superlink.linkstate.in_memory_linkstate import InMemoryLinkState
+from flwr.supercore.primitives.asymmetric import bytes_to_private_key, sign_message
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 from flwr.supernode.fleet_http_client import FleetHttpClient
 
@@ -441,10 +444,22 @@ def key_header(public):
     return {superlink_module.FLEET_HTTP_PUBLIC_KEY_HEADER: base64.b64encode(public).decode()}
 
 
+def signed(device, *, key_pem=None, off_s=0.0):
+    """The headers of a signed request of the device; or signed with another key, or at another time."""
+    timestamp = (dt.datetime.now(dt.UTC) + dt.timedelta(seconds=off_s)).isoformat()
+    signature = sign_message(bytes_to_private_key(key_pem or device.key[0]), timestamp.encode())
+    return {
+        **key_header(device.public),
+        superlink_module.TIMESTAMP_HEADER: timestamp,
+        superlink_module.FLEET_HTTP_SIGNATURE_HEADER: base64.b64encode(signature).decode(),
+    }
+
+
 def test_a_body_over_the_cap_is_refused_before_it_is_read(site):
     device = site.device()
-    headers = {"content-length": str(MAX_BODY_BYTES + 1), **key_header(device.public)}
-    assert site.request("/v1/fleet/push-messages", headers=headers)[0] == 413
+    for name, limit in (("push-messages", MAX_BODY_BYTES), ("push-object", superlink_module._PUSH_OBJECT_BYTES)):
+        headers = {"content-length": str(limit + 1), **signed(device)}
+        assert site.request(f"/v1/fleet/{name}", headers=headers)[0] == 413
 
 
 def test_a_known_key_without_its_signature_is_refused(site):
@@ -453,9 +468,69 @@ def test_a_known_key_without_its_signature_is_refused(site):
     assert site.request("/v1/fleet/pull-messages", headers=headers)[0] == 401
 
 
+def test_a_known_key_with_a_bad_signature_is_refused_unread_and_is_no_sign_of_life(site):
+    device = site.device()
+    contacts, counted = list(site.contacts), site.superlink.api.traffic.take(device.id)
+    good = signed(device)
+    bad = [
+        key_header(device.public),
+        signed(device, key_pem=new_key()[0]),
+        signed(device, off_s=-3600.0),
+        signed(device, off_s=3600.0),
+        {**good, superlink_module.TIMESTAMP_HEADER: "noon"},
+        {**good, superlink_module.TIMESTAMP_HEADER: "2026-01-01T00:00:00"},
+        {**good, superlink_module.FLEET_HTTP_SIGNATURE_HEADER: "?"},
+    ]
+    for headers in bad:  # the promised body never comes: an answer shows that nobody waited for it
+        assert site.request("/v1/fleet/pull-messages", headers={"content-length": "9000000", **headers})[0] == 401
+    assert site.contacts == contacts
+    assert any(counted)
+    assert site.superlink.api.traffic.take(device.id) == (0, 0)
+
+
+def test_a_reply_that_declares_more_than_one_body_may_have_is_refused(site, run):
+    device = site.device()
+    sent = send(run, device, bytes(INLINE_BODY_BYTES + 1))
+    instruction = device.supernode.pull()
+    client = device.supernode._client
+    push_messages = client.PushMessages
+    many = [ObjectTree(object_id=f"{number:064x}") for number in range(MAX_BODY_BYTES // CHUNK_BYTES)]
+    deep = ObjectTree(object_id="a" * 64, children=[ObjectTree(object_id="b" * 64)])
+
+    for children in (many, [deep]):
+
+        def greedy(request, children=children):
+            request.message_object_trees[0].children.extend(children)
+            return push_messages(request)
+
+        client.PushMessages = greedy
+        with pytest.raises(RefusedError):
+            device.supernode.push(device.supernode.answer(instruction))
+        assert (site.leftovers()["replies"], site.leftovers()["sessions"]) == (0, 0)
+    run.cancel(sent)
+
+
+def test_a_piece_larger_than_a_chunk_is_refused(site, run):
+    device = site.device()
+    sent = send(run, device, bytes(INLINE_BODY_BYTES + 1))
+    instruction = device.supernode.pull()
+    client = device.supernode._client
+    push_object = client.PushObject
+
+    def swollen(request):
+        request.object_content = bytes(superlink_module.MAX_OBJECT_BYTES + 1)
+        return push_object(request)
+
+    client.PushObject = swollen
+    with pytest.raises(RefusedError):
+        device.supernode.push(device.supernode.answer(instruction))
+    assert site.replies.empty()
+    run.cancel(sent)
+
+
 def test_nothing_else_of_flower_can_be_reached(site):
     device = site.device()
-    headers = {"content-length": "0", **key_header(device.public)}
+    headers = {"content-length": "0", **signed(device)}
     for path in ("/v1/fleet/register-node", "/v1/fleet/unregister-node", "/v1/fleet/", "/v1/fleet/nonsense"):
         assert site.request(path, headers=headers)[0] == 404
         assert site.request(path, headers={"content-length": "0"})[0] == 401

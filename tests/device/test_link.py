@@ -15,7 +15,7 @@ from paho.mqtt.enums import CallbackAPIVersion
 from edgefl.coordinator import pki
 from edgefl.coordinator.broker import BrokerTls, client_context, make_broker
 from edgefl.device.link import Link, LinkCallbacks, LinkIdentity, LinkPace, LinkTls
-from edgefl.errors import NotJoinedError
+from edgefl.errors import NotJoinedError, StoreFullError
 from edgefl.protocol import Capabilities, Command, CommandKind, Heartbeat, ProgressReport, Status
 
 pytestmark = pytest.mark.timeout(60)
@@ -312,3 +312,26 @@ def test_no_address_asks_to_join_again(site):
             LinkCallbacks(on_bell=lambda: None, on_command=lambda _: None),
             next_session_no=lambda: 1,
         )
+
+
+def test_a_card_that_is_full_for_a_while_does_not_end_the_link(site):
+    attempts = []
+
+    def next_session_no():
+        attempts.append(1)
+        if len(attempts) < 3:
+            raise StoreFullError("no space left on the card")
+        return 7
+
+    link = Link(
+        [("127.0.0.1", site.port)],
+        site.link_tls(),
+        LinkIdentity(fleet="lab", device_id="pi-1", boot_id="boot", version="1.2.3"),
+        LinkCallbacks(on_bell=lambda: None, on_command=lambda _: None),
+        next_session_no=next_session_no,
+        pace=LinkPace(max_backoff_s=0.2),
+    )
+    site.links.append(link)
+    link.start()
+    assert link.wait_connected(10.0)
+    assert link.session_no == 7

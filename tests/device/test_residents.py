@@ -1,3 +1,5 @@
+import os
+
 import numpy as np
 import pytest
 
@@ -43,6 +45,18 @@ def test_runs_are_kept_apart_whatever_they_are_called(tmp_path):
 def test_a_model_that_is_shared_whole_writes_nothing(tmp_path):
     save_resident(tmp_path, "r", SHAPES[:1], Learner(1.0))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_only_the_newest_runs_are_kept_whatever_the_clock_says(tmp_path):
+    for number in range(6):
+        save_resident(tmp_path, f"r{number}", SHAPES, Learner(1.0))
+        os.utime(tmp_path / "runs" / f"r{number}.npz", (1000 + number, 1000 + number))
+    assert {path.stem for path in (tmp_path / "runs").iterdir()} == {"r2", "r3", "r4", "r5"}
+    for path in (tmp_path / "runs").iterdir():
+        os.utime(path, (9e9, 9e9))
+    save_resident(tmp_path, "new", SHAPES, Learner(1.0))
+    assert load_resident(tmp_path, "new", SHAPES) is not None
+    assert len(list((tmp_path / "runs").iterdir())) == 4
 
 
 def test_there_is_nothing_before_the_first_time(tmp_path):

@@ -231,7 +231,8 @@ def test_a_folder_that_the_board_collects_into_counts_with_every_file(tmp_path):
     ("changes", "error"),
     [
         ({"task": "mnist"}, "no shard for task 'mnist'"),
-        ({"task": "no-such-task"}, "there is no task"),
+        ({"task": "no-such-task"}, "no shard for task 'no-such-task'"),
+        ({"task": "os:system", "options": {"command": "touch /tmp/never"}}, "no shard for task 'os:system'"),
         ({"options": {"model": "gpt"}}, "ConfigError"),
         ({"codec": "rar"}, "unknown stage 'rar'"),
         ({"v": 2}, "update it"),
@@ -314,6 +315,32 @@ def test_a_recall_that_came_before_the_work_leaves_one_iteration_and_does_not_la
     device.trainer.recall("r/other")
     assert device.train()[0]["metrics"]["iterations"] == 1
     assert device.train()[0]["metrics"]["iterations"] == 3
+
+
+def test_recalls_do_not_gather(device):
+    for number in range(1000):
+        device.trainer.recall(f"r/{number}")
+    device.trainer.recall("r/a-1")
+    assert len(device.trainer._recalled) <= 64
+    assert "error" in device.train(body=b"junk", plan={"iterations": 5})[0]
+    assert device.train()[0]["metrics"]["iterations"] == 3, "a failed assignment's recall has ended with it"
+
+
+def test_a_task_that_this_board_has_no_shard_for_is_not_even_imported(device, tmp_path, monkeypatch):
+    (tmp_path / "evil_task.py").write_text(f"open({str(tmp_path / 'touched')!r}, 'w').close()\nclass Task: pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    header, body = device.train(body=b"", task="evil_task:Task")
+    assert "TaskError: this device has no shard for task 'evil_task:Task'" in header["error"]
+    assert body == b""
+    assert "evil_task" not in sys.modules
+    assert not (tmp_path / "touched").exists()
+
+
+def test_a_function_is_called_by_no_name_even_with_a_shard(device, tmp_path):
+    device.shards["os:system"] = "anywhere"
+    header, _ = device.train(body=b"", task="os:system", options={"command": f"touch {tmp_path}/touched"})
+    assert "must be a class with a method read" in header["error"]
+    assert not (tmp_path / "touched").exists()
 
 
 def test_abandoning_ends_without_an_answer(device):

@@ -95,6 +95,7 @@ def test_every_device_was_heard_and_has_said_what_it_is(job: Job) -> None:
 def test_evaluations_of_all_three_sources_are_in_the_history_and_marked(job: Job) -> None:
     sources = job.sql(f"SELECT DISTINCT source FROM evaluations WHERE run_id = '{job.run_id}'")
     assert {row["source"] for row in sources} == {"coordinator", "evaluator"}
+    assert min(row["bytes_down"] for row in job.sql("SELECT bytes_down FROM evaluations")) > 4_810 * 4, "a model each"
     rows = job.sql(f"SELECT * FROM evaluations WHERE run_id = '{job.devices_run_id}'")
     assert {(row["source"], row["device_id"]) for row in rows} == {("device", name) for name in TRAINERS}
     assert len(rows) == 2 * 4

@@ -95,6 +95,14 @@ def test_a_module_task_that_cannot_be_loaded_is_one_clear_line(own_module, name,
         make_task(name, {})
 
 
+@pytest.mark.parametrize("name", ["os:system", "subprocess:Popen", "own_tasks:read_shard", "pathlib:Path"])
+def test_what_is_no_class_of_a_task_is_refused_before_it_is_called(own_module, name):
+    marker = own_module / "called"
+    with pytest.raises(TaskError, match="method read"):
+        make_task(name, {"command" if name == "os:system" else "args": f"touch {marker}"})
+    assert not marker.exists()
+
+
 def test_an_installed_package_adds_a_task(own_module):
     info = own_module / "own-1.dist-info"
     info.mkdir()

@@ -240,6 +240,8 @@ def _create_ledger() -> None:
         sa.Column("loss", sa.Float(), nullable=True),
         sa.Column("accuracy", sa.Float(), nullable=True),
         sa.Column("num_examples", sa.BigInteger(), nullable=False),
+        sa.Column("bytes_up", sa.BigInteger(), nullable=False),
+        sa.Column("bytes_down", sa.BigInteger(), nullable=False),
         sa.Column("at", sa.Float(), nullable=False),
         sa.Column("metrics", sa.JSON(), nullable=False),
         sa.ForeignKeyConstraint(
