@@ -22,7 +22,7 @@ from edgefl.device.capabilities import probe
 from edgefl.device.heartbeat import Activity, Heart
 from edgefl.device.link import Link, LinkCallbacks, LinkIdentity, LinkTls
 from edgefl.device.state import DeviceState
-from edgefl.device.supernode import Answer, Instruction, RefusedError, SuperNode, UnauthorisedError
+from edgefl.device.supernode import Answer, RefusedError, SuperNode, UnauthorisedError
 from edgefl.device.trainer import AbandonedError, Trainer
 from edgefl.device.trust import Hello, pinned_context, say_hello
 from edgefl.device.vitals import Vitals
@@ -59,7 +59,7 @@ class Agent:
         self._stopping, self._ended, self._bell = threading.Event(), threading.Event(), Bell()
         self._boot_id = uuid.uuid4().hex
         self._finished: OrderedDict[str, Answer] = OrderedDict()
-        self._unsent: tuple[Instruction, Any] | None = None
+        self._unsent: tuple[str, Any] | None = None
         self._address: str | None = None
         self._reported: tuple[object, Json] | None = None
         self._rng = derived_rng("agent", state.device_id, time.time_ns())
@@ -183,14 +183,17 @@ class Agent:
         if instruction is None:
             return False
         self._state = DeviceState.load(self._state.root)  # a shard may have been added since
+        assignment = str(instruction.header.get("assignment"))
         for used in instruction.header.get("settled", ()):
             self._finished.pop(used, None)
-        known = self._finished.get(str(instruction.header.get("assignment")))
+        known = self._finished.get(assignment)
         if known is not None:
             reply = self._supernode.reply_to(instruction, known)
         else:
             reply = self._supernode.answer(instruction)
-        self._unsent = instruction, reply
+        del instruction  # the model in it need not wait until the answer is through
+        self._unsent = assignment, reply
+        del reply
         self._send_unsent()
         return True
 
@@ -198,11 +201,11 @@ class Agent:
         """Sends the answer that has not arrived yet; returns whether there was one. It is kept until it is sent."""
         if self._unsent is None:
             return False
-        instruction, reply = self._unsent
+        assignment, reply = self._unsent
         try:
             self._supernode.push(reply)
         except RefusedError as error:
-            log.info("the answer to %s is not wanted: %s", instruction.header.get("assignment"), error)
+            log.info("the answer to %s is not wanted: %s", assignment, error)
         self._unsent = None
         return True
 
