@@ -7,6 +7,7 @@ return; the others are so at the latest with the next durable one (SQLite's sync
 from __future__ import annotations
 
 import os
+import sqlite3
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from edgefl.storage.failures import explained
 SCHEMA_REVISION = "0001"
 """The newest revision in `migrations/`; a test compares them."""
 BUSY_TIMEOUT_S = 10.0
+SWITCH_PAUSE_S = 0.02
 _VERSION_TABLE = "alembic_version"
 
 
@@ -169,8 +171,23 @@ def _make_engine(url: URL, *, read_only: bool) -> Engine:
 def _on_connect(connection: Any, _record: object) -> None:
     # The driver's own BEGIN comes too late for DDL and reads; `_on_begin` says it.
     connection.isolation_level = None
-    connection.execute("PRAGMA journal_mode = WAL")
+    _switch_to_wal(connection)
     connection.execute("PRAGMA foreign_keys = ON")
+
+
+def _switch_to_wal(connection: Any) -> None:
+    """Waits as every other statement does: here SQLite itself gives up at once when another program switches too."""
+    pause = threading.Event()
+    for _ in range(int(BUSY_TIMEOUT_S / SWITCH_PAUSE_S)):
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+                raise
+            pause.wait(SWITCH_PAUSE_S)
+        else:
+            return
+    connection.execute("PRAGMA journal_mode = WAL")
 
 
 def _on_connect_read_only(connection: Any, _record: object) -> None:

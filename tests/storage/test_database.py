@@ -264,7 +264,7 @@ def test_two_programs_may_open_a_new_store_at_once(tmp_path):
             [sys.executable, "-c", script, str(tmp_path / "edgefl.db")],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, stderr=subprocess.PIPE,
         )
-        for _ in range(2)
+        for _ in range(5)
     ]  # fmt: skip
     for process in started:
         assert process.communicate(timeout=60)[1] == b""
