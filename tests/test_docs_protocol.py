@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import re
 import ssl
 from dataclasses import fields
 from pathlib import Path
@@ -19,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
+from markdown_pages import code, part, rows, tables
 
 from edgefl import __version__
 from edgefl.assembly import assemble
@@ -51,27 +51,6 @@ from edgefl.protocol import (
 from edgefl.types import Assignment, Evaluation, LocalPlan
 
 PROTOCOL = (Path(__file__).parents[1] / "docs" / "protocol.md").read_text()
-
-
-def part(text: str, title: str) -> str:
-    """The text under a heading, up to the next one of its level or above."""
-    level = re.search(rf"^(#+) {re.escape(title)}$", text, re.MULTILINE)
-    assert level is not None, f"no heading {title!r}"
-    return re.split(rf"^#{{1,{len(level[1])}}} ", text[level.end() :], maxsplit=1, flags=re.MULTILINE)[0]
-
-
-def tables(text: str) -> list[list[list[str]]]:
-    """The cells of every table in a text, without the heads."""
-    found = re.findall(r"^\|.+\|\n\|[-|]+\|\n((?:\|.+\|\n)+)", text, re.MULTILINE)
-    return [[[cell.strip() for cell in line[1:-1].split(" | ")] for line in body.splitlines()] for body in found]
-
-
-def rows(text: str) -> list[list[str]]:
-    return [row for table in tables(text) for row in table]
-
-
-def code(cell: str) -> list[str]:
-    return re.findall(r"`([^`]+)`", cell)
 
 
 def test_protocol_md_describes_every_topic_with_its_writer_quality_and_fields() -> None:
