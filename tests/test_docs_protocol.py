@@ -27,6 +27,7 @@ from edgefl.compression.registry import STAGES
 from edgefl.config import parse_run
 from edgefl.coordinator import access, broker, bus, live_fleet, outstanding, presence, superlink
 from edgefl.coordinator.api import operator_router
+from edgefl.coordinator.downlink import KEEP
 from edgefl.coordinator.enrolment import enrolment_router
 from edgefl.coordinator.messages import order_header
 from edgefl.protocol import (
@@ -111,14 +112,16 @@ def test_protocol_md_lists_every_status_that_an_error_can_have() -> None:
 def test_protocol_md_describes_every_key_of_an_instruction_and_no_other() -> None:
     instructions, _ = tables(part(PROTOCOL, "Work"))
     plan = LocalPlan(iterations=1, options={"a": 1})
-    order = Assignment(assignment_id="a1", device_id="d1", base_version=0, plan=plan)
-    sent = {**assemble(parse_run({"run": {"task": "digits"}}), "r1").header, **order_header("r1", order)}
+    order = Assignment(assignment_id="a1", device_id="d1", base_version=0, plan=plan, block=0)
+    of_model = {**KEEP, "base": 0}  # where the downlink sends what changed
+    told_order = {**order_header("r1", order), **of_model}
+    sent = {**assemble(parse_run({"run": {"task": "digits"}}), "r1").header, **told_order}
     assert {name for row in instructions for name in code(row[0])} == set(sent)
     (told,) = [code(row[1]) for row in instructions if row[0] == "`plan`"]
     assert set(told) - {"train"} == {item.name for item in fields(LocalPlan)} - {"inbox"}
     evaluation = Evaluation(assignment_id="e1", device_id="d1", version=0, round=0)
     only_train = {row[0].strip("`") for row in instructions if row[1].startswith("`train` only")}
-    assert only_train == set(order_header("r1", order)) - set(order_header("r1", evaluation))
+    assert only_train == set(told_order) - set(order_header("r1", evaluation))
 
 
 def ask(door: Any, path: str, body: dict[str, Any] | None = None) -> Any:

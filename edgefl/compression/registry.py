@@ -1,4 +1,4 @@
-"""Codecs by what a person types (`dense|fp16`) and by what stands in a body's header.
+"""Codecs by what a person types (`topk:0.01|int8`) and by what stands in a body's header.
 
 A number once given to a stage is never given to another one; stages of other packages (entry point
 `edgefl.codecs`) travel by name.
@@ -6,7 +6,7 @@ A number once given to a stage is never given to another one; stages of other pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import entry_points
@@ -14,17 +14,45 @@ from types import MappingProxyType
 
 from numpy.random import Generator
 
-from edgefl.compression.dense import Dense, Float16, Float32
-from edgefl.compression.stages import StageKind, TensorStage, ValueStage
-from edgefl.compression.wire import Reader, StageId, read_frame, write_frame
+from edgefl.compression.changes import Changes
+from edgefl.compression.dense import Dense
+from edgefl.compression.floats import BFloat16, Float16, Float32
+from edgefl.compression.int8 import Int8
+from edgefl.compression.lossless import Shuffle, Zstd
+from edgefl.compression.qsgd import Qsgd
+from edgefl.compression.sign import Sign
+from edgefl.compression.sparse import RandK, Threshold, TopK
+from edgefl.compression.specs import DELTA, FEEDBACK, CodecSpec, split_spec
+from edgefl.compression.stages import LosslessStage, StageKind, TensorStage, ValueStage
+from edgefl.compression.terngrad import TernGrad
+from edgefl.compression.wire import MAX_PAYLOAD_BYTES, Frame, Reader, StageId, read_frame, write_frame
 from edgefl.errors import CodecError
-from edgefl.types import Shapes, Tensor, Tensors
+from edgefl.types import Array, Shapes, Tensor, Tensors
 
-StageClass = type[TensorStage] | type[ValueStage]
+StageClass = type[TensorStage] | type[ValueStage] | type[LosslessStage]
 ENTRY_POINTS = "edgefl.codecs"
 
-STAGES: Mapping[str, tuple[int, StageClass]] = MappingProxyType({"dense": (1, Dense), "fp16": (2, Float16)})
+STAGES: Mapping[str, tuple[int, StageClass]] = MappingProxyType(
+    {
+        "dense": (1, Dense),
+        "fp16": (2, Float16),
+        "bf16": (3, BFloat16),
+        "int8": (4, Int8),
+        "qsgd": (5, Qsgd),
+        "terngrad": (6, TernGrad),
+        "sign": (7, Sign),
+        "topk": (8, TopK),
+        "threshold": (9, Threshold),
+        "randk": (10, RandK),
+        "delta": (11, Changes),
+        "zstd": (12, Zstd),
+        "shuffle": (13, Shuffle),
+    }
+)
 """Our own stages: name, number on the wire, class."""
+
+RICE = "rice"
+"""May be typed behind a stage that codes places; it is always used where it is smallest, so it has no number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,38 +64,80 @@ class Codec:
     ids: tuple[StageId, ...]
     tensors: TensorStage
     values: ValueStage
+    lossless: LosslessStage | None = None
 
     def encode(self, tensors: Tensors, rng: Generator, *, epoch: int = 0) -> bytes:
-        """Returns header and payload; `rng` is used by codecs that round at random.
+        """Returns header and payload; `rng` is used by codecs that round or choose at random.
 
         Raises:
-            CodecError: a shared tensor is missing, unknown, or of the wrong shape or kind.
+            CodecError: a shared tensor is missing, unknown, of the wrong shape or kind, or beyond the codec's range.
         """
         shared = shared_shapes(self.shapes)
         _check_names(tensors, self.shapes, shared)
-        parts = self.tensors.encode(tensors, shared, self.values, rng)
-        return write_frame(self.ids, len(shared), parts, epoch=epoch)
+        parts = list(self.tensors.encode(tensors, shared, self.values, rng))
+        if self.lossless is None:
+            return write_frame(self.ids, len(shared), parts, epoch=epoch)
+        packed = self._packed(self.lossless, parts, shared)
+        ids = self.ids if packed is not None else self.ids[:-1]
+        return write_frame(ids, len(shared), parts if packed is None else packed, epoch=epoch)
 
     def decode(self, body: bytes | memoryview, shapes: Shapes | None = None) -> dict[str, Tensor]:
         """Returns the shared tensors in `body`; see `decode_body`."""
         return decode_body(body, self.shapes if shapes is None else shapes)
 
+    @staticmethod
+    def _packed(stage: LosslessStage, parts: Sequence[Array], shared: Shapes) -> Sequence[Array] | None:
+        """Returns the packed payload; None where it had better travel as it is, without the stage in its header."""
+        packed = stage.encode(parts)
+        length = sum(part.nbytes for part in parts)
+        smaller = sum(part.nbytes for part in packed) < length
+        return packed if smaller and length <= _most_bytes(shared) else None
+
 
 def make_codec(spec: str, shapes: Shapes) -> Codec:
-    """Returns the codec for one line such as `dense|fp16`.
+    """Returns the codec for one line such as `topk:0.01|int8`; without a tensor stage it is `dense`.
+
+    The prefix `ef` is a matter of the device that encodes (`feedback.py`), and no part of the codec.
 
     Raises:
-        CodecError: an unknown stage, an argument that makes no sense, or stages in an order that does not work.
+        CodecError: an unknown stage, an argument that makes no sense, stages in an order that does not work, or
+            stages that error feedback does not work with.
     """
-    parts = [part.strip().partition(":") for part in spec.split("|")]
-    found = [_stage_by_name(name, spec) for name, _, _ in parts]
-    tensors, values = _arranged([stage for _, stage in found], f"codec {spec!r}")
+    split = split_spec(spec)
+    if split.prefix == DELTA:
+        raise CodecError(f"codec {spec!r}: delta is for [compression] down, where the device holds a model already")
+    codec = build_codec(split, shapes)
+    if split.prefix == FEEDBACK and not (codec.tensors.is_contraction and codec.values.is_contraction):
+        raise CodecError(
+            f"codec {spec!r}: the error of a draw can be larger than the update, and ef would pile it up without end:"
+            " leave ef out, or use topk, threshold, sign, int8, or qsgd with more bits or a smaller bucket"
+        )
+    return codec
+
+
+def build_codec(split: CodecSpec, shapes: Shapes) -> Codec:
+    """Returns the codec of a line's stages, whatever its prefix.
+
+    Raises:
+        CodecError: as `make_codec`.
+    """
+    typed = list(split.stages or (("dense", ""),))
+    _check_prefixes(split)
+    found = [_stage_by_name(name, split.text) for name, _ in typed if name != RICE]
+    _check_rice(split, [stage for _, stage in found])
+    arguments = [argument for name, argument in typed if name != RICE]
+    if found and found[0][1].kind != StageKind.TENSORS:
+        found.insert(0, STAGES["dense"])
+        arguments.insert(0, "")
+    arranged = _arranged([stage for _, stage in found], f"codec {split.text!r}")
+    given = {stage.kind: argument for (_, stage), argument in zip(found, arguments, strict=True)}
     return Codec(
-        spec=spec,
+        spec=split.text,
         shapes=shapes,
         ids=tuple(stage_id for stage_id, _ in found),
-        tensors=tensors.parse(parts[0][2]),
-        values=values.parse(parts[1][2] if len(parts) > 1 else ""),
+        tensors=arranged.tensors.parse(given[StageKind.TENSORS]),
+        values=arranged.values.parse(given.get(StageKind.VALUES, "")),
+        lossless=arranged.lossless.parse(given[StageKind.LOSSLESS]) if arranged.lossless else None,
     )
 
 
@@ -77,19 +147,35 @@ def decode_body(body: bytes | memoryview, shapes: Shapes, *, epoch: int = 0) -> 
     Arrays are read-only views of `body` where possible: copy what is to be written to.
 
     Raises:
-        CodecError: the body is damaged, of an unknown codec, of another epoch or of another task.
+        CodecError: the body is damaged, of an unknown codec, of another epoch or of another task; or it is a delta,
+            which `delta.apply_delta` reads.
     """
     frame = read_frame(body)
+    if is_delta_frame(frame):
+        raise CodecError("body is a delta of a model, expected whole tensors")
+    return decode_frame(frame, shapes, epoch=epoch)
+
+
+def decode_frame(frame: Frame, shapes: Shapes, *, epoch: int = 0) -> dict[str, Tensor]:
+    """Returns what `decode_body` does, of a body whose header was read."""
     shared = shared_shapes(shapes)
     if frame.num_tensors != len(shared):
         raise CodecError(f"body holds {frame.num_tensors} tensors, the task shares {len(shared)}")
     if frame.epoch != epoch:
         raise CodecError(f"body is of epoch {frame.epoch}, expected {epoch}")
-    tensors, values = _arranged([_stage_by_id(stage) for stage in frame.stages], "body")
-    reader = Reader(frame.payload)
-    decoded = tensors.decode(reader, shared, values)
+    stages = _arranged([_stage_by_id(stage) for stage in frame.stages], "body")
+    payload = frame.payload
+    if stages.lossless is not None:
+        payload = stages.lossless.decode(payload, _most_bytes(shared))
+    reader = Reader(payload)
+    decoded = stages.tensors.decode(reader, shared, stages.values)
     reader.finish()
     return decoded
+
+
+def is_delta_frame(frame: Frame) -> bool:
+    """Says whether a body tells only what changed in a model."""
+    return frame.stages[0] == STAGES[DELTA][0]
 
 
 def shared_shapes(shapes: Shapes) -> Shapes:
@@ -99,7 +185,53 @@ def shared_shapes(shapes: Shapes) -> Shapes:
 
 def stage_names() -> list[str]:
     """Returns the names of all stages, those of installed packages included."""
-    return sorted({*STAGES, *(point.name for point in entry_points(group=ENTRY_POINTS))})
+    return sorted({*STAGES, FEEDBACK, RICE, *(point.name for point in entry_points(group=ENTRY_POINTS))})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Arranged:
+    tensors: type[TensorStage]
+    values: type[ValueStage]
+    lossless: type[LosslessStage] | None
+
+
+def _arranged(stages: Sequence[StageClass], what: str) -> _Arranged:
+    kinds = [StageKind(stage.kind) for stage in stages]
+    # Each kind at most once, in the order in which they are defined, a tensor stage first.
+    if kinds != [kind for kind in StageKind if kind in kinds] or StageKind.TENSORS not in kinds:
+        raise CodecError(
+            f"{what} must be a tensor stage, then at most one value stage, then at most one lossless stage,"
+            f" got {', '.join(kinds) or 'none'}"
+        )
+    by_kind: dict[StageKind, StageClass] = dict(zip(kinds, stages, strict=True))
+    return _Arranged(
+        tensors=by_kind[StageKind.TENSORS],  # type: ignore[arg-type]  # mypy cannot see that its kind was checked
+        values=by_kind.get(StageKind.VALUES, Float32),  # type: ignore[arg-type]  # likewise
+        lossless=by_kind.get(StageKind.LOSSLESS),  # type: ignore[arg-type]  # likewise
+    )
+
+
+def _check_prefixes(split: CodecSpec) -> None:
+    """Refuses a prefix that does not stand first, or that has an argument."""
+    for name, _ in split.stages:
+        if name in (FEEDBACK, DELTA):
+            raise CodecError(f"codec {split.text!r}: {name} stands before the stages, once and without an argument")
+
+
+def _check_rice(split: CodecSpec, stages: Sequence[StageClass]) -> None:
+    """Refuses `rice` where nothing is coded with it, twice, or with an argument."""
+    typed = [argument for name, argument in split.stages if name == RICE]
+    if typed and not any(getattr(stage, "codes_indices", False) for stage in stages):
+        raise CodecError(
+            f"codec {split.text!r}: rice codes places, so a stage such as topk or qsgd must stand before it"
+        )
+    if typed and typed != [""]:
+        raise CodecError(f"codec {split.text!r}: rice stands at most once and takes no argument")
+
+
+def _most_bytes(shared: Shapes) -> int:
+    """Returns how long an unpacked payload may be: none of our stages takes a third of it."""
+    return min(MAX_PAYLOAD_BYTES, 4 * sum(spec.nbytes for spec in shared) + 256 * len(shared) + 4096)
 
 
 def _stage_by_name(name: str, spec: str) -> tuple[StageId, StageClass]:
@@ -135,15 +267,6 @@ def _third_party(name: str) -> StageClass | None:
         stage: StageClass = point.load()
         return stage
     return None
-
-
-def _arranged(stages: list[StageClass], what: str) -> tuple[type[TensorStage], type[ValueStage]]:
-    kinds = [stage.kind for stage in stages]
-    if kinds not in ([StageKind.TENSORS], [StageKind.TENSORS, StageKind.VALUES]):
-        found = ", ".join(kinds)
-        raise CodecError(f"{what} must be a tensor stage and at most one value stage behind it, got {found}")
-    tensors, values = stages[0], stages[1] if len(stages) > 1 else Float32
-    return tensors, values  # type: ignore[return-value]  # the kinds were checked above, mypy cannot see it
 
 
 def _check_names(tensors: Tensors, shapes: Shapes, shared: Shapes) -> None:

@@ -45,6 +45,7 @@ _FIXED = struct.Struct("<4sBBHIIII")
 _CRC_OFFSET = 20
 _STAGE = struct.Struct("<H")
 _ALIGNMENT = 8
+_MAX_VARINT_BITS = 63
 _MAX_HEADER_BYTES = _FIXED.size + MAX_STAGES * (_STAGE.size + 1 + MAX_NAME_BYTES) + _ALIGNMENT
 
 
@@ -82,10 +83,28 @@ class Reader:
         values = np.frombuffer(self.take(size * dtype.itemsize), dtype=dtype, count=size)
         return values if values.flags.aligned else values.copy()
 
+    def varint(self, limit: int) -> int:
+        """Returns the next number that `varint` wrote, at most `limit`."""
+        value = 0
+        for shift in range(0, _MAX_VARINT_BITS, 7):
+            byte = self.take(1)[0]
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                if value > limit:
+                    break
+                return value
+        raise CodecError(f"payload holds a number over {limit} at {self._offset}")
+
     def finish(self) -> None:
         left = len(self._payload) - self._offset
         if left:
             raise CodecError(f"payload has {left} bytes too many")
+
+
+def varint(value: int) -> Array:
+    """Returns a number below 2**63 as bytes: seven bits each, lowest first, the top bit says if more follow."""
+    parts = [value >> shift & 0x7F for shift in range(0, max(value.bit_length(), 1), 7)]
+    return np.array([part | 0x80 for part in parts[:-1]] + parts[-1:], dtype=np.uint8)
 
 
 def write_frame(stages: Sequence[StageId], num_tensors: int, parts: Iterable[Array], *, epoch: int = 0) -> bytes:
@@ -100,7 +119,7 @@ def write_frame(stages: Sequence[StageId], num_tensors: int, parts: Iterable[Arr
     Raises:
         CodecError: a name, a number or the payload is over its cap.
     """
-    pieces = [_bytes_of(part) for part in parts]
+    pieces = [little_endian_bytes(part) for part in parts]
     length = sum(len(piece) for piece in pieces)
     if length > MAX_PAYLOAD_BYTES:
         raise CodecError(f"payload must be at most {MAX_PAYLOAD_BYTES} bytes, got {length}")
@@ -137,7 +156,7 @@ def read_frame(body: bytes | memoryview) -> Frame:
     return Frame(stages=_read_stages(table, num_stages), epoch=epoch, num_tensors=num_tensors, payload=payload)
 
 
-def _bytes_of(part: Array) -> memoryview:
+def little_endian_bytes(part: Array) -> memoryview:
     little = np.ascontiguousarray(part).astype(part.dtype.newbyteorder("<"), copy=False)
     return little.reshape(-1).view(np.uint8).data
 

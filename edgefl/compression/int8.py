@@ -1,0 +1,73 @@
+"""Values as whole numbers from -127 to 127 times a scale: one for the tensor (`int8`) or per row (`int8:channel`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import numpy as np
+from numpy.random import Generator
+
+from edgefl.compression.stages import StageKind, largest_magnitude
+from edgefl.compression.wire import Reader, varint
+from edgefl.errors import CodecError
+from edgefl.types import Array
+
+_FLOAT32 = np.dtype("<f4")
+_INT8 = np.dtype(np.int8)
+_STEPS = np.float32(127)
+# Two roundings of float32 come on top of half a step.
+_RELATIVE_BOUND = 0.5 / 127 + 2.0**-22
+
+
+@dataclass(frozen=True, slots=True)
+class Int8:
+    """Rounds to the nearest 127th of the largest magnitude of the tensor, or of its slice along the first axis.
+
+    Where only some entries of a tensor travel there are no slices, and `int8:channel` is `int8`.
+    """
+
+    kind: ClassVar[StageKind] = StageKind.VALUES
+    refuses_non_finite: ClassVar[bool] = True
+    is_unbiased: ClassVar[bool] = False
+    is_contraction: ClassVar[bool] = True
+
+    per_channel: bool = False
+
+    @classmethod
+    def parse(cls, argument: str) -> Self:
+        if argument not in ("", "channel"):
+            raise CodecError(f"codec stage 'int8' takes no argument or 'channel', got int8:{argument}")
+        return cls(per_channel=argument == "channel")
+
+    def error_bound(self, values: Array) -> Array:
+        rows = self._rows(values)
+        bounds = np.abs(rows, dtype=np.float64).max(axis=1, initial=0, keepdims=True) * _RELATIVE_BOUND + 2.0**-149
+        return np.broadcast_to(bounds, rows.shape).reshape(values.shape)
+
+    def encode(self, values: Array, rng: Generator) -> Iterator[Array]:  # noqa: ARG002 the seam of all value stages
+        largest_magnitude("int8", values)
+        rows = self._rows(values)
+        scales = np.maximum(rows.max(axis=1, initial=0), -rows.min(axis=1, initial=0))
+        yield varint(len(scales))
+        yield scales
+        # Divided first: for denormal numbers 127 / scale is beyond float32.
+        steps = rows / np.where(scales > 0, scales, 1)[:, None]
+        steps *= _STEPS
+        yield np.rint(steps, out=steps).astype(_INT8)
+
+    @staticmethod
+    def decode(reader: Reader, size: int) -> Array:
+        num_scales = reader.varint(max(size, 1))
+        scales = reader.array(_FLOAT32, num_scales)
+        if not num_scales or size % num_scales or not np.all(np.isfinite(scales)):
+            raise CodecError(f"payload holds {num_scales} scales for {size} values, or one that is not finite")
+        rows = reader.array(_INT8, size).astype(np.float32).reshape(num_scales, -1)
+        rows /= _STEPS
+        rows *= scales[:, None]
+        return rows.reshape(-1)
+
+    def _rows(self, values: Array) -> Array:
+        num_rows = len(values) if self.per_channel and values.ndim > 1 and values.size else 1
+        return values.reshape(num_rows, -1)

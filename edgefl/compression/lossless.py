@@ -1,0 +1,103 @@
+"""The last stage, over the payload as a whole: `zstd`, and `shuffle`, which brings equal bytes together first."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import numpy as np
+import zstandard
+
+from edgefl.compression.stages import StageKind, whole_number
+from edgefl.compression.wire import Reader, little_endian_bytes, varint
+from edgefl.errors import CodecError
+from edgefl.types import Array
+
+LEVEL = 3
+# Levels over 19 take hundreds of MB, which boards do not have.
+_MAX_LEVEL = 19
+_MAX_ITEM_BYTES = 16
+_MAX_RUNS = 2**16
+
+
+@dataclass(frozen=True, slots=True)
+class Zstd:
+    """One Zstandard frame, which states the length of its content."""
+
+    kind: ClassVar[StageKind] = StageKind.LOSSLESS
+
+    level: int = LEVEL
+
+    @classmethod
+    def parse(cls, argument: str) -> Self:
+        return cls(level=whole_number("zstd", argument, 1, _MAX_LEVEL) if argument else LEVEL)
+
+    def encode(self, parts: Sequence[Array]) -> Sequence[Array]:
+        return [_packed(b"".join(little_endian_bytes(part) for part in parts), self.level)]
+
+    @staticmethod
+    def decode(payload: memoryview, max_bytes: int) -> memoryview:
+        return memoryview(_unpacked(payload, max_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class Shuffle:
+    """All first bytes of equally wide numbers, then all second ones, …; then Zstandard.
+
+    Exponents of neighbouring weights are much alike while the lowest bytes are noise, so they pack better apart.
+    Inside the frame stands a table first: how many runs there are, and of each run its numbers' width and how many.
+    """
+
+    kind: ClassVar[StageKind] = StageKind.LOSSLESS
+
+    level: int = LEVEL
+
+    @classmethod
+    def parse(cls, argument: str) -> Self:
+        return cls(level=whole_number("shuffle", argument, 1, _MAX_LEVEL) if argument else LEVEL)
+
+    def encode(self, parts: Sequence[Array]) -> Sequence[Array]:
+        filled = [part for part in parts if part.size]
+        runs = [(width, list(run)) for width, run in itertools.groupby(filled, key=lambda part: part.dtype.itemsize)]
+        if len(runs) > _MAX_RUNS:
+            runs = [(1, filled)]
+        table, planes = [varint(len(runs)).tobytes()], []
+        for width, run in runs:
+            rows = np.frombuffer(b"".join(little_endian_bytes(part) for part in run), dtype=np.uint8)
+            table += [varint(width).tobytes(), varint(rows.size // width).tobytes()]
+            planes.append(rows.reshape(-1, width).T.tobytes())
+        return [_packed(b"".join([*table, *planes]), self.level)]
+
+    @staticmethod
+    def decode(payload: memoryview, max_bytes: int) -> memoryview:
+        reader = Reader(memoryview(_unpacked(payload, max_bytes)))
+        num_runs = reader.varint(_MAX_RUNS)
+        runs = [(reader.varint(_MAX_ITEM_BYTES), reader.varint(max_bytes)) for _ in range(num_runs)]
+        rows = [
+            np.frombuffer(reader.take(width * count), dtype=np.uint8).reshape(width, count).T.tobytes()
+            for width, count in runs
+        ]
+        reader.finish()
+        return memoryview(b"".join(rows))
+
+
+def _packed(content: bytes, level: int) -> Array:
+    return np.frombuffer(zstandard.ZstdCompressor(level=level).compress(content), dtype=np.uint8)
+
+
+def _unpacked(payload: memoryview, max_bytes: int) -> bytes:
+    """Returns the content of a frame.
+
+    Raises:
+        CodecError: it is damaged, or states a length over `max_bytes`; nothing was unpacked.
+    """
+    try:
+        # The length is the frame's own claim, and memory is taken by it: it is held against the cap first.
+        length = zstandard.get_frame_parameters(payload).content_size
+        if length > max_bytes:
+            raise CodecError(f"payload unpacks to over {max_bytes} bytes, more than the task's tensors can take")
+        return zstandard.ZstdDecompressor().decompress(payload, max_output_size=max_bytes, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise CodecError(f"payload cannot be unpacked: {error}") from None

@@ -1,0 +1,240 @@
+"""Error feedback: whatever a codec leaves out, or a network loses, is in the residual."""
+
+import numpy as np
+import pytest
+
+from edgefl.compression.feedback import ErrorFeedback, uses_feedback
+from edgefl.compression.registry import decode_body, make_codec
+from edgefl.errors import CodecError
+from edgefl.types import Array, Shapes, SparseTensor, Tensor, TensorKind, TensorSpec
+
+SHAPES: Shapes = (
+    TensorSpec(name="weight", shape=(8, 25)),
+    TensorSpec(name="head", shape=(4,), shared=False),
+    TensorSpec(name="mean", shape=(3,), kind=TensorKind.BUFFER),
+    TensorSpec(name="count", shape=(), dtype="int64", kind=TensorKind.BUFFER),
+)
+LOSSY_SPECS = ["ef|topk:0.05|int8", "ef|sign", "ef|qsgd:8", "ef|qsgd:4:64", "ef|fp16", "ef|threshold:2"]
+
+
+def feedback(spec: str = "ef|topk:0.05") -> ErrorFeedback:
+    return ErrorFeedback(make_codec(spec, SHAPES))
+
+
+def rng(step: int = 0) -> np.random.Generator:
+    return np.random.default_rng((3, step))
+
+
+def displacement(step: int) -> dict[str, Array]:
+    return {
+        "weight": rng(step).normal(size=(8, 25)).astype(np.float32),
+        "head": np.zeros(4, dtype=np.float32),
+        "mean": np.full(3, 0.1 * step, dtype=np.float32),
+        "count": np.array(step),
+    }
+
+
+def dense(tensor: Tensor) -> Array:
+    return tensor.dense() if isinstance(tensor, SparseTensor) else tensor
+
+
+def weight_in(body: bytes) -> Array:
+    return dense(decode_body(body, SHAPES)["weight"]).astype(np.float64)
+
+
+def residual(kept: ErrorFeedback) -> Array:
+    return kept.state()["residual/weight"]
+
+
+def test_the_residual_is_what_the_codec_left_out() -> None:
+    kept = feedback()
+    body = kept.encode("a1", displacement(1), rng())
+    kept.settle(["a1"])
+    # Exactly: an entry of topk travels as it is, so what is left of it is zero, and the others are untouched.
+    expected = displacement(1)["weight"] - dense(decode_body(body, SHAPES)["weight"])
+    assert residual(kept).tobytes() == expected.tobytes()
+    assert kept.pending == ()
+
+
+def test_the_next_update_carries_the_residual() -> None:
+    kept = feedback()
+    first = kept.encode("a1", displacement(1), rng())
+    kept.settle(["a1"])
+    left = residual(kept).copy()
+    second = kept.encode("a2", displacement(2), rng())
+    assert second == make_codec("topk:0.05", SHAPES).encode(
+        displacement(2) | {"weight": displacement(2)["weight"] + left}, rng()
+    )
+    assert not np.array_equal(weight_in(first), weight_in(second))
+
+
+@pytest.mark.parametrize("spec", LOSSY_SPECS)
+def test_nothing_is_lost_over_a_run_in_which_updates_are_lost_at_random(spec: str) -> None:
+    kept, luck = feedback(spec), np.random.default_rng(9)
+    arrived, total, used = np.zeros((8, 25)), np.zeros((8, 25)), list[str]()
+    for step in range(40):
+        kept.settle(used[-2:])
+        total += displacement(step)["weight"]
+        body = kept.encode(f"a{step}", displacement(step), rng(step))
+        if luck.random() < 0.7:
+            arrived += weight_in(body)
+            used.append(f"a{step}")
+    for pending in kept.pending:
+        if pending not in used:
+            kept.give_back(pending)
+    np.testing.assert_allclose(arrived + residual(kept), total, atol=1e-4)
+
+
+@pytest.mark.parametrize("spec", LOSSY_SPECS)
+def test_nothing_is_lost_with_two_updates_under_way(spec: str) -> None:
+    kept, luck = feedback(spec), np.random.default_rng(10)
+    arrived, total, used, under_way = np.zeros((8, 25)), np.zeros((8, 25)), list[str](), list[tuple[str, bytes]]()
+    for step in range(40):
+        if len(under_way) == 2:
+            assignment_id, body = under_way.pop(0)
+            if luck.random() < 0.6:
+                arrived += weight_in(body)
+                used.append(assignment_id)
+        kept.settle(used[-2:])
+        total += displacement(step)["weight"]
+        under_way.append((f"a{step}", kept.encode(f"a{step}", displacement(step), rng(step))))
+    for assignment_id in kept.pending:
+        if assignment_id not in used:
+            kept.give_back(assignment_id)
+    np.testing.assert_allclose(arrived + residual(kept), total, atol=1e-4)
+
+
+def test_an_update_that_is_older_than_a_used_one_goes_back_whole() -> None:
+    kept = feedback()
+    lost = kept.encode("a1", displacement(1), rng())
+    used = kept.encode("a2", displacement(2), rng())
+    kept.settle(["a2"])
+    expected = displacement(1)["weight"].astype(np.float64) + displacement(2)["weight"] - weight_in(used)
+    np.testing.assert_allclose(residual(kept), expected, atol=1e-6)
+    assert np.abs(weight_in(lost)).max() > 0
+    assert kept.pending == ()
+
+
+def test_an_update_younger_than_a_used_one_stays_undecided() -> None:
+    kept = feedback()
+    kept.encode("a1", displacement(1), rng())
+    kept.encode("a2", displacement(2), rng())
+    kept.settle(["a1"])
+    assert kept.pending == ("a2",)
+
+
+def test_settling_twice_or_something_unknown_changes_nothing() -> None:
+    kept = feedback()
+    kept.encode("a1", displacement(1), rng())
+    kept.settle(["a1"])
+    before = residual(kept).tobytes()
+    kept.settle(["a1", "other"])
+    kept.give_back("a1")
+    kept.settle([])
+    assert residual(kept).tobytes() == before
+
+
+def test_a_third_update_under_way_says_that_the_first_is_lost() -> None:
+    kept = feedback("ef|topk:1")
+    for step in (1, 2, 3):
+        kept.encode(f"a{step}", displacement(step), rng())
+    assert kept.pending == ("a2", "a3")
+    kept.settle(["a2"])
+    kept.settle(["a3"])
+    # topk:1 leaves nothing out, so a3 carried all of a1, and nothing is left.
+    np.testing.assert_array_equal(residual(kept), np.zeros((8, 25)))
+
+
+def test_work_that_is_done_again_replaces_the_update_it_made_before() -> None:
+    kept, fresh = feedback("ef|topk:1"), feedback("ef|topk:1")
+    kept.encode("a1", displacement(1), rng())
+    kept.encode("a2", displacement(2), rng())
+    again = kept.encode("a2", displacement(3), rng())
+    fresh.encode("a1", displacement(1), rng())
+    np.testing.assert_allclose(weight_in(again), displacement(2)["weight"] + displacement(3)["weight"], atol=1e-6)
+    assert kept.pending == ("a1", "a2")
+
+
+def test_buffers_and_integers_travel_exactly_and_leave_nothing_behind() -> None:
+    kept = feedback()
+    for step in (1, 2):
+        decoded = decode_body(kept.encode(f"a{step}", displacement(step), rng()), SHAPES)
+        assert dense(decoded["mean"]).tobytes() == displacement(step)["mean"].tobytes()
+        assert dense(decoded["count"]) == step
+    assert {name for name in kept.state() if name.startswith("residual/")} == {"residual/weight"}
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("spec", ["ef|topk:0.05", "ef|dense", "ef|fp16"])
+def test_a_displacement_that_is_not_finite_is_refused_and_changes_nothing(spec: str, value: float) -> None:
+    kept = feedback(spec)
+    kept.encode("a1", displacement(1), rng())
+    before = {name: array.tobytes() for name, array in kept.state().items()}
+    bad = displacement(2)
+    bad["weight"][3, 3] = value
+    with pytest.raises(CodecError, match="tensor 'weight': error feedback carries finite numbers"):
+        kept.encode("a2", bad, rng())
+    assert {name: array.tobytes() for name, array in kept.state().items()} == before
+
+
+def test_an_update_that_the_codec_refuses_changes_nothing() -> None:
+    kept = feedback("ef|fp16")
+    for step in (1, 2):
+        kept.encode(f"a{step}", displacement(step), rng())
+    before = {name: array.tobytes() for name, array in kept.state().items()}
+    with pytest.raises(CodecError, match="fp16 carries magnitudes"):
+        kept.encode("a3", displacement(3) | {"weight": np.full((8, 25), 1e6, dtype=np.float32)}, rng())
+    assert {name: array.tobytes() for name, array in kept.state().items()} == before
+
+
+def test_the_displacement_is_not_written_to() -> None:
+    given = displacement(1)
+    for array in given.values():
+        array.flags.writeable = False
+    kept = feedback()
+    kept.encode("a1", given, rng())
+    kept.encode("a2", given, rng())
+    assert given["weight"].tobytes() == displacement(1)["weight"].tobytes()
+
+
+@pytest.mark.parametrize("spec", LOSSY_SPECS)
+def test_what_was_kept_on_disk_goes_on_where_it_stopped(spec: str) -> None:
+    kept, again = feedback(spec), feedback(spec)
+    for step in (1, 2, 3):
+        kept.encode(f"a{step}", displacement(step), rng(step))
+    again.restore({name: array.copy() for name, array in kept.state().items()})
+    assert again.pending == kept.pending == ("a2", "a3")
+    for one in (kept, again):
+        one.settle(["a3"])
+    assert kept.encode("a4", displacement(4), rng()) == again.encode("a4", displacement(4), rng())
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"residual/weight": np.zeros((25, 8), dtype=np.float32)},
+        {"residual/weight": np.full((8, 25), np.nan, dtype=np.float32)},
+        {"residual/other": np.zeros(3, dtype=np.float32)},
+        {"pending/0/a2": np.zeros(30, dtype=np.uint8)},
+    ],
+)
+def test_what_was_kept_for_another_task_or_is_damaged_is_refused(damage: dict[str, Array]) -> None:
+    kept = feedback()
+    kept.encode("a2", displacement(2), rng())
+    state = kept.state()
+    with pytest.raises(CodecError):
+        kept.restore(state | damage)
+    assert kept.state().keys() == state.keys()
+
+
+def test_a_state_with_nothing_in_it_is_a_fresh_start() -> None:
+    kept = feedback()
+    kept.restore({})
+    assert kept.encode("a1", displacement(1), rng()) == feedback().encode("a1", displacement(1), rng())
+
+
+def test_only_a_prefix_asks_for_feedback() -> None:
+    assert uses_feedback("ef|topk:0.01|int8")
+    assert uses_feedback(" ef | sign")
+    assert not uses_feedback("topk:0.01|int8")
+    assert not uses_feedback("delta|fp16")
