@@ -26,8 +26,9 @@ def command() -> None:
     "--scheme",
     default="iid",
     show_default=True,
-    help="natural, iid, by-class, dirichlet:A, labels:K, redundant:R (every subset of R devices shares a block) "
-    "or duplicate:R (devices in groups of R with equal shards).",
+    help="natural, iid, by-class, sorted (contiguous equal parts of the rows by class), dirichlet:A, labels:K, "
+    "shards:K (K such parts for each device, dealt at random), redundant:R (every subset of R devices shares a "
+    "block) or duplicate:R (devices in groups of R with equal shards).",
 )
 @click.option("--devices", type=click.IntRange(min=1), default=4, show_default=True, help="Number of shards.")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder to write into.")

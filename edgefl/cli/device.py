@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from edgefl.errors import DataError, NetworkError, NotFoundError, UsageError, WrongCaError
+from edgefl.errors import DataError, NetworkError, NotFoundError, NotJoinedError, UsageError, WrongCaError
 from edgefl.protocol import JoinToken, checked_address
 
 if TYPE_CHECKING:
@@ -41,11 +41,27 @@ def command() -> None:
 
 @command.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def probe(*, as_json: bool) -> None:
+@click.option(
+    "--profile", type=click.Path(path_type=Path, dir_okay=False), help="Measure, and write a simulator's profile."
+)
+@click.option(
+    "--task",
+    "tasks",
+    multiple=True,
+    metavar="TASK[/MODEL]",
+    help="What --profile measures; may be repeated [default: the tasks of this board's shards, else digits].",
+)
+@click.option("--name", help="What the profile is called [default: this device's name].")
+@state_option
+def probe(
+    *, as_json: bool, profile: Path | None, tasks: tuple[str, ...], name: str | None, root: Path | None
+) -> None:
     """Print what this board is and can do; the same facts are reported to the coordinator at a join."""
     from edgefl.device.capabilities import probe as look  # noqa: PLC0415 fast start
 
     facts = look()
+    if profile is not None:
+        _write_profile(profile, facts, tasks, name, root)
     if as_json:
         click.echo(json.dumps({"v": 1, **facts}))
         return
@@ -78,8 +94,7 @@ def join(  # noqa: PLR0913, PLR0917 one argument per option
     threads: int | None,
 ) -> None:
     """Join the fleet of the coordinator at HOST:PORT (or at the token's own addresses)."""
-    from edgefl.device.capabilities import probe as look  # noqa: PLC0415 fast start
-    from edgefl.device.enrolment import JoinWishes, host_slug  # noqa: PLC0415 likewise
+    from edgefl.device.enrolment import JoinWishes, host_slug  # noqa: PLC0415 fast start
     from edgefl.device.enrolment import join as join_fleet  # noqa: PLC0415 likewise
     from edgefl.device.state import default_state_dir  # noqa: PLC0415 likewise
 
@@ -98,7 +113,7 @@ def join(  # noqa: PLR0913, PLR0917 one argument per option
         examples={name: report.num_examples for name, report in reports.items()},
         accelerator=accelerator,
         threads=threads,
-        facts=look(),
+        facts=_facts(named),
     )
     state = join_fleet(token, wishes, root=root or default_state_dir(), addresses=addresses)
     click.echo(f"joined fleet {state.device.fleet} as {state.device_id} ({state.device.role}); state in {state.root}")
@@ -181,6 +196,35 @@ def check(task: str | None, root: Path | None) -> None:
         _print_report(_report(name, shards[name]))
 
 
+def _write_profile(
+    path: Path, facts: Mapping[str, Any], tasks: Sequence[str], name: str | None, root: Path | None
+) -> None:
+    """Measures this board, with the data, cores and coordinator that it joined with if it has joined."""
+    from edgefl.device.accelerator import chosen_accelerator  # noqa: PLC0415 fast start
+    from edgefl.device.enrolment import host_slug  # noqa: PLC0415 likewise
+    from edgefl.device.profile import measure_board, write_profile  # noqa: PLC0415 likewise
+    from edgefl.device.state import DeviceState  # noqa: PLC0415 likewise
+
+    try:
+        device = DeviceState.load(root).device
+    except NotJoinedError:
+        if root is not None:
+            raise
+        device = None
+    shards = dict(device.shards) if device else {}
+    chosen = tasks or tuple(shards) or ("digits",)
+    made = measure_board(
+        name=name or (device.device_id if device else host_slug()),
+        facts=dict(facts),
+        tasks={task: shards.get(task.partition("/")[0]) for task in chosen},
+        accelerator=chosen_accelerator(device.accelerator) if device else "cpu",
+        threads=device.threads if device else None,
+        addresses=device.addresses if device else (),
+    )
+    write_profile(path, made)
+    click.echo(f"profile {made.name} of {', '.join(chosen)} written to {path}", err=True)
+
+
 def _shard(text: str, default_task: str | None) -> tuple[str, str]:
     """Returns task and absolute path of a `--shard`: TASK=PATH, or a path whose card or `--task` says the task."""
     task, mark, path = text.partition("=")
@@ -237,6 +281,15 @@ def _reachable(state: DeviceState) -> dict[str, Any]:
         found = {"coordinator": address, "coordinator_version": hello.version}
         return {**found, "clock_skew_s": round(hello.skew_s, 3)}
     return {"coordinator": None, "unreachable": reasons}
+
+
+def _facts(shards: Mapping[str, str]) -> dict[str, Any]:
+    """Returns what the coordinator is to know from the first moment on, as the agent reports it later."""
+    from edgefl.device.capabilities import probe as look  # noqa: PLC0415 fast start
+    from edgefl.device.warm_tasks import WarmTasks  # noqa: PLC0415 likewise
+
+    blocks = WarmTasks(lambda: shards, accelerator="cpu", threads=1).blocks()
+    return {**look(), "blocks": blocks} if blocks else look()
 
 
 def _print_facts(facts: Mapping[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """The agent: one warm process that waits for the bell, works, answers, and comes back for ever.
 
-The main thread talks to Flower and trains; MQTT and the heartbeat have threads of their own, so a board is heard
-while it trains. A finished update is kept until the coordinator says that it was used, and a repeated assignment
-is answered from there.
+The main thread asks for work and trains. Answers leave in a thread of their own, so that the next work is trained
+meanwhile; MQTT and the heartbeat have theirs, so that a board is heard while it trains. A finished update is kept
+until the coordinator says that it was used, and a repeated assignment is answered from there.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from edgefl.device.bell import Bell
 from edgefl.device.capabilities import probe
 from edgefl.device.heartbeat import Activity, Heart
 from edgefl.device.link import Link, LinkCallbacks, LinkIdentity, LinkTls
+from edgefl.device.outbox import Outbox
 from edgefl.device.state import DeviceState
 from edgefl.device.supernode import Answer, RefusedError, SuperNode, UnauthorisedError
 from edgefl.device.trainer import AbandonedError, Trainer
@@ -44,6 +45,8 @@ log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.25
 MAX_BACKOFF_S = 30.0
+SEND_WITHIN_S = 3.0
+"""An agent that is told to stop still sends the answer that is under way, for so long."""
 LEAVE_WITHIN_S = 5.0
 """An agent that is told to stop is gone after so long, also in the middle of an iteration that takes minutes."""
 KEPT_ANSWERS = 2
@@ -59,7 +62,6 @@ class Agent:
         self._stopping, self._ended, self._bell = threading.Event(), threading.Event(), Bell()
         self._boot_id = uuid.uuid4().hex
         self._finished: OrderedDict[str, Answer] = OrderedDict()
-        self._unsent: tuple[str, Any] | None = None
         self._address: str | None = None
         self._reported: tuple[object, Json] | None = None
         self._rng = derived_rng("agent", state.device_id, time.time_ns())
@@ -80,6 +82,7 @@ class Agent:
             train=self._remembering(self._trainer.train),
             evaluate=self._trainer.evaluate,
         )
+        self._outbox: Outbox[tuple[str, Any]] = Outbox(self._send, self._bell.ring)
         self._link = self._new_link()
         self._heart = Heart(
             self._publish_heartbeat,
@@ -124,6 +127,8 @@ class Agent:
                     self._stopping.wait(backoff_s * self._rng.uniform(0.5, 1.0))
                     backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
         finally:
+            self._outbox.close(SEND_WITHIN_S)
+            self._trainer.close()
             self._heart.stop()
             self._link.stop()
             self._supernode.close()
@@ -133,6 +138,7 @@ class Agent:
         """Finds the coordinator at one of its addresses, learns its clock and what has moved."""
         if self._address is not None:
             return
+        self._outbox.pause()  # what is under way uses the connection that goes now
         failures = []
         for address in self._state.device.addresses:
             try:
@@ -166,10 +172,10 @@ class Agent:
 
     def _serve(self) -> None:
         """Pulls and works until there is an error or the agent stops."""
+        self._outbox.open()
         while not self._stopping.is_set():
-            if self._send_unsent():
-                continue
             self._bell.wait(self._poll_s)
+            self._outbox.check()
             if not self._stopping.is_set() and not self._work_once():
                 self._report_capabilities()
 
@@ -192,22 +198,16 @@ class Agent:
         else:
             reply = self._supernode.answer(instruction)
         del instruction  # the model in it need not wait until the answer is through
-        self._unsent = assignment, reply
-        del reply
-        self._send_unsent()
+        self._outbox.put((assignment, reply))
         return True
 
-    def _send_unsent(self) -> bool:
-        """Sends the answer that has not arrived yet; returns whether there was one. It is kept until it is sent."""
-        if self._unsent is None:
-            return False
-        assignment, reply = self._unsent
+    def _send(self, answer: tuple[str, Any]) -> None:
+        """Sends one answer; one that nobody wants any more is let go."""
+        assignment, reply = answer
         try:
             self._supernode.push(reply)
         except RefusedError as error:
             log.info("the answer to %s is not wanted: %s", assignment, error)
-        self._unsent = None
-        return True
 
     def _remembering(self, train: Any) -> Any:
         def remembered(header: Json, body: bytes) -> Answer:
@@ -243,7 +243,9 @@ class Agent:
         if self._reported is None or self._reported[0] != stamp:
             facts = self._reported[1] if self._reported else probe()
             self._reported = stamp, facts
-            self._link.publish_capabilities(Capabilities(facts=facts, shards=self._trainer.examples()))
+            blocks = self._trainer.blocks()
+            told = {**facts, "blocks": blocks} if blocks else facts
+            self._link.publish_capabilities(Capabilities(facts=told, shards=self._trainer.examples()))
 
     def _report_progress(self, assignment_id: str, iteration: int, seconds_per_iteration: float) -> None:
         self._link.publish_progress(

@@ -1,8 +1,4 @@
-"""Does the work of an instruction: decodes the model, trains or evaluates on this board's shard, encodes the result.
-
-Learner and shard stay warm between instructions. A shard is read again when its files changed, so that a folder the
-board collects into counts from the next assignment on.
-"""
+"""Does the work of an instruction: decodes the model, trains or evaluates on its shard, encodes the result."""
 
 from __future__ import annotations
 
@@ -16,41 +12,51 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.random import Generator
 
+from edgefl.compression.delta import apply_delta
+from edgefl.compression.feedback import uses_feedback
 from edgefl.compression.registry import decode_body, make_codec
 from edgefl.device.residents import load_resident, save_resident
-from edgefl.errors import DataError, EdgeflError, NetworkError, TaskError
+from edgefl.device.run_memory import RunMemory
+from edgefl.device.warm_tasks import WarmTask, WarmTasks
+from edgefl.errors import ConfigError, DataError, EdgeflError, NetworkError
 from edgefl.protocol import finite
-from edgefl.tasks.local_training import train
-from edgefl.tasks.registry import make_task
-from edgefl.tasks.splits import local_split
-from edgefl.types import Dataset, Json, Learner, LocalPlan, Role, Shapes, Task, derived_rng
+from edgefl.tasks.local_training import LocalResult, train
+from edgefl.types import Array, Dataset, Json, Learner, LocalPlan, Role, Tensor, Tensors, derived_rng
 
 log = logging.getLogger(__name__)
 
 
 KEPT_RECALLS = 64
+REPORT_EVERY_S = 0.1
 
 
 class AbandonedError(Exception):
     """The agent stops: the assignment under way ends without an answer."""
 
 
+class NeedsDenseError(NetworkError):
+    """The body holds changes to a model that this device does not have."""
+
+
 ProgressSink = Callable[[str, int, float], None]
 """(assignment id, finished iterations, seconds per iteration)"""
 
 
-@dataclass(slots=True)
-class _Warm:
-    """A task ready to train; `stamp` says which state of the shard's files `data` holds."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """What the header of an assignment or an evaluation says, checked; `origin` seeds its random streams."""
 
-    name: str
-    task: Task
-    shapes: Shapes
-    learner: Learner
-    stamp: object = None
-    data: Dataset | None = None
-    splits: dict[float, tuple[Dataset, Dataset]] | None = None
+    run: str
+    assignment_id: str
+    version: int
+    seed: int
+    plan: LocalPlan
+    spec: str
+    block: int | None
+    origin: tuple[int | str, ...]
+    header: Json
 
 
 class Trainer:
@@ -62,7 +68,7 @@ class Trainer:
         shards: task -> path, asked again at every instruction.
         accelerator: cpu or cuda.
         threads: how many cores to use, None for all.
-        state_dir: where tensors that stay on the board are kept.
+        state_dir: where tensors that stay on the board, and what a run is to remember, are kept.
         on_progress: told after every iteration of a plan that asks for it.
     """
 
@@ -77,10 +83,10 @@ class Trainer:
         state_dir: Path,
         on_progress: ProgressSink,
     ) -> None:
-        self._device_id, self._role, self._shards = device_id, role, shards
-        self._accelerator, self._threads, self._state_dir = accelerator, threads, state_dir
+        self._device_id, self._role, self._state_dir = device_id, role, state_dir
         self._on_progress = on_progress
-        self._warm: OrderedDict[str, _Warm] = OrderedDict()
+        self._tasks = WarmTasks(shards, accelerator=accelerator, threads=threads)
+        self._memory = RunMemory(state_dir)
         self._recalled: OrderedDict[str, None] = OrderedDict()
         self._abandoned = False
         self._lock = threading.Lock()
@@ -103,9 +109,13 @@ class Trainer:
         """Ends whatever is under way without an answer, after the current iteration."""
         self._abandoned = True
 
+    def close(self) -> None:
+        """Writes what runs are to remember; called by the thread that trains, when the agent stops."""
+        self._memory.save()
+
     def shard_stamps(self) -> object:
         """Returns a value that changes when any shard does."""
-        return tuple((name, path, _stamp(Path(path))) for name, path in sorted(self._shards().items()))
+        return self._tasks.stamps()
 
     def train(self, header: Json, body: bytes) -> tuple[Json, bytes]:
         """Returns metrics and the encoded displacement for one assignment."""
@@ -117,24 +127,28 @@ class Trainer:
 
     def examples(self) -> dict[str, int]:
         """Returns how many examples each shard holds now; a shard that cannot be read counts as absent."""
-        counts = {}
-        for name, path in self._shards().items():
-            try:
-                counts[name] = len(make_task(name).read(path))
-            except Exception as error:  # a loader of the user's own may raise anything, and the board must stay
-                log.warning("shard %s of task %s cannot be used: %s", path, name, error, exc_info=not _is_ours(error))
-        return counts
+        return self._tasks.examples()
+
+    def blocks(self) -> dict[str, list[int]]:
+        """Returns the blocks of each redundant shard, by task; other shards are left out."""
+        return self._tasks.blocks()
 
     def _answer(
-        self, header: Json, body: bytes, work: Callable[[Json, _Warm, bytes], tuple[Json, bytes]]
+        self, header: Json, body: bytes, work: Callable[[_Job, WarmTask, bytes], tuple[Json, bytes]]
     ) -> tuple[Json, bytes]:
-        reply = {"v": 1, "run": header.get("run"), "assignment": header.get("assignment")}
+        reply: Json = {"v": 1, "run": header.get("run"), "assignment": header.get("assignment")}
         try:
-            metrics, result = work(header, self._warmed(header), body)
+            job = self._job(header)
+            self._now = job.run, job.assignment_id, 0
+            metrics, result = work(job, self._tasks.of(header), body)
         except AbandonedError:
             raise
+        except NeedsDenseError as error:
+            log.info("assignment %s: %s", header.get("assignment"), error)
+            return {**reply, "error": str(error), "needs_dense": True}, b""
         except Exception as error:  # the boundary of one assignment: the board must be there for the next
-            log.warning("assignment %s failed: %s", header.get("assignment"), error, exc_info=not _is_ours(error))
+            ours = isinstance(error, EdgeflError)
+            log.warning("assignment %s failed: %s", header.get("assignment"), error, exc_info=not ours)
             return {**reply, "error": f"{type(error).__name__}: {error}"}, b""
         finally:
             self._now = None
@@ -142,29 +156,33 @@ class Trainer:
                 self._recalled.pop(str(header.get("assignment")), None)
         return {**reply, "metrics": metrics}, result
 
-    def _train(self, header: Json, warm: _Warm, body: bytes) -> tuple[Json, bytes]:
-        plan, assignment_id, run = _plan(header), str(header["assignment"]), str(header["run"])
-        self._now = run, assignment_id, 0
-        data, _ = self._splits(warm, float(header["test_fraction"]))
-        learner = self._loaded(warm, run, body, int(header["seed"]))
-        # Without the run's id, which is new for every submission: the same seed gives the same run.
-        origin = int(header["seed"]), int(header["version"]), self._device_id
-        reported_s = 0.0
+    def _job(self, header: Json) -> _Job:
+        if header.get("v") != 1:
+            raise NetworkError(f"instruction of version {header.get('v')!r}, this agent reads 1: update it")
+        block = None if header.get("block") is None else int(header["block"])
+        seed, version = int(header["seed"]), int(header["version"])
+        # Without the run's id, which is new for every submission: the same seed gives the same run. All who hold a
+        # block draw the same numbers for it.
+        source: tuple[int | str, ...] = (self._device_id,) if block is None else ("block", block)
+        return _Job(
+            run=str(header["run"]),
+            assignment_id=str(header["assignment"]),
+            version=version,
+            seed=seed,
+            plan=_plan(header),
+            spec=str(header.get("codec", "dense")),
+            block=block,
+            origin=(seed, version, *source),
+            header=header,
+        )
 
-        def on_iteration(iteration: int, seconds_per_iteration: float) -> bool:
-            nonlocal reported_s
-            self._now = run, assignment_id, iteration
-            if self._abandoned:
-                raise AbandonedError
-            if plan.report_progress and time.monotonic() - reported_s >= 0.1:
-                reported_s = time.monotonic()
-                self._on_progress(assignment_id, iteration, seconds_per_iteration)
-            return assignment_id in self._recalled
-
-        result = train(learner, data, plan, derived_rng(*origin), clock=time.monotonic, on_iteration=on_iteration)
-        save_resident(self._state_dir, run, warm.shapes, learner)
-        codec = make_codec(str(header.get("codec", "dense")), warm.shapes)
-        encoded = codec.encode(result.displacement, derived_rng(*origin, "uplink"))
+    def _train(self, job: _Job, warm: WarmTask, body: bytes) -> tuple[Json, bytes]:
+        data = self._training_data(job, warm)
+        learner = self._loaded(job, warm, body)
+        result = self._trained(job, learner, data)
+        save_resident(self._state_dir, job.run, warm.shapes, learner)
+        encoded = self._encoded(job, warm, result.displacement)
+        self._memory.save(only_when_due=job.header.get("residuals") != "durable")
         metrics = {
             "iterations": result.iterations,
             "num_examples": result.num_examples,
@@ -173,79 +191,88 @@ class Trainer:
         }
         return metrics, encoded
 
-    def _evaluate(self, header: Json, warm: _Warm, body: bytes) -> tuple[Json, bytes]:
-        run = str(header["run"])
-        self._now = run, str(header["assignment"]), 0
-        data = self._data(warm)
+    def _training_data(self, job: _Job, warm: WarmTask) -> Dataset:
+        if job.block is None:
+            return self._tasks.split(warm, float(job.header["test_fraction"]))[0]
+        if job.plan.keeps_state or uses_feedback(job.spec) or not all(spec.shared for spec in warm.shapes):
+            raise ConfigError(
+                "work on a block of a redundant shard must give the same result on all who hold it, so nothing may "
+                "stay on the device: no kept optimiser state, no codec with ef, no tensors of its own"
+            )
+        return self._tasks.block(warm, job.block)
+
+    def _trained(self, job: _Job, learner: Learner, data: Dataset) -> LocalResult:
+        plan, reported_s = job.plan, 0.0
+
+        def on_iteration(iteration: int, seconds_per_iteration: float) -> bool:
+            nonlocal reported_s
+            self._now = job.run, job.assignment_id, iteration
+            if self._abandoned:
+                raise AbandonedError
+            if plan.report_progress and time.monotonic() - reported_s >= REPORT_EVERY_S:
+                reported_s = time.monotonic()
+                self._on_progress(job.assignment_id, iteration, seconds_per_iteration)
+            return job.assignment_id in self._recalled
+
+        result = train(
+            learner,
+            data,
+            plan,
+            derived_rng(*job.origin),
+            clock=time.monotonic,
+            on_iteration=on_iteration,
+            step_state=self._memory.step_state(job.run, plan.algorithm) if plan.keeps_state else None,
+        )
+        if result.step_state is not None:
+            self._memory.keep_step_state(job.run, plan.algorithm, result.step_state)
+        return result
+
+    def _encoded(self, job: _Job, warm: WarmTask, displacement: Mapping[str, Array]) -> bytes:
+        rng: Generator = derived_rng(*job.origin, "uplink")
+        if not uses_feedback(job.spec):
+            return make_codec(job.spec, warm.shapes).encode(displacement, rng)
+        feedback = self._memory.feedback(job.run, job.spec, warm.shapes)
+        feedback.settle([str(used) for used in job.header.get("settled", ())])
+        return feedback.encode(job.assignment_id, displacement, rng)
+
+    def _evaluate(self, job: _Job, warm: WarmTask, body: bytes) -> tuple[Json, bytes]:
+        data = self._tasks.data(warm)
         if self._role != Role.EVALUATOR:
-            data = self._splits(warm, float(header["test_fraction"]))[1]
+            data = self._tasks.split(warm, float(job.header["test_fraction"]))[1]
         if not len(data):
             raise DataError("the local test split holds no examples")
-        loss, accuracy = self._loaded(warm, run, body, int(header["seed"])).evaluate(data)
+        loss, accuracy = self._loaded(job, warm, body).evaluate(data)
         if not (np.isfinite(loss) and np.isfinite(accuracy)):
             raise DataError(f"the model's loss on the test data is {loss}: it has diverged")
         return {"num_examples": len(data), "loss": float(loss), "accuracy": float(accuracy)}, b""
 
-    def _loaded(self, warm: _Warm, run: str, body: bytes, seed: int) -> Learner:
+    def _loaded(self, job: _Job, warm: WarmTask, body: bytes) -> Learner:
         """Puts the global model into the learner, and what this board keeps for itself beside it."""
         if any(not spec.shared for spec in warm.shapes):
-            warm.learner.load(load_resident(self._state_dir, run, warm.shapes) or warm.task.init(seed))
-        warm.learner.load(decode_body(body, warm.shapes))
+            warm.learner.load(load_resident(self._state_dir, job.run, warm.shapes) or warm.task.init(job.seed))
+        warm.learner.load(self._received(job, warm, body))
         return warm.learner
 
-    def _warmed(self, header: Json) -> _Warm:
-        """Returns the task of a header, made once per task and options; two are kept."""
-        if header.get("v") != 1:
-            raise NetworkError(f"instruction of version {header.get('v')!r}, this agent reads 1: update it")
-        name, options = str(header["task"]), dict(header.get("options", {}))
-        # Before anything is imported or called: only its owner says, by a shard, which tasks this board runs.
-        self._shard_path(name)
-        key = f"{name} {sorted(options.items())}"
-        if key not in self._warm:
-            task = make_task(name, options)
-            learner = task.learner(accelerator=self._accelerator, threads=self._threads)
-            self._warm[key] = _Warm(name=name, task=task, shapes=task.shapes(), learner=learner)
-        self._warm.move_to_end(key)
-        while len(self._warm) > 2:
-            self._warm.popitem(last=False)
-        return self._warm[key]
-
-    def _shard_path(self, task: str) -> str:
-        path = self._shards().get(task)
-        if path is None:
-            raise TaskError(f"this device has no shard for task {task!r}; edgefl device shard add")
-        return path
-
-    def _data(self, warm: _Warm) -> Dataset:
-        path = self._shard_path(warm.name)
-        stamp = (path, _stamp(Path(path)))
-        if warm.data is None or warm.stamp != stamp:
-            warm.data, warm.stamp, warm.splits = warm.task.read(path), stamp, {}
-        return warm.data
-
-    def _splits(self, warm: _Warm, test_fraction: float) -> tuple[Dataset, Dataset]:
-        data = self._data(warm)
-        splits = warm.splits if warm.splits is not None else {}
-        if test_fraction not in splits:
-            splits[test_fraction] = local_split(data, test_fraction)
-        warm.splits = splits
-        return splits[test_fraction]
+    def _received(self, job: _Job, warm: WarmTask, body: bytes) -> Tensors:
+        """Returns the global model, whether all of it came or only what changed since the one that is held."""
+        base = job.header.get("base")
+        if base is None:
+            model = {name: _dense(tensor) for name, tensor in decode_body(body, warm.shapes).items()}
+        else:
+            held = self._memory.model_version(job.run)
+            if held is None or held != int(base):
+                raise NeedsDenseError(f"needs the whole model: changes since version {base} came, it holds {held}")
+            model = apply_delta(self._memory.model(job.run), body, warm.shapes)
+        if job.header.get("keep"):
+            self._memory.keep_model(job.run, job.version, model)
+        return model
 
 
-def _is_ours(error: Exception) -> bool:
-    return isinstance(error, EdgeflError)
+def _dense(tensor: Tensor) -> Array:
+    return tensor if isinstance(tensor, np.ndarray) else tensor.dense()
 
 
 def _plan(header: Json) -> LocalPlan:
     known = {field.name for field in fields(LocalPlan)}
-    values: dict[str, Any] = {name: value for name, value in dict(header["plan"]).items() if name in known}
+    values: dict[str, Any] = {name: value for name, value in dict(header.get("plan", {})).items() if name in known}
     return replace(LocalPlan(), **values)
-
-
-def _stamp(path: Path) -> object:
-    """Returns what changes when the data does: times and sizes of the file, or of a folder's files."""
-    try:
-        files = sorted(path.iterdir()) if path.is_dir() else [path]
-        return tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
-    except OSError:
-        return None

@@ -46,12 +46,14 @@ class ClassificationTask:
         return self.model.learner(accelerator=accelerator, threads=threads)
 
 
-def checked_choice(task: str, option: str, value: object, choices: tuple[str, ...]) -> str:
-    """Returns `value` if it is one of the choices.
+def checked_choice(task: str, option: str, value: object, choices: tuple[str, ...], other: str = "") -> str:
+    """Returns `value` if it is one of the choices; `other` is what the message names beside them.
 
     Raises:
         ConfigError: it is not.
     """
     if not isinstance(value, str) or value not in choices:
-        raise ConfigError(f"{option} of task {task} must be {' or '.join(choices)}, got {value!r}")
+        raise ConfigError(
+            f"{option} of task {task} must be {' or '.join([*choices, *([other] if other else [])])}, got {value!r}"
+        )
     return value

@@ -11,8 +11,8 @@ from numpy.random import Generator
 
 from edgefl.types import Array, Shapes, TensorSpec, derived_rng
 
-PAPER_STD = 0.1
-PAPER_BIAS = 0.1
+ADACOMP_STD = 0.1
+ADACOMP_BIAS = 0.1
 TRUNCATED_AT_STD = 2.0
 
 
@@ -47,14 +47,14 @@ def uniform_weights(shapes: Shapes, seed: int) -> dict[str, Array]:
     return {spec.name: _uniform(spec, by_name, rng) for spec in shapes}
 
 
-def paper_weights(shapes: Shapes, seed: int) -> dict[str, Array]:
+def adacomp_weights(shapes: Shapes, seed: int) -> dict[str, Array]:
     """Returns first weights from a normal of deviation 0.1 cut at twice that, and biases of 0.1.
 
     Source: the reference code of Hardy et al., AdaComp, NCA 2017.
     """
     rng = derived_rng(seed, "initial-weights")
     return {
-        spec.name: np.full(spec.shape, PAPER_BIAS, np.float32)
+        spec.name: np.full(spec.shape, ADACOMP_BIAS, np.float32)
         if len(spec.shape) == 1
         else _truncated_normal(spec.shape, rng)
         for spec in shapes
@@ -79,4 +79,4 @@ def _truncated_normal(shape: tuple[int, ...], rng: Generator) -> Array:
     values = rng.standard_normal(shape)
     while (outside := np.abs(values) > TRUNCATED_AT_STD).any():
         values[outside] = rng.standard_normal(int(outside.sum()))
-    return (PAPER_STD * values).astype(np.float32)
+    return (ADACOMP_STD * values).astype(np.float32)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.random import Generator
 
 from edgefl.errors import ConfigError, DataError
-from edgefl.tasks.local_steps import make_local_step
+from edgefl.tasks.local_steps import LastingStep, LocalStep, make_local_step
 from edgefl.types import Array, Dataset, Learner, LocalPlan
 
 
@@ -20,6 +20,7 @@ class LocalResult:
 
     `displacement` is w_end - w_start for every tensor in the task's order, integer buffers included; `loss` is
     the mean over the examples trained on, each at the moment it was used; `num_examples` is the shard's size.
+    `step_state` is what a plan that keeps its state gives to the next assignment of the run.
     """
 
     displacement: dict[str, Array]
@@ -27,9 +28,10 @@ class LocalResult:
     num_examples: int
     loss: float
     compute_s: float
+    step_state: Mapping[str, Array] | None = None
 
 
-def train(
+def train(  # noqa: PLR0913 what, on what, how and by which clock; the last three by name
     learner: Learner,
     data: Dataset,
     plan: LocalPlan,
@@ -37,6 +39,7 @@ def train(
     *,
     clock: Callable[[], float],
     on_iteration: Callable[[int, float], bool],
+    step_state: Mapping[str, Array] | None = None,
 ) -> LocalResult:
     """Trains from the learner's present weights until the budget is spent, at least one iteration.
 
@@ -48,21 +51,25 @@ def train(
         clock: seconds, monotone.
         on_iteration: told the number of finished iterations and the mean seconds of one; True recalls the
             assignment: this iteration was the last.
+        step_state: what the assignment before left, for a plan that keeps its state; None begins anew.
 
     Raises:
         DataError: there are no examples.
-        ConfigError: the plan makes no sense or names an unknown algorithm.
+        ConfigError: the plan makes no sense, names an unknown algorithm, or has an option that it does not know.
     """
     check_plan(plan)
     if not len(data):
         raise DataError("the training part of the shard holds no examples")
     step = make_local_step(plan)
+    _reseed(learner, rng)
     start, started_s = learner.read(), clock()
     limit = _iteration_limit(plan, len(data))
     iterations, loss, num_seen = 0, 0.0, 0
     # A diverging model is the coordinator's to judge; here it only must not stop the board.
     with np.errstate(over="ignore", invalid="ignore"):
         step.begin(learner)
+        if plan.keeps_state and step_state and isinstance(step, LastingStep):
+            step.restore(step_state)
         for rows in _batches(len(data), plan.batch_size, rng):
             batch = data.take(rows)
             loss += len(batch) * learner.gradient(batch)
@@ -81,6 +88,7 @@ def train(
         num_examples=len(data),
         loss=loss / num_seen,
         compute_s=clock() - started_s,
+        step_state=_state(step) if plan.keeps_state else None,
     )
 
 
@@ -115,6 +123,17 @@ def _batches(num_examples: int, batch_size: int, rng: Generator) -> Iterator[Arr
         order = rng.permutation(num_examples)
         for start in range(0, num_examples, batch_size):
             yield order[start : start + batch_size]
+
+
+def _reseed(learner: Learner, rng: Generator) -> None:
+    """Seeds what is random inside a model (dropout), where it has any, without drawing from the batches' stream."""
+    reseed = getattr(learner, "reseed", None)
+    if reseed is not None:
+        reseed(int(rng.spawn(1)[0].integers(2**63)))
+
+
+def _state(step: LocalStep) -> Mapping[str, Array]:
+    return step.state() if isinstance(step, LastingStep) else {}
 
 
 def _displacement(start: dict[str, Array], end: dict[str, Array]) -> dict[str, Array]:

@@ -8,6 +8,7 @@ import numpy as np
 
 from edgefl.tasks import layout, networks
 from edgefl.tasks.classification import ClassificationTask, Model, checked_choice
+from edgefl.tasks.module_models import ModuleModel, is_module_name
 from edgefl.tasks.motion_windows import CHANNELS, WINDOW
 from edgefl.tasks.numpy_learner import DenseModel
 from edgefl.tasks.torch_learner import TorchModel
@@ -28,14 +29,19 @@ FEATURE_DEFAULTS: dict[str, Scalar] = {"learning_rate": 0.05, "batch_size": 16, 
 
 
 def motionsense(*, model: str = "cnn") -> ClassificationTask:
-    """Returns the task; `model` is cnn (torch, on raw windows), mlp or logistic (NumPy, on features of a window)."""
-    checked_choice("motionsense", "model", model, MODELS)
+    """Returns the task.
+
+    `model` is cnn or `module:factory` (torch, on raw windows [9, 128]), mlp or logistic (NumPy, on features of a
+    window).
+    """
+    if not is_module_name(model):
+        checked_choice("motionsense", "model", model, MODELS, other="module:factory")
     return ClassificationTask(
         name="motionsense",
         model=_model(model),
         input_shape=(CHANNELS, WINDOW),
         labels=LABELS,
-        defaults=CNN_DEFAULTS if model == "cnn" else FEATURE_DEFAULTS,
+        defaults=FEATURE_DEFAULTS if model in ("mlp", "logistic") else CNN_DEFAULTS,
     )
 
 
@@ -61,6 +67,10 @@ def window_features(windows: Array) -> Array:
 
 
 def _model(model: str) -> Model:
+    if is_module_name(model):
+        return ModuleModel(
+            target=model, num_classes=len(LABELS), input_shape=(CHANNELS, WINDOW), prepare=standardised_windows
+        )
     if model == "cnn":
         return TorchModel(
             tensors=networks.motion_layout(CHANNELS, len(LABELS)),

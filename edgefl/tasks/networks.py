@@ -27,6 +27,19 @@ CNN_SMALL: Shapes = (
     *layout.linear("fc1", 64, 1568),
     *layout.linear("fc2", NUM_CLASSES, 64),
 )
+CNN_LARGE: Shapes = (
+    *layout.conv("conv1", 32, 1, 5, 5),
+    *layout.conv("conv2", 64, 32, 5, 5),
+    *layout.linear("fc1", 512, 3136),
+    *layout.linear("fc2", NUM_CLASSES, 512),
+)
+LENET: Shapes = (
+    *layout.conv("conv1", 6, 1, 5, 5),
+    *layout.conv("conv2", 16, 6, 5, 5),
+    *layout.linear("fc1", 120, 400),
+    *layout.linear("fc2", 84, 120),
+    *layout.linear("fc3", NUM_CLASSES, 84),
+)
 
 
 def cnn() -> torch.nn.Module:
@@ -40,6 +53,38 @@ def cnn() -> torch.nn.Module:
 def cnn_small() -> torch.nn.Module:
     """Returns conv 5x5x16, conv 5x5x32, 64, 10 on 28x28 images: 114,314 parameters."""
     return _two_convolutions(channels=(16, 32), kernel=5, hidden=64)
+
+
+def cnn_large() -> torch.nn.Module:
+    """Returns conv 5x5x32, conv 5x5x64, 512, 10 on 28x28 images: 1,663,370 parameters.
+
+    Source: McMahan et al., Communication-Efficient Learning of Deep Networks, AISTATS 2017, its MNIST network.
+    """
+    return _two_convolutions(channels=(32, 64), kernel=5, hidden=512)
+
+
+def lenet() -> torch.nn.Module:
+    """Returns LeNet-5 with ReLU and maxima in place of its squashing and subsampling: 61,706 parameters.
+
+    Source: LeCun et al., Gradient-Based Learning Applied to Document Recognition, 1998.
+    """
+    from torch import nn  # noqa: PLC0415 see the module's first line
+
+    layers: dict[str, nn.Module] = {
+        "conv1": nn.Conv2d(1, 6, 5, padding=2),
+        "relu1": nn.ReLU(),
+        "pool1": nn.MaxPool2d(2),
+        "conv2": nn.Conv2d(6, 16, 5),
+        "relu2": nn.ReLU(),
+        "pool2": nn.MaxPool2d(2),
+        "flat": nn.Flatten(),
+        "fc1": nn.Linear(400, 120),
+        "relu3": nn.ReLU(),
+        "fc2": nn.Linear(120, 84),
+        "relu4": nn.ReLU(),
+        "fc3": nn.Linear(84, NUM_CLASSES),
+    }
+    return nn.Sequential(OrderedDict(layers))
 
 
 def motion_layout(channels: int, num_classes: int) -> Shapes:

@@ -14,12 +14,16 @@ from numpy.random import Generator
 from edgefl.errors import ConfigError, DataError
 from edgefl.types import Array
 
-SCHEMES = ("natural", "iid", "by-class", "dirichlet:A", "labels:K", "redundant:R", "duplicate:R")
+SCHEMES = (
+    "natural", "iid", "by-class", "sorted", "dirichlet:A", "labels:K", "shards:K", "redundant:R", "duplicate:R",
+)  # fmt: skip
 MIN_EXAMPLES = 10
 DIRICHLET_DRAWS = 200
 MAX_BLOCKS = 10_000
 
-_SPEC = re.compile(r"(natural|iid|by-class)|(dirichlet):([0-9.eE+-]+)|(labels|redundant|duplicate):(\d+)")
+_SPEC = re.compile(
+    r"(natural|iid|by-class|sorted)|(dirichlet):([0-9.eE+-]+)|(labels|shards|redundant|duplicate):(\d+)"
+)
 
 Blocks = Mapping[int, tuple[int, int]]
 
@@ -66,6 +70,8 @@ def shard_rows(
 ) -> Sharding:
     """Returns which rows go to which device: each to one device, or to r of them in a redundant scheme.
 
+    Only `sorted` leaves rows out, fewer than there are devices.
+
     Args:
         scheme: how to cut.
         labels: [n] classes.
@@ -85,6 +91,10 @@ def shard_rows(
             rows = _shuffled_parts(np.arange(len(labels)), devices, rng)
         case "by-class":
             rows = by_class(labels, devices, rng)
+        case "sorted":
+            rows = sorted_by_class(labels, devices)
+        case "shards":
+            rows = sorted_shards(labels, devices, k, rng)
         case "dirichlet":
             rows = dirichlet(labels, devices, scheme.parameter, rng)
         case "labels":
@@ -126,6 +136,28 @@ def by_class(labels: Array, devices: int, rng: Generator) -> list[Array]:
         holders = [d for d in range(devices) if d % len(classes) == position] or [position % devices]
         _deal(np.flatnonzero(labels == label), holders, shares, rng)
     return [np.concatenate(share) if share else np.empty(0, np.int64) for share in shares]
+
+
+def sorted_by_class(labels: Array, devices: int) -> list[Array]:
+    """Returns contiguous parts of the rows ordered by class, all equally long; what remains is left out.
+
+    Source: split_by_class of ESync. Differs from it: a device trains on its part in a fresh random order each epoch.
+    """
+    order, length = np.argsort(labels, kind="stable"), len(labels) // devices
+    return [order[device * length : (device + 1) * length] for device in range(devices)]
+
+
+def sorted_shards(labels: Array, devices: int, k: int, rng: Generator) -> list[Array]:
+    """Returns for each device k random ones of the k·devices equal parts that the rows ordered by class are cut into.
+
+    Source: McMahan et al., AISTATS 2017, section 3, its pathological non-IID partition (there k = 2).
+    """
+    num_parts = k * devices
+    if num_parts > len(labels):
+        raise ConfigError(f"shards:{k} on {devices} devices makes {num_parts} parts of {len(labels)} examples")
+    parts = np.array_split(np.argsort(labels, kind="stable"), num_parts)
+    dealt = rng.permutation(num_parts).reshape(devices, k)
+    return [np.concatenate([parts[part] for part in hand]) for hand in dealt]
 
 
 def labels_per_device(labels: Array, devices: int, k: int, rng: Generator) -> list[Array]:

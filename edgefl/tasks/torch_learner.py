@@ -51,6 +51,7 @@ class TorchLearner:
         prepare: Callable[[Array], Array] | None = None,
         accelerator: str = "cpu",
         threads: int | None = None,
+        evaluation_batch: int = EVALUATION_BATCH,
     ) -> None:
         """Moves the module to the accelerator.
 
@@ -59,6 +60,7 @@ class TorchLearner:
             prepare: turns a batch of a shard's raw inputs into what the module takes; None leaves it as it is.
             accelerator: cpu, cuda or cuda:N.
             threads: torch threads of this whole process; None leaves torch's choice.
+            evaluation_batch: at most so many examples are evaluated at a time.
 
         Raises:
             TaskError: torch or the accelerator is missing.
@@ -69,6 +71,8 @@ class TorchLearner:
         self._device = _usable_device(accelerator)
         self._module = module.to(self._device)
         self._prepare = prepare or (lambda inputs: inputs)
+        self._evaluation_batch = min(evaluation_batch, EVALUATION_BATCH)
+        self._normalisations = [layer for layer in module.modules() if _needs_two_examples(layer)]
         named = list(module.named_parameters())
         for _, parameter in named:
             # Backpropagation adds into a gradient that is there, so the tensors handed out stay the module's.
@@ -99,8 +103,16 @@ class TorchLearner:
     def read(self) -> dict[str, Array]:
         return {name: np.array(tensor.cpu().numpy()) for name, tensor in self._tensors.items()}
 
+    def reseed(self, seed: int) -> None:
+        """Seeds what is random in the module (dropout): torch has one generator for it, that of the process."""
+        self._torch.manual_seed(seed)
+
     def gradient(self, batch: Dataset) -> float:
         self._module.train()
+        if len(batch) == 1:
+            # The last batch of an epoch may hold one example, which has no variance of its own.
+            for layer in self._normalisations:
+                layer.eval()
         for gradient in self._gradients.values():
             gradient.zero_()
         loss = self._torch.nn.functional.cross_entropy(self._logits(batch.inputs), self._labels(batch.labels))
@@ -111,8 +123,8 @@ class TorchLearner:
         self._module.eval()
         loss, correct = 0.0, 0
         with self._torch.no_grad():
-            for start in range(0, len(data), EVALUATION_BATCH):
-                rows = slice(start, start + EVALUATION_BATCH)
+            for start in range(0, len(data), self._evaluation_batch):
+                rows = slice(start, start + self._evaluation_batch)
                 logits, labels = self._logits(data.inputs[rows]), self._labels(data.labels[rows])
                 loss += float(self._torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item())
                 correct += int((logits.argmax(dim=1) == labels).sum().item())
@@ -166,6 +178,11 @@ def _saved_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Returns the buffers that belong to a saved model; the others are caches that the module can rebuild."""
     saved = module.state_dict()
     return [(name, buffer) for name, buffer in module.named_buffers() if name in saved]
+
+
+def _needs_two_examples(layer: torch.nn.Module) -> bool:
+    """Returns whether a layer normalises over the batch."""
+    return isinstance(layer, import_torch().nn.modules.batchnorm._BatchNorm)  # noqa: SLF001 torch's name for all of them
 
 
 def _spec(name: str, tensor: torch.Tensor, kind: TensorKind) -> TensorSpec:

@@ -1,10 +1,13 @@
-"""What the agent does on a card without room; whole fleets are in tests/e2e."""
+"""What the agent does on a card without room and on a slow network; whole fleets are in tests/e2e."""
 
 from __future__ import annotations
 
 import resource
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,3 +46,45 @@ def test_a_broker_that_moved_is_followed_also_when_the_card_is_full(
         state.change(threads=9)
     agent._remember_addresses("10.0.0.7:8000", hello)
     assert agent._brokers() == [("10.0.0.9", 1999)]
+
+
+class SlowNetwork:
+    """Stands for Flower: gives out two pieces of work; the first answer arrives only when the second is trained."""
+
+    def __init__(self) -> None:
+        self.work = ["a-1", "a-2"]
+        self.trained: list[str] = []
+        self.sent: list[str] = []
+        self.second_began = threading.Event()
+
+    def pull(self) -> Any:
+        return SimpleNamespace(header={"assignment": self.work.pop(0)}) if self.work else None
+
+    def answer(self, instruction: Any) -> str:
+        name = instruction.header["assignment"]
+        if name == "a-2":
+            self.second_began.set()
+        self.trained.append(name)
+        return f"answer to {name}"
+
+    def push(self, reply: str) -> None:
+        assert self.second_began.wait(20), "the device waited for its answer to be sent"
+        self.sent.append(reply)
+
+
+def test_a_device_trains_on_while_its_last_answer_is_sent(state: DeviceState) -> None:
+    agent, network = Agent(state), SlowNetwork()
+    agent._supernode = network  # type: ignore[assignment]
+    serving = threading.Thread(target=agent._serve)
+    serving.start()
+    for _ in range(2):
+        agent._bell.ring()
+    deadline_s = time.monotonic() + 20
+    while len(network.sent) < 2:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    agent.stop()
+    serving.join(20)
+    agent._outbox.close(20)
+    assert network.trained == ["a-1", "a-2"]
+    assert network.sent == ["answer to a-1", "answer to a-2"]

@@ -7,13 +7,14 @@ import time
 import numpy as np
 import pytest
 
+from edgefl.compression.delta import encode_delta
 from edgefl.compression.registry import decode_body, make_codec
 from edgefl.device.trainer import AbandonedError, Trainer
 from edgefl.tasks.cards import ShardCard
 from edgefl.tasks.registry import make_task
 from edgefl.tasks.shards import write_shard
 from edgefl.tasks.splits import local_split
-from edgefl.types import Dataset, derived_rng
+from edgefl.types import Dataset, SparseTensor, derived_rng
 
 OWN = '''
 import numpy as np
@@ -85,10 +86,10 @@ OWN_TASK = "own_trainer_task:Personal"
 class Device:
     """A trainer with its shards, and the messages that a coordinator would send."""
 
-    def __init__(self, root, shards, *, role="trainer", options=None, task="digits"):
+    def __init__(self, root, shards, *, role="trainer", options=None, task="digits", device_id="pi"):
         self.shards, self.progress, self.task, self.options = dict(shards), [], task, options or {}
         self.trainer = Trainer(
-            device_id="pi",
+            device_id=device_id,
             role=role,
             shards=lambda: self.shards,
             accelerator="cpu",
@@ -393,3 +394,180 @@ def test_another_run_begins_with_tensors_of_its_own(own, tmp_path):
     device.train(body=body)
     assert device.evaluate(body=body, run="r2")[0]["metrics"]["loss"] == 100.0
     assert device.evaluate(body=body, run="r")[0]["metrics"]["loss"] == 98.5
+
+
+ADAM = {"algorithm": "adam", "learning_rate": 0.01, "iterations": 2}
+
+
+def test_moments_live_on_from_one_assignment_to_the_next_and_over_a_restart(device, tmp_path, shard):
+    first = device.train(plan={**ADAM, "keeps_state": True})[1]
+    second = device.train(assignment="r/a-2", plan={**ADAM, "keeps_state": True})[1]
+    assert first != second, "the same model and batches, with other moments"
+    device.trainer.close()
+    third = device.train(assignment="r/a-3", plan={**ADAM, "keeps_state": True})[1]
+    rebooted = Device(tmp_path, {"digits": str(shard)})
+    assert rebooted.train(assignment="r/a-3", plan={**ADAM, "keeps_state": True})[1] == third
+    assert rebooted.train(run="r2", plan={**ADAM, "keeps_state": True})[1] == first
+
+
+def test_a_plan_that_keeps_nothing_begins_anew_and_writes_nothing(device, tmp_path):
+    first = device.train(plan=ADAM)[1]
+    assert device.train(plan=ADAM)[1] == first
+    device.trainer.close()
+    assert not (tmp_path / "steps").exists()
+
+
+def test_an_algorithm_refuses_options_that_it_does_not_know(device):
+    header, _ = device.train(plan={"algorithm": "prox", "options": {"my": 0.1}})
+    assert "prox has no option 'my', only mu" in header["error"]
+    assert "metrics" in device.train(plan={"algorithm": "prox", "options": {"mu": 0.1}})[0]
+
+
+BLOCKS = {0: (0, 40), 3: (40, 90), 4: (90, 120)}
+
+
+@pytest.fixture
+def redundant(tmp_path):
+    path = tmp_path / "redundant.npz"
+    write_shard(path, some_digits(120), ShardCard(task="digits", blocks=BLOCKS))
+    return path
+
+
+def test_a_block_is_trained_whole_and_alike_on_every_device_that_holds_it(tmp_path, redundant):
+    device = Device(tmp_path, {"digits": str(redundant)})
+    header, body = device.train(block=3, codec="qsgd:4")
+    assert header["metrics"]["num_examples"] == 50
+    # Another holder has it at another place of its shard, and another name.
+    data, other_shard = some_digits(120), tmp_path / "other.npz"
+    rows = np.concatenate([np.arange(100, 120), np.arange(40, 90)])
+    write_shard(other_shard, data.take(rows), ShardCard(task="digits", blocks={9: (0, 20), 3: (20, 70)}))
+    other = Device(tmp_path / "other", {"digits": str(other_shard)}, device_id="another-pi")
+    assert other.train(block=3, codec="qsgd:4")[1] == body
+    assert device.train(block=4, codec="qsgd:4")[1] != body
+    assert device.train(block=3, codec="qsgd:4", version=1)[1] != body
+    assert other.train(codec="qsgd:4")[1] != device.train(codec="qsgd:4")[1]
+
+
+def test_blocks_are_reported_by_task_and_only_where_there_are_some(tmp_path, shard, redundant):
+    device = Device(tmp_path, {"digits": str(redundant), "mnist": str(shard), "noop": "", "x": str(tmp_path)})
+    assert device.trainer.blocks() == {"digits": [0, 3, 4]}
+    redundant.with_suffix(".json").write_text("torn")
+    assert device.trainer.blocks() == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"block": 7}, "TaskError: this device holds no block 7 of task digits; it holds 0, 3, 4"),
+        ({"block": "x"}, "ValueError"),
+        ({"block": 3, "codec": "ef|topk:0.1"}, "must give the same result on all who hold it"),
+        ({"block": 3, "plan": {"keeps_state": True}}, "must give the same result on all who hold it"),
+    ],
+    ids=str,
+)
+def test_work_on_a_block_that_cannot_be_done_is_answered(tmp_path, redundant, changes, error):
+    device = Device(tmp_path, {"digits": str(redundant)})
+    assert error in device.train(**changes)[0]["error"]
+    assert "metrics" in device.train(block=3)[0]
+
+
+def test_a_shard_without_blocks_or_shorter_than_its_card_says_so(device, shard, redundant):
+    assert "holds no block 0 of task digits; it holds none" in device.train(block=0)[0]["error"]
+    write_shard(redundant, some_digits(100), ShardCard(task="digits", blocks=BLOCKS))
+    device.shards["digits"] = str(redundant)
+    assert "is rows 90 to 120 of a shard of 100; cut the shards again" in device.train(block=4)[0]["error"]
+    assert "metrics" in device.train(block=3)[0]
+
+
+def sent(body, shapes):
+    """Returns what travelled, in full."""
+    decoded = decode_body(body, shapes).items()
+    return {name: tensor.dense() if isinstance(tensor, SparseTensor) else tensor for name, tensor in decoded}
+
+
+FEEDBACK = {"codec": "ef|topk:0.1"}
+
+
+def test_what_a_codec_leaves_out_comes_with_the_next_update(device):
+    whole = sent(device.train()[1], device.shapes)
+    first = sent(device.train(**FEEDBACK)[1], device.shapes)
+    second = sent(device.train(**FEEDBACK, assignment="r/a-2", settled=["r/a-1"])[1], device.shapes)
+    # The same model and version twice, so that the displacement is the same and the residual all the difference.
+    again = {name: 2 * whole[name] - first[name] for name in whole}
+    for name, tensor in second.items():
+        kept = tensor != 0
+        np.testing.assert_allclose(tensor[kept], again[name][kept], rtol=1e-5, atol=1e-7)
+        assert np.abs(again[name][~kept]).max() <= np.abs(again[name][kept]).min() + 1e-6
+
+
+def test_an_update_that_was_lost_goes_back_whole(device, tmp_path, shard):
+    device.train(**FEEDBACK)
+    device.train(**FEEDBACK, assignment="r/a-2", version=1)
+    # Only the second was used: the first goes back into what comes next.
+    third = device.train(**FEEDBACK, assignment="r/a-3", version=2, settled=["r/a-2"])[1]
+    other = Device(tmp_path / "other", {"digits": str(shard)})
+    other.train(**FEEDBACK)
+    other.train(**FEEDBACK, assignment="r/a-2", version=1)
+    used_both = other.train(**FEEDBACK, assignment="r/a-3", version=2, settled=["r/a-1", "r/a-2"])[1]
+    assert third != used_both
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_what_is_left_out_survives_a_power_cut_where_a_run_wants_that_and_else_a_stop(
+    device, tmp_path, shard, durable
+):
+    options = {**FEEDBACK, "residuals": "durable"} if durable else FEEDBACK
+    device.train(**options)
+    if not durable:
+        assert not (tmp_path / "residuals").exists()
+        device.trainer.close()
+    after = {**options, "assignment": "r/a-2", "version": 1, "settled": ["r/a-1"]}
+    rebooted = Device(tmp_path, {"digits": str(shard)}).train(**after)[1]
+    assert rebooted == device.train(**after)[1]
+    assert rebooted != Device(tmp_path / "cold", {"digits": str(shard)}).train(**after)[1]
+
+
+def change(device, *, row, value):
+    """Returns the model with one row of a tensor changed, and the delta that says so."""
+    task = make_task("digits")
+    tensors = task.init(1)
+    tensors["fc1.weight"][row] = value
+    indices = {"fc1.weight": np.arange(row * 64, (row + 1) * 64)}
+    delta = encode_delta(tensors, indices, task.shapes(), "dense", derived_rng(0))
+    return make_codec("dense", task.shapes()).encode(tensors, derived_rng(0)), delta
+
+
+def test_changes_to_the_model_that_is_held_train_as_the_whole_model_does(device):
+    whole, delta = change(device, row=2, value=0.5)
+    assert len(delta) < len(whole) / 10
+    expected = device.train(body=whole, version=1)[1]
+    assert "metrics" in device.train(keep=True)[0]
+    header, body = device.train(body=delta, version=1, base=0, keep=True)
+    assert "error" not in header
+    assert body == expected
+    # Now it holds version 1, and goes on from there.
+    assert device.train(body=delta, version=2, base=1)[1] == device.train(body=whole, version=2)[1]
+
+
+@pytest.mark.parametrize("held", ["nothing", "another version", "another run", "not kept"])
+def test_changes_to_a_model_that_is_not_held_ask_for_the_whole_one(device, held):
+    _, delta = change(device, row=2, value=0.5)
+    if held != "nothing":
+        device.train(
+            keep=held != "not kept", version=1 if held == "another version" else 0,
+            run="r0" if held == "another run" else "r",
+        )  # fmt: skip
+    header, body = device.train(body=delta, version=3, base=0)
+    assert header["needs_dense"] is True
+    assert "needs the whole model: changes since version 0 came, it holds" in header["error"]
+    assert (header["assignment"], body) == ("r/a-1", b"")
+    assert "needs_dense" not in device.train(version=3)[0]
+
+
+def test_a_damaged_delta_is_an_error_and_leaves_the_model_that_is_held(device):
+    whole, delta = change(device, row=2, value=0.5)
+    device.train(keep=True)
+    header, _ = device.train(body=delta[:-3], version=1, base=0, keep=True)
+    assert "CodecError" in header["error"]
+    assert "needs_dense" not in header
+    assert device.train(body=delta, version=1, base=0)[1] == device.train(body=whole, version=1)[1]

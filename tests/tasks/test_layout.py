@@ -15,6 +15,10 @@ from edgefl.types import TensorSpec
         ("mnist", {"model": "logistic"}, 7_850),
         ("fashion-mnist", {}, 114_314),
         ("fashion-mnist", {"model": "cnn"}, 421_642),
+        ("fashion-mnist", {"model": "cnn-large"}, 1_663_370),
+        ("fashion-mnist", {"model": "lenet"}, 61_706),
+        ("mnist", {"model": "2nn"}, 199_210),
+        ("mnist", {"model": "mlp"}, 118_282),
         ("fashion-mnist", {"model": "logistic"}, 7_850),
         ("fashion-mnist", {"model": "resnet18-gn"}, 11_172_810),
         ("motionsense", {}, 21_334),
@@ -51,8 +55,8 @@ def test_torch_bounds_follow_the_fan_in_of_the_layer():
     assert np.abs(weights["fc1.bias"]).max() <= 1 / 56
 
 
-def test_paper_weights_are_cut_at_two_deviations_with_biases_of_a_tenth():
-    weights = make_task("mnist", {"init": "paper"}).init(7)
+def test_adacomp_weights_are_cut_at_two_deviations_with_biases_of_a_tenth():
+    weights = make_task("mnist", {"init": "adacomp"}).init(7)
     assert np.all(weights["conv2.bias"] == np.float32(0.1))
     assert 0.19 < np.abs(weights["fc1.weight"]).max() <= 0.2
     # A normal cut at 2 deviations keeps 0.88 of its deviation.

@@ -55,7 +55,9 @@ def test_an_unknown_task_lists_the_known_ones():
 
 
 def test_an_unknown_option_lists_the_right_ones():
-    with pytest.raises(ConfigError, match=r"options of task mnist: .*'modle'; it has these: model, init"):
+    with pytest.raises(
+        ConfigError, match=r"options of task mnist: .*'modle'; it has these: model, init, channels, size"
+    ):
         make_task("mnist", {"modle": "cnn"})
 
 
@@ -63,8 +65,11 @@ def test_an_unknown_option_lists_the_right_ones():
     ("name", "options", "message"),
     [
         ("digits", {"model": "cnn"}, "model of task digits must be mlp or logistic, got 'cnn'"),
-        ("mnist", {"init": 3}, "init of task mnist must be torch or paper, got 3"),
-        ("fashion-mnist", {"model": "vgg"}, "must be cnn-small or cnn or logistic or resnet18-gn, got 'vgg'"),
+        ("mnist", {"init": 3}, "init of task mnist must be torch or adacomp, got 3"),
+        ("fashion-mnist", {"model": "vgg"}, "or logistic or module:factory, got 'vgg'"),
+        ("mnist", {"model": "2nn", "init": "adacomp"}, "init of task mnist is for the cnn models and lenet, got"),
+        ("fashion-mnist", {"model": "resnet18-gn", "init": "adacomp"}, "got 'adacomp' for resnet18-gn"),
+        ("motionsense", {"model": "vgg"}, "must be cnn or mlp or logistic or module:factory, got 'vgg'"),
         ("noop", {"size_bytes": 2}, "size_bytes of task noop must be a whole number of 4 or more, got 2"),
         ("noop", {"size_bytes": "big"}, "got 'big'"),
     ],

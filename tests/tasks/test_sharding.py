@@ -15,7 +15,19 @@ def cut(text, labels, devices, *, seed=7, groups=None):
 
 
 ONCE = st.sampled_from(
-    ["iid", "by-class", "natural", "dirichlet:0.5", "dirichlet:0.05", "labels:1", "labels:3", "labels:8"]
+    [
+        "iid",
+        "by-class",
+        "natural",
+        "dirichlet:0.5",
+        "dirichlet:0.05",
+        "labels:1",
+        "labels:3",
+        "labels:8",
+        "shards:1",
+        "shards:2",
+        "shards:5",
+    ]
 )
 
 
@@ -86,6 +98,45 @@ def test_by_class_gives_whole_classes_while_there_are_enough():
         assert len(rows) == 15
 
 
+FASHION_LABELS = np.random.default_rng(0).permutation(np.repeat(np.arange(10), 6000))
+
+
+@pytest.mark.parametrize(
+    ("devices", "held"),
+    [
+        (2, [{0: 6000, 1: 6000, 2: 6000, 3: 6000, 4: 6000}, {5: 6000, 6: 6000, 7: 6000, 8: 6000, 9: 6000}]),
+        (
+            6,
+            [
+                {0: 6000, 1: 4000}, {1: 2000, 2: 6000, 3: 2000}, {3: 4000, 4: 6000},
+                {5: 6000, 6: 4000}, {6: 2000, 7: 6000, 8: 2000}, {8: 4000, 9: 6000},
+            ],
+        ),
+    ],
+)  # fmt: skip
+def test_sorted_gives_each_device_the_classes_of_esyncs_split_by_class(devices, held):
+    rows = cut("sorted", FASHION_LABELS, devices).rows
+    found = [np.unique(FASHION_LABELS[part], return_counts=True) for part in rows]
+    assert [dict(zip(classes.tolist(), counts.tolist(), strict=True)) for classes, counts in found] == held
+
+
+def test_sorted_keeps_the_order_of_the_rows_and_leaves_out_what_cannot_be_shared():
+    rows = cut("sorted", FASHION_LABELS, 7).rows
+    assert [len(part) for part in rows] == [8571] * 7
+    assert len(np.unique(np.concatenate(rows))) == 60_000 - 3
+    assert (np.diff(rows[0][FASHION_LABELS[rows[0]] == 0]) > 0).all()
+    assert all(np.array_equal(a, b) for a, b in zip(rows, cut("sorted", FASHION_LABELS, 7, seed=8).rows, strict=True))
+
+
+def test_shards_k_deals_k_parts_of_the_sorted_rows_to_each_device():
+    sharding = cut("shards:2", FASHION_LABELS, 100)
+    assert [len(rows) for rows in sharding.rows] == [600] * 100
+    classes = [len(np.unique(FASHION_LABELS[rows])) for rows in sharding.rows]
+    assert max(classes) == 2
+    assert np.mean(classes) > 1.7
+    assert not np.array_equal(sharding.rows[0], cut("shards:2", FASHION_LABELS, 100, seed=8).rows[0])
+
+
 def test_labels_k_gives_exactly_k_classes_to_each_device():
     labels = np.arange(800) % 10
     for rows in cut("labels:8", labels, 8).rows:
@@ -130,6 +181,9 @@ def test_one_device_per_person_is_in_the_order_of_the_people():
     [
         ("natural", 8, "at most 7 devices, got 8"),
         ("labels:0", 2, "must be finite and above 0"),
+        ("shards:0", 2, "must be finite and above 0"),
+        ("shards:2", 60, "shards:2 on 60 devices makes 120 parts of 100 examples"),
+        ("sorted:2", 2, "must be one of"),
         ("labels:11", 2, r"1 <= K <= 10 \(the number of classes\), got 11"),
         ("labels:2", 4, "4 devices with 2 of 10 classes each would leave classes to nobody"),
         ("redundant:5", 4, r"1 <= R <= 4 \(the number of devices\), got 5"),
@@ -139,7 +193,7 @@ def test_one_device_per_person_is_in_the_order_of_the_people():
         ("iid", 101, r"devices must be 1 to 100 \(the number of examples\), got 101"),
         ("dirichlet:1e-6", 40, "scheme dirichlet leaves device .* of 40 without examples"),
         ("dirichlet:e", 4, "needs a number after the colon"),
-        ("dirichlet", 4, r"must be one of natural, iid, by-class, dirichlet:A"),
+        ("dirichlet", 4, r"must be one of natural, iid, by-class, sorted, dirichlet:A"),
         ("iid:3", 4, "must be one of"),
     ],
 )

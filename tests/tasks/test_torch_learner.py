@@ -99,9 +99,11 @@ def test_evaluation_changes_no_buffer():
         (mnist(), np.random.default_rng(0).integers(0, 256, (4, 28, 28)).astype(np.uint8)),
         (fashion_mnist(model="cnn-small"), np.random.default_rng(0).integers(0, 256, (4, 28, 28)).astype(np.uint8)),
         (fashion_mnist(model="resnet18-gn"), np.random.default_rng(0).integers(0, 256, (4, 28, 28)).astype(np.uint8)),
+        (fashion_mnist(model="cnn-large"), np.random.default_rng(0).integers(0, 256, (4, 28, 28)).astype(np.uint8)),
+        (fashion_mnist(model="lenet"), np.random.default_rng(0).integers(0, 256, (4, 28, 28)).astype(np.uint8)),
         (motionsense(), np.random.default_rng(0).standard_normal((4, 9, 128)).astype(np.float32)),
     ],
-    ids=["cnn", "cnn-small", "resnet18-gn", "motionsense"],
+    ids=["cnn", "cnn-small", "resnet18-gn", "cnn-large", "lenet", "motionsense"],
 )
 def test_a_built_in_network_has_the_tensors_of_its_layout_and_learns_a_batch_by_heart(task, inputs):
     assert module_shapes(task.model.build()) == task.shapes()

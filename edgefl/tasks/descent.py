@@ -1,0 +1,108 @@
+"""Local algorithms along the gradient itself: SGD, SGD that decays, SGD held near the global model, one long step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from edgefl.tasks.moments import Moments, Number, numbers_of, zeros_like
+from edgefl.types import Array, Dataset, Learner, LocalPlan
+
+
+class SgdStep:
+    """Stochastic gradient descent: v ← μv + g + λw, w ← w - ηv, with the plan's momentum μ and weight decay λ."""
+
+    def __init__(self, plan: LocalPlan, numbers: Mapping[str, Number] | None = None) -> None:
+        self._number = numbers_of(plan, numbers or {})
+        self._plan = plan
+        self._moments = Moments(*(["velocity"] if plan.momentum else []))
+
+    def begin(self, learner: Learner) -> None:
+        self._moments.begin(learner)
+
+    def step(self, learner: Learner, batch: Dataset) -> None:  # noqa: ARG002 the mean gradient says all
+        plan, learning_rate = self._plan, self._learning_rate()
+        self._moments.iterations += 1
+        for name, weight in learner.parameters.items():
+            direction = learner.gradients[name]
+            if plan.weight_decay:
+                direction += plan.weight_decay * weight
+            if plan.momentum:
+                (velocity,) = self._moments.of(name)
+                velocity *= plan.momentum
+                velocity += direction
+                direction = velocity
+            weight -= learning_rate * direction  # noqa: PLW2901 in place: the learner's own array
+
+    def _learning_rate(self) -> float:
+        return self._plan.learning_rate
+
+    def end(self, learner: Learner) -> None: ...
+
+    def state(self) -> dict[str, Array]:
+        return self._moments.state()
+
+    def restore(self, saved: Mapping[str, Array]) -> None:
+        self._moments.restore(saved)
+
+
+class DecayStep(SgdStep):
+    """SGD whose learning rate falls with the iterations: η_t = η/√t, t = 1, 2, ….
+
+    t counts from the start of the assignment, or of the run when the plan keeps its state.
+    Source: Parallel-SGD, its gradient decay (there with η = 0.03).
+    """
+
+    def _learning_rate(self) -> float:
+        return float(self._plan.learning_rate / (self._moments.iterations + 1) ** 0.5)
+
+
+class ProxStep(SgdStep):
+    """SGD on the loss plus (μ/2)·|w - w₀|², w₀ being the global model that the assignment began from.
+
+    Options: `mu`, 0.01 unless the plan says otherwise; with 0 it is `sgd` to the bit.
+    Source: Li et al., Federated Optimization in Heterogeneous Networks (FedProx), MLSys 2020, algorithm 2.
+    """
+
+    def __init__(self, plan: LocalPlan) -> None:
+        super().__init__(plan, {"mu": Number(default=0.01)})
+        self._start: dict[str, Any] = {}
+
+    def begin(self, learner: Learner) -> None:
+        super().begin(learner)
+        self._start = {name: weight + 0.0 for name, weight in learner.parameters.items()}
+
+    def step(self, learner: Learner, batch: Dataset) -> None:
+        if mu := self._number["mu"]:
+            for name, weight in learner.parameters.items():
+                gradient = learner.gradients[name]
+                gradient += mu * (weight - self._start[name])
+        super().step(learner, batch)
+
+
+class GradientStep:
+    """One step along the mean gradient over every example seen, all of it taken at the start point."""
+
+    def __init__(self, plan: LocalPlan) -> None:
+        numbers_of(plan, {})
+        self._plan = plan
+        self._sum: dict[str, Any] = {}
+        self._num_examples = 0
+
+    def begin(self, learner: Learner) -> None:
+        self._sum = zeros_like(learner.gradients)
+
+    def step(self, learner: Learner, batch: Dataset) -> None:
+        # Weighted, so that an epoch with a short last batch still gives the exact gradient over the shard.
+        self._num_examples += len(batch)
+        for name, gradient in learner.gradients.items():
+            self._sum[name] += len(batch) * gradient
+
+    def end(self, learner: Learner) -> None:
+        plan, scale = self._plan, self._plan.learning_rate / max(1, self._num_examples)
+        for name, weight in learner.parameters.items():
+            direction = self._sum[name]
+            direction *= scale
+            if plan.weight_decay:
+                direction += plan.learning_rate * plan.weight_decay * weight
+            weight -= direction  # noqa: PLW2901 in place: the learner's own array

@@ -1,0 +1,150 @@
+"""Answers on their way while the device trains on; the network is a function that a test holds back."""
+
+import threading
+import time
+
+import pytest
+
+from edgefl.device.outbox import Outbox
+from edgefl.errors import NetworkError
+
+
+class Network:
+    """Takes one answer at a time, when it is let; fails as often as it is told to."""
+
+    def __init__(self):
+        self.sent, self.under_way, self.failures, self.num_failed = [], [], [], 0
+        self.lets = threading.Semaphore(0)
+        self.began = threading.Semaphore(0)
+
+    def push(self, answer):
+        self.under_way.append(answer)
+        self.began.release()
+        assert self.lets.acquire(timeout=10)
+        self.under_way.remove(answer)
+        if self.failures:
+            raise self.failures.pop(0)
+        self.sent.append(answer)
+
+    def fail(self):
+        self.num_failed += 1
+
+    def let(self, count=1):
+        for _ in range(count):
+            self.lets.release()
+
+    def wait_begun(self):
+        assert self.began.acquire(timeout=10)
+
+
+def eventually(condition):
+    deadline_s = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def network():
+    return Network()
+
+
+@pytest.fixture
+def outbox(network):
+    made = Outbox(network.push, network.fail)
+    made.open()
+    yield made
+    network.let(9)
+    made.close(10)
+    assert not made._thread.is_alive()
+
+
+def test_the_next_assignment_is_trained_while_the_answer_of_the_last_is_on_its_way(network, outbox):
+    outbox.put("one")
+    network.wait_begun()
+    assert network.under_way == ["one"]  # and this thread is free
+    network.let()
+    eventually(lambda: network.sent == ["one"])
+
+
+def test_answers_leave_in_order_and_a_third_waits_for_the_first(network, outbox):
+    outbox.put("one")
+    network.wait_begun()
+    waiting = threading.Thread(target=outbox.put, args=("two",))
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    network.let(2)
+    waiting.join(10)
+    assert not waiting.is_alive()
+    eventually(lambda: network.sent == ["one", "two"])
+
+
+def test_what_could_not_be_sent_is_told_once_kept_and_sent_when_there_is_a_connection_again(network, outbox):
+    network.failures = [NetworkError("no answer")]
+    outbox.put("one")
+    network.let()
+    eventually(lambda: network.num_failed)
+    outbox.put("two")  # the training that went on meanwhile
+    with pytest.raises(NetworkError, match="no answer"):
+        outbox.check()
+    outbox.check()
+    assert network.sent == []
+    network.let(2)
+    outbox.open()
+    eventually(lambda: network.sent == ["one", "two"])
+
+
+def test_a_bug_while_sending_is_a_failure_and_not_the_end(network, outbox, caplog):
+    network.failures = [RuntimeError("the client has been closed")]
+    outbox.put("one")
+    network.let(2)
+    eventually(lambda: network.num_failed)
+    with pytest.raises(NetworkError, match="the client has been closed"):
+        outbox.check()
+    outbox.open()
+    eventually(lambda: network.sent == ["one"])
+    assert "could not be sent" in caplog.text
+
+
+def test_a_pause_waits_for_what_is_under_way_and_nothing_leaves_until_it_is_over(network, outbox):
+    outbox.put("one")
+    network.wait_begun()
+    pausing = threading.Thread(target=outbox.pause)
+    pausing.start()
+    pausing.join(0.1)
+    assert pausing.is_alive()
+    network.let()
+    pausing.join(10)
+    assert (pausing.is_alive(), network.sent) == (False, ["one"])
+    network.let()
+    outbox.put("two")
+    time.sleep(0.05)
+    assert network.under_way == []
+    outbox.open()
+    eventually(lambda: network.sent == ["one", "two"])
+
+
+def test_closing_sends_what_is_left_but_waits_no_longer_than_it_may(network):
+    outbox = Outbox(network.push, network.fail)
+    outbox.open()
+    outbox.put("one")
+    network.let()
+    outbox.close(10)
+    assert network.sent == ["one"]
+    stuck = Outbox(network.push, network.fail)
+    stuck.open()
+    stuck.put("two")
+    started_s = time.monotonic()
+    stuck.close(0.1)
+    assert time.monotonic() - started_s < 5
+    network.let()
+
+
+def test_without_a_connection_closing_is_immediate(network):
+    outbox = Outbox(network.push, network.fail)
+    outbox.put("one")
+    started_s = time.monotonic()
+    outbox.close(10)
+    assert time.monotonic() - started_s < 5
+    assert network.sent == []

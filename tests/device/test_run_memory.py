@@ -1,0 +1,147 @@
+"""What a device remembers of a run, on real files and a clock that the test turns."""
+
+import logging
+
+import numpy as np
+import pytest
+
+from edgefl.device.run_memory import SAVE_EVERY_S, RunMemory
+from edgefl.errors import CodecError
+from edgefl.types import TensorSpec, derived_rng
+
+SHAPES = (TensorSpec(name="w", shape=(4,)),)
+SPEC = "ef|topk:0.25"
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 1000.0
+
+    def __call__(self):
+        return self.now_s
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def memory(tmp_path, clock):
+    return RunMemory(tmp_path, clock=clock)
+
+
+def files(root):
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*.npz"))
+
+
+def encode(memory, *values, run="r", assignment="r/a-1", spec=SPEC):
+    displacement = {"w": np.array(values, np.float32)}
+    return memory.feedback(run, spec, SHAPES).encode(assignment, displacement, derived_rng(0))
+
+
+def residual(memory, run="r"):
+    state = memory.feedback(run, SPEC, SHAPES).state()
+    return state["residual/w"].tolist() if "residual/w" in state else None
+
+
+def test_a_step_state_is_that_of_the_run_and_the_algorithm(memory):
+    assert memory.step_state("r", "adam") is None
+    memory.keep_step_state("r", "adam", {"iterations": np.array(3)})
+    assert memory.step_state("r", "adam") == {"iterations": 3}
+    assert memory.step_state("r", "sgd") is None
+    assert memory.step_state("r2", "adam") is None
+
+
+def test_a_step_state_survives_a_stop_and_a_change_of_runs(memory, tmp_path):
+    memory.keep_step_state("r", "adam", {"iterations": np.array(3), "mean/w": np.ones(4, np.float32)})
+    assert memory.step_state("r2", "adam") is None
+    assert memory.step_state("r", "adam")["mean/w"].tolist() == [1.0] * 4
+    memory.keep_step_state("r", "adam", {"iterations": np.array(4)})
+    memory.save()
+    again = RunMemory(tmp_path).step_state("r", "adam")
+    assert {name: value.tolist() for name, value in again.items()} == {"iterations": 4}
+
+
+def test_what_is_left_out_survives_a_stop(memory, tmp_path):
+    encode(memory, 1.0, 2.0, 3.0, 4.0)
+    assert residual(memory) == [1.0, 2.0, 3.0, 0.0]
+    memory.save()
+    rebooted = RunMemory(tmp_path)
+    assert residual(rebooted) == [1.0, 2.0, 3.0, 0.0]
+    assert rebooted.feedback("r", SPEC, SHAPES).pending == ("r/a-1",)
+
+
+def test_runs_leave_out_things_of_their_own(memory):
+    encode(memory, 1.0, 2.0, 3.0, 4.0)
+    assert residual(memory, "r2") is None
+    assert residual(memory, "r") == [1.0, 2.0, 3.0, 0.0]
+
+
+def test_what_is_left_out_goes_on_under_another_codec(memory):
+    encode(memory, 1.0, 2.0, 3.0, 4.0)
+    feedback = memory.feedback("r", "ef|topk:0.5", SHAPES)
+    assert feedback.state()["residual/w"].tolist() == [1.0, 2.0, 3.0, 0.0]
+
+
+def test_files_are_written_every_five_minutes_and_only_when_something_changed(memory, clock, tmp_path):
+    encode(memory, 1.0, 2.0, 3.0, 4.0)
+    memory.save(only_when_due=True)
+    assert files(tmp_path) == []
+    clock.now_s += SAVE_EVERY_S
+    memory.save(only_when_due=True)
+    assert files(tmp_path) == ["residuals/r.npz"]
+    memory.keep_step_state("r", "sgd", {"iterations": np.array(1)})
+    memory.save(only_when_due=True)
+    assert files(tmp_path) == ["residuals/r.npz"]
+    written = (tmp_path / "residuals" / "r.npz").stat().st_mtime_ns
+    memory.save()
+    assert files(tmp_path) == ["residuals/r.npz", "steps/r.npz"]
+    assert (tmp_path / "residuals" / "r.npz").stat().st_mtime_ns == written
+
+
+def test_nothing_is_written_for_a_run_that_keeps_nothing(memory, tmp_path):
+    memory.step_state("r", "sgd")
+    memory.keep_model("r", 3, {"w": np.ones(4, np.float32)})
+    memory.save()
+    assert files(tmp_path) == []
+
+
+def test_a_card_that_cannot_be_written_stops_nothing_and_is_tried_again(memory, tmp_path, caplog):
+    (tmp_path / "residuals").touch()
+    encode(memory, 1.0, 2.0, 3.0, 4.0)
+    with caplog.at_level(logging.WARNING):
+        memory.save()
+    assert "cannot keep the residuals of run r" in caplog.text
+    (tmp_path / "residuals").unlink()
+    memory.save()
+    assert files(tmp_path) == ["residuals/r.npz"]
+
+
+def test_a_residual_of_another_model_is_left_aside(memory, tmp_path, caplog):
+    encode(memory, 1.0, 2.0, 3.0, 4.0)
+    memory.save()
+    other = (TensorSpec(name="v", shape=(9,)),)
+    with caplog.at_level(logging.WARNING):
+        feedback = RunMemory(tmp_path).feedback("r", SPEC, other)
+    assert "is lost" in caplog.text
+    assert feedback.state() == {}
+
+
+def test_a_codec_that_does_not_exist_is_an_error_and_forgets_nothing(memory):
+    encode(memory, 1.0, 2.0, 3.0, 4.0)
+    with pytest.raises(CodecError):
+        memory.feedback("r", "ef|rar", SHAPES)
+    assert residual(memory) == [1.0, 2.0, 3.0, 0.0]
+
+
+def test_the_last_model_is_held_for_its_run_alone_and_in_memory(memory, tmp_path):
+    assert memory.model_version("r") is None
+    memory.keep_model("r", 3, {"w": np.ones(4, np.float32)})
+    memory.keep_model("r", 4, {"w": np.zeros(4, np.float32)})
+    assert (memory.model_version("r"), memory.model("r")["w"].tolist()) == (4, [0.0] * 4)
+    assert memory.model_version("r2") is None
+    memory.save()
+    assert RunMemory(tmp_path).model_version("r") is None
+    memory.step_state("r2", "sgd")
+    assert memory.model_version("r") is None

@@ -1,0 +1,218 @@
+"""Any torch module as a model: what is called, what is refused, and that it trains like the built-in ones."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from edgefl.errors import ConfigError, TaskError
+from edgefl.tasks.local_training import train
+from edgefl.tasks.module_models import resized_images
+from edgefl.tasks.registry import make_task
+from edgefl.types import Dataset, LocalPlan, TensorKind
+
+torch = pytest.importorskip("torch", reason="the train extra is not installed")
+
+OWN = '''
+from __future__ import annotations
+
+import pathlib
+from torch import nn
+
+class Tiny(nn.Module):
+    """Has what makes training delicate: a normalisation with buffers, and dropout."""
+    def __init__(self, channels: int = 1, num_classes: int = 1000):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, 4, 3, stride=2)
+        self.norm = nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(0.5)
+        self.last = nn.Linear(4, num_classes)
+    def forward(self, x):
+        return self.last(self.drop(self.norm(self.conv(x).mean(dim=(2, 3)))))
+
+def coloured(**options) -> nn.Module:
+    return Tiny(3, **options)
+
+def ten() -> Tiny:
+    return Tiny(num_classes=10)
+
+def seven() -> Tiny:
+    return Tiny(num_classes=7)
+
+def motion(num_classes: int) -> nn.Sequential:
+    return nn.Sequential(nn.Conv1d(9, 4, 5), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(4, num_classes))
+
+def silent(**options):
+    pathlib.Path("called").touch()
+    return Tiny(num_classes=10)
+
+def other() -> pathlib.Path:
+    pathlib.Path("called").touch()
+
+def liar() -> nn.Module:
+    return "a model"
+
+def broken() -> nn.Module:
+    raise OSError("no weights here")
+
+NUMBER = 3
+'''
+
+
+@pytest.fixture
+def own_module(tmp_path, monkeypatch):
+    (tmp_path / "own_models.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    sys.modules.pop("own_models", None)
+
+
+def a_task(name="own_models:Tiny", task="mnist", **options):
+    return make_task(task, {"model": name, **options})
+
+
+def images(count, seed=0):
+    rng = np.random.default_rng(seed)
+    return Dataset(inputs=rng.integers(0, 256, (count, 28, 28)).astype(np.uint8), labels=rng.integers(0, 10, count))
+
+
+def trained(task, data, *, seed=1, **plan):
+    learner = task.learner(threads=1)
+    learner.load(task.init(7))
+    plan = LocalPlan(**{"epochs": 1, "batch_size": 4, "learning_rate": 0.1, **plan})
+    return train(
+        learner, data, plan, np.random.default_rng(seed), clock=lambda: 0.0, on_iteration=lambda *_: False
+    ).displacement
+
+
+@pytest.mark.parametrize("name", ["Tiny", "ten"])
+def test_a_class_and_a_function_make_a_model_with_the_tasks_classes(own_module, name):
+    task = a_task(f"own_models:{name}")
+    found = {spec.name: (spec.shape, spec.kind) for spec in task.shapes()}
+    assert found["last.weight"] == ((10, 4), TensorKind.PARAMETER)
+    assert found["norm.running_mean"] == ((4,), TensorKind.BUFFER)
+    first = task.init(7)
+    assert [(spec.name, spec.shape, spec.dtype) for spec in task.shapes()] == [
+        (tensor, value.shape, str(value.dtype)) for tensor, value in first.items()
+    ]
+    assert task.learner(threads=1).evaluate(images(30))[0] > 0
+
+
+def test_first_weights_are_the_modules_own_and_depend_on_the_seed_alone(own_module):
+    task = a_task()
+    first, again, other = task.init(7), task.init(7), task.init(8)
+    assert all(np.array_equal(first[name], again[name]) for name in first)
+    assert not np.array_equal(first["conv.weight"], other["conv.weight"])
+    assert first["norm.running_var"].tolist() == [1.0] * 4
+    assert np.abs(first["conv.weight"]).max() <= 1 / 3
+
+
+def test_making_a_model_leaves_torchs_generator_as_it_was(own_module):
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    a_task().init(7)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_training_with_dropout_depends_on_the_seed_alone(own_module):
+    task, data = a_task(), images(12)
+    first = trained(task, data)
+    torch.rand(3)
+    again = trained(task, data)
+    assert all(np.array_equal(first[name], again[name]) for name in first)
+    assert first["last.weight"].any()
+    assert not np.array_equal(trained(task, data, seed=2)["last.weight"], first["last.weight"])
+
+
+def test_a_last_batch_of_one_example_trains_without_statistics_of_its_own(own_module):
+    moved = trained(a_task(), images(9))
+    assert moved["norm.num_batches_tracked"] == 2
+    assert all(np.isfinite(value).all() for value in moved.values())
+
+
+def test_channels_and_size_give_a_model_the_images_that_it_was_made_for(own_module):
+    task = a_task("own_models:coloured", "fashion-mnist", channels=3, size=32)
+    assert {spec.name: spec.shape for spec in task.shapes()}["conv.weight"] == (4, 3, 3, 3)
+    assert trained(task, images(4))["conv.weight"].any()
+
+
+def test_images_are_repeated_for_each_channel_and_resized_between_their_neighbours():
+    pixels = np.arange(4, dtype=np.float32).reshape(1, 1, 2, 2)
+    found = resized_images(lambda _: pixels, channels=3, size=4)(pixels)
+    assert found.shape == (1, 3, 4, 4)
+    assert np.array_equal(found[0, 0], found[0, 2])
+    assert found[0, 0, 0].tolist() == [0.0, 0.25, 0.75, 1.0]
+    assert np.array_equal(resized_images(lambda _: pixels, channels=1, size=2)(pixels), pixels)
+
+
+def test_windows_of_motion_fit_a_module_too(own_module):
+    task = a_task("own_models:motion", "motionsense")
+    windows = np.random.default_rng(0).standard_normal((6, 9, 128)).astype(np.float32)
+    data = Dataset(inputs=windows, labels=np.arange(6))
+    assert {spec.name: spec.shape for spec in task.shapes()}["3.weight"] == (6, 4)
+    assert trained(task, data)["3.weight"].any()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("own_models:coloured", {}, r"does not take inputs of \[1, 28, 28\]: .*; set channels = 3, and size"),
+        ("own_models:seven", {}, r"answers two examples with \[2, 7\], it must be \[2, 10\]"),
+        ("own_models:silent", {}, "is called only if it is a class of torch modules"),
+        ("own_models:other", {}, "is called only if"),
+        ("own_models:NUMBER", {}, "is called only if"),
+        ("own_models:liar", {}, "makes a str, no torch module"),
+        ("own_models:broken", {}, "cannot be made: OSError: no weights here"),
+        ("own_models:missing", {}, "has no attribute 'missing'"),
+        ("no_such_package:model", {}, "No module named 'no_such_package'"),
+        ("torch.nn:Module", {}, "cannot be made|does not take inputs"),
+        ("os:abort", {}, "must be module:factory of a package that makes torch modules"),
+        ("os.path:join", {}, "must be module:factory"),
+        ("own_models:", {}, "must be module:factory"),
+        (":Tiny", {}, "cannot be loaded"),
+    ],
+)
+def test_what_makes_no_model_for_the_task_is_refused_in_one_clear_line(own_module, name, options, message):
+    with pytest.raises((TaskError, ConfigError), match=message):
+        a_task(name, **options).shapes()
+    assert not (own_module / "called").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"model": "own_models:Tiny", "channels": 0},
+            "channels of task mnist must be a whole number from 1 to 4, got 0",
+        ),
+        ({"model": "own_models:Tiny", "size": "large"}, "size of task mnist must be a whole number from 8 to 512"),
+        ({"model": "own_models:Tiny", "size": True}, "got True"),
+        ({"model": "own_models:Tiny", "init": "adacomp"}, "init of task mnist is for the cnn models and lenet"),
+        ({"model": "cnn", "channels": 3}, "channels and size of task mnist are for a model of module:factory"),
+        ({"model": "2nn", "size": 32}, "channels and size of task mnist are for"),
+    ],
+)
+def test_an_option_that_does_not_fit_is_one_clear_line(own_module, options, message):
+    with pytest.raises(ConfigError, match=message):
+        make_task("mnist", options)
+
+
+def test_a_task_with_a_module_is_made_and_its_shards_are_read_without_torch():
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from edgefl.errors import TaskError\n"
+        "from edgefl.tasks.registry import make_task\n"
+        "task = make_task('mnist', {'model': 'torchvision.models:resnet18', 'channels': 3})\n"
+        "try:\n    task.shapes()\nexcept TaskError as error:\n    print(error)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert "pip install 'edgefl[train]'" in found.stdout
+
+
+def test_torchvisions_resnet_is_one_line_where_it_is_installed():
+    pytest.importorskip("torchvision", reason="torchvision is not installed")
+    task = a_task("torchvision.models:resnet18", "fashion-mnist", channels=3)
+    assert sum(spec.size for spec in task.shapes() if spec.kind == TensorKind.PARAMETER) == 11_181_642
+    assert trained(task, images(5), epochs=None, iterations=1)["fc.weight"].any()
