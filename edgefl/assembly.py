@@ -7,15 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from edgefl.adapters.flower_names import is_flower_strategy
+from edgefl.compression.delta import encode_delta, parse_down
 from edgefl.compression.registry import decode_body, make_codec
 from edgefl.config import RunConfig
 from edgefl.errors import ConfigError
-from edgefl.loop import Goal
+from edgefl.strategies.checked import make_checked
 from edgefl.strategies.evaluation import EvaluationSchedule
-from edgefl.strategies.registry import make_strategy, settings_of
+from edgefl.strategies.gate import Guard, Selection, StrategyGate
+from edgefl.strategies.registry import BUILT_IN, make_strategy, settings_of
 from edgefl.strategies.rounds import RoundRules
+from edgefl.strategies.server_optimizers import ServerOptimizer
+from edgefl.tally import Goal, RoundCount
 from edgefl.tasks.registry import make_task
-from edgefl.types import Array, Json, Scalar, Shapes, Strategy, Task, Tensors, derived_rng
+from edgefl.types import Array, Indices, Json, Scalar, Shapes, Strategy, Task, TensorKind, Tensors, derived_rng
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +30,11 @@ class Assembled:
     Attributes:
         config: where all of it comes from.
         model: the first global model, shared tensors only.
-        strategy, goal, evaluate: for `loop.drive`.
+        strategy, goal, evaluate, rounds, gate: for `loop.drive`.
         header: what every device is told with each order: task, options, seed.
         encode: (model, version) -> one body for all devices.
+        encode_changes: (model, what changed, version) -> a body for devices that hold an older model, None where the
+            whole one is hardly larger; None itself where the run file asks for whole models.
         decode: body of an update -> displacement.
     """
 
@@ -36,8 +43,11 @@ class Assembled:
     strategy: Strategy[Any]
     goal: Goal
     evaluate: EvaluationSchedule
+    rounds: RoundCount
+    gate: StrategyGate
     header: Json
     encode: Callable[[Tensors, int], bytes]
+    encode_changes: Callable[[Tensors, Indices, int], bytes | None] | None
     decode: Callable[[bytes], Tensors]
 
 
@@ -49,23 +59,31 @@ def assemble(config: RunConfig, run_id: str) -> Assembled:
     """
     task = make_task(config.run.task, config.task)
     shapes = tuple(spec for spec in task.shapes() if spec.shared)
-    down = make_codec(config.compression.down, shapes)
+    sends_changes, whole_spec = parse_down(config.compression.down)
+    down = make_codec(whole_spec, shapes)
     make_codec(config.compression.up, shapes)
     seed = config.run.seed
 
     def encode(model: Tensors, version: int) -> bytes:
         return down.encode(model, derived_rng(seed, version, "downlink"))
 
+    def encode_changes(model: Tensors, changed: Indices, version: int) -> bytes | None:
+        return encode_delta(model, changed, shapes, whole_spec, derived_rng(seed, version, "downlink"))
+
+    strategy = _make_strategy(task, config, _rules(config, shapes))
     return Assembled(
         config=config,
         model=_first_model(task, shapes, config),
-        strategy=make_strategy(config.strategy.name, _strategy_options(task, config), _rules(config)),
+        strategy=strategy,
+        rounds=RoundCount(versions_per_round=_versions_per_round(strategy, config)),
+        gate=_gate(config, shapes),
         goal=Goal(
-            versions=config.run.rounds,
+            rounds=config.run.rounds,
             updates=config.run.updates,
             seconds=config.run.seconds,
             bytes=config.run.bytes,
             accuracy=config.run.accuracy,
+            accuracy_over=config.run.accuracy_over,
         ),
         evaluate=EvaluationSchedule(every=config.run.evaluate_every, who=config.run.evaluate_on),
         header={
@@ -75,26 +93,86 @@ def assemble(config: RunConfig, run_id: str) -> Assembled:
             "options": dict(config.task),
             "seed": seed,
             "test_fraction": config.run.local_test_fraction,
+            "residuals": config.compression.residuals,
         },
         encode=encode,
+        encode_changes=encode_changes if sends_changes else None,
         decode=lambda body: decode_body(body, shapes),
     )
 
 
-def _strategy_options(task: Task, config: RunConfig) -> dict[str, Scalar]:
-    """Returns the options of the run file over what the task recommends and the strategy knows."""
-    known = settings_of(config.strategy.name)
+def _make_strategy(task: Task, config: RunConfig, rules: RoundRules) -> Strategy[Any]:
+    """Returns the strategy of the run file; one that is not ours is held to its contract."""
+    name, options = config.strategy.name, config.strategy.options
     recommended: Mapping[str, Scalar] = getattr(task, "defaults", {})
-    return {**{name: value for name, value in recommended.items() if name in known}, **config.strategy.options}
+    if name in BUILT_IN:
+        return make_strategy(name, {**_known(recommended, settings_of(name)), **options}, rules)
+    from edgefl.storage.state_files import pack_state  # noqa: PLC0415 a device that assembles needs no store
+
+    if is_flower_strategy(name):
+        from edgefl.adapters.flower_strategy import flower_settings, make_flower_strategy  # noqa: PLC0415 Flower is slow
+
+        given = {**_known(recommended, flower_settings(name)), **options}
+        return make_checked(name, lambda: make_flower_strategy(name, given, rules), pack=pack_state)
+    return make_checked(
+        name,
+        lambda: make_strategy(name, {**_known(recommended, settings_of(name)), **options}, rules),
+        pack=pack_state,
+    )
 
 
-def _rules(config: RunConfig) -> RoundRules:
+def _known(recommended: Mapping[str, Scalar], settings: Mapping[str, Any]) -> dict[str, Scalar]:
+    """Returns what a task recommends as far as the strategy knows it."""
+    return {name: value for name, value in recommended.items() if name in settings}
+
+
+def _versions_per_round(strategy: Strategy[Any], config: RunConfig) -> int | None:
+    """Returns how many versions are a round; None for the number of devices that are asked first."""
+    declared: int | None = getattr(strategy, "versions_per_round", 1)
+    return declared if declared is not None else config.run.updates_per_round
+
+
+def _rules(config: RunConfig, shapes: Shapes) -> RoundRules:
+    server = config.server
     return RoundRules(
         min_devices=config.devices.min,
         max_devices=config.devices.count,
+        fraction=config.devices.fraction,
         min_updates=config.run.min_updates,
         deadline_s=config.run.deadline_s,
+        barrier_s=config.run.barrier_s,
+        rescue=config.run.rescue,
+        updates_per_round=config.run.updates_per_round,
         codec=config.compression.up,
+        task=config.run.task,
+        server=ServerOptimizer(
+            kind=server.optimizer,
+            learning_rate=server.learning_rate,
+            beta1=server.beta1,
+            beta2=server.beta2,
+            epsilon=server.epsilon,
+            buffers=frozenset(spec.name for spec in shapes if spec.kind == TensorKind.BUFFER),
+        ),
+        seed=config.run.seed,
+    )
+
+
+def _gate(config: RunConfig, shapes: Shapes) -> StrategyGate:
+    devices, guard = config.devices, config.guard
+    return StrategyGate(
+        selection=Selection(
+            min_memory_bytes=devices.min_memory_bytes,
+            needs_accelerator=devices.accelerator,
+            max_temperature_c=devices.max_temperature_c,
+            min_battery=devices.min_battery,
+            unwell=devices.unwell,
+        ),
+        guard=Guard(
+            shapes=shapes,
+            max_norm=guard.max_norm,
+            max_norm_ratio=guard.max_norm_ratio,
+            flag_after=guard.flag_after,
+        ),
     )
 
 

@@ -21,8 +21,13 @@ from edgefl.types import Json, Scalar
 T = TypeVar("T")
 EvaluateOn = Literal["auto", "coordinator", "devices", "evaluator", "none"]
 JoinPolicy = Literal["anytime", "start"]
+RescuePolicy = Literal["go-on", "ask-again", "none"]
+ResidualPolicy = Literal["periodic", "durable"]
+UnwellPolicy = Literal["smaller", "rest", "ignore"]
+ServerOptimizerName = Literal["none", "momentum", "adagrad", "adam", "yogi"]
 
 DEFAULT_ROUNDS = 10
+DEFAULT_STATE_BYTES = 8 * 1024**3
 MAX_SEED = 2**63 - 1
 _REST = "rest"
 
@@ -32,8 +37,12 @@ class RunSection:
     """`[run]`: what is trained, and when it ends: whichever of the five stop rules is reached first.
 
     A run without a stop rule ends after 10 rounds. `seconds` counts from the first assignment, `bytes` what
-    crossed the network in both directions, `accuracy` is a fraction of the latest evaluation. `min_updates`
-    closes a synchronous round early; None waits for all that were asked and are still there.
+    crossed the network in both directions, `accuracy` is a fraction that the mean of the last `accuracy_over`
+    evaluated versions reaches. `min_updates` closes a synchronous round early; None waits for all that were asked and
+    are still there. `barrier_s` bounds that wait: then `rescue` is tried once, and after the same time again the run
+    ends. `updates_per_round` is what the history of an asynchronous run groups by; None takes the number of devices
+    that are asked first. A strategy that keeps state for each device may need `max_state_bytes` for all of them, or
+    the run is refused.
     """
 
     task: str
@@ -43,12 +52,17 @@ class RunSection:
     seconds: float | None = field(default=None, metadata={"above": 0})
     bytes: int | None = field(default=None, metadata={"at_least": 1})
     accuracy: float | None = field(default=None, metadata={"above": 0, "at_most": 1})
+    accuracy_over: int = field(default=1, metadata={"at_least": 1, "at_most": 100})
     seed: int = field(default=7, metadata={"at_least": 0, "at_most": MAX_SEED})
     evaluate_every: int = field(default=1, metadata={"at_least": 1})
     evaluate_on: EvaluateOn = "auto"
     init: str | None = None
     deadline_s: float | None = field(default=None, metadata={"above": 0})
     min_updates: int | None = field(default=None, metadata={"at_least": 1})
+    barrier_s: float | None = field(default=None, metadata={"above": 0})
+    rescue: RescuePolicy = "go-on"
+    updates_per_round: int | None = field(default=None, metadata={"at_least": 1})
+    max_state_bytes: int = field(default=DEFAULT_STATE_BYTES, metadata={"at_least": 0})
     local_test_fraction: float = field(default=0.1, metadata={"at_least": 0, "below": 1})
 
     def __post_init__(self) -> None:
@@ -67,28 +81,106 @@ class StrategySection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressionSection:
-    """`[compression]`: codec specs of updates (`up`) and of the model (`down`)."""
+    """`[compression]`: codec specs of updates (`up`) and of the model (`down`).
+
+    What a codec with error feedback left out, and kept moments of an optimiser, are written to the board's card every
+    five minutes and at stop; with `durable` after every assignment, which wears the card.
+    """
 
     up: str = "dense"
     down: str = "dense"
+    residuals: ResidualPolicy = "periodic"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicesSection:
     """`[devices]`: who takes part. Empty `groups` and `names` mean every device that has a shard for the task.
 
-    The run begins when `min` of them are there, and goes on with those that are left; `count` are asked in a round.
+    The run begins when `min` of them are there, and goes on with those that are left; `count` of them, or `fraction`,
+    are asked in a round. Boards with less memory than `min_memory_bytes`, or without an accelerator when that is
+    asked for, are left out. One that is throttled, hotter than `max_temperature_c` or on less battery than
+    `min_battery` is `unwell`: it gets a smaller budget, rests, or is treated like any other.
     """
 
     groups: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     min: int = field(default=1, metadata={"at_least": 1})
     count: int | None = field(default=None, metadata={"at_least": 1})
+    fraction: float | None = field(default=None, metadata={"above": 0, "at_most": 1})
+    min_memory_bytes: int | None = field(default=None, metadata={"at_least": 0})
+    accelerator: bool = False
+    max_temperature_c: float = field(default=80.0, metadata={"above": 0})
+    min_battery: float = field(default=0.2, metadata={"at_least": 0, "at_most": 1})
+    unwell: UnwellPolicy = "smaller"
     join: JoinPolicy = "anytime"
 
     def __post_init__(self) -> None:
+        if self.count is not None and self.fraction is not None:
+            raise ConfigError("devices.count and devices.fraction both say how many are asked; give one of them")
         if self.count is not None and self.count < self.min:
             raise ConfigError(f"devices.count must be at least devices.min = {self.min}, got {self.count}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSection:
+    """`[server]`: the coordinator's own optimiser, which takes the mean displacement for a gradient."""
+
+    optimizer: ServerOptimizerName = "none"
+    learning_rate: float = field(default=1.0, metadata={"above": 0})
+    beta1: float = field(default=0.9, metadata={"at_least": 0, "below": 1})
+    beta2: float = field(default=0.99, metadata={"at_least": 0, "below": 1})
+    epsilon: float = field(default=1e-3, metadata={"above": 0})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardSection:
+    """`[guard]`: which updates are refused. Those with a NaN, an infinity or a wrong shape always are.
+
+    `max_norm` bounds the Euclidean norm of an update, `max_norm_ratio` its ratio to the median of the last ones. A
+    device that was refused `flag_after` times in a row is flagged and not asked again in this run.
+    """
+
+    max_norm: float | None = field(default=None, metadata={"above": 0})
+    max_norm_ratio: float | None = field(default=None, metadata={"above": 1})
+    flag_after: int = field(default=3, metadata={"at_least": 1})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationSection:
+    """`[simulation]`: the virtual fleet of `edgefl simulate`; a live run does not look at it.
+
+    Attributes:
+        devices: how many.
+        profiles: who they are: `NAME` or `NAME:COUNT`, built in or read from `profile_file`; given round and round
+            until there are enough.
+        profile_file: more profiles, as `edgefl device probe --profile` writes them.
+        scheme: how the data is cut; None for the task's own way.
+        data: folder of the data set.
+        iteration_s: seconds of an iteration of this task on the reference machine, where no profile says it.
+        jitter: standard deviation of the logarithm of a device's speed from one iteration to the next.
+        server_up_bytes_per_s, server_down_bytes_per_s: what the coordinator's own link carries, shared by all; None
+            for no limit.
+        detect_s: how long it takes to notice that a device is gone.
+        evaluation_s: how long an evaluation takes; it keeps no device from work.
+        faults: file of a fault script.
+        examples: of each device where nothing is trained and so no data is cut.
+        workers: processes that train; 0 trains in this one, None measures what is faster.
+    """
+
+    devices: int = field(default=10, metadata={"at_least": 1})
+    profiles: tuple[str, ...] = ("pi-4",)
+    profile_file: str | None = None
+    scheme: str | None = None
+    data: str | None = None
+    iteration_s: float | None = field(default=None, metadata={"above": 0})
+    jitter: float = field(default=0.05, metadata={"at_least": 0, "at_most": 2})
+    server_up_bytes_per_s: float | None = field(default=None, metadata={"above": 0})
+    server_down_bytes_per_s: float | None = field(default=None, metadata={"above": 0})
+    detect_s: float = field(default=15.0, metadata={"at_least": 0})
+    evaluation_s: float = field(default=0.0, metadata={"at_least": 0})
+    faults: str | None = None
+    examples: int = field(default=500, metadata={"at_least": 1})
+    workers: int | None = field(default=None, metadata={"at_least": 0})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +192,9 @@ class RunConfig:
     strategy: StrategySection = field(default_factory=StrategySection)
     compression: CompressionSection = field(default_factory=CompressionSection)
     devices: DevicesSection = field(default_factory=DevicesSection)
+    server: ServerSection = field(default_factory=ServerSection)
+    guard: GuardSection = field(default_factory=GuardSection)
+    simulation: SimulationSection = field(default_factory=SimulationSection)
 
     def __post_init__(self) -> None:
         if self.run.min_updates and self.devices.count and self.run.min_updates > self.devices.count:
@@ -115,6 +210,9 @@ class RunConfig:
             "strategy": {"name": self.strategy.name, **self.strategy.options},
             "compression": asdict(self.compression),
             "devices": {**asdict(self.devices), "groups": [*self.devices.groups], "names": [*self.devices.names]},
+            "server": asdict(self.server),
+            "guard": asdict(self.guard),
+            "simulation": {**asdict(self.simulation), "profiles": [*self.simulation.profiles]},
         }
         return {
             name: {key: item for key, item in table.items() if item is not None} for name, table in sections.items()
@@ -139,7 +237,7 @@ class CoordinatorSettings:
 
 
 def load_run(path: str | Path) -> RunConfig:
-    """Returns the run file at `path`; a relative `init` is meant from the file's own folder.
+    """Returns the run file at `path`; relative paths in it are meant from its own folder.
 
     Raises:
         ConfigError: the file is missing, no TOML, or holds a setting that makes no sense.
@@ -153,9 +251,21 @@ def load_run(path: str | Path) -> RunConfig:
         raise ConfigError(f"{file}: is not TOML: {error}") from None
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
-    if config.run.init is None:
-        return config
-    return replace(config, run=replace(config.run, init=str(file.parent.resolve() / config.run.init)))
+    folder, simulation = file.parent.resolve(), config.simulation
+    return replace(
+        config,
+        run=replace(config.run, init=_placed(folder, config.run.init)),
+        simulation=replace(
+            simulation,
+            profile_file=_placed(folder, simulation.profile_file),
+            data=_placed(folder, simulation.data),
+            faults=_placed(folder, simulation.faults),
+        ),
+    )
+
+
+def _placed(folder: Path, path: str | None) -> str | None:
+    return None if path is None else str(folder / path)
 
 
 def parse_run(mapping: Mapping[str, Any]) -> RunConfig:

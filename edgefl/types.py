@@ -7,7 +7,7 @@ reassigned and that a caller's tensor is never written to.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, TypeVar
@@ -112,6 +112,12 @@ class Algorithm(StrEnum):
 
     SGD = "sgd"
     GRADIENT = "gradient"
+    DECAY = "decay"
+    PROX = "prox"
+    ADAM = "adam"
+    RMSPROP = "rmsprop"
+    ADAGRAD = "adagrad"
+    ADADELTA = "adadelta"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +134,8 @@ class LocalPlan:
     """What a device does with its shard for one assignment; data, not code.
 
     Exactly one of `iterations`, `epochs` and `seconds` is set: the budget. `algorithm` names a built-in
-    (`Algorithm`) or a local step that is installed on the board.
+    (`Algorithm`) or a local step that is installed on the board; `options` are its own settings, such as `mu` of
+    `prox`. With `keeps_state` its moments live on from one assignment of the run to the next.
     """
 
     algorithm: str = Algorithm.SGD
@@ -140,13 +147,18 @@ class LocalPlan:
     momentum: float = 0.0
     weight_decay: float = 0.0
     options: Mapping[str, Scalar] = field(default_factory=dict)
+    keeps_state: bool = False
     report_progress: bool = False
     inbox: tuple[EdgeMessage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """One piece of work for one device. `assignment_id` is unique in the run and survives restarts."""
+    """One piece of work for one device. `assignment_id` is unique in the run and survives restarts.
+
+    `block`, where set, is the part of a redundant shard to train on; its random streams then follow from the block,
+    so that every holder's copy of the result is the same.
+    """
 
     assignment_id: str
     device_id: str
@@ -287,7 +299,10 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceInfo:
-    """What the fleet knows of one device; `capabilities` is the newest report, `examples` counts by task."""
+    """What the fleet knows of one device.
+
+    `capabilities` is the newest report, `examples` counts by task, `blocks` are those of redundant shards by task.
+    """
 
     device_id: str
     role: Role = Role.TRAINER
@@ -296,6 +311,7 @@ class DeviceInfo:
     examples: Mapping[str, int] = field(default_factory=dict)
     capabilities: Mapping[str, Any] = field(default_factory=dict)
     source: str = "device"
+    blocks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,12 +323,22 @@ class Speed:
     down_bytes_per_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vitals:
+    """How a board is, by its last heartbeat; None for what it cannot tell. `is_throttled` is about now."""
+
+    temperature_c: float | None = None
+    is_throttled: bool | None = None
+    battery_fraction: float | None = None
+    power_w: float | None = None
+
+
 class FleetView(Protocol):
     """The fleet now; read-only and live, valid until the next wait.
 
     `devices` are those present that may work in this run; `idle` are trainers without outstanding work, in
     a fixed order; `busy` maps a device to its outstanding assignment ids, oldest first. A device that failed
-    or vanished is simply in neither.
+    or vanished is simply in neither. `speeds`, `progress` and `vitals` know only devices that reported.
     """
 
     @property
@@ -327,6 +353,8 @@ class FleetView(Protocol):
     def speeds(self) -> Mapping[str, Speed]: ...
     @property
     def progress(self) -> Mapping[str, Progress]: ...
+    @property
+    def vitals(self) -> Mapping[str, Vitals]: ...
 
 
 S = TypeVar("S")
@@ -340,6 +368,12 @@ class Strategy(Protocol[S]):
     loop never uses an old state again. `used` names the updates that went into the newest version; whatever
     else arrived was late. A strategy whose result may not depend on who answered first folds in assignment
     order: an update's tensors stay in the journal until they are read.
+
+    Three attributes are optional. `versions_per_round` (1 when absent) says how many versions the history groups to a
+    round; None leaves it to the run file, and else to the number of devices that are asked first. `bytes_per_device`
+    (0 when absent) is a method that tells, for the bytes of one model, how many the state keeps for each device.
+    `finish(state) -> state` is told once that nothing more will be assigned: what is still in flight may be closed
+    without waiting for what would have come after it.
     """
 
     def init(self, model: Tensors) -> S: ...
@@ -351,6 +385,24 @@ class Strategy(Protocol[S]):
     def version(self, state: S) -> int: ...
     def used(self, state: S) -> Sequence[str]: ...
     def changed(self, state: S, since: int) -> Indices | None: ...
+
+
+class Gate(Protocol):
+    """Stands between fleet and strategy: who may be asked, for how much, and which updates are let in.
+
+    `barred` are the devices that are not asked again in this run.
+    """
+
+    @property
+    def barred(self) -> Collection[str]: ...
+    def view(self, view: FleetView) -> FleetView:
+        """Returns the fleet as the strategy may see it: `idle` without devices that rest."""
+
+    def adjust(self, order: Assignment, view: FleetView) -> Assignment:
+        """Returns the assignment, smaller for a board that is not well."""
+
+    def refusal(self, update: Update) -> str | None:
+        """Returns why an update must not reach the strategy, or None."""
 
 
 class ModelSource(Protocol):

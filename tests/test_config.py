@@ -31,6 +31,9 @@ seed = 11
 evaluate_on = "devices"
 min_updates = 3
 deadline_s = 2
+barrier_s = 30
+rescue = "ask-again"
+updates_per_round = 12
 [task]
 model = "cnn-small"
 [strategy]
@@ -45,6 +48,22 @@ groups = ["lab", "roof"]
 min = 2
 count = 5
 join = "start"
+min_memory_bytes = 500_000_000
+accelerator = true
+max_temperature_c = 75
+min_battery = 0.5
+unwell = "rest"
+[server]
+optimizer = "yogi"
+learning_rate = 0.1
+[guard]
+max_norm = 10
+max_norm_ratio = 4.0
+flag_after = 2
+[simulation]
+devices = 100
+profiles = ["pi-4:3", "pi-5"]
+scheme = "dirichlet:0.5"
 """
 
 
@@ -75,6 +94,16 @@ def test_reads_every_table_of_a_run_file(tmp_path: Path) -> None:
     assert (config.compression.up, config.compression.down) == ("topk:0.01|int8|rice", "dense|fp16")
     assert (config.devices.groups, config.devices.min, config.devices.count) == (("lab", "roof"), 2, 5)
     assert config.devices.join == "start"
+    assert (config.run.barrier_s, config.run.rescue, config.run.updates_per_round) == (30.0, "ask-again", 12)
+    assert (config.devices.min_memory_bytes, config.devices.accelerator) == (500_000_000, True)
+    assert (config.devices.max_temperature_c, config.devices.min_battery, config.devices.unwell) == (
+        75.0,
+        0.5,
+        "rest",
+    )
+    assert (config.server.optimizer, config.server.learning_rate, config.server.beta1) == ("yogi", 0.1, 0.9)
+    assert (config.guard.max_norm, config.guard.max_norm_ratio, config.guard.flag_after) == (10.0, 4.0, 2)
+    assert (config.simulation.devices, config.simulation.profiles) == (100, ("pi-4:3", "pi-5"))
 
 
 def test_gives_every_default_to_a_file_that_names_only_the_task() -> None:
@@ -82,6 +111,9 @@ def test_gives_every_default_to_a_file_that_names_only_the_task() -> None:
     assert config == RunConfig(run=RunSection(task="digits"))
     assert (config.run.rounds, config.run.seed, config.run.evaluate_every) == (10, 7, 1)
     assert (config.strategy.name, config.compression.up, config.devices.join) == ("fedavg", "dense", "anytime")
+    assert (config.run.barrier_s, config.run.rescue, config.run.updates_per_round) == (None, "go-on", None)
+    assert (config.server.optimizer, config.guard.max_norm, config.guard.flag_after) == ("none", None, 3)
+    assert (config.devices.fraction, config.devices.accelerator, config.devices.unwell) == (None, False, "smaller")
 
 
 def test_adds_the_default_rounds_only_when_no_other_stop_rule_is_given() -> None:
@@ -126,6 +158,9 @@ def test_settings_cannot_be_reassigned() -> None:
         ({"seconds": False}, "run.seconds must be a number above 0, got False"),
         ({"local_test_fraction": 1}, "run.local_test_fraction must be a number at least 0 and below 1, got 1"),
         ({"name": 3}, "run.name must be a text, got 3"),
+        ({"barrier_s": 0}, "run.barrier_s must be a number above 0, got 0"),
+        ({"rescue": "pray"}, "run.rescue must be one of 'go-on', 'ask-again', 'none', got 'pray'"),
+        ({"updates_per_round": 0}, "run.updates_per_round must be a whole number at least 1, got 0"),
         ({"evaluate_on": "moon"}, "run.evaluate_on must be one of 'auto', 'coordinator', 'devices', 'evaluator'"),
     ],
 )
@@ -141,12 +176,37 @@ def test_a_wrong_setting_is_named_with_its_value_and_what_would_be_right(run: di
         ({"run": 3}, "run must be a table, got 3"),
         ([], "the file must be a table, got []"),
         ({"run": {"task": "digits"}, "stratgy": {}}, "unknown setting stratgy: did you mean strategy?"),
-        ({"run": {"task": "digits"}, "zzz": {}}, "unknown setting zzz: known are compression, devices, run"),
+        ({"run": {"task": "digits"}, "zzz": {}}, "unknown setting zzz: known are compression, devices, guard, run"),
         ({"run": {"task": "digits"}, "task": {"a": [1]}}, "task.a must be a text, a number or true/false, got [1]"),
         ({"run": {"task": "d"}, "strategy": {"options": {}}}, "strategy.options must be a text, a number or"),
         ({"run": {"task": "d"}, "strategy": {"lr": float("nan")}}, "strategy.lr must be a text, a number or"),
         ({"run": {"task": "d"}, "devices": {"groups": "lab"}}, "devices.groups must be a list of texts, got 'lab'"),
         ({"run": {"task": "d"}, "devices": {"min": 4, "count": 2}}, "devices.count must be at least devices.min = 4"),
+        (
+            {"run": {"task": "d"}, "devices": {"count": 2, "fraction": 0.5}},
+            "devices.count and devices.fraction both say how many are asked; give one of them",
+        ),
+        (
+            {"run": {"task": "d"}, "devices": {"fraction": 0}},
+            "devices.fraction must be a number above 0 and at most 1",
+        ),
+        ({"run": {"task": "d"}, "devices": {"unwell": "sick"}}, "devices.unwell must be one of 'smaller', 'rest'"),
+        (
+            {"run": {"task": "d"}, "server": {"optimizer": "sgd"}},
+            "server.optimizer must be one of 'none', 'momentum'",
+        ),
+        (
+            {"run": {"task": "d"}, "server": {"beta1": 1}},
+            "server.beta1 must be a number at least 0 and below 1, got 1",
+        ),
+        (
+            {"run": {"task": "d"}, "guard": {"max_norm_ratio": 1}},
+            "guard.max_norm_ratio must be a number above 1, got 1",
+        ),
+        (
+            {"run": {"task": "d"}, "simulation": {"jitter": 3}},
+            "simulation.jitter must be a number at least 0 and at mo",
+        ),
         (
             {"run": {"task": "d", "min_updates": 3}, "devices": {"count": 2}},
             "run.min_updates must be at most devices.c",
@@ -214,3 +274,14 @@ def test_process_settings_have_bounded_ports() -> None:
     assert from_mapping(CoordinatorSettings, {"port": 0}, "coordinator").port == 0
     with pytest.raises(ConfigError, match=r"coordinator\.port must be a whole number at least 0 and at most 65535"):
         from_mapping(CoordinatorSettings, {"port": 70000}, "coordinator")
+
+
+def test_paths_of_a_simulation_are_meant_from_the_run_file_s_folder(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        '[run]\ntask = "digits"\n'
+        '[simulation]\nprofile_file = "boards.toml"\nfaults = "/a/faults.toml"\ndata = "data"\n'
+    )
+    section = load_run(tmp_path / "run.toml").simulation
+    assert section.profile_file == str(tmp_path / "boards.toml")
+    assert section.faults == "/a/faults.toml"
+    assert section.data == str(tmp_path / "data")

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from edgefl.errors import RunFailedError
-from edgefl.loop import DRAIN_S, GIVE_UP_AFTER, Goal, Scoreboard, drive
+from edgefl.loop import DRAIN_S, OpenGate, drive
 from edgefl.strategies.evaluation import EvaluationSchedule
 from edgefl.strategies.registry import make_strategy
 from edgefl.strategies.rounds import RoundRules
+from edgefl.tally import GIVE_UP_AFTER, Goal, RoundCount, Scoreboard
 from edgefl.types import (
     Assignment,
     Decision,
@@ -107,7 +108,7 @@ class ScriptedFleet:
         trainers = [name for name, info in sorted(self.present.items()) if info.role == Role.TRAINER]
         idle = [name for name in trainers if name not in busy]
         return SimpleNamespace(
-            now_s=self.now_s, devices=dict(self.present), idle=idle, busy=busy, speeds={}, progress={}
+            now_s=self.now_s, devices=dict(self.present), idle=idle, busy=busy, speeds={}, progress={}, vitals={}
         )
 
     def dispatch(self, orders, source):
@@ -175,15 +176,17 @@ def update_of(order, value=1.0):
     )
 
 
-def run(fleet, *, strategy=None, goal=None, who="auto", every=1, **rules):
+def run(fleet, *, strategy=None, goal=None, who="auto", every=1, rounds=None, gate=None, **rules):
     strategy = strategy or make_strategy("fedavg", {}, RoundRules(**rules))
     return drive(
         strategy,
         strategy.init({"w": np.zeros(2, np.float32)}),
         fleet=fleet,
         journal=fleet.journal,
-        goal=goal or Goal(versions=3),
+        goal=goal or Goal(rounds=3),
         evaluate=EvaluationSchedule(every=every, who=who),
+        rounds=rounds,
+        gate=gate,
     )
 
 
@@ -214,18 +217,18 @@ def test_the_strategy_is_given_updates_as_the_journal_gives_them_back():
         **{name: getattr(strategy, name) for name in ("version", "used", "changed")},
         receive=lambda state, update: (seen.append(update.metrics.extra), strategy.receive(state, update))[1],
     )
-    run(ScriptedFleet({"a": 1.0}), strategy=watched, goal=Goal(versions=2))
+    run(ScriptedFleet({"a": 1.0}), strategy=watched, goal=Goal(rounds=2))
     assert seen == [{"kept": 1}] * 2
 
 
 @pytest.mark.parametrize(
     ("goal", "reason", "version"),
     [
-        (Goal(versions=2), "rounds reached 2", 2),
+        (Goal(rounds=2), "rounds reached 2", 2),
         (Goal(updates=5), "updates reached 5", 3),
         (Goal(bytes=550), "bytes reached 550", 3),
         (Goal(seconds=3.5), "seconds reached 3.5", 4),
-        (Goal(versions=9, updates=2), "updates reached 2", 1),
+        (Goal(rounds=9, updates=2), "updates reached 2", 1),
     ],
 )
 def test_the_run_ends_with_the_first_goal_that_is_reached(goal, reason, version):
@@ -304,7 +307,7 @@ def test_what_never_comes_back_is_waited_for_no_longer_than_the_drain():
 @pytest.mark.parametrize(("every", "versions", "expected"), [(1, 3, [1, 2, 3]), (2, 3, [2, 3]), (5, 3, [3])])
 def test_the_last_version_is_evaluated_once_however_rarely_others_are(every, versions, expected):
     fleet = ScriptedFleet({"a": 1.0}, evaluators=["e"])
-    run(fleet, every=every, goal=Goal(versions=versions))
+    run(fleet, every=every, goal=Goal(rounds=versions))
     assert [order.version for order in fleet.given(Evaluation)] == expected
     assert not fleet.out
 
@@ -312,7 +315,7 @@ def test_the_last_version_is_evaluated_once_however_rarely_others_are(every, ver
 def test_the_last_version_is_evaluated_even_when_a_straggler_never_comes_back():
     fleet = ScriptedFleet({"a": 1.0, "b": NEVER}, evaluators=["e"])
     fleet.answer_s["e"] = 50.0
-    run(fleet, every=5, goal=Goal(versions=1), min_updates=1)
+    run(fleet, every=5, goal=Goal(rounds=1), min_updates=1)
     assert [order.version for order in fleet.given(Evaluation)] == [1]
     assert fleet.now_s == 1.0 + DRAIN_S + 50.0
 
@@ -320,7 +323,7 @@ def test_the_last_version_is_evaluated_even_when_a_straggler_never_comes_back():
 def test_an_evaluator_that_never_answers_ends_the_wait_and_not_the_result():
     fleet = ScriptedFleet({"a": 1.0}, evaluators=["e"])
     fleet.answer_s["e"] = NEVER
-    state, reason = run(fleet, goal=Goal(versions=2))
+    state, reason = run(fleet, goal=Goal(rounds=2))
     assert (state.version, reason) == (2, "rounds reached 2")
     assert fleet.now_s == 2.0 + DRAIN_S
 
@@ -384,7 +387,7 @@ def test_versions_that_close_together_are_each_evaluated_with_their_own_model():
         return events
 
     fleet.wait = wait
-    run(fleet, strategy=EveryUpdateIsAVersion(), goal=Goal(versions=6))
+    run(fleet, strategy=EveryUpdateIsAVersion(), goal=Goal(rounds=6))
     evaluations = {order.assignment_id: order.version for order in fleet.given(Evaluation)}
     assert sorted(evaluations.values()) == list(range(1, 1 + len(evaluations)))
     assert len(evaluations) >= 6
@@ -404,7 +407,7 @@ def test_when_all_have_died_the_round_goes_on_with_whoever_comes_back():
     fleet = ScriptedFleet({"a": 2.0, "b": 2.0})
     fleet.at(1.0, lambda: fleet.die("a") + fleet.die("b"))
     fleet.at(500.0, lambda: fleet.join("a"))
-    run(fleet, who="none", goal=Goal(versions=1))
+    run(fleet, who="none", goal=Goal(rounds=1))
     assert fleet.journal.of("aggregated") == [(1, ("v0-a2-a",))]
     assert fleet.now_s == 502.0
 
@@ -430,7 +433,7 @@ def test_an_update_that_comes_twice_or_late_counts_once():
 
     fleet.at(1.5, echo)  # a's again, and b's before its own
     fleet.at(2.2, echo)
-    state, _ = run(fleet, who="none", goal=Goal(versions=2))
+    state, _ = run(fleet, who="none", goal=Goal(rounds=2))
     used = [name for _, names in fleet.journal.of("aggregated") for name in names]
     assert used == ["v0-a1-a", "v0-a1-b", "v1-a1-a"]
     assert state.model["w"].tolist() == [(1 + 50) / 2 + 50] * 2
@@ -438,7 +441,7 @@ def test_an_update_that_comes_twice_or_late_counts_once():
 
 def test_a_late_update_of_a_closed_round_changes_nothing():
     fleet = ScriptedFleet({"a": 1.0, "b": 1.5})
-    state, _ = run(fleet, who="none", goal=Goal(versions=1), min_updates=1)
+    state, _ = run(fleet, who="none", goal=Goal(rounds=1), min_updates=1)
     assert fleet.journal.of("aggregated") == [(1, ("v0-a1-a",))]
     assert state.model["w"].tolist() == [1.0, 1.0]
     assert fleet.now_s == 1.5  # it was drained and not used
@@ -447,20 +450,20 @@ def test_a_late_update_of_a_closed_round_changes_nothing():
 def test_a_round_opens_only_when_enough_devices_are_there():
     fleet = ScriptedFleet({"a": 1.0})
     fleet.at(30.0, lambda: fleet.join("b"))
-    run(fleet, who="none", goal=Goal(versions=1), min_devices=2)
+    run(fleet, who="none", goal=Goal(rounds=1), min_devices=2)
     assert [(at, order.device_id) for at, order in fleet.orders] == [(30.0, "a"), (30.0, "b")]
 
 
 def test_a_run_that_has_begun_goes_on_with_fewer_than_it_began_with():
     fleet = ScriptedFleet({"a": 1.0, "b": 1.0})
     fleet.at(1.5, lambda: fleet.die("b"))
-    state, _ = run(fleet, who="none", goal=Goal(versions=4), min_devices=2)
+    state, _ = run(fleet, who="none", goal=Goal(rounds=4), min_devices=2)
     assert state.version == 4
 
 
 def test_at_most_so_many_are_asked_and_all_have_their_turn():
     fleet = ScriptedFleet(dict.fromkeys("abcdef", 1.0))
-    run(fleet, who="none", goal=Goal(versions=30), max_devices=2)
+    run(fleet, who="none", goal=Goal(rounds=30), max_devices=2)
     asked = [order.device_id for order in fleet.given(Assignment)]
     assert len(asked) == 60
     assert min(asked.count(name) for name in "abcdef") >= 4
@@ -468,7 +471,7 @@ def test_at_most_so_many_are_asked_and_all_have_their_turn():
 
 def test_k_of_n_closes_with_the_first_k():
     fleet = ScriptedFleet({"a": 1.0, "b": 9.0, "c": 2.0})
-    run(fleet, who="none", goal=Goal(versions=1), min_updates=2)
+    run(fleet, who="none", goal=Goal(rounds=1), min_updates=2)
     assert fleet.journal.of("aggregated") == [(1, ("v0-a1-a", "v0-a1-c"))]
 
 
@@ -476,21 +479,21 @@ def test_k_of_n_asks_others_when_too_few_are_left():
     fleet = ScriptedFleet({"a": 1.0, "b": 5.0})
     fleet.at(1.5, lambda: fleet.join("c"))
     fleet.at(2.0, lambda: fleet.die("b"))
-    run(fleet, who="none", goal=Goal(versions=1), min_updates=2)
+    run(fleet, who="none", goal=Goal(rounds=1), min_updates=2)
     assert fleet.journal.of("aggregated") == [(1, ("v0-a1-a", "v0-a2-c"))]
 
 
 def test_a_late_joiner_enters_with_the_next_round():
     fleet = ScriptedFleet({"a": 10.0})
     fleet.at(5.0, lambda: fleet.join("b", answer_s=1.0))
-    run(fleet, who="none", goal=Goal(versions=2))
+    run(fleet, who="none", goal=Goal(rounds=2))
     assert [(at, order.device_id) for at, order in fleet.orders] == [(0.0, "a"), (10.0, "a"), (10.0, "b")]
 
 
 def test_k_of_n_closes_with_fewer_when_nobody_is_left_to_ask():
     fleet = ScriptedFleet({"a": 1.0, "b": 2.0, "c": NEVER})
     fleet.at(5.0, lambda: fleet.die("c"))
-    state, _ = run(fleet, who="none", goal=Goal(versions=1), min_updates=3)
+    state, _ = run(fleet, who="none", goal=Goal(rounds=1), min_updates=3)
     assert fleet.journal.of("aggregated") == [(1, ("v0-a1-a", "v0-a1-b"))]
     assert (state.version, fleet.now_s) == (1, 5.0)
 
@@ -503,7 +506,7 @@ def test_the_time_of_a_run_is_over_on_time_although_nothing_happens():
 
 def test_an_assignment_past_its_deadline_closes_the_round_without_it():
     fleet = ScriptedFleet({"a": 1.0, "b": NEVER})
-    state, _ = run(fleet, who="none", goal=Goal(versions=2), deadline_s=4.0)
+    state, _ = run(fleet, who="none", goal=Goal(rounds=2), deadline_s=4.0)
     assert fleet.now_s == 8.0
     assert [names for _, names in fleet.journal.of("aggregated")] == [("v0-a1-a",), ("v1-a1-a",)]
     assert state.version == 2
@@ -521,7 +524,7 @@ def test_a_run_that_every_device_fails_ends_with_the_reason():
 def test_one_device_that_always_fails_does_not_end_the_run():
     fleet = ScriptedFleet({"a": 1.0, "b": 2.0})
     fleet.fails = {"a"}
-    state, _ = run(fleet, goal=Goal(versions=8), who="none")
+    state, _ = run(fleet, goal=Goal(rounds=8), who="none")
     assert state.version == 8
 
 
@@ -529,7 +532,7 @@ def test_a_device_that_fails_now_and_then_is_never_given_up():
     fleet = ScriptedFleet({"a": 1.0})
     for time_s in range(20):
         fleet.at(time_s + 0.5, lambda fails=time_s % 3: setattr(fleet, "fails", {"a"} if fails else set()))
-    state, _ = run(fleet, goal=Goal(versions=5), who="none")
+    state, _ = run(fleet, goal=Goal(rounds=5), who="none")
     assert state.version == 5
 
 
@@ -539,7 +542,7 @@ def test_failed_evaluations_and_vanished_devices_are_no_reason_to_give_up():
     for time_s in range(1, 9):
         fleet.at(time_s - 0.5, lambda: fleet.die("a"))
         fleet.at(time_s - 0.4, lambda: fleet.join("a"))
-    state, _ = run(fleet, goal=Goal(versions=5))
+    state, _ = run(fleet, goal=Goal(rounds=5))
     assert state.version == 5
 
 
@@ -559,3 +562,136 @@ def test_the_loop_never_asks_to_wait_for_a_negative_time():
     fleet.at(3.0, lambda: [Stop(reason="enough")])
     run(fleet)
     assert min(fleet.waited_s) >= 0
+
+
+def test_rounds_of_one_version_are_the_versions():
+    count = RoundCount()
+    count.begin(5)
+    assert [(count.of(v), count.closed(v), count.ends_at(v)) for v in (1, 2, 7)] == [
+        (1, 1, True),
+        (2, 2, True),
+        (7, 7, True),
+    ]
+
+
+def test_a_round_of_three_versions_is_whole_at_its_third():
+    count = RoundCount(versions_per_round=3)
+    assert [count.of(version) for version in range(8)] == [0, 1, 1, 1, 2, 2, 2, 3]
+    assert [count.closed(version) for version in range(8)] == [0, 0, 0, 1, 1, 1, 2, 2]
+    assert [version for version in range(1, 8) if count.ends_at(version)] == [3, 6]
+
+
+def test_a_count_that_is_not_given_is_that_of_the_devices_asked_first_and_stays():
+    count = RoundCount(versions_per_round=None)
+    count.begin(4)
+    count.begin(9)
+    assert (count.versions_per_round, count.of(5)) == (4, 2)
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, 2), (3, 3)])
+def test_an_asynchronous_run_ends_after_so_many_whole_rounds(given, expected):
+    fleet, rounds = ScriptedFleet({"a": 1.0, "b": 2.5}), RoundCount(versions_per_round=given)
+    state, reason = run(fleet, strategy=EveryUpdateIsAVersion(), goal=Goal(rounds=2), who="none", rounds=rounds)
+    assert reason == "rounds reached 2"
+    assert rounds.versions_per_round == expected
+    versions = [version for version, _ in fleet.journal.of("aggregated")]
+    assert 2 * expected <= len(versions) <= 2 * expected + 2
+    assert state.version == len(versions)
+
+
+def test_an_asynchronous_run_is_evaluated_at_the_end_of_its_rounds_and_at_its_own():
+    fleet = ScriptedFleet({"a": 1.0, "b": 1.5}, evaluators=["e"])
+    run(fleet, strategy=EveryUpdateIsAVersion(), goal=Goal(rounds=3), rounds=RoundCount(versions_per_round=2))
+    orders = [(order.version, order.round) for order in fleet.given(Evaluation)]
+    assert orders[:3] == [(2, 1), (4, 2), (6, 3)]
+    assert orders[3:] == [(fleet.journal.of("aggregated")[-1][0], 4)]
+
+
+class Choosy(OpenGate):
+    """Refuses what certain devices send, rests others, and gives everybody two iterations."""
+
+    def __init__(self, *, refused=(), rests=()):
+        self.refused, self.rests = refused, rests
+
+    def view(self, view):
+        return SimpleNamespace(**{**vars(view), "idle": [name for name in view.idle if name not in self.rests]})
+
+    def adjust(self, order, view):
+        return replace(order, plan=replace(order.plan, epochs=None, iterations=2))
+
+    def refusal(self, update):
+        return f"{update.device_id} is not trusted" if update.device_id in self.refused else None
+
+
+def test_an_update_that_the_gate_refuses_is_lost_with_the_reason_and_never_reaches_the_strategy():
+    fleet = ScriptedFleet({"a": 1.0, "b": 1.0})
+    run(fleet, who="none", goal=Goal(rounds=2), gate=Choosy(refused={"b"}))
+    lost = [event for event in fleet.journal.of("received") if isinstance(event, Lost)]
+    assert {(event.device_id, event.outcome, event.reason) for event in lost} == {
+        ("b", Outcome.REFUSED, "b is not trusted")
+    }
+    assert [names for _, names in fleet.journal.of("aggregated")] == [("v0-a1-a",), ("v1-a1-a",)]
+
+
+def test_a_fleet_whose_updates_are_all_refused_ends_the_run():
+    with pytest.raises(RunFailedError, match="a is not trusted"):
+        run(ScriptedFleet({"a": 1.0}), who="none", gate=Choosy(refused={"a"}))
+
+
+def test_the_gate_says_who_is_asked_and_for_how_much():
+    fleet = ScriptedFleet({"a": 1.0, "b": 1.0})
+    run(fleet, who="none", goal=Goal(rounds=2), gate=Choosy(rests={"b"}))
+    orders = fleet.given(Assignment)
+    assert {order.device_id for order in orders} == {"a"}
+    assert {order.plan.iterations for order in orders} == {2}
+    assert [order for order in fleet.journal.of("decided") if isinstance(order, Assignment)] == orders
+
+
+@pytest.mark.parametrize(("over", "version"), [(1, 2), (2, 3), (3, 4)])
+def test_the_accuracy_may_have_to_hold_over_several_evaluations(over, version):
+    fleet = ScriptedFleet({"a": 1.0}, evaluators=["e"])
+    fleet.answer_s["e"] = 0.25
+    seen = {1: 0.5, 2: 0.9, 3: 0.8, 4: 0.8, 5: 0.9}
+    fleet.accuracy = lambda version: seen.get(version, 0.0)
+    state, reason = run(fleet, goal=Goal(accuracy=0.82, accuracy_over=over))
+    assert (reason, state.version) == ("accuracy reached 0.82", version)
+
+
+def test_what_is_in_flight_at_the_end_is_recalled_once():
+    fleet = ScriptedFleet({"a": 40.0, "b": 50.0})
+    fleet.at(3.0, lambda: [Stop(reason="enough")])
+    run(fleet, who="none")
+    assert [order.device_id for order in fleet.given(Recall)] == ["a", "b"]
+    assert fleet.now_s == 50.0
+
+
+class ClosesOnlyAtTheEnd(EveryUpdateIsAVersion):
+    """Keeps all updates until it is told that nothing more will be assigned."""
+
+    def __init__(self):
+        self.told = []
+
+    def ready(self, state, view):
+        return bool(self.told and state.inbox)
+
+    def finish(self, state):
+        self.told.append(len(state.inbox))
+        return state
+
+
+def test_a_strategy_is_told_once_that_nothing_more_is_assigned_and_may_still_close_what_it_has():
+    fleet, strategy = ScriptedFleet({"a": 1.0, "b": 6.0}, evaluators=["e"]), ClosesOnlyAtTheEnd()
+    fleet.at(3.5, lambda: [Stop(reason="enough")])
+    state, reason = run(fleet, strategy=strategy)
+    assert (reason, strategy.told) == ("enough", [3])
+    assert state.version == 5  # three of a, and those that were in flight
+    last = [order for order in fleet.given(Evaluation) if order.version == 5]
+    assert [fleet.models[order.assignment_id] for order in last] == [(5, 5.0)]
+
+
+def test_a_fleet_that_has_only_failed_goes_on_as_soon_as_one_update_comes():
+    fleet = ScriptedFleet({"a": 1.0, "b": 1.5})
+    fleet.fails = {"a", "b"}
+    fleet.at(2.5, lambda: setattr(fleet, "fails", set()))
+    state, _ = run(fleet, who="none", goal=Goal(rounds=2))
+    assert state.version == 2

@@ -21,15 +21,14 @@ class EvaluationSchedule:
 
     every: int = 1
     who: Evaluators = "auto"
-    updates_per_round: int = 1
 
-    def __call__(self, version: int, view: FleetView, is_last: bool) -> Sequence[Evaluation]:
-        done, rest = divmod(version, self.updates_per_round)
-        if self.who == "none" or (not is_last and (rest or done % self.every)):
+    def __call__(self, version: int, number: int, view: FleetView, is_last: bool) -> Sequence[Evaluation]:
+        """Returns the evaluations of `version`, which ended round `number`."""
+        if self.who == "none" or (not is_last and number % self.every):
             return ()
         return tuple(
             Evaluation(
-                assignment_id=f"e{version}-{info.device_id}", device_id=info.device_id, version=version, round=done
+                assignment_id=f"e{version}-{info.device_id}", device_id=info.device_id, version=version, round=number
             )
             for info in self._evaluators(view)
         )

@@ -8,32 +8,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgefl.strategies.rounds import RoundRules, Synchronous
-from edgefl.types import Algorithm, LocalPlan, Update
+from edgefl.strategies.rounds import RoundRules, RoundState, Synchronous
+from edgefl.strategies.settings import TrainingSettings
+from edgefl.types import Update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FedAvg:
-    """Settings of a run with `fedavg`. `iterations`, when set, replaces `epochs`."""
+class FedAvg(TrainingSettings):
+    """Settings of a run with `fedavg`; with `double_buffering` devices compute while the last round is closed."""
 
-    learning_rate: float = 0.05
-    epochs: float = 1.0
-    iterations: int | None = None
-    batch_size: int = 32
-    momentum: float = 0.0
-    weight_decay: float = 0.0
+    double_buffering: bool = False
 
-    def build(self, rules: RoundRules) -> Synchronous:
-        plan = LocalPlan(
-            algorithm=Algorithm.SGD,
-            iterations=self.iterations,
-            epochs=self.epochs if self.iterations is None else None,
-            batch_size=self.batch_size,
-            learning_rate=self.learning_rate,
-            momentum=self.momentum,
-            weight_decay=self.weight_decay,
+    def build(self, rules: RoundRules) -> Synchronous[RoundState]:
+        return Synchronous(
+            plan=self.plan(), weigh=by_examples, rules=rules, rate=self.rate(), double_buffering=self.double_buffering
         )
-        return Synchronous(plan=plan, weigh=by_examples, rules=rules)
 
 
 def by_examples(update: Update) -> float:

@@ -1,7 +1,8 @@
 """A weighted sum of updates that does not depend on who answered first, with one model in memory.
 
-Floating-point addition is not associative, so updates are added in the order in which they were assigned. One
-that comes early waits as it is (its tensors stay in the journal until they are read).
+Floating-point addition is not associative, so updates are added in a fixed order, that of the slots: a slot is what
+one expected result fills, whoever brings it. An update that comes early waits as it is (its tensors stay in the
+journal until they are read).
 """
 
 from __future__ import annotations
@@ -18,63 +19,116 @@ from edgefl.types import Array, LazyTensors, SparseTensor, Tensors, Update
 
 @dataclass(slots=True)
 class Fold:
-    """The sum so far. `expected` are assignment ids in order, `cursor` how many of them are behind us."""
+    """The sum so far.
 
-    expected: tuple[str, ...] = ()
+    Attributes:
+        expected: slots in the order in which they are added; `cursor` says how many of them are behind us.
+        waiting: updates by slot that came before their turn, `weights` their weight and norm.
+        total: sum of weight x displacement / norm by tensor; of buffers, without the norm.
+        weight, weighted_norm: sums of weight and of weight x norm.
+        integers: displacement of counters, from the update with most examples.
+        used: slot -> assignment id, in the order in which they were added.
+    """
+
+    expected: list[str] = field(default_factory=list)
     cursor: int = 0
     waiting: dict[str, Update] = field(default_factory=dict)
-    weights: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, tuple[float, float]] = field(default_factory=dict)
     total: dict[str, Array] = field(default_factory=dict)
     weight: float = 0.0
+    weighted_norm: float = 0.0
     integers: dict[str, Array] = field(default_factory=dict)
     integers_examples: int = -1
-    used: list[str] = field(default_factory=list)
+    used: dict[str, str] = field(default_factory=dict)
 
     @property
     def num_received(self) -> int:
         return len(self.used) + len(self.waiting)
 
-    def has(self, assignment_id: str) -> bool:
-        return assignment_id in self.waiting or assignment_id in self.used
+    def has(self, slot: str) -> bool:
+        return slot in self.waiting or slot in self.used
+
+    def keep(self, slot: str, update: Update, *, weight: float = 1.0, norm: float = 1.0) -> None:
+        """Takes the update that fills an expected slot; the first one counts.
+
+        Args:
+            slot: one of `expected`.
+            update: with the displacement d.
+            weight: its share w in the mean.
+            norm: a, by which the displacement of parameters is divided; see `displacement`.
+        """
+        if not self.has(slot):
+            self.waiting[slot] = update
+            self.weights[slot] = weight, norm
+
+    def add_next(self, model: Mapping[str, Array], buffers: frozenset[str] = frozenset()) -> None:
+        """Adds what is next in order and has come."""
+        while self.cursor < len(self.expected) and self.expected[self.cursor] in self.waiting:
+            self._add(self.expected[self.cursor], model, buffers)
+            self.cursor += 1
+
+    def displacement(self, model: Mapping[str, Array], buffers: frozenset[str] = frozenset()) -> dict[str, Array]:
+        """Adds what still waits, in order, and returns the mean displacement, which the caller may change.
+
+        Parameters move by (Σ w a / Σ w) (Σ w d / a) / Σ w, which is the weighted mean of d where all norms a are 1;
+        buffers by the weighted mean, counters as in the update with most examples.
+        """
+        for slot in self.expected[self.cursor :]:
+            if slot in self.waiting:
+                self._add(slot, model, buffers)
+        self.cursor = len(self.expected)
+        if self.weight > 0:
+            scale = self.weighted_norm / self.weight
+            for name, total in self.total.items():
+                np.divide(total, self.weight, out=total)
+                if scale != 1.0 and name not in buffers:
+                    np.multiply(total, scale, out=total)
+        return {**self.total, **self.integers}
+
+    def _add(self, slot: str, model: Mapping[str, Array], buffers: frozenset[str]) -> None:
+        update, (weight, norm) = self.waiting.pop(slot), self.weights.pop(slot)
+        num_examples = update.metrics.num_examples
+        for name, like in model.items():
+            moved = dense_tensor(update, name, like)
+            if np.issubdtype(like.dtype, np.inexact):
+                # Half floats end at 65504, which a displacement times its number of examples soon passes.
+                kind = np.promote_types(like.dtype, np.float32)
+                _add_weighted(self.total, name, moved, weight if name in buffers else weight / norm, kind)
+            elif num_examples > self.integers_examples:
+                self.integers[name] = moved.astype(like.dtype)
+        self.integers_examples = max(self.integers_examples, num_examples)
+        self.weight += weight
+        self.weighted_norm += weight * norm
+        self.used[slot] = update.assignment_id
+        release(update.tensors)
 
 
-def receive(fold: Fold, update: Update, weight: float, model: Mapping[str, Array]) -> None:
-    """Takes an update if it is expected and new; adds what is next in order."""
-    if update.assignment_id not in fold.expected or fold.has(update.assignment_id):
-        return
-    fold.waiting[update.assignment_id] = update
-    fold.weights[update.assignment_id] = weight
-    while fold.cursor < len(fold.expected) and fold.expected[fold.cursor] in fold.waiting:
-        _add(fold, fold.expected[fold.cursor], model)
-        fold.cursor += 1
+def dense_tensor(update: Update, name: str, like: Array) -> Array:
+    """Returns one tensor of an update, dense; it belongs to the update.
+
+    Raises:
+        StrategyError: it is missing, or has another shape than the model's.
+    """
+    if name not in update.tensors:
+        raise StrategyError(f"update {update.assignment_id} of {update.device_id} has no tensor {name!r}")
+    tensor = update.tensors[name]
+    moved = tensor.dense() if isinstance(tensor, SparseTensor) else tensor
+    if moved.shape != like.shape:
+        raise StrategyError(
+            f"update {update.assignment_id} of {update.device_id}: tensor {name!r} has shape {moved.shape}, "
+            f"the model's is {like.shape}"
+        )
+    return moved
 
 
-def close(fold: Fold, model: dict[str, Array]) -> None:
-    """Adds what still waits, in order, and moves `model` (owned by the caller's state) by the weighted mean."""
-    for assignment_id in fold.expected[fold.cursor :]:
-        if assignment_id in fold.waiting:
-            _add(fold, assignment_id, model)
-    if fold.weight > 0:
-        for name, total in fold.total.items():
-            np.divide(total, fold.weight, out=total)
-            np.add(model[name], total, out=model[name], casting="same_kind")
-    for name, moved in fold.integers.items():
-        np.add(model[name], moved, out=model[name])
+def move(model: dict[str, Array], step: Mapping[str, Array]) -> None:
+    """Adds a step to a model in place; its tensors keep their type."""
+    for name, moved in step.items():
+        np.add(model[name], moved, out=model[name], casting="same_kind")
 
 
-def _add(fold: Fold, assignment_id: str, model: Mapping[str, Array]) -> None:
-    update, weight = fold.waiting.pop(assignment_id), fold.weights[assignment_id]
-    tensors, num_examples = update.tensors, update.metrics.num_examples
-    for name, like in model.items():
-        moved = _checked(tensors, name, like, update)
-        if np.issubdtype(like.dtype, np.inexact):
-            # Half floats end at 65504, which a displacement times its number of examples soon passes.
-            _add_weighted(fold.total, name, moved, weight, np.promote_types(like.dtype, np.float32))
-        elif num_examples > fold.integers_examples:
-            fold.integers[name] = moved.astype(like.dtype)
-    fold.integers_examples = max(fold.integers_examples, num_examples)
-    fold.weight += weight
-    fold.used.append(assignment_id)
+def release(tensors: Tensors) -> None:
+    """Lets go of what was decoded for an update."""
     if isinstance(tensors, LazyTensors):
         tensors.release()
 
@@ -84,16 +138,3 @@ def _add_weighted(total: dict[str, Array], name: str, moved: Array, weight: floa
         total[name] += np.multiply(moved, weight, dtype=kind)
     else:  # into an array of its own: what NumPy makes of a tensor without axes cannot be written to
         total[name] = np.multiply(moved, weight, dtype=kind, out=np.empty(moved.shape, kind))
-
-
-def _checked(tensors: Tensors, name: str, like: Array, update: Update) -> Array:
-    if name not in tensors:
-        raise StrategyError(f"update {update.assignment_id} of {update.device_id} has no tensor {name!r}")
-    tensor = tensors[name]
-    moved = tensor.dense() if isinstance(tensor, SparseTensor) else tensor
-    if moved.shape != like.shape:
-        raise StrategyError(
-            f"update {update.assignment_id} of {update.device_id}: tensor {name!r} has shape {moved.shape}, "
-            f"the model's is {like.shape}"
-        )
-    return moved

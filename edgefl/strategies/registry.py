@@ -18,7 +18,18 @@ from edgefl.strategies.rounds import RoundRules
 from edgefl.types import Scalar, Strategy
 
 BUILT_IN = {
+    "adacomp": "edgefl.strategies.adacomp:AdaComp",
+    "asgd": "edgefl.strategies.asgd:ASGD",
+    "bounded": "edgefl.strategies.bounded:BoundedStaleness",
+    "dc-asgd": "edgefl.strategies.dc_asgd:DCASGD",
+    "esync": "edgefl.strategies.esync:ESync",
+    "fedasync": "edgefl.strategies.fedasync:FedAsync",
     "fedavg": "edgefl.strategies.fedavg:FedAvg",
+    "fedbuff": "edgefl.strategies.fedbuff:FedBuff",
+    "fednova": "edgefl.strategies.fednova:FedNova",
+    "fedprox": "edgefl.strategies.fedprox:FedProx",
+    "local": "edgefl.strategies.local:Local",
+    "redundant": "edgefl.strategies.redundancy:Redundant",
     "ssgd": "edgefl.strategies.ssgd:SSGD",
 }
 ENTRY_POINTS = "edgefl.strategies"

@@ -6,24 +6,38 @@ displacements -η g_i, so one round is `fedavg` with a single local step and equ
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from edgefl.strategies.rounds import RoundRules, Synchronous
-from edgefl.types import Algorithm, LocalPlan, Update
+from edgefl.strategies.rounds import RoundRules, RoundState, Synchronous
+from edgefl.strategies.settings import TrainingSettings
+from edgefl.types import LocalPlan, Update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SSGD:
-    """Settings of a run with `ssgd`."""
+class OneStep(TrainingSettings):
+    """Settings of devices that take one step; `iterations` = 0 leaves it to `epochs`, `seconds` replace it."""
 
-    learning_rate: float = 0.05
-    batch_size: int = 32
+    iterations: int | None = 1
 
-    def build(self, rules: RoundRules) -> Synchronous:
-        plan = LocalPlan(
-            algorithm=Algorithm.SGD, iterations=1, batch_size=self.batch_size, learning_rate=self.learning_rate
+    def plan(self) -> LocalPlan:
+        takes_more = self.iterations == 0 or self.seconds is not None
+        return TrainingSettings.plan(replace(self, iterations=None) if takes_more else self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SSGD(OneStep):
+    """Settings of a run with `ssgd`.
+
+    With `double_buffering` a device computes the next gradient while the last one is sent and averaged: SGD with a
+    delay of one step, w_{t+1} = w_t - η g(w_{t-1}), as the DoubleBuffering optimiser of Parallel-SGD.
+    """
+
+    double_buffering: bool = False
+
+    def build(self, rules: RoundRules) -> Synchronous[RoundState]:
+        return Synchronous(
+            plan=self.plan(), weigh=equally, rules=rules, rate=self.rate(), double_buffering=self.double_buffering
         )
-        return Synchronous(plan=plan, weigh=equally, rules=rules)
 
 
 def equally(update: Update) -> float:  # noqa: ARG001 every update weighs the same

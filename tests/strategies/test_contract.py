@@ -1,62 +1,82 @@
 """What every strategy promises, run over the registry: a new one is tested by being registered."""
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from faulty_fleet import NAMES, TASK, FaultyFleet, displacement, first_model
 
+from edgefl.errors import ConfigError
+from edgefl.loop import drive
 from edgefl.storage.checkpoints import load_state, save_state
+from edgefl.storage.state_files import pack_state, unpack_state
+from edgefl.strategies.asynchronous import Asynchronous
+from edgefl.strategies.evaluation import EvaluationSchedule
 from edgefl.strategies.registry import BUILT_IN, REQUIRED, make_strategy, settings_of
 from edgefl.strategies.rounds import RoundRules
-from edgefl.types import Assignment, DeviceInfo, LazyTensors, SparseTensor, Update, UpdateMetrics
+from edgefl.strategies.server_optimizers import ServerOptimizer
+from edgefl.tally import Goal, RoundCount
+from edgefl.types import Assignment, DeviceInfo, Update, UpdateMetrics
 
 DEVICES = tuple(f"pi-{i}" for i in range(5))
 SEEDS = (0, 1, 2)
-each_strategy = pytest.mark.parametrize("name", sorted(BUILT_IN))
+# As many updates fill a buffer as there are devices below, so that a round of them all is used.
+NEEDED = {"fedbuff": {"buffer_size": len(DEVICES)}}
+TWO = "two at a time"
+VARIANTS = {
+    "adacomp, staleness of the update": ("adacomp", {"staleness": "update"}),
+    "adacomp, no staleness": ("adacomp", {"staleness": "none", "improved": True}),
+    "bounded, 0": ("bounded", {"staleness": 0}),
+    "bounded, 3": ("bounded", {"staleness": 3}),
+    "dc-asgd, adaptive": ("dc-asgd", {"variant": "adaptive"}),
+    "dc-asgd, mxnet": ("dc-asgd", {"variant": "mxnet"}),
+    "esync, live": ("esync", {"mode": "live"}),
+    "esync, nova": ("esync", {"aggregation": "nova"}),
+    "fedasync, hinge": ("fedasync", {"staleness": "hinge"}),
+    f"fedavg, {TWO}": ("fedavg", {"double_buffering": True}),
+    f"ssgd, {TWO}": ("ssgd", {"double_buffering": True}),
+}
+CASES = {name: (name, NEEDED.get(name, {})) for name in BUILT_IN} | VARIANTS
+TRACKING = ServerOptimizer(buffers=frozenset({"mean"}))
+each_strategy = pytest.mark.parametrize("case", sorted(CASES))
 each_seed = pytest.mark.parametrize("seed", SEEDS)
 
 
-def first_model(seed):
-    rng = np.random.default_rng(seed)
-    return {
-        "weight": rng.standard_normal((4, 3)).astype(np.float32),
-        "half": rng.standard_normal(5).astype(np.float16),
-        "double": rng.standard_normal(2),
-        "scale": np.array(rng.standard_normal(), np.float32),
-        "steps": np.array(7, np.int64),
-    }
+def built(case, **rules):
+    name, options = CASES[case]
+    return make_strategy(name, options, RoundRules(**{"task": TASK, "server": TRACKING, **rules}))
+
+
+# Those that apply updates in the order of arrival promise no more than what is the same for the same order.
+each_in_rounds = pytest.mark.parametrize("case", [c for c in sorted(CASES) if not isinstance(built(c), Asynchronous)])
 
 
 def view_of(busy=(), devices=DEVICES):
     return SimpleNamespace(
         now_s=0.0,
-        devices={name: DeviceInfo(device_id=name) for name in devices},
+        devices={
+            name: DeviceInfo(device_id=name, blocks={TASK: (place, (place + 1) % len(devices))})
+            for place, name in enumerate(devices)
+        },
         idle=[name for name in devices if name not in busy],
         busy=dict(busy),
         speeds={},
         progress={},
+        vitals={},
     )
 
 
 def update_for(order, seed):
-    """An update as decoding gives it: read-only, one tensor sparse, the whole thing lazy."""
-    place = DEVICES.index(order.device_id)
-    rng = np.random.default_rng((seed, order.base_version, place))
-    tensors = {
-        "weight": rng.standard_normal((4, 3)).astype(np.float32),
-        "half": rng.standard_normal(5).astype(np.float16),
-        "double": SparseTensor(indices=np.array([1]), values=rng.standard_normal(1), shape=(2,)),
-        "scale": np.array(rng.standard_normal(), np.float32),
-        "steps": np.array(place + 1, np.int64),
-    }
-    for tensor in tensors.values():
-        (tensor.values if isinstance(tensor, SparseTensor) else tensor).flags.writeable = False
+    place = DEVICES.index(order.device_id) if order.block is None else order.block
     return Update(
         assignment_id=order.assignment_id,
         device_id=order.device_id,
         base_version=order.base_version,
-        tensors=LazyTensors(lambda: tensors),
-        metrics=UpdateMetrics(num_examples=10 * (place + 1), iterations=3),
+        tensors=displacement(seed, order, is_sparse=False),
+        metrics=UpdateMetrics(num_examples=10 * (place + 1), iterations=1, compute_s=0.1 * (place + 1), send_s=0.1),
     )
 
 
@@ -65,18 +85,29 @@ def asked(strategy, state, view):
     return state, [order for order in decision.orders if isinstance(order, Assignment)]
 
 
-def play_round(strategy, state, seed, order_of_arrival=None):
-    """Asks, answers in some order, closes everything that is ready; returns the new state."""
+def busy_with(orders):
+    busy = {}
+    for order in orders:
+        busy.setdefault(order.device_id, []).append(order.assignment_id)
+    return busy
+
+
+def play_round(strategy, state, seed, *, shuffle=None, copies=1):
+    """Asks, answers in some order, closes all that is ready; returns the new state, the orders and what was used."""
     state, orders = asked(strategy, state, view_of())
     assert orders
-    arrivals = orders if order_of_arrival is None else [orders[i] for i in order_of_arrival]
-    busy = {order.device_id: (order.assignment_id,) for order in orders}
+    left = list(orders)
+    used, arrivals = [], orders if shuffle is None else [orders[i] for i in shuffle.permutation(len(orders))]
     for order in arrivals:
-        del busy[order.device_id]
-        state = strategy.receive(state, update_for(order, seed))
-        while strategy.ready(state, view_of(busy)):
+        left.remove(order)
+        for _ in range(copies):
+            state = strategy.receive(state, update_for(order, seed))
+        while strategy.ready(state, view_of(busy_with(left))):
+            before = strategy.version(state)
             state = strategy.aggregate(state)
-    return state
+            assert strategy.version(state) == before + 1
+            used += strategy.used(state)
+    return state, orders, used
 
 
 def same_model(one, other):
@@ -88,137 +119,101 @@ def same_model(one, other):
     return True
 
 
-def built(name, **rules):
-    return make_strategy(name, {}, RoundRules(**rules))
-
-
 @each_strategy
 @each_seed
-def test_versions_go_up_by_one_and_every_update_is_used_once(name, seed):
-    strategy = built(name)
-    state, versions, used = strategy.init(first_model(seed)), [0], []
+def test_every_update_is_used_once_however_often_it_comes(case, seed):
+    strategy = built(case)
+    state, given, used = strategy.init(first_model(seed)), [], []
     for _ in range(4):
-        state, orders = asked(strategy, state, view_of())
-        busy = {order.device_id: (order.assignment_id,) for order in orders}
-        for order in orders:
-            del busy[order.device_id]
-            for _ in range(2):  # twice: a repeated update must not count twice
-                state = strategy.receive(state, update_for(order, seed))
-            while strategy.ready(state, view_of(busy)):
-                state = strategy.aggregate(state)
-                versions.append(strategy.version(state))
-                used += strategy.used(state)
-    assert versions == list(range(len(versions)))
-    assert len(versions) > 1
-    assert len(used) == len(set(used)) == 4 * len(DEVICES)
-
-
-@each_strategy
-def test_assignment_ids_are_never_given_twice(name):
-    strategy = built(name)
-    state, given = strategy.init(first_model(0)), []
-    for turn in range(6):
-        state, orders = asked(strategy, state, view_of())
-        given += [order.assignment_id for order in orders]
-        for order in orders if turn % 2 else ():  # every other time all devices are lost
-            state = strategy.receive(state, update_for(order, 0))
-        while strategy.ready(state, view_of()):
-            state = strategy.aggregate(state)
-    assert len(given) == len(set(given)) >= 6
+        state, orders, now_used = play_round(strategy, state, seed, copies=2)
+        given += orders
+        used += now_used
+    assert strategy.version(state) >= 4
+    assert len(used) == len(set(used))
+    assert set(used) <= {order.assignment_id for order in given}
+    # With redundant shards, a copy of what is there already is not used; of two rounds at a time, the last is open.
+    closed = given[: -len(orders)] if case.endswith(TWO) else given
+    assert {(o.base_version, o.block) for o in closed} <= {
+        (o.base_version, o.block) for o in given if o.assignment_id in used
+    }
 
 
 @each_strategy
 @each_seed
-def test_the_tensors_of_callers_are_left_as_they_were(name, seed):
-    strategy, mine = built(name), first_model(seed)
+def test_the_tensors_of_callers_are_left_as_they_were(case, seed):
+    strategy, mine = built(case), first_model(seed)
     before = {key: tensor.copy() for key, tensor in mine.items()}
     for tensor in mine.values():
         tensor.flags.writeable = False
     state = strategy.init(mine)
     for _ in range(3):  # updates are read-only: writing to one would raise
-        state = play_round(strategy, state, seed)
+        state, *_ = play_round(strategy, state, seed)
     assert same_model(mine, before)
     assert not any(np.shares_memory(mine[key], strategy.model(state)[key]) for key in mine)
 
 
 @each_strategy
 @each_seed
-def test_tensors_keep_their_type_and_shape_and_do_move(name, seed):
-    strategy, start = built(name), first_model(seed)
-    model = strategy.model(play_round(strategy, strategy.init(start), seed))
+def test_tensors_keep_their_type_and_shape_and_do_move(case, seed):
+    strategy, start = built(case), first_model(seed)
+    model = strategy.model(play_round(strategy, strategy.init(start), seed)[0])
     assert {key: (t.dtype, t.shape) for key, t in model.items()} == {k: (t.dtype, t.shape) for k, t in start.items()}
     assert all(not np.array_equal(model[key], start[key]) for key in start)
     assert all(np.isfinite(tensor).all() for tensor in model.values())
 
 
-@each_strategy
+@each_in_rounds
 @each_seed
-def test_the_order_of_arrival_does_not_change_a_bit(name, seed):
-    strategy, models = built(name), []
+def test_in_rounds_the_order_of_arrival_does_not_change_a_bit(case, seed):
+    strategy, models = built(case), []
     for shuffle in range(4):
         rng, state = np.random.default_rng(shuffle), strategy.init(first_model(seed))
         for _ in range(3):
-            state = play_round(strategy, state, seed, rng.permutation(len(DEVICES)) if shuffle else None)
+            state, *_ = play_round(strategy, state, seed, shuffle=rng if shuffle else None)
         models.append(strategy.model(state))
     assert all(same_model(models[0], model) for model in models[1:])
 
 
 @each_strategy
 @each_seed
-def test_the_same_seed_gives_the_same_run(name, seed):
-    def whole_run():
-        strategy = built(name, max_devices=3, seed=seed)
-        state, trail = strategy.init(first_model(seed)), []
-        for _ in range(4):
-            state, orders = asked(strategy, state, view_of())
-            trail += [order.assignment_id for order in orders]
-            for order in orders:
-                state = strategy.receive(state, update_for(order, seed))
-            while strategy.ready(state, view_of()):
-                state = strategy.aggregate(state)
-        return trail, strategy.model(state)
-
-    (trail, model), (again, same) = whole_run(), whole_run()
-    assert trail == again
-    assert same_model(model, same)
-
-
-@each_strategy
-@each_seed
-def test_a_saved_state_goes_on_as_if_it_had_never_left(name, seed, tmp_path):
-    strategy = built(name)
+def test_a_saved_state_goes_on_as_if_it_had_never_left(case, seed, tmp_path):
+    strategy = built(case)
     states = [strategy.init(first_model(seed)), strategy.init(first_model(seed))]
-    for number in range(4):
+    for number in range(3):
         save_state(tmp_path, states[1], number)
         states[1] = load_state(tmp_path, type(states[0]))
         assert strategy.used(states[0]) == strategy.used(states[1])
-        _, first = asked(strategy, *_reopened(states[0], tmp_path))
-        _, second = asked(strategy, *_reopened(states[1], tmp_path))
+        (states[0], *first), (states[1], *second) = (play_round(strategy, state, seed) for state in states)
         assert first == second
-        states = [play_round(strategy, state, seed) for state in states]
         assert strategy.version(states[0]) == strategy.version(states[1])
         assert same_model(strategy.model(states[0]), strategy.model(states[1]))
 
 
-def _reopened(state, folder):
-    """A state of its own with which to ask, since asking may change it in place."""
-    save_state(folder / "asking", state, 0)
-    return load_state(folder / "asking", type(state)), view_of()
+@each_strategy
+def test_nothing_is_ready_before_an_update_has_come(case):
+    strategy = built(case)
+    state = strategy.init(first_model())
+    assert not strategy.ready(state, view_of())
+    state, orders = asked(strategy, state, view_of())
+    assert not strategy.ready(state, view_of(busy_with(orders)))
 
 
 @each_strategy
-def test_nothing_is_ready_before_an_update_has_come(name):
-    strategy = built(name)
-    state = strategy.init(first_model(0))
-    assert not strategy.ready(state, view_of())
-    state, _ = asked(strategy, state, view_of())
-    assert not strategy.ready(state, view_of())
+def test_an_update_that_nobody_asked_for_changes_nothing(case):
+    strategy = built(case)
+    state, orders = asked(strategy, strategy.init(first_model()), view_of())
+    foreign = Assignment(assignment_id="x", device_id=DEVICES[0], base_version=0, plan=orders[0].plan)
+    stranger = Assignment(assignment_id="", device_id=DEVICES[-1], base_version=0, plan=orders[0].plan)
+    for order in (foreign, stranger):
+        state = strategy.receive(state, update_for(order, 0))
+    assert not strategy.ready(state, view_of(busy_with(orders)))
+    assert same_model(strategy.model(state), first_model())
 
 
 @each_strategy
-def test_a_strategy_without_devices_waits_and_does_not_fail(name):
-    strategy = built(name)
-    state = strategy.init(first_model(0))
+def test_a_strategy_without_devices_waits_and_does_not_fail(case):
+    strategy = built(case)
+    state = strategy.init(first_model())
     for _ in range(3):
         state, decision = strategy.assign(state, view_of(devices=()))
         assert decision.orders == ()
@@ -226,17 +221,230 @@ def test_a_strategy_without_devices_waits_and_does_not_fail(name):
 
 
 @each_strategy
-def test_devices_are_told_which_of_their_updates_were_used(name):
-    strategy = built(name)
-    state, orders = asked(strategy, strategy.init(first_model(0)), view_of())
-    for order in orders:
-        state = strategy.receive(state, update_for(order, 0))
-    while strategy.ready(state, view_of()):
-        state = strategy.aggregate(state)
-    _, following = asked(strategy, state, view_of())
-    assert {o.device_id: o.settled for o in following} == {o.device_id: (o.assignment_id,) for o in orders}
+def test_it_begins_when_enough_devices_are_there(case):
+    strategy = built(case, min_devices=3)
+    state, orders = asked(strategy, strategy.init(first_model()), view_of(devices=DEVICES[:2]))
+    assert not orders
+    state, orders = asked(strategy, state, view_of(devices=DEVICES[:3]))
+    assert orders
 
 
 @each_strategy
-def test_every_setting_has_a_default(name):
-    assert REQUIRED not in settings_of(name).values()
+def test_a_device_is_given_two_assignments_at_most(case):
+    strategy = built(case)
+    state, orders = asked(strategy, strategy.init(first_model()), view_of())
+    for _ in range(3):
+        state, more = asked(strategy, state, view_of(busy_with(orders)))
+        orders += more
+    assert max(Counter(order.device_id for order in orders).values()) <= 2
+
+
+@each_strategy
+def test_no_more_devices_work_at_a_time_than_the_run_allows(case):
+    limit = 4 if case.endswith(TWO) else 2  # in each of two rounds
+    for rules in ({"max_devices": 2}, {"fraction": 0.4}):
+        strategy = built(case, **rules)
+        state, orders = asked(strategy, strategy.init(first_model()), view_of())
+        assert 1 <= len({order.device_id for order in orders}) <= limit
+        _, more = asked(strategy, state, view_of(busy_with(orders)))
+        assert len({order.device_id for order in [*orders, *more]}) <= limit
+
+
+@each_strategy
+def test_devices_are_told_which_of_their_updates_were_used(case):
+    strategy = built(case)
+    state, orders, used = play_round(strategy, strategy.init(first_model()), 0)
+    _, following = asked(strategy, state, view_of())
+    told = {assignment_id for order in following for assignment_id in order.settled}
+    assert told == set(used)
+    given_to = {order.assignment_id: order.device_id for order in orders}
+    assert all(given_to[settled] == order.device_id for order in following for settled in order.settled)
+
+
+@each_strategy
+def test_every_setting_has_a_default(case):
+    assert REQUIRED not in settings_of(CASES[case][0]).values()
+
+
+def run(strategy, seed, goal=None, **options):
+    """Drives a strategy through the real loop; returns the fleet, the last model and why it ended."""
+    fleet = FaultyFleet(seed, **options)
+    state, reason = drive(
+        strategy,
+        strategy.init(first_model(seed)),
+        fleet=fleet,
+        journal=fleet.journal,
+        goal=goal or Goal(rounds=5),
+        evaluate=EvaluationSchedule(),
+        rounds=RoundCount(versions_per_round=getattr(strategy, "versions_per_round", 1)),
+    )
+    return fleet, strategy.model(state), reason
+
+
+@each_strategy
+@each_seed
+def test_devices_that_die_are_slow_answer_twice_or_late_neither_stop_nor_spoil_a_run(case, seed):
+    fleet, model, reason = run(built(case, deadline_s=4.0, seed=seed), seed)  # the fleet checks every order
+    assert reason == "rounds reached 5"
+    assert fleet.now_s < 600
+    assert all(np.isfinite(tensor).all() for tensor in model.values())
+    assert max(np.abs(tensor).max() for tensor in model.values()) < 1000
+
+
+@each_strategy
+def test_a_run_goes_on_when_everybody_was_lost_and_came_back(case):
+    fleet = FaultyFleet(faults={})
+    fleet.at(0.4, lambda: [event for name in NAMES for event in fleet.leave(name)])
+    fleet.at(500.0, lambda: [event for name in NAMES for event in fleet.join(name)])
+    strategy = built(case)
+    _, reason = drive(
+        strategy,
+        strategy.init(first_model()),
+        fleet=fleet,
+        journal=fleet.journal,
+        goal=Goal(rounds=5),
+        evaluate=EvaluationSchedule(),
+        rounds=RoundCount(versions_per_round=getattr(strategy, "versions_per_round", 1)),
+    )
+    assert reason == "rounds reached 5"
+    assert 500 < fleet.now_s < 700
+
+
+@each_strategy
+def test_the_same_seed_gives_the_same_run_and_another_one_another(case):
+    def trail(seed):
+        fleet, model, _ = run(built(case, max_devices=3, deadline_s=4.0, seed=seed), seed)
+        return [order.assignment_id for order in fleet.given], fleet.journal.used, fleet.now_s, model
+
+    (*first, model), (*again, same), (*_, other) = trail(0), trail(0), trail(1)
+    assert first == again
+    assert same_model(model, same)
+    assert not np.array_equal(model["weight"], other["weight"])
+
+
+class Forgetful:
+    """A strategy whose state is written and read anew before every step: nothing may live anywhere else."""
+
+    def __init__(self, strategy):
+        self.strategy = strategy
+
+    def __getattr__(self, name):
+        return getattr(self.strategy, name)
+
+    def _fresh(self, state):
+        return unpack_state(pack_state(state), type(state))
+
+    def assign(self, state, view):
+        return self.strategy.assign(self._fresh(state), view)
+
+    def receive(self, state, update):
+        return self.strategy.receive(self._fresh(state), update)
+
+    def aggregate(self, state):
+        return self.strategy.aggregate(self._fresh(state))
+
+
+@each_strategy
+def test_a_run_whose_state_is_saved_and_loaded_at_every_step_is_the_same_run(case):
+    first, model, _ = run(built(case, deadline_s=4.0), 0)
+    second, same, _ = run(Forgetful(built(case, deadline_s=4.0)), 0)
+    assert [order.assignment_id for order in first.given] == [order.assignment_id for order in second.given]
+    assert first.journal.used == second.journal.used
+    assert same_model(model, same)
+
+
+@each_strategy
+@pytest.mark.parametrize("kind", ["momentum", "yogi"])
+def test_a_server_optimiser_changes_the_run_or_is_refused_before_it(case, kind):
+    goal = Goal(updates=20)
+    _, plain, _ = run(built(case), 0, goal, faults={})
+    server = replace(TRACKING, kind=kind, learning_rate=0.1)
+    if case.startswith("adacomp"):
+        with pytest.raises(ConfigError, match=r"server\.optimizer"):
+            built(case, server=server)
+        return
+    strategy = built(case, server=server)
+    _, model, _ = run(strategy, 0, goal, faults={})
+    assert not np.array_equal(plain["weight"], model["weight"])
+    assert all(np.isfinite(tensor).all() for tensor in model.values())
+
+
+class Looks:
+    """How many entries of the view were looked at."""
+
+    def __init__(self):
+        self.num = 0
+
+
+class Watched(Mapping, Sequence):
+    """A mapping or a sequence that counts each entry that is looked at; a length costs one, a walk all of it."""
+
+    def __init__(self, entries, looks):
+        self.entries, self.looks = entries, looks
+
+    def __getitem__(self, key):
+        self.looks.num += 1
+        return self.entries[key]
+
+    def __contains__(self, key):
+        self.looks.num += 1 if isinstance(self.entries, dict) else len(self.entries)
+        return key in self.entries
+
+    def get(self, key, default=None):
+        self.looks.num += 1
+        return self.entries.get(key, default)
+
+    def __len__(self):
+        self.looks.num += 1
+        return len(self.entries)
+
+    def __iter__(self):
+        for entry in self.entries:
+            self.looks.num += 1
+            yield entry
+
+
+NUM_DEVICES = 1000
+"""Enough to tell: a strategy that looks at all of them for each event would do so two million times."""
+
+
+@each_strategy
+@pytest.mark.parametrize("rules", [{}, {"fraction": 0.1}])
+def test_an_event_costs_the_same_however_many_devices_there_are(case, rules):
+    strategy, looks = built(case, **rules), Looks()
+    names = [f"n{place:05d}" for place in range(NUM_DEVICES)]
+    busy, idle = {}, list(names)
+    devices = {name: DeviceInfo(device_id=name, blocks={TASK: (place,)}) for place, name in enumerate(names)}
+    view = SimpleNamespace(
+        now_s=0.0, devices=Watched(devices, looks), idle=Watched(idle, looks), busy=Watched(busy, looks),
+        speeds={}, progress={}, vitals={},
+    )  # fmt: skip
+    moved = {"w": np.full(2, 1e-3, np.float32)}
+    state, queue, num_events = strategy.init({"w": np.zeros(2, np.float32)}), [], 0
+    for _ in range(2 * NUM_DEVICES):
+        while strategy.ready(state, view):
+            state = strategy.aggregate(state)
+        state, orders = asked(strategy, state, view)
+        for order in orders:
+            busy.setdefault(order.device_id, []).append(order.assignment_id)
+            queue.append(order)
+        for device_id in {order.device_id for order in orders} & set(idle):
+            idle.remove(device_id)
+        if not queue:
+            break
+        order = queue.pop(0)
+        metrics = UpdateMetrics(num_examples=5, iterations=1, compute_s=1.0, send_s=0.1)
+        update = Update(
+            assignment_id=order.assignment_id, device_id=order.device_id, base_version=order.base_version,
+            tensors=moved, metrics=metrics,
+        )  # fmt: skip
+        busy[order.device_id].remove(order.assignment_id)
+        if not busy[order.device_id]:
+            del busy[order.device_id]
+            idle.append(order.device_id)
+        state = strategy.receive(state, update)
+        num_events += 1
+    # A round may begin with a look at everybody; without rounds there is one beginning.
+    num_begun = 1 if isinstance(strategy, Asynchronous) else 1 + strategy.version(state)
+    allowed = 30 * num_events + 10 * NUM_DEVICES * num_begun
+    assert looks.num < allowed, f"{looks.num} looks for {num_events} events in {num_begun} rounds"

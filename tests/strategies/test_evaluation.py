@@ -18,7 +18,7 @@ def view(*names):
 
 
 def asked(schedule, version, names, *, is_last=False):
-    return [order.device_id for order in schedule(version, view(*names), is_last)]
+    return [order.device_id for order in schedule(version, version, view(*names), is_last)]
 
 
 @pytest.mark.parametrize(
@@ -42,19 +42,19 @@ def test_without_evaluators_the_devices_own_splits_serve():
 
 def test_every_nth_round_and_the_last_one_are_evaluated():
     schedule = EvaluationSchedule(every=3)
-    assert [v for v in range(1, 10) if schedule(v, view("own"), False)] == [3, 6, 9]
-    assert schedule(4, view("own"), True)
+    assert [number for number in range(1, 10) if schedule(number, number, view("own"), False)] == [3, 6, 9]
+    assert schedule(4, 4, view("own"), True)
 
 
-def test_rounds_of_several_updates_are_evaluated_at_their_ends():
-    schedule = EvaluationSchedule(every=2, updates_per_round=3)
-    assert [v for v in range(1, 13) if schedule(v, view("own"), False)] == [6, 12]
-    (order,) = schedule(6, view("own"), False)
+def test_rounds_of_several_versions_count_by_round_and_say_which_version_it_is():
+    schedule = EvaluationSchedule(every=2)
+    assert [number for number in range(1, 5) if schedule(3 * number, number, view("own"), False)] == [2, 4]
+    (order,) = schedule(6, 2, view("own"), False)
     assert (order.version, order.round) == (6, 2)
 
 
 def test_ids_tell_versions_and_devices_apart():
     schedule, ids = EvaluationSchedule(), set()
     for version in (1, 2, 12):
-        ids |= {order.assignment_id for order in schedule(version, view("judge", "own"), False)}
+        ids |= {order.assignment_id for order in schedule(version, version, view("judge", "own"), False)}
     assert len(ids) == 6

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from edgefl.errors import StrategyError
-from edgefl.strategies.fold import Fold, close, receive
+from edgefl.strategies.fold import Fold, move
 from edgefl.types import LazyTensors, SparseTensor, Update, UpdateMetrics
 
 
@@ -18,11 +18,21 @@ def update(name, tensors, num_examples=1):
     )
 
 
-def folded(model, *updates, weights=None, expected=None):
-    fold = Fold(expected=expected or tuple(u.assignment_id for u in updates))
+def receive(fold, one, weight, model, norm=1.0, buffers=frozenset()):
+    fold.keep(one.assignment_id, one, weight=weight, norm=norm)
+    fold.add_next(model, buffers)
+
+
+def close(fold, model, buffers=frozenset()):
+    move(model, fold.displacement(model, buffers))
+
+
+def folded(model, *updates, weights=None, norms=None, buffers=frozenset()):
+    fold = Fold(expected=[u.assignment_id for u in updates])
     for number, one in enumerate(updates):
-        receive(fold, one, weights[number] if weights else float(one.metrics.num_examples), model)
-    close(fold, model)
+        weight = weights[number] if weights else float(one.metrics.num_examples)
+        receive(fold, one, weight, model, norms[number] if norms else 1.0, buffers)
+    close(fold, model, buffers)
     return model
 
 
@@ -100,31 +110,52 @@ def test_updates_are_added_in_the_order_of_their_assignment_whoever_is_first():
     values = {"a": 1e8, "b": 1.0, "c": -1e8}
     sums = set()
     for order in ("abc", "cab", "bca", "cba"):
-        model, fold = {"w": np.zeros(1, np.float32)}, Fold(expected=("a", "b", "c"))
+        model, fold = {"w": np.zeros(1, np.float32)}, Fold(expected=["a", "b", "c"])
         for name in order:
             receive(fold, update(name, {"w": np.array([values[name]], np.float32)}), 1.0, model)
         close(fold, model)
-        assert fold.used == ["a", "b", "c"]
+        assert list(fold.used) == ["a", "b", "c"]
         sums.add(model["w"].tobytes())
     assert len(sums) == 1
 
 
 def test_a_missing_update_does_not_hold_back_the_later_ones():
-    model, fold = {"w": np.zeros(1, np.float32)}, Fold(expected=("a", "b", "c"))
+    model, fold = {"w": np.zeros(1, np.float32)}, Fold(expected=["a", "b", "c"])
     for name in "cb":
         receive(fold, update(name, {"w": np.array([2.0], np.float32)}), 1.0, model)
     assert fold.num_received == 2
     close(fold, model)
-    assert fold.used == ["b", "c"]
+    assert list(fold.used) == ["b", "c"]
     assert model["w"].tolist() == [2.0]
 
 
-def test_unexpected_and_repeated_updates_are_left_out():
-    model, fold = {"w": np.zeros(1, np.float32)}, Fold(expected=("a", "b"))
-    for name, value in (("b", 4.0), ("x", 100.0), ("b", 100.0), ("a", 2.0), ("a", 100.0), ("b", 100.0)):
+def test_the_first_update_for_a_slot_counts_and_the_others_are_left_out():
+    model, fold = {"w": np.zeros(1, np.float32)}, Fold(expected=["a", "b"])
+    for name, value in (("b", 4.0), ("b", 100.0), ("a", 2.0), ("a", 100.0), ("b", 100.0)):
         receive(fold, update(name, {"w": np.array([value], np.float32)}), 1.0, model)
     close(fold, model)
     assert model["w"].tolist() == [3.0]
+
+
+def test_whoever_fills_a_slot_is_named_as_used():
+    model, fold = {"w": np.zeros(1, np.float32)}, Fold(expected=["block:0"])
+    fold.keep("block:0", update("copy-of-b", {"w": np.ones(1, np.float32)}))
+    close(fold, model)
+    assert fold.used == {"block:0": "copy-of-b"}
+
+
+def test_normalised_updates_move_the_model_by_the_mean_norm_times_the_mean_of_displacements_over_norms():
+    model = {"w": np.zeros(1, np.float32), "mean": np.zeros(1, np.float32), "steps": np.array(0)}
+    one = {"w": np.array([8.0], np.float32), "mean": np.array([8.0], np.float32), "steps": np.array(4)}
+    other = {"w": np.array([1.0], np.float32), "mean": np.array([1.0], np.float32), "steps": np.array(1)}
+    folded(
+        model, update("a", one, 30), update("b", other, 10),
+        weights=[3.0, 1.0], norms=[4.0, 1.0], buffers=frozenset({"mean"}),
+    )  # fmt: skip
+    # τ = (3·4 + 1·1)/4, Σ p d/a = (3·8/4 + 1·1/1)/4; a running mean is averaged as it is.
+    assert model["w"].tolist() == [13 / 4 * 7 / 4]
+    assert model["mean"].tolist() == [25 / 4]
+    assert model["steps"] == 4
 
 
 def test_only_one_decoded_update_is_in_memory_at_a_time():
@@ -142,7 +173,7 @@ def test_only_one_decoded_update_is_in_memory_at_a_time():
             super().release()
             alive.append(("", "out"))
 
-    fold, model = Fold(expected=("a", "b", "c")), {"w": np.zeros(1, np.float32)}
+    fold, model = Fold(expected=["a", "b", "c"]), {"w": np.zeros(1, np.float32)}
     for name in "cab":
         receive(fold, update(name, Watched(name)), 1.0, model)
     close(fold, model)

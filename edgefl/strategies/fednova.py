@@ -1,0 +1,102 @@
+"""FedNova: Wang et al., Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization, 2020.
+
+Devices that take more local steps pull the mean towards their own optimum. Normalised averaging divides every
+displacement by the weight a_i that its local optimiser gave to its gradients, and moves by the mean times τ_eff:
+Δ = τ_eff Σ p_i Δ_i / |a_i|_1 with τ_eff = Σ p_i |a_i|_1 (section 4), so that equal steps give `fedavg`.
+
+Source: NeurIPS 2020. Differs from the authors' code: with a proximal term it takes Σ p_i τ_i for τ_eff, which is
+larger.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from edgefl.errors import ConfigError
+from edgefl.strategies.fedavg import by_examples
+from edgefl.strategies.rounds import RoundRules, RoundState, Synchronous
+from edgefl.strategies.schedules import Schedule
+from edgefl.strategies.settings import TrainingSettings
+from edgefl.types import Algorithm, LocalPlan, Update
+
+KNOWN = (Algorithm.SGD, Algorithm.PROX, Algorithm.DECAY, Algorithm.GRADIENT)
+"""Local algorithms whose displacement is a sum of gradients with weights that do not depend on them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FedNova(TrainingSettings):
+    """Settings of a run with `fednova`; `mu` above 0 trains with a proximal term, as `fedprox`."""
+
+    mu: float = 0.0
+
+    def plan(self) -> LocalPlan:
+        if not (math.isfinite(self.mu) and self.mu >= 0):
+            raise ConfigError(f"strategy.mu must be a number of 0 or more, got {self.mu!r}")
+        plan = TrainingSettings.plan(self)
+        if self.mu and plan.algorithm == Algorithm.SGD:
+            plan = replace(plan, algorithm=Algorithm.PROX)
+        if plan.algorithm == Algorithm.PROX:
+            plan = replace(plan, options={"mu": float(self.mu)})
+        check_normalizable(plan, "fednova")
+        return plan
+
+    def build(self, rules: RoundRules) -> Synchronous[RoundState]:
+        plan, rate = self.plan(), self.rate()
+        return Synchronous(plan=plan, weigh=by_examples, rules=rules, norm=normalizer(plan, rate), rate=rate)
+
+
+def normalizer(plan: LocalPlan, rate: Schedule) -> Callable[[Update], float]:
+    """Returns |a|_1 of an update that followed `plan`, as a function of the steps that its device really took.
+
+    Args:
+        plan: of the first round.
+        rate: closed rounds -> factor of its learning rate.
+    """
+
+    def norm(update: Update) -> float:
+        learning_rate = plan.learning_rate * rate(update.base_version)
+        return step_weight(replace(plan, learning_rate=learning_rate), update.metrics.iterations)
+
+    return norm
+
+
+def step_weight(plan: LocalPlan, iterations: int) -> float:
+    """Returns |a|_1: by how many learning rates τ local steps move a weight whose gradient is always 1.
+
+    With momentum m: (τ - m(1 - m^τ)/(1 - m)) / (1 - m). With a proximal term μ and the learning rate η:
+    (1 - (1 - ημ)^τ) / (ημ). Other combinations: by the recursion itself.
+
+    Args:
+        plan: algorithm, learning rate, momentum and options.
+        iterations: τ; a device that took none counts as one.
+    """
+    steps, momentum = max(1, iterations), plan.momentum
+    mu = float(plan.options.get("mu", 0.0)) if plan.algorithm == Algorithm.PROX else 0.0
+    pull, decays = plan.learning_rate * mu, plan.algorithm == Algorithm.DECAY
+    if plan.algorithm == Algorithm.GRADIENT:
+        return 1.0
+    if pull and not momentum:
+        return (1.0 - (1.0 - pull) ** steps) / pull
+    if not pull and not decays:
+        return (steps - momentum * (1.0 - momentum**steps) / (1.0 - momentum)) / (1.0 - momentum)
+    moved = velocity = 0.0
+    for step in range(1, steps + 1):
+        velocity = momentum * velocity + 1.0 - pull * moved
+        moved += velocity / math.sqrt(step) if decays else velocity
+    return moved
+
+
+def check_normalizable(plan: LocalPlan, name: str) -> None:
+    """Accepts a plan whose displacements can be normalised.
+
+    Raises:
+        ConfigError: its local optimiser weighs gradients by what they are, or remembers earlier rounds.
+    """
+    if plan.algorithm not in KNOWN:
+        raise ConfigError(f"strategy.optimizer: {name} can normalise {', '.join(KNOWN)}, got {plan.algorithm!r}")
+    if plan.keeps_state and (plan.momentum or plan.algorithm == Algorithm.DECAY):
+        raise ConfigError(f"strategy.keep_optimizer: {name} cannot normalise what lives on from round to round")
+    if plan.momentum >= 1:
+        raise ConfigError(f"strategy.momentum must be below 1 for {name}, got {plan.momentum!r}")

@@ -1,0 +1,46 @@
+"""Learning rates that change from round to round, as one line a person can type.
+
+`constant`, `step:N:F` (times F every N rounds), `exponential:F` (times F every round), `inverse-sqrt` (over the
+square root of the round), `cosine:N` (down to zero in N rounds), `linear:N` (likewise, in a straight line).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from edgefl.errors import ConfigError
+
+SCHEDULES = ("constant", "step:N:F", "exponential:F", "inverse-sqrt", "cosine:N", "linear:N")
+
+Schedule = Callable[[int], float]
+"""Number of closed rounds -> factor of the learning rate, 1 at first."""
+
+
+def parse_schedule(spec: str) -> Schedule:
+    """Returns the schedule behind one line.
+
+    Raises:
+        ConfigError: there is no such schedule, or a number of it makes no sense.
+    """
+    name, *numbers = spec.split(":")
+    try:
+        values = [float(number) for number in numbers]
+    except ValueError:
+        values = [math.nan]
+    if not all(math.isfinite(value) and value > 0 for value in values):
+        raise ConfigError(f"strategy.schedule: the numbers of {spec!r} must be finite and above 0")
+    match name, values:
+        case "constant", []:
+            return lambda _: 1.0
+        case "step", [every, factor]:
+            return lambda done: factor ** (done // every)
+        case "exponential", [factor]:
+            return lambda done: factor**done
+        case "inverse-sqrt", []:
+            return lambda done: 1.0 / math.sqrt(done + 1)
+        case "cosine", [length]:
+            return lambda done: 0.5 * (1.0 + math.cos(math.pi * min(1.0, done / length)))
+        case "linear", [length]:
+            return lambda done: max(0.0, 1.0 - done / length)
+    raise ConfigError(f"strategy.schedule must be one of {', '.join(SCHEDULES)}, got {spec!r}")

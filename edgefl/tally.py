@@ -1,0 +1,189 @@
+"""What a run is measured against: its rounds, its goal, its score, and whether there is any hope left."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from edgefl.errors import RunFailedError
+from edgefl.types import (
+    Assignment,
+    Evaluated,
+    Evaluation,
+    Event,
+    FleetView,
+    Lost,
+    Order,
+    Outcome,
+    Role,
+    Stop,
+    Update,
+)
+
+GIVE_UP_AFTER = 3
+"""The run fails when every device has failed so often since the last update that arrived."""
+MAX_ACCURACY_OVER = 100
+"""So many accuracies are remembered."""
+
+
+@dataclass(slots=True)
+class RoundCount:
+    """Counts rounds: so many versions are one. None until the first work is given out: then the number of devices."""
+
+    versions_per_round: int | None = 1
+
+    def begin(self, num_devices: int) -> None:
+        """Takes the number of devices that the first work is given to, unless the number is known."""
+        if self.versions_per_round is None:
+            self.versions_per_round = max(1, num_devices)
+
+    def of(self, version: int) -> int:
+        """Returns the round that the aggregation to `version` belongs to; version 0 is before the first."""
+        return math.ceil(version / (self.versions_per_round or 1))
+
+    def closed(self, version: int) -> int:
+        """Returns how many rounds are whole at `version`."""
+        return version // (self.versions_per_round or 1)
+
+    def ends_at(self, version: int) -> bool:
+        return version % (self.versions_per_round or 1) == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """When a run is over: whichever is reached first; None does not count. `seconds` count from the first work.
+
+    `accuracy` is to be reached by the mean of the last `accuracy_over` evaluated versions.
+    """
+
+    rounds: int | None = None
+    updates: int | None = None
+    seconds: float | None = None
+    bytes: int | None = None
+    accuracy: float | None = None
+    accuracy_over: int = 1
+
+
+@dataclass(slots=True)
+class Scoreboard:
+    """`accuracy` is that of the newest version that everybody who was asked has evaluated, or been lost over.
+
+    It is the mean over the test examples of the evaluators; of the devices' own splits where there is no evaluator.
+    """
+
+    accuracy: float | None = None
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_ACCURACY_OVER))
+    version: int = -1
+    asked: int = -1
+    outstanding: dict[str, int] = field(default_factory=dict)
+    results: dict[int, list[Evaluated]] = field(default_factory=dict)
+
+    def ask(self, orders: Sequence[Order]) -> None:
+        self.outstanding |= {o.assignment_id: o.version for o in orders if isinstance(o, Evaluation)}
+        self.asked = max([self.asked, *self.outstanding.values()])
+
+    def note(self, event: Evaluated | Lost) -> None:
+        version = self.outstanding.pop(event.assignment_id, None)
+        if version is None:
+            return
+        if isinstance(event, Evaluated):
+            self.results.setdefault(version, []).append(event)
+        if version not in self.outstanding.values():
+            self._score(version, self.results.pop(version, []))
+
+    def mean(self, count: int) -> float | None:
+        """Returns the mean accuracy of the last `count` evaluated versions, None before there are so many."""
+        last = list(self.recent)[-count:]
+        return sum(last) / count if len(last) == count else None
+
+    def reached(self, goal: Goal) -> bool:
+        mean = self.mean(goal.accuracy_over)
+        return goal.accuracy is not None and mean is not None and mean >= goal.accuracy
+
+    def _score(self, version: int, results: Sequence[Evaluated]) -> None:
+        chosen = [result for result in results if result.source != "device"] or results
+        num_examples = sum(result.num_examples for result in chosen)
+        if num_examples and version > self.version:
+            self.version = version
+            self.accuracy = sum(result.accuracy * result.num_examples for result in chosen) / num_examples
+            self.recent.append(self.accuracy)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the goal is measured against."""
+
+    rounds: RoundCount = field(default_factory=RoundCount)
+    version: int = 0
+    updates: int = 0
+    bytes: int = 0
+    started_s: float | None = None
+    stop_reason: str | None = None
+    scores: Scoreboard = field(default_factory=Scoreboard)
+    failures: dict[str, int] = field(default_factory=dict)
+    last_failure: str = ""
+    has_new_failure: bool = False
+
+    def give(self, orders: Sequence[Order], now_s: float) -> None:
+        self.scores.ask(orders)
+        if self.started_s is None and (asked := {o.device_id for o in orders if isinstance(o, Assignment)}):
+            self.started_s = now_s
+            self.rounds.begin(len(asked))
+
+    def note(self, event: Event) -> None:
+        match event:
+            case Update():
+                self.bytes += event.metrics.bytes_up + event.metrics.bytes_down
+                self.failures.clear()
+            case Lost() if event.assignment_id not in self.scores.outstanding:
+                if event.outcome in {Outcome.FAILED, Outcome.REFUSED}:
+                    self.failures[event.device_id] = self.failures.get(event.device_id, 0) + 1
+                    self.last_failure = f"{event.device_id}: {event.reason}"
+                    self.has_new_failure = True
+            case Evaluated():
+                self.bytes += event.bytes_up + event.bytes_down
+                self.scores.note(event)
+            case Lost():
+                self.scores.note(event)
+            case Stop():
+                self.stop_reason = event.reason
+
+    def reached(self, goal: Goal, now_s: float) -> str | None:
+        """Returns why the run is over, or None."""
+        facts: tuple[tuple[str, float | None, float | None], ...] = (
+            ("rounds", self.rounds.closed(self.version), goal.rounds),
+            ("updates", self.updates, goal.updates),
+            ("seconds", None if self.started_s is None else now_s - self.started_s, goal.seconds),
+            ("bytes", self.bytes, goal.bytes),
+            ("accuracy", self.scores.mean(goal.accuracy_over), goal.accuracy),
+        )
+        for name, value, limit in facts:
+            if value is not None and limit is not None and value >= limit:
+                return f"{name} reached {limit:g}"
+        return self.stop_reason
+
+    def next_wake_s(self, goal: Goal, until_s: float, *, is_over: bool) -> float:
+        """Returns when to look again: at `until_s`, or earlier when the time of the run ends before."""
+        if is_over or goal.seconds is None or self.started_s is None:
+            return until_s
+        return min(until_s, self.started_s + goal.seconds)
+
+    def check_hope(self, view: FleetView, barred: Collection[str]) -> None:
+        """Ends a run that no device can do, instead of asking for ever.
+
+        Raises:
+            RunFailedError: every trainer that is there fails again and again, and nobody brought an update.
+        """
+        # Nothing else takes hope away, and a look at every device at every turn is too much for a large fleet.
+        if not self.has_new_failure:
+            return
+        self.has_new_failure = False
+        if not self.failures and not barred:  # nothing went wrong: no reason to look at everybody
+            return
+        trainers = [info.device_id for info in view.devices.values() if info.role == Role.TRAINER]
+        if trainers and all(self.failures.get(name, 0) >= GIVE_UP_AFTER or name in barred for name in trainers):
+            raise RunFailedError(
+                f"no device can do this work, each failed {GIVE_UP_AFTER} times or is flagged; {self.last_failure}"
+            )

@@ -1,0 +1,64 @@
+import pytest
+
+from edgefl.strategies.barrier import Step, alarm_s, failure, step
+from edgefl.strategies.open_round import OpenRound
+from edgefl.strategies.round_rules import RoundRules
+from edgefl.types import Update, UpdateMetrics
+
+
+def waiting(*, since_s=10.0, answered=False):
+    opened = OpenRound(since_s=since_s)
+    opened.ask("v0-a1-a", "a")
+    if answered:
+        update = Update(assignment_id="v0-a1-a", device_id="a", base_version=0, tensors={}, metrics=UpdateMetrics())
+        opened.fold.keep("v0-a1-a", update)
+    return opened
+
+
+def steps(opened, rules, *times):
+    return [step(opened, rules, now_s) for now_s in times]
+
+
+def test_without_a_barrier_a_round_waits_for_ever():
+    opened = waiting()
+    assert steps(opened, RoundRules(), 10.0, 1e9) == [Step.WAIT, Step.WAIT]
+    assert alarm_s(opened, RoundRules()) is None
+
+
+def test_the_rescue_comes_once_and_the_end_after_the_same_time_again():
+    opened, rules = waiting(), RoundRules(barrier_s=5.0, rescue="none")
+    assert steps(opened, rules, 14.9, 15.0, 15.0, 19.9, 20.0) == [
+        Step.WAIT, Step.RESCUE, Step.WAIT, Step.WAIT, Step.FAIL,
+    ]  # fmt: skip
+
+
+def test_going_on_closes_late_when_somebody_has_answered_after_the_recall():
+    rules = RoundRules(barrier_s=5.0, rescue="go-on")
+    assert steps(waiting(answered=True), rules, 15.0, 20.0) == [Step.RESCUE, Step.CLOSE]
+    assert steps(waiting(), rules, 15.0, 20.0) == [Step.RESCUE, Step.FAIL]
+
+
+def test_the_alarm_rings_when_there_is_something_to_do():
+    opened, rules = waiting(), RoundRules(barrier_s=5.0, rescue="none")
+    assert alarm_s(opened, rules) == 15.0
+    assert step(opened, rules, alarm_s(opened, rules)) is Step.RESCUE
+    assert alarm_s(opened, rules) == 20.0
+    assert step(opened, rules, alarm_s(opened, rules)) is Step.FAIL
+
+
+@pytest.mark.parametrize("start", [0.1, 7.3, 1234567.89])
+def test_rounding_does_not_make_the_alarm_ring_too_early(start):
+    opened, rules = waiting(since_s=start), RoundRules(barrier_s=0.3, rescue="none")
+    now_s = start + (alarm_s(opened, rules) - start)  # as a fleet adds up what it was told to wait
+    assert step(opened, rules, now_s) is Step.RESCUE
+
+
+def test_a_round_that_is_given_up_is_not_rescued_any_more():
+    opened = waiting()
+    opened.is_given_up = True
+    assert step(opened, RoundRules(barrier_s=5.0), 1e9) is Step.WAIT
+
+
+def test_the_failure_names_each_device_once():
+    error = failure(waiting(), RoundRules(barrier_s=5.0), number=4, now_s=20.0, missing=["a", "b", "a"])
+    assert str(error).startswith("round 4 waited 10 s for a, b: barrier_s = 5 passed twice")

@@ -1,0 +1,154 @@
+"""`bounded`: ssgd at 0, asgd at -1, and in between nobody runs too far ahead of the slowest that is alive."""
+
+import numpy as np
+import pytest
+from faulty_fleet import FaultyFleet, first_model
+
+from edgefl.errors import ConfigError
+from edgefl.loop import drive
+from edgefl.strategies.asgd import ASGD
+from edgefl.strategies.bounded import BoundedStaleness
+from edgefl.strategies.evaluation import EvaluationSchedule
+from edgefl.strategies.rounds import RoundRules
+from edgefl.strategies.ssgd import SSGD
+from edgefl.tally import Goal
+
+NOBODY = EvaluationSchedule(who="none")
+
+
+class Clocks(FaultyFleet):
+    """Notes the number of finished steps of everybody at work whenever somebody begins one."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.steps, self.leads = dict.fromkeys(self.info, 0), []
+
+    def begin(self, order):
+        at_work = {other.device_id for other in self.out.values()} & self.present
+        slowest = min((self.steps[name] for name in at_work), default=self.steps[order.device_id])
+        self.leads.append(self.steps[order.device_id] - slowest)
+        super().begin(order)
+
+    def update(self, order, *args):
+        self.steps[order.device_id] += 1
+        return super().update(order, *args)
+
+
+def run(settings, updates=60, faults=None, fleet_of=Clocks, **rules):
+    strategy = settings.build(RoundRules(**rules))
+    fleet = fleet_of(faults=faults or {})
+    state, reason = drive(
+        strategy, strategy.init(first_model()), fleet=fleet, journal=fleet.journal, goal=Goal(updates=updates),
+        evaluate=NOBODY,
+    )  # fmt: skip
+    return fleet, strategy.model(state), reason
+
+
+def same(one, other):
+    return all(one[name].tobytes() == other[name].tobytes() for name in one)
+
+
+def test_a_bound_of_nothing_is_ssgd_to_the_last_bit():
+    first, model, _ = run(BoundedStaleness(staleness=0, learning_rate=0.1))
+    second, other, _ = run(SSGD(learning_rate=0.1))
+    assert first.given == second.given
+    assert first.journal.used == second.journal.used
+    assert same(model, other)
+
+
+def test_no_bound_is_asgd_to_the_last_bit():
+    first, model, _ = run(BoundedStaleness(staleness=-1, learning_rate=0.1), faults={"b": "slow"})
+    second, other, _ = run(ASGD(learning_rate=0.1), faults={"b": "slow"})
+    assert first.given == second.given
+    assert same(model, other)
+
+
+def test_a_bound_that_nobody_reaches_is_asgd_to_the_last_bit():
+    _, model, _ = run(BoundedStaleness(staleness=1000), faults={"b": "slow"})
+    _, other, _ = run(ASGD(), faults={"b": "slow"})
+    assert same(model, other)
+
+
+@pytest.mark.parametrize("bound", [1, 2, 5])
+def test_nobody_begins_a_step_further_ahead_of_the_slowest_than_the_bound(bound):
+    fleet, _, reason = run(BoundedStaleness(staleness=bound), updates=120, faults={"b": "slow"})
+    assert reason == "updates reached 120"
+    assert max(fleet.leads) == bound
+    without, _, _ = run(ASGD(), updates=120, faults={"b": "slow"})
+    assert max(without.leads) > 5
+
+
+def test_the_slowest_leaves_the_bound_when_it_dies_and_nobody_waits_for_it():
+    fleet, _, _ = run(BoundedStaleness(staleness=1), updates=100, faults={"b": "slow"})
+    dying = Clocks(faults={"b": "slow"})
+    dying.at(1.0, lambda: dying.leave("b"))
+    strategy = BoundedStaleness(staleness=1).build(RoundRules())
+    drive(
+        strategy, strategy.init(first_model()), fleet=dying, journal=dying.journal, goal=Goal(updates=100),
+        evaluate=NOBODY,
+    )  # fmt: skip
+    assert dying.now_s < fleet.now_s / 2
+
+
+def test_one_that_comes_back_goes_on_at_the_pace_of_the_slowest():
+    fleet = Clocks(faults={})
+    fleet.at(0.1, lambda: fleet.leave("b"))
+    fleet.at(5.0, lambda: fleet.join("b"))
+    strategy = BoundedStaleness(staleness=1).build(RoundRules())
+    state, _ = drive(
+        strategy, strategy.init(first_model()), fleet=fleet, journal=fleet.journal, goal=Goal(updates=200),
+        evaluate=NOBODY,
+    )  # fmt: skip
+    assert max(state.clocks.values()) - min(state.clocks.values()) <= 2
+    assert fleet.steps["b"] > 5  # and the others did not wait until it had made up what it missed
+    assert fleet.steps["a"] - fleet.steps["b"] > 10
+
+
+def test_a_board_that_always_fails_holds_nobody_up():
+    fleet, _, reason = run(BoundedStaleness(staleness=1), updates=100, faults={"b": "fails", "c": "fails"})
+    assert reason == "updates reached 100"
+    assert fleet.now_s < 20
+
+
+def test_everybody_gets_a_turn_when_few_may_work_at_a_time():
+    fleet, _, reason = run(BoundedStaleness(staleness=2), updates=100, faults={"b": "slow"}, max_devices=3)
+    assert reason == "updates reached 100"
+    assert len({order.device_id for order in fleet.given}) == len(fleet.info)
+
+
+def test_a_board_that_rests_holds_nobody_up_when_the_slowest_has_died():
+    strategy = BoundedStaleness(staleness=1).build(RoundRules())
+    state, fleet = strategy.init(first_model()), FaultyFleet(faults={}, names=("a", "b", "c"))
+
+    def asked(*lost):
+        nonlocal state
+        for order in [order for order in fleet.out.values() if order.device_id in lost]:
+            del fleet.out[order.assignment_id]
+        state, decision = strategy.assign(state, fleet.view())
+        fleet.out |= {order.assignment_id: order for order in decision.orders}
+        return [order.device_id for order in decision.orders]
+
+    def answer(name):
+        nonlocal state
+        (order,) = [order for order in fleet.out.values() if order.device_id == name]
+        del fleet.out[order.assignment_id]
+        state = strategy.aggregate(strategy.receive(state, fleet.update(order, 1, 0.1)))
+
+    assert asked() == ["a", "b", "c"]
+    assert asked("b") == ["b"]
+    assert asked("b") == []  # twice lost: it rests
+    for expected in (["a"], []):  # two steps ahead of c, a waits
+        answer("a")
+        assert asked() == expected
+    fleet.present.discard("c")
+    assert asked("c") == ["a"]
+
+
+def test_a_bound_that_makes_no_sense_is_named():
+    with pytest.raises(ConfigError, match=r"strategy\.staleness must be 0 or more steps, or -1 for no bound, got -2"):
+        BoundedStaleness(staleness=-2).build(RoundRules())
+
+
+def test_the_model_stays_finite_with_a_delay_at_the_bound():
+    _, model, _ = run(BoundedStaleness(staleness=3), faults={"b": "slow"})
+    assert all(np.isfinite(tensor).all() for tensor in model.values())

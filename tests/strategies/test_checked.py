@@ -1,0 +1,435 @@
+"""A strategy that breaks its contract ends its run, with a line that names strategy and method."""
+
+import re
+import sys
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from edgefl.assembly import assemble
+from edgefl.config import parse_run
+from edgefl.errors import ConfigError, JournalError, RunFailedError, StoreError, StrategyError
+from edgefl.local_fleet import LocalFleet
+from edgefl.local_run import cut_devices
+from edgefl.loop import drive
+from edgefl.storage.state_files import pack_state
+from edgefl.strategies.checked import METHODS, Checked, make_checked
+from edgefl.tally import Goal
+from edgefl.types import (
+    Assignment,
+    Decision,
+    DeviceInfo,
+    Evaluation,
+    LazyTensors,
+    LocalPlan,
+    Recall,
+    Role,
+    Update,
+    UpdateMetrics,
+)
+
+NAME = "mine:Median"
+MODEL = {"w": np.zeros(3, np.float32), "n": np.array(0, np.int64)}
+PLAN = LocalPlan(iterations=1)
+
+
+@dataclass
+class State:
+    model: dict = field(default_factory=dict)
+    version: int = 0
+    asked: tuple = ()
+    got: list = field(default_factory=list)
+    used: tuple = ()
+
+
+@dataclass
+class OtherState:
+    version: int = 0
+
+
+class Mean:
+    """Works; the tests replace one method at a time by one that does not."""
+
+    def init(self, model):
+        return State(model={name: tensor.copy() for name, tensor in model.items()})
+
+    def assign(self, state, view):
+        if state.asked:
+            return state, Decision()
+        state.asked = tuple(f"v{state.version}-{name}" for name in view.idle)
+        orders = [assignment(key, name, state.version) for key, name in zip(state.asked, view.idle, strict=True)]
+        return state, Decision(orders=tuple(orders), next_wake_s=1)
+
+    def receive(self, state, update):
+        state.got.append(update)
+        return state
+
+    def ready(self, state, view):
+        return bool(state.asked) and len(state.got) == len(state.asked)
+
+    def aggregate(self, state):
+        state.model["w"] += np.mean([update.tensors["w"] for update in state.got], axis=0)
+        used = tuple(update.assignment_id for update in state.got)
+        return State(model=state.model, version=state.version + 1, used=used)
+
+    def model(self, state):
+        return state.model
+
+    def version(self, state):
+        return state.version
+
+    def used(self, state):
+        return state.used
+
+    def changed(self, state, since):
+        return None
+
+
+def assignment(key="a1", device="pi-1", version=0, plan=PLAN):
+    return Assignment(assignment_id=key, device_id=device, base_version=version, plan=plan)
+
+
+class Devices:
+    """A fleet whose devices answer each order at once."""
+
+    def __init__(self, *names):
+        self.names, self.answers, self.busy = names, [], {}
+
+    def view(self):
+        devices = {name: DeviceInfo(device_id=name) for name in self.names}
+        devices["judge"] = DeviceInfo(device_id="judge", role=Role.EVALUATOR)
+        idle = [name for name in self.names if name not in self.busy]
+        return SimpleNamespace(
+            now_s=0.0, devices=devices, idle=idle, busy=self.busy, speeds={}, progress={}, vitals={}
+        )
+
+    def dispatch(self, orders, source):
+        assert source.model()["w"].shape == (3,)
+        for order in orders:
+            self.busy[order.device_id] = (order.assignment_id,)
+            self.answers.append(update_of(order.assignment_id, order.device_id))
+
+    def wait(self, until_s):
+        events, self.answers, self.busy = self.answers, [], {}
+        return events
+
+
+class Notes:
+    def received(self, events):
+        return events
+
+    def decided(self, decision):
+        pass
+
+    def aggregated(self, version, assignment_ids, state):
+        pass
+
+    def commit(self):
+        pass
+
+
+def update_of(key="a1", device="pi-1", tensors=None):
+    if tensors is None:
+        tensors = {"w": np.ones(3, np.float32), "n": np.array(0)}
+    return Update(
+        assignment_id=key, device_id=device, base_version=0, tensors=tensors, metrics=UpdateMetrics(num_examples=1)
+    )
+
+
+def run_with(**methods):
+    """Drives a strategy with some methods replaced until three rounds are done."""
+    strategy = Mean()
+    for name, method in methods.items():
+        setattr(strategy, name, method)
+    checked = make_checked(NAME, lambda: strategy)
+    state, reason = drive(
+        checked,
+        checked.init(MODEL),
+        fleet=Devices("pi-1", "pi-2"),
+        journal=Notes(),
+        goal=Goal(rounds=3),
+        evaluate=lambda *_: (),
+    )
+    return checked.model(state), reason
+
+
+def raises(error):
+    def method(*_):
+        raise error
+
+    return method
+
+
+def test_a_strategy_that_keeps_its_contract_is_left_alone():
+    model, reason = run_with()
+    assert model["w"].tolist() == [3, 3, 3]
+    assert reason == "rounds reached 3"
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "changed"])
+def test_an_exception_in_any_method_is_told_with_its_name(method):
+    with pytest.raises(StrategyError, match=f"^strategy mine:Median: {method} raised ValueError: no such") as caught:
+        run_with(**{method: raises(ValueError("no such luck"))})
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), RecursionError("deep"), AssertionError(), KeyError("w")])
+def test_no_kind_of_exception_passes(error):
+    with pytest.raises(StrategyError, match=f"aggregate raised {type(error).__name__}") as caught:
+        run_with(aggregate=raises(error))
+    assert caught.value.__cause__ is error
+
+
+def test_the_line_of_the_strategys_own_file_is_told():
+    class Broken(Mean):
+        def aggregate(self, state):
+            return self.halve(state.got)
+
+        def halve(self, got):
+            return np.zeros(2) + np.zeros(len(got) + 1)
+
+    checked = Checked(strategy=Broken(), name=NAME)
+    with pytest.raises(StrategyError, match=r"aggregate raised ValueError: operands .* \(in halve, line \d+\)$"):
+        checked.aggregate(State(got=[1, 2]))
+
+
+def test_what_a_strategy_says_itself_is_kept():
+    with pytest.raises(StrategyError, match=r"^strategy mine:Median: combine returned no tensor 'w'$"):
+        run_with(aggregate=raises(StrategyError("combine returned no tensor 'w'")))
+
+
+@pytest.mark.parametrize("error", [StoreError("disk"), JournalError("damaged")])
+def test_a_journal_that_cannot_be_read_is_no_fault_of_the_strategy(error):
+    with pytest.raises(type(error), match=str(error)):
+        run_with(receive=raises(error))
+
+    def load():
+        raise JournalError("gone")
+
+    checked = Checked(strategy=Mean(), name=NAME)
+    state = checked.receive(checked.init(MODEL), update_of(tensors=LazyTensors(load)))
+    with pytest.raises(JournalError, match="gone"):
+        checked.aggregate(state)
+
+
+@pytest.mark.parametrize(
+    ("method", "value", "told"),
+    [
+        ("init", {}, "init returned a dict, it must return a dataclass"),
+        ("init", State, "init returned a type, it must return a dataclass"),
+        ("assign", None, "assign returned None, it must return a pair of state and Decision"),
+        ("assign", State(), "assign returned a State, it must return a pair"),
+        ("assign", (State(), [assignment()]), "assign returned a list, it must return a Decision after the state"),
+        ("assign", (None, Decision()), "assign returned None, it must return the state, a State"),
+        ("assign", (OtherState(), Decision()), "assign returned an OtherState, it must return the state"),
+        ("assign", (State(), Decision(orders=None)), "assign returned None, it must return a tuple of orders"),
+        ("assign", (State(), Decision(orders=("go",))), "assign returned 'go', it must return Assignments"),
+        ("assign", (State(), Decision(next_wake_s="soon")), "next_wake_s = 'soon', it must be seconds"),
+        ("assign", (State(), Decision(next_wake_s=-1)), "next_wake_s = -1"),
+        ("assign", (State(), Decision(next_wake_s=float("nan"))), "next_wake_s = nan"),
+        ("receive", None, "receive returned None, it must return the state, a State"),
+        ("ready", None, "ready returned None, it must return True or False"),
+        ("ready", 1, "ready returned 1, it must return True or False"),
+        ("aggregate", None, "aggregate returned None, it must return the state, a State"),
+        ("model", [np.zeros(3)], "model returned a list, it must return tensors by name"),
+        ("model", {"w": [0, 0, 0]}, "model returned a list, it must return an array for tensor 'w'"),
+        ("model", {"w": MODEL["w"]}, "model returned a model without tensor 'n'"),
+        ("model", {**MODEL, "x": MODEL["w"]}, "model returned a tensor 'x' that the task does not have"),
+        ("model", {**MODEL, "w": np.zeros(4, np.float32)}, "tensor 'w' as float32 (4,), it must be float32 (3,)"),
+        ("model", {**MODEL, "w": np.zeros(3)}, "tensor 'w' as float64 (3,), it must be float32 (3,)"),
+        ("version", 1.0, "version returned 1.0, it must return a whole number"),
+        ("version", None, "version returned None"),
+        ("used", "v0-pi-1", "used returned 'v0-pi-1', it must return a tuple of assignment ids"),
+        ("used", [1], "used returned a list, it must return a tuple of assignment ids"),
+    ],
+)
+def test_a_wrong_return_is_told_with_what_is_right(method, value, told):
+    with pytest.raises(StrategyError, match=f"^strategy mine:Median: .*{re.escape(told)}"):
+        run_with(**{method: lambda *_: value})
+
+
+def test_changed_may_only_name_indices():
+    checked = Checked(strategy=Mean(), name=NAME)
+    assert checked.changed(State(), 0) is None
+    checked.strategy.changed = lambda *_: [1, 2]
+    with pytest.raises(StrategyError, match="changed returned a list, it must return indices by tensor, or None"):
+        checked.changed(State(), 0)
+
+
+def assigns(*orders):
+    return lambda state, _view: (state, Decision(orders=orders))
+
+
+@pytest.mark.parametrize(
+    ("orders", "told"),
+    [
+        ([assignment(device="pi-9")], "assign gave work to device 'pi-9', which is not there"),
+        ([Evaluation(assignment_id="e", device_id="x", version=0, round=0)], "device 'x', which is not there"),
+        ([assignment(device="judge")], "gave device 'judge' training to do, but it is an evaluator"),
+        ([assignment(), assignment(device="pi-2")], "assign used assignment id 'a1' a second time"),
+        (
+            [assignment("a"), assignment("b"), assignment("c")],
+            "gave device 'pi-1' 3 assignments at a time, 2 at most",
+        ),
+        ([assignment(plan={"iterations": 1})], "gave device 'pi-1' the plan a dict, it must be a LocalPlan"),
+        ([assignment(plan=LocalPlan())], "a plan that needs exactly one of iterations, epochs and seconds"),
+        ([assignment(plan=LocalPlan(iterations=1, seconds=2))], "exactly one of iterations, epochs and seconds"),
+    ],
+)
+def test_an_order_that_nobody_can_follow_is_refused(orders, told):
+    with pytest.raises(StrategyError, match=re.escape(told)):
+        run_with(assign=assigns(*orders))
+
+
+def test_an_assignment_id_of_an_earlier_round_is_refused():
+    checked = Checked(strategy=Mean(), name=NAME)
+    view, state = Devices("pi-1").view(), checked.init(MODEL)
+    checked.strategy.assign = assigns(assignment("same"))
+    checked.assign(state, view)
+    with pytest.raises(StrategyError, match="assign used assignment id 'same' a second time"):
+        checked.assign(state, view)
+
+
+def test_a_device_that_left_may_still_be_recalled():
+    checked = Checked(strategy=Mean(), name=NAME)
+    checked.strategy.assign = assigns(Recall(assignment_id="a", device_id="gone"))
+    assert checked.assign(checked.init(MODEL), Devices("pi-1").view())[1].orders
+
+
+def test_a_version_never_goes_down():
+    versions = iter([0, 0, 1, 0])
+    with pytest.raises(StrategyError, match="version went down from 1 to 0"):
+        run_with(version=lambda _: next(versions))
+
+
+def test_an_aggregation_is_a_new_version():
+    with pytest.raises(StrategyError, match="aggregate left the version at 0, it must go up"):
+        run_with(version=lambda _: 0)
+
+
+def test_a_state_that_cannot_be_saved_ends_the_run_before_a_checkpoint_would():
+    @dataclass
+    class Odd:
+        thing: object = None
+        version: int = 0
+
+    class Forgetting(Mean):
+        def __init__(self, first, then):
+            self.first, self.then = first, then
+
+        def init(self, model):
+            return Odd(thing=self.first)
+
+        def aggregate(self, state):
+            return Odd(thing=self.then, version=state.version + 1)
+
+    def checked(first, then):
+        return make_checked(NAME, lambda: Forgetting(first, then), pack=pack_state)
+
+    assert checked(1, 2).aggregate(checked(1, 2).init(MODEL)).thing == 2
+    with pytest.raises(StrategyError, match=r"mine:Median: init returned a state that cannot be saved: .*Odd\.thing"):
+        checked(print, 2).init(MODEL)
+    with pytest.raises(StrategyError, match=r"aggregate returned a state that cannot be saved"):
+        checked(1, print).aggregate(Odd())
+
+
+def test_a_state_from_a_checkpoint_is_taken_up():
+    checked = Checked(strategy=Mean(), name=NAME)
+    state = State(model=dict(MODEL), version=7)
+    assert checked.version(state) == 7
+    assert checked.model(state) is state.model
+    with pytest.raises(StrategyError, match="without tensor 'n'"):
+        checked.model(State(model={"w": MODEL["w"]}))
+
+
+def test_what_a_strategy_declares_is_passed_on():
+    strategy = Mean()
+    checked = Checked(strategy=strategy, name=NAME)
+    assert (checked.versions_per_round, checked.bytes_per_device(100)) == (1, 0)
+    strategy.versions_per_round, strategy.bytes_per_device = None, lambda size: 2 * size
+    assert (checked.versions_per_round, checked.bytes_per_device(100)) == (None, 200)
+    assert checked.finish(state := State()) is state
+    strategy.finish = lambda state: replace(state, version=9)
+    assert checked.finish(State()).version == 9
+    strategy.finish = lambda _: None
+    with pytest.raises(StrategyError, match="finish returned None, it must return the state, a State"):
+        checked.finish(State())
+    strategy.versions_per_round, strategy.bytes_per_device = 0, lambda _: "much"
+    with pytest.raises(StrategyError, match="versions_per_round is 0, it must be a whole number above 0 or None"):
+        _ = checked.versions_per_round
+    with pytest.raises(StrategyError, match="bytes_per_device returned 'much', it must return a whole number"):
+        checked.bytes_per_device(100)
+
+
+def test_a_strategy_without_a_method_is_refused_before_the_run():
+    with pytest.raises(StrategyError, match=r"^strategy mine:Median: a SimpleNamespace has no method init$"):
+        make_checked(NAME, SimpleNamespace)
+
+
+def test_what_goes_wrong_while_it_is_made_is_told():
+    with pytest.raises(StrategyError, match="strategy mine:Median: making it raised ZeroDivisionError"):
+        make_checked(NAME, lambda: 1 // 0)
+    with pytest.raises(ConfigError, match="no such setting"):
+        make_checked(NAME, raises(ConfigError("no such setting")))
+
+
+def test_checking_costs_no_look_at_the_fleet_when_nothing_is_given_out():
+    class Blind:
+        def __getattr__(self, name):
+            raise AssertionError(f"looked at {name}")
+
+    checked = Checked(strategy=Mean(), name=NAME)
+    checked.strategy.assign = assigns()
+    state = checked.init(MODEL)
+    checked.assign(state, Blind())
+    checked.receive(state, update_of())
+
+
+BROKEN = """
+from dataclasses import dataclass
+from edgefl.strategies.fedavg import FedAvg
+
+class Wrong:
+    def __init__(self, inner):
+        self.inner = inner
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+    def aggregate(self, state):
+        if self.inner.version(state) == 1:
+            raise ValueError("no median of nothing")
+        return self.inner.aggregate(state)
+
+@dataclass(frozen=True, kw_only=True)
+class Median(FedAvg):
+    def build(self, rules):
+        return Wrong(FedAvg.build(self, rules))
+"""
+
+
+@pytest.fixture
+def broken_module(tmp_path, monkeypatch):
+    (tmp_path / "broken_median.py").write_text(BROKEN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    yield "broken_median:Median"
+    sys.modules.pop("broken_median", None)
+
+
+def config_of(name):
+    return parse_run({"run": {"task": "digits", "rounds": 3}, "strategy": {"name": name}})
+
+
+def test_the_strategies_of_users_are_checked_and_ours_are_not(broken_module):
+    assert isinstance(assemble(config_of(broken_module), "r").strategy, Checked)
+    assert not isinstance(assemble(config_of("fedavg"), "r").strategy, Checked)
+
+
+@pytest.mark.slow
+def test_a_live_run_with_a_broken_strategy_fails_alone_and_says_why(broken_module, tmp_path):
+    cut = cut_devices("digits", "iid", 2, tmp_path / "shards", None, 7)
+    with LocalFleet(root=tmp_path / "fleet", devices=cut.devices, test_shards=cut.test_shards) as fleet:
+        with pytest.raises(RunFailedError, match=f"strategy {broken_module}: aggregate raised ValueError: no median"):
+            fleet.wait_run(fleet.submit(config_of(broken_module)))
+        assert fleet.wait_run(fleet.submit(config_of("fedavg")))["status"] == "finished"

@@ -1,0 +1,148 @@
+"""Who is asked, for how much, and which updates are let in."""
+
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from edgefl.strategies.gate import Guard, Selection, StrategyGate
+from edgefl.types import Assignment, DeviceInfo, LocalPlan, SparseTensor, TensorSpec, Update, UpdateMetrics, Vitals
+
+SHAPES = (TensorSpec(name="w", shape=(3,)), TensorSpec(name="n", shape=(), dtype="int64"))
+
+
+def update(values, *, device="pi-1", name="w"):
+    tensors = {name: np.asarray(values, np.float32), "n": np.array(1)}
+    return Update(
+        assignment_id="a1", device_id=device, base_version=0, tensors=tensors, metrics=UpdateMetrics(num_examples=1)
+    )
+
+
+def view(vitals=None, **capabilities):
+    devices = {
+        name: DeviceInfo(device_id=name, capabilities=capabilities.get(name.replace("-", "_"), {}))
+        for name in ("pi-1", "pi-2", "pi-3")
+    }
+    return SimpleNamespace(
+        now_s=0.0, devices=devices, idle=list(devices), busy={}, speeds={}, progress={}, vitals=vitals or {}
+    )
+
+
+def order(device="pi-1", **budget):
+    plan = LocalPlan(**budget)
+    return Assignment(assignment_id="a1", device_id=device, base_version=0, plan=plan)
+
+
+def gate(**selection):
+    return StrategyGate(selection=Selection(**selection), guard=Guard(shapes=SHAPES))
+
+
+def test_a_gate_that_asks_nothing_hands_on_the_view_itself():
+    fleet = view()
+    assert gate().view(fleet) is fleet
+
+
+def test_boards_with_too_little_memory_are_left_out_and_those_that_do_not_say_stay():
+    fleet = view(pi_1={"memory_bytes": 100}, pi_2={"memory_bytes": 300})
+    assert list(gate(min_memory_bytes=200).view(fleet).idle) == ["pi-2", "pi-3"]
+
+
+def test_boards_without_an_accelerator_are_left_out_where_one_is_needed():
+    fleet = view(pi_1={"accelerators": [{"kind": "cuda"}]}, pi_2={"accelerators": []})
+    assert list(gate(needs_accelerator=True).view(fleet).idle) == ["pi-1"]
+
+
+UNWELL = {
+    "throttled": Vitals(is_throttled=True),
+    "hot": Vitals(temperature_c=81.0),
+    "empty": Vitals(battery_fraction=0.1),
+}
+WELL = {"silent": Vitals(), "fine": Vitals(is_throttled=False, temperature_c=79.0, battery_fraction=0.9)}
+LIMITS = {"max_temperature_c": 80.0, "min_battery": 0.2}
+
+
+@pytest.mark.parametrize("vitals", UNWELL.values(), ids=UNWELL)
+def test_an_unwell_board_rests_when_the_run_file_says_so(vitals):
+    chosen = gate(unwell="rest", **LIMITS).view(view({"pi-2": vitals})).idle
+    assert list(chosen) == ["pi-1", "pi-3"]
+
+
+@pytest.mark.parametrize("vitals", UNWELL.values(), ids=UNWELL)
+def test_an_unwell_board_gets_half_the_budget_and_never_none(vitals):
+    spared = gate(**LIMITS)
+    fleet = view({"pi-1": vitals})
+    assert spared.adjust(order(iterations=9), fleet).plan.iterations == 4
+    assert spared.adjust(order(iterations=1), fleet).plan.iterations == 1
+    assert spared.adjust(order(epochs=3.0), fleet).plan.epochs == 1.5
+    assert spared.adjust(order(seconds=4.0), fleet).plan.seconds == 2.0
+    assert spared.adjust(order("pi-2", iterations=9), fleet).plan.iterations == 9
+
+
+@pytest.mark.parametrize("vitals", WELL.values(), ids=WELL)
+def test_a_board_that_is_well_or_does_not_say_is_treated_like_any_other(vitals):
+    fleet = view({"pi-1": vitals})
+    assert gate(**LIMITS).adjust(order(iterations=9), fleet).plan.iterations == 9
+    assert list(gate(unwell="rest", **LIMITS).view(fleet).idle) == ["pi-1", "pi-2", "pi-3"]
+
+
+@pytest.mark.parametrize("vitals", UNWELL.values(), ids=UNWELL)
+def test_unwell_boards_are_not_looked_at_when_the_run_file_ignores_them(vitals):
+    fleet, blind = view({"pi-1": vitals}), gate(unwell="ignore", **LIMITS)
+    assert blind.adjust(order(iterations=9), fleet).plan.iterations == 9
+    assert blind.view(fleet) is fleet
+
+
+def test_a_healthy_update_is_let_in_dense_or_sparse():
+    guard = Guard(shapes=SHAPES, max_norm=10.0)
+    assert guard.refusal(update([1, 2, 3])) is None
+    tensors = {"w": SparseTensor(indices=np.array([1]), values=np.array([2.0]), shape=(3,)), "n": np.array(1)}
+    assert guard.refusal(replace(update([0, 0, 0]), tensors=tensors)) is None
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (update([1, np.nan, 0]), "a NaN or an infinity"),
+        (update([1, np.inf, 0]), "a NaN or an infinity"),
+        (update([1, 2]), r"tensor 'w' has shape \(2,\), the model's is \(3,\)"),
+        (update([1, 2, 3], name="v"), "no tensor 'w'"),
+        (update([0, 0, 11]), "norm is 11, at most 10"),
+    ],
+)
+def test_an_update_that_would_spoil_the_model_is_refused_with_what_is_wrong(bad, reason):
+    refusal = Guard(shapes=SHAPES, max_norm=10.0).refusal(bad)
+    assert refusal is not None
+    assert re.search(reason, refusal)
+
+
+def test_a_norm_far_beyond_the_usual_is_refused_once_the_usual_is_known():
+    guard = Guard(shapes=SHAPES, max_norm_ratio=5.0)
+    assert guard.refusal(update([100, 0, 0])) is None
+    for _ in range(8):
+        assert guard.refusal(update([1, 0, 0])) is None
+    assert "6 times the usual 1" in guard.refusal(update([6, 0, 0]))
+    assert guard.refusal(update([4, 0, 0])) is None
+
+
+def test_refused_norms_do_not_become_the_usual():
+    guard = Guard(shapes=SHAPES, max_norm_ratio=5.0)
+    for _ in range(5):
+        guard.refusal(update([1, 0, 0]))
+    assert all(guard.refusal(update([9, 0, 0], device=f"pi-{i}")) for i in range(40))
+
+
+def test_a_device_is_flagged_after_repeats_and_not_asked_again():
+    strict = StrategyGate(guard=Guard(shapes=SHAPES, max_norm=1.0, flag_after=2))
+    assert "flagged" not in strict.refusal(update([5, 0, 0]))
+    assert list(strict.view(view()).idle) == ["pi-1", "pi-2", "pi-3"]
+    assert "pi-1 is flagged" in strict.refusal(update([5, 0, 0]))
+    assert list(strict.view(view()).idle) == ["pi-2", "pi-3"]
+
+
+def test_a_good_update_in_between_forgives():
+    strict = StrategyGate(guard=Guard(shapes=SHAPES, max_norm=1.0, flag_after=2))
+    for values in ([5, 0, 0], [1, 0, 0], [5, 0, 0]):
+        strict.refusal(update(values))
+    assert not strict.guard.flagged

@@ -1,0 +1,224 @@
+"""Redundant shards: P-T2 and P-T9 of Parallel-SGD, on boards with a pace."""
+
+import itertools
+
+import numpy as np
+import pytest
+from paced_fleet import Board, PacedFleet, run, trained
+
+from edgefl.errors import ConfigError, StrategyError
+from edgefl.storage.checkpoints import load_state, save_state
+from edgefl.strategies.open_round import RoundState
+from edgefl.strategies.registry import make_strategy
+from edgefl.strategies.rounds import RoundRules
+from edgefl.tasks.sharding import duplicates, subsets
+from edgefl.types import Assignment
+
+TASK = "digits"
+
+
+def fleet_of(holders, *, paces=None, exchange_s=0.0):
+    """Boards d0, d1, … of which `holders[b]` hold block b; a block's optimum is its number."""
+    names = sorted({device for held in holders for device in held})
+    boards = {}
+    for number in names:
+        blocks = tuple(block for block, held in enumerate(holders) if number in held)
+        boards[f"d{number}"] = Board((paces or {}).get(number, 1.0), exchange_s, blocks=blocks)
+    return PacedFleet(boards, task=TASK)
+
+
+def redundant(rules=None, **options):
+    rules = {"task": TASK, **(rules or {})}
+    return make_strategy("redundant", {"learning_rate": 0.25, **options}, RoundRules(**rules))
+
+
+def by_hand(num_blocks, num_rounds, blocks=None):
+    """The mean over all blocks, whoever computed them."""
+    model = np.zeros(2)
+    for _ in range(num_rounds):
+        moves = [trained(model, float(block), 0.25, 1) - model for block in (blocks or range(num_blocks))]
+        model = model + sum(moves[1:], moves[0]) / len(moves)
+    return model.tobytes()
+
+
+def blocks_used(fleet):
+    return [sorted(int(name.rpartition("-b")[2]) for name in names) for names in fleet.journal.aggregates]
+
+
+@pytest.mark.parametrize(
+    "holders", [duplicates(4, 2), subsets(4, 2), subsets(5, 3), duplicates(3, 3), duplicates(3, 1)], ids=len
+)
+def test_every_block_counts_once_a_round_however_many_hold_it(holders):
+    fleet = fleet_of(holders)
+    state = run(fleet, redundant(), rounds=4)
+    assert blocks_used(fleet) == [list(range(len(holders)))] * 4
+    assert state.model["w"].tobytes() == by_hand(len(holders), 4)
+
+
+@pytest.mark.parametrize("lost", list(itertools.combinations(range(4), 2)))
+def test_r_minus_one_lost_devices_change_not_a_bit(lost):
+    holders = subsets(4, 3)
+    fleet = fleet_of(holders, paces={0: 0.7, 1: 1.0, 2: 1.3, 3: 2.2})
+    for moment, number in zip((1.5, 4.1), lost, strict=True):
+        fleet.at(moment, lambda number=number: fleet.leave(f"d{number}"))
+    state = run(fleet, redundant(), rounds=6)
+    assert state.model["w"].tobytes() == by_hand(len(holders), 6)
+
+
+def test_a_slow_holder_costs_no_time_when_another_has_its_blocks():
+    fleet = fleet_of(duplicates(4, 2), paces={0: 1.0, 1: 50.0, 2: 1.0, 3: 50.0})
+    run(fleet, redundant(), rounds=3)
+    closing = [at for at, update in fleet.arrived if update.device_id == "d2"]
+    assert closing[:3] == [1.0, 2.0, 3.0]
+
+
+def test_a_copy_is_recalled_when_another_has_come_while_the_round_goes_on():
+    fleet = fleet_of(duplicates(4, 2), paces={0: 1.0, 1: 0.11, 2: 1.0, 3: 1.0})
+    run(fleet, redundant(iterations=10), rounds=1)
+    assert fleet.recalls()[0] == (pytest.approx(1.1), "d0")
+    assert {update.device_id: update.metrics.iterations for _, update in fleet.arrived}["d0"] == 2
+
+
+def test_copies_that_are_out_when_a_round_closes_are_recalled_before_the_next():
+    fleet = fleet_of(duplicates(2, 2), paces={0: 1.0, 1: 0.65})
+    run(fleet, redundant(iterations=10), rounds=2)
+    assert fleet.recalls()[0] == (pytest.approx(6.5), "d0")
+    first = next(update for _, update in fleet.arrived if update.device_id == "d0")
+    assert first.metrics.iterations == 7
+
+
+def test_copies_that_come_late_change_nothing():
+    holders = duplicates(4, 2)
+    fleet = fleet_of(holders, paces={0: 1.0, 1: 1.7, 2: 1.0, 3: 2.9})
+    state = run(fleet, redundant(), rounds=8)
+    assert state.model["w"].tobytes() == by_hand(2, 8)
+    assert len(fleet.arrived) > sum(map(len, fleet.journal.aggregates))
+
+
+def test_holders_begin_with_different_blocks_so_that_copies_come_last():
+    fleet = fleet_of(subsets(3, 2))
+    run(fleet, redundant(), rounds=1)
+    first = {}
+    for order in fleet.assignments():
+        first.setdefault(order.device_id, order.block)
+    assert sorted(first.values()) == [0, 1, 2]
+
+
+def test_no_device_has_more_than_two_assignments_however_many_blocks_it_holds():
+    fleet = fleet_of(subsets(6, 3))  # ten blocks on every device; the fleet refuses a third assignment
+    state = run(fleet, redundant(), rounds=2)
+    assert state.model["w"].tobytes() == by_hand(20, 2)
+
+
+def test_when_all_holders_of_a_block_are_gone_the_round_goes_on_without_it():
+    fleet = fleet_of(duplicates(4, 2))
+    fleet.at(2.5, lambda: fleet.leave("d0") + fleet.leave("d1"))
+    run(fleet, redundant(), rounds=5)
+    assert blocks_used(fleet) == [[0, 1], [0, 1], [1], [1], [1]]
+
+
+def test_with_a_barrier_a_block_that_nobody_has_ends_the_run_after_twice_the_limit_and_is_named():
+    fleet = fleet_of(duplicates(4, 2))
+    fleet.at(2.5, lambda: fleet.leave("d0") + fleet.leave("d1"))
+    with pytest.raises(
+        StrategyError, match=r"round 3 waited 20 s for block 0 of d0 or d1: barrier_s = 10 passed twice"
+    ):
+        run(fleet, redundant({"barrier_s": 10.0, "rescue": "none"}), rounds=5)
+    assert fleet.now_s == pytest.approx(22.0)
+
+
+def test_going_on_at_the_barrier_leaves_the_block_out():
+    fleet = fleet_of(duplicates(4, 2))
+    fleet.at(2.5, lambda: fleet.leave("d0") + fleet.leave("d1"))
+    run(fleet, redundant({"barrier_s": 10.0, "rescue": "go-on"}), rounds=3)
+    assert blocks_used(fleet) == [[0, 1], [0, 1], [1]]
+    assert fleet.now_s == pytest.approx(12.0)
+
+
+def test_with_a_barrier_a_holder_that_comes_back_in_time_is_asked_again():
+    fleet = fleet_of(duplicates(4, 2))
+    fleet.at(2.5, lambda: fleet.leave("d0") + fleet.leave("d1"))
+    fleet.at(9.0, lambda: fleet.join("d1"))
+    state = run(fleet, redundant({"barrier_s": 10.0, "rescue": "none"}), rounds=4)
+    assert blocks_used(fleet) == [[0, 1]] * 4
+    assert state.model["w"].tobytes() == by_hand(2, 4)
+
+
+def test_asking_again_takes_the_copies_of_the_other_holders():
+    fleet = fleet_of(duplicates(2, 2))
+    for board in fleet.boards.values():
+        board.answers = False
+    fleet.at(4.0, lambda: [setattr(board, "answers", True) for board in fleet.boards.values()] and [])
+    run(fleet, redundant({"barrier_s": 5.0, "rescue": "ask-again"}), rounds=1)
+    assert fleet.journal.aggregates == [("v0-a2-d0-b0",)]
+
+
+def test_asking_again_asks_a_holder_that_came_while_the_others_hang():
+    fleet = fleet_of(duplicates(2, 2))
+    fleet.leave("d1")
+    fleet.boards["d0"].answers = False
+    fleet.at(4.0, lambda: fleet.join("d1"))
+    run(fleet, redundant({"barrier_s": 5.0, "rescue": "ask-again"}), rounds=1)
+    assert fleet.journal.aggregates == [("v0-a2-d1-b0",)]
+    assert fleet.arrived[0][0] == 6.0
+
+
+def test_a_holder_that_fails_again_and_again_does_not_keep_the_round_open():
+    fleet = fleet_of(duplicates(2, 1))
+    ended = fleet.answer
+    fleet.answer = lambda name, work: [fleet.lose(name, work, "failed")] if name == "d0" else ended(name, work)
+    run(fleet, redundant(), rounds=2)
+    assert blocks_used(fleet) == [[1], [1]]
+    asked = [order for order in fleet.assignments() if order.device_id == "d0" and order.base_version == 0]
+    assert 2 <= len(asked) <= 5
+
+
+def test_devices_without_blocks_take_part_with_their_whole_shard():
+    fleet = fleet_of(duplicates(2, 2))
+    fleet.boards["whole"], fleet.queues["whole"] = Board(1.0, target=4.0), []
+    fleet.join("whole")
+    state = run(fleet, redundant(), rounds=1)
+    assert {order.block for order in fleet.assignments()} == {0, None}
+    assert state.model["w"].tolist() == [0.25 * (0 + 4) / 2] * 2
+
+
+def test_blocks_weigh_alike_or_by_their_examples():
+    for weights, expected in (("uniform", 0.5), ("samples", 0.25)):
+        fleet = fleet_of(duplicates(2, 1))
+        fleet.boards["d0"].num_examples, fleet.boards["d1"].num_examples = 30, 10
+        state = run(fleet, redundant(weights=weights), rounds=1)
+        assert state.model["w"].tolist() == [0.25 * expected] * 2
+
+
+def test_a_round_in_the_middle_survives_a_restart(tmp_path):
+    strategy = redundant()
+
+    class Saving:
+        def __getattr__(self, name):
+            return getattr(strategy, name)
+
+        def receive(self, state, update):
+            save_state(tmp_path, strategy.receive(state, update), 0)
+            return load_state(tmp_path, RoundState)
+
+    paces = {0: 0.7, 1: 1.0, 2: 1.3, 3: 2.2}
+    plain, saved = fleet_of(subsets(4, 2), paces=paces), fleet_of(subsets(4, 2), paces=paces)
+    first, second = run(plain, strategy, rounds=3), run(saved, Saving(), rounds=3)
+    assert first.model["w"].tobytes() == second.model["w"].tobytes()
+    ids = [[o.assignment_id for _, o in fleet.given if isinstance(o, Assignment)] for fleet in (plain, saved)]
+    assert ids[0] == ids[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "rules", "message"),
+    [
+        ({"weights": "mean"}, {}, r"strategy\.weights must be one of uniform, samples, got 'mean'"),
+        ({"keep_optimizer": True}, {}, r"strategy\.keep_optimizer: with it the copies of a block differ"),
+        ({"seconds": 3.0}, {}, r"strategy\.seconds: a budget in seconds makes the copies of a block differ"),
+        ({}, {"codec": "ef|topk:0.01"}, r"compression\.up = 'ef\|topk:0.01': error feedback makes the copies"),
+        ({}, {"min_updates": 2}, r"run\.min_updates: redundant waits for every block"),
+    ],
+)
+def test_what_would_make_copies_differ_is_refused(options, rules, message):
+    with pytest.raises(ConfigError, match=message):
+        redundant(rules, **options)

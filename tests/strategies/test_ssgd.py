@@ -1,0 +1,214 @@
+"""Double buffering, which `fedavg` shares, and what one step is."""
+
+import numpy as np
+import pytest
+from paced_fleet import Board, PacedFleet, run, trained
+
+from edgefl.errors import ConfigError, StrategyError
+from edgefl.storage.checkpoints import load_state, save_state
+from edgefl.strategies.registry import make_strategy
+from edgefl.strategies.rounds import RoundRules, RoundState
+from edgefl.tally import Goal
+from edgefl.types import Assignment, Recall
+
+TARGETS = {"a": 1.0, "b": -2.0, "c": 5.0}
+
+
+def fleet_of(paces, exchange_s=0.0):
+    return PacedFleet({name: Board(pace, exchange_s, target=TARGETS[name]) for name, pace in paces.items()})
+
+
+def ssgd(**options):
+    return make_strategy("ssgd", {"learning_rate": 0.25, "double_buffering": True, **options}, RoundRules())
+
+
+def delayed(num_rounds, names, start):
+    """The recursion itself: w_{t+1} = w_t + Δ(w_{t-1}), and both first rounds begin at w_0."""
+    models = [np.full(2, start)]
+    for number in range(num_rounds):
+        base = models[max(0, number - 1)]
+        moves = [trained(base, TARGETS[name], 0.25, 1) - base for name in names]
+        models.append(models[-1] + sum(moves[1:], moves[0]) / len(moves))
+    return models
+
+
+@pytest.mark.parametrize("paces", [{"a": 1.0}, {"a": 1.0, "b": 1.0, "c": 1.0}, {"a": 0.2, "b": 1.7, "c": 0.9}])
+def test_double_buffering_is_sgd_with_a_delay_of_one_step_and_ends_with_all_that_was_computed(paces):
+    fleet = fleet_of(paces, exchange_s=0.5)
+    state = run(fleet, ssgd(), rounds=6, start=3.0)
+    assert state.version == 7  # the round that was in flight at the goal is applied too
+    assert state.model["w"].tobytes() == delayed(7, paces, 3.0)[7].tobytes()
+
+
+def test_rounds_that_are_complete_at_once_still_begin_at_the_model_of_their_turn():
+    """Both rounds arrive before the first is closed; the third must begin at the model between them."""
+    strategy = ssgd()
+    state, models, fleet = strategy.init({"w": np.full(2, 3.0)}), [], fleet_of({"a": 1.0})
+    starts, waiting = [], []
+    for turn in range(6):
+        state, decision = strategy.assign(state, fleet.view())
+        assert (decision.next_wake_s == 0.0) == (turn > 0)  # what is complete is closed without another event
+        for order in decision.orders:
+            starts.append(strategy.version(state))
+            fleet.dispatch([order], _Source(strategy.model(state)))
+            waiting.append(fleet.queues["a"].pop())
+        for work in waiting:  # all that is out comes back in one breath
+            work.done = 1
+            state = strategy.receive(state, fleet.update("a", work))
+        waiting.clear()
+        while strategy.ready(state, fleet.view()):
+            state = strategy.aggregate(state)
+            models.append(np.array(strategy.model(state)["w"]))
+    assert starts[:4] == [0, 0, 1, 2]
+    expected = delayed(len(models), "a", 3.0)[1:]
+    assert all(np.array_equal(model, other) for model, other in zip(models, expected, strict=True))
+
+
+class _Source:
+    def __init__(self, model):
+        self._model = model
+
+    def model(self):
+        return self._model
+
+
+def test_the_last_complete_round_is_not_forgotten_when_the_run_ends_in_the_same_breath():
+    fleet = fleet_of({"a": 1.0})
+    fleet.at(2.0, list)
+    together = fleet.wait
+
+    def wait(until_s):  # both rounds' updates in one batch, as a coordinator that was busy sees them
+        events = list(together(until_s))
+        while len([e for e in events if hasattr(e, "tensors")]) == 1 and fleet.queues["a"]:
+            events += together(until_s)
+        return events
+
+    fleet.wait = wait
+    state = run(fleet, ssgd(), goal=Goal(rounds=1), start=3.0)
+    assert state.version == 2
+    assert state.model["w"].tobytes() == delayed(2, "a", 3.0)[2].tobytes()
+
+
+def test_devices_compute_while_their_last_result_is_on_its_way():
+    turns = {}
+    for overlaps in (True, False):
+        fleet = fleet_of({"a": 1.0, "b": 1.0})
+        slow = fleet.answer
+        # The way up takes a second, in which the device is free for its next assignment.
+        fleet.answer = lambda name, work, fleet=fleet, slow=slow: fleet.after(1.0, lambda: slow(name, work)) or []
+        original = fleet.step
+
+        def step(name, work, spent_s, fleet=fleet, original=original):
+            events = original(name, work, spent_s)
+            following = [other for other in fleet.queues[name] if other is not work and other.done == 0]
+            if following and not following[0].is_stuck:
+                following[0].is_stuck = True  # begun here
+                fleet.iterate(name, following[0])
+            return events
+
+        if overlaps:
+            fleet.step = step
+            fleet.begin = _begin_once(fleet, fleet.begin)
+        run(fleet, ssgd(double_buffering=overlaps), rounds=8)
+        turns[overlaps] = fleet.now_s
+    assert turns[True] < 0.7 * turns[False]
+
+
+def _begin_once(fleet, begin):
+    def once(name, work):
+        if work.done == 0 and not work.is_stuck:
+            begin(name, work)
+
+    return once
+
+
+def test_no_device_has_more_than_two_assignments_and_all_take_part_in_every_round():
+    fleet = fleet_of({"a": 0.3, "b": 1.1, "c": 0.7})
+    run(fleet, ssgd(), rounds=8)  # the fleet refuses a third assignment
+    assert all(len(names) == 3 for names in fleet.journal.aggregates)
+
+
+def test_a_device_that_dies_and_one_that_comes_back_neither_block_nor_spoil_two_rounds_at_a_time():
+    fleet = fleet_of({"a": 1.0, "b": 1.0, "c": 1.0})
+    fleet.at(2.5, lambda: fleet.leave("b"))
+    fleet.at(5.5, lambda: fleet.join("b"))
+    state = run(fleet, ssgd(), rounds=10)
+    assert state.version == 11
+    assert {len(names) for names in fleet.journal.aggregates} == {2, 3}
+    assert len(fleet.journal.aggregates[-1]) == 3
+
+
+def test_when_all_are_lost_the_two_rounds_go_on_with_those_who_come_back():
+    fleet = fleet_of({"a": 1.0, "b": 1.0})
+    fleet.at(2.5, lambda: fleet.leave("a") + fleet.leave("b"))
+    fleet.at(50.0, lambda: fleet.join("a"))
+    state = run(fleet, ssgd(), rounds=6)
+    assert state.version == 7
+
+
+def test_two_open_rounds_survive_a_restart(tmp_path):
+    plain, saved = fleet_of({"a": 0.4, "b": 1.0}), fleet_of({"a": 0.4, "b": 1.0})
+    strategy = ssgd()
+
+    class Saving:
+        def __getattr__(self, name):
+            return getattr(strategy, name)
+
+        def receive(self, state, update):
+            save_state(tmp_path, strategy.receive(state, update), 0)
+            return load_state(tmp_path, RoundState)
+
+    first, second = run(plain, strategy, rounds=5), run(saved, Saving(), rounds=5)
+    assert first.model["w"].tobytes() == second.model["w"].tobytes()
+    assert plain.journal.aggregates == saved.journal.aggregates
+
+
+def test_a_device_whose_update_was_lost_is_not_asked_on_while_it_works_for_the_other_round():
+    """A gate lets a device rest, or refuses what it sends; it must come to be idle for that to have an effect."""
+    fleet, strategy = fleet_of({"a": 1.0, "b": 1.0}), ssgd()
+    ended = fleet.answer
+
+    def answer(name, work):
+        if name == "a":
+            return ended(name, work)
+        lost = fleet.lose(name, work, "refused")
+        if fleet.queues[name]:
+            fleet.begin(name, fleet.queues[name][0])
+        return [lost]
+
+    fleet.answer = answer
+    run(fleet, strategy, rounds=4)
+    outstanding = [order.base_version for order in fleet.assignments() if order.device_id == "b"]
+    assert outstanding.count(0) == 2
+    assert 1 not in outstanding
+
+
+def test_asking_again_keeps_to_two_assignments_a_device():
+    strategy = make_strategy("ssgd", {"double_buffering": True}, RoundRules(barrier_s=3.0, rescue="ask-again"))
+    fleet = fleet_of({"a": 1.0, "b": 1.0})
+    fleet.boards["b"].answers = False
+    with pytest.raises(StrategyError, match="round 1 waited 6 s for b"):
+        run(fleet, strategy, rounds=3)  # the fleet refuses a third assignment
+
+
+def test_a_drain_recalls_both_rounds():
+    fleet = fleet_of({"a": 1.0})
+    run(fleet, ssgd(iterations=50), rounds=1)
+    out = [order.assignment_id for _, order in fleet.given if isinstance(order, Recall)]
+    assert set(out) <= {order.assignment_id for _, order in fleet.given if isinstance(order, Assignment)}
+    assert fleet.now_s < 60.0
+
+
+def test_ssgd_is_one_step_unless_it_is_told_otherwise():
+    plans = {
+        "plain": make_strategy("ssgd", {}, RoundRules()).plan,
+        "three": make_strategy("ssgd", {"iterations": 3}, RoundRules()).plan,
+        "epochs": make_strategy("ssgd", {"iterations": 0, "epochs": 2.0}, RoundRules()).plan,
+        "seconds": make_strategy("ssgd", {"seconds": 4.0}, RoundRules()).plan,
+    }
+    budgets = {name: (plan.iterations, plan.epochs, plan.seconds) for name, plan in plans.items()}
+    assert budgets == {
+        "plain": (1, None, None), "three": (3, None, None), "epochs": (None, 2.0, None), "seconds": (None, None, 4.0),
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=r"strategy\.iterations must be a number above 0, got -1"):
+        make_strategy("ssgd", {"iterations": -1}, RoundRules())
