@@ -37,6 +37,8 @@ def submit(*, file: Path, watches: bool, url: str | None, fmt: str) -> None:
     from edgefl.config import load_run  # noqa: PLC0415 fast start
 
     run = _operator(url).post("/edgefl/v1/runs", {"config": load_run(file).to_json()})
+    if run.get("state_bytes"):
+        click.echo(f"{run['strategy']} keeps {run['state_bytes']} bytes for {run['state_devices']} devices", err=True)
     if fmt == "table":
         click.echo(run["run_id"])
     else:
@@ -123,7 +125,8 @@ class RunProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        if self._console.is_terminal:  # elsewhere stopping would print an empty line
+            self._bar.stop()
 
     def show(self, run: Json) -> None:
         """Takes the newest state of the run."""

@@ -21,7 +21,7 @@ from edgefl.storage.records import RunRecord
 from edgefl.storage.store import Store
 from edgefl.types import Json
 
-Check = Callable[[RunConfig], object]
+Check = Callable[[RunConfig], Json]
 
 
 def operator_router(
@@ -29,8 +29,8 @@ def operator_router(
 ) -> APIRouter:
     """Returns the routes.
 
-    `check` raises an EdgeflError for a run file that cannot work, before it is queued; `viewer` and `operator` let
-    those through who may read and who may act.
+    `check` raises an EdgeflError for a run file that cannot work, before it is queued, and returns what is to be said
+    of one that can; `viewer` and `operator` let those through who may read and who may act.
     """
     router = APIRouter()
     reads, acts = [Depends(viewer)], [Depends(operator)]
@@ -45,7 +45,8 @@ def operator_router(
 
     @router.post("/edgefl/v1/runs", dependencies=acts)
     def submit(config: Annotated[dict[str, Any], Body(embed=True)]) -> Json:
-        return _run(submit_run(store, worker, parse_run(config), check))
+        checked = parse_run(config)
+        return {**check(checked), **_run(submit_run(store, worker, checked))}
 
     @router.get("/edgefl/v1/runs/{run}", dependencies=reads)
     def show(run: str) -> Json:
@@ -85,9 +86,8 @@ def operator_router(
     return router
 
 
-def submit_run(store: Store, worker: RunWorker, config: RunConfig, check: Check) -> RunRecord:
-    """Queues a run; nothing is queued when the run file cannot work."""
-    check(config)
+def submit_run(store: Store, worker: RunWorker, config: RunConfig) -> RunRecord:
+    """Queues a run that has been checked."""
     now = time.time()
     run_id = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{uuid.uuid4().hex[:6]}"
     record = store.add_run(

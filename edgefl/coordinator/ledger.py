@@ -15,12 +15,12 @@ from edgefl.storage.store import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LostRow:
-    """An assignment that brings nothing, as an event for the diary."""
+class EventRow:
+    """Something that happened to a device in this run."""
 
-    assignment_id: str
+    kind: str
     device_id: str
-    reason: str
+    message: str
     at: float
 
 
@@ -33,7 +33,7 @@ class Rows:
     evaluations: list[EvaluationRow] = field(default_factory=list)
     opened: dict[int, tuple[float, int]] = field(default_factory=dict)
     closed: dict[int, tuple[int, float]] = field(default_factory=dict)
-    lost: list[LostRow] = field(default_factory=list)
+    events: list[EventRow] = field(default_factory=list)
     accuracy: float | None = None
 
     def followed_by(self, newer: Rows) -> Rows:
@@ -48,7 +48,7 @@ class Rows:
             evaluations=[*self.evaluations, *newer.evaluations],
             opened=opened,
             closed=self.closed | newer.closed,
-            lost=[*self.lost, *newer.lost],
+            events=[*self.events, *newer.events],
             accuracy=self.accuracy if newer.accuracy is None else newer.accuracy,
         )
 
@@ -84,8 +84,8 @@ class Ledger:
         """Takes the newest accuracy of the run's model."""
         self._staged.accuracy = accuracy
 
-    def lost(self, row: LostRow) -> None:
-        self._staged.lost.append(row)
+    def event(self, row: EventRow) -> None:
+        self._staged.events.append(row)
 
     def publish(self) -> None:
         """Makes what was taken ready to be written."""
@@ -121,8 +121,7 @@ class Ledger:
             store.record_evaluations(run_id, rows.evaluations)
             for number, (version, closed_at) in rows.closed.items():
                 store.close_round(run_id, number, version=version, closed_at=closed_at)
-            for lost in rows.lost:
-                text = f"{lost.assignment_id}: {lost.reason}"
-                store.record_event("assignment-lost", text, at=lost.at, run_id=run_id, device_id=lost.device_id)
+            for event in rows.events:
+                store.record_event(event.kind, event.message, at=event.at, run_id=run_id, device_id=event.device_id)
             if rows.accuracy is not None:
                 store.set_run_accuracy(run_id, rows.accuracy)

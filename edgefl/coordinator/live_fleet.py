@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from edgefl.coordinator.messages import check_finite, evaluated, order_header, update_metrics, wire_id
+from edgefl.coordinator.downlink import Downlink
+from edgefl.coordinator.live_view import LiveView
+from edgefl.coordinator.messages import evaluated, order_header, update_metrics, wire_id
 from edgefl.coordinator.outstanding import Bell, Mail, Outstanding, Pending
-from edgefl.coordinator.participants import FleetRun, Participants
+from edgefl.coordinator.participants import FleetRun
 from edgefl.coordinator.presence import DeviceState, Flapping, Transition
-from edgefl.coordinator.roster import Changed, Holding, Removed, Restarted, Roster, RosterEvent
-from edgefl.coordinator.superlink import PreparedBody, Reply, prepare_body
+from edgefl.coordinator.roster import Added, Changed, Holding, Removed, Restarted, Roster, RosterEvent
+from edgefl.coordinator.superlink import Reply
 from edgefl.errors import CodecError, EdgeflError
 from edgefl.types import (
     Assignment,
-    DeviceInfo,
     Evaluated,
     Evaluation,
     Event,
@@ -31,8 +32,6 @@ from edgefl.types import (
     Outcome,
     Progress,
     Recall,
-    Role,
-    Speed,
     Stop,
     Update,
 )
@@ -60,48 +59,16 @@ class _Unsendable:
 _Item = Reply | RosterEvent | Progress | Stop | InterruptedRunError | _Unsendable
 
 
-class LiveView:
-    """The fleet as it is now; `busy` holds training only, evaluations never keep a device from work."""
-
-    def __init__(self, fleet: LiveFleet) -> None:
-        self._fleet = fleet
-
-    @property
-    def now_s(self) -> float:
-        return self._fleet.clock()
-
-    @property
-    def devices(self) -> Mapping[str, DeviceInfo]:
-        return self._fleet.eligible()
-
-    @property
-    def idle(self) -> Sequence[str]:
-        busy = self.busy
-        return [name for name, info in self.devices.items() if info.role == Role.TRAINER and name not in busy]
-
-    @property
-    def busy(self) -> Mapping[str, Sequence[str]]:
-        return self._fleet.busy()
-
-    @property
-    def speeds(self) -> Mapping[str, Speed]:
-        return self._fleet.roster.speeds()
-
-    @property
-    def progress(self) -> Mapping[str, Progress]:
-        return self._fleet.progress
-
-
 class LiveFleet:
     """Implements `Fleet` for one run. `post` may be called from any thread, all else from the run's."""
 
     def __init__(self, *, run: FleetRun, link: Mail, roster: Roster, bell: Bell, clock: Callable[[], float]) -> None:
-        self.roster, self.clock, self.progress = roster, clock, dict[str, Progress]()
+        self.roster, self.clock = roster, clock
         self._run = run
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._out = Outstanding(mail=link, bell=bell, node_of=roster.node_of, on_unsendable=self._note_unsendable)
-        self._participants = Participants(run, roster)
-        self._encoded: tuple[int, PreparedBody] | None = None
+        self._downlink = Downlink(run)
+        self._view = LiveView(run, roster, clock)
         self._end_listening = roster.listen(self._queue.put)
 
     def post(self, item: Reply | Progress | Stop | InterruptedRunError) -> None:
@@ -110,20 +77,11 @@ class LiveFleet:
     def close(self) -> None:
         """Stops listening, recalls what is out, and closes the run in Flower's books."""
         self._end_listening()
+        self._view.close()
         self._out.close()
 
-    def eligible(self) -> dict[str, DeviceInfo]:
-        return self._participants.present()
-
-    def busy(self) -> dict[str, list[str]]:
-        busy: dict[str, list[str]] = {}
-        for pending in self._out:
-            if isinstance(pending.order, Assignment):
-                busy.setdefault(pending.order.device_id, []).append(pending.order.assignment_id)
-        return busy
-
     def view(self) -> LiveView:
-        return LiveView(self)
+        return self._view.refresh()
 
     def dispatch(self, orders: Sequence[Order], source: ModelSource) -> None:
         """Sends every order and rings the bells; one that cannot be sent comes back as `Lost`."""
@@ -132,28 +90,23 @@ class LiveFleet:
                 self._out.recall(wire_id(self._run.run_id, order.assignment_id), order.device_id)
                 continue
             if isinstance(order, Assignment):
-                self._participants.begin()
+                self._view.give(order)
             self._give(order, source)
 
     def _give(self, order: Assignment | Evaluation, source: ModelSource) -> None:
-        now_s = self.clock()
+        now_s, mail = self.clock(), self._downlink.mail(order, source)
         deadline_s = order.deadline_s if isinstance(order, Assignment) else EVALUATION_DEADLINE_S
         pending = Pending(
             key=wire_id(self._run.run_id, order.assignment_id),
             order=order,
             header={**self._run.header, **order_header(self._run.run_id, order)},
-            body=self._body(source),
+            body=mail.body,
             given_s=now_s,
             deadline_s=None if deadline_s is None else now_s + deadline_s,
             sent_s=now_s,
+            model=mail.header,
         )
         self._out.give(pending)
-
-    def _body(self, source: ModelSource) -> PreparedBody:
-        if self._encoded is None or self._encoded[0] != source.version:
-            body = self._run.encode(source.model(), source.version)
-            self._encoded = source.version, prepare_body(body)
-        return self._encoded[1]
 
     def _note_unsendable(self, key: str, reason: str) -> None:
         self._queue.put(_Unsendable(key=key, reason=reason))
@@ -174,8 +127,8 @@ class LiveFleet:
                 return events
 
     def _next_wake_s(self, until_s: float) -> float:
-        deadlines = (pending.deadline_s for pending in self._out if pending.deadline_s is not None)
-        return min([until_s, *deadlines])
+        deadline_s = self._out.next_deadline_s()
+        return until_s if deadline_s is None else min(until_s, deadline_s)
 
     def _arrived(self, timeout_s: float) -> list[_Item]:
         items: list[_Item] = []
@@ -187,13 +140,10 @@ class LiveFleet:
             return items
 
     def _overdue(self) -> list[Event]:
-        now_s, events = self.clock(), list[Event]()
-        for pending in self._out:
-            if pending.deadline_s is not None and now_s >= pending.deadline_s:
-                self._out.recall(pending.key, pending.order.device_id)
-                allowed_s = pending.deadline_s - pending.given_s
-                events.append(self._lose(pending, Outcome.LOST, f"not back within {allowed_s:g} s"))
-        return events
+        return [
+            self._lose(late, Outcome.LOST, f"not back within {(late.deadline_s or 0.0) - late.given_s:g} s")
+            for late in self._out.overdue(self.clock())
+        ]
 
     def _understood(self, item: _Item) -> list[Event]:
         match item:
@@ -222,11 +172,31 @@ class LiveFleet:
             case Changed():
                 return [Joined(device_id=event.device_id)]
             case Restarted():
-                self._out.send_again(event.device_id, "its agent restarted")
+                return self._restarted(event.device_id)
             case Holding():
                 self._out.compare(event)
-            case Transition() | Flapping():
+            case Transition() | Flapping() | Added():
                 pass
+        return []
+
+    def _restarted(self, device_id: str) -> list[Event]:
+        """Gives a new agent the work of the one before; the model that it held is gone."""
+        self._downlink.forget(device_id)
+        events: list[Event] = []
+        for pending in self._out.of(device_id):
+            if "base" in pending.model:
+                events += self._send_whole(pending, "its agent restarted")
+            else:
+                self._out.send_again(pending, "its agent restarted")
+        return events
+
+    def _send_whole(self, pending: Pending, why: str) -> list[Event]:
+        """Sends an order again with the whole model in place of a delta; where that is gone, the order is lost."""
+        mail = self._downlink.whole(pending.order) if isinstance(pending.order, Assignment) else None
+        if mail is None:
+            return [self._lose(pending, Outcome.LOST, f"needs a whole model that is kept no longer: {why}")]
+        pending.body, pending.model, pending.sent_s = mail.body, mail.header, self.clock()
+        self._out.send_again(pending, why)
         return []
 
     def _progressed(self, report: Progress) -> list[Event]:
@@ -234,15 +204,22 @@ class LiveFleet:
         if pending is None or pending.order.device_id != report.device_id:
             return []
         progress = replace(report, assignment_id=pending.order.assignment_id)
-        self.progress[report.device_id] = progress
+        self._view.note_progress(progress)
         return [progress]
 
     def _lose_all(self, device_id: str, reason: str) -> list[Event]:
         return [self._lose(pending, Outcome.LOST, reason) for pending in self._out.of(device_id)]
 
-    def _lose(self, pending: Pending, outcome: Outcome, reason: str) -> Lost:
+    def _settle(self, pending: Pending) -> None:
         self._out.settle(pending)
+        if isinstance(pending.order, Assignment):
+            self._view.settle(pending.order)
+
+    def _lose(self, pending: Pending, outcome: Outcome, reason: str) -> Lost:
+        self._settle(pending)
         order = pending.order
+        if isinstance(order, Assignment):
+            self._downlink.forget(order.device_id)
         return Lost(
             device_id=order.device_id,
             assignment_id=order.assignment_id,
@@ -259,13 +236,15 @@ class LiveFleet:
         if pending is None or pending.order.device_id != device_id:
             log.info("dropped a reply of %s for %.80s: nobody waits for it", device_id, named)
             return []
+        if reply.header.get("needs_dense") is True and "base" in pending.model:
+            return self._send_whole(pending, str(reply.header.get("error", "it lost the model")))
         if "error" in reply.header:
             return [self._lose(pending, Outcome.FAILED, str(reply.header["error"]))]
         try:
             event = self._event(pending, reply)
         except (CodecError, TypeError, ValueError, KeyError, ArithmeticError) as error:
             return [self._lose(pending, Outcome.REFUSED, f"unusable reply: {error}")]
-        self._out.settle(pending)
+        self._settle(pending)
         return [event]
 
     def _event(self, pending: Pending, reply: Reply) -> Update | Evaluated:
@@ -277,7 +256,6 @@ class LiveFleet:
             made = evaluated(order, header["metrics"], info.source if info else "device")
             return replace(made, bytes_up=reply.bytes_up, bytes_down=reply.bytes_down)
         tensors = self._run.decode(reply.body)
-        check_finite(tensors)
         metrics = update_metrics(
             header["metrics"],
             turnaround_s=self.clock() - pending.given_s,
@@ -286,6 +264,7 @@ class LiveFleet:
         )
         if metrics.iterations > 0:
             self.roster.note_speed(order.device_id, metrics.compute_s / metrics.iterations)
+            self._view.note_speed(order.device_id, metrics)
         return Update(
             assignment_id=order.assignment_id,
             device_id=order.device_id,

@@ -11,11 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
-
-from edgefl.errors import CodecError
 from edgefl.protocol import finite
-from edgefl.types import Assignment, Evaluated, Evaluation, Json, SparseTensor, Tensors, UpdateMetrics
+from edgefl.types import Assignment, Evaluated, Evaluation, Json, UpdateMetrics
 
 MAX_COUNT = 2**53
 """Counts beyond this are no counts: JSON numbers are exact up to here."""
@@ -31,6 +28,8 @@ def order_header(run_id: str, order: Assignment | Evaluation) -> Json:
     header: Json = {"assignment": wire_id(run_id, order.assignment_id)}
     if isinstance(order, Evaluation):
         return {**header, "version": order.version}
+    if order.block is not None:
+        header["block"] = order.block
     plan = {name: value for name, value in asdict(order.plan).items() if value is not None and name != "inbox"}
     return {
         **header,
@@ -81,18 +80,6 @@ def evaluated(order: Evaluation, metrics: Json, source: str) -> Evaluated:
         loss=_number(metrics["loss"], at_least=-math.inf),
         accuracy=accuracy,
     )
-
-
-def check_finite(tensors: Tensors) -> None:
-    """Accepts an update that can be added to a model; a device that has diverged would spoil it for all.
-
-    Raises:
-        CodecError: some entry is no number or infinite.
-    """
-    for name, tensor in tensors.items():
-        values = tensor.values if isinstance(tensor, SparseTensor) else tensor
-        if np.issubdtype(values.dtype, np.inexact) and not np.isfinite(values).all():
-            raise CodecError(f"tensor {name!r} holds a NaN or an infinity: its training has diverged")
 
 
 def _number(value: Any, *, at_least: float = 0.0) -> float:

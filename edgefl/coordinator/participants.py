@@ -1,12 +1,14 @@
-"""Who takes part in a run: what the run file says, held against who is present."""
+"""Who takes part in a run: what the run file says of a device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from edgefl.coordinator.roster import Roster
-from edgefl.types import DeviceInfo, Json, Role, Tensors
+from edgefl.types import DeviceInfo, Indices, Json, Role, Tensors
+
+EncodeChanges = Callable[[Tensors, Indices, int], bytes | None]
+"""(model, what changed, version) -> body that turns an older model into this one; None where the whole is smaller."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +22,7 @@ class FleetRun:
         join_at_start: only devices that are there when the first work is given out take part.
         encode: (model, version) -> body for the devices.
         decode: body -> displacement; raises CodecError.
+        encode_changes: for devices that keep the model they were sent; None when everybody always gets the whole one.
     """
 
     run_id: str
@@ -30,32 +33,34 @@ class FleetRun:
     join_at_start: bool
     encode: Callable[[Tensors, int], bytes]
     decode: Callable[[bytes], Tensors]
+    encode_changes: EncodeChanges | None = None
 
 
 class Participants:
-    """The present devices that take part in a run. Evaluators with a shard for its task always do."""
+    """Judges which devices take part in a run. Evaluators with a shard for its task always do."""
 
-    def __init__(self, run: FleetRun, roster: Roster) -> None:
-        self._run, self._roster = run, roster
+    def __init__(self, run: FleetRun) -> None:
+        self._run = run
         self._members: frozenset[str] | None = None
 
-    def present(self) -> dict[str, DeviceInfo]:
-        """Returns who can be given work now, by id, sorted."""
-        return {
-            info.device_id: info
-            for info in self._roster.workers()
-            if self._run.task in info.tasks and (info.role == Role.EVALUATOR or self._takes_part(info))
-        }
+    def accepts(self, info: DeviceInfo) -> bool:
+        """Returns whether the device may be given work of this run."""
+        run = self._run
+        if info.role == Role.EVALUATOR:
+            return run.task in info.tasks
+        is_member = self._members is None or info.device_id in self._members
+        return is_member and is_meant(info, task=run.task, groups=run.groups, names=run.names)
 
-    def begin(self) -> None:
+    def begin(self, present: Iterable[str]) -> None:
         """Says that the first work is given out: with `join_at_start` nobody enters after this."""
         if self._run.join_at_start and self._members is None:
-            self._members = frozenset(self.present())
+            self._members = frozenset(present)
 
-    def _takes_part(self, info: DeviceInfo) -> bool:
-        run, members = self._run, self._members
-        return (
-            (not run.groups or not set(run.groups).isdisjoint(info.groups))
-            and (not run.names or info.device_id in run.names)
-            and (members is None or info.device_id in members)
-        )
+
+def is_meant(info: DeviceInfo, *, task: str, groups: Sequence[str], names: Sequence[str]) -> bool:
+    """Returns whether a run file means this trainer: a shard for the task, and a group and a name as asked."""
+    return (
+        task in info.tasks
+        and (not groups or not set(groups).isdisjoint(info.groups))
+        and (not names or info.device_id in names)
+    )

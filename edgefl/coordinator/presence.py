@@ -170,6 +170,11 @@ class Presence:
         device = self._devices.get(device_id)
         return device.state if device else None
 
+    def last_heartbeat(self, device_id: str) -> Heartbeat | None:
+        """Returns the last heartbeat of a device's present session, if it sent one."""
+        device = self._devices.get(device_id)
+        return device.heartbeat if device else None
+
     def is_present(self, device_id: str) -> bool:
         return self.state(device_id) in PRESENT
 

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from edgefl.coordinator.ledger import Ledger, LostRow
-from edgefl.loop import Scoreboard
+from edgefl.coordinator.ledger import EventRow, Ledger
+from edgefl.errors import StrategyError
 from edgefl.storage.records import DispatchRow, EvaluationRow, UpdateRow
+from edgefl.tally import RoundCount, Scoreboard
 from edgefl.types import Assignment, Decision, Evaluated, Event, Lost, Outcome, Update
 
 log = logging.getLogger(__name__)
@@ -27,31 +28,51 @@ class Wal(Protocol):
     def commit(self) -> None: ...
 
 
+@dataclass(slots=True)
+class _OpenRound:
+    """What the round that is not closed yet has brought."""
+
+    version: int = 0
+    num_updates: int = 0
+    num_bytes: int = 0
+
+    def add(self, version: int, rows: Sequence[UpdateRow]) -> None:
+        self.version = version
+        self.num_updates += len(rows)
+        self.num_bytes += sum((row.bytes_up or 0) + (row.bytes_down or 0) for row in rows)
+
+
 class Recorder:
     """Implements `Journal` for one run, over its write-ahead log and its ledger.
 
     Args:
         wal: where everything goes first.
         ledger: where the rows go.
+        rounds: which round a version belongs to; the loop's own, which learns it with the first work.
         clock: Unix seconds, for the rows.
         monotonic: the fleet's clock, which the events carry.
         checkpoint: called with (version, state) after every aggregation.
+        flagged: the devices that are not asked any more because their updates were refused too often.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 the parts of a run, by name
         self,
         *,
         wal: Wal,
         ledger: Ledger,
+        rounds: RoundCount,
         clock: Callable[[], float],
         monotonic: Callable[[], float],
         checkpoint: Callable[[int, object], None],
+        flagged: Callable[[], Collection[str]] = frozenset,
     ) -> None:
-        self._wal, self._ledger = wal, ledger
+        self._wal, self._ledger, self._count = wal, ledger, rounds
         self._clock, self._monotonic, self._checkpoint = clock, monotonic, checkpoint
+        self._flagged, self._known_flagged = flagged, set[str]()
         self._unused: dict[str, tuple[UpdateRow, float]] = {}
-        self._rounds: dict[str, int] = {}
-        self._round_opened_s: dict[int, float] = {}
+        self._asked: dict[str, Assignment] = {}
+        self._opened_s: dict[int, float] = {}
+        self._open = _OpenRound()
         self._scores = Scoreboard()
 
     def received(self, events: Sequence[Event]) -> Sequence[Event]:
@@ -72,34 +93,37 @@ class Recorder:
     def decided(self, decision: Decision) -> None:
         self._wal.decided(decision)
         self._scores.ask(decision.orders)
+        assignments = [order for order in decision.orders if isinstance(order, Assignment)]
+        if not assignments:
+            return
+        self._count.begin(len({order.device_id for order in assignments}))
         now, rows = self._clock(), []
-        for order in decision.orders:
-            if isinstance(order, Assignment):
-                number = order.base_version + 1
-                self._rounds[order.assignment_id] = number
-                self._round_opened_s.setdefault(number, self._monotonic())
-                rows.append(
-                    DispatchRow(
-                        assignment_id=order.assignment_id,
-                        device_id=order.device_id,
-                        round=number,
-                        base_version=order.base_version,
-                        dispatched_at=now,
-                    )
+        for order in assignments:
+            number = self._count.of(order.base_version + 1)
+            self._asked[order.assignment_id] = order
+            self._opened_s.setdefault(number, self._monotonic())
+            rows.append(
+                DispatchRow(
+                    assignment_id=order.assignment_id,
+                    device_id=order.device_id,
+                    round=number,
+                    base_version=order.base_version,
+                    dispatched_at=now,
                 )
+            )
         self._ledger.dispatch(rows)
 
     def aggregated(self, version: int, assignment_ids: Sequence[str], state: object) -> None:
         self._wal.aggregated(version, assignment_ids)
-        now_s = self._monotonic()
+        now_s, number = self._monotonic(), self._count.of(version)
         rows = []
         for assignment_id in assignment_ids:
-            row, received_s = self._unused.pop(assignment_id)
-            self._rounds.pop(assignment_id, None)
+            row, received_s = self._taken(assignment_id)
+            self._asked.pop(assignment_id, None)
             rows.append(
                 replace(
                     row,
-                    round=version,
+                    round=number,
                     outcome=Outcome.USED,
                     applied_version=version - 1,
                     staleness=version - 1 - row.base_version,
@@ -107,9 +131,21 @@ class Recorder:
                 )
             )
         self._ledger.update(rows)
-        self._ledger.close(version, version=version, at=self._clock())
-        _log_round(version, rows, now_s - self._round_opened_s.pop(version, now_s))
+        self._open.add(version, rows)
+        if self._count.ends_at(version):
+            self._close_round(number, now_s)
         self._checkpoint(version, state)
+
+    def _close_round(self, number: int, now_s: float) -> None:
+        done, self._open = self._open, _OpenRound()
+        self._ledger.close(number, version=done.version, at=self._clock())
+        log.info(
+            "round %d closed: %d updates, %.2f s, %d kB",
+            number,
+            done.num_updates,
+            now_s - self._opened_s.pop(number, now_s),
+            done.num_bytes // 1000,
+        )
 
     def commit(self) -> None:
         """Makes the journal durable; only then may the rows that follow from it be written."""
@@ -117,7 +153,9 @@ class Recorder:
         self._ledger.publish()
 
     def finish(self) -> None:
-        """Writes all rows; what arrived and was never used was late."""
+        """Writes all rows; a round that is not whole ends here, and what arrived and was never used was late."""
+        if self._open.num_updates:
+            self._close_round(self._count.of(self._open.version), self._monotonic())
         self._ledger.update([replace(row, outcome=Outcome.LATE) for row, _ in self._unused.values()])
         self._unused.clear()
         self.commit()
@@ -129,28 +167,48 @@ class Recorder:
             self._ledger.accuracy(self._scores.accuracy)
 
     def _note_lost(self, lost: Lost) -> None:
-        number = self._rounds.get(lost.assignment_id)
+        order = self._asked.pop(lost.assignment_id, None)
         log.warning("%s of %s brings no update: %s", lost.assignment_id, lost.device_id, lost.reason)
-        self._ledger.lost(
-            LostRow(assignment_id=lost.assignment_id, device_id=lost.device_id, reason=lost.reason, at=self._clock())
-        )
-        if number is not None:
+        self._tell("assignment-lost", lost.device_id, f"{lost.assignment_id}: {lost.reason}")
+        if lost.outcome is Outcome.REFUSED:
+            self._note_flag(lost)
+        if order is not None:
             row = UpdateRow(
                 assignment_id=lost.assignment_id,
                 device_id=lost.device_id,
-                round=number,
-                base_version=number - 1,
+                round=self._count.of(order.base_version + 1),
+                base_version=order.base_version,
                 outcome=lost.outcome,
                 reason=lost.reason,
             )
             self._ledger.update([row])
+
+    def _note_flag(self, lost: Lost) -> None:
+        """Writes it down once when the device that was just refused is not asked any more."""
+        if lost.device_id in self._flagged() and lost.device_id not in self._known_flagged:
+            self._known_flagged.add(lost.device_id)
+            log.warning("%s is flagged and not asked again in this run", lost.device_id)
+            self._tell("device-flagged", lost.device_id, lost.reason)
+
+    def _tell(self, kind: str, device_id: str, message: str) -> None:
+        self._ledger.event(EventRow(kind=kind, device_id=device_id, message=message, at=self._clock()))
+
+    def _taken(self, assignment_id: str) -> tuple[UpdateRow, float]:
+        """Returns the row of an update that is used now, and when it came.
+
+        Raises:
+            StrategyError: there is no such update, or it was used before.
+        """
+        if assignment_id not in self._unused:
+            raise StrategyError(f"used: the strategy names {assignment_id!r}, which never came or was used before")
+        return self._unused.pop(assignment_id)
 
     def _update_row(self, update: Update) -> UpdateRow:
         metrics = update.metrics
         return UpdateRow(
             assignment_id=update.assignment_id,
             device_id=update.device_id,
-            round=self._rounds.get(update.assignment_id, update.base_version + 1),
+            round=self._count.of(update.base_version + 1),
             base_version=update.base_version,
             iterations=metrics.iterations,
             num_examples=metrics.num_examples,
@@ -186,8 +244,3 @@ class Recorder:
             at=self._clock(),
             metrics=dict(evaluated.metrics),
         )
-
-
-def _log_round(number: int, rows: Sequence[UpdateRow], seconds: float) -> None:
-    num_bytes = sum((row.bytes_up or 0) + (row.bytes_down or 0) for row in rows)
-    log.info("round %d closed: %d updates, %.2f s, %d kB", number, len(rows), seconds, num_bytes // 1000)

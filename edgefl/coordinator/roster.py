@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from edgefl.coordinator.presence import DeviceState, Presence, PresenceEvent
+from edgefl.coordinator.live_vitals import LiveVitals
+from edgefl.coordinator.presence import DeviceRecord, DeviceState, Presence, PresenceEvent
 from edgefl.protocol import EVALUATOR_NAME, Capabilities, Heartbeat, Status
-from edgefl.types import DeviceInfo, Role, Speed
+from edgefl.types import DeviceInfo, Role, Vitals
 
+_ABLE = frozenset({DeviceState.ONLINE, DeviceState.LATE})
 SMOOTHING = 0.3
 """Weight of the newest measurement in a device's smoothed speed."""
 
@@ -36,6 +38,13 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Added:
+    """A device joined, or joined again: its role, groups or data may be others."""
+
+    device_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Changed:
     """A device reported new capabilities or shards."""
 
@@ -49,7 +58,7 @@ class Removed:
     device_id: str
 
 
-RosterEvent = PresenceEvent | Restarted | Holding | Changed | Removed
+RosterEvent = PresenceEvent | Restarted | Holding | Added | Changed | Removed
 Listener = Callable[[RosterEvent], None]
 
 
@@ -58,7 +67,7 @@ class _Entry:
     info: DeviceInfo
     node_id: int
     boot_id: str = ""
-    speed: Speed = field(default_factory=Speed)
+    seconds_per_iteration: float | None = None
 
 
 class Roster:
@@ -83,9 +92,16 @@ class Roster:
         return end
 
     def add(
-        self, device_id: str, *, node_id: int, role: str, groups: Sequence[str], examples: Mapping[str, int]
+        self,
+        device_id: str,
+        *,
+        node_id: int,
+        role: str,
+        groups: Sequence[str],
+        examples: Mapping[str, int],
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
-        """Takes in a device that has joined, or updates one that joined again."""
+        """Takes in a device that has joined, or has joined again; `facts` are its newest capabilities."""
         is_own = device_id == EVALUATOR_NAME
         source = "coordinator" if is_own else ("evaluator" if role == Role.EVALUATOR else "device")
         info = DeviceInfo(
@@ -95,16 +111,20 @@ class Roster:
             tasks=tuple(sorted(examples)),
             examples=dict(examples),
             source=source,
+            capabilities=facts or {},
+            blocks=_blocks((facts or {}).get("blocks")),
         )
         with self._lock:
             former = self._entries.get(device_id)
             if former is not None and former.node_id == node_id:
-                former.info = replace(info, capabilities=former.info.capabilities)
-                return
-            if former is not None:
-                self._by_node.pop(former.node_id, None)
-            self._entries[device_id] = _Entry(info=info, node_id=node_id)
-            self._by_node[node_id] = device_id
+                kept = replace(info, capabilities=former.info.capabilities, blocks=former.info.blocks)
+                former.info = kept if facts is None else info
+            else:
+                if former is not None:
+                    self._by_node.pop(former.node_id, None)
+                self._entries[device_id] = _Entry(info=info, node_id=node_id)
+                self._by_node[node_id] = device_id
+        self._tell([Added(device_id=device_id)])
 
     def remove(self, device_id: str) -> int | None:
         """Forgets a device; returns its node id."""
@@ -132,20 +152,28 @@ class Roster:
         with self._lock:
             return self._presence.state(device_id)
 
+    def known(self) -> list[DeviceInfo]:
+        """Returns all devices that have joined, present or not."""
+        with self._lock:
+            return [entry.info for entry in self._entries.values()]
+
     def workers(self) -> list[DeviceInfo]:
         """Returns the devices that can be given work: present and not draining, sorted by id."""
         with self._lock:
-            able = {DeviceState.ONLINE, DeviceState.LATE}
-            return [
-                entry.info
-                for device_id, entry in sorted(self._entries.items())
-                if self._presence.state(device_id) in able
-            ]
+            found = [self.worker(device_id) for device_id in sorted(self._entries)]
+        return [info for info in found if info is not None]
+
+    def worker(self, device_id: str) -> DeviceInfo | None:
+        """Returns a device if it can be given work now."""
+        with self._lock:
+            entry = self._entries.get(device_id)
+            is_able = entry is not None and self._presence.state(device_id) in _ABLE
+            return entry.info if entry is not None and is_able else None
 
     def facts(self) -> list[dict[str, Any]]:
         """Returns one row per device for the operator: presence, last heartbeat, shards."""
         with self._lock:
-            records = {record.device_id: record for record in self._presence.records(self._clock())}
+            records = {record.device_id: record for record in self._records()}
             rows = []
             for device_id, entry in sorted(self._entries.items()):
                 record = records.get(device_id)
@@ -158,23 +186,31 @@ class Roster:
                         "temperature_c": heartbeat.temperature_c if heartbeat else None,
                         "run": heartbeat.run if heartbeat else None,
                         "iteration": heartbeat.iteration if heartbeat else None,
-                        "seconds_per_iteration": entry.speed.seconds_per_iteration,
+                        "seconds_per_iteration": entry.seconds_per_iteration,
                     }
                 )
             return rows
 
-    def speeds(self) -> dict[str, Speed]:
+    @property
+    def vitals(self) -> Mapping[str, Vitals]:
+        """How the boards are that sent a heartbeat; looked up when it is asked for."""
+        return LiveVitals(self)
+
+    def heartbeats(self) -> dict[str, Heartbeat]:
+        """Returns the last heartbeat of every device that sent one, by id, sorted."""
         with self._lock:
-            return {device_id: entry.speed for device_id, entry in self._entries.items()}
+            return {record.device_id: record.heartbeat for record in self._records() if record.heartbeat is not None}
+
+    def heartbeat(self, device_id: str) -> Heartbeat | None:
+        with self._lock:
+            return self._presence.last_heartbeat(device_id)
 
     def note_speed(self, device_id: str, seconds_per_iteration: float) -> None:
+        """Remembers how fast a device was, smoothed, for the operator."""
         with self._lock:
             entry = self._entries.get(device_id)
             if entry is not None:
-                before = entry.speed.seconds_per_iteration
-                smoothed = seconds_per_iteration if before is None else before
-                smoothed += SMOOTHING * (seconds_per_iteration - smoothed)
-                entry.speed = replace(entry.speed, seconds_per_iteration=smoothed)
+                entry.seconds_per_iteration = smoothed(entry.seconds_per_iteration, seconds_per_iteration)
 
     def note_status(self, device_id: str, status: Status) -> None:
         events: list[RosterEvent] = []
@@ -204,7 +240,11 @@ class Roster:
             if entry is None:
                 return
             entry.info = replace(
-                entry.info, capabilities=capabilities.facts, examples=examples, tasks=tuple(sorted(examples))
+                entry.info,
+                capabilities=capabilities.facts,
+                examples=examples,
+                tasks=tuple(sorted(examples)),
+                blocks=_blocks(capabilities.facts.get("blocks")),
             )
         self._tell([Changed(device_id=device_id)])
 
@@ -224,7 +264,26 @@ class Roster:
             events = self._presence.tick(self._clock())
         self._tell(events)
 
+    def _records(self) -> list[DeviceRecord]:
+        return self._presence.records(self._clock())
+
     def _tell(self, events: Sequence[RosterEvent]) -> None:
         for event in events:
             for listener in self._listeners:
                 listener(event)
+
+
+def smoothed(before: float | None, newest: float) -> float:
+    """Returns the moving average of a measurement, the newest one included."""
+    return newest if before is None else before + SMOOTHING * (newest - before)
+
+
+def _blocks(reported: object) -> dict[str, tuple[int, ...]]:
+    """Returns the blocks of redundant shards by task; what is none is left out."""
+    if not isinstance(reported, Mapping):
+        return {}
+    return {
+        str(task): tuple(block for block in blocks if isinstance(block, int) and not isinstance(block, bool))
+        for task, blocks in reported.items()
+        if isinstance(blocks, list)
+    }

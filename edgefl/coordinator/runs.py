@@ -14,14 +14,17 @@ from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.keeper import Keeper
 from edgefl.coordinator.ledger import Ledger
 from edgefl.coordinator.live_fleet import Bell, FleetRun, InterruptedRunError, LiveFleet
+from edgefl.coordinator.participants import EncodeChanges
 from edgefl.coordinator.recorder import Recorder
 from edgefl.coordinator.roster import Roster
 from edgefl.coordinator.superlink import Reply, SuperLink
 from edgefl.errors import EdgeflError, JournalError, RunFailedError, StoreError, UsageError
-from edgefl.loop import EvaluationRule, Goal, drive
+from edgefl.loop import EvaluationRule, drive
 from edgefl.storage.journal import WalJournal
 from edgefl.storage.records import RunRecord, RunStatus
 from edgefl.storage.store import Store
+from edgefl.strategies.gate import StrategyGate
+from edgefl.tally import Goal, RoundCount
 from edgefl.types import Json, Progress, Stop, Strategy, Tensors
 
 log = logging.getLogger(__name__)
@@ -41,9 +44,15 @@ class Assembled(Protocol):
     @property
     def evaluate(self) -> EvaluationRule: ...
     @property
+    def rounds(self) -> RoundCount: ...
+    @property
+    def gate(self) -> StrategyGate: ...
+    @property
     def header(self) -> Json: ...
     @property
     def encode(self) -> Callable[[Tensors, int], bytes]: ...
+    @property
+    def encode_changes(self) -> EncodeChanges | None: ...
     @property
     def decode(self) -> Callable[[bytes], Tensors]: ...
 
@@ -208,7 +217,13 @@ class RunWorker:
         with WalJournal(site.directory.runs / run_id / "journal", assembled.decode) as wal:
             keeper = Keeper(site.directory, site.store, run_id, wal=wal, ledger=ledger)
             recorder = Recorder(
-                wal=wal, ledger=ledger, clock=time.time, monotonic=time.monotonic, checkpoint=keeper.after
+                wal=wal,
+                ledger=ledger,
+                rounds=assembled.rounds,
+                clock=time.time,
+                monotonic=time.monotonic,
+                checkpoint=keeper.after,
+                flagged=lambda: assembled.gate.guard.flagged,
             )
             fleet = self._open_fleet(run_id, assembled, ledger)
             try:
@@ -219,6 +234,8 @@ class RunWorker:
                     journal=recorder,
                     goal=assembled.goal,
                     evaluate=assembled.evaluate,
+                    rounds=assembled.rounds,
+                    gate=assembled.gate,
                 )
             except (StoreError, JournalError):
                 raise
@@ -249,6 +266,7 @@ class RunWorker:
             names=config.devices.names,
             join_at_start=config.devices.join == "start",
             encode=assembled.encode,
+            encode_changes=assembled.encode_changes,
             decode=assembled.decode,
         )
         link = site.superlink.open_run()

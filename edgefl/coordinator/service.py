@@ -17,6 +17,7 @@ from edgefl.coordinator.access import require_operator, require_viewer
 from edgefl.coordinator.api import operator_router
 from edgefl.coordinator.broker import Broker, BrokerAddress, BrokerTls, connect_host, make_broker
 from edgefl.coordinator.bus import Bus
+from edgefl.coordinator.device_state import check_device_state
 from edgefl.coordinator.diary import Diary
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.enrolment import BrokerSite, EnrolmentService, enrolment_router
@@ -31,7 +32,7 @@ from edgefl.errors import EdgeflError
 from edgefl.processes import on_stop_signal
 from edgefl.protocol import EVALUATOR_NAME, Command, CommandKind, Heartbeat, checked_address
 from edgefl.storage.store import Store
-from edgefl.types import Progress
+from edgefl.types import Json, Progress
 
 log = logging.getLogger(__name__)
 
@@ -168,6 +169,7 @@ class Coordinator:
         self._bus.command(device_id, recall)
 
     def _restore_devices(self) -> None:
+        told = self._store.capabilities()
         for record in self._store.devices():
             if record.node_id is None:
                 self._enrolled(record.device_id, record.public_key)
@@ -179,6 +181,7 @@ class Coordinator:
                     role=record.role,
                     groups=record.groups,
                     examples=record.examples,
+                    facts=told[record.device_id].facts if record.device_id in told else None,
                 )
 
     def _enrolled(self, device_id: str, public_key: bytes) -> None:
@@ -192,7 +195,14 @@ class Coordinator:
                 self._store.set_node_id(device_id, node_id)
                 self._store.update_device(device_id, examples=examples)
                 self._store.record_event("device-joined", f"as {record.role}", at=time.time(), device_id=device_id)
-        self._roster.add(device_id, node_id=node_id, role=record.role, groups=record.groups, examples=examples)
+        self._roster.add(
+            device_id,
+            node_id=node_id,
+            role=record.role,
+            groups=record.groups,
+            examples=examples,
+            facts=told.facts if told else None,
+        )
 
     def _forget_former(self, device_id: str, node_id: int) -> None:
         """Takes out an earlier device of this name: it was removed, and the new one counts its sessions anew."""
@@ -261,8 +271,9 @@ class Coordinator:
         """Returns the broker's host for devices when it is not this machine."""
         return self._broker_address.host if self._options.broker.startswith("mqtts://") else None
 
-    def _check(self, config: RunConfig) -> None:
-        self._assemble(config, "check")
+    def _check(self, config: RunConfig) -> Json:
+        assembled = self._assemble(config, "check")
+        return check_device_state(config, assembled.strategy, assembled.model, self._roster)
 
     def _open_evaluator(self) -> None:
         shards = self._options.test_shards

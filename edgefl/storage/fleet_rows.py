@@ -13,7 +13,14 @@ from edgefl.errors import NameTakenError, NotFoundError, TokenExpiredError, Toke
 from edgefl.storage.database import Database
 from edgefl.storage.models import Capabilities, Device, Event, Token
 from edgefl.storage.plain import storable
-from edgefl.storage.records import CapabilitiesRecord, DeviceChanges, DeviceRecord, TokenRecord
+from edgefl.storage.records import (
+    CapabilitiesRecord,
+    DeviceChanges,
+    DeviceRecord,
+    TokenRecord,
+    VirtualDeviceRow,
+)
+from edgefl.storage.upsert import upsert
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +60,31 @@ class FleetRows:
         }  # fmt: skip
         with self._database.write(durable=True) as connection:
             connection.execute(insert(Token), row)
+
+    def add_virtual_devices(self, devices: Sequence[VirtualDeviceRow], *, at: float) -> None:
+        """Keeps devices that a simulation stands in for: they never join, and have no key."""
+        known = {
+            "public_key": b"", "node_id": None, "joined_at": at, "removed_at": None, "last_seen_at": at,
+            "presence": "simulated", "certificate_serial": None, "version": None,
+        }  # fmt: skip
+        rows = [
+            {
+                **known,
+                "device_id": device.device_id,
+                "role": device.role,
+                "groups": list(device.groups),
+                "examples": dict(device.examples),
+            }
+            for device in devices
+        ]
+        facts = [
+            {"device_id": device.device_id, "at": at, "facts": storable(device.facts), "shards": {}}
+            for device in devices
+        ]
+        with self._database.write(durable=True) as connection:
+            upsert(connection, Device, rows, ("device_id",))
+            if facts:
+                connection.execute(insert(Capabilities), facts)
 
     def tokens(self) -> list[TokenRecord]:
         """Returns the tokens, without their secrets, oldest first."""

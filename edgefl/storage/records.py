@@ -56,6 +56,17 @@ class DeviceRecord:
     examples: Mapping[str, int]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VirtualDeviceRow:
+    """A device of a simulation; `facts` are the capabilities that its profile gives it."""
+
+    device_id: str
+    role: str
+    groups: tuple[str, ...]
+    examples: Mapping[str, int]
+    facts: Mapping[str, Any]
+
+
 class DeviceChanges(TypedDict, total=False):
     """What `update_device` may change; a name that is left out stays."""
 

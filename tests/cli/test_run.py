@@ -167,3 +167,16 @@ def test_a_watcher_sees_the_end_of_a_run_that_is_interrupted(edgefl: Any, run_fi
 def test_the_module_starts_without_anything_heavy() -> None:
     program = "import edgefl.cli.run, sys; sys.exit(bool({'rich', 'sqlalchemy', 'numpy', 'flwr'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_submit_says_what_the_strategy_keeps_for_the_devices_and_refuses_too_much(
+    edgefl: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "compensated.toml"
+    path.write_text('[run]\ntask = "digits"\nrounds = 1\n[strategy]\nname = "dc-asgd"\n')
+    ended = edgefl("run", "submit", path, "--watch")
+    assert (ended.code, "dc-asgd keeps" in ended.err, "bytes for 2 devices" in ended.err) == (0, True, True)
+    path.write_text('[run]\ntask = "digits"\nmax_state_bytes = 1000\n[strategy]\nname = "dc-asgd"\n')
+    refused = edgefl("run", "submit", path)
+    assert refused.code == 3
+    assert "for 2 devices, the run may have 1000 bytes: raise run.max_state_bytes" in refused.err

@@ -93,11 +93,11 @@ class Source:
         return {"w": np.full(3, float(self.version), np.float32)}
 
     def changed(self, since):
-        return None
+        return {"w": np.arange(since, self.version)}
 
 
 class Site:
-    def __init__(self, **options):
+    def __init__(self, *, has_deltas=False, **options):
         self.clock, self.mail, self.bell, self.source = Clock(), Mail(), Bell(), Source()
         self.presence = Presence()
         self.roster = Roster(self.presence, self.clock)
@@ -110,6 +110,7 @@ class Site:
             header={"v": 1, "run": RUN, "task": "digits"},
             encode=lambda model, version: self.codec.encode(model, derived_rng(version)),
             decode=lambda body: decode_body(body, SHAPES),
+            encode_changes=(lambda model, changed, version: b"delta") if has_deltas else None,
             **settings,
         )
         self.fleet = LiveFleet(run=run, link=self.mail, roster=self.roster, bell=self.bell, clock=self.clock)
@@ -155,9 +156,9 @@ class Site:
         )
 
 
-def training(key="a-1", device="pi", **options):
+def training(key="a-1", device="pi", base=0, **options):
     return Assignment(
-        assignment_id=key, device_id=device, base_version=0, plan=LocalPlan(iterations=4, momentum=0.5), **options
+        assignment_id=key, device_id=device, base_version=base, plan=LocalPlan(iterations=4, momentum=0.5), **options
     )
 
 
@@ -185,7 +186,7 @@ def test_an_order_is_sent_with_its_plan_and_the_bell_is_rung(site):
     assert (node_id, kind, site.bell.rung) == (101, "train", ["pi"])
     assert header["plan"] == {
         "algorithm": "sgd", "iterations": 4, "batch_size": 32, "learning_rate": 0.05, "momentum": 0.5,
-        "weight_decay": 0.0, "options": {}, "report_progress": False,
+        "weight_decay": 0.0, "options": {}, "keeps_state": False, "report_progress": False,
     }  # fmt: skip
     assert header["run"] == RUN
     assert (header["version"], header["codec"]) == (0, "dense|fp16")
@@ -213,7 +214,8 @@ def test_an_update_comes_back_with_everything_that_was_measured(site):
     assert (metrics.bytes_up, metrics.bytes_down) == (len(update.body), 99)
     assert metrics.extra == {"gap": 0.25}
     assert site.fleet.view().busy == {}
-    assert site.roster.speeds()["pi"].seconds_per_iteration == 0.5
+    assert site.fleet.view().speeds["pi"].seconds_per_iteration == 0.5
+    assert site.roster.facts()[0]["seconds_per_iteration"] == 0.5
 
 
 def test_the_model_is_encoded_once_per_version_whoever_gets_it(site):
@@ -373,15 +375,6 @@ def test_a_reply_without_metrics_is_refused(site, metrics):
         )
     )
     assert [outcome for _, outcome, _ in lost(site)] == [Outcome.REFUSED]
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_an_update_that_would_spoil_the_model_is_refused(site, bad):
-    site.give(training())
-    site.reply(101, body=site.codec.encode({"w": np.array([0, bad, 0], np.float32)}, derived_rng(0)))
-    ((_, outcome, reason),) = lost(site)
-    assert outcome == Outcome.REFUSED
-    assert "diverged" in reason
 
 
 @pytest.mark.parametrize(
@@ -619,3 +612,105 @@ def test_news_from_many_threads_is_all_heard(site):
     for thread in threads:
         thread.join()
     assert sorted(heard) == sorted(keys)
+
+
+def test_a_block_is_named_where_an_order_is_about_one(site):
+    site.give(training("a"), training("b", block=0))
+    assert ["block" in header for _, _, header, _ in site.mail.sent] == [False, True]
+    assert site.mail.sent[1][2]["block"] == 0
+
+
+def test_a_recall_of_what_is_not_out_is_not_sent(site):
+    site.give(Recall(assignment_id="a-9", device_id="pi"))
+    assert site.bell.commands == []
+
+
+def test_a_new_agent_hears_of_the_recall_that_the_one_before_was_sent(site):
+    site.give(training(), Recall(assignment_id="a-1", device_id="pi"))
+    site.say("pi", "online", boot="boot-2", session=2)
+    site.events()
+    assert site.bell.commands == [("pi", "recall", "run-1/a-1")] * 2
+
+
+def test_the_speeds_of_an_earlier_run_are_not_those_of_this_one(site):
+    site.roster.note_speed("pi", 3.0)
+    assert site.fleet.view().speeds == {}
+
+
+class Deltas:
+    """A site with a device that holds version 0 and has been sent what changed until version 1."""
+
+    def __init__(self):
+        self.site = Site(has_deltas=True)
+        self.site.add("pi")
+        self.site.give(training("a-0"))
+        self.site.source.version = 1
+        self.site.reply(101, "a-0")
+        self.site.events()
+        self.site.give(training("a-1", base=1))
+
+    def sent(self):
+        """Whether the last message is about a delta, and what its header says of that."""
+        _, _, header, body = self.site.mail.sent[-1]
+        return body.inline == b"delta", {name: header[name] for name in ("keep", "base") if name in header}
+
+
+@pytest.fixture
+def deltas():
+    made = Deltas()
+    yield made
+    made.site.fleet.close()
+
+
+def test_a_device_that_trained_on_a_version_is_sent_what_changed_since(deltas):
+    assert deltas.sent() == (True, {"keep": True, "base": 0})
+
+
+def test_a_device_that_needs_the_whole_model_gets_it_and_nothing_is_lost(deltas):
+    site = deltas.site
+    site.source.version = 2
+    site.reply(101, error="needs dense: holds nothing", needs_dense=True, body=b"")
+    assert site.events() == []
+    assert deltas.sent() == (False, {"keep": True})
+    assert site.mail.sent[-1][2]["assignment"] == "run-1/a-1"
+    assert site.fleet.view().busy == {"pi": ["a-1"]}
+    site.reply(101)
+    assert len(site.of(Update)) == 1
+
+
+def test_a_device_that_wants_the_whole_model_when_it_had_it_has_failed(deltas):
+    site = deltas.site
+    for _ in range(2):
+        site.reply(101, error="needs dense: holds nothing", needs_dense=True, body=b"")
+    assert lost(site) == [("a-1", Outcome.FAILED, "needs dense: holds nothing")]
+    site.give(training("a-2", base=site.source.version))
+    assert deltas.sent() == (False, {"keep": True})
+
+
+def test_a_new_agent_is_sent_the_whole_model_and_the_next_time_a_delta(deltas):
+    site = deltas.site
+    site.say("pi", "online", boot="boot-2", session=2)
+    assert site.of(Lost) == []
+    assert deltas.sent() == (False, {"keep": True})
+    site.reply(101)
+    site.source.version = 2
+    site.events()
+    site.give(training("a-2", base=site.source.version))
+    assert deltas.sent() == (True, {"keep": True, "base": 1})
+
+
+def test_what_needs_a_whole_model_that_is_gone_is_lost_and_not_failed(deltas):
+    site = deltas.site
+    site.fleet._downlink._kept.clear()
+    site.reply(101, error="needs dense: holds nothing", needs_dense=True, body=b"")
+    ((key, outcome, reason),) = lost(site)
+    assert (key, outcome) == ("a-1", Outcome.LOST)
+    assert "kept no longer" in reason
+
+
+def test_after_a_loss_nobody_knows_what_the_device_holds(deltas):
+    site = deltas.site
+    site.reply(101, error="DataError: no examples", body=b"")
+    site.events()
+    site.give(training("a-2", base=site.source.version))
+    assert deltas.sent() == (False, {"keep": True})

@@ -8,10 +8,11 @@ import pytest
 from edgefl.compression.registry import decode_body, make_codec
 from edgefl.coordinator.ledger import Ledger
 from edgefl.coordinator.recorder import Recorder
-from edgefl.errors import JournalError, StoreFullError
+from edgefl.errors import JournalError, StoreFullError, StrategyError
 from edgefl.storage.journal import WalJournal
 from edgefl.storage.queries import history
 from edgefl.storage.store import Store
+from edgefl.tally import RoundCount
 from edgefl.types import (
     Assignment,
     Decision,
@@ -40,8 +41,8 @@ class FullStore:
 class Book:
     """A recorder, its store and journal, and a clock that is set by hand."""
 
-    def __init__(self, root):
-        self.now_s, self.checkpoints = 0.0, []
+    def __init__(self, root, versions_per_round=1):
+        self.now_s, self.checkpoints, self.flagged = 0.0, [], set()
         self.path = root / "edgefl.db"
         self.store = Store.open(self.path)
         self.store.add_run(
@@ -52,9 +53,11 @@ class Book:
         self.recorder = Recorder(
             wal=self.wal,
             ledger=self.ledger,
+            rounds=RoundCount(versions_per_round=versions_per_round),
             clock=lambda: 1000.0 + self.now_s,
             monotonic=lambda: self.now_s,
             checkpoint=lambda version, state: self.checkpoints.append((version, state)),
+            flagged=lambda: self.flagged,
         )
 
     def order(self, version, *devices):
@@ -91,10 +94,21 @@ class Book:
 
 
 @pytest.fixture
-def book(tmp_path):
-    made = Book(tmp_path)
-    with contextlib.closing(made.store), contextlib.closing(made.wal):
-        yield made
+def open_book(tmp_path):
+    with contextlib.ExitStack() as closers:
+
+        def make(**options):
+            made = Book(tmp_path, **options)
+            closers.callback(made.store.close)
+            closers.callback(made.wal.close)
+            return made
+
+        yield make
+
+
+@pytest.fixture
+def book(open_book):
+    return open_book()
 
 
 def update(version, device, *, received_s=0.0, **metrics):
@@ -307,3 +321,95 @@ def test_what_a_device_measured_besides_is_kept(book):
     book.receive(update(0, "a", extra={"gap": 0.5}))
     book.recorder.commit()
     assert book.rows("updates")[0]["metrics"] == {"gap": 0.5}
+
+
+def test_a_device_that_is_flagged_is_an_event_once_with_the_reason(book):
+    for version in range(3):
+        book.order(version, "a", "b")
+        refused = {"outcome": Outcome.REFUSED, "reason": f"norm {version}"}
+        book.flagged |= {"b"} if version else set()
+        book.receive(
+            Lost(device_id="a", assignment_id=f"v{version}-a", **refused),
+            Lost(device_id="b", assignment_id=f"v{version}-b", **refused),
+        )
+        book.recorder.commit()
+    events = [(row["kind"], row["device_id"], row["message"]) for row in book.rows("events")]
+    assert [event for event in events if event[0] == "device-flagged"] == [("device-flagged", "b", "norm 1")]
+    assert len(events) == 6 + 1
+
+
+def test_an_update_that_never_came_cannot_be_used(book):
+    book.order(0, "a")
+    book.receive(update(0, "a"))
+    book.close_round(1, "v0-a")
+    for name in ("v0-a", "v9-z"):
+        with pytest.raises(StrategyError, match=f"used: the strategy names '{name}'"):
+            book.recorder.aggregated(2, [name], None)
+
+
+def apply(book, *names):
+    """Applies updates one by one, as an asynchronous strategy does."""
+    for name in names:
+        version = book.checkpoints[-1][0] + 1 if book.checkpoints else 1
+        book.close_round(version, name)
+
+
+def test_an_asynchronous_round_is_so_many_versions_and_closes_with_its_last(open_book):
+    book = open_book(versions_per_round=3)
+    book.order(0, "a", "b")
+    book.receive(update(0, "a"), update(0, "b"))
+    book.now_s = 2.0
+    apply(book, "v0-a", "v0-b")
+    assert [(row["round"], row["closed_at"]) for row in book.rows("rounds")] == [(1, None)]
+    book.order(2, "a")
+    book.receive(update(2, "a"))
+    book.now_s = 5.0
+    apply(book, "v2-a")
+    (row,) = book.rows("rounds")
+    assert (row["round"], row["version"], row["num_updates"], row["num_devices"]) == (1, 3, 3, 2)
+    assert (row["started_at"], row["closed_at"]) == (1000.0, 1005.0)
+    rows = {row["assignment_id"]: row for row in book.rows("updates")}
+    assert [(rows[name]["applied_version"], rows[name]["staleness"]) for name in ("v0-a", "v0-b", "v2-a")] == [
+        (0, 0),
+        (1, 1),
+        (2, 0),
+    ]
+
+
+def test_an_update_counts_in_the_round_that_it_was_applied_in_and_not_in_that_of_its_base(open_book):
+    book = open_book(versions_per_round=2)
+    book.order(0, "a", "b", "slow")
+    book.receive(update(0, "a"), update(0, "b"))
+    apply(book, "v0-a", "v0-b")
+    book.order(2, "a")
+    book.receive(update(0, "slow"), update(2, "a"))
+    apply(book, "v0-slow", "v2-a")
+    rows = {row["assignment_id"]: (row["round"], row["staleness"]) for row in book.rows("updates")}
+    assert rows == {"v0-a": (1, 0), "v0-b": (1, 1), "v0-slow": (2, 2), "v2-a": (2, 1)}
+    assert [(row["round"], row["num_updates"]) for row in book.rows("rounds")] == [(1, 2), (2, 2)]
+
+
+def test_without_a_number_a_round_is_as_many_versions_as_devices_were_asked_first(open_book):
+    book = open_book(versions_per_round=None)
+    book.evaluate(0, "judge")
+    book.order(0, "a", "b", "c")
+    book.order(0, "d")
+    book.receive(*(update(0, device) for device in "abcd"))
+    apply(book, "v0-a", "v0-b", "v0-c", "v0-d")
+    assert [(row["round"], row["num_updates"]) for row in book.rows("rounds")] == [(1, 3)]
+
+
+def test_the_round_that_is_not_whole_closes_at_the_end_of_the_run(open_book):
+    book = open_book(versions_per_round=3)
+    book.order(0, "a", "b", "c", "d")
+    book.receive(*(update(0, device) for device in "abcd"))
+    apply(book, "v0-a", "v0-b", "v0-c", "v0-d")
+    book.now_s = 9.0
+    book.recorder.finish()
+    assert [(row["round"], row["version"], row["num_updates"]) for row in book.rows("rounds")] == [
+        (1, 3, 3),
+        (2, 4, 1),
+    ]
+    assert book.rows("rounds")[1]["closed_at"] == 1009.0
+    book.recorder.finish()
+    assert (book.store.run("r").rounds, book.store.run("r").version) == (2, 4)

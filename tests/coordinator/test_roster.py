@@ -3,7 +3,7 @@ import threading
 import pytest
 
 from edgefl.coordinator.presence import DeviceState, Flapping, Presence, Transition
-from edgefl.coordinator.roster import SMOOTHING, Changed, Holding, Removed, Restarted, Roster
+from edgefl.coordinator.roster import SMOOTHING, Added, Changed, Holding, Removed, Restarted, Roster
 from edgefl.errors import NetworkError
 from edgefl.protocol import EVALUATOR_NAME, Capabilities, Heartbeat, Status
 from edgefl.types import Role
@@ -28,8 +28,9 @@ class Fleet:
         self.roster.note_heartbeat(name, Heartbeat(seq=seq, session_no=1, uptime_s=1.0, holding=list(holding)))
 
     def take(self):
+        """All that was heard since, but for who was added."""
         heard, self.heard[:] = list(self.heard), []
-        return heard
+        return [event for event in heard if not isinstance(event, Added)]
 
 
 @pytest.fixture
@@ -37,6 +38,10 @@ def fleet():
     made = Fleet()
     made.add("pi", 7, groups=("lab",))
     return made
+
+
+def speed_of(fleet, name="pi"):
+    return next(row["seconds_per_iteration"] for row in fleet.roster.facts() if row["device_id"] == name)
 
 
 def names(fleet):
@@ -92,7 +97,7 @@ def test_messages_of_devices_that_never_joined_are_ignored(fleet):
     assert fleet.take() == []
     assert names(fleet) == []
     assert fleet.roster.remove("stranger") is None
-    assert set(fleet.roster.speeds()) == {"pi"}
+    assert [row["device_id"] for row in fleet.roster.facts()] == ["pi"]
 
 
 def test_listeners_hear_changes_until_they_end_it(fleet):
@@ -146,11 +151,11 @@ def test_capabilities_replace_the_counts_of_all_shards(fleet):
 
 
 def test_speeds_are_smoothed_and_begin_with_the_first_measurement(fleet):
-    assert fleet.roster.speeds()["pi"].seconds_per_iteration is None
+    assert speed_of(fleet) is None
     fleet.roster.note_speed("pi", 2.0)
-    assert fleet.roster.speeds()["pi"].seconds_per_iteration == 2.0
+    assert speed_of(fleet) == 2.0
     fleet.roster.note_speed("pi", 4.0)
-    assert fleet.roster.speeds()["pi"].seconds_per_iteration == pytest.approx(2.0 + SMOOTHING * 2.0)
+    assert speed_of(fleet) == pytest.approx(2.0 + SMOOTHING * 2.0)
 
 
 def test_contact_over_https_keeps_a_silent_device_present(fleet):
@@ -182,7 +187,7 @@ def test_a_device_that_joins_anew_leaves_its_old_node_behind(fleet):
     fleet.roster.note_speed("pi", 2.0)
     fleet.add("pi", 8)
     assert (fleet.roster.device_of(7), fleet.roster.device_of(8)) == (None, "pi")
-    assert fleet.roster.speeds()["pi"].seconds_per_iteration is None
+    assert speed_of(fleet) is None
 
 
 def test_a_device_that_asks_twice_for_its_place_keeps_what_is_known_of_it(fleet):
@@ -192,7 +197,7 @@ def test_a_device_that_asks_twice_for_its_place_keeps_what_is_known_of_it(fleet)
     fleet.take()
     fleet.say("pi", boot="boot-2", session=2)
     assert Restarted(device_id="pi") in fleet.take()
-    assert fleet.roster.speeds()["pi"].seconds_per_iteration == 2.0
+    assert speed_of(fleet) == 2.0
     assert fleet.roster.info("pi").groups == ("field",)
 
 
@@ -250,3 +255,22 @@ def test_many_threads_may_use_it_at_once():
     assert len(fleet.roster._listeners) == 1
     gone = [event.device_id for event in fleet.heard if isinstance(event, Transition) and event.after == "offline"]
     assert sorted(gone) == [f"pi-{number}" for number in range(8)]
+
+
+def test_a_device_that_joins_again_is_heard_of(fleet):
+    fleet.heard.clear()
+    fleet.add("pi", 7, groups=("home",))
+    fleet.add("pi", 8)
+    assert fleet.heard == [Added(device_id="pi")] * 2
+    assert (fleet.roster.info("pi").groups, fleet.roster.device_of(7)) == ((), None)
+
+
+def test_what_was_told_at_the_join_is_known_before_the_device_speaks(fleet):
+    facts = {"memory_bytes": 512, "blocks": {"digits": [0, 1]}}
+    fleet.roster.add("pi-2", node_id=9, role="trainer", groups=(), examples={"digits": 5}, facts=facts)
+    info = fleet.roster.info("pi-2")
+    assert (info.capabilities["memory_bytes"], info.blocks) == (512, {"digits": (0, 1)})
+    fleet.add("pi-2", 9)
+    assert fleet.roster.info("pi-2").blocks == {"digits": (0, 1)}
+    fleet.roster.add("pi-2", node_id=9, role="trainer", groups=(), examples={"digits": 5}, facts={})
+    assert fleet.roster.info("pi-2").blocks == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -67,6 +68,18 @@ class Tools:
             )
             for n in range(start, start + number)
         ]
+
+    def paced(self, root: Path, *paces_s: float) -> list[LocalDevice]:
+        """One device for each pace: so many seconds longer for every iteration of the gated task."""
+        root.mkdir()
+        devices = []
+        for number, pace_s in enumerate(paces_s, 1):
+            name, source = f"device-{number:02}", self.shards[(number - 1) % 4]
+            for suffix in (".npz", ".json"):
+                shutil.copyfile(source.with_suffix(suffix), root / f"{name}{suffix}")
+            (root / f"{name}.pace").write_text(str(pace_s))
+            devices.append(LocalDevice(name=name, shards={self.gated: str(root / f"{name}.npz")}))
+        return devices
 
     def fleet(self, root: Path, devices: Sequence[LocalDevice], **options: Any) -> LocalFleet:
         return LocalFleet(

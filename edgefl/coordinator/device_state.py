@@ -1,0 +1,54 @@
+"""What a strategy keeps for each device, added up before its run is let in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from edgefl.config import RunConfig
+from edgefl.coordinator.participants import is_meant
+from edgefl.coordinator.roster import Roster
+from edgefl.errors import ConfigError
+from edgefl.types import DeviceInfo, Json, Role, Tensor, Tensors
+
+
+def check_device_state(config: RunConfig, strategy: Any, model: Tensors, roster: Roster) -> Json:
+    """Returns `state_bytes`, for how many devices (`state_devices`), as an answer to who submits the run.
+
+    Counted are the trainers that the run file means, present or not, and at least as many as the run begins with.
+
+    Raises:
+        ConfigError: it is more than the run may have.
+    """
+    num_devices = max(config.devices.min, sum(_is_meant(info, config) for info in roster.known()))
+    needed = num_devices * bytes_per_device(strategy, model)
+    limit = config.run.max_state_bytes
+    if needed > limit:
+        raise ConfigError(
+            f"{config.strategy.name} keeps {_readable(needed)} for {num_devices} devices, the run may have "
+            f"{_readable(limit)}: raise run.max_state_bytes, or name fewer devices"
+        )
+    return {"state_bytes": needed, "state_devices": num_devices}
+
+
+def bytes_per_device(strategy: Any, model: Tensors) -> int:
+    """Returns how many bytes the strategy declares to keep for each device."""
+    declared = getattr(strategy, "bytes_per_device", None)
+    return 0 if declared is None else int(declared(_model_bytes(model)))
+
+
+def _is_meant(info: DeviceInfo, config: RunConfig) -> bool:
+    devices = config.devices
+    chosen = is_meant(info, task=config.run.task, groups=devices.groups, names=devices.names)
+    return info.role == Role.TRAINER and chosen
+
+
+def _model_bytes(model: Mapping[str, Tensor]) -> int:
+    return sum(getattr(tensor, "nbytes", 0) for tensor in model.values())
+
+
+def _readable(num_bytes: int) -> str:
+    for unit, size in (("GiB", 1024**3), ("MiB", 1024**2)):
+        if num_bytes >= size:
+            return f"{num_bytes} bytes ({num_bytes / size:.1f} {unit})"
+    return f"{num_bytes} bytes"

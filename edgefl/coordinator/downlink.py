@@ -1,0 +1,91 @@
+"""The model on its way to devices: encoded once for all of them, whole, or only what changed since the one they hold.
+
+A device that is sent a delta keeps its model. Which one that is follows from what it was sent last, since a device
+takes its work in order. It may be wrong (its agent is new, an order got lost): then the device says so, and is sent
+the whole model of the same version, which is kept here for a while.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from edgefl.coordinator.participants import FleetRun
+from edgefl.coordinator.superlink import PreparedBody, prepare_body
+from edgefl.types import Assignment, Evaluation, Json, ModelSource
+
+KEPT_BYTES = 64 * 1024 * 1024
+"""Whole models of versions that some device got as a delta are kept up to so many bytes, the newest in any case."""
+
+KEEP: Json = {"keep": True}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelMail:
+    """A body and what the order's header says of it: `keep` the model, the body is a delta to version `base`."""
+
+    body: PreparedBody
+    header: Json = field(default_factory=dict)
+
+
+class Downlink:
+    """Chooses what each order carries. Used by the thread of the run alone."""
+
+    def __init__(self, run: FleetRun, *, kept_bytes: int = KEPT_BYTES) -> None:
+        self._run, self._kept_bytes = run, kept_bytes
+        self._held: dict[str, int] = {}
+        self._version = -1
+        self._whole: PreparedBody | None = None
+        self._deltas: dict[int, PreparedBody | None] = {}
+        self._kept: OrderedDict[int, bytes] = OrderedDict()
+
+    def mail(self, order: Assignment | Evaluation, source: ModelSource) -> ModelMail:
+        """Returns the newest model as this order's device needs it."""
+        if source.version != self._version:
+            self._version, self._whole, self._deltas = source.version, None, {}
+        if self._run.encode_changes is None or isinstance(order, Evaluation):
+            return ModelMail(body=self._newest(source))
+        base = self._held.get(order.device_id)
+        self._held[order.device_id] = source.version
+        delta = None if base is None else self._delta(base, source)
+        if delta is None:
+            return ModelMail(body=self._newest(source), header=KEEP)
+        return ModelMail(body=delta, header={**KEEP, "base": base})
+
+    def whole(self, order: Assignment) -> ModelMail | None:
+        """Returns the whole model that a device got as a delta; None when it is kept no longer."""
+        body = self._kept.get(order.base_version)
+        if body is None:
+            return None
+        self._held[order.device_id] = order.base_version
+        return ModelMail(body=prepare_body(body), header=KEEP)
+
+    def forget(self, device_id: str) -> None:
+        """Says that nobody knows which model a device holds: it gets a whole one next."""
+        self._held.pop(device_id, None)
+
+    def _newest(self, source: ModelSource) -> PreparedBody:
+        if self._whole is None:
+            self._whole = prepare_body(self._encoded(source))
+        return self._whole
+
+    def _encoded(self, source: ModelSource) -> bytes:
+        kept = self._kept.get(source.version)
+        return self._run.encode(source.model(), source.version) if kept is None else kept
+
+    def _delta(self, base: int, source: ModelSource) -> PreparedBody | None:
+        """Returns what changed since `base`, encoded once for all who hold that; None where the whole is better."""
+        if base not in self._deltas:
+            changed, encode = source.changed(base), self._run.encode_changes
+            body = None if changed is None or encode is None else encode(source.model(), changed, source.version)
+            self._deltas[base] = None if body is None else prepare_body(body)
+            if body is not None:
+                self._keep(source)
+        return self._deltas[base]
+
+    def _keep(self, source: ModelSource) -> None:
+        # The model itself moves on in place, and a device may need this version long after.
+        if source.version not in self._kept:
+            self._kept[source.version] = self._encoded(source)
+        while len(self._kept) > 1 and sum(map(len, self._kept.values())) > self._kept_bytes:
+            self._kept.popitem(last=False)
