@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from edgefl.config import RunConfig
     from edgefl.local_run import RunResult
+    from edgefl.simulated_run import SimulatedRun
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "run"]
+__all__ = ["__version__", "run", "simulate"]
 
 
 def run(
@@ -26,3 +27,27 @@ def run(
     from edgefl.local_run import run as run_here  # noqa: PLC0415 a device that imports edgefl pays nothing for this
 
     return run_here(config, devices=devices, data=data, scheme=scheme, root=root)
+
+
+def simulate(  # noqa: PLR0913 as `edgefl.simulated_run.simulate`
+    config: RunConfig | Mapping[str, Any] | str | Path,
+    *,
+    devices: int | Sequence[str | Path] | None = None,
+    profiles: Sequence[str] = (),
+    data: str | Path | None = None,
+    scheme: str | None = None,
+    root: str | Path | None = None,
+    bookkeeping_only: bool = False,
+) -> SimulatedRun:
+    """Trains on a virtual fleet, in virtual time; see `edgefl.simulated_run.simulate`."""
+    from edgefl.simulated_run import simulate as simulate_here  # noqa: PLC0415 likewise
+
+    return simulate_here(
+        config,
+        devices=devices,
+        profiles=profiles,
+        data=data,
+        scheme=scheme,
+        root=root,
+        bookkeeping_only=bookkeeping_only,
+    )

@@ -18,8 +18,11 @@ COMMANDS = {
     "demo": "Run a whole fleet on this machine",
     "device": "Join a board to a fleet and run its agent",
     "devices": "List and inspect the devices of a fleet",
+    "export": "Take a run elsewhere: a plain Flower app",
     "history": "Ask what happened: rounds, updates, devices, heartbeats, events",
     "run": "Submit, watch and stop training runs",
+    "simulate": "Run on a virtual fleet, in virtual time",
+    "strategies": "List the strategies, begin one of your own",
 }
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 

@@ -1,0 +1,52 @@
+"""The model on its way down: encoded once for all boards, and counted as what each of them is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from edgefl.simulation.boards import Board
+from edgefl.simulation.training import Sent
+from edgefl.types import Indices, ModelSource, Tensors
+
+Encode = Callable[[Tensors, int], bytes]
+EncodeChanges = Callable[[Tensors, Indices, int], bytes | None]
+
+
+class Downlink:
+    """Encodes models.
+
+    Args:
+        encode: (model, version) -> the whole model as a body.
+        encode_changes: (model, what changed, version) -> a body for boards that hold an older model, None where the
+            whole one is hardly larger; None where whole models are always sent.
+    """
+
+    def __init__(self, encode: Encode, encode_changes: EncodeChanges | None = None) -> None:
+        self._encode, self._encode_changes = encode, encode_changes
+        self._newest: Sent | None = None
+        self._delta_bytes: dict[int, int | None] = {}
+
+    def newest(self, source: ModelSource) -> Sent:
+        """Returns the whole model as it is now."""
+        if self._newest is None or self._newest.version != source.version:
+            self._newest = Sent(version=source.version, body=self._encode(source.model(), source.version))
+            self._delta_bytes = {}
+        return self._newest
+
+    def num_bytes(self, board: Board, source: ModelSource) -> int:
+        """Returns how many bytes the newest model takes to a board, which holds it from then on.
+
+        A board that is sent changes ends up with the very model that the others got, so only the bytes differ.
+        """
+        whole = self.newest(source)
+        base, board.held_version = board.held_version, whole.version
+        delta = None if base is None or self._encode_changes is None else self._delta(base, source)
+        return len(whole.body) if delta is None else delta
+
+    def _delta(self, base: int, source: ModelSource) -> int | None:
+        if base not in self._delta_bytes:
+            changed = source.changed(base)
+            encode = self._encode_changes
+            body = None if changed is None or encode is None else encode(source.model(), changed, source.version)
+            self._delta_bytes[base] = None if body is None else len(body)
+        return self._delta_bytes[base]

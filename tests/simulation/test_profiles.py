@@ -1,0 +1,156 @@
+"""Profiles: those that ship, those from files, and what is wrong with a file."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgefl.errors import ConfigError
+from edgefl.simulation.costs import Workload, iteration_seconds, reference_cost
+from edgefl.simulation.faults import Fault, check_hits, load_faults, with_faults
+from edgefl.simulation.profiles import IterationCost, Profile, load_catalogue, parse_catalogue, profile_names
+from edgefl.tasks.registry import make_task
+
+BOARDS = ("pi-zero-2w", "pi-3b-plus", "pi-4", "pi-5", "jetson-nano", "jetson-orin-nano")
+NUMBERS = ("speed", "up_bytes_per_s", "down_bytes_per_s", "latency_s", "memory_bytes")
+
+
+def parsed(**fields: Any) -> Profile:
+    return parse_catalogue({"profile": {"mine": fields}}, "mine.toml").named("mine")
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_every_number_of_a_built_in_board_says_where_it_is_from(name: str) -> None:
+    sources = load_catalogue().named(name).sources
+    assert set(NUMBERS) <= set(sources)
+    assert all(text.partition(":")[2].strip() for text in sources.values())
+
+
+def test_faster_boards_are_faster() -> None:
+    catalogue = load_catalogue()
+    assert sorted(BOARDS, key=lambda name: catalogue.named(name).speed) == [
+        "pi-zero-2w", "pi-3b-plus", "jetson-nano", "pi-4", "pi-5", "jetson-orin-nano",
+    ]  # fmt: skip
+
+
+def test_profiles_are_given_round_and_round() -> None:
+    fleet = load_catalogue().fleet(["pi-5", "pi-4:2"], 7)
+    assert [profile.name for profile in fleet] == ["pi-5", "pi-4", "pi-4", "pi-5", "pi-4", "pi-4", "pi-5"]
+
+
+@pytest.mark.parametrize("spec", ["pi-4:0", "pi-4:x", "pi-4:"])
+def test_a_count_must_be_a_number_above_zero(spec: str) -> None:
+    with pytest.raises(ConfigError, match="count above 0"):
+        load_catalogue().fleet([spec], 3)
+
+
+def test_a_misspelt_name_is_helped() -> None:
+    with pytest.raises(ConfigError, match=r"no profile 'pi4': did you mean pi-4\?"):
+        load_catalogue().named("pi4")
+
+
+def test_a_file_adds_and_replaces(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        "[profile.pi-4]\nspeed = 9\n[profile.shed]\noffline = [[5, 9], [8, inf]]\nthrottling = [[60, 2]]\n"
+    )
+    catalogue = load_catalogue([file])
+    assert catalogue.named("pi-4").speed == 9.0
+    assert catalogue.named("shed").offline == ((5.0, math.inf),)
+    assert catalogue.named("shed").throttling == ((60.0, 2.0),)
+    assert profile_names(file) == ["pi-4", "shed"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sped": 1}, r"profile\.mine: unknown key 'sped': did you mean speed\?"),
+        ({"speed": 0}, "speed must be a number above 0, got 0"),
+        ({"speed": "fast"}, "speed must be a number above 0, got 'fast'"),
+        ({"latency_s": -1}, "latency_s must be a number of 0 or more, got -1"),
+        ({"mtbf_s": 60}, "mtbf_s and mttr_s go together"),
+        ({"offline": [[9, 5]]}, "offline must be a number above 0, got 5"),
+        ({"offline": [9]}, r"offline must be a list of pairs such as \[60, 2\], got 9"),
+        ({"throttling": [[0, 0]]}, "throttling must be a number above 0, got 0"),
+        ({"iterations": {"digits": {}}}, r"iterations\.digits must be seconds, or fixed_s and example_s"),
+        ({"groups": "shed"}, "groups must be a list, got 'shed'"),
+        ({"source": {"speed": "a guess"}}, "source.speed must begin with measured, vendor, estimated, got 'a guess'"),
+    ],
+)
+def test_what_makes_no_sense_is_named(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parsed(**fields)
+
+
+def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_catalogue([tmp_path / "none.toml"])
+    (tmp_path / "broken.toml").write_text("[profile")
+    with pytest.raises(ConfigError, match="is not TOML"):
+        load_catalogue([tmp_path / "broken.toml"])
+
+
+def workload(iteration_s: float | None = None, task: str = "digits", **options: Any) -> Workload:
+    shapes = make_task("digits", {}).shapes()
+    return Workload(task=task, options=options, shapes=shapes, iteration_s=iteration_s)
+
+
+def test_the_profile_s_own_measurement_goes_before_everything() -> None:
+    board = parsed(speed=2, iterations={"digits": {"fixed_s": 1.0, "example_s": 0.5}})
+    assert iteration_seconds(board, workload(), IterationCost(fixed_s=9.0))(4) == 3.0
+
+
+def test_the_speed_divides_what_the_reference_machine_takes() -> None:
+    assert iteration_seconds(parsed(speed=0.5), workload(), IterationCost(fixed_s=3.0))(8) == 6.0
+
+
+def test_the_run_file_s_seconds_go_before_the_table() -> None:
+    assert reference_cost(workload(0.25), load_catalogue()).seconds(32) == 0.25
+    assert (
+        reference_cost(workload(model="logistic"), load_catalogue()) == load_catalogue().reference["digits/logistic"]
+    )
+
+
+def test_an_unknown_task_is_estimated_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    cost = reference_cost(workload(task="mine:Task"), load_catalogue())
+    assert cost.seconds(64) > cost.seconds(8) > 0
+    assert "iteration_s" in caplog.text
+
+
+def test_faults_become_part_of_those_they_hit(tmp_path: Path) -> None:
+    file = tmp_path / "faults.toml"
+    file.write_text(
+        '[[fault]]\ndevice = "device-01"\nat_s = 5\nkind = "kill"\nfor_s = 3\n'
+        '[[fault]]\ndevice = "device-*"\nat_s = 2\nkind = "slow"\nfactor = 4\nfor_s = 6\n'
+    )
+    faults = load_faults(file)
+    hit, other = (with_faults(name, parsed(throttling=[[0, 2]]), faults) for name in ("device-01", "board-1"))
+    assert hit.offline == ((5.0, 8.0),)
+    assert hit.throttling == ((0.0, 2.0), (2.0, 8.0), (8.0, 2.0))
+    assert other == parsed(throttling=[[0, 2]])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[[fault]]\ndevice = "a"\nat_s = 1\nkind = "slow"\n', "'slow' needs one"),
+        ('[[fault]]\ndevice = "a"\nat_s = 1\nkind = "kill"\nfactor = 2\n', "'kill' takes none"),
+        ('[[fault]]\ndevice = "a"\nat_s = -1\nkind = "kill"\n', r"fault\.at_s must be a number at least 0"),
+        ('[[fault]]\ndevice = "a"\nat_s = 1\nkind = "burn"\n', "one of 'kill', 'slow', 'link'"),
+        ("[fault]\n", r"must hold \[\[fault\]\] tables alone"),
+        ("x = 1\n", r"must hold \[\[fault\]\] tables alone"),
+    ],
+)
+def test_a_fault_that_makes_no_sense_is_named(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "faults.toml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_faults(tmp_path / "faults.toml")
+
+
+def test_a_fault_that_hits_nobody_is_refused() -> None:
+    fault = Fault(device="devise-*", at_s=1.0, kind="kill")
+    with pytest.raises(ConfigError, match=r"'devise-\*' fits none of 2 devices"):
+        check_hits([fault], ["device-01", "device-02"])

@@ -1,0 +1,232 @@
+"""The workbench trains as a board does, bit for bit; and so do workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgefl.compression.registry import make_codec
+from edgefl.device.trainer import Trainer
+from edgefl.errors import RunFailedError
+from edgefl.simulation.choosing import Choosing
+from edgefl.simulation.data import FleetData, cut_in_memory
+from edgefl.simulation.in_process import InProcess
+from edgefl.simulation.training import FailedJobError, Job, Sent, Training
+from edgefl.simulation.workbench import Trade, Workbench
+from edgefl.simulation.workers import WorkerPool
+from edgefl.tasks.cutting import cut_shards
+from edgefl.tasks.registry import make_task
+from edgefl.types import Assignment, LocalPlan, derived_rng
+
+TRADE = Trade(task="digits", options={"model": "logistic"}, seed=5)
+TASK = make_task(TRADE.task, TRADE.options)
+SHAPES = TASK.shapes()
+NAMES = ["device-01", "device-02"]
+PLACES = {name: place for place, name in enumerate(NAMES)}
+
+
+def sent(version: int = 0) -> Sent:
+    body = make_codec("dense", SHAPES).encode(TASK.init(version), derived_rng(0))
+    return Sent(version=version, body=body)
+
+
+def order(name: str, device: str = "device-01", version: int = 0, **more: Any) -> Assignment:
+    plan = more.pop("plan", LocalPlan(iterations=3, batch_size=8, learning_rate=0.3))
+    return Assignment(assignment_id=name, device_id=device, base_version=version, plan=plan, **more)
+
+
+def cut(scheme: str = "iid") -> FleetData:
+    return cut_in_memory("digits", scheme, 2, data=None, seed=TRADE.seed, test_fraction=0.1)
+
+
+def bench(scheme: str = "iid") -> Workbench:
+    return Workbench(TRADE, cut(scheme), PLACES)
+
+
+KEPT = LocalPlan(iterations=3, batch_size=8, learning_rate=0.01, algorithm="adam", keeps_state=True)
+WAYS: dict[str, list[Assignment]] = {
+    "plain": [order("a"), order("b", version=1)],
+    "random rounding": [order("a", codec="qsgd:4"), order("b", version=1, codec="qsgd:4")],
+    "error feedback": [
+        order("a", codec="ef|topk:0.05"),
+        order("b", version=1, codec="ef|topk:0.05"),
+        order("c", version=2, codec="ef|topk:0.05", settled=("b",)),
+        order("d", version=3, codec="ef|topk:0.05", settled=("b", "c")),
+    ],
+    "kept optimiser": [order("a", plan=KEPT), order("b", version=1, plan=KEPT)],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_update_has_the_bytes_that_a_board_would_send(way: str, tmp_path: Path) -> None:
+    paths = cut_shards("digits", "iid", 2, tmp_path / "shards", None, TRADE.seed)
+    trainer = Trainer(
+        device_id="device-01",
+        role="trainer",
+        shards=lambda: {"digits": str(paths[0])},
+        accelerator="cpu",
+        threads=1,
+        state_dir=tmp_path / "state",
+        on_progress=lambda *_: None,
+    )
+    virtual = bench()
+    for assigned in WAYS[way]:
+        product = virtual.train(assigned, sent(assigned.base_version), 3)
+        metrics, body = trainer.train(header(assigned), sent(assigned.base_version).body)
+        assert body == product.body, metrics
+        assert metrics["metrics"]["num_examples"] == product.num_examples
+        assert metrics["metrics"]["loss"] == product.loss
+
+
+def test_a_block_gives_the_bytes_that_every_holder_sends(tmp_path: Path) -> None:
+    paths = cut_shards("digits", "duplicate:2", 2, tmp_path / "shards", None, TRADE.seed)
+    trainer = Trainer(
+        device_id="device-02",
+        role="trainer",
+        shards=lambda: {"digits": str(paths[1])},
+        accelerator="cpu",
+        threads=1,
+        state_dir=tmp_path / "state",
+        on_progress=lambda *_: None,
+    )
+    virtual = bench("duplicate:2")
+    bodies = {virtual.train(order("a", name, block=0), sent(), 3).body for name in NAMES}
+    _, body = trainer.train(header(order("a", "device-02", block=0)), sent().body)
+    assert bodies == {body}
+
+
+def header(assigned: Assignment) -> dict[str, Any]:
+    plan = {name: value for name, value in asdict(assigned.plan).items() if value is not None and name != "inbox"}
+    return {
+        "v": 1, "run": "r", "task": TRADE.task, "options": dict(TRADE.options), "seed": TRADE.seed,
+        "test_fraction": 0.1, "assignment": assigned.assignment_id, "version": assigned.base_version, "plan": plan,
+        "codec": assigned.codec or "dense", "settled": list(assigned.settled),
+        **({} if assigned.block is None else {"block": assigned.block}),
+    }  # fmt: skip
+
+
+def test_evaluating_for_the_coordinator_and_for_a_board_uses_their_own_data() -> None:
+    virtual, data = bench(), cut()
+    assert data.test is not None
+    assert virtual.evaluate(None, sent()).num_examples == len(data.test)
+    assert virtual.evaluate("device-02", sent()).num_examples == len(data.shards[1].test)
+
+
+def as_pool(data: FleetData) -> WorkerPool:
+    here = InProcess(Workbench(TRADE, data, PLACES), SHAPES)
+    return WorkerPool(TRADE, data, places=PLACES, shapes=SHAPES, num_workers=2, here=here)
+
+
+@pytest.fixture(scope="module")
+def start_pool() -> Iterator[Callable[[], WorkerPool]]:
+    pools: list[WorkerPool] = []
+
+    def start() -> WorkerPool:
+        pools.append(as_pool(cut()))
+        return pools[-1]
+
+    yield start
+    for pool in pools:
+        pool.close()
+
+
+def results(training: Training, orders: list[Assignment]) -> list[Any]:
+    """What the coordinator gets of jobs that are begun, changed and cancelled as a simulation does it."""
+    found = []
+    for number, assigned in enumerate(orders):
+        job = Job(order=assigned, sent=sent(assigned.base_version), iterations=5)
+        training.begin(job)
+        if number % 2:  # recalled: it ends earlier than it was begun for
+            training.cancel(job)
+            job.iterations = 3
+            training.begin(job)
+        trained = training.finish(job)
+        tensors = {name: np.array(_dense(tensor)) for name, tensor in trained.tensors.items()}
+        found.append((trained.num_bytes, trained.num_examples, trained.loss, tensors))
+    return found
+
+
+def _dense(tensor: Any) -> Any:
+    return tensor if isinstance(tensor, np.ndarray) else tensor.dense()
+
+
+def test_several_processes_give_what_one_gives(start_pool: Callable[[], WorkerPool]) -> None:
+    for orders in WAYS.values():
+        # Both boards, so that both workers have work, and one whose memory must not get into the other's.
+        both = [replace(assigned, device_id=name) for assigned in orders for name in NAMES]
+        here, there = results(InProcess(bench(), SHAPES), both), results(start_pool(), both)
+        for own, other in zip(here, there, strict=True):
+            assert own[:3] == other[:3]
+            for name, tensor in own[3].items():
+                np.testing.assert_array_equal(tensor, other[3][name])
+
+
+def test_what_a_worker_cannot_do_is_said_as_a_board_says_it(start_pool: Callable[[], WorkerPool]) -> None:
+    pool = start_pool()
+    for training in (pool, InProcess(bench(), SHAPES)):
+        job = Job(order=order("a", plan=LocalPlan(iterations=1, algorithm="none")), sent=sent(), iterations=1)
+        training.begin(job)
+        with pytest.raises(FailedJobError, match=r"ConfigError: local algorithm 'none'"):
+            training.finish(job)
+    assert pool.evaluate("device-02", sent()) == bench().evaluate("device-02", sent())
+    assert pool.evaluate(None, sent()) == bench().evaluate(None, sent())
+
+
+def test_a_worker_that_dies_ends_the_run(start_pool: Callable[[], WorkerPool]) -> None:
+    pool = start_pool()
+    job = Job(order=order("a"), sent=sent(), iterations=10**8)
+    pool.begin(job)
+    pool._workers[0]._process.kill()
+    with pytest.raises(RunFailedError, match="training process ended with code -9"):
+        pool.finish(job)
+
+
+class PoolError(Exception):
+    pass
+
+
+def choosing(waves: int, now: list[float], cores: int = 2) -> Choosing:
+    def refuse(num_workers: int) -> Training:
+        raise PoolError(num_workers)
+
+    virtual = bench()
+    now.append(0.0)
+
+    def clock() -> float:
+        now[0] += 1.0  # every look at the clock is a second later
+        return now[0]
+
+    return Choosing(InProcess(virtual, SHAPES), virtual, refuse, cores=cores, waves=waves, clock=clock)
+
+
+@pytest.mark.parametrize(("waves", "devices", "cores"), [(1, 2, 2), (1000, 1, 2), (1000, 2, 1)])
+def test_short_or_lonely_work_stays_in_this_process(waves: int, devices: int, cores: int) -> None:
+    training = choosing(waves, [], cores)
+    jobs = [Job(order=order(name, name), sent=sent(), iterations=1) for name in NAMES[:devices]]
+    for job in jobs:
+        training.begin(job)
+    expected = InProcess(bench(), SHAPES).finish(jobs[0])
+    assert training.finish(jobs[0]).loss == expected.loss
+
+
+def test_long_work_of_several_boards_gets_processes() -> None:
+    training = choosing(1000, [])
+    jobs = [Job(order=order(name, name), sent=sent(), iterations=3) for name in NAMES]
+    for job in jobs:
+        training.begin(job)
+    with pytest.raises(PoolError):
+        training.finish(jobs[0])
+
+
+def test_what_was_cancelled_before_the_choice_is_not_begun() -> None:
+    training = choosing(1000, [])
+    jobs = [Job(order=order(name, name), sent=sent(), iterations=3) for name in NAMES]
+    for job in jobs:
+        training.begin(job)
+    training.cancel(jobs[1])
+    assert training.finish(jobs[0]).num_bytes > 0
