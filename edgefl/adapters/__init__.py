@@ -1,0 +1,1 @@
+"""Flower strategies in, edgefl strategies out to a plain Flower app."""

@@ -1,0 +1,22 @@
+"""Tells which names of strategies are Flower's, without importing Flower."""
+
+from __future__ import annotations
+
+import importlib
+
+PREFIX = "flwr:"
+_HOME = "flwr.serverapp.strategy"
+
+
+def is_flower_strategy(name: str) -> bool:
+    """Returns whether `name` is `flwr:Class`, or the `module:Class` of one that derives from Flower's `Strategy`."""
+    if name.startswith(PREFIX):
+        return True
+    module_name, _, class_name = name.partition(":")
+    if not class_name:
+        return False
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except Exception:  # noqa: BLE001 whoever makes the strategy meets the same error, and says it
+        return False
+    return any(base.__module__.startswith(_HOME) for base in getattr(found, "__mro__", ()))

@@ -1,0 +1,504 @@
+"""The exported app runs on Flower alone: its two halves over a grid in this process, and over stock processes."""
+
+import importlib
+import itertools
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+import tomllib
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.serverapp import Grid
+
+import edgefl
+from edgefl.adapters.app_messages import pack, unpack
+from edgefl.adapters.flower_app import to_toml, write_flower_app
+from edgefl.adapters.grid_fleet import GridFleet
+from edgefl.adapters.process_globals import ensure_identity
+from edgefl.compression.registry import make_codec
+from edgefl.config import load_run, parse_run
+from edgefl.errors import ConfigError, NetworkError, UsageError
+from edgefl.processes import end_with_parent
+from edgefl.storage.checkpoints import load_model_file
+from edgefl.tasks.cutting import cut_shards
+from edgefl.tasks.registry import make_task
+from edgefl.types import Assignment, Evaluated, Evaluation, Joined, LocalPlan, Lost, Outcome, Recall, Update
+
+CONFIG = {
+    "run": {"task": "digits", "rounds": 3, "seed": 11},
+    "strategy": {"name": "fedavg", "learning_rate": 0.5, "epochs": 2.0},
+    "compression": {"down": "dense|fp16"},
+    "devices": {"min": 2},
+}
+
+
+REFUSED, SILENT = object(), object()
+
+
+class HereGrid(Grid):
+    """Nodes that are ClientApps in this process and answer when they are asked for; `wrong` makes a node fail."""
+
+    def __init__(self, app, configs, run_config):
+        self.app, self.wrong, self.replies, self.numbers = app, {}, {}, itertools.count(1)
+        self.contexts = {
+            node_id: Context(run_id=1, node_id=node_id, node_config=config, state=RecordDict(), run_config=run_config)
+            for node_id, config in configs.items()
+        }
+        self.requests = []
+
+    @property
+    def run(self):
+        raise NotImplementedError
+
+    def set_run(self, run):
+        raise NotImplementedError
+
+    def create_message(self, *_args, **_options):
+        raise NotImplementedError
+
+    def send_and_receive(self, messages, *, timeout=None):
+        raise NotImplementedError
+
+    def get_node_ids(self):
+        return list(self.contexts)
+
+    def push_messages(self, messages):
+        self.requests.append(len(list(messages)))
+        return [self._push(message) for message in messages]
+
+    def _push(self, message):
+        key = f"m{next(self.numbers)}"
+        message.metadata.__dict__["_message_id"] = key
+        node_id = message.metadata.dst_node_id
+        wrong = self.wrong.get((node_id, message.metadata.message_type))
+        if wrong is REFUSED:
+            return None
+        if wrong is SILENT:
+            return key
+        if isinstance(wrong, Error | RecordDict):
+            self.replies[key] = Message(wrong, reply_to=message)
+        else:
+            self.replies[key] = self.app(message, self.contexts[node_id])
+        return key
+
+    def pull_messages(self, message_ids):
+        return [self.replies.pop(key) for key in message_ids if key in self.replies]
+
+
+@pytest.fixture
+def state_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+@pytest.fixture
+def export(tmp_path, monkeypatch, state_home):
+    """Writes an app and returns its folder; its package can be imported meanwhile."""
+    ensure_identity()
+
+    def write(config=CONFIG, **options):
+        out = tmp_path / "app"
+        write_flower_app(parse_run(config), out, scheme="iid", **options)
+        monkeypatch.syspath_prepend(out)
+        return out
+
+    yield write
+    for name in [name for name in sys.modules if name.split(".")[0] == "edgefl_app"]:
+        del sys.modules[name]
+
+
+def app_of(name):
+    return importlib.import_module(f"edgefl_app.{name}").app
+
+
+def run_config_of(out, **overrides):
+    return {**tomllib.loads((out / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"], **overrides}
+
+
+def partitions(number):
+    return {100 + n: {"partition-id": n, "num-partitions": number} for n in range(number)}
+
+
+def run_app(out, configs, **overrides):
+    """Runs the ServerApp to its end and returns the model and the rows that it wrote."""
+    run_config = run_config_of(out, result=str(out / "result"), **overrides)
+    grid = HereGrid(app_of("client_app"), configs, run_config)
+    context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=run_config)
+    app_of("server_app")(grid, context)
+    history = json.loads((out / "result" / "history.json").read_text())
+    return load_model_file(out / "result" / "model.safetensors"), history
+
+
+def test_the_app_learns_and_writes_down_how(export):
+    _, history = run_app(export(), partitions(3))
+    rows = history["versions"]
+    assert [row["version"] for row in rows] == [1, 2, 3]
+    assert history["reason"] == "rounds reached 3"
+    assert {row["num_updates"] for row in rows} == {3} or rows[0]["num_updates"] == 2
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert rows[-1]["accuracy"] > 0.7
+    assert rows[0]["bytes_up"] > 2 * 4 * 650
+    assert 0 < rows[0]["bytes_down"] < rows[0]["bytes_up"], "the model goes out as fp16"
+
+
+def test_the_same_seed_gives_the_same_model_whatever_flower_calls_its_nodes(export):
+    out = export()
+    model, _ = run_app(out, partitions(2))
+    (out / "result").rename(out / "first")
+    again, _ = run_app(
+        out, {77: {"partition-id": 1, "num-partitions": 2}, 5: {"partition-id": 0, "num-partitions": 2}}
+    )
+    assert {name: tensor.tobytes() for name, tensor in model.items()} == {n: t.tobytes() for n, t in again.items()}
+
+
+@pytest.mark.parametrize("name", ["asgd", "flwr:FedAdam", "redundant", "esync"])
+def test_other_kinds_of_strategies_run_too(export, name, tmp_path):
+    config = {**CONFIG, "run": {**CONFIG["run"], "rounds": 2}, "strategy": {"name": name}}
+    paths = cut_shards("digits", "redundant:2" if name == "redundant" else "iid", 2, tmp_path / "cut")
+    nodes = {n: {"shard": str(path), "name": path.stem} for n, path in enumerate(paths, 1)}
+    model, history = run_app(export(config), nodes)
+    assert history["reason"] == "rounds reached 2"
+    assert all(np.isfinite(tensor).all() for tensor in model.values())
+
+
+def test_a_shard_may_be_named_for_all_nodes_at_once(export, tmp_path):
+    cut_shards("digits", "iid", 2, tmp_path / "cut")
+    pattern = str(tmp_path / "cut" / "device-{partition}.npz")
+    _, history = run_app(export(), {1: {"partition-id": 0}, 2: {"partition-id": 1}}, shard=pattern)
+    assert len(history["versions"]) == 3
+
+
+def test_a_users_own_strategy_goes_into_the_app(export, tmp_path, monkeypatch):
+    (tmp_path / "modules").mkdir()
+    source = "from edgefl.strategies.fedavg import FedAvg\n\nclass Plain(FedAvg):\n    pass\n"
+    (tmp_path / "modules" / "my_plain.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    out = export({**CONFIG, "strategy": {"name": "my_plain:Plain"}})
+    assert (out / "my_plain.py").read_text() == source
+    assert "`my_plain:Plain`" in (out / "README.md").read_text()
+
+
+def test_a_module_that_is_not_here_is_told(tmp_path):
+    config = parse_run({**CONFIG, "strategy": {"name": "nowhere_at_all:Plain"}})
+    with pytest.raises(ConfigError, match="the module of nowhere_at_all:Plain is not found"):
+        write_flower_app(config, tmp_path / "app", scheme="iid")
+
+
+def test_a_folder_that_holds_something_is_left_alone(tmp_path):
+    (tmp_path / "mine").write_text("x")
+    for out in (tmp_path, tmp_path / "mine"):
+        with pytest.raises(UsageError, match="exists and is not an empty folder"):
+            write_flower_app(parse_run(CONFIG), out, scheme="iid")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_the_run_file_of_the_app_says_the_same_as_the_one_it_was_made_from(export):
+    config = {
+        **CONFIG,
+        "run": {"task": "digits", "name": 'a "name" \\ ü', "seconds": 1e-7, "bytes": 10**15, "accuracy": 1},
+        "devices": {"groups": ["lab", "roof"], "accelerator": True},
+    }
+    out = export(config)
+    assert load_run(out / "edgefl_app" / "run.toml") == parse_run(config)
+
+
+def test_numbers_keep_their_kind_in_toml():
+    assert tomllib.loads(to_toml({"a": {"x": 1.0, "y": 1, "z z": True}})) == {"a": {"x": 1.0, "y": 1, "z z": True}}
+    assert isinstance(tomllib.loads(to_toml({"a": {"x": 3.0}}))["a"]["x"], float)
+
+
+def test_the_app_is_one_that_flower_accepts(export):
+    out = export({**CONFIG, "run": {**CONFIG["run"], "name": "My run / 3"}})
+    project = tomllib.loads((out / "pyproject.toml").read_text())
+    assert project["project"]["name"] == "my-run-3"
+    assert project["project"]["dependencies"] == [f"edgefl=={edgefl.__version__}"]
+    for path in project["tool"]["flwr"]["app"]["components"].values():
+        module, _, name = path.partition(":")
+        assert hasattr(importlib.import_module(module), name)
+
+
+# The fleet
+
+
+def node_fleet(out, configs, clock=time.monotonic):
+    """A fleet over nodes that have introduced themselves, and its grid."""
+    grid = HereGrid(app_of("client_app"), configs, run_config_of(out))
+    header = {"v": 1, "run": "r1", "task": "digits", "options": {}, "seed": 1, "test_fraction": 0.1}
+    fleet = GridFleet(grid, header=header, encode=encode, decode=lambda body: {"w": body}, clock=clock)
+    return fleet, grid
+
+
+def encode(model, version):
+    task = make_task("digits")
+    return make_codec("dense", task.shapes()).encode(task.init(version), np.random.default_rng(0))
+
+
+class Source:
+    version = 0
+
+    def model(self):
+        return {}
+
+    def changed(self, since):
+        return None
+
+
+def order(key="a1", device="device-01", **options):
+    plan = LocalPlan(iterations=1)
+    return Assignment(assignment_id=key, device_id=device, base_version=0, plan=plan, codec="dense", **options)
+
+
+def events_of(fleet, number, timeout_s=10):
+    events, until_s = [], time.monotonic() + timeout_s
+    while len(events) < number and time.monotonic() < until_s:
+        events += fleet.wait(fleet.view().now_s + 0.5)
+    return events
+
+
+def test_nodes_join_under_their_own_names(export):
+    fleet, _ = node_fleet(export(), {**partitions(2), 9: {"partition-id": 0, "num-partitions": 2, "name": "roof"}})
+    assert {event.device_id for event in events_of(fleet, 3)} == {"device-01", "device-02", "roof"}
+    view = fleet.view()
+    assert view.idle == ["device-01", "device-02", "roof"]
+    assert view.devices["roof"].examples["digits"] > 100
+    assert view.devices["roof"].tasks == ("digits",)
+
+
+def test_work_keeps_a_device_busy_until_its_update_is_there(export):
+    fleet, grid = node_fleet(export(), partitions(2))
+    events_of(fleet, 2)
+    evaluation = Evaluation(assignment_id="e1", device_id="device-02", version=0, round=0)
+    fleet.dispatch([order(settled=("a0",)), evaluation, Recall(assignment_id="a1", device_id="device-01")], Source())
+    assert (fleet.view().busy, fleet.view().idle) == ({"device-01": ["a1"]}, ["device-02"])
+    assert grid.requests == [2, 2], "one request for the introductions, one for the orders"
+    events = {type(event): event for event in events_of(fleet, 2)}
+    update, evaluated = events[Update], events[Evaluated]
+    assert (update.assignment_id, update.metrics.iterations, update.base_version) == ("a1", 1, 0)
+    assert (update.metrics.bytes_up, update.metrics.bytes_down) == (len(update.tensors["w"]), len(encode({}, 0)))
+    assert (evaluated.device_id, evaluated.source, evaluated.num_examples > 10) == ("device-02", "device", True)
+    assert fleet.view().busy == {}
+    assert fleet.view().speeds["device-01"].seconds_per_iteration > 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "outcome", "reason"),
+    [
+        (REFUSED, Outcome.LOST, "the SuperLink did not take the message"),
+        (Error(code=3, reason="node offline"), Outcome.LOST, "Flower: node offline"),
+        (RecordDict(), Outcome.FAILED, "a message without our header"),
+        (pack({"v": 1, "error": "DataError: no shard"}), Outcome.FAILED, "DataError: no shard"),
+        (pack({"v": 1}), Outcome.FAILED, "its answer makes no sense: KeyError"),
+        (pack({"metrics": {"compute_s": "x"}}), Outcome.FAILED, "its answer makes no sense: ValueError"),
+        (pack({"metrics": 3}), Outcome.FAILED, "its answer makes no sense: AttributeError"),
+        (SILENT, Outcome.LOST, "its deadline has passed"),
+    ],
+)
+def test_an_assignment_that_brings_nothing_is_lost_with_its_reason(export, wrong, outcome, reason):
+    fleet, grid = node_fleet(export(), partitions(1))
+    events_of(fleet, 1)
+    grid.wrong[100, "train"] = wrong
+    fleet.dispatch([order(deadline_s=0.3 if wrong is SILENT else None)], Source())
+    (lost,) = events_of(fleet, 1)
+    assert isinstance(lost, Lost)
+    assert (lost.assignment_id, lost.outcome) == ("a1", outcome)
+    assert reason in lost.reason
+    assert fleet.view().idle == ["device-01"]
+
+
+def test_a_node_that_leaves_loses_its_work_and_may_come_back(export):
+    now = [0.0]
+    fleet, grid = node_fleet(export(), partitions(2), clock=lambda: now[0])
+    assert len(fleet.wait(0)) == 2
+    grid.wrong[101, "train"] = SILENT
+    fleet.dispatch([order(device="device-02")], Source())
+    context = grid.contexts.pop(101)
+    now[0] = 4.0
+    (lost,) = fleet.wait(4.0)
+    assert (lost.device_id, lost.outcome, lost.reason) == ("device-02", Outcome.LOST, "the node is gone")
+    assert list(fleet.view().devices) == ["device-01"]
+    fleet.dispatch([order("a2", device="device-02")], Source())
+    (lost,) = fleet.wait(4.0)
+    assert lost.reason == "the node is gone"
+    grid.contexts[202] = context
+    now[0] = 8.0
+    assert [type(event) for event in fleet.wait(8.0)] == [Joined]
+    assert fleet.view().idle == ["device-01", "device-02"]
+
+
+def test_a_node_without_a_shard_takes_no_part_and_is_asked_again(export, caplog):
+    now = [0.0]
+    fleet, grid = node_fleet(export(), {**partitions(1), 9: {}, 8: partitions(1)[100]}, clock=lambda: now[0])
+    assert len(fleet.wait(0)) == 1
+    assert "node 9 takes no part: ConfigError: this node has no shard" in caplog.text
+    assert re.search(r"node (8|100) takes no part: .*two nodes are called device-01", caplog.text)
+    grid.contexts[9].node_config = {"partition-id": 1, "num-partitions": 2}
+    now[0] = 30.0
+    assert fleet.wait(30.0) == []
+    now[0] = 61.0
+    assert [event.device_id for event in fleet.wait(61.0)] == ["device-02"]
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"partition-id": 2, "num-partitions": 2}, "partition-id must lie in 0 to num-partitions - 1 = 1, got 2"),
+        ({"shard": "x.npz", "name": "../../up"}, "a node's name must be letters"),
+        ({"shard": "no-such-file.npz"}, "this node's shard cannot be read"),
+    ],
+)
+def test_a_node_with_a_wrong_configuration_says_so(export, caplog, config, told):
+    fleet, _ = node_fleet(export(), {5: config})
+    assert fleet.wait(0) == []
+    assert told in caplog.text
+
+
+def test_a_message_of_somebody_else_is_refused():
+    for content in (RecordDict(), pack([1, 2])):
+        with pytest.raises(NetworkError):
+            unpack(content)
+
+
+# Stock Flower
+
+CONNECTION = '[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
+RUN = "import sys; from flwr.cli.run.run import run; run(sys.argv[1], 'here', run_config_overrides=sys.argv[2:])"
+"""What `flwr run` calls; its command line does not start with the typer that is installed beside it."""
+SCRIPTS = Path(sysconfig.get_path("scripts"))
+
+
+class StockFlower:
+    """A SuperLink and SuperNodes as Flower ships them."""
+
+    def __init__(self, root, node_configs):
+        self.root, self.port, self.processes = root, free_port(), []
+        self._start("superlink", "flower-superlink", "--insecure", "--port", str(self.port))
+        self._wait(lambda: listens(self.port))
+        for number, config in enumerate(node_configs):
+            self._start(
+                f"node-{number}", "flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{self.port}",
+                "--port", str(free_port()), "--node-config", config,
+            )  # fmt: skip
+
+    def environment(self, name):
+        home = self.root / f"home-{name}"
+        home.mkdir(exist_ok=True)
+        return {
+            **os.environ,
+            "PATH": f"{SCRIPTS}{os.pathsep}{os.environ.get('PATH', '')}",
+            "PYTHONPATH": str(Path(edgefl.__file__).parents[1]),
+            "FLWR_HOME": str(home),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        }
+
+    def run(self, app, result, timeout_s):
+        environment = self.environment("user")
+        (self.root / "home-user" / "config.toml").write_text(CONNECTION.format(port=self.port))
+        command = [sys.executable, "-c", RUN, str(app), f'result="{result}"']
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        self._wait((result / "history.json").exists, timeout_s)
+
+    def stop(self):
+        for process in reversed(self.processes):
+            os.killpg(process.pid, signal.SIGTERM)
+        for process in self.processes:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def _start(self, name, program, *arguments):
+        with (self.root / f"{name}.log").open("ab") as log:
+            self.processes.append(
+                subprocess.Popen(
+                    [SCRIPTS / program, *arguments],
+                    env=self.environment(name),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=end_with_parent,  # noqa: PLW1509 one system call, no locks
+                )
+            )
+
+    def _wait(self, is_true, timeout_s=60):
+        until_s = time.monotonic() + timeout_s
+        while not is_true():
+            logs = "\n".join(path.read_text(errors="replace")[-3000:] for path in self.root.glob("*.log"))
+            assert time.monotonic() < until_s, logs
+            assert all(process.poll() is None for process in self.processes), logs
+            threading.Event().wait(0.1)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def listens(port):
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_on_stock_flower_it_gives_the_model_that_a_coordinator_of_ours_gives(export, tmp_path):
+    shards = cut_shards("digits", "iid", 2, tmp_path / "cut", None, 11)
+    ours = edgefl.run(CONFIG, devices=2, scheme="iid", root=tmp_path / "ours")
+    out = export()
+    nodes = [f'shard="{path}" name="{path.stem}"' for path in shards]
+    (tmp_path / "flower").mkdir()
+    with ExitStack() as stack:
+        flower = StockFlower(tmp_path / "flower", nodes)
+        stack.callback(flower.stop)
+        flower.run(out, tmp_path / "result", timeout_s=300)
+    rows = json.loads((tmp_path / "result" / "history.json").read_text())["versions"]
+    assert [row["num_updates"] for row in rows] == [2, 2, 2]
+    model, expected = load_model_file(tmp_path / "result" / "model.safetensors"), load_model_file(ours.model)
+    assert {name: tensor.tobytes() for name, tensor in model.items()} == {n: t.tobytes() for n, t in expected.items()}
+
+
+SIMULATION = """
+import json, sys, traceback
+from edgefl_app import client_app, server_app
+from edgefl.adapters.app_journal import AppJournal
+from flwr.simulation import run_simulation
+
+journals = []
+server_app.AppJournal = lambda: journals.append(AppJournal()) or journals[-1]
+run_simulation(server_app.app, client_app.app, num_supernodes=3)
+print("rows", json.dumps(journals[0].rows))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_it_runs_on_flowers_simulation_engine(export, tmp_path, state_home):
+    pytest.importorskip("ray")
+    out = export({**CONFIG, "devices": {"min": 3}})
+    environment = {**os.environ, "PYTHONPATH": f"{out}{os.pathsep}{Path(edgefl.__file__).parents[1]}"}
+    done = subprocess.run(
+        [sys.executable, "-c", SIMULATION], env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("rows ")]
+    rows = json.loads(line.removeprefix("rows "))
+    assert [row["num_updates"] for row in rows] == [3, 3, 3]
+    assert rows[-1]["accuracy"] > 0.7
