@@ -11,24 +11,46 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgefl.protocol import MAX_BODY_BYTES
 
+KEPT_INSTRUCTIONS = 16
+
 
 class Traffic:
-    """Bytes received from and sent to each node since they were last taken: HTTP bodies as they were."""
+    """Bytes received from and sent to each node since they were last taken: HTTP bodies as they were.
+
+    What a node fetches is counted for the instruction that it fetches, since it may do so while it still sends the
+    answer to the one before.
+    """
 
     def __init__(self) -> None:
-        self._counts: dict[int, list[int]] = defaultdict(lambda: [0, 0])
+        self._up: dict[int, int] = defaultdict(int)
+        self._down: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        self._fetching: dict[int, str] = {}
         self._lock = threading.Lock()
 
-    def count(self, node_id: int, *, up: int = 0, down: int = 0) -> None:
+    def sent(self, node_id: int, num_bytes: int) -> None:
+        """Counts what came from a node."""
         with self._lock:
-            counts = self._counts[node_id]
-            counts[0] += up
-            counts[1] += down
+            self._up[node_id] += num_bytes
 
-    def take(self, node_id: int) -> tuple[int, int]:
+    def fetched(self, node_id: int, num_bytes: int, instruction_id: str | None = None) -> None:
+        """Counts what a node fetched: a new instruction, or more of the newest."""
         with self._lock:
-            up, down = self._counts.pop(node_id, (0, 0))
-        return up, down
+            key = self._fetching.setdefault(node_id, "") if instruction_id is None else instruction_id
+            self._fetching[node_id] = key
+            self._down[node_id][key] += num_bytes
+            while len(self._down[node_id]) > KEPT_INSTRUCTIONS:  # those that nobody will answer any more
+                del self._down[node_id][next(iter(self._down[node_id]))]
+
+    def answered(self, node_id: int, num_bytes: int) -> None:
+        """Counts what a node was told besides."""
+        with self._lock:
+            self._down[node_id][""] += num_bytes
+
+    def take(self, node_id: int, instruction_id: str) -> tuple[int, int]:
+        """Returns the bytes up and down that go with a reply: all that came, what it fetched, and the small talk."""
+        with self._lock:
+            down = self._down[node_id]
+            return self._up.pop(node_id, 0), down.pop(instruction_id, 0) + down.pop("", 0)
 
 
 def error_json(detail: str) -> bytes:

@@ -83,6 +83,7 @@ MAX_OBJECT_BYTES = CHUNK_BYTES + REPLY_SALT_BYTES + 1024
 """The largest piece of a reply: one salted chunk with Flower's header before it."""
 _PREFIX = "/v1/fleet/"
 _PUSH_OBJECT = "push-object"
+_PULL_MESSAGES, _PULL_OBJECT = "pull-messages", "pull-object"
 _PUSH_OBJECT_BYTES = MAX_OBJECT_BYTES + 4096
 """The largest request that carries such a piece: ids and lengths come on top."""
 
@@ -284,7 +285,7 @@ class SuperLink:
             header, body = {"error": f"malformed reply: {error!r}"}, b""
         finally:
             self.state.discard(metadata.reply_to_message_id, metadata.message_id)
-        up, down = self.api.traffic.take(metadata.src_node_id)
+        up, down = self.api.traffic.take(metadata.src_node_id, metadata.reply_to_message_id)
         self._deliver(
             Reply(
                 node_id=metadata.src_node_id,
@@ -389,10 +390,10 @@ _HANDLERS: dict[str, Handler] = {
     "activate-node": fleet_handlers.activate_node,
     "deactivate-node": fleet_handlers.deactivate_node,
     "send-node-heartbeat": fleet_handlers.send_node_heartbeat,
-    "pull-messages": lambda message, state: fleet_handlers.pull_messages(message, state, state.object_store),
+    _PULL_MESSAGES: lambda message, state: fleet_handlers.pull_messages(message, state, state.object_store),
     "push-messages": fleet_handlers.push_messages,
     _PUSH_OBJECT: fleet_handlers.push_object,
-    "pull-object": fleet_handlers.pull_object,
+    _PULL_OBJECT: fleet_handlers.pull_object,
     "confirm-message-received": lambda message, state: fleet_handlers.confirm_message_received(
         message, state, state.object_store
     ),
@@ -429,9 +430,12 @@ class FleetApi:
                 await respond(send, 413, error_json(f"body over {limit_bytes} bytes"))
                 return
             self._on_contact(node_id)
-            self.traffic.count(node_id, up=len(body))
-            status, content = await run_in_threadpool(self._answer, request, name, body)
-            self.traffic.count(node_id, down=len(content))
+            self.traffic.sent(node_id, len(body))
+            status, content, fetched = await run_in_threadpool(self._answer, request, name, body)
+            if fetched is not None or name == _PULL_OBJECT:
+                self.traffic.fetched(node_id, len(content), fetched)
+            else:
+                self.traffic.answered(node_id, len(content))
             await respond(send, status, content)
 
     def _node_of(self, request: Request) -> int | None:
@@ -443,24 +447,29 @@ class FleetApi:
         except (KeyError, ValueError, TypeError):  # a header that is missing or makes no sense
             return None
 
-    def _answer(self, request: Request, name: str, body: bytes) -> tuple[int, bytes]:
-        """Returns status and body. Whatever a handler raises must become a response: this is the boundary."""
+    def _answer(self, request: Request, name: str, body: bytes) -> tuple[int, bytes, str | None]:
+        """Returns status, body, and the instruction in it if there is one.
+
+        Whatever a handler raises must become a response: this is the boundary.
+        """
         try:
             message = PROTOBUF_REQUEST_TYPES[("POST", _PREFIX + name)]()
             message.ParseFromString(body)
             request.scope["app"] = self._app
             request.state.protobuf_request = message
             authenticate_node(request)
-            answer: bytes = _HANDLERS[name](message, self._state).SerializeToString()
+            answer = _HANDLERS[name](message, self._state)
+            content: bytes = answer.SerializeToString()
         except HTTPException as error:
-            return error.status_code, error_json(str(error.detail))
+            return error.status_code, error_json(str(error.detail)), None
         except FlowerError as error:
             spec = API_ERROR_MAP[error.code]
-            return spec.http_status_code, json.dumps(error.to_json(spec.public_message)).encode()
+            return spec.http_status_code, json.dumps(error.to_json(spec.public_message)).encode(), None
         except Exception:  # the boundary of one request: the next device must still be served
             log.debug("a request to %s failed", name, exc_info=True)
-            return 500, error_json("Internal server error.")
-        return 200, answer
+            return 500, error_json("Internal server error."), None
+        pulled = [item.metadata.message_id for item in answer.messages_list] if name == _PULL_MESSAGES else []
+        return 200, content, pulled[-1] if pulled else None
 
 
 def _is_signed(request: Request, key: bytes) -> bool:

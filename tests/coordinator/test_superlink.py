@@ -470,7 +470,7 @@ def test_a_known_key_without_its_signature_is_refused(site):
 
 def test_a_known_key_with_a_bad_signature_is_refused_unread_and_is_no_sign_of_life(site):
     device = site.device()
-    contacts, counted = list(site.contacts), site.superlink.api.traffic.take(device.id)
+    contacts, counted = list(site.contacts), site.superlink.api.traffic.take(device.id, "")
     good = signed(device)
     bad = [
         key_header(device.public),
@@ -485,7 +485,7 @@ def test_a_known_key_with_a_bad_signature_is_refused_unread_and_is_no_sign_of_li
         assert site.request("/v1/fleet/pull-messages", headers={"content-length": "9000000", **headers})[0] == 401
     assert site.contacts == contacts
     assert any(counted)
-    assert site.superlink.api.traffic.take(device.id) == (0, 0)
+    assert site.superlink.api.traffic.take(device.id, "") == (0, 0)
 
 
 def test_a_reply_that_declares_more_than_one_body_may_have_is_refused(site, run):
