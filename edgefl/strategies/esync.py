@@ -42,7 +42,8 @@ class ESync(OneStep):
         mode: who counts iterations, see `MODES`.
         aggregation: see `AGGREGATIONS`.
         epsilon: ε as a fraction of a device's iteration. Below 0 it is so much that a device may be back after the
-            slowest; where speeds are multiples of each other, a whole iteration fits in by that.
+            slowest: where speeds are multiples of each other, as those of one family of boards are, a measured whole
+            iteration otherwise never quite fits, and a device that could do two does one.
         epsilon_s: ε in seconds, in place of it.
         global_learning_rate: the mean displacement is multiplied by it.
         min_iterations, max_iterations: bounds of a budget; live work ends at the upper one without a recall.
@@ -53,7 +54,7 @@ class ESync(OneStep):
 
     mode: str = "budget"
     aggregation: str = "uniform"
-    epsilon: float = 0.05
+    epsilon: float = -0.2
     epsilon_s: float | None = None
     global_learning_rate: float = 1.0
     min_iterations: int = 1
