@@ -47,13 +47,13 @@ class Keeper:
         self._wal.prune(kept[-1].last_record)
         self._checkpointed_s = time.monotonic()
 
-    def finish(self, version: int, state: Any, model_of: Callable[[Any], Tensors]) -> None:
-        """Writes the last state, and its model as a file of its own that the store names."""
+    def finish(self, version: int, number: int, state: Any, model_of: Callable[[Any], Tensors]) -> None:
+        """Writes the last state, of a version in the round `number`, and its model as a file that the store names."""
         self.checkpoint(state)
         sha256, path = save_model(self._models, model_of(state))
         row = CheckpointRow(
             version=version,
-            round=version,
+            round=number,
             last_record=self._wal.last_record,
             sha256=sha256,
             bytes_file=path.stat().st_size,

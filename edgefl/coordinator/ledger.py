@@ -111,6 +111,15 @@ class Ledger:
                     self._ready = rows.followed_by(self._ready)
                 raise
 
+    def finish(self) -> None:
+        """Writes what is ready and sums the rounds up: each of them with what came after it had closed.
+
+        Raises:
+            StoreError: as `flush`.
+        """
+        self.flush()
+        self._store.sum_rounds(self._run_id)
+
     def _write(self, rows: Rows) -> None:
         store, run_id = self._store, self._run_id
         with store.batch():

@@ -159,7 +159,7 @@ class Recorder:
         self._ledger.update([replace(row, outcome=Outcome.LATE) for row, _ in self._unused.values()])
         self._unused.clear()
         self.commit()
-        self._ledger.flush()
+        self._ledger.finish()
 
     def _note_score(self, event: Evaluated | Lost) -> None:
         self._scores.note(event)

@@ -241,11 +241,12 @@ class RunWorker:
                 raise
             except Exception:
                 recorder.commit()  # what the last turn brought is history too
-                ledger.flush()
+                ledger.finish()
                 raise
             finally:
                 self._close_fleet(fleet)
-            keeper.finish(strategy.version(state), state, strategy.model)
+            version = strategy.version(state)
+            keeper.finish(version, assembled.rounds.of(version), state, strategy.model)
             self._finish(recorder, run_id, reason)
             log.info("run %s is over: %s", run_id, reason)
 

@@ -90,7 +90,7 @@ class RunBook:
         )
         return self._recorder
 
-    def finish(self, reason: str, models: Path, model: Tensors | None, version: int) -> None:
+    def finish(self, reason: str, models: Path, model: Tensors | None, version: int, number: int) -> None:
         """Writes everything, and the model where there is one."""
         if self._recorder is not None:
             self._recorder.finish()
@@ -98,7 +98,7 @@ class RunBook:
             sha256, path = save_model(models, model)
             row = CheckpointRow(
                 version=version,
-                round=version,
+                round=number,
                 last_record=0,
                 sha256=sha256,
                 bytes_file=path.stat().st_size,
@@ -110,7 +110,7 @@ class RunBook:
 
     def fail(self, error: BaseException) -> None:
         """Writes what there is, and why there is no more."""
-        self._ledger.flush()
+        self._ledger.finish()
         self._end(RunStatus.FAILED, str(error) or type(error).__name__)
 
     def _end(self, status: RunStatus, reason: str) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
-from sqlalchemy import Connection, Row, bindparam, case, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, bindparam, case, func, insert, select, update
 
 from edgefl.errors import NotFoundError, StoreError
 from edgefl.storage.database import Database
@@ -14,6 +15,11 @@ from edgefl.storage.plain import columns_of, storable
 from edgefl.storage.records import CheckpointRow, DispatchRow, EvaluationRow, RunRecord, RunStatus, UpdateRow
 from edgefl.storage.upsert import insert_new, upsert
 from edgefl.types import Outcome
+
+NO_UPDATES: Mapping[str, Any] = MappingProxyType(
+    {"num_devices": 0, "num_updates": 0, "loss": None, "bytes_up": 0, "bytes_down": 0}
+)
+"""The sums of a round that nothing was given out for."""
 
 
 class RunRows:
@@ -106,13 +112,22 @@ class RunRows:
             NotFoundError: the round was never opened.
         """
         with self._database.write() as connection:
-            sums = _round_sums(connection, run_id, number)
+            sums = _round_sums(connection, run_id, Update.round == number).get(number, NO_UPDATES)
             where = (Round.run_id == run_id, Round.round == number)
             closed = update(Round).where(*where).values(version=version, closed_at=closed_at, **sums)
             if not connection.execute(closed).rowcount:
                 raise NotFoundError(f"no round {number} of run {run_id!r} is open")
             rounds = case((Run.rounds < number, number), else_=Run.rounds)
             connection.execute(update(Run).where(Run.run_id == run_id).values(rounds=rounds, version=version))
+
+    def sum_rounds(self, run_id: str) -> None:
+        """Takes the sums of every round from its updates anew: some of them come after their round has closed."""
+        mine = Round.run_id == run_id
+        with self._database.write() as connection:
+            sums = _round_sums(connection, run_id)
+            for number in connection.execute(select(Round.round).where(mine)).scalars().all():
+                values = sums.get(number, NO_UPDATES)
+                connection.execute(update(Round).where(mine, Round.round == number).values(**values))
 
     def record_dispatches(self, run_id: str, rows: Sequence[DispatchRow]) -> None:
         """Keeps assignments that go out."""
@@ -172,11 +187,13 @@ class RunRows:
                 raise NotFoundError(f"no run {run_id!r}; `edgefl run list` shows them")
 
 
-def _round_sums(connection: Connection, run_id: str, number: int) -> dict[str, Any]:
+def _round_sums(connection: Connection, run_id: str, *where: ColumnElement[bool]) -> dict[int, dict[str, Any]]:
+    """Returns the sums over the updates of each round, by its number; a round without updates is not in it."""
     used = Update.outcome == str(Outcome.USED)
     weighed = case((used & Update.loss.is_not(None), Update.num_examples))
-    row = connection.execute(
+    rows = connection.execute(
         select(
+            Update.round,
             func.count(func.distinct(Update.device_id)).label("num_devices"),
             func.count(case((used, 1))).label("num_updates"),
             (func.sum(case((used, Update.loss * Update.num_examples))) / func.nullif(func.sum(weighed), 0)).label(
@@ -184,9 +201,12 @@ def _round_sums(connection: Connection, run_id: str, number: int) -> dict[str, A
             ),
             func.coalesce(func.sum(Update.bytes_up), 0).label("bytes_up"),
             func.coalesce(func.sum(Update.bytes_down), 0).label("bytes_down"),
-        ).where(Update.run_id == run_id, Update.round == number)
-    ).one()
-    return dict(row._mapping)  # noqa: SLF001 SQLAlchemy's public name for a row as a mapping
+        )
+        .where(Update.run_id == run_id, *where)
+        .group_by(Update.round)
+    )
+    sums = [dict(row._mapping) for row in rows]  # noqa: SLF001 SQLAlchemy's public name for a row as a mapping
+    return {row.pop("round"): row for row in sums}
 
 
 def _run_row(connection: Connection, run_id: str) -> Row[Any] | None:

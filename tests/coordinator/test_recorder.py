@@ -196,6 +196,21 @@ def test_an_update_that_is_not_used_is_late_at_the_end_of_the_run(book):
     assert rows[1]["loss"] == 0.5
 
 
+def test_a_round_s_traffic_holds_what_came_after_it_had_closed_whenever_rows_are_written(open_book):
+    book = open_book()
+    book.order(0, "a", "b")
+    book.receive(update(0, "a"))
+    book.close_round(1, "v0-a")
+    book.ledger.flush()
+    book.receive(update(0, "b"))
+    book.recorder.commit()
+    book.ledger.flush()
+    book.recorder.finish()
+    (row,) = book.rows("rounds")
+    assert (row["num_updates"], row["num_devices"], row["bytes_down"]) == (1, 2, 200)
+    assert row["bytes_up"] == 2 * len(update(0, "a").body)
+
+
 def test_an_update_that_is_used_a_version_later_says_how_stale_it_was(book):
     book.order(0, "a", "b")
     book.receive(update(0, "a"), update(0, "b"))

@@ -55,7 +55,7 @@ def played(store: Store, book_config: RunConfig, told: list[Json] | None = None)
 def test_rows_are_in_virtual_time(store: Store, tmp_path: Path) -> None:
     told: list[Json] = []
     book = played(store, config(), told)
-    book.finish("enough", tmp_path / "models", {"w": np.zeros(2, np.float32)}, 1)
+    book.finish("enough", tmp_path / "models", {"w": np.zeros(2, np.float32)}, 1, 1)
     (row,) = history(store, "rounds", run=book.run_id)
     assert (row["started_at"], row["closed_at"], row["bytes_up"]) == (EPOCH, EPOCH + 10, 5)
     record = store.run(book.run_id)
@@ -66,7 +66,7 @@ def test_rows_are_in_virtual_time(store: Store, tmp_path: Path) -> None:
 
 
 def test_boards_are_devices_that_never_joined(store: Store) -> None:
-    played(store, config()).finish("enough", Path(), None, 1)
+    played(store, config()).finish("enough", Path(), None, 1, 1)
     devices = store.devices()
     assert [(d.device_id, d.presence, d.groups, d.examples) for d in devices] == [
         (name, "simulated", ("shed",), {"digits": 9}) for name in ("device-01", "device-02")
@@ -78,7 +78,7 @@ def test_the_same_run_has_the_same_id_and_comes_later_in_the_same_store(store: S
     books = []
     for _ in range(3):
         books.append(played(store, config()))
-        books[-1].finish("enough", Path(), None, 1)
+        books[-1].finish("enough", Path(), None, 1, 1)
     first = books[0].run_id
     assert [book.run_id for book in books] == [first, f"{first}-2", f"{first}-3"]
     assert store.run(books[1].run_id).submitted_at == EPOCH + 10 + BETWEEN_RUNS_S
