@@ -113,6 +113,8 @@ def measure_task(name: str, shard: str | None, accelerator: str = "cpu", threads
     task_name, _, model = name.partition("/")
     task = make_task(task_name, {"model": model} if model else {})
     data = _random_examples(task, 2 * max(BATCH_SIZES)) if shard is None else task.read(shard)
+    if not len(data):
+        raise DataError(f"the shard {shard} of task {name} holds no examples to measure with")
     learner = task.learner(accelerator=accelerator, threads=threads)
     learner.load(task.init(0))
     samples = {size: _seconds(learner, data, size) for size in BATCH_SIZES}
@@ -184,7 +186,7 @@ def _latency(addresses: Sequence[str]) -> tuple[float, str]:
         host, _, port = address.rpartition(":")
         try:
             times = [_connect_s(host.strip("[]"), int(port)) for _ in range(CONNECTS)]
-        except OSError:
+        except (OSError, ValueError, OverflowError):  # nobody there, or no address at all
             continue
         return statistics.median(times) / 2, f"measured: {CONNECTS} connections to the coordinator"
     return DEFAULT_LATENCY_S, "estimated: no coordinator to measure against"
@@ -197,7 +199,7 @@ def _connect_s(host: str, port: int) -> float:
 
 
 def _toml(profile: BoardProfile) -> str:
-    """Returns the profile as TOML; JSON texts, numbers and lists of texts are TOML too."""
+    """Returns the profile as TOML."""
     values: Json = {
         "model": profile.model,
         "up_bytes_per_s": round(profile.up_bytes_per_s),
@@ -209,14 +211,19 @@ def _toml(profile: BoardProfile) -> str:
         values["memory_bytes"] = profile.memory_bytes
     if profile.iterations:
         values["jitter"] = round(statistics.median(cost.jitter for cost in profile.iterations.values()), 4)
-    table = f"profile.{json.dumps(profile.name)}"
+    table = f"profile.{_value(profile.name)}"
     lines = ["# made by edgefl device probe --profile", f"[{table}]", *_lines(values), "", f"[{table}.source]"]
     lines += _lines(profile.sources)
     for task, cost in profile.iterations.items():
-        lines += ["", f"[{table}.iterations.{json.dumps(task)}]"]
+        lines += ["", f"[{table}.iterations.{_value(task)}]"]
         lines += [f"fixed_s = {cost.fixed_s:.4g}", f"example_s = {cost.example_s:.4g}"]
     return "\n".join(lines) + "\n"
 
 
 def _lines(values: Mapping[str, Any]) -> list[str]:
-    return [f"{key} = {json.dumps(value)}" for key, value in values.items()]
+    return [f"{key} = {_value(value)}" for key, value in values.items()]
+
+
+def _value(value: Any) -> str:
+    """Returns a text, a number or a list of texts as JSON that is TOML too: without surrogates and bare deletes."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from edgefl.device.run_files import load_arrays, save_arrays
+from edgefl.tasks.local_training import is_finite
 from edgefl.types import Array, Learner, Shapes
 
 FOLDER = "runs"
@@ -20,8 +21,13 @@ def load_resident(state_dir: Path, run: str, shapes: Shapes) -> dict[str, Array]
 
 
 def save_resident(state_dir: Path, run: str, shapes: Shapes, learner: Learner) -> None:
-    """Writes the tensors that are not shared, whole or not at all; does nothing when all are."""
+    """Writes the tensors that are not shared, whole or not at all; does nothing when all are.
+
+    Those of a training that diverged are not kept: the board goes on with what it had before.
+    """
     names = [spec.name for spec in shapes if not spec.shared]
     if names:
         values = learner.read()
-        save_arrays(state_dir / FOLDER, run, {name: values[name] for name in names})
+        resident = {name: values[name] for name in names}
+        if is_finite(resident):
+            save_arrays(state_dir / FOLDER, run, resident)

@@ -132,8 +132,15 @@ def _reseed(learner: Learner, rng: Generator) -> None:
         reseed(int(rng.spawn(1)[0].integers(2**63)))
 
 
+def is_finite(arrays: Mapping[str, Array]) -> bool:
+    """Says whether all numbers are: what a diverged training leaves would spoil every assignment after it."""
+    return all(array.dtype.kind not in "fc" or bool(np.isfinite(array).all()) for array in arrays.values())
+
+
 def _state(step: LocalStep) -> Mapping[str, Array]:
-    return step.state() if isinstance(step, LastingStep) else {}
+    """Returns what the next assignment goes on with; nothing, so that it begins anew, where the training diverged."""
+    state = step.state() if isinstance(step, LastingStep) else {}
+    return state if is_finite(state) else {}
 
 
 def _displacement(start: dict[str, Array], end: dict[str, Array]) -> dict[str, Array]:

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from edgefl.cli.main import main
@@ -54,6 +55,12 @@ def test_the_simulator_reads_what_was_written(tmp_path: Path) -> None:
     assert read.sources == {"latency_s": "measured: twice"}
 
 
+def test_any_name_that_a_person_gives_is_read_again(tmp_path: Path) -> None:
+    name = 'K\u00fcche \U0001f353 "1"\\\x7f'
+    write_profile(tmp_path / "board.toml", profile(name=name, model=name))
+    assert load_catalogue([tmp_path / "board.toml"]).named(name).model == name
+
+
 def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot be written"):
@@ -72,6 +79,16 @@ def test_a_task_is_measured_on_its_own_shard(tmp_path: Path) -> None:
     assert measure_task("digits", str(path)).fixed_s >= 0
     with pytest.raises(DataError, match="does not exist"):
         measure_task("digits", str(tmp_path / "none.npz"))
+
+
+def test_a_shard_without_examples_is_said(tmp_path: Path) -> None:
+    paths = cut_shards("digits", "iid", 2, tmp_path, None, 0)
+    with np.load(paths[0]) as whole:
+        shard = {name: whole[name][:0] for name in whole.files}
+    (tmp_path / "folder").mkdir()
+    np.savez(tmp_path / "folder" / "none.npz", allow_pickle=False, **shard)
+    with pytest.raises(DataError, match="no examples"):
+        measure_task("digits", str(tmp_path / "folder"))
 
 
 def test_a_task_that_does_not_say_its_examples_needs_a_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +120,7 @@ def test_latency_is_measured_against_the_first_address_that_answers() -> None:
 
         thread = threading.Thread(target=accept)
         thread.start()
-        addresses = ["127.0.0.1:1", f"127.0.0.1:{server.getsockname()[1]}"]
+        addresses = ["nowhere", "127.0.0.1:x", "127.0.0.1:1", f"127.0.0.1:{server.getsockname()[1]}"]
         found = measure_board(name="a", facts={}, tasks={}, addresses=addresses)
         thread.join(10)
         for connection in taken:

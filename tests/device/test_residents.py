@@ -35,6 +35,12 @@ def test_the_newest_replaces_the_one_before_and_leaves_nothing_else(tmp_path):
     assert len(list((tmp_path / "runs").iterdir())) == 1
 
 
+def test_what_a_training_that_diverged_leaves_is_not_kept(tmp_path):
+    for value in (1.0, np.nan):
+        save_resident(tmp_path, "r", SHAPES, Learner(value))
+    assert load_resident(tmp_path, "r", SHAPES)["head.bias"].tolist() == [1.0, 1.0]
+
+
 def test_runs_are_kept_apart_whatever_they_are_called(tmp_path):
     save_resident(tmp_path, "r", SHAPES, Learner(1.0))
     save_resident(tmp_path, "../../r", SHAPES, Learner(2.0))

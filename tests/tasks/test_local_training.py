@@ -229,6 +229,15 @@ def test_state_is_kept_only_when_the_plan_asks_and_goes_on_in_the_next_assignmen
         np.testing.assert_allclose(first.displacement[name] + second.displacement[name], moved, rtol=1e-4)
 
 
+@pytest.mark.parametrize("algorithm", ["sgd", "adam"])
+def test_a_training_that_diverged_leaves_no_state_that_the_next_would_go_on_with(algorithm):
+    plan = LocalPlan(algorithm=algorithm, iterations=3, momentum=0.9 if algorithm == "sgd" else 0.0, keeps_state=True)
+    learner = a_learner()
+    learner.load({name: np.full_like(array, np.nan) for name, array in learner.read().items()})
+    assert run(plan, learner=learner).step_state == {}
+    assert run(plan).step_state
+
+
 def test_a_plan_that_keeps_no_state_begins_anew_whatever_it_is_given():
     plan = LocalPlan(iterations=3, batch_size=8, momentum=0.9)
     kept = run(LocalPlan(iterations=3, batch_size=8, momentum=0.9, keeps_state=True)).step_state
