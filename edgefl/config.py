@@ -172,15 +172,15 @@ class SimulationSection:
     profile_file: str | None = None
     scheme: str | None = None
     data: str | None = None
-    iteration_s: float | None = field(default=None, metadata={"above": 0})
+    iteration_s: float | None = field(default=None, metadata={"above": 0, "at_most": 1e6})
     jitter: float = field(default=0.05, metadata={"at_least": 0, "at_most": 2})
-    server_up_bytes_per_s: float | None = field(default=None, metadata={"above": 0})
-    server_down_bytes_per_s: float | None = field(default=None, metadata={"above": 0})
+    server_up_bytes_per_s: float | None = field(default=None, metadata={"at_least": 1})
+    server_down_bytes_per_s: float | None = field(default=None, metadata={"at_least": 1})
     detect_s: float = field(default=15.0, metadata={"at_least": 0})
     evaluation_s: float = field(default=0.0, metadata={"at_least": 0})
     faults: str | None = None
     examples: int = field(default=500, metadata={"at_least": 1})
-    workers: int | None = field(default=None, metadata={"at_least": 0})
+    workers: int | None = field(default=None, metadata={"at_least": 0, "at_most": 256})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

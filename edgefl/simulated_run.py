@@ -14,6 +14,7 @@ from typing import Any
 
 from edgefl.assembly import assemble
 from edgefl.config import RunConfig, load_run, parse_run
+from edgefl.coordinator.device_state import check_state_of
 from edgefl.coordinator.directory import default_directory
 from edgefl.coordinator.simulated_book import OnChange, RunBook
 from edgefl.errors import ConfigError
@@ -163,6 +164,8 @@ class _Simulation:
         shapes = tuple(spec for spec in make_task(config.run.task, config.task).shapes() if spec.shared)
         faults = read_faults(config, names)
         self._boards = make_boards(config, names, faults, None if data is None else data.shards, shapes)
+        if data is not None:  # where nothing is trained, nothing is kept
+            check_state_of(len(self._boards), config, self._assembled.strategy, self._assembled.model)
         if data is None:
             self._training: Training = Bookkeeping(self._boards, shapes, config.run.seed)
         else:
@@ -196,7 +199,8 @@ class _Simulation:
             book.fail(error)
             raise
         model = None if self._data is None else strategy.model(state)
-        book.finish(reason, folder / "models", model, strategy.version(state))
+        version = strategy.version(state)
+        book.finish(reason, folder / "models", model, version, assembled.rounds.of(version))
         return book.run_id
 
     def close(self) -> None:

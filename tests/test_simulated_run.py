@@ -167,6 +167,9 @@ def test_boards_are_chosen_by_name_and_group(tmp_path: Path) -> None:
     config = run_file(devices={"names": ["nobody"]})
     with pytest.raises(ConfigError, match="leave no device"):
         edgefl.simulate(config, devices=4, root=tmp_path, bookkeeping_only=True)
+    config = run_file(devices={"names": ["device-01", "device-02"], "min": 3})
+    with pytest.raises(ConfigError, match="leave 2 of 4 devices of the simulation, the run needs at least 3"):
+        edgefl.simulate(config, devices=4, root=tmp_path, bookkeeping_only=True)
 
 
 def test_shards_that_there_are_can_be_trained_on(tmp_path: Path) -> None:
@@ -202,6 +205,11 @@ def test_what_makes_no_sense_is_told_before_anything_is_written(tmp_path: Path) 
         (run_file(strategy={"name": "fedavgg"}), StrategyError, "fedavgg"),
         (run_file(simulation={"profiles": ["pi4"]}), ConfigError, "did you mean pi-4"),
         (run_file(simulation={"profiles": []}), ConfigError, "at least one profile"),
+        (
+            run_file(run={"max_state_bytes": 10}, strategy={"name": "dc-asgd"}),
+            ConfigError,
+            r"dc-asgd keeps .* for 2 devices",
+        ),
     ):
         with pytest.raises(kind, match=message):
             edgefl.simulate(config, devices=2, scheme="iid", root=root)

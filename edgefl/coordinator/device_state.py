@@ -20,7 +20,17 @@ def check_device_state(config: RunConfig, strategy: Any, model: Tensors, roster:
     Raises:
         ConfigError: it is more than the run may have.
     """
-    num_devices = max(config.devices.min, sum(_is_meant(info, config) for info in roster.known()))
+    return check_state_of(
+        max(config.devices.min, sum(_is_meant(info, config) for info in roster.known())), config, strategy, model
+    )
+
+
+def check_state_of(num_devices: int, config: RunConfig, strategy: Any, model: Tensors) -> Json:
+    """Returns what `check_device_state` does, for so many devices.
+
+    Raises:
+        ConfigError: it is more than the run may have.
+    """
     needed = num_devices * bytes_per_device(strategy, model)
     limit = config.run.max_state_bytes
     if needed > limit:

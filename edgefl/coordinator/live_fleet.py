@@ -236,6 +236,8 @@ class LiveFleet:
         if pending is None or pending.order.device_id != device_id:
             log.info("dropped a reply of %s for %.80s: nobody waits for it", device_id, named)
             return []
+        if reply.header.get("needs_dense") is True and reply.instruction_id != pending.instruction_id:
+            return []  # about a message before the newest, which is on its way
         if reply.header.get("needs_dense") is True and "base" in pending.model:
             return self._send_whole(pending, str(reply.header.get("error", "it lost the model")))
         if "error" in reply.header:

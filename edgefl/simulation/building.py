@@ -56,7 +56,7 @@ def make_boards(
         shapes: of the task.
 
     Raises:
-        ConfigError: a profile makes no sense, or nobody is left.
+        ConfigError: a profile makes no sense, or fewer are left than the run needs.
     """
     section, task = config.simulation, config.run.task
     files = [] if section.profile_file is None else [section.profile_file]
@@ -80,8 +80,12 @@ def make_boards(
             block_sizes={block: stop - start for block, (start, stop) in blocks.items()},
         )
         boards.append(board)
-    if not boards:
-        raise ConfigError("devices.names and devices.groups leave no device of the simulation")
+    needed = max(1, config.devices.min)
+    if len(boards) < needed:
+        left = f"{len(boards)} of {len(names)} devices" if boards else "no device"
+        raise ConfigError(
+            f"devices.names and devices.groups leave {left} of the simulation, the run needs at least {needed}"
+        )
     return boards
 
 

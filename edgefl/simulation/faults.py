@@ -63,7 +63,8 @@ def load_faults(path: str | Path) -> tuple[Fault, ...]:
         raise ConfigError(f"fault script {path}: is not TOML: {error}") from None
     entries = table.pop("fault", [])
     if table or not isinstance(entries, list):
-        raise ConfigError(f"fault script {path}: it must hold [[fault]] tables alone, got {', '.join(table)}")
+        found = ", ".join(table) or f"fault = {entries!r:.80}"
+        raise ConfigError(f"fault script {path}: it must hold [[fault]] tables alone, got {found}")
     try:
         return tuple(from_mapping(Fault, entry, path="fault") for entry in entries)
     except ConfigError as error:

@@ -26,15 +26,19 @@ from edgefl.types import (
     Evaluation,
     Event,
     Joined,
+    Lost,
     ModelSource,
     Order,
     Outcome,
     Recall,
     Role,
+    Update,
 )
 
 QUIET_WAITS = 10_000
 """After so many waits in which nothing happened, and nothing can happen any more, the run fails."""
+LOST_IN_A_ROW = 1000
+"""After so many assignments lost in a row, and 20 for each board, the run fails: nobody can do the work in time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +93,7 @@ class VirtualFleet:
             view=self._view,
             emit=self._emit,
         )
-        self._quiet = 0
+        self._quiet = self._num_lost = 0
         presence = Presence(
             self._agenda,
             detect_s=self._world.detect_s,
@@ -125,7 +129,7 @@ class VirtualFleet:
         """Returns everything that happens in the next instant in which something does, up to `until_s`.
 
         Raises:
-            RunFailedError: nobody works and nobody will ever come back.
+            RunFailedError: nobody works and nobody will ever come back, or nobody is ever back in time.
         """
         while not self._events and self._agenda.advance(until_s):
             pass
@@ -134,14 +138,24 @@ class VirtualFleet:
             self._agenda.now_s = max(self.now_s, until_s)
         self._quiet = 0 if events or not self._agenda.is_empty else self._quiet + 1
         if self._quiet > QUIET_WAITS:
+            num_trainers = sum(info.role == Role.TRAINER for info in self._view.devices.values())
             raise RunFailedError(
-                f"nothing happens any more at {self.now_s:.0f} virtual seconds: {len(self._view.devices)} devices "
-                "are there, none of them works, and none will come back"
+                f"nothing happens any more at {self.now_s:.0f} virtual seconds: {num_trainers} of "
+                f"{len(self._view.boards)} devices are there, none of them is given work, and nobody will come back"
             )
         return events
 
     def _emit(self, event: Event) -> None:
         self._events.append(event)
+        if isinstance(event, Update):
+            self._num_lost = 0
+        elif isinstance(event, Lost) and event.outcome == Outcome.LOST:
+            self._num_lost += 1
+            if self._num_lost > max(LOST_IN_A_ROW, 20 * len(self._view.boards)):
+                raise RunFailedError(
+                    f"no device is ever back in time: {self._num_lost} assignments in a row were lost, the last at "
+                    f"{self.now_s:.3g} virtual seconds; {event.device_id}: {event.reason}"
+                )
 
     def _assign(self, order: Assignment, source: ModelSource) -> None:
         if self._world.join_at_start:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from edgefl.compression.registry import decode_body
-from edgefl.errors import EdgeflError
 from edgefl.simulation.training import FailedJobError, Job, Scores, Sent, Trained
 from edgefl.simulation.workbench import Product, Workbench
 from edgefl.types import LazyTensors, Shapes
@@ -28,7 +27,7 @@ class InProcess:
     def evaluate(self, device_id: str | None, sent: Sent) -> Scores:
         try:
             return self._bench.evaluate(device_id, sent)
-        except EdgeflError as error:
+        except Exception as error:  # likewise
             raise FailedJobError(reason(error)) from error
 
     def close(self) -> None: ...

@@ -67,8 +67,10 @@ class Journeys:
         if not board.is_up:
             return  # nobody knows yet that it is gone; this is noticed with the rest
         board.plan_work(work)
-        if len(board.outstanding) == 1 and work.limit is not None and not work.is_open_ended:
-            # Whoever trains can begin while others still download: the result is wanted in any case.
+        is_next = len(board.outstanding) == 1 and board.current is None
+        if is_next and work.limit is not None and not work.is_open_ended:
+            # Whoever trains can begin while others still download: the result is wanted in any case. Only a board's
+            # newest work can be undone, so what it still computes in vain is cancelled first.
             work.job.iterations = work.limit
             self._begin(work)
         self._network.send_down(board, num_bytes, self._downloaded, work)
@@ -238,6 +240,7 @@ class Journeys:
     def _lose(self, work: Work, outcome: Outcome, reason: str) -> None:
         if work.board.current is not work:
             self._cancel(work)
+        work.board.held_version = None  # as live: nobody knows now which model it holds
         self._settle(work)
         self._emit(lost(work.order, outcome, reason))
 

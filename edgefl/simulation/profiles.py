@@ -108,7 +108,7 @@ class Catalogue:
 
     def _counted(self, spec: str) -> list[Profile]:
         name, mark, count = spec.partition(":")
-        if mark and not (count.isdigit() and int(count) > 0):
+        if mark and not (count.isdecimal() and int(count) > 0):
             raise ConfigError(f"a profile is NAME or NAME:COUNT with a count above 0, got {spec!r}")
         return [self.named(name)] * (int(count) if mark else 1)
 

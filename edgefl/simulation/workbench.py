@@ -17,7 +17,7 @@ from edgefl.compression.registry import Codec, decode_body, make_codec
 from edgefl.errors import ConfigError, DataError, TaskError
 from edgefl.simulation.data import FleetData, Shard
 from edgefl.simulation.training import Scores, Sent
-from edgefl.tasks.local_training import LocalResult, train
+from edgefl.tasks.local_training import LocalResult, is_finite, train
 from edgefl.tasks.registry import make_task
 from edgefl.types import Array, Assignment, Dataset, Scalar, Tensors, derived_rng
 
@@ -182,11 +182,15 @@ class Workbench:
             memory.step_state = {name: np.array(array) for name, array in result.step_state.items()}
         if self._own_names:
             values = self._learner.read()
-            memory.residents = {name: values[name] for name in self._own_names}
+            residents = {name: values[name] for name in self._own_names}
+            memory.residents = residents if is_finite(residents) else memory.residents
 
     def _feedback(self, memory: _Memory, spec: str) -> ErrorFeedback:
         if memory.feedback is None or memory.spec != spec:
-            memory.spec, memory.feedback = spec, ErrorFeedback(self._codec(spec))
+            made = ErrorFeedback(self._codec(spec))
+            if memory.feedback is not None:
+                made.restore(memory.feedback.state())
+            memory.spec, memory.feedback = spec, made
         return memory.feedback
 
     def _load(self, memory: _Memory, sent: Sent) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -88,7 +89,9 @@ class Worker:
         self._thread.join()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                pipe.close()
+                # What the process did not read any more is still in the pipe's buffer, and cannot be written now.
+                with contextlib.suppress(OSError):
+                    pipe.close()
 
     def _listen(self) -> None:
         assert self._process.stdout is not None

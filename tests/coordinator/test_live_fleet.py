@@ -649,6 +649,13 @@ class Deltas:
         self.site.events()
         self.site.give(training("a-1", base=1))
 
+    def needs_dense(self, instruction=None):
+        """The device answers the last message, or an earlier one, that it has no model to change."""
+        newest = self.site.fleet._out.get(f"{RUN}/a-1").instruction_id
+        error = "needs dense: holds nothing"
+        self.site.reply(101, error=error, needs_dense=True, body=b"", instruction=instruction or newest)
+        return newest
+
     def sent(self):
         """Whether the last message is about a delta, and what its header says of that."""
         _, _, header, body = self.site.mail.sent[-1]
@@ -669,7 +676,7 @@ def test_a_device_that_trained_on_a_version_is_sent_what_changed_since(deltas):
 def test_a_device_that_needs_the_whole_model_gets_it_and_nothing_is_lost(deltas):
     site = deltas.site
     site.source.version = 2
-    site.reply(101, error="needs dense: holds nothing", needs_dense=True, body=b"")
+    deltas.needs_dense()
     assert site.events() == []
     assert deltas.sent() == (False, {"keep": True})
     assert site.mail.sent[-1][2]["assignment"] == "run-1/a-1"
@@ -680,11 +687,25 @@ def test_a_device_that_needs_the_whole_model_gets_it_and_nothing_is_lost(deltas)
 
 def test_a_device_that_wants_the_whole_model_when_it_had_it_has_failed(deltas):
     site = deltas.site
-    for _ in range(2):
-        site.reply(101, error="needs dense: holds nothing", needs_dense=True, body=b"")
+    deltas.needs_dense()
+    assert site.events() == []
+    deltas.needs_dense()
     assert lost(site) == [("a-1", Outcome.FAILED, "needs dense: holds nothing")]
     site.give(training("a-2", base=site.source.version))
     assert deltas.sent() == (False, {"keep": True})
+
+
+def test_a_new_agent_that_still_got_the_delta_loses_nothing_by_saying_that_it_cannot_use_it(deltas):
+    site = deltas.site
+    about_the_delta = site.fleet._out.get(f"{RUN}/a-1").instruction_id
+    site.say("pi", "online", boot="boot-2", session=2)
+    assert site.of(Lost) == []
+    assert deltas.sent() == (False, {"keep": True})
+    deltas.needs_dense(about_the_delta)
+    assert site.events() == []
+    assert site.fleet.view().busy == {"pi": ["a-1"]}
+    site.reply(101)
+    assert len(site.of(Update)) == 1
 
 
 def test_a_new_agent_is_sent_the_whole_model_and_the_next_time_a_delta(deltas):
@@ -702,7 +723,7 @@ def test_a_new_agent_is_sent_the_whole_model_and_the_next_time_a_delta(deltas):
 def test_what_needs_a_whole_model_that_is_gone_is_lost_and_not_failed(deltas):
     site = deltas.site
     site.fleet._downlink._kept.clear()
-    site.reply(101, error="needs dense: holds nothing", needs_dense=True, body=b"")
+    deltas.needs_dense()
     ((key, outcome, reason),) = lost(site)
     assert (key, outcome) == ("a-1", Outcome.LOST)
     assert "kept no longer" in reason

@@ -13,7 +13,7 @@ import pytest
 from edgefl.errors import RunFailedError
 from edgefl.simulation.boards import Board
 from edgefl.simulation.downlink import Downlink
-from edgefl.simulation.fleet import QUIET_WAITS, VirtualFleet, World
+from edgefl.simulation.fleet import LOST_IN_A_ROW, QUIET_WAITS, VirtualFleet, World
 from edgefl.simulation.profiles import Profile
 from edgefl.simulation.training import FailedJobError, Job, Scores, Sent, Trained
 from edgefl.types import (
@@ -384,6 +384,53 @@ def test_a_board_that_holds_a_model_is_sent_what_changed() -> None:
     assert sizes == [200, 30, 200]
 
 
+def sizes_after_a_loss(profile: Profile, first: Assignment, second_at_s: float) -> tuple[list[str], int | None]:
+    """What was lost, and the bytes of the model for the work that is given to the board after that."""
+    downlink = Downlink(lambda _model, _version: bytes(200), lambda _model, _changed, _version: bytes(10))
+    source, virtual = Source(), fleet([board(profile=profile)], downlink=downlink, world=World(detect_s=100.0))
+    virtual.dispatch([order("a")], source)
+    until(virtual, 11.0)
+    source.version = 1
+    source.changes = {0: {"w": np.arange(1)}, 1: {"w": np.arange(1)}}
+    virtual.dispatch([first], source)
+    lost = [name for _, name in times(until(virtual, second_at_s), Lost)]
+    source.version = 2
+    virtual.dispatch([order("c")], source)
+    (update,) = virtual.wait(second_at_s + 100.0)
+    assert isinstance(update, Update)
+    return lost, update.metrics.bytes_down
+
+
+def test_a_board_that_was_given_work_while_it_was_away_is_sent_a_whole_model_when_it_is_back() -> None:
+    away = replace(BOARD, offline=((10.0, 20.0),))
+    assert sizes_after_a_loss(away, order("b"), 21.0) == (["b"], 200)
+
+
+def test_after_a_loss_nobody_knows_what_a_board_holds() -> None:
+    assert sizes_after_a_loss(BOARD, order("b", iterations=5, deadline_s=2.0), 30.0) == (["b"], 200)
+
+
+def test_work_in_vain_is_cancelled_before_the_next_is_begun() -> None:
+    @dataclass
+    class Diary(Script):
+        told: list[str] = field(default_factory=list)
+
+        def begin(self, job: Job) -> None:
+            self.told.append(f"begin {job.order.assignment_id}")
+
+        def cancel(self, job: Job) -> None:
+            self.told.append(f"cancel {job.order.assignment_id}")
+
+    training = Diary()
+    virtual = fleet([board()], training)
+    # The deadline passes in the last iteration, which the board ends before it looks at anything else.
+    virtual.dispatch([order("a", deadline_s=4.0)], Source())
+    assert times(until(virtual, 4.0), Lost) == [(4.0, "a")]
+    virtual.dispatch([order("b")], Source())
+    assert times(until(virtual, 50.0), Update) == [(4.0 + 1.5 + 3.0 + 1.5, "b")]
+    assert training.told == ["begin a", "cancel a", "begin b"], "only a board's newest work can be undone"
+
+
 def test_jitter_changes_times_but_neither_their_mean_nor_from_run_to_run() -> None:
     def compute_s(seed: int) -> float:
         virtual = fleet([board(jitter=0.3, seed=seed)])
@@ -394,6 +441,25 @@ def test_jitter_changes_times_but_neither_their_mean_nor_from_run_to_run() -> No
 
     assert compute_s(1) == compute_s(1) != compute_s(2)
     assert compute_s(1) == pytest.approx(2000, rel=0.03)
+
+
+def test_a_deadline_that_nobody_can_meet_ends_the_run_and_not_only_time() -> None:
+    virtual = fleet([board()])
+    for number in range(LOST_IN_A_ROW):
+        virtual.dispatch([order(f"a{number}", deadline_s=2.0)], Source())
+        assert times(until(virtual, virtual.now_s + 3.0), Lost)
+    virtual.dispatch([order("last", deadline_s=2.0)], Source())
+    with pytest.raises(RunFailedError, match=r"no device is ever back in time: .*; d0: not back within 2 s"):
+        virtual.wait(math.inf)
+
+
+def test_one_update_between_many_losses_keeps_a_run_going() -> None:
+    virtual = fleet([board()])
+    for number in range(LOST_IN_A_ROW + 2):
+        is_short = number != LOST_IN_A_ROW // 2
+        virtual.dispatch([order(f"a{number}", deadline_s=2.0 if is_short else None)], Source())
+        kind = Lost if is_short else Update
+        assert any(isinstance(event, kind) for _, event in until(virtual, virtual.now_s + 10.0))
 
 
 def test_a_run_in_which_nothing_can_happen_any_more_fails() -> None:

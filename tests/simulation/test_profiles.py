@@ -41,7 +41,7 @@ def test_profiles_are_given_round_and_round() -> None:
     assert [profile.name for profile in fleet] == ["pi-5", "pi-4", "pi-4", "pi-5", "pi-4", "pi-4", "pi-5"]
 
 
-@pytest.mark.parametrize("spec", ["pi-4:0", "pi-4:x", "pi-4:"])
+@pytest.mark.parametrize("spec", ["pi-4:0", "pi-4:x", "pi-4:", "pi-4:\u00b2"])
 def test_a_count_must_be_a_number_above_zero(spec: str) -> None:
     with pytest.raises(ConfigError, match="count above 0"):
         load_catalogue().fleet([spec], 3)
@@ -140,7 +140,7 @@ def test_faults_become_part_of_those_they_hit(tmp_path: Path) -> None:
         ('[[fault]]\ndevice = "a"\nat_s = 1\nkind = "kill"\nfactor = 2\n', "'kill' takes none"),
         ('[[fault]]\ndevice = "a"\nat_s = -1\nkind = "kill"\n', r"fault\.at_s must be a number at least 0"),
         ('[[fault]]\ndevice = "a"\nat_s = 1\nkind = "burn"\n', "one of 'kill', 'slow', 'link'"),
-        ("[fault]\n", r"must hold \[\[fault\]\] tables alone"),
+        ("[fault]\n", r"must hold \[\[fault\]\] tables alone, got fault = \{\}"),
         ("x = 1\n", r"must hold \[\[fault\]\] tables alone"),
     ],
 )

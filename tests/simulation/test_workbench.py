@@ -59,6 +59,7 @@ WAYS: dict[str, list[Assignment]] = {
         order("d", version=3, codec="ef|topk:0.05", settled=("b", "c")),
     ],
     "kept optimiser": [order("a", plan=KEPT), order("b", version=1, plan=KEPT)],
+    "another codec": [order("a", codec="ef|topk:0.05"), order("b", version=1, codec="ef|int8", settled=("a",))],
 }
 
 
@@ -177,6 +178,14 @@ def test_what_a_worker_cannot_do_is_said_as_a_board_says_it(start_pool: Callable
     assert pool.evaluate(None, sent()) == bench().evaluate(None, sent())
 
 
+@pytest.mark.parametrize("device", ["device-01", None])
+def test_whatever_a_task_raises_fails_one_evaluation_and_not_the_run(device: str | None) -> None:
+    virtual = bench()
+    virtual._learner = object()  # type: ignore[assignment]  # no task would make such a learner
+    with pytest.raises(FailedJobError, match="AttributeError: 'object' object has no attribute 'load'"):
+        InProcess(virtual, SHAPES).evaluate(device, sent())
+
+
 def test_a_worker_that_dies_ends_the_run(start_pool: Callable[[], WorkerPool]) -> None:
     pool = start_pool()
     job = Job(order=order("a"), sent=sent(), iterations=10**8)
@@ -184,6 +193,18 @@ def test_a_worker_that_dies_ends_the_run(start_pool: Callable[[], WorkerPool]) -
     pool._workers[0]._process.kill()
     with pytest.raises(RunFailedError, match="training process ended with code -9"):
         pool.finish(job)
+
+
+def test_a_pool_ends_whole_after_one_of_its_workers_was_killed() -> None:
+    pool = as_pool(cut())
+    first, second = (worker._process for worker in pool._workers)
+    first.kill()
+    first.wait()
+    with pytest.raises(RunFailedError, match="cannot be reached any more"):
+        pool.begin(Job(order=order("a"), sent=sent(), iterations=1))
+    pool.close()
+    assert second.poll() is not None
+    assert not Path(pool._folder.name).exists()
 
 
 class PoolError(Exception):
