@@ -45,9 +45,6 @@ class AppJournal:
             "bytes_down": sum(metrics.bytes_down for metrics in used),
         }
         self.rows.append(row)
-        self._open.clear() if len(used) == len(self._open) else [
-            self._open.pop(name, None) for name in assignment_ids
-        ]
         log.info("version %d: %d updates, loss %s", version, len(used), row["loss"])
 
     def commit(self) -> None:

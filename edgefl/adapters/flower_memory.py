@@ -24,7 +24,7 @@ class SavedArrays:
 
 def remember(strategy: object) -> dict[str, Any]:
     """Returns the attributes that can be saved; settings are among them, functions and other objects are not."""
-    found = {name: _saved(value) for name, value in vars(strategy).items() if _is_plain(value)}
+    found = {name: _saved(value) for name, value in vars(strategy).items() if is_plain(value)}
     return {name: value for name, value in found.items() if not name.startswith("__")}
 
 
@@ -34,15 +34,16 @@ def recall(strategy: object, memory: Mapping[str, Any]) -> None:
         setattr(strategy, name, _restored(value))
 
 
-def _is_plain(value: object) -> bool:
+def is_plain(value: object) -> bool:
+    """Returns whether a value can be part of a saved state."""
     if isinstance(value, ArrayRecord):
         return all(array.stype == "numpy.ndarray" for array in value.values())
     if isinstance(value, np.ndarray | np.generic):
         return value.dtype.kind in "biuf"
     if type(value) is dict:
-        return all(isinstance(key, str | int) and _is_plain(entry) for key, entry in value.items())
+        return all(isinstance(key, str | int) and is_plain(entry) for key, entry in value.items())
     if type(value) in {list, tuple}:
-        return all(_is_plain(entry) for entry in value)  # type: ignore[attr-defined] # a list or a tuple
+        return all(is_plain(entry) for entry in value)  # type: ignore[attr-defined] # a list or a tuple
     return isinstance(value, _PLAIN)
 
 

@@ -17,6 +17,6 @@ def is_flower_strategy(name: str) -> bool:
         return False
     try:
         found = getattr(importlib.import_module(module_name), class_name)
-    except Exception:  # noqa: BLE001 whoever makes the strategy meets the same error, and says it
+    except (Exception, SystemExit):  # noqa: BLE001 whoever makes the strategy meets the same error, and says it
         return False
     return any(base.__module__.startswith(_HOME) for base in getattr(found, "__mro__", ()))

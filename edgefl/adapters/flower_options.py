@@ -63,6 +63,9 @@ def make_flower_object(name: str, found: type[FlowerBase], options: Mapping[str,
     missing = [option for option, default in parameters.items() if default is REQUIRED and option not in options]
     if missing:
         raise ConfigError(f"strategy.{missing[0]} is missing: {name} cannot do without")
+    fraction = options.get("fraction_train")
+    if isinstance(fraction, int | float) and not fraction > 0:
+        raise ConfigError(f"strategy.fraction_train must be above 0, or nobody ever trains, got {fraction!r}")
     given = {**{option: 1 for option in MINIMA if option in parameters}, **options}
     return found(**{option: value for option, value in given.items() if option in parameters})
 

@@ -22,7 +22,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp.strategy import Strategy as FlowerBase
 
 from edgefl.adapters.flower_grid import IdleGrid, TooFewNodesError
-from edgefl.adapters.flower_memory import SavedArrays, recall, remember
+from edgefl.adapters.flower_memory import SavedArrays, is_plain, recall, remember
 from edgefl.adapters.flower_options import check_minima, find_flower_strategy, flower_settings, make_flower_object
 from edgefl.adapters.process_globals import ensure_identity, seeded
 from edgefl.errors import StrategyError
@@ -43,9 +43,18 @@ _IN_PLAN = frozenset({*_BUDGETS, "batch_size", "learning_rate", "momentum", "wei
 
 @dataclass(slots=True)
 class FlowerState(RoundState):
-    """`memory` is what Flower's object remembers, by attribute."""
+    """`memory` is what Flower's object remembers, by attribute.
+
+    `config` is the configuration as it left it: Flower hands the same one on from round to round, so that
+    `config["lr"] *= 0.5` lasts. `config_rate` is the learning rate that it was made with; `round_config` is what
+    round `config_round` began with, for devices that are asked later in it.
+    """
 
     memory: dict[str, Any | SavedArrays] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    config_rate: float = 0.0
+    round_config: dict[str, Any] = field(default_factory=dict)
+    config_round: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,10 +98,10 @@ class FlowerStrategy(Synchronous[FlowerState]):
         """Returns the plans of the devices that are chosen."""
         plan = self._scheduled(state)
         names = {node_id_of(device_id): device_id for device_id in devices}
-        arrays, config = _record(_floats(state.model)), ConfigRecord({"lr": plan.learning_rate})
         number, grid = state.version + 1, IdleGrid(list(names))
         if not grid.has_enough_for(self.flower):
             return {}
+        arrays, config = _record(_floats(state.model)), _config(state, number, plan.learning_rate)
         recall(self.flower, state.memory)
         try:
             with seeded(derived_seed(self.rules.seed, "flower", number, state.attempt)):
@@ -100,6 +109,7 @@ class FlowerStrategy(Synchronous[FlowerState]):
         except TooFewNodesError:
             return {}
         state.memory = remember(self.flower)
+        state.config = {key: value for key, value in config.items() if is_plain(value)}
         return {names[node_id]: made for node_id, made in _plans(messages, plan, arrays, names)}
 
     def _aggregated(self, state: FlowerState, replies: list[Message]) -> Mapping[str, Array] | None:
@@ -155,6 +165,17 @@ def node_id_of(device_id: str) -> int:
 
 
 log = logging.getLogger(__name__)
+
+
+def _config(state: FlowerState, number: int, learning_rate: float) -> ConfigRecord:
+    """Returns the configuration of a round: that of the round before, `lr` as our schedule and theirs have it."""
+    if state.config_round != number:
+        rate, before = learning_rate, state.config.get("lr")
+        if isinstance(before, int | float) and state.config_rate:
+            rate = before if learning_rate == state.config_rate else before * (learning_rate / state.config_rate)
+        state.round_config, state.config_round = {**state.config, "lr": rate}, number
+        state.config_rate = learning_rate
+    return ConfigRecord(dict(state.round_config))
 
 
 def _record(tensors: Mapping[str, Array]) -> ArrayRecord:

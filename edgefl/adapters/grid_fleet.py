@@ -47,6 +47,8 @@ INTRODUCTION_S = 120.0
 ASK_AGAIN_S = 60.0
 """A node that cannot say who it is, or has no shard, is asked again after so long."""
 EVALUATION_S = 600.0
+THEIR_FAULT = frozenset({1, 2, 6, 7, 8})
+"""Codes of Flower's errors that say that the app itself failed on its node; others are of the network."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +202,8 @@ class GridFleet:
             if message_id not in self._sent:
                 continue
             if reply.has_error():
-                yield from self._fail(message_id, Outcome.LOST, f"Flower: {reply.error.reason}")
+                outcome = Outcome.FAILED if reply.error.code in THEIR_FAULT else Outcome.LOST
+                yield from self._fail(message_id, outcome, f"Flower: {reply.error.reason}")
                 continue
             try:
                 header, body = unpack(reply.content)
@@ -220,7 +223,7 @@ class GridFleet:
         sent = self._sent[message_id]
         try:
             event = self._event(sent, header, body)
-        except (CodecError, KeyError, TypeError, ValueError, AttributeError) as error:
+        except (CodecError, KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             yield from self._fail(message_id, Outcome.FAILED, f"its answer makes no sense: {error!r}")
             return
         self._settle(message_id)
@@ -281,6 +284,8 @@ def _lost(order: Assignment | Evaluation, outcome: Outcome, reason: str) -> Lost
 
 def _metrics(metrics: Json, turnaround_s: float, bytes_up: int, bytes_down: int) -> UpdateMetrics:
     loss, compute_s = metrics.get("loss"), float(metrics["compute_s"])
+    if not (math.isfinite(compute_s) and compute_s >= 0):
+        raise ValueError(f"compute_s = {compute_s!r}")
     return UpdateMetrics(
         iterations=int(metrics["iterations"]),
         num_examples=int(metrics["num_examples"]),

@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import json
+import math
 import os
 import re
 import signal
@@ -22,6 +23,7 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
 
 import edgefl
+from edgefl.adapters.app_journal import AppJournal
 from edgefl.adapters.app_messages import pack, unpack
 from edgefl.adapters.flower_app import to_toml, write_flower_app
 from edgefl.adapters.grid_fleet import GridFleet
@@ -33,7 +35,18 @@ from edgefl.processes import end_with_parent
 from edgefl.storage.checkpoints import load_model_file
 from edgefl.tasks.cutting import cut_shards
 from edgefl.tasks.registry import make_task
-from edgefl.types import Assignment, Evaluated, Evaluation, Joined, LocalPlan, Lost, Outcome, Recall, Update
+from edgefl.types import (
+    Assignment,
+    Evaluated,
+    Evaluation,
+    Joined,
+    LocalPlan,
+    Lost,
+    Outcome,
+    Recall,
+    Update,
+    UpdateMetrics,
+)
 
 CONFIG = {
     "run": {"task": "digits", "rounds": 3, "seed": 11},
@@ -228,6 +241,20 @@ def test_the_app_is_one_that_flower_accepts(export):
         assert hasattr(importlib.import_module(module), name)
 
 
+def test_updates_that_come_together_are_all_in_the_rows():
+    journal = AppJournal()
+    keys = ("a", "b", "c", "d")
+    journal.received([update_of(key) for key in keys])
+    for version, key in enumerate(keys, 1):
+        journal.aggregated(version, [key], None)
+    assert [(row["num_updates"], row["bytes_up"]) for row in journal.rows] == [(1, 7)] * 4
+
+
+def update_of(key):
+    metrics = UpdateMetrics(num_examples=1, bytes_up=7)
+    return Update(assignment_id=key, device_id=key, base_version=0, tensors={}, metrics=metrics)
+
+
 # The fleet
 
 
@@ -296,11 +323,18 @@ def test_work_keeps_a_device_busy_until_its_update_is_there(export):
     [
         (REFUSED, Outcome.LOST, "the SuperLink did not take the message"),
         (Error(code=3, reason="node offline"), Outcome.LOST, "Flower: node offline"),
+        (Error(code=2, reason="it raised"), Outcome.FAILED, "Flower: it raised"),
         (RecordDict(), Outcome.FAILED, "a message without our header"),
         (pack({"v": 1, "error": "DataError: no shard"}), Outcome.FAILED, "DataError: no shard"),
         (pack({"v": 1}), Outcome.FAILED, "its answer makes no sense: KeyError"),
         (pack({"metrics": {"compute_s": "x"}}), Outcome.FAILED, "its answer makes no sense: ValueError"),
         (pack({"metrics": 3}), Outcome.FAILED, "its answer makes no sense: AttributeError"),
+        (pack({"metrics": {"compute_s": math.nan}}), Outcome.FAILED, "its answer makes no sense: ValueError"),
+        (
+            pack({"metrics": {"compute_s": 1.0, "iterations": math.inf}}),
+            Outcome.FAILED,
+            "its answer makes no sense: OverflowError",
+        ),
         (SILENT, Outcome.LOST, "its deadline has passed"),
     ],
 )

@@ -282,6 +282,11 @@ def test_the_run_files_server_optimizer_takes_flowers_step_for_a_gradient():
         ("flwr:FedAdam", {"learning_rate": -1}, "strategy.learning_rate must be a number of 0 or more"),
         ("flwr:QFedAvg", {}, "strategy.client_learning_rate is missing: flwr:QFedAvg cannot do without"),
         ("flwr:FedAvg", {"train_metrics_aggr_fn": "x"}, "has no such setting"),
+        (
+            "flwr:FedAvg",
+            {"fraction_train": 0},
+            "strategy.fraction_train must be above 0, or nobody ever trains, got 0",
+        ),
     ],
 )
 def test_an_option_that_makes_no_sense_is_refused(name, options, told):
@@ -315,6 +320,12 @@ class Slowing(FedAvg):
         self.rounds += 1
         config["lr"] *= self.decay ** (server_round - 1)
         config["local-epochs"] = 2
+        return super().configure_train(server_round, arrays, config, grid)
+
+class Halving(FedAvg):
+    def configure_train(self, server_round, arrays, config, grid):
+        if server_round % 2 == 0:
+            config["lr"] *= 0.5
         return super().configure_train(server_round, arrays, config, grid)
 
 class Waiting(FedAvg):
@@ -362,6 +373,26 @@ def test_a_users_subclass_runs_unchanged_and_its_configuration_is_the_plan(own):
     assert [(o.plan.learning_rate, o.plan.epochs) for o in (first[0], second[0])] == [(0.8, 2), (0.2, 2)]
     assert state.memory["rounds"] == 2
     assert "log" not in state.memory
+
+
+def test_what_a_strategy_does_to_its_configuration_lasts_as_it_does_with_flower(own, tmp_path):
+    rates, options = [], {"learning_rate": 0.8, "schedule": "step:4:0.1", "fraction_train": 1.0}
+    strategy = made(f"{own}:Halving", options)
+    state = strategy.init(first_model())
+    for number in range(6):
+        state, orders = play(strategy, state, number)
+        rates.append(orders[0].plan.learning_rate)
+        save_state(tmp_path / "state", state, last_record=0)
+        strategy, state = made(f"{own}:Halving", options), load_state(tmp_path / "state", FlowerState)
+    assert rates == pytest.approx([0.8, 0.4, 0.4, 0.2, 0.02, 0.01])
+
+
+def test_devices_that_are_asked_later_in_a_round_get_its_configuration(own):
+    strategy = made(f"{own}:Halving", {"learning_rate": 0.8, "fraction_train": 1.0})
+    state, _ = play(strategy, strategy.init(first_model()), 0)
+    state, first = strategy.assign(state, view_of())
+    state, again = strategy.assign(state, view_of())  # all of them were lost
+    assert [decision.orders[0].plan.learning_rate for decision in (first, again)] == [0.4, 0.4]
 
 
 @pytest.mark.timeout(20)
