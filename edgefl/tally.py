@@ -23,7 +23,7 @@ from edgefl.types import (
 )
 
 GIVE_UP_AFTER = 3
-"""The run fails when every device has failed so often since the last update that arrived."""
+"""The run fails when the devices have failed so often each, since the last update that arrived."""
 MAX_ACCURACY_OVER = 100
 """So many accuracies are remembered."""
 
@@ -81,8 +81,9 @@ class Scoreboard:
     results: dict[int, list[Evaluated]] = field(default_factory=dict)
 
     def ask(self, orders: Sequence[Order]) -> None:
-        self.outstanding |= {o.assignment_id: o.version for o in orders if isinstance(o, Evaluation)}
-        self.asked = max([self.asked, *self.outstanding.values()])
+        asked = {o.assignment_id: o.version for o in orders if isinstance(o, Evaluation)}
+        self.outstanding |= asked
+        self.asked = max([self.asked, *asked.values()])
 
     def note(self, event: Evaluated | Lost) -> None:
         version = self.outstanding.pop(event.assignment_id, None)
@@ -174,7 +175,8 @@ class Tally:
         """Ends a run that no device can do, instead of asking for ever.
 
         Raises:
-            RunFailedError: every trainer that is there fails again and again, and nobody brought an update.
+            RunFailedError: every trainer that is there fails again and again, and nobody brought an update; or those
+                that are asked do, as often as if it had been everybody, and nobody is at work.
         """
         # Nothing else takes hope away, and a look at every device at every turn is too much for a large fleet.
         if not self.has_new_failure:
@@ -183,7 +185,13 @@ class Tally:
         if not self.failures and not barred:  # nothing went wrong: no reason to look at everybody
             return
         trainers = [info.device_id for info in view.devices.values() if info.role == Role.TRAINER]
-        if trainers and all(self.failures.get(name, 0) >= GIVE_UP_AFTER or name in barred for name in trainers):
+        counts = [self.failures.get(name, 0) for name in trainers]
+        if trainers and all(n >= GIVE_UP_AFTER or name in barred for name, n in zip(trainers, counts, strict=True)):
             raise RunFailedError(
                 f"no device can do this work, each failed {GIVE_UP_AFTER} times or is flagged; {self.last_failure}"
+            )
+        # Those that are never asked (`local`, a board that does not fit) never fail, and bring nothing either.
+        if trainers and not view.busy and sum(counts) >= GIVE_UP_AFTER * len(trainers):
+            raise RunFailedError(
+                f"no device that is asked can do this work, {sum(counts)} tries failed in a row; {self.last_failure}"
             )

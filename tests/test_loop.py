@@ -695,3 +695,30 @@ def test_a_fleet_that_has_only_failed_goes_on_as_soon_as_one_update_comes():
     fleet.at(2.5, lambda: setattr(fleet, "fails", set()))
     state, _ = run(fleet, who="none", goal=Goal(rounds=2))
     assert state.version == 2
+
+
+def test_a_run_whose_only_device_that_is_asked_always_fails_ends_although_others_are_there():
+    fleet = ScriptedFleet({"a": 1.0, "b": 2.0})
+    fleet.fails = {"a"}
+    strategy = make_strategy("local", {"device": "a"}, RoundRules())
+    with pytest.raises(RunFailedError, match=r"no device that is asked can do this work, 6 tries.*a: no such task"):
+        run(fleet, strategy=strategy)
+
+
+def test_failures_beside_a_device_that_still_works_do_not_end_the_run():
+    fleet = ScriptedFleet({"a": 0.1, "b": 400.0})
+    fleet.fails = {"a"}
+    state, _ = run(fleet, strategy=make_strategy("asgd", {}, RoundRules()), goal=Goal(updates=1), who="none")
+    assert len([order for order in fleet.given(Assignment) if order.device_id == "a"]) > 2 * GIVE_UP_AFTER
+    assert state.version == 1
+
+
+def test_the_scoreboard_does_not_look_at_all_that_is_outstanding_for_each_order():
+    class Watched(dict):
+        def values(self):
+            raise AssertionError("a look at all of them")
+
+    scores = Scoreboard(outstanding=Watched())
+    scores.ask([Evaluation(assignment_id="e3", device_id="e", version=3, round=3)])
+    scores.ask([Evaluation(assignment_id="e2", device_id="e", version=2, round=2)])
+    assert (scores.asked, set(scores.outstanding)) == (3, {"e2", "e3"})

@@ -16,6 +16,7 @@ from typing import ClassVar, Generic, TypeVar
 import numpy as np
 
 from edgefl.strategies.arrivals import Arrival, add, checked, is_float, owned
+from edgefl.strategies.open_round import TICK_S
 from edgefl.strategies.rounds import WAIT_S, RoundRules
 from edgefl.strategies.schedules import Schedule
 from edgefl.strategies.seats import Seats, draws
@@ -159,7 +160,7 @@ class Asynchronous(Generic[A]):
         """Returns how many may work at a time."""
         present = len(view.idle) + len(view.busy)
         if self.rules.fraction is not None:
-            return min(present, max(1, math.ceil(self.rules.fraction * present)))
+            return min(present, max(1, math.ceil(self.rules.fraction * present - TICK_S)))
         return present if self.rules.max_devices is None else min(present, self.rules.max_devices)
 
     def _drawn(self, state: A, idle: Sequence[str], free: int, is_willing: Callable[[str], bool]) -> list[str]:

@@ -19,7 +19,7 @@ from edgefl.strategies.asgd import ASGD, StepSettings
 from edgefl.strategies.asynchronous import Asynchronous, AsyncState
 from edgefl.strategies.rounds import RoundRules
 from edgefl.strategies.ssgd import SSGD
-from edgefl.types import Array, FleetView, Strategy
+from edgefl.types import Array, Decision, FleetView, Strategy
 
 UNBOUNDED = -1
 
@@ -48,13 +48,15 @@ class BoundedState(AsyncState):
     """`clocks` counts the steps that each device has finished.
 
     `at` lists by clock who came to it; those who have left it are crossed off when it is the slowest's turn.
-    `slowest` is a lower bound of all clocks at work, `back` who answered since the last question.
+    `slowest` is a lower bound of all clocks at work, `back` who answered since the last question. `had_resting` says
+    that somebody rested at the last one, whose rest may be over.
     """
 
     clocks: dict[str, int] = field(default_factory=dict)
     at: dict[int, list[str]] = field(default_factory=dict)
     slowest: int = 0
     back: list[str] = field(default_factory=list)
+    had_resting: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,10 @@ class Bounded(Asynchronous[BoundedState]):
     def apply(self, state: BoundedState, arrival: Arrival) -> None:
         self.move(state, arrival, self.trained(state, arrival))
 
+    def assign(self, state: BoundedState, view: FleetView) -> tuple[BoundedState, Decision]:
+        state.had_resting = bool(state.seats.resting)
+        return Asynchronous.assign(self, state, view)
+
     def candidates(self, state: BoundedState, view: FleetView) -> Sequence[str]:
         """Returns who may be allowed to start: all who are idle, or those alone who have just answered.
 
@@ -80,7 +86,7 @@ class Bounded(Asynchronous[BoundedState]):
         self._move_on(state, view, frozenset() if is_capped else frozenset(back))
         state.back = []
         nothing_else = state.slowest == before and len(idle) == state.num_left + len(back)
-        if is_capped or not nothing_else or state.seats.resting:
+        if is_capped or not nothing_else or state.had_resting or state.seats.resting:
             return idle
         # As many are idle as must be, so these are; to search for each in `idle` would cost more than the rest.
         return [device_id for device_id in back if device_id in view.devices and device_id not in view.busy]

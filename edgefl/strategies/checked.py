@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 
 MAX_OUTSTANDING = 2
 """Assignments that one device may have at a time."""
+MAX_CLOSED_AT_ONCE = 1000
+"""Versions that may follow each other without an update, beyond the number of updates that ever came."""
 METHODS = tuple(name for name, value in vars(Strategy).items() if isinstance(value, FunctionType) and name[0] != "_")
 
 _Look = tuple[tuple[int, ...], str]
@@ -86,6 +88,8 @@ class Checked:
     _looks: dict[str, _Look] = field(default_factory=dict, init=False)
     _given: set[str] = field(default_factory=set, init=False)
     _version: int = field(default=-1, init=False)
+    _num_received: int = field(default=0, init=False)
+    _num_closed: int = field(default=0, init=False)
 
     @property
     def versions_per_round(self) -> int | None:
@@ -109,6 +113,7 @@ class Checked:
         return state
 
     def assign(self, state: Any, view: FleetView) -> tuple[Any, Decision]:
+        self._num_closed = 0
         answer = self._call("assign", state, view)
         is_pair = isinstance(answer, tuple) and len(answer) == 2
         self._require(is_pair, "assign", answer, "a pair of state and Decision")
@@ -121,6 +126,7 @@ class Checked:
         return self._checked_state("assign", state), decision
 
     def receive(self, state: Any, update: Update) -> Any:
+        self._num_closed, self._num_received = 0, self._num_received + 1
         return self._checked_state("receive", self._call("receive", state, update))
 
     def ready(self, state: Any, view: FleetView) -> bool:
@@ -129,7 +135,9 @@ class Checked:
         return bool(answer)
 
     def aggregate(self, state: Any) -> Any:
-        before = self.version(state)
+        before, self._num_closed = self.version(state), self._num_closed + 1
+        if self._num_closed > MAX_CLOSED_AT_ONCE + self._num_received:
+            raise self._broken("ready", f"said True {self._num_closed} times, and no update came in between")
         state = self._checked_state("aggregate", self._call("aggregate", state))
         if (after := self.version(state)) <= before:
             raise self._broken("aggregate", f"left the version at {after}, it must go up")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -130,7 +131,7 @@ def _num_fitting(pace: Pace, end_s: float, slack: Slack) -> int:
     if pace.seconds_per_iteration <= 0 or pace.shortest_s >= end_s:
         return 1
     free_s = end_s - pace.exchange_s - slack.of(pace.seconds_per_iteration)
-    return max(1, math.floor(free_s / pace.seconds_per_iteration * (1.0 + _ROUNDING)))
+    return max(1, math.floor(min(free_s / pace.seconds_per_iteration * (1.0 + _ROUNDING), sys.maxsize)))
 
 
 def _bounded(count: int, at_least: int, at_most: int | None) -> int:

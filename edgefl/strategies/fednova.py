@@ -98,5 +98,8 @@ def check_normalizable(plan: LocalPlan, name: str) -> None:
         raise ConfigError(f"strategy.optimizer: {name} can normalise {', '.join(KNOWN)}, got {plan.algorithm!r}")
     if plan.keeps_state and (plan.momentum or plan.algorithm == Algorithm.DECAY):
         raise ConfigError(f"strategy.keep_optimizer: {name} cannot normalise what lives on from round to round")
+    pull = plan.learning_rate * float(plan.options.get("mu", 0.0))
+    if plan.algorithm == Algorithm.PROX and pull >= 2:
+        raise ConfigError(f"strategy.mu times strategy.learning_rate must be below 2 for {name}, got {pull!r}")
     if plan.momentum >= 1:
         raise ConfigError(f"strategy.momentum must be below 1 for {name}, got {plan.momentum!r}")

@@ -208,5 +208,6 @@ def _norm(tensors: Tensors) -> float:
         values: Array = tensor.values if isinstance(tensor, SparseTensor) else tensor
         if np.issubdtype(values.dtype, np.inexact):
             flat = values.reshape(-1).astype(np.float32 if values.dtype == np.float16 else values.dtype, copy=False)
-            total += float(np.dot(flat, flat))
+            with np.errstate(over="ignore", invalid="ignore"):  # the norm itself says so, and the update is refused
+                total += float(np.dot(flat, flat))
     return math.sqrt(total) if total >= 0 else math.nan

@@ -58,6 +58,8 @@ def find_strategy(name: str) -> type[Any]:
         found = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, TypeError, ValueError) as error:  # the last two: no name of a module
         raise StrategyError(f"strategy {name!r} cannot be imported: {error}") from error
+    except (Exception, SystemExit) as error:  # importing what somebody else wrote may raise anything
+        raise StrategyError(f"strategy {name!r} cannot be imported: {type(error).__name__}: {error}") from error
     if not inspect.isclass(found):
         raise StrategyError(f"strategy {name!r} must be a class, got {type(found).__name__}")
     return found
@@ -66,7 +68,8 @@ def find_strategy(name: str) -> type[Any]:
 def settings_of(name: str) -> dict[str, Any]:
     """Returns the settings of a strategy with their defaults, `REQUIRED` for those that have none."""
     parameters = inspect.signature(find_strategy(name)).parameters.values()
-    return {p.name: p.default for p in parameters}
+    # A class that names `Strategy` as its base has the signature of a Protocol, which is (*args, **kwargs).
+    return {p.name: p.default for p in parameters if p.kind not in {p.VAR_POSITIONAL, p.VAR_KEYWORD}}
 
 
 def make_strategy(name: str, options: Mapping[str, Scalar], rules: RoundRules) -> Strategy[Any]:
@@ -104,4 +107,5 @@ def _check_type(found: type[Any], option: str, value: Scalar) -> None:
     allowed = {"float": (int, float), "int": (int,), "str": (str,), "bool": (bool,)}.get(kind)
     wrong = allowed is not None and not isinstance(value, allowed)
     if wrong or (isinstance(value, bool) and kind != "bool"):
-        raise ConfigError(f"strategy.{option} must be {kind}, got {value!r}")
+        words = {"float": "a number", "int": "a whole number", "str": "a text", "bool": "true or false"}
+        raise ConfigError(f"strategy.{option} must be {words.get(kind, kind)}, got {value!r}")

@@ -136,7 +136,7 @@ class CombinedRounds(Synchronous[RoundState]):
             return work()
         except StrategyError:
             raise
-        except Exception as error:  # the author's code may raise anything, and the run's end shall name it
+        except (Exception, SystemExit) as error:  # the author's code may raise anything
             raise self._wrong(method, f"raised {type(error).__name__}: {error}") from error
 
     def _wrong(self, method: str, what: str) -> StrategyError:

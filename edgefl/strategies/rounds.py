@@ -306,7 +306,9 @@ class Synchronous(Generic[R]):
             return WAIT_S
         opened, now_s = state.open[0], view.now_s
         has_all = opened.num_received == len(opened.fold.expected)
-        if opened.is_given_up or (self.double_buffering and has_all and len(state.open) > 1):
+        # With double buffering it waits for the next one, and that for somebody who can be asked.
+        may_close = not self.double_buffering or len(state.open) > 1
+        if may_close and (opened.is_given_up or (self.double_buffering and has_all)):
             return 0.0  # it can be closed at once
         alarms = (opened.alarm_s, barrier.alarm_s(opened, self.rules))
         wake_s = min([WAIT_S, *(alarm_s - now_s for alarm_s in alarms if alarm_s is not None)])

@@ -233,3 +233,8 @@ def test_a_missing_tensor_or_a_wrong_shape_names_the_update_and_the_tensor():
         apply(strategy, state, orders["a"], {})
     with pytest.raises(StrategyError, match=r"tensor 'w' has shape \(2,\), the model's is \(1,\)"):
         apply(strategy, state, orders["b"], weights(0.0, 1.0))
+
+
+def test_a_fraction_that_is_a_whole_number_of_devices_is_not_rounded_up_further():
+    strategy, devices = made(fraction=0.07), [f"d{number:02}" for number in range(100)]
+    assert len(asked(strategy, strategy.init(weights(1.0)), devices=devices)) == 7

@@ -1,5 +1,7 @@
 """`bounded`: ssgd at 0, asgd at -1, and in between nobody runs too far ahead of the slowest that is alive."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from faulty_fleet import FaultyFleet, first_model
@@ -12,6 +14,7 @@ from edgefl.strategies.evaluation import EvaluationSchedule
 from edgefl.strategies.rounds import RoundRules
 from edgefl.strategies.ssgd import SSGD
 from edgefl.tally import Goal
+from edgefl.types import DeviceInfo
 
 NOBODY = EvaluationSchedule(who="none")
 
@@ -152,3 +155,16 @@ def test_a_bound_that_makes_no_sense_is_named():
 def test_the_model_stays_finite_with_a_delay_at_the_bound():
     _, model, _ = run(BoundedStaleness(staleness=3), faults={"b": "slow"})
     assert all(np.isfinite(tensor).all() for tensor in model.values())
+
+
+def test_a_board_alone_that_was_lost_twice_is_asked_again_when_its_rest_is_over():
+    strategy = BoundedStaleness(staleness=1).build(RoundRules())
+    state, given = strategy.init(first_model()), []
+    for now_s in (0.0, 10.0, 20.0, 20.5, 80.0):  # whatever it is given is lost at once
+        state, decision = strategy.assign(state, view_of_one(now_s))
+        given.append(len(decision.orders))
+    assert given == [1, 1, 0, 0, 1]
+
+
+def view_of_one(now_s):
+    return SimpleNamespace(now_s=now_s, devices={"a": DeviceInfo(device_id="a")}, idle=["a"], busy={})

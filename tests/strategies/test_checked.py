@@ -433,3 +433,23 @@ def test_a_live_run_with_a_broken_strategy_fails_alone_and_says_why(broken_modul
         with pytest.raises(RunFailedError, match=f"strategy {broken_module}: aggregate raised ValueError: no median"):
             fleet.wait_run(fleet.submit(config_of(broken_module)))
         assert fleet.wait_run(fleet.submit(config_of("fedavg")))["status"] == "finished"
+
+
+def test_a_strategy_that_is_always_ready_is_stopped():
+    class Eager(Mean):
+        def ready(self, state, view):
+            return True
+
+        def aggregate(self, state):
+            return replace(state, version=state.version + 1)
+
+    strategy = Checked(strategy=Eager(), name=NAME)
+    state = strategy.init(MODEL)
+    told = r"mine:Median: ready said True \d+ times, and no update came"
+    with pytest.raises(StrategyError, match=told):
+        close_all(strategy, state)
+
+
+def close_all(strategy, state):
+    while strategy.ready(state, None):
+        state = strategy.aggregate(state)

@@ -179,3 +179,8 @@ def test_the_moving_average_goes_half_of_the_way_and_the_last_value_all_of_it():
     assert level(smoothed(smoothed([], 4.0, "ewma"), 2.0, "ewma")) == 3.0
     assert level(smoothed(smoothed([], 4.0, "last"), 2.0, "last")) == 2.0
     assert math.isfinite(level([0.0]))
+
+
+def test_a_device_that_measures_next_to_no_time_gets_the_upper_bound():
+    paces = {"a": Pace(seconds_per_iteration=1e-320), "b": Pace(seconds_per_iteration=1.0)}
+    assert budgets(paces, Slack(), at_most=50) == {"a": 50, "b": 1}

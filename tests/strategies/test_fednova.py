@@ -116,6 +116,7 @@ def test_a_proximal_term_changes_the_plan():
         ({"optimizer": "adam"}, "strategy.optimizer: fednova can normalise sgd, prox, .* got 'adam'"),
         ({"momentum": 0.9, "keep_optimizer": True}, "strategy.keep_optimizer: fednova cannot normalise"),
         ({"momentum": 1.0}, "strategy.momentum must be below 1 for fednova, got 1"),
+        ({"mu": 40.0, "learning_rate": 0.05}, "strategy.mu times strategy.learning_rate must be below 2 for fednova"),
         ({"mu": -1.0}, "strategy.mu must be a number of 0 or more, got -1"),
     ],
 )

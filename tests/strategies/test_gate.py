@@ -106,6 +106,7 @@ def test_a_healthy_update_is_let_in_dense_or_sparse():
     [
         (update([1, np.nan, 0]), "a NaN or an infinity"),
         (update([1, np.inf, 0]), "a NaN or an infinity"),
+        (update([3e38, 3e38, 3e38]), "norm is inf|a NaN or an infinity"),  # its square is beyond a float: no warning
         (update([1, 2]), r"tensor 'w' has shape \(2,\), the model's is \(3,\)"),
         (update([1, 2, 3], name="v"), "no tensor 'w'"),
         (update([0, 0, 11]), "norm is 11, at most 10"),

@@ -42,3 +42,11 @@ def test_a_device_that_is_lost_in_a_round_does_not_end_the_run():
     state = run(fleet, local(device="b"), rounds=2)
     assert state.version == 2
     assert {order.device_id for order in fleet.assignments()} == {"b"}
+
+
+def test_a_device_that_joins_later_under_an_earlier_name_does_not_take_over():
+    fleet = PacedFleet(dict(BOARDS))
+    fleet.leave("a")
+    fleet.at(1.0, lambda: fleet.join("a"))
+    run(fleet, local(), rounds=3)
+    assert {order.device_id for order in fleet.assignments()} == {"b"}

@@ -10,6 +10,7 @@ from edgefl.strategies.rounds import RoundRules
 OWN = """
 from dataclasses import dataclass
 from typing import Optional
+from edgefl.types import Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class Mine:
@@ -22,6 +23,9 @@ class Mine:
 class Plain:
     def __init__(self, *, speed=1):
         self.speed = speed
+
+class OfTheProtocol(Strategy):
+    pass
 
 not_a_class = 3
 """
@@ -65,11 +69,11 @@ def test_an_unknown_option_is_answered_with_the_known_ones():
 @pytest.mark.parametrize(
     ("option", "value", "wanted"),
     [
-        ("learning_rate", "fast", "float"),
-        ("learning_rate", True, "float"),
-        ("iterations", 2.5, "int"),
-        ("iterations", True, "int"),
-        ("batch_size", "32", "int"),
+        ("learning_rate", "fast", "a number"),
+        ("learning_rate", True, "a number"),
+        ("iterations", 2.5, "a whole number"),
+        ("iterations", True, "a whole number"),
+        ("batch_size", "32", "a whole number"),
     ],
 )
 def test_a_value_of_the_wrong_type_is_refused(option, value, wanted):
@@ -103,3 +107,17 @@ def test_settings_are_those_of_the_class_with_their_defaults():
     known = settings_of("ssgd")
     assert (known["learning_rate"], known["batch_size"], known["iterations"]) == (0.05, 32, 1)
     assert known.keys() >= {"schedule", "optimizer", "momentum", "double_buffering"}
+
+
+def test_a_class_that_names_the_protocol_as_its_base_needs_no_settings(own_module):
+    assert settings_of(f"{own_module}:OfTheProtocol") == {}
+    made = make_strategy(f"{own_module}:OfTheProtocol", {}, RoundRules())
+    assert type(made).__name__ == "OfTheProtocol"
+
+
+@pytest.mark.parametrize("text", ["import sys; sys.exit(9)", "raise RuntimeError('boom')", "def ("])
+def test_a_module_that_cannot_even_be_imported_is_one_line(text, tmp_path, monkeypatch):
+    (tmp_path / "no_good_strategy.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(StrategyError, match=r"'no_good_strategy:X' cannot be imported: \w+: "):
+        make_strategy("no_good_strategy:X", {}, RoundRules())

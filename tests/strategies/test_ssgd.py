@@ -1,5 +1,7 @@
 """Double buffering, which `fedavg` shares, and what one step is."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from paced_fleet import Board, PacedFleet, run, trained
@@ -9,7 +11,7 @@ from edgefl.storage.checkpoints import load_state, save_state
 from edgefl.strategies.registry import make_strategy
 from edgefl.strategies.rounds import RoundRules, RoundState
 from edgefl.tally import Goal
-from edgefl.types import Assignment, Recall
+from edgefl.types import Assignment, DeviceInfo, Recall, Update, UpdateMetrics
 
 TARGETS = {"a": 1.0, "b": -2.0, "c": 5.0}
 
@@ -212,3 +214,24 @@ def test_ssgd_is_one_step_unless_it_is_told_otherwise():
     }  # fmt: skip
     with pytest.raises(ConfigError, match=r"strategy\.iterations must be a number above 0, got -1"):
         make_strategy("ssgd", {"iterations": -1}, RoundRules())
+
+
+def test_double_buffering_sleeps_while_a_finished_round_waits_for_somebody_to_ask():
+    strategy = make_strategy("ssgd", {"double_buffering": True}, RoundRules(max_devices=1, min_updates=2))
+    state = strategy.init({"w": np.zeros(1)})
+    state, first = strategy.assign(state, view_of("a"))
+    order = first.orders[0]
+    metrics = UpdateMetrics(num_examples=1, iterations=1)
+    state.open = state.open[:1]  # nobody had room for a second one
+    update = Update(
+        assignment_id=order.assignment_id, device_id="a", base_version=0, tensors={"w": np.ones(1)}, metrics=metrics
+    )
+    state = strategy.receive(state, update)
+    state, decision = strategy.assign(state, view_of())  # and now it is gone
+    assert not strategy.ready(state, view_of())
+    assert (decision.orders, decision.next_wake_s) == ((), 60.0)
+
+
+def view_of(*idle):
+    devices = {name: DeviceInfo(device_id=name) for name in idle}
+    return SimpleNamespace(now_s=0.0, devices=devices, idle=list(idle), busy={}, speeds={}, progress={}, vitals={})
