@@ -208,6 +208,18 @@ def test_a_wrong_setting_is_named_with_its_value_and_what_would_be_right(run: di
             "simulation.jitter must be a number at least 0 and at mo",
         ),
         (
+            {"run": {"task": "d"}, "simulation": {"workers": 257}},
+            "simulation.workers must be a whole number at least 0 and at most 256, got 257",
+        ),
+        (
+            {"run": {"task": "d"}, "simulation": {"iteration_s": 1e300}},
+            "simulation.iteration_s must be a number above 0 and at most 1000000.0, got 1e+300",
+        ),
+        (
+            {"run": {"task": "d"}, "simulation": {"server_up_bytes_per_s": 1e-300}},
+            "simulation.server_up_bytes_per_s must be a number at least 1, got 1e-300",
+        ),
+        (
             {"run": {"task": "d", "min_updates": 3}, "devices": {"count": 2}},
             "run.min_updates must be at most devices.c",
         ),
