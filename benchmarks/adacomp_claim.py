@@ -3,9 +3,10 @@
     python benchmarks/adacomp_claim.py --data DIR [--devices 100] [--seeds 5] [--jobs 2] [--out adacomp-claim]
 
 DIR holds `mnist/`. Every variant is first tried at every learning rate, with and without decay, for `--tune-updates`
-updates of one seed; the best two go on to the target, and the better of them runs with every seed. Cells that are in
-the `--out` folder are not run again, so a run that was stopped goes on where it was. What counts is the bytes on the
-wire until the mean of the last five evaluations (every 1,000 updates, on all 10,000 test images) is at the target.
+updates of one seed; the `--finalists` that are best at the end of it are tried for `--longer` times as many, and the
+best of them then runs to the target with every seed. Cells in the `--out` folder are not run again, so a run that was
+stopped goes on where it was; `--known` runs nothing and prints what is there. What counts is the bytes on the wire
+until the mean of the last five evaluations (every 1,000 updates, on all 10,000 test images) is at the target.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,12 @@ VARIANTS = {
         is_round=True,
     ),
 }
-SAME_CURVE = {"AdaComp 1 %, sparse downlink": "AdaComp 1 %"}
-"""Lossless differences on the wire alone: tuned once, for both."""
+SAME_RATE = {
+    "AdaComp 1 %, sparse downlink": "AdaComp 1 %",
+    "dense ASGD, fp16 and zstd": "dense ASGD",
+    "FedAvg, fp16": "FedAvg",
+}
+"""Those that differ on the wire alone, by nothing or by fp16's rounding, are tuned once for both."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +113,8 @@ class Outcome:
 
     @property
     def score(self) -> float:
-        """The mean of the last three evaluations: what tells learning rates apart before the target is near."""
-        last = self.accuracies[-3:]
-        return statistics.fmean(last) if last and not self.failure else 0.0
+        """The last accuracy: what tells learning rates apart before the target is near."""
+        return self.accuracies[-1] if self.accuracies and not self.failure else 0.0
 
 
 def run_file(cell: Cell, data: Path) -> dict[str, Any]:
@@ -204,7 +208,7 @@ class Results:
 
 def run_all(cells: list[Cell], results: Results, args: argparse.Namespace) -> list[Outcome]:
     """Runs what is not known yet, `--jobs` at a time, and returns the outcomes in the order of the cells."""
-    missing = [cell for cell in dict.fromkeys(cells) if results.get(cell) is None]
+    missing = [] if args.known else [cell for cell in dict.fromkeys(cells) if results.get(cell) is None]
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
         running = {pool.submit(run_cell, cell, args.data): cell for cell in missing}
         for number, future in enumerate(as_completed(running), 1):
@@ -221,23 +225,43 @@ def run_all(cells: list[Cell], results: Results, args: argparse.Namespace) -> li
     return [outcome for outcome in found if outcome is not None]
 
 
-def tune(names: list[str], results: Results, args: argparse.Namespace) -> dict[str, Cell]:
-    """Returns each variant's best cell of the first seed: the grid cut short, then the best two to the target."""
-    short, finalists = {}, {}
-    for name in names:
-        variant = VARIANTS[name]
-        limit = args.tune_rounds * max(1, args.devices // 10) if variant.is_round else args.tune_updates
-        short[name] = [_cell(name, rate, decay, 1, limit, args) for rate in variant.rates for decay in variant.decays]
-    run_all([cell for cells in short.values() for cell in cells], results, args)
-    for name, cells in short.items():
-        ranked = sorted(cells, key=lambda cell: -_known(results, cell).score)
-        finalists[name] = [_cell(name, cell.rate, cell.decay, 1, _limit(name, args), args) for cell in ranked[:2]]
-    run_all([cell for cells in finalists.values() for cell in cells], results, args)
-    return {name: min(cells, key=lambda cell: _rank(_known(results, cell))) for name, cells in finalists.items()}
+def tune(names: list[str], results: Results, args: argparse.Namespace) -> dict[str, tuple[float, str]]:
+    """Returns each variant's best learning rate and decay, by runs of the first seed."""
+    grids = {
+        name: [(rate, decay) for rate in VARIANTS[name].rates for decay in VARIANTS[name].decays] for name in names
+    }
+    short = _best_of(grids, args.tune_updates, args.finalists, results, args)
+    longer = _best_of(short, args.tune_updates * args.longer, 1, results, args)
+    return {name: ranked[0] for name, ranked in longer.items() if ranked}
+
+
+def _best_of(
+    grids: dict[str, list[tuple[float, str]]],
+    max_updates: int,
+    num_kept: int,
+    results: Results,
+    args: argparse.Namespace,
+) -> dict[str, list[tuple[float, str]]]:
+    """Runs every point of the grids for so many updates, and returns the best of each; rounds are not run again."""
+    limits = {
+        name: _round_updates(args.tune_rounds, args) if VARIANTS[name].is_round else max_updates for name in grids
+    }
+    cells = {name: [_cell(name, *point, 1, limits[name], args) for point in grid] for name, grid in grids.items()}
+    run_all([cell for column in cells.values() for cell in column], results, args)
+    kept = {}
+    for name, column in cells.items():
+        known = [(cell, outcome) for cell in column if (outcome := results.get(cell)) is not None]
+        known.sort(key=lambda pair: -pair[1].score)
+        kept[name] = [(cell.rate, cell.decay) for cell, _ in known[:num_kept]]
+    return kept
+
+
+def _round_updates(num_rounds: int, args: argparse.Namespace) -> int:
+    return int(num_rounds * max(1, args.devices // 10))
 
 
 def _limit(name: str, args: argparse.Namespace) -> int:
-    return args.max_rounds * max(1, args.devices // 10) if VARIANTS[name].is_round else args.max_updates
+    return _round_updates(args.max_rounds, args) if VARIANTS[name].is_round else int(args.max_updates)
 
 
 def _cell(name: str, rate: float, decay: str, seed: int, max_updates: int, args: argparse.Namespace) -> Cell:
@@ -253,29 +277,17 @@ def _cell(name: str, rate: float, decay: str, seed: int, max_updates: int, args:
     )
 
 
-def _known(results: Results, cell: Cell) -> Outcome:
-    outcome = results.get(cell)
-    if outcome is None:
-        raise LookupError(f"{cell} was not run")
-    return outcome
-
-
-def _rank(outcome: Outcome) -> tuple[float, float]:
-    return (math.inf if outcome.held_at is None else outcome.held_at, -outcome.score)
-
-
-def report(best: dict[str, Cell], results: Results, args: argparse.Namespace) -> list[dict[str, Any]]:
+def report(best: dict[str, tuple[float, str]], results: Results, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Runs every seed at the best learning rate and returns the rows of the table."""
+    tuned = {name: best[SAME_RATE.get(name, name)] for name in args.variants if SAME_RATE.get(name, name) in best}
     cells = {
-        name: [
-            replace(best[SAME_CURVE.get(name, name)], variant=name, seed=seed) for seed in range(1, args.seeds + 1)
-        ]
-        for name in args.variants
+        name: [_cell(name, *point, seed, _limit(name, args), args) for seed in range(1, args.seeds + 1)]
+        for name, point in tuned.items()
     }
-    run_all([cell for column in cells.values() for cell in column], results, args)
+    run_all(sorted((c for column in cells.values() for c in column), key=lambda cell: cell.seed), results, args)
     rows = []
     for name, column in cells.items():
-        outcomes = [_known(results, cell) for cell in column]
+        outcomes = [outcome for cell in column if (outcome := results.get(cell)) is not None]
         held = [outcome for outcome in outcomes if outcome.held_at is not None]
         rows.append(
             {
@@ -287,7 +299,7 @@ def report(best: dict[str, Cell], results: Results, args: argparse.Namespace) ->
                 "bytes_up": _mean([outcome.bytes_up for outcome in held]),
                 "bytes_up_interval": _interval([outcome.bytes_up for outcome in held]),
                 "bytes_both": _mean([outcome.bytes_up + outcome.bytes_down for outcome in held]),
-                "last_accuracy": _mean([outcome.score for outcome in outcomes]),
+                "last_accuracy": _mean([outcome.score for outcome in outcomes]) or 0.0,
             }
         )
     return rows
@@ -302,7 +314,7 @@ def _interval(values: list[Any]) -> float | None:
     student = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
     if len(values) < 2:
         return None
-    return student.get(len(values), 2.0) * statistics.stdev(values) / math.sqrt(len(values))
+    return float(student.get(len(values), 2.0) * statistics.stdev(values) / math.sqrt(len(values)))
 
 
 def print_table(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
@@ -338,12 +350,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--target", type=float, default=0.97)
     parser.add_argument("--init", choices=("torch", "adacomp"), default="torch")
-    parser.add_argument("--tune-updates", type=int, default=3000)
+    parser.add_argument("--tune-updates", type=int, default=2000)
     parser.add_argument("--tune-rounds", type=int, default=3, help="likewise, of FedAvg")
+    parser.add_argument("--finalists", type=int, default=3)
+    parser.add_argument("--longer", type=int, default=4)
     parser.add_argument("--max-updates", type=int, default=60_000)
     parser.add_argument("--max-rounds", type=int, default=60, help="likewise, of FedAvg")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, default=Path("adacomp-claim"))
+    parser.add_argument("--known", action="store_true", help="run nothing, print what is known")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     args = parser.parse_args()
     if args.data is None:
@@ -351,8 +366,7 @@ def main() -> None:
     args.data = Path(args.data).resolve()
     os.environ["OMP_NUM_THREADS"] = "1"
     results = Results(args.out)
-    tuned = [name for name in args.variants if name not in SAME_CURVE]
-    best = tune(tuned, results, args)
+    best = tune(list(dict.fromkeys(SAME_RATE.get(name, name) for name in args.variants)), results, args)
     rows = report(best, results, args)
     (args.out / f"table-{args.devices}.json").write_text(json.dumps(rows, indent=1))
     print_table(rows, args)
