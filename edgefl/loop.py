@@ -107,6 +107,8 @@ class OpenGate:
     def refusal(self, update: Update) -> str | None:  # noqa: ARG002 every update is let in
         return None
 
+    def note(self, event: Event, accuracy: float | None) -> None: ...
+
 
 def drive(  # noqa: PLR0913 the parts of a run, by name
     strategy: Strategy[S],
@@ -178,7 +180,7 @@ def drive(  # noqa: PLR0913 the parts of a run, by name
         give(*orders, *decision.orders)
         until_s = tally.next_wake_s(goal, view.now_s + decision.next_wake_s, is_over=drain is not None)
         for event in journal.received([_let_in(event, gate) for event in fleet.wait(until_s)]):
-            tally.note(event)
+            _note(event, tally, gate)
             if isinstance(event, Update) and not (drain is not None and drain.keeps_model):
                 source.state = strategy.receive(source.state, event)
 
@@ -194,6 +196,13 @@ def _let_in(event: Event, gate: Gate) -> Event:
     if reason is None or not isinstance(event, Update):
         return event
     return Lost(device_id=event.device_id, assignment_id=event.assignment_id, outcome=Outcome.REFUSED, reason=reason)
+
+
+def _note(event: Event, tally: Tally, gate: Gate) -> None:
+    """Tells the tally and the gate; the gate learns the accuracy of a version once, when it is known."""
+    known = tally.scores.version
+    tally.note(event)
+    gate.note(event, tally.scores.accuracy if tally.scores.version != known else None)
 
 
 def _close_ready(

@@ -399,10 +399,13 @@ class Gate(Protocol):
         """Returns the fleet as the strategy may see it: `idle` without devices that rest."""
 
     def adjust(self, order: Assignment, view: FleetView) -> Assignment:
-        """Returns the assignment, smaller for a board that is not well."""
+        """Returns the assignment as its board is to get it: smaller when it is not well, in a codec that suits it."""
 
     def refusal(self, update: Update) -> str | None:
         """Returns why an update must not reach the strategy, or None."""
+
+    def note(self, event: Event, accuracy: float | None) -> None:
+        """Takes note of what happened; `accuracy` is that of a version whose evaluation the event completed."""
 
 
 class ModelSource(Protocol):

@@ -24,6 +24,7 @@ from edgefl.types import (
     Recall,
     Update,
     UpdateMetrics,
+    Vitals,
 )
 
 
@@ -118,7 +119,7 @@ class PacedFleet:
             busy=busy,
             speeds=self.speeds,
             progress=self.progress,
-            vitals={},
+            vitals={name: Vitals(is_throttled=True) for name in self.resting},
         )
 
     def dispatch(self, orders, source):

@@ -722,3 +722,24 @@ def test_the_scoreboard_does_not_look_at_all_that_is_outstanding_for_each_order(
     scores.ask([Evaluation(assignment_id="e3", device_id="e", version=3, round=3)])
     scores.ask([Evaluation(assignment_id="e2", device_id="e", version=2, round=2)])
     assert (scores.asked, set(scores.outstanding)) == (3, {"e2", "e3"})
+
+
+class Listening(OpenGate):
+    """Keeps what it is told."""
+
+    def __init__(self):
+        self.told = []
+
+    def note(self, event, accuracy):
+        self.told.append((event, accuracy))
+
+
+def test_the_gate_is_told_what_happens_and_every_accuracy_once():
+    gate, fleet = Listening(), ScriptedFleet({"a": 1.0, "b": 1.0}, evaluators=["e"])
+    fleet.answer_s["e"] = 0.25
+    fleet.accuracy = lambda version: 0.5  # the same again is news, too
+    run(fleet, goal=Goal(rounds=3), gate=gate)
+    told, received = [event for event, _ in gate.told], fleet.journal.of("received")
+    assert [event.assignment_id for event in told] == [event.assignment_id for event in received]
+    assert [accuracy for _, accuracy in gate.told if accuracy is not None] == [0.5] * 3
+    assert all(isinstance(event, Evaluated) for event, accuracy in gate.told if accuracy is not None)

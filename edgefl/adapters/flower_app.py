@@ -32,11 +32,16 @@ def write_flower_app(config: RunConfig, out: Path, *, scheme: str, name: str | N
 
     Raises:
         UsageError: there is something in `out`.
-        ConfigError: what the run file names is not on this machine.
+        ConfigError: what the run file names is not on this machine, or cannot be done by stock nodes.
         DataError: `out` cannot be written.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists and is not an empty folder; choose another one with --out")
+    if config.strategy.name == "esync" and config.strategy.options.get("mode") == "live":
+        raise ConfigError(
+            "strategy.mode = 'live' needs devices that can be recalled, which stock Flower nodes cannot be; "
+            "export it with mode = 'budget'"
+        )
     values = _values(config, scheme, name)
     contents = {
         f"{PACKAGE}/__init__.py": f'"""{values["DESCRIPTION"]}."""\n',

@@ -232,6 +232,11 @@ def _configured_plan(plan: LocalPlan, records: Iterable[ConfigRecord]) -> LocalP
         name = key.replace("-", "_")
         name = ALIASES.get(name, name)
         if name == "mu" and isinstance(value, int | float) and value > 0:
+            if plan.algorithm not in {Algorithm.SGD, Algorithm.PROX}:
+                raise StrategyError(
+                    "configure_train asks for a proximal term, which needs strategy.optimizer = 'sgd', "
+                    f"got {str(plan.algorithm)!r}"
+                )
             plan = replace(plan, algorithm=Algorithm.PROX, options={**plan.options, "mu": float(value)})
         elif name in _IN_PLAN and getattr(plan, name) != value:
             others = {budget: None for budget in _BUDGETS if name in _BUDGETS and budget != name}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from edgefl.cli.render import print_rows
-from edgefl.errors import UsageError
+from edgefl.errors import DataError, UsageError
 
 if TYPE_CHECKING:
     from edgefl.local_fleet import LocalFleet
@@ -76,6 +76,7 @@ def command(  # noqa: PLR0913 one per option
     )
     check_here(config)
     scheme = scheme or default_scheme(task)
+    _check_data(task, scheme, data)  # before an earlier demo is replaced
     _clear(out)
     click.echo(f"cutting {task} into {devices} shards ({scheme}, seed {seed})")
     cut = cut_devices(task, scheme, devices, out / "shards", data, seed)
@@ -83,7 +84,7 @@ def command(  # noqa: PLR0913 one per option
     with LocalFleet(root=out.resolve(), devices=cut.devices, test_shards=cut.test_shards, broker=broker) as fleet:
         run_id = fleet.submit(config)
         _watch(fleet, run_id)
-        rows = fleet.history("rounds", run=run_id, limit=rounds)
+        rows = fleet.history("rounds", run=run_id)  # what is in flight at the end may make one more
     for row in rows:
         row["seconds"] = row["closed_at"] - row["started_at"] if row["closed_at"] else None
     print_rows(rows, ROUND_COLUMNS, title=f"run {run_id}")
@@ -98,12 +99,24 @@ def _watch(fleet: LocalFleet, run_id: str) -> None:
         fleet.wait_run(run_id, on_change=progress.show)
 
 
+def _check_data(task: str, scheme: str, data: Path | None) -> None:
+    """Raises what is wrong with the scheme or the data set, before anything is written."""
+    from edgefl.tasks.sharding import parse_scheme  # noqa: PLC0415 fast start
+    from edgefl.tasks.sources import central_data  # noqa: PLC0415 likewise
+
+    parse_scheme(scheme)
+    central_data(task, data)
+
+
 def _clear(out: Path) -> None:
     """Makes the folder anew; what a demo did not make is not touched."""
     mark = out / ".edgefl-demo"
-    if out.exists() and any(out.iterdir()):
-        if not mark.exists():
-            raise UsageError(f"{out} exists and is not of an earlier demo; choose another --out")
-        shutil.rmtree(out)
-    out.mkdir(parents=True, exist_ok=True)
-    mark.write_text(MARK)
+    try:
+        if out.exists() and any(out.iterdir()):
+            if not mark.exists():
+                raise UsageError(f"{out} exists and is not of an earlier demo; choose another --out")
+            shutil.rmtree(out)
+        out.mkdir(parents=True, exist_ok=True)
+        mark.write_text(MARK)
+    except OSError as error:
+        raise DataError(f"{out} cannot be written: {error.strerror}") from None

@@ -141,7 +141,8 @@ class VirtualFleet:
             num_trainers = sum(info.role == Role.TRAINER for info in self._view.devices.values())
             raise RunFailedError(
                 f"nothing happens any more at {self.now_s:.0f} virtual seconds: {num_trainers} of "
-                f"{len(self._view.boards)} devices are there, none of them is given work, and nobody will come back"
+                f"{len(self._view.boards)} devices are there, none of them is given work, and nobody will come back: "
+                "look at [devices] min_memory_bytes, accelerator and unwell, and at whom the strategy itself asks"
             )
         return events
 

@@ -19,6 +19,8 @@ from edgefl.simulation.traces import Absences, Steps, merged
 
 BUILT_IN_FILE = "profiles.toml"
 SOURCES = ("measured", "vendor", "estimated")
+MAX_JITTER = 2.0
+"""As of `simulation.jitter`: the times of iterations would be too large for numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,14 +105,14 @@ class Catalogue:
         """
         if not specs:
             raise ConfigError("simulation.profiles must name at least one profile")
-        pack = [profile for spec in specs for profile in self._counted(spec)]
+        pack = [profile for spec in specs for profile in self._counted(spec, num_devices)]
         return list(islice(cycle(pack), num_devices))
 
-    def _counted(self, spec: str) -> list[Profile]:
+    def _counted(self, spec: str, at_most: int) -> list[Profile]:
         name, mark, count = spec.partition(":")
         if mark and not (count.isdecimal() and int(count) > 0):
             raise ConfigError(f"a profile is NAME or NAME:COUNT with a count above 0, got {spec!r}")
-        return [self.named(name)] * (int(count) if mark else 1)
+        return [self.named(name)] * (min(int(count), at_most) if mark else 1)
 
 
 def load_catalogue(paths: Sequence[str | Path] = ()) -> Catalogue:
@@ -168,6 +170,11 @@ class _Fields:
             for key, at_least in numbers.items()
             if key in self._table
         }
+        if values.get("jitter", 0.0) > MAX_JITTER:
+            raise ConfigError(
+                f"{self._where}: jitter must be a number of 0 or more and at most {MAX_JITTER:g}, "
+                f"got {self._table['jitter']!r}"
+            )
         if (values.get("mtbf_s") is None) is not (values.get("mttr_s") is None):
             raise ConfigError(f"{self._where}: mtbf_s and mttr_s go together")
         if "memory_bytes" in self._table:

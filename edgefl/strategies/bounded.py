@@ -17,6 +17,7 @@ from edgefl.errors import ConfigError
 from edgefl.strategies.arrivals import Arrival
 from edgefl.strategies.asgd import ASGD, StepSettings
 from edgefl.strategies.asynchronous import Asynchronous, AsyncState
+from edgefl.strategies.gate import may_get_more
 from edgefl.strategies.rounds import RoundRules
 from edgefl.strategies.ssgd import SSGD
 from edgefl.types import Array, Decision, FleetView, Strategy
@@ -89,7 +90,7 @@ class Bounded(Asynchronous[BoundedState]):
         if is_capped or not nothing_else or state.had_resting or state.seats.resting:
             return idle
         # As many are idle as must be, so these are; to search for each in `idle` would cost more than the rest.
-        return [device_id for device_id in back if device_id in view.devices and device_id not in view.busy]
+        return [device_id for device_id in back if device_id not in view.busy and may_get_more(device_id, view)]
 
     def _move_on(self, state: BoundedState, view: FleetView, back: frozenset[str]) -> None:
         """Raises `slowest` to the clock of the slowest that is at work, or is just about to be asked again.
@@ -118,6 +119,7 @@ class Bounded(Asynchronous[BoundedState]):
         state.at.setdefault(clock, []).append(device_id)
 
     def answered(self, state: BoundedState, device_id: str) -> None:
-        clock = state.clocks[device_id] = state.clocks[device_id] + 1
+        # One that was lost and answers all the same may be behind: a clock that is passed would never be crossed off.
+        clock = state.clocks[device_id] = max(state.slowest, state.clocks[device_id] + 1)
         state.at.setdefault(clock, []).append(device_id)
         state.back.append(device_id)

@@ -1,15 +1,17 @@
 """Who may be asked, for how much, and which updates are let in: goes around any strategy.
 
 The selection leaves out boards that do not fit and spares those that are not well; the guard refuses updates that
-would spoil the model, and flags a device that keeps sending them.
+would spoil the model, and flags a device that keeps sending them. Where a run file leaves the codec of updates open
+(`auto`), whoever chooses it stands here, too.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -17,6 +19,7 @@ from edgefl.types import (
     Array,
     Assignment,
     DeviceInfo,
+    Event,
     FleetView,
     Progress,
     Shapes,
@@ -76,10 +79,15 @@ class Selection:
 
 
 class SelectedView:
-    """A fleet's view whose `idle` leaves out those that are not to be asked; everything else as it is."""
+    """A fleet's view whose `idle` leaves out those that are not to be asked; everything else as it is.
 
-    def __init__(self, view: FleetView, idle: Sequence[str]) -> None:
-        self._view, self._idle = view, idle
+    `is_spared` says of those at work who is to get no more; see `may_get_more`.
+    """
+
+    def __init__(
+        self, view: FleetView, idle: Sequence[str], is_spared: Callable[[str], bool] = lambda _: False
+    ) -> None:
+        self._view, self._idle, self.is_spared = view, idle, is_spared
 
     @property
     def now_s(self) -> float:
@@ -108,6 +116,11 @@ class SelectedView:
     @property
     def vitals(self) -> Mapping[str, Vitals]:
         return self._view.vitals
+
+
+def may_get_more(device_id: str, view: FleetView) -> bool:
+    """Returns whether a device that is at work may be given more: nobody looks for it among the idle."""
+    return device_id in view.devices and not (isinstance(view, SelectedView) and view.is_spared(device_id))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -163,12 +176,20 @@ class Guard:
         return None
 
 
+class CodecChoice(Protocol):
+    """Chooses the codec of every assignment by what came of those before (`compression.auto`)."""
+
+    def adjust(self, order: Assignment) -> Assignment: ...
+    def note(self, event: Event, accuracy: float | None) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyGate:
-    """Implements `Gate` with a selection and a guard."""
+    """Implements `Gate` with a selection, a guard and, where there is one, a choice of codecs."""
 
     selection: Selection = Selection()
     guard: Guard = field(default_factory=Guard)
+    codecs: CodecChoice | None = None
 
     @property
     def barred(self) -> Collection[str]:
@@ -179,22 +200,29 @@ class StrategyGate:
         if self.selection.asks_nothing and not flagged:
             return view
         devices, vitals, rests = view.devices, view.vitals, self.selection.unwell == "rest"
-        idle = [
-            device_id
-            for device_id in view.idle
-            if device_id not in flagged
-            and self.selection.fits(devices[device_id])
-            and not (rests and self.selection.is_unwell(vitals.get(device_id)))
-        ]
-        return SelectedView(view, idle)
+
+        def is_spared(device_id: str) -> bool:
+            if device_id in flagged or not self.selection.fits(devices[device_id]):
+                return True
+            return rests and self.selection.is_unwell(vitals.get(device_id))
+
+        return SelectedView(view, [device_id for device_id in view.idle if not is_spared(device_id)], is_spared)
 
     def adjust(self, order: Assignment, view: FleetView) -> Assignment:
+        if self.codecs is not None:
+            order = self.codecs.adjust(order)
+        if order.block is not None:  # made smaller, it would differ from the other copies of its block
+            return order
         if self.selection.unwell != "smaller" or not self.selection.is_unwell(view.vitals.get(order.device_id)):
             return order
         return self.selection.spared(order)
 
     def refusal(self, update: Update) -> str | None:
         return self.guard.refusal(update)
+
+    def note(self, event: Event, accuracy: float | None) -> None:
+        if self.codecs is not None:
+            self.codecs.note(event, accuracy)
 
 
 def _beyond(value: float | None, limit: float | None) -> bool:

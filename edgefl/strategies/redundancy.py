@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from edgefl.errors import ConfigError
 from edgefl.strategies.fedavg import by_examples
+from edgefl.strategies.gate import may_get_more
 from edgefl.strategies.open_round import Job, OpenRound, RoundState
 from edgefl.strategies.rounds import RoundRules, Synchronous, recalls
 from edgefl.strategies.ssgd import OneStep, equally
@@ -144,7 +145,7 @@ class RedundantRounds(Synchronous[RoundState]):
 
 def _present(view: FleetView) -> list[str]:
     """Returns the idle, and those at work, if only on a needless copy for a round that is closed."""
-    return sorted({*view.idle, *(name for name in view.busy if name in view.devices)})
+    return sorted({*view.idle, *(name for name in view.busy if may_get_more(name, view))})
 
 
 def _queues(holders: Mapping[int, Sequence[str]]) -> dict[str, list[int]]:
@@ -161,8 +162,8 @@ def _queues(holders: Mapping[int, Sequence[str]]) -> dict[str, list[int]]:
 
 def _next_jobs(opened: OpenRound, view: FleetView) -> list[Job]:
     """Takes the next blocks from the queues of those that are there and have room."""
-    jobs, busy, devices = [], view.busy, view.devices
-    for name in [name for name in opened.queued if name in devices]:
+    jobs, busy = [], view.busy
+    for name in [name for name in opened.queued if may_get_more(name, view)]:
         queue, room = opened.queued[name], MAX_OUTSTANDING - len(busy.get(name, ()))
         while queue and room > 0:
             block = queue.pop(0)
@@ -178,9 +179,10 @@ def _is_at_work(opened: OpenRound, view: FleetView) -> bool:
     """Returns whether somebody works for the round, or is there and waits to be asked."""
     if opened.is_pending(view):
         return True
-    devices, has = view.devices, opened.fold.has
+    has = opened.fold.has
     return any(
-        name in devices and not all(has(_slot(block)) for block in queue) for name, queue in opened.queued.items()
+        may_get_more(name, view) and not all(has(_slot(block)) for block in queue)
+        for name, queue in opened.queued.items()
     )
 
 

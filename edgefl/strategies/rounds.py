@@ -16,6 +16,7 @@ import numpy as np
 
 from edgefl.strategies import barrier
 from edgefl.strategies import fold as folding
+from edgefl.strategies.gate import may_get_more
 from edgefl.strategies.open_round import TICK_S, Job, OpenRound, RoundState
 from edgefl.strategies.round_rules import Rescue, RoundRules
 from edgefl.strategies.schedules import Schedule
@@ -249,7 +250,8 @@ class Synchronous(Generic[R]):
         """Returns the idle, and those that work on the open round alone; not those that failed in the one before."""
         busy, ahead = view.busy, set(self.willing(view))
         for device_id, _ in state.open[-1].asked.values():
-            if len(busy.get(device_id, ())) == 1 and device_id not in state.silent:
+            has_room = len(busy.get(device_id, ())) == 1
+            if has_room and device_id not in state.silent and may_get_more(device_id, view):
                 ahead.add(device_id)
         return sorted(ahead)
 
@@ -295,7 +297,11 @@ class Synchronous(Generic[R]):
     def second_copies(self, opened: OpenRound, view: FleetView) -> Sequence[Job]:
         """Returns whom to ask for what is missing, besides those that were asked."""
         late = [opened.asked[assignment_id] for assignment_id in opened.pending(view)]
-        return [Job(device_id=device, slot=slot) for device, slot in late if len(view.busy.get(device, ())) == 1]
+        return [
+            Job(device_id=device, slot=slot)
+            for device, slot in late
+            if len(view.busy.get(device, ())) == 1 and may_get_more(device, view)
+        ]
 
     def missing(self, opened: OpenRound, view: FleetView) -> Iterable[str]:
         """Returns the names of those that are waited for."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from edgefl.errors import ConfigError
+from edgefl.errors import ConfigError, StrategyError
 
 SCHEDULES = ("constant", "step:N:F", "exponential:F", "inverse-sqrt", "cosine:N", "linear:N")
 
@@ -19,6 +19,8 @@ Schedule = Callable[[int], float]
 
 def parse_schedule(spec: str) -> Schedule:
     """Returns the schedule behind one line.
+
+    One that grows for ever raises a StrategyError when its factor is too large for a number.
 
     Raises:
         ConfigError: there is no such schedule, or a number of it makes no sense.
@@ -34,9 +36,9 @@ def parse_schedule(spec: str) -> Schedule:
         case "constant", []:
             return lambda _: 1.0
         case "step", [every, factor]:
-            return lambda done: factor ** (done // every)
+            return lambda done: _power(spec, factor, done // every, done)
         case "exponential", [factor]:
-            return lambda done: factor**done
+            return lambda done: _power(spec, factor, done, done)
         case "inverse-sqrt", []:
             return lambda done: 1.0 / math.sqrt(done + 1)
         case "cosine", [length]:
@@ -44,3 +46,16 @@ def parse_schedule(spec: str) -> Schedule:
         case "linear", [length]:
             return lambda done: max(0.0, 1.0 - done / length)
     raise ConfigError(f"strategy.schedule must be one of {', '.join(SCHEDULES)}, got {spec!r}")
+
+
+def _power(spec: str, factor: float, exponent: float, done: int) -> float:
+    """Returns the power, unless it is too large for a number."""
+    try:
+        power = math.pow(factor, exponent)
+    except OverflowError:
+        power = math.inf
+    if math.isinf(power):
+        raise StrategyError(
+            f"strategy.schedule {spec!r} is too large for a number after {done} closed rounds; take a smaller factor"
+        )
+    return power

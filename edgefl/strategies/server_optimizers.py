@@ -61,11 +61,13 @@ class ServerOptimizer:
             return moved
         if self.kind == "none":
             return np.multiply(moved, self.learning_rate, dtype=moved.dtype)
+        # In single precision at least: the square of a half float is soon 0.
+        kind, moved = moved.dtype, moved.astype(np.promote_types(moved.dtype, np.float32), copy=False)
         first = _moment(moments, f"m/{name}", moved)
         first *= self.beta1
         if self.kind == "momentum":
             first += moved
-            return np.multiply(first, self.learning_rate, dtype=moved.dtype)
+            return np.multiply(first, self.learning_rate).astype(kind, copy=False)
         first += (1.0 - self.beta1) * moved
         second, squared = _moment(moments, f"v/{name}", moved), np.square(moved)
         match self.kind:
@@ -77,7 +79,7 @@ class ServerOptimizer:
             case _:
                 second -= (1.0 - self.beta2) * squared * np.sign(second - squared)
         taken: Array = self.learning_rate * first / (np.sqrt(second) + self.epsilon)
-        return taken.astype(moved.dtype, copy=False)
+        return taken.astype(kind, copy=False)
 
 
 def _moment(moments: Moments, key: str, like: Array) -> Array:

@@ -208,6 +208,13 @@ def test_a_module_that_is_not_here_is_told(tmp_path):
         write_flower_app(config, tmp_path / "app", scheme="iid")
 
 
+def test_live_esync_is_not_exported_since_stock_nodes_can_not_be_recalled(tmp_path):
+    config = parse_run({**CONFIG, "strategy": {"name": "esync", "mode": "live"}})
+    with pytest.raises(ConfigError, match=r"strategy\.mode = 'live' needs devices that can be recalled"):
+        write_flower_app(config, tmp_path / "app", scheme="iid")
+    assert not (tmp_path / "app").exists()
+
+
 def test_a_folder_that_holds_something_is_left_alone(tmp_path):
     (tmp_path / "mine").write_text("x")
     for out in (tmp_path, tmp_path / "mine"):

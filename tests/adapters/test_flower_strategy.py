@@ -251,6 +251,12 @@ def test_fedprox_sends_its_mu_to_the_devices():
     assert {(order.plan.algorithm, order.plan.options["mu"]) for order in orders} == {("prox", 0.25)}
 
 
+def test_a_proximal_term_does_not_replace_the_optimizer_that_was_asked_for():
+    strategy = made("flwr:FedProx", {"proximal_mu": 0.25, "optimizer": "adam"})
+    with pytest.raises(StrategyError, match=r"proximal term, which needs strategy\.optimizer = 'sgd', got 'adam'"):
+        strategy.assign(strategy.init(first_model()), view_of())
+
+
 def test_devices_are_told_which_of_their_updates_were_used():
     strategy = made("flwr:FedAvg")
     state, first = play(strategy, strategy.init(first_model()), 0)

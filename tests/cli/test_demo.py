@@ -82,3 +82,28 @@ def test_a_second_demo_replaces_the_first(demo: Demo) -> None:
     connection = sqlite3.connect(demo.folder / "demo-run" / "coordinator" / "edgefl.db")
     assert connection.execute("SELECT count(*) FROM updates").fetchone() == (1,)
     connection.close()
+
+
+def test_a_mistake_leaves_the_earlier_demo_alone(tmp_path: Path) -> None:
+    earlier = tmp_path / "demo-run" / "kept.txt"
+    earlier.parent.mkdir()
+    earlier.write_text("of an earlier demo")
+    (earlier.parent / ".edgefl-demo").touch()
+    for words, code in ((["--scheme", "nope"], 3), (["--task", "fashion-mnist", "--data", "nowhere"], 4)):
+        done = _demo(tmp_path, *words)
+        assert done.returncode == code
+        assert len(done.stderr.splitlines()) == 1
+        assert earlier.exists()
+
+
+def test_a_folder_that_cannot_be_made_is_said_in_one_line(tmp_path: Path) -> None:
+    done = _demo(tmp_path, "--out", "/dev/null/demo")
+    assert done.returncode == 4
+    assert done.stderr == "edgefl: /dev/null/demo cannot be written: Not a directory\n"
+
+
+def test_the_last_rounds_of_an_asynchronous_demo_do_not_push_out_the_first(tmp_path: Path) -> None:
+    done = _demo(tmp_path, "--strategy", "asgd", "--rounds", "2", "--devices", "3", "--broker", "embedded")
+    assert done.returncode == 0, done.stderr
+    rounds = [int(line.split()[0]) for line in done.stdout.splitlines() if re.match(r"\s+\d+\s+\d+ ", line)]
+    assert rounds[:2] == [1, 2]

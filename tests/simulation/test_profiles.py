@@ -47,6 +47,16 @@ def test_a_count_must_be_a_number_above_zero(spec: str) -> None:
         load_catalogue().fleet([spec], 3)
 
 
+def test_a_count_beyond_all_devices_takes_no_memory() -> None:
+    assert [profile.name for profile in load_catalogue().fleet(["pi-4:99999999999999", "pi-5"], 3)] == ["pi-4"] * 3
+
+
+def test_jitter_is_bounded_as_in_a_run_file() -> None:
+    assert parsed(jitter=2).jitter == 2.0
+    with pytest.raises(ConfigError, match=r"profile\.mine: jitter must be .* at most 2, got 1e\+300"):
+        parsed(jitter=1e300)
+
+
 def test_a_misspelt_name_is_helped() -> None:
     with pytest.raises(ConfigError, match=r"no profile 'pi4': did you mean pi-4\?"):
         load_catalogue().named("pi4")

@@ -11,10 +11,11 @@ from edgefl.loop import drive
 from edgefl.strategies.asgd import ASGD
 from edgefl.strategies.bounded import BoundedStaleness
 from edgefl.strategies.evaluation import EvaluationSchedule
+from edgefl.strategies.gate import Selection, StrategyGate
 from edgefl.strategies.rounds import RoundRules
 from edgefl.strategies.ssgd import SSGD
 from edgefl.tally import Goal
-from edgefl.types import DeviceInfo
+from edgefl.types import DeviceInfo, Vitals
 
 NOBODY = EvaluationSchedule(who="none")
 
@@ -145,6 +146,44 @@ def test_a_board_that_rests_holds_nobody_up_when_the_slowest_has_died():
         assert asked() == expected
     fleet.present.discard("c")
     assert asked("c") == ["a"]
+
+
+def test_one_that_was_lost_and_answers_late_does_not_stop_the_clocks_when_all_leave():
+    strategy, names = BoundedStaleness(staleness=1).build(RoundRules()), [f"pi-{number:02}" for number in range(12)]
+    fleet = FaultyFleet(faults={}, names=names)
+    state, decision = strategy.assign(strategy.init(first_model()), fleet.view())
+    late = decision.orders[-1]
+    fleet.present.discard(late.device_id)
+    for _ in range(3):
+        fleet.out = {order.assignment_id: order for order in decision.orders if order is not late}
+        for order in fleet.out.values():
+            state = strategy.aggregate(strategy.receive(state, fleet.update(order, 1, 0.1)))
+        fleet.out.clear()
+        state, decision = strategy.assign(state, fleet.view())
+    assert state.slowest > 1
+    state = strategy.receive(state, fleet.update(late, 1, 0.1))  # so late that the slowest is ahead of it
+    fleet.present.clear()
+    state, decision = strategy.assign(state, fleet.view())
+    assert decision.orders == ()
+    fleet.present.add(late.device_id)
+    state, decision = strategy.assign(state, fleet.view())
+    assert [order.device_id for order in decision.orders] == [late.device_id]
+
+
+def test_one_that_rests_is_not_asked_in_place_of_one_that_has_joined():
+    strategy = BoundedStaleness(staleness=1).build(RoundRules())
+    gate, fleet = StrategyGate(selection=Selection(unwell="rest")), FaultyFleet(faults={}, names=("a", "b", "c"))
+    fleet.present.discard("c")
+    state, decision = strategy.assign(strategy.init(first_model()), gate.view(fleet.view()))
+    fleet.out = {order.assignment_id: order for order in decision.orders}
+    (order,) = [order for order in decision.orders if order.device_id == "a"]
+    del fleet.out[order.assignment_id]
+    state = strategy.aggregate(strategy.receive(state, fleet.update(order, 1, 0.1)))
+    fleet.present.add("c")
+    view = fleet.view()
+    view.vitals = {"a": Vitals(is_throttled=True)}
+    state, decision = strategy.assign(state, gate.view(view))
+    assert "a" not in [order.device_id for order in decision.orders]
 
 
 def test_a_bound_that_makes_no_sense_is_named():

@@ -80,6 +80,11 @@ def test_an_unwell_board_gets_half_the_budget_and_never_none(vitals):
     assert spared.adjust(order("pi-2", iterations=9), fleet).plan.iterations == 9
 
 
+def test_a_block_of_a_redundant_shard_is_not_made_smaller_or_its_copies_would_differ():
+    whole = replace(order(iterations=9), block=2)
+    assert gate(**LIMITS).adjust(whole, view({"pi-1": UNWELL["throttled"]})) is whole
+
+
 @pytest.mark.parametrize("vitals", WELL.values(), ids=WELL)
 def test_a_board_that_is_well_or_does_not_say_is_treated_like_any_other(vitals):
     fleet = view({"pi-1": vitals})
@@ -147,3 +152,32 @@ def test_a_good_update_in_between_forgives():
     for values in ([5, 0, 0], [1, 0, 0], [5, 0, 0]):
         strict.refusal(update(values))
     assert not strict.guard.flagged
+
+
+class Codecs:
+    """Gives everybody `fp16`, and keeps what it is told."""
+
+    def __init__(self):
+        self.told = []
+
+    def adjust(self, order):
+        return replace(order, codec="fp16")
+
+    def note(self, event, accuracy):
+        self.told.append((event, accuracy))
+
+
+def test_a_choice_of_codecs_sees_every_order_and_every_event():
+    codecs = Codecs()
+    guarded = StrategyGate(selection=Selection(max_temperature_c=70.0), guard=Guard(shapes=SHAPES), codecs=codecs)
+    hot = view({"pi-1": Vitals(temperature_c=90.0)})
+    for name, iterations in (("pi-1", 4), ("pi-2", 8)):
+        made = guarded.adjust(order(name, iterations=8), hot)
+        assert (made.codec, made.plan.iterations) == ("fp16", iterations)
+    guarded.note("event", 0.5)
+    assert codecs.told == [("event", 0.5)]
+
+
+def test_without_a_choice_the_codec_stays():
+    made = gate().adjust(replace(order("pi-1", epochs=1.0), codec="sign"), view())
+    assert made.codec == "sign"

@@ -8,6 +8,7 @@ from paced_fleet import Board, PacedFleet, run, trained
 
 from edgefl.errors import ConfigError, StrategyError
 from edgefl.storage.checkpoints import load_state, save_state
+from edgefl.strategies.gate import Guard, Selection, StrategyGate
 from edgefl.strategies.open_round import RoundState
 from edgefl.strategies.registry import make_strategy
 from edgefl.strategies.rounds import RoundRules
@@ -222,3 +223,36 @@ def test_a_round_in_the_middle_survives_a_restart(tmp_path):
 def test_what_would_make_copies_differ_is_refused(options, rules, message):
     with pytest.raises(ConfigError, match=message):
         redundant(rules, **options)
+
+
+class Distrust(Guard):
+    """Flags d0 with its first update."""
+
+    def refusal(self, update):
+        if update.device_id != "d0":
+            return None
+        self.flagged.add("d0")
+        return "no update of d0 is let in"
+
+
+def test_a_holder_that_is_flagged_is_not_asked_for_its_other_blocks():
+    fleet = fleet_of(subsets(4, 3), paces={0: 0.3})
+    gate = StrategyGate(guard=Distrust())
+    state = run(fleet, redundant(), gate=gate, rounds=3)
+    assert blocks_used(fleet) == [[0, 1, 2, 3]] * 3
+    assert state.model["w"].tobytes() == by_hand(4, 3)
+    asked = [
+        (at, order.block) for at, order in fleet.given if isinstance(order, Assignment) and order.device_id == "d0"
+    ]
+    assert [at for at, _ in asked] == [0.0, 0.0]  # both before its first answer
+
+
+def test_a_holder_that_rests_is_asked_for_no_more_blocks_until_it_is_well():
+    fleet = fleet_of(subsets(4, 3))
+    fleet.at(1.5, lambda: fleet.resting.add("d0") or [])
+    fleet.at(9.5, lambda: fleet.resting.discard("d0") or [])
+    state = run(fleet, redundant(), gate=StrategyGate(selection=Selection(unwell="rest")), rounds=20)
+    assert state.model["w"].tobytes() == by_hand(4, 20)
+    asked = [at for at, order in fleet.given if isinstance(order, Assignment) and order.device_id == "d0"]
+    assert not [at for at in asked if 1.5 < at < 9.5]
+    assert max(asked) > 9.5

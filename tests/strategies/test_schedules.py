@@ -2,7 +2,7 @@
 
 import pytest
 
-from edgefl.errors import ConfigError
+from edgefl.errors import ConfigError, StrategyError
 from edgefl.strategies.schedules import SCHEDULES, parse_schedule
 
 
@@ -38,3 +38,12 @@ def test_a_schedule_that_makes_no_sense_is_refused_with_its_text(spec):
 def test_every_schedule_that_is_listed_can_be_parsed():
     for listed in SCHEDULES:
         assert parse_schedule(listed.replace("N", "5").replace("F", "0.9"))(0) == 1.0
+
+
+@pytest.mark.parametrize("spec", ["exponential:2", "step:1:1e300", "step:1e-300:2", "step:1e-320:2"])
+def test_a_schedule_that_outgrows_all_numbers_says_so_by_its_text(spec):
+    schedule = parse_schedule(spec)
+    assert schedule(0) == 1.0
+    with pytest.raises(StrategyError, match=r"strategy\.schedule .* after 2000 closed rounds") as caught:
+        schedule(2000)
+    assert repr(spec) in str(caught.value)

@@ -64,3 +64,11 @@ def test_steps_keep_shape_and_type(kind, dtype):
 def test_an_unknown_optimiser_is_refused():
     with pytest.raises(ConfigError, match=r"server\.optimizer must be one of none, momentum"):
         ServerOptimizer(kind="adamw")
+
+
+@pytest.mark.parametrize("kind", ["adagrad", "adam", "yogi"])
+def test_the_square_of_a_small_half_float_is_not_lost(kind):
+    optimizer = ServerOptimizer(kind=kind, learning_rate=0.1, epsilon=1e-6)
+    halves = optimizer.step({}, {"w": np.full(3, 1e-4, np.float16)})["w"]
+    singles = optimizer.step({}, {"w": np.full(3, np.float16(1e-4), np.float32)})["w"]
+    assert halves == pytest.approx(singles, rel=1e-3)

@@ -8,6 +8,7 @@ from paced_fleet import Board, PacedFleet, run, trained
 
 from edgefl.errors import ConfigError, StrategyError
 from edgefl.storage.checkpoints import load_state, save_state
+from edgefl.strategies.gate import Selection, StrategyGate
 from edgefl.strategies.registry import make_strategy
 from edgefl.strategies.rounds import RoundRules, RoundState
 from edgefl.tally import Goal
@@ -235,3 +236,22 @@ def test_double_buffering_sleeps_while_a_finished_round_waits_for_somebody_to_as
 def view_of(*idle):
     devices = {name: DeviceInfo(device_id=name) for name in idle}
     return SimpleNamespace(now_s=0.0, devices=devices, idle=list(idle), busy={}, speeds={}, progress={}, vitals={})
+
+
+def test_a_board_that_is_to_rest_gets_no_more_work_though_it_is_never_idle():
+    fleet = fleet_of({"a": 1.0, "b": 1.0})
+    fleet.at(3.5, lambda: fleet.resting.add("a") or [])
+    fleet.at(9.5, lambda: fleet.resting.discard("a") or [])
+    run(fleet, ssgd(), gate=StrategyGate(selection=Selection(unwell="rest")), rounds=20)
+    asked = [at for at, order in fleet.given if isinstance(order, Assignment) and order.device_id == "a"]
+    assert not [at for at in asked if 3.5 < at < 9.5]
+    assert max(asked) > 9.5
+
+
+def test_at_the_barrier_one_that_rests_is_not_asked_again():
+    fleet = fleet_of({"a": 1.0, "b": 30.0})
+    fleet.at(3.0, lambda: fleet.resting.add("b") or [])
+    rules = RoundRules(barrier_s=20.0, rescue="ask-again")
+    strategy = make_strategy("ssgd", {"learning_rate": 0.25}, rules)
+    run(fleet, strategy, gate=StrategyGate(selection=Selection(unwell="rest")), rounds=1)
+    assert [order.device_id for order in fleet.assignments()] == ["a", "b"]
