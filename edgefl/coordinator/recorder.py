@@ -109,6 +109,7 @@ class Recorder:
                     round=number,
                     base_version=order.base_version,
                     dispatched_at=now,
+                    codec=order.codec or "dense",
                 )
             )
         self._ledger.dispatch(rows)

@@ -18,7 +18,7 @@ COLUMNS = MappingProxyType(
         "updates": (
             "run_id", "round", "assignment_id", "device_id", "outcome", "base_version", "applied_version",
             "staleness", "iterations", "num_examples", "loss", "compute_s", "send_s", "wait_s", "bytes_up",
-            "bytes_down", "dispatched_at", "received_at", "reason", "metrics",
+            "bytes_down", "codec", "dispatched_at", "received_at", "reason", "metrics",
         ),
         "devices": (
             "device_id", "role", "groups", "presence", "joined_at", "last_seen_at", "removed_at", "version",

@@ -3,7 +3,7 @@
 The schema is public. Times are unix seconds (`at`, `*_at`), durations end in `_s`, sizes start with `bytes_`;
 lists and free-form facts are JSON. Rows of runs can be rebuilt from the journal; `devices`, `tokens` and `runs`
 cannot, so they are written durably. History outlives the fleet: it names devices without a foreign key, so
-that removed and simulated devices keep theirs. Views for the common questions start with `v_` (migration 0001).
+that removed and simulated devices keep theirs. Views for the common questions start with `v_` (see the migrations).
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ class Update(Base):
     """One assignment of one device and what came of it.
 
     `outcome` is NULL while it is outstanding, else used, late, refused, failed or lost. `applied_version` is the
-    version that the update was applied to, `staleness` its distance from `base_version`.
+    version that the update was applied to, `staleness` its distance from `base_version`. `codec` is the one that the
+    assignment asked for.
     """
 
     __tablename__ = "updates"
@@ -143,6 +144,7 @@ class Update(Base):
     num_examples: Mapped[int | None]
     bytes_up: Mapped[int | None]
     bytes_down: Mapped[int | None]
+    codec: Mapped[str | None]
     compute_s: Mapped[float | None]
     send_s: Mapped[float | None]
     wait_s: Mapped[float | None]

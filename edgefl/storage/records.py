@@ -140,6 +140,7 @@ class DispatchRow:
     round: int
     base_version: int
     dispatched_at: float
+    codec: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,11 +12,12 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import event
+from sqlalchemy import create_engine, event
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateTable
 
@@ -269,3 +270,27 @@ def test_two_programs_may_open_a_new_store_at_once(tmp_path):
     for process in started:
         assert process.communicate(timeout=60)[1] == b""
         assert process.returncode == 0
+
+
+def test_a_store_of_the_first_revision_is_upgraded_with_its_rows(tmp_path):
+    path = tmp_path / "edgefl.db"
+    config = Config()
+    config.set_main_option("script_location", str(Path(database_module.__file__).parent / "migrations"))
+    config.set_main_option("path_separator", "os")
+    old = create_engine(f"sqlite:///{path}")
+    with old.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0001")
+        connection.exec_driver_sql(
+            "INSERT INTO runs (run_id, name, task, strategy, config, status, submitted_at, rounds, version, seed)"
+            " VALUES ('r', 'n', 'digits', 'fedavg', '{}', 'finished', 1.0, 1, 1, 7)"
+        )
+        connection.exec_driver_sql(
+            "INSERT INTO updates (run_id, round, assignment_id, device_id, base_version, metrics)"
+            " VALUES ('r', 1, 'a', 'd', 0, '{}')"
+        )
+    old.dispose()
+    with Store.open(path) as store, store.database.read() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
+        rows = connection.exec_driver_sql("SELECT run_name, device_id, codec FROM v_updates").all()
+        assert [tuple(row) for row in rows] == [("n", "d", None)]
