@@ -15,12 +15,13 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 # An environment that was only half made would pass for a whole one.
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow check bench clean
+.PHONY: help demo test test-slow fuzz check bench clean
 
 help:
 	@echo "make demo       run a whole fleet on this machine"
 	@echo "make test       run the tests that take seconds"
 	@echo "make test-slow  run the tests that take minutes"
+	@echo "make fuzz       feed a million damaged bodies to the decoders (Linux on x86-64; minutes)"
 	@echo "make check      format, lint and strict types"
 	@echo "make bench      measure the figures that the README quotes"
 	@echo "make clean      remove the environment and what tools left behind"
@@ -33,6 +34,9 @@ test: $(VENV)/.installed-dev
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)
+
+fuzz: $(VENV)/.installed-dev
+	$(BIN)/python tests/fuzz/fuzz_bodies.py $(ARGS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from edgefl.adapters.flower_names import is_flower_strategy
+from edgefl.compression.auto import AutoCodec, make_auto, parse_auto
 from edgefl.compression.delta import encode_delta, parse_down
+from edgefl.compression.measuring import expected_bytes
 from edgefl.compression.registry import decode_body, make_codec
+from edgefl.compression.specs import with_layers
 from edgefl.config import RunConfig
 from edgefl.errors import ConfigError
 from edgefl.strategies.checked import make_checked
@@ -59,9 +62,9 @@ def assemble(config: RunConfig, run_id: str) -> Assembled:
     """
     task = make_task(config.run.task, config.task)
     shapes = tuple(spec for spec in task.shapes() if spec.shared)
-    sends_changes, whole_spec = parse_down(config.compression.down)
+    sends_changes, whole_spec = _down(config)
     down = make_codec(whole_spec, shapes)
-    make_codec(config.compression.up, shapes)
+    up, codecs = _up(config, shapes)
     seed = config.run.seed
 
     def encode(model: Tensors, version: int) -> bytes:
@@ -70,13 +73,13 @@ def assemble(config: RunConfig, run_id: str) -> Assembled:
     def encode_changes(model: Tensors, changed: Indices, version: int) -> bytes | None:
         return encode_delta(model, changed, shapes, whole_spec, derived_rng(seed, version, "downlink"))
 
-    strategy = _make_strategy(task, config, _rules(config, shapes))
+    strategy = _make_strategy(task, config, _rules(config, shapes, up))
     return Assembled(
         config=config,
         model=_first_model(task, shapes, config),
         strategy=strategy,
         rounds=RoundCount(versions_per_round=_versions_per_round(strategy, config)),
-        gate=_gate(config, shapes),
+        gate=_gate(config, shapes, codecs),
         goal=Goal(
             rounds=config.run.rounds,
             updates=config.run.updates,
@@ -132,7 +135,28 @@ def _versions_per_round(strategy: Strategy[Any], config: RunConfig) -> int | Non
     return declared if declared is not None else config.run.updates_per_round
 
 
-def _rules(config: RunConfig, shapes: Shapes) -> RoundRules:
+def _down(config: RunConfig) -> tuple[bool, str]:
+    """Returns whether deltas are sent, and the codec of whole models."""
+    down = config.compression.down
+    if parse_auto(down) is not None:
+        raise ConfigError(f"compression.down = {down!r}: all devices get the same bytes; auto is for compression.up")
+    return parse_down(down)
+
+
+def _up(config: RunConfig, shapes: Shapes) -> tuple[str, AutoCodec | None]:
+    """Returns the codec that strategies ask for, and who chooses another one where the run file says `auto`."""
+    up, layers = config.compression.up, config.compression.layers
+    candidates = parse_auto(up)
+    if candidates is None:
+        up = with_layers(up, layers)
+        make_codec(up, shapes)
+        return up, None
+    specs = [with_layers(spec, layers) for spec in candidates]
+    codecs = make_auto({spec: expected_bytes(spec, shapes) for spec in specs})
+    return codecs.specs[0], codecs
+
+
+def _rules(config: RunConfig, shapes: Shapes, codec: str) -> RoundRules:
     server = config.server
     return RoundRules(
         min_devices=config.devices.min,
@@ -143,7 +167,7 @@ def _rules(config: RunConfig, shapes: Shapes) -> RoundRules:
         barrier_s=config.run.barrier_s,
         rescue=config.run.rescue,
         updates_per_round=config.run.updates_per_round,
-        codec=config.compression.up,
+        codec=codec,
         task=config.run.task,
         server=ServerOptimizer(
             kind=server.optimizer,
@@ -157,7 +181,7 @@ def _rules(config: RunConfig, shapes: Shapes) -> RoundRules:
     )
 
 
-def _gate(config: RunConfig, shapes: Shapes) -> StrategyGate:
+def _gate(config: RunConfig, shapes: Shapes, codecs: AutoCodec | None) -> StrategyGate:
     devices, guard = config.devices, config.guard
     return StrategyGate(
         selection=Selection(
@@ -173,6 +197,7 @@ def _gate(config: RunConfig, shapes: Shapes) -> StrategyGate:
             max_norm_ratio=guard.max_norm_ratio,
             flag_after=guard.flag_after,
         ),
+        codecs=codecs,
     )
 
 

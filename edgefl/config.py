@@ -83,13 +83,29 @@ class StrategySection:
 class CompressionSection:
     """`[compression]`: codec specs of updates (`up`) and of the model (`down`).
 
+    `up` may be `auto`, or `auto:SPEC,SPEC,...`: the coordinator then picks one for each device (`compression.auto`).
+
+    `[compression.layers]` gives tensors of updates whose names match a pattern a codec of their own, such as
+    `"*.bias" = "dense"`; the first pattern that matches counts, and `up` is for what matches none.
+
     What a codec with error feedback left out, and kept moments of an optimiser, are written to the board's card every
     five minutes and at stop; with `durable` after every assignment, which wears the card.
     """
 
     up: str = "dense"
     down: str = "dense"
+    layers: Mapping[str, Scalar] = field(default_factory=dict)
     residuals: ResidualPolicy = "periodic"
+
+    def __post_init__(self) -> None:
+        for pattern, spec in self.layers.items():
+            if not isinstance(spec, str):
+                raise ConfigError(f"compression.layers.{pattern} must be a codec such as 'dense', got {spec!r}")
+            if not pattern.strip() or any(mark in pattern for mark in ";=") or ";" in spec:
+                raise ConfigError(
+                    f"compression.layers: {pattern!r} = {spec!r} must be a pattern of tensor names and one codec,"
+                    " without = or ; in them: ? matches any character"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

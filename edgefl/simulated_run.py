@@ -32,7 +32,7 @@ from edgefl.simulation.training import Training
 from edgefl.storage.queries import history
 from edgefl.storage.store import DATABASE_NAME, Store
 from edgefl.strategies.evaluation import EvaluationSchedule
-from edgefl.strategies.gate import StrategyGate
+from edgefl.strategies.gate import Guard, StrategyGate
 from edgefl.tasks.registry import make_task
 from edgefl.types import DeviceInfo, Json, Role
 
@@ -216,7 +216,7 @@ class _Simulation:
 
     def _gate(self) -> StrategyGate:
         gate = self._assembled.gate
-        return gate if self._data is not None else StrategyGate(selection=gate.selection)
+        return gate if self._data is not None else replace(gate, guard=Guard())  # there is no update to look at
 
     def _evaluators(self) -> list[DeviceInfo]:
         if self._data is None or self._data.test is None:

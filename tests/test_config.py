@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,6 +105,40 @@ def test_reads_every_table_of_a_run_file(tmp_path: Path) -> None:
     assert (config.server.optimizer, config.server.learning_rate, config.server.beta1) == ("yogi", 0.1, 0.9)
     assert (config.guard.max_norm, config.guard.max_norm_ratio, config.guard.flag_after) == (10.0, 4.0, 2)
     assert (config.simulation.devices, config.simulation.profiles) == (100, ("pi-4:3", "pi-5"))
+
+
+def test_codecs_of_layers_keep_the_order_of_the_file() -> None:
+    config = parse_run(tomllib.loads(LAYERS_FILE))
+    assert list(config.compression.layers.items()) == [("*.bias", "dense"), ("0.*", "topk:0.1|int8"), ("*", "fp16")]
+    assert RunConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+    assert list(RunConfig.from_json(config.to_json()).compression.layers) == ["*.bias", "0.*", "*"]
+
+
+LAYERS_FILE = """
+[run]
+task = "digits"
+[compression]
+up = "ef|topk:0.01|int8"
+[compression.layers]
+"*.bias" = "dense"
+"0.*" = "topk:0.1|int8"
+"*" = "fp16"
+"""
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        ({"*.bias": 3}, "compression.layers.*.bias must be a codec such as 'dense', got 3"),
+        ({"*.bias": ["fp16"]}, "compression.layers.*.bias must be a text"),
+        ({"a=b": "fp16"}, "compression.layers: 'a=b' = 'fp16' must be a pattern of tensor names and one codec"),
+        ({" ": "fp16"}, "compression.layers: ' ' = 'fp16' must be a pattern"),
+        ({"a": "fp16; b = int8"}, "compression.layers: 'a' = 'fp16; b = int8' must be a pattern"),
+        ("fp16", "compression.layers must be a table, got 'fp16'"),
+    ],
+)
+def test_layers_are_patterns_with_a_codec_each(layers: object, expected: str) -> None:
+    assert problem({"run": {"task": "d"}, "compression": {"layers": layers}}).startswith(expected)
 
 
 def test_gives_every_default_to_a_file_that_names_only_the_task() -> None:

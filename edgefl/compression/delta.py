@@ -19,6 +19,7 @@ from edgefl.compression.registry import (
     STAGES,
     Codec,
     build_codec,
+    check_memory,
     decode_frame,
     is_delta_frame,
     shared_shapes,
@@ -37,13 +38,16 @@ def parse_down(spec: str) -> tuple[bool, str]:
     """Returns whether a line for `[compression] down` asks for deltas, and the codec of whole models.
 
     Raises:
-        CodecError: an unknown stage, stages in a wrong order, error feedback (which is for updates), or deltas with
-            values that are not rounded one by one.
+        CodecError: an unknown stage, stages in a wrong order, error feedback or codecs for layers (which are for
+            updates), or deltas with values that are not rounded one by one.
     """
     split = split_spec(spec)
     if split.prefix == FEEDBACK:
         raise CodecError(f"codec {spec!r}: ef is for [compression] up, where what is left out can be sent later")
+    if split.layers:
+        raise CodecError(f"codec {spec!r}: a codec for some layers is for [compression] up; a model goes down by one")
     codec = build_codec(split, ())
+    check_memory(split, codec)
     if split.prefix == DELTA:
         _delta_codec(codec, ())
     return split.prefix == DELTA, split.codec

@@ -11,17 +11,25 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgefl.compression.rice import pack_bits, read_bits, read_unary, write_unary
+from edgefl.compression.masks import looked_up, picked, put
+from edgefl.compression.rice import pack_bits, read_bits, read_unary, tally, write_unary
 from edgefl.compression.wire import Reader, varint
 from edgefl.errors import CodecError
 from edgefl.types import Array
 
 MAX_CLASSES = 32
 
+_CHUNK = 2**15
+
 
 def exp_golomb_bits(values: Array) -> int:
     """Returns how many bits [n] values, n > 0 and each from 1 to 2**32 - 1, take."""
-    counts = np.bincount(_classes(values))
+    return exp_golomb_cost(*tally(values))
+
+
+def exp_golomb_cost(numbers: Array, counts: Array) -> int:
+    """Returns what `exp_golomb_bits` does, of what `tally` gives."""
+    counts = np.bincount(_classes(numbers), weights=counts).astype(np.int64)
     by_frequency = np.sort(counts[counts > 0])[::-1]
     ranks = np.arange(1, by_frequency.size + 1)
     return int(by_frequency @ ranks + counts @ np.arange(counts.size)) + 8 * (by_frequency.size + 3)
@@ -30,15 +38,12 @@ def exp_golomb_bits(values: Array) -> int:
 def write_exp_golomb(values: Array) -> list[Array]:
     """Returns the arrays to write for [n] values, n > 0 and each from 1 to 2**32 - 1."""
     classes = _classes(values)
-    counts = np.bincount(classes, minlength=MAX_CLASSES)
+    counts = _counts(classes)
     order = np.argsort(-counts, kind="stable")[: np.count_nonzero(counts)]
-    ranks = np.zeros(MAX_CLASSES, dtype=np.int64)
+    ranks = np.zeros(MAX_CLASSES, dtype=np.uint8)
     ranks[order] = np.arange(order.size)
-    by_class = values[np.argsort(classes, kind="stable")]
-    low_bits = [
-        pack_bits(found, each) for each, found in enumerate(np.split(by_class, np.cumsum(counts)[:-1])) if found.size
-    ]
-    return [varint(order.size), order.astype(np.uint8), *write_unary(ranks[classes]), *low_bits]
+    low_bits = [pack_bits(picked(values, classes == each), each) for each in np.flatnonzero(counts).tolist()]
+    return [varint(order.size), order.astype(np.uint8), *write_unary(looked_up(ranks, classes)), *low_bits]
 
 
 def read_exp_golomb(reader: Reader, count: int) -> Array:
@@ -54,14 +59,23 @@ def read_exp_golomb(reader: Reader, count: int) -> Array:
     if np.any(ranks >= order.size):
         raise CodecError(f"payload holds class number {int(ranks.max())} of {order.size}")
     classes = order[ranks]
-    counts = np.bincount(classes, minlength=MAX_CLASSES)
-    by_class = [(1 << each) + read_bits(reader, int(members), each) for each, members in enumerate(counts) if members]
+    counts = _counts(classes) if count else np.zeros(0)
     values = np.empty(count, dtype=np.int64)
-    values[np.argsort(classes, kind="stable")] = np.concatenate(by_class)
+    for each in np.flatnonzero(counts).tolist():
+        put((1 << each) + read_bits(reader, int(counts[each]), each), classes == each, values)
     return values
 
 
 def _classes(values: Array) -> Array:
     """Returns floor(log2(v)) of each value, exactly."""
-    # A byte each, which NumPy sorts in one pass.
-    return (np.frexp(values)[1] - 1).astype(np.uint8)
+    classes = np.empty(values.size, dtype=np.uint8)
+    for begin in range(0, values.size, _CHUNK):
+        classes[begin : begin + _CHUNK] = np.frexp(values[begin : begin + _CHUNK].astype(np.float64))[1] - 1
+    return classes
+
+
+def _counts(classes: Array) -> Array:
+    numbers, found = tally(classes)
+    counts = np.zeros(MAX_CLASSES, dtype=np.int64)
+    counts[numbers] = found
+    return counts

@@ -18,7 +18,7 @@ from edgefl.errors import CodecError
 from edgefl.types import Array, SparseTensor, Tensor, Tensors, TensorSpec
 
 MAX_PENDING = 2
-_RESIDUAL, _PENDING = "residual/", "pending/"
+_RESIDUAL, _PENDING, _MEMORY = "residual/", "pending/", "memory/"
 
 
 def uses_feedback(spec: str) -> bool:
@@ -32,6 +32,9 @@ class ErrorFeedback:
     An update counts as used until it is known to be lost: the residual is what its codec left out, and the body is
     kept beside it, so that all of the update can go back. That takes one model of memory, and the bodies of at most
     two updates. Buffers, integers and float64 travel exactly and leave nothing out.
+
+    What the codec's stages remember (the warm start of `powersgd`) is kept with it. It only makes the next update
+    better, so it stays as it is when an update is lost.
     """
 
     def __init__(self, codec: Codec) -> None:
@@ -39,6 +42,7 @@ class ErrorFeedback:
         self._lossy = tuple(spec for spec in shared_shapes(codec.shapes) if is_lossy(spec))
         self._residual: dict[str, Array] = {}
         self._pending: dict[str, bytes] = {}
+        self._memory: dict[str, Array] = {}
 
     @property
     def pending(self) -> tuple[str, ...]:
@@ -56,13 +60,14 @@ class ErrorFeedback:
         """
         before = self._without(self._overdue(assignment_id))
         inputs = {spec.name: _total(spec, displacement, before) for spec in self._lossy}
-        body = self._codec.encode({**displacement, **inputs}, rng)
+        memory = dict(self._memory)
+        body = self._codec.encode({**displacement, **inputs}, rng, memory=memory)
         decoded = self._codec.decode(body)
         for spec in self._lossy:
             _add(inputs[spec.name], decoded[spec.name], -1)
         for gone in self._overdue(assignment_id):
             del self._pending[gone]
-        self._residual = inputs
+        self._residual, self._memory = inputs, memory
         self._pending[assignment_id] = body
         return body
 
@@ -91,7 +96,8 @@ class ErrorFeedback:
             f"{_PENDING}{place}/{assignment_id}": np.frombuffer(body, dtype=np.uint8)
             for place, (assignment_id, body) in enumerate(self._pending.items())
         }
-        return {f"{_RESIDUAL}{name}": residual for name, residual in self._residual.items()} | pending
+        residual = {f"{_RESIDUAL}{name}": array for name, array in self._residual.items()}
+        return residual | pending | {f"{_MEMORY}{name}": array for name, array in self._memory.items()}
 
     def restore(self, state: Mapping[str, Array]) -> None:
         """Goes on from what `state` returned.
@@ -103,7 +109,7 @@ class ErrorFeedback:
         pending = _restored_pending(state)
         for body in pending.values():
             self._codec.decode(body)
-        self._residual, self._pending = residual, pending
+        self._residual, self._pending, self._memory = residual, pending, _restored_memory(state)
 
     def _overdue(self, assignment_id: str) -> list[str]:
         """Returns the pending updates that one more for `assignment_id` takes the place of."""
@@ -160,3 +166,9 @@ def _restored_pending(state: Mapping[str, Array]) -> dict[str, bytes]:
         if name.startswith(_PENDING) and place.isdigit() and len(found) < MAX_PENDING:
             found[int(place)] = assignment_id, np.asarray(array, dtype=np.uint8).tobytes()
     return dict(found[place] for place in sorted(found))
+
+
+def _restored_memory(state: Mapping[str, Array]) -> dict[str, Array]:
+    """Returns what stages remembered; a NaN would stay in it for ever, so what is not finite is forgotten."""
+    kept = {name.removeprefix(_MEMORY): np.array(array) for name, array in state.items() if name.startswith(_MEMORY)}
+    return {name: array for name, array in kept.items() if array.dtype.kind in "fiub" and np.all(np.isfinite(array))}

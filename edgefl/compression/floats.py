@@ -73,7 +73,12 @@ class Float16:
 
     @staticmethod
     def decode(reader: Reader, size: int) -> Array:
-        return _singles_of_halves().take(reader.array(_UINT16, size))
+        halves, table = reader.array(_UINT16, size), _singles_of_halves()
+        values = np.empty(size, dtype=np.float32)
+        # `take` makes indices of eight bytes, so not of all halves at once; clipping does nothing and spares a copy.
+        for begin in range(0, size, _CHUNK):
+            table.take(halves[begin : begin + _CHUNK], out=values[begin : begin + _CHUNK], mode="clip")
+        return values
 
 
 class BFloat16:
@@ -93,20 +98,20 @@ class BFloat16:
         return np.abs(values, dtype=np.float64) * 2.0**-8 + 2.0**-134
 
     def encode(self, values: Array, rng: Generator) -> Iterator[Array]:  # noqa: ARG002 the seam of all value stages
-        bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
-        upper = bits >> 16
-        halves = ((bits + (upper & 1) + np.uint32(0x7FFF)) >> 16).astype(_UINT16)
-        is_nan = np.isnan(values)
-        if np.any(is_nan):
-            # Rounding could carry a NaN into infinity or around to zero; a set top bit of the fraction keeps it one.
-            halves = np.where(is_nan, upper | 0x40, halves).astype(_UINT16)
-        if np.any(((halves & 0x7FFF) == 0x7F80) & np.isfinite(values)):
+        flat = np.ascontiguousarray(values, dtype=np.float32).reshape(-1)
+        halves = np.empty(flat.size, dtype=_UINT16)
+        for begin in range(0, flat.size, _CHUNK):
+            halves[begin : begin + _CHUNK] = _rounded_to_upper_half(flat[begin : begin + _CHUNK])
+        is_special = (halves & 0x7FFF) == 0x7F80
+        if np.any(is_special) and np.any(np.isfinite(flat[is_special])):
             raise _too_large("bf16", _LARGEST_BFLOAT16, values)
         yield halves
 
     @staticmethod
     def decode(reader: Reader, size: int) -> Array:
-        return (reader.array(_UINT16, size).astype(np.uint32) << 16).view(np.float32)
+        bits = reader.array(_UINT16, size).astype(np.uint32)
+        bits <<= 16
+        return bits.view(np.float32)
 
 
 def _rounded_to_half(values: Array) -> Array:
@@ -126,6 +131,18 @@ def _rounded_to_half(values: Array) -> Array:
     halves = np.where(is_small, small, np.minimum(halves, 0x7C00))
     halves = np.where(magnitudes > 0x7F800000, np.uint32(0x7E00), halves)
     return (halves | ((bits >> 16) & 0x8000)).astype(_UINT16)
+
+
+def _rounded_to_upper_half(values: Array) -> Array:
+    """Returns the upper half of each number's bits, to the nearest, ties to even."""
+    bits = values.view(np.uint32)
+    upper = bits >> 16
+    halves: Array = ((bits + (upper & 1) + np.uint32(0x7FFF)) >> 16).astype(_UINT16)
+    is_nan = np.isnan(values)
+    if np.any(is_nan):
+        # Rounding could carry a NaN into infinity or around to zero; a set top bit of the fraction keeps it one.
+        halves = np.where(is_nan, upper | 0x40, halves).astype(_UINT16)
+    return halves
 
 
 @cache

@@ -9,8 +9,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgefl.compression.indices import read_indices, write_indices
-from edgefl.compression.rice import MAX_PARAMETER, pack_bits, read_bits, read_rice, rice_parameter, write_rice
+from edgefl.compression.indices import read_mask, write_mask
+from edgefl.compression.masks import picked, put
+from edgefl.compression.rice import (
+    MAX_PARAMETER,
+    negate,
+    pack_bits,
+    read_narrow_bits,
+    read_rice,
+    rice_parameter,
+    write_rice,
+)
 from edgefl.compression.wire import Reader
 from edgefl.errors import CodecError
 from edgefl.types import Array
@@ -18,13 +27,17 @@ from edgefl.types import Array
 
 def write_levels(levels: Array, highest: int) -> list[Array]:
     """Returns the arrays to write for [n] integer levels from -highest to highest."""
-    places = np.flatnonzero(levels)
-    parts = write_indices(places, levels.size)
-    if not places.size:
+    is_there = levels != 0
+    parts = write_mask(is_there)
+    found = picked(levels, is_there)
+    if not found.size:
         return parts
-    found = levels[places]
     parts.append(pack_bits(found < 0, 1))
-    return parts + _write_magnitudes(np.abs(found), highest) if highest > 1 else parts
+    return (
+        parts + _write_magnitudes(np.abs(found).astype(np.min_scalar_type(highest), copy=False), highest)
+        if highest > 1
+        else parts
+    )
 
 
 def read_levels(reader: Reader, size: int, highest: int) -> Array:
@@ -34,19 +47,21 @@ def read_levels(reader: Reader, size: int, highest: int) -> Array:
         CodecError: damaged.
     """
     levels = np.zeros(size, dtype=np.float32)
-    places = read_indices(reader, size)
-    if places.size:
-        is_negative = read_bits(reader, places.size, 1).astype(np.bool_)
-        magnitudes = _read_magnitudes(reader, places.size, highest)
-        levels[places] = np.where(is_negative, -magnitudes, magnitudes)
+    is_there = read_mask(reader, size)
+    count = int(np.count_nonzero(is_there))
+    if count:
+        is_negative = read_narrow_bits(reader, count, 1)
+        magnitudes = _read_magnitudes(reader, count, highest)
+        negate(magnitudes, is_negative)
+        put(magnitudes, is_there, levels)
     return levels
 
 
 def _write_magnitudes(magnitudes: Array, highest: int) -> list[Array]:
-    larger = np.flatnonzero(magnitudes > 1)
-    parts = write_indices(larger, magnitudes.size)
-    if highest > 2 and larger.size:
-        rest = magnitudes[larger].astype(np.int64) - 2
+    is_larger = magnitudes > 1
+    parts = write_mask(is_larger)
+    rest = picked(magnitudes, is_larger) - 2
+    if highest > 2 and rest.size:
         parameter, _ = rice_parameter(rest)
         parts += [np.array([parameter], dtype=np.uint8), *write_rice(rest, parameter)]
     return parts
@@ -54,11 +69,15 @@ def _write_magnitudes(magnitudes: Array, highest: int) -> list[Array]:
 
 def _read_magnitudes(reader: Reader, count: int, highest: int) -> Array:
     magnitudes = np.ones(count, dtype=np.float32)
-    larger = read_indices(reader, count) if highest > 1 else np.arange(0)
-    magnitudes[larger] = 2
-    if highest > 2 and larger.size:
+    if highest == 1:
+        return magnitudes
+    is_larger = read_mask(reader, count)
+    magnitudes += is_larger
+    num_larger = int(np.count_nonzero(is_larger))
+    if highest > 2 and num_larger:
         parameter = reader.take(1)[0]
         if parameter > MAX_PARAMETER:
             raise CodecError(f"payload holds levels with parameter {parameter}, at most {MAX_PARAMETER} are read")
-        magnitudes[larger] += read_rice(reader, larger.size, parameter, highest - 2)
+        rest = read_rice(reader, num_larger, parameter, highest - 2)
+        put(rest + np.float32(2), is_larger, magnitudes)
     return magnitudes

@@ -63,12 +63,9 @@ class Shuffle:
         runs = [(width, list(run)) for width, run in itertools.groupby(filled, key=lambda part: part.dtype.itemsize)]
         if len(runs) > _MAX_RUNS:
             runs = [(1, filled)]
-        table, planes = [varint(len(runs)).tobytes()], []
-        for width, run in runs:
-            rows = np.frombuffer(b"".join(little_endian_bytes(part) for part in run), dtype=np.uint8)
-            table += [varint(width).tobytes(), varint(rows.size // width).tobytes()]
-            planes.append(rows.reshape(-1, width).T.tobytes())
-        return [_packed(b"".join([*table, *planes]), self.level)]
+        sizes = [(width, sum(part.nbytes for part in run) // width) for width, run in runs]
+        table = [varint(len(runs)), *(varint(number) for size in sizes for number in size)]
+        return [_packed(_planes(np.concatenate(table), runs, sizes).data, self.level)]
 
     @staticmethod
     def decode(payload: memoryview, max_bytes: int) -> memoryview:
@@ -83,7 +80,23 @@ class Shuffle:
         return memoryview(b"".join(rows))
 
 
-def _packed(content: bytes, level: int) -> Array:
+def _planes(table: Array, runs: Sequence[tuple[int, Sequence[Array]]], sizes: Sequence[tuple[int, int]]) -> Array:
+    """Returns the table, then the planes of each run: filled in place, so that nothing is copied twice."""
+    content = np.empty(table.size + sum(width * count for width, count in sizes), dtype=np.uint8)
+    content[: table.size] = table
+    at = table.size
+    for (width, run), (_, count) in zip(runs, sizes, strict=True):
+        planes = content[at : at + width * count].reshape(width, count)
+        at += planes.size
+        filled = 0
+        for part in run:
+            rows = np.frombuffer(little_endian_bytes(part), dtype=np.uint8).reshape(-1, width)
+            planes[:, filled : filled + len(rows)] = rows.T
+            filled += len(rows)
+    return content
+
+
+def _packed(content: bytes | memoryview, level: int) -> Array:
     return np.frombuffer(zstandard.ZstdCompressor(level=level).compress(content), dtype=np.uint8)
 
 

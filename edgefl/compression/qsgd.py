@@ -23,6 +23,8 @@ from edgefl.types import Array
 BUCKET = 512
 _MAX_BITS = 8
 _MAX_BUCKET = 2**20
+# The steps of a chunk find its numbers in the cache.
+_CHUNK = 2**15
 _FLOAT32 = np.dtype("<f4")
 _LARGEST = np.finfo(np.float32).max
 
@@ -58,7 +60,7 @@ class Qsgd:
 
     def error_bound(self, values: Array) -> Array:
         """Returns a whole level of each value's bucket: rounding at random goes up or down by less than that."""
-        norms = _norms(self._buckets(values)).astype(np.float64)
+        norms = _norms(_buckets(values.reshape(-1), max(1, min(self.bucket, values.size)))).astype(np.float64)
         step = np.repeat(norms, self.bucket)[: values.size] / (2**self.bits - 1)
         bounds: Array = (step * (1 + 2.0**-20) + 2.0**-149).reshape(values.shape)
         return bounds
@@ -66,20 +68,18 @@ class Qsgd:
     def encode(self, values: Array, rng: Generator) -> Iterator[Array]:
         largest_magnitude("qsgd", values)
         highest = 2**self.bits - 1
-        buckets = self._buckets(values)
-        norms = _norms(buckets)
-        exact = np.abs(buckets)
-        # At most 1 before it is multiplied: the norm was rounded up.
-        exact /= np.where(norms > 0, norms, 1)[:, None]
-        exact *= np.float32(highest)
-        levels = np.floor(exact)
-        exact -= levels
-        levels += rng.random(exact.shape, dtype=np.float32) < exact
-        levels = np.copysign(levels, buckets, out=levels).reshape(-1)[: values.size]
+        flat, width = values.reshape(-1), max(1, min(self.bucket, values.size))
+        norms = np.empty(-(-flat.size // width), dtype=np.float32)
+        levels = np.empty((norms.size, width), dtype=np.int8 if highest < 2**7 else np.int16)
+        step = max(1, _CHUNK // width)
+        for begin in range(0, norms.size, step):
+            rows, buckets = slice(begin, begin + step), _buckets(flat[begin * width : (begin + step) * width], width)
+            norms[rows] = _norms(buckets)
+            levels[rows] = _levels(buckets, norms[rows], highest, rng)
         yield np.array([self.bits], dtype=np.uint8)
         yield varint(self.bucket)
         yield norms
-        yield from write_levels(levels.astype(np.int16), highest)
+        yield from write_levels(levels.reshape(-1)[: values.size], highest)
 
     @staticmethod
     def decode(reader: Reader, size: int) -> Array:
@@ -92,16 +92,31 @@ class Qsgd:
         highest = 2**bits - 1
         levels = read_levels(reader, size, highest)
         levels /= np.float32(highest)
-        levels *= np.repeat(norms, bucket)[:size] if len(norms) > 1 else norms[:size]
+        if len(norms) <= 1:
+            return np.multiply(levels, norms, out=levels)
+        whole = size - size % bucket
+        levels[:whole].reshape(-1, bucket)[...] *= norms[: whole // bucket, None]
+        levels[whole:] *= norms[-1]
         return levels
 
-    def _buckets(self, values: Array) -> Array:
-        """Returns the values as rows of one bucket each, the last filled up with zeros."""
-        flat = values.reshape(-1)
-        width = max(1, min(self.bucket, flat.size))
-        missing = -flat.size % width
-        filled = np.concatenate([flat, np.zeros(missing, dtype=flat.dtype)]) if missing else flat
-        return filled.reshape(-1, width)
+
+def _buckets(flat: Array, width: int) -> Array:
+    """Returns the values as rows of one bucket each, the last filled up with zeros."""
+    missing = -flat.size % width
+    filled = np.concatenate([flat, np.zeros(missing, dtype=flat.dtype)]) if missing else flat
+    return filled.reshape(-1, width)
+
+
+def _levels(buckets: Array, norms: Array, highest: int, rng: Generator) -> Array:
+    """Returns signed levels from -highest to highest, as float32."""
+    exact = np.abs(buckets)
+    # At most 1 before it is multiplied: the norm was rounded up.
+    exact /= np.where(norms > 0, norms, 1)[:, None]
+    exact *= np.float32(highest)
+    levels = np.floor(exact)
+    exact -= levels
+    levels += rng.random(exact.shape, dtype=np.float32) < exact
+    return np.copysign(levels, buckets, out=levels)
 
 
 def _norms(buckets: Array) -> Array:

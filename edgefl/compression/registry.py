@@ -6,7 +6,7 @@ A number once given to a stage is never given to another one; stages of other pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import entry_points
@@ -14,16 +14,23 @@ from types import MappingProxyType
 
 from numpy.random import Generator
 
+from edgefl.compression.atomo import Atomo
 from edgefl.compression.changes import Changes
 from edgefl.compression.dense import Dense
 from edgefl.compression.floats import BFloat16, Float16, Float32
 from edgefl.compression.int8 import Int8
+from edgefl.compression.layers import Group, GroupCodec, Layers, grouped
 from edgefl.compression.lossless import Shuffle, Zstd
+from edgefl.compression.lss import Lss
+from edgefl.compression.natural import Natural
+from edgefl.compression.onebit import OneBit
+from edgefl.compression.powersgd import PowerSgd
 from edgefl.compression.qsgd import Qsgd
 from edgefl.compression.sign import Sign
 from edgefl.compression.sparse import RandK, Threshold, TopK
 from edgefl.compression.specs import DELTA, FEEDBACK, CodecSpec, split_spec
-from edgefl.compression.stages import LosslessStage, StageKind, TensorStage, ValueStage
+from edgefl.compression.spectral import AtomoSvd
+from edgefl.compression.stages import LosslessStage, StageKind, TensorStage, ValueStage, does_remember
 from edgefl.compression.terngrad import TernGrad
 from edgefl.compression.wire import MAX_PAYLOAD_BYTES, Frame, Reader, StageId, read_frame, write_frame
 from edgefl.errors import CodecError
@@ -47,10 +54,18 @@ STAGES: Mapping[str, tuple[int, StageClass]] = MappingProxyType(
         "delta": (11, Changes),
         "zstd": (12, Zstd),
         "shuffle": (13, Shuffle),
+        "atomo": (14, Atomo),
+        "atomo-svd": (15, AtomoSvd),
+        "powersgd": (16, PowerSgd),
+        "natural": (17, Natural),
+        "onebit": (18, OneBit),
+        "lss": (19, Lss),
+        "layers": (20, Layers),
     }
 )
 """Our own stages: name, number on the wire, class."""
 
+LAYERS = "layers"
 RICE = "rice"
 """May be typed behind a stage that codes places; it is always used where it is smallest, so it has no number."""
 
@@ -66,15 +81,23 @@ class Codec:
     values: ValueStage
     lossless: LosslessStage | None = None
 
-    def encode(self, tensors: Tensors, rng: Generator, *, epoch: int = 0) -> bytes:
+    def encode(
+        self, tensors: Tensors, rng: Generator, *, epoch: int = 0, memory: MutableMapping[str, Array] | None = None
+    ) -> bytes:
         """Returns header and payload; `rng` is used by codecs that round or choose at random.
+
+        Args:
+            tensors: at least the task's shared ones.
+            rng: as above.
+            epoch: generation of a wrapper's state, checked by the decoder.
+            memory: what a stage that `remembers` keeps from one update to the next; `ErrorFeedback` owns it.
 
         Raises:
             CodecError: a shared tensor is missing, unknown, of the wrong shape or kind, or beyond the codec's range.
         """
         shared = shared_shapes(self.shapes)
         _check_names(tensors, self.shapes, shared)
-        parts = list(self.tensors.encode(tensors, shared, self.values, rng))
+        parts = list(self._written(tensors, shared, rng, memory))
         if self.lossless is None:
             return write_frame(self.ids, len(shared), parts, epoch=epoch)
         packed = self._packed(self.lossless, parts, shared)
@@ -84,6 +107,13 @@ class Codec:
     def decode(self, body: bytes | memoryview, shapes: Shapes | None = None) -> dict[str, Tensor]:
         """Returns the shared tensors in `body`; see `decode_body`."""
         return decode_body(body, self.shapes if shapes is None else shapes)
+
+    def _written(
+        self, tensors: Tensors, shared: Shapes, rng: Generator, memory: MutableMapping[str, Array] | None
+    ) -> Iterable[Array]:
+        if does_remember(self.tensors):
+            return self.tensors.encode(tensors, shared, self.values, rng, memory=memory)
+        return self.tensors.encode(tensors, shared, self.values, rng)
 
     @staticmethod
     def _packed(stage: LosslessStage, parts: Sequence[Array], shared: Shapes) -> Sequence[Array] | None:
@@ -107,11 +137,14 @@ def make_codec(spec: str, shapes: Shapes) -> Codec:
     if split.prefix == DELTA:
         raise CodecError(f"codec {spec!r}: delta is for [compression] down, where the device holds a model already")
     codec = build_codec(split, shapes)
-    if split.prefix == FEEDBACK and not (codec.tensors.is_contraction and codec.values.is_contraction):
-        raise CodecError(
-            f"codec {spec!r}: the error of a draw can be larger than the update, and ef would pile it up without end:"
-            " leave ef out, or use topk, threshold, sign, int8, or qsgd with more bits or a smaller bucket"
-        )
+    check_memory(split, codec)
+    for part in _parts(codec) if split.prefix == FEEDBACK else ():
+        if not (part.tensors.is_contraction and part.values.is_contraction):
+            raise CodecError(
+                f"codec {part.spec!r}: the error of a draw can be larger than the update, and ef would pile it up"
+                " without end: leave ef out, or use topk, threshold, sign, int8, or qsgd with more bits or a smaller"
+                " bucket"
+            )
     return codec
 
 
@@ -121,6 +154,8 @@ def build_codec(split: CodecSpec, shapes: Shapes) -> Codec:
     Raises:
         CodecError: as `make_codec`.
     """
+    if split.layers:
+        return _layered(split, shapes)
     typed = list(split.stages or (("dense", ""),))
     _check_prefixes(split)
     found = [_stage_by_name(name, split.text) for name, _ in typed if name != RICE]
@@ -139,6 +174,20 @@ def build_codec(split: CodecSpec, shapes: Shapes) -> Codec:
         values=arranged.values.parse(given.get(StageKind.VALUES, "")),
         lossless=arranged.lossless.parse(given[StageKind.LOSSLESS]) if arranged.lossless else None,
     )
+
+
+def check_memory(split: CodecSpec, codec: Codec) -> None:
+    """Refuses a stage that remembers where nobody keeps what it remembers.
+
+    Raises:
+        CodecError: there is one, and no error feedback.
+    """
+    for part in _parts(codec):
+        if split.prefix != FEEDBACK and does_remember(part.tensors):
+            raise CodecError(
+                f"codec {part.spec!r}: it is biased and goes on from the update before, so it needs error feedback"
+                f" to keep what it leaves out: write {FEEDBACK}|{split.text}, for [compression] up"
+            )
 
 
 def decode_body(body: bytes | memoryview, shapes: Shapes, *, epoch: int = 0) -> dict[str, Tensor]:
@@ -173,6 +222,18 @@ def decode_frame(frame: Frame, shapes: Shapes, *, epoch: int = 0) -> dict[str, T
     return decoded
 
 
+def decode_group(body: memoryview, shapes: Shapes) -> dict[str, Tensor]:
+    """Returns the tensors of one group of `Layers`, whose body may hold no more layers.
+
+    Raises:
+        CodecError: as `decode_body`.
+    """
+    frame = read_frame(body)
+    if is_delta_frame(frame) or STAGES[LAYERS][0] in frame.stages:
+        raise CodecError("payload holds layers or a delta within a layer, expected whole tensors")
+    return decode_frame(frame, shapes)
+
+
 def is_delta_frame(frame: Frame) -> bool:
     """Says whether a body tells only what changed in a model."""
     return frame.stages[0] == STAGES[DELTA][0]
@@ -186,6 +247,40 @@ def shared_shapes(shapes: Shapes) -> Shapes:
 def stage_names() -> list[str]:
     """Returns the names of all stages, those of installed packages included."""
     return sorted({*STAGES, FEEDBACK, RICE, *(point.name for point in entry_points(group=ENTRY_POINTS))})
+
+
+def _layered(split: CodecSpec, shapes: Shapes) -> Codec:
+    """Returns the codec of a line with layers; lines that no tensor goes through are checked, too."""
+    lines = {split.own: split_spec(split.own)} | {line: split_spec(line) for _, line in split.layers}
+    for line, own in lines.items():
+        if own.prefix:
+            raise CodecError(f"codec {split.text!r}: {own.prefix} stands once, before the whole line, got {line!r}")
+        build_codec(own, ())
+    try:
+        groups = grouped(shared_shapes(shapes), split.own, split.layers)
+    except CodecError as error:
+        raise CodecError(f"codec {split.text!r}: {error}") from None
+    return Codec(
+        spec=split.text,
+        shapes=shapes,
+        ids=(STAGES[LAYERS][0],),
+        tensors=Layers(tuple(Group.of(specs, build_codec(lines[line], specs)) for line, specs in groups.items())),
+        values=Float32(),
+    )
+
+
+def _parts(codec: Codec) -> Sequence[GroupCodec]:
+    """Returns the codecs that numbers go through: the codec itself, or those of its groups."""
+    return [group.codec for group in codec.tensors.groups] if isinstance(codec.tensors, Layers) else [codec]
+
+
+def find_stage(name: str) -> StageClass:
+    """Returns the class of a stage, of ours or of an installed package.
+
+    Raises:
+        CodecError: there is none of that name.
+    """
+    return _stage_by_name(name, name)[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

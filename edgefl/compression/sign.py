@@ -1,5 +1,8 @@
 """`sign`: one bit a value, with the mean magnitude as their scale; biased, so best behind error feedback.
 
+The scale is one for both sides of zero, so that what travels is a vote and its weight: what the strategy `signsgd`
+counts. Where the values are to come back as near as one bit can bring them, `onebit` has two means.
+
 Source: Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient Compression Schemes, ICML 2019.
 """
 
@@ -11,7 +14,7 @@ from typing import ClassVar, Self
 import numpy as np
 from numpy.random import Generator
 
-from edgefl.compression.rice import pack_bits, read_bits
+from edgefl.compression.rice import pack_bits, read_either
 from edgefl.compression.stages import StageKind, largest_magnitude, no_argument
 from edgefl.compression.wire import Reader
 from edgefl.errors import CodecError
@@ -50,5 +53,4 @@ class Sign:
         scale = reader.array(_FLOAT32, 1)
         if not np.all(np.isfinite(scale)):
             raise CodecError(f"payload holds the scale {scale[0]}, expected a finite number")
-        values: Array = np.where(read_bits(reader, size, 1), -scale, scale)
-        return values
+        return read_either(reader, size, scale[0], -scale[0])

@@ -7,10 +7,10 @@ result. All are classes, found by name; a package adds one by the entry point `e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar, Protocol, Self, TypeGuard
 
 import numpy as np
 from numpy.random import Generator
@@ -66,16 +66,40 @@ class TensorStage(Protocol):
     """
 
     kind: ClassVar[StageKind]
-    is_unbiased: ClassVar[bool]
-    is_contraction: ClassVar[bool]
 
     @classmethod
     def parse(cls, argument: str) -> Self:
         """Returns the stage for what follows the colon in a spec; an empty text when nothing does."""
 
+    @property
+    def is_unbiased(self) -> bool: ...
+    @property
+    def is_contraction(self) -> bool: ...
     def encode(self, tensors: Tensors, shapes: Shapes, values: ValueStage, rng: Generator) -> Iterable[Array]: ...
     @staticmethod
     def decode(reader: Reader, shapes: Shapes, values: type[ValueStage]) -> dict[str, Tensor]: ...
+
+
+class RememberingStage(TensorStage, Protocol):
+    """A tensor stage with `remembers = True`, whose encoder gets better by what it knows of the update before.
+
+    `memory` is one device's in one run, None where nobody keeps it (a codec without `ef`). Keys are the stage's own
+    and lead with its name, as codecs change within a run. What is found there may be of another argument or another
+    task: what does not fit is taken as absent. Arrays are replaced and never written to, since after an error the
+    old ones stay. The decoder knows nothing of it.
+    """
+
+    remembers: ClassVar[bool]
+
+    def encode(
+        self,
+        tensors: Tensors,
+        shapes: Shapes,
+        values: ValueStage,
+        rng: Generator,
+        *,
+        memory: MutableMapping[str, Array] | None = None,
+    ) -> Iterable[Array]: ...
 
 
 class LosslessStage(Protocol):
@@ -91,6 +115,11 @@ class LosslessStage(Protocol):
     @staticmethod
     def decode(payload: memoryview, max_bytes: int) -> memoryview:
         """Returns the payload; one over `max_bytes` is a CodecError before it is unpacked."""
+
+
+def does_remember(stage: TensorStage) -> TypeGuard[RememberingStage]:
+    """Says whether a tensor stage keeps something from one update to the next."""
+    return bool(getattr(stage, "remembers", False))
 
 
 def no_argument(name: str, argument: str) -> None:

@@ -21,6 +21,7 @@ from edgefl.errors import CodecError
 from edgefl.types import Array
 
 CLIP = 2.5
+_CHUNK = 2**15
 _FLOAT32 = np.dtype("<f4")
 
 
@@ -59,11 +60,11 @@ class TernGrad:
     def encode(self, values: Array, rng: Generator) -> Iterator[Array]:
         scale = self._scale(values)
         flat = values.reshape(-1)
-        chances = np.abs(flat)
-        chances /= scale if scale > 0 else np.float32(1)
-        is_kept = rng.random(flat.size, dtype=np.float32) < chances
+        levels = np.empty(flat.size, dtype=np.int8)
+        for begin in range(0, flat.size, _CHUNK):
+            _draw(flat[begin : begin + _CHUNK], scale, rng, levels[begin : begin + _CHUNK])
         yield np.array([scale], dtype=_FLOAT32)
-        yield from write_levels(np.where(is_kept, np.where(flat < 0, np.int8(-1), np.int8(1)), np.int8(0)), 1)
+        yield from write_levels(levels, 1)
 
     @staticmethod
     def decode(reader: Reader, size: int) -> Array:
@@ -76,5 +77,15 @@ class TernGrad:
         largest = largest_magnitude("terngrad", values)
         if not values.size or self.is_unbiased:
             return np.float32(largest)
-        deviation = float(np.sqrt(np.mean(np.square(values, dtype=np.float64))))
+        squares = np.einsum("i,i->", *(values.reshape(-1),) * 2, dtype=np.float64)
+        deviation = float(np.sqrt(squares / values.size))
         return np.float32(min(largest, self.clip * deviation))
+
+
+def _draw(values: Array, scale: np.float32, rng: Generator, levels: Array) -> None:
+    """Writes the sign of each value to `levels` with its chance, which is its magnitude over the scale; else zero."""
+    chances = np.abs(values)
+    chances /= scale if scale > 0 else np.float32(1)
+    is_kept = rng.random(values.size, dtype=np.float32) < chances
+    np.copysign(is_kept, values, out=chances)
+    levels[:] = chances

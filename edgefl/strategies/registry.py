@@ -30,6 +30,7 @@ BUILT_IN = {
     "fedprox": "edgefl.strategies.fedprox:FedProx",
     "local": "edgefl.strategies.local:Local",
     "redundant": "edgefl.strategies.redundancy:Redundant",
+    "signsgd": "edgefl.strategies.signsgd:SignSGD",
     "ssgd": "edgefl.strategies.ssgd:SSGD",
 }
 ENTRY_POINTS = "edgefl.strategies"

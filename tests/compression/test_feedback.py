@@ -1,12 +1,19 @@
 """Error feedback: whatever a codec leaves out, or a network loses, is in the residual."""
 
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
 import numpy as np
 import pytest
+from codec_examples import EXAMPLES
 
+from edgefl.compression.dense import Dense
 from edgefl.compression.feedback import ErrorFeedback, uses_feedback
 from edgefl.compression.registry import decode_body, make_codec
+from edgefl.compression.stages import StageKind, ValueStage
 from edgefl.errors import CodecError
-from edgefl.types import Array, Shapes, SparseTensor, Tensor, TensorKind, TensorSpec
+from edgefl.types import Array, Shapes, SparseTensor, Tensor, TensorKind, Tensors, TensorSpec
 
 SHAPES: Shapes = (
     TensorSpec(name="weight", shape=(8, 25)),
@@ -14,7 +21,24 @@ SHAPES: Shapes = (
     TensorSpec(name="mean", shape=(3,), kind=TensorKind.BUFFER),
     TensorSpec(name="count", shape=(), dtype="int64", kind=TensorKind.BUFFER),
 )
-LOSSY_SPECS = ["ef|topk:0.05|int8", "ef|sign", "ef|qsgd:8", "ef|qsgd:4:64", "ef|fp16", "ef|threshold:2"]
+
+
+def with_feedback(spec: str) -> str:
+    return spec if spec.startswith("ef|") else f"ef|{spec}"
+
+
+def works_with_feedback(spec: str) -> bool:
+    try:
+        make_codec(with_feedback(spec), SHAPES)
+    except CodecError:
+        return False
+    return True
+
+
+LOSSY_SPECS = [
+    *("ef|topk:0.05|int8", "ef|qsgd:8", "ef|qsgd:4:64", "ef|threshold:2"),
+    *(with_feedback(spec) for spec in EXAMPLES if works_with_feedback(spec)),
+]
 
 
 def feedback(spec: str = "ef|topk:0.05") -> ErrorFeedback:
@@ -238,3 +262,84 @@ def test_only_a_prefix_asks_for_feedback() -> None:
     assert uses_feedback(" ef | sign")
     assert not uses_feedback("topk:0.01|int8")
     assert not uses_feedback("delta|fp16")
+
+
+@dataclass(frozen=True)
+class Counting:
+    """A stage that sends everything and remembers how often it did."""
+
+    kind: ClassVar[StageKind] = StageKind.TENSORS
+    is_unbiased: ClassVar[bool] = False
+    is_contraction: ClassVar[bool] = True
+    remembers: ClassVar[bool] = True
+
+    @classmethod
+    def parse(cls, argument: str) -> Self:
+        return cls()
+
+    def encode(
+        self,
+        tensors: Tensors,
+        shapes: Shapes,
+        values: ValueStage,
+        rng: np.random.Generator,
+        *,
+        memory: MutableMapping[str, Array] | None = None,
+    ) -> Iterator[Array]:
+        if memory is not None:
+            memory["counting/encoded"] = memory.get("counting/encoded", np.zeros(1)) + 1
+        yield from Dense().encode(tensors, shapes, values, rng)
+
+    decode = staticmethod(Dense.decode)
+
+
+def counting_feedback() -> ErrorFeedback:
+    return ErrorFeedback(replace(make_codec("ef|dense", SHAPES), tensors=Counting()))
+
+
+def num_encoded(kept: ErrorFeedback) -> float | None:
+    found = kept.state().get("memory/counting/encoded")
+    return None if found is None else float(found[0])
+
+
+def test_what_a_stage_remembers_lives_from_one_update_to_the_next_and_through_a_lost_one() -> None:
+    kept = counting_feedback()
+    assert num_encoded(kept) is None
+    for step in (1, 2):
+        kept.encode(f"a{step}", displacement(step), rng())
+    kept.give_back("a2")
+    kept.settle(["a1"])
+    assert num_encoded(kept) == 2
+
+
+def test_what_a_stage_remembers_survives_a_reboot() -> None:
+    kept, again = counting_feedback(), counting_feedback()
+    kept.encode("a1", displacement(1), rng())
+    again.restore({name: array.copy() for name, array in kept.state().items()})
+    again.encode("a2", displacement(2), rng())
+    assert (num_encoded(kept), num_encoded(again)) == (1, 2)
+
+
+def test_a_state_without_memory_or_with_a_damaged_one_is_a_fresh_start_for_the_stage() -> None:
+    kept = counting_feedback()
+    kept.encode("a1", displacement(1), rng())
+    state = kept.state()
+    old = {name: array for name, array in state.items() if not name.startswith("memory/")}
+    for stored in (old, state | {"memory/counting/encoded": np.array([np.nan])}):
+        again = counting_feedback()
+        again.restore(stored)
+        assert num_encoded(again) is None
+        assert again.pending == ("a1",)
+
+
+def test_a_stage_forgets_what_it_learnt_of_an_update_that_was_refused() -> None:
+    kept = ErrorFeedback(replace(make_codec("ef|fp16", SHAPES), tensors=Counting()))
+    kept.encode("a1", displacement(1), rng())
+    with pytest.raises(CodecError, match="fp16 carries magnitudes"):
+        kept.encode("a2", displacement(2) | {"weight": np.full((8, 25), 1e6, dtype=np.float32)}, rng())
+    assert num_encoded(kept) == 1
+
+
+def test_a_stage_is_told_of_no_memory_where_nobody_keeps_it() -> None:
+    codec = replace(make_codec("dense", SHAPES), tensors=Counting())
+    assert decode_body(codec.encode(displacement(1), rng()), SHAPES)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies
 
-from edgefl.compression.indices import read_indices, write_indices
+from edgefl.compression.indices import read_indices, read_mask, write_indices, write_mask
 from edgefl.compression.wire import Reader
 from edgefl.errors import CodecError
 from edgefl.types import Array
@@ -95,3 +95,40 @@ def test_indices_that_repeat_or_descend_are_refused() -> None:
         planes = [(value >> bit) & 1 for bit in range(7) for value in pair]
         with pytest.raises(CodecError, match="do not ascend or are not below 100"):
             unpacked(b"\x02\x00" + np.packbits(planes, bitorder="little").tobytes(), 100)
+
+
+MASKS = {
+    "none": np.zeros(100_000, dtype=np.bool_),
+    "all": np.ones(100_000, dtype=np.bool_),
+    "few": np.random.default_rng(1).random(100_000) < 0.01,
+    "a third": np.random.default_rng(2).random(100_000) < 0.33,
+    "half": np.random.default_rng(3).random(100_000) < 0.5,
+    "most": np.random.default_rng(4).random(100_000) < 0.7,
+    "runs": np.arange(100_000) // 500 % 2 == 0,
+    "few of few": np.arange(40) == 7,
+    "an empty tensor": np.zeros(0, dtype=np.bool_),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_a_mask_is_written_like_its_indices_and_either_reads_the_other(mask: Array) -> None:
+    indices = np.flatnonzero(mask)
+    body = b"".join(part.tobytes() for part in write_mask(mask))
+    assert body == packed(indices, mask.size)
+    assert np.array_equal(unpacked(body, mask.size), indices)
+    reader = Reader(memoryview(body))
+    assert np.array_equal(read_mask(reader, mask.size), mask)
+    reader.finish()
+
+
+def test_a_mask_whose_sample_misleads_costs_a_fiftieth_more_than_its_bits_at_the_most() -> None:
+    mask = np.zeros(2**20, dtype=np.bool_)
+    for begin in range(0, mask.size, mask.size // 16):
+        mask[begin : begin + 4096] = np.random.default_rng(begin).random(4096) < 0.5
+    assert sum(part.nbytes for part in write_mask(mask)) <= mask.size // 8 + 8
+
+
+@pytest.mark.parametrize("body", [b"\x02\x01\x01", b"\x02\x81\x0f", b"\x02\x63", b"\x02\x00\xff\xff", b"\x09"])
+def test_a_mask_that_cannot_be_is_refused(body: bytes) -> None:
+    with pytest.raises(CodecError):
+        read_mask(Reader(memoryview(body)), 5)

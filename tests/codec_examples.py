@@ -1,0 +1,174 @@
+"""One line or more for every stage of the registry, and a small task: what the contract of all codecs is run on.
+
+A new stage gets a line in EXAMPLES, and a golden file by `write_golden_file`; every test of the contract takes it up.
+"""
+
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from edgefl.compression.layers import Layers
+from edgefl.compression.registry import Codec, make_codec
+from edgefl.types import Array, Shapes, SparseTensor, Tensor, TensorKind, TensorSpec
+
+GOLDEN = Path(__file__).parent / "golden"
+
+EXAMPLES = (
+    "dense",
+    "dense|fp16",
+    "dense|bf16",
+    "dense|int8",
+    "dense|int8:channel",
+    "dense|qsgd:4",
+    "dense|qsgd:1:8",
+    "dense|terngrad",
+    "dense|terngrad:inf",
+    "dense|sign",
+    "dense|natural",
+    "dense|onebit",
+    "dense|onebit:4",
+    "lss:1",
+    "lss:2:0.3|int8",
+    "atomo:0.3",
+    "atomo:4|int8",
+    "atomo-svd:1",
+    "atomo-svd:1.5:out|fp16",
+    "atomo-svd:1:atomo|qsgd:4:16",
+    "ef|powersgd:1",
+    "ef|powersgd:2:out|int8|zstd",
+    "topk:0.2",
+    "topk:0.2|int8|rice",
+    "threshold:1e-9|fp16",
+    "randk:0.5",
+    "randk:0.5|qsgd:2",
+    "dense|fp16|zstd",
+    "dense|shuffle:19",
+    "ef|topk:1|bf16|shuffle",
+    "topk:0.2|int8; w* = fp16",
+)
+"""Every tensor that tests encode with them has a name that begins with w, or one does at least."""
+
+BYTES_MAY_DIFFER = ("atomo", "powersgd", "lss", "natural", "qsgd", "terngrad", "randk", "zstd", "shuffle")
+"""What other releases of NumPy draw and compute, and what Zstandard packs, may differ; what they read may not."""
+
+REFUSE_HUGE = (
+    "dense|fp16",
+    "dense|bf16",
+    "threshold:1e-9|fp16",
+    "randk",
+    "ef|topk:1|bf16",
+    "dense|natural",
+    "dense|qsgd",
+    "topk:0.2|int8;",
+    "atomo",
+    "ef|powersgd",
+)
+"""Beginnings of lines that may refuse the largest numbers of float32; the others carry them."""
+
+FOR_LARGE = {
+    "topk:1|": "topk:0.01|",
+    "topk:0.2": "topk:0.01",
+    "threshold:1e-9": "threshold:10",
+    "randk:0.5": "randk:0.05",
+    "atomo:0.3": "atomo:0.05",
+    "onebit:4": "onebit:512",
+    "shuffle:19": "shuffle",
+}
+
+SHAPES: Shapes = (
+    TensorSpec(name="weight", shape=(3, 5)),
+    TensorSpec(name="empty", shape=(0, 4)),
+    TensorSpec(name="scale", shape=()),
+    TensorSpec(name="kernel", shape=(2, 1, 3, 7)),
+    TensorSpec(name="head", shape=(4,), shared=False),
+    TensorSpec(name="fine", shape=(3,), dtype="float64"),
+    TensorSpec(name="mean", shape=(5,), kind=TensorKind.BUFFER),
+    TensorSpec(name="flag", shape=(3,), dtype="bool", kind=TensorKind.BUFFER),
+    TensorSpec(name="count", shape=(), dtype="int64", kind=TensorKind.BUFFER),
+)
+LOSSY = ("weight", "scale", "kernel")
+SHARED = tuple(spec.name for spec in SHAPES if spec.shared)
+CRC_OFFSET = 20
+
+
+def small_tensors() -> dict[str, Array]:
+    """Fixed numbers that no release of NumPy computes differently."""
+    return {
+        "weight": ((np.arange(15, dtype=np.float32) - 7) / np.float32(3)).reshape(3, 5),
+        "empty": np.zeros((0, 4), dtype=np.float32),
+        "scale": np.array(-0.1, dtype=np.float32),
+        "kernel": (np.arange(42, dtype=np.float32) * np.float32(1e-8)).reshape(2, 1, 3, 7),
+        "head": np.full(4, 99, dtype=np.float32),
+        "fine": np.array([1 / 3, -1e-300, 1e300]),
+        "mean": np.array([1e30, -1e-30, 1 / 3, 0, -0.0], dtype=np.float32),
+        "flag": np.array([True, False, True]),
+        "count": np.array(2**53 + 1, dtype=np.int64),
+    }
+
+
+def rng() -> np.random.Generator:
+    return np.random.default_rng(3)
+
+
+def encoded(spec: str) -> bytes:
+    """The body of the small tensors, alike every time."""
+    codec = make_codec(spec, SHAPES)
+    return codec.encode(small_tensors(), rng(), memory={} if spec.startswith("ef|") else None)
+
+
+def part_for(codec: Codec, name: str) -> Codec:
+    """The codec that a tensor goes through: the codec itself, or that of its layer."""
+    if not isinstance(codec.tensors, Layers):
+        return codec
+    (found,) = [group.codec for group in codec.tensors.groups if name in group.names]
+    assert isinstance(found, Codec)
+    return found
+
+
+def arrays(decoded: dict[str, Tensor]) -> dict[str, Array]:
+    return {name: t.dense() if isinstance(t, SparseTensor) else t for name, t in decoded.items()}
+
+
+def sealed(damaged: bytes) -> bytes:
+    """The body with the checksum that its bytes should have, so that damage gets to the decoders."""
+    crc = zlib.crc32(damaged[CRC_OFFSET + 4 :], zlib.crc32(damaged[:CRC_OFFSET]))
+    return damaged[:CRC_OFFSET] + struct.pack("<I", crc) + damaged[CRC_OFFSET + 4 :]
+
+
+def for_large(spec: str) -> str:
+    """The line as one would write it for a large tensor: what leaves nothing out is no way to send little of it."""
+    for small, large in FOR_LARGE.items():
+        spec = spec.replace(small, large)
+    return spec
+
+
+def golden_file(spec: str) -> Path:
+    name = spec.replace("|", "+").replace(":", "-").replace("; ", "_").replace(" = ", "-").replace("*", "X")
+    return GOLDEN / f"{name}.bin"
+
+
+def write_golden_file(spec: str) -> None:
+    """Freezes the bytes of a new example. A file that is there stays: what was once sent is read for ever."""
+    if not golden_file(spec).exists():
+        golden_file(spec).write_bytes(encoded(spec))
+
+
+def assert_declared(decoded: dict[str, Tensor], shapes: Shapes = SHAPES) -> None:
+    """What any decoder may give back, however its body was damaged."""
+    expected = [(spec.name, spec.shape, np.dtype(spec.dtype)) for spec in shapes if spec.shared]
+    for (name, shape, dtype), (found_name, tensor) in zip(expected, decoded.items(), strict=True):
+        assert found_name == name
+        assert tensor.shape == shape
+        values = tensor.values if isinstance(tensor, SparseTensor) else tensor
+        assert values.dtype == dtype
+        if isinstance(tensor, SparseTensor):
+            assert_well_formed(tensor)
+
+
+def assert_well_formed(tensor: SparseTensor) -> None:
+    assert tensor.indices.dtype == np.int64
+    assert tensor.indices.shape == tensor.values.shape
+    assert np.all(np.diff(tensor.indices) > 0)
+    assert np.all((tensor.indices >= 0) & (tensor.indices < np.prod(tensor.shape)))

@@ -1,0 +1,83 @@
+"""Labels in nearly as few bits as their entropy, and what a damaged body may not do."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from edgefl.compression.labels import count_labels, read_labels, write_labels
+from edgefl.compression.wire import Reader
+from edgefl.errors import CodecError
+from edgefl.types import Array
+
+
+def body_of(labels: Array) -> bytes:
+    return b"".join(part.tobytes() for part in write_labels(labels))
+
+
+def read_back(labels: Array, highest: int) -> Array:
+    reader = Reader(memoryview(body_of(labels)))
+    found = read_labels(reader, labels.size, highest)
+    reader.finish()
+    return found
+
+
+def drawn(shares: list[float], size: int) -> Array:
+    return np.random.default_rng(5).choice(len(shares), size, p=shares).astype(np.uint8)
+
+
+@pytest.mark.parametrize("size", [1, 2, 9, 1000, 70_001])
+@pytest.mark.parametrize("shares", [[1.0], [0, 1.0], [0.475, 0.475, 0.025, 0.025], [0.125] * 8, [0.01] * 100])
+def test_labels_come_back(shares: list[float], size: int) -> None:
+    labels = drawn(shares, size)
+    assert np.array_equal(read_back(labels, 99), labels)
+
+
+def test_labels_beyond_a_byte_come_back() -> None:
+    labels = np.array([276, 0, 300, 276], dtype=np.int16)
+    assert read_back(labels, 300).tolist() == labels.tolist()
+
+
+@pytest.mark.parametrize("shares", [[0.475, 0.475, 0.025, 0.025], [0.5, 0.25, 0.125, 0.125], [0.9, 0.1], [0.125] * 8])
+def test_they_take_little_more_than_their_entropy(shares: list[float]) -> None:
+    labels = drawn(shares, 200_000)
+    entropy = -sum(share * np.log2(share) for share in shares)
+    assert 8 * len(body_of(labels)) / labels.size < 1.04 * entropy
+
+
+def test_one_label_for_all_takes_two_bytes() -> None:
+    assert body_of(np.full(10_000, 3, dtype=np.uint8)) == b"\x01\x03"
+
+
+def test_labels_are_counted() -> None:
+    assert count_labels(np.array([2, 0, 2], dtype=np.uint8), 4).tolist() == [1, 0, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"\x00", "lists the labels"),
+        (b"\x05", "number over 4"),
+        (b"\x02\x01\x01", "lists the labels"),
+        (b"\x02\x01\x09", "number over 7"),
+        (b"\x02\x00\x01\x02", "labels in form 2"),
+        (b"\x03\x00\x01\x02\x00\xff\xff", "label number 3 of 3"),
+    ],
+)
+def test_what_cannot_be_is_refused(body: bytes, message: str) -> None:
+    with pytest.raises(CodecError, match=message):
+        read_labels(Reader(memoryview(body)), 4, 7)
+
+
+def test_sets_that_never_shrink_are_refused_before_they_take_memory() -> None:
+    size = 1_000_000
+    everybody = b"\xc0\x84\x3d"  # the size as a number: all of them, in three bytes
+    body = bytes(
+        [200, 1, *[b for label in range(200) for b in ([label] if label < 128 else [label - 128 + 128, 1])], 1]
+    )
+    tracemalloc.start()
+    with pytest.raises(CodecError, match="over 8 passes"):
+        read_labels(Reader(memoryview(body + everybody * 199)), size, 250)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 12 * size
