@@ -13,6 +13,7 @@ from edgefl import __version__
 from edgefl.errors import EdgeflError
 
 COMMANDS = {
+    "codecs": "List the codecs, measure them on a gradient",
     "coordinator": "Set up and run the coordinator, make join tokens",
     "data": "Cut a data set into shards for experiments",
     "demo": "Run a whole fleet on this machine",
