@@ -55,6 +55,10 @@ VARIANTS = {
     "staleness-aware dense": Variant(strategy={"name": "adacomp", "compression": 1.0, "staleness": "update"}),
     "AdaComp 1 %": Variant(strategy=ADACOMP, up="topk:0.01|rice"),
     "AdaComp 1 %, sparse downlink": Variant(strategy=ADACOMP, up="topk:0.01|rice", down="delta"),
+    "AdaComp 1 %, int8, fp16 downlink": Variant(strategy=ADACOMP, up="topk:0.01|int8|rice", down="delta|fp16"),
+    "AdaComp 0.2 %, int8, fp16 downlink": Variant(
+        strategy={**ADACOMP, "compression": 0.002}, up="topk:0.002|int8|rice", down="delta|fp16"
+    ),
     "AdaComp improved": Variant(strategy={**ADACOMP, "improved": True}, down="delta|fp16"),
     "top-k 1 % with error feedback": Variant(strategy={"name": "asgd"}, up="ef|topk:0.01|int8|rice"),
     "QSGD 4 bits": Variant(strategy={"name": "asgd"}, up="dense|qsgd:4"),
@@ -73,10 +77,11 @@ VARIANTS = {
 }
 SAME_RATE = {
     "AdaComp 1 %, sparse downlink": "AdaComp 1 %",
+    "AdaComp 1 %, int8, fp16 downlink": "AdaComp 1 %",
     "dense ASGD, fp16 and zstd": "dense ASGD",
     "FedAvg, fp16": "FedAvg",
 }
-"""Those that differ on the wire alone, by nothing or by fp16's rounding, are tuned once for both."""
+"""Those that differ on the wire alone, by nothing or by a rounding, are tuned once for both."""
 
 
 @dataclass(frozen=True, kw_only=True)

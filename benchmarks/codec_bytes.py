@@ -11,24 +11,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from edgefl.compression.registry import decode_body, make_codec
+from edgefl.compression.measuring import Measured, drawn_update, measure
 from edgefl.errors import EdgeflError
-from edgefl.tasks.local_training import train
-from edgefl.tasks.registry import make_task
-from edgefl.tasks.sources import central_data
-from edgefl.types import Array, LocalPlan, Shapes, SparseTensor, Tensor
+from edgefl.tasks.gradients import Gradient, measured_gradient, network_shapes
 
-WARM_UP_ITERATIONS = 300
+NETWORK = "mnist-cnn"
 # How many times smaller than float32: sparse ones with evenly spread places at their entropy and no header, others as
 # the codes of their papers have it.
 SPECS: Mapping[str, float | None] = {
@@ -58,13 +53,10 @@ SPECS: Mapping[str, float | None] = {
 class Row:
     """One codec; `reference` is the ratio that its paper's encoding or the entropy of its indices allows."""
 
-    spec: str
-    num_bytes: int
-    ratio: float
+    measured: Measured
     reference: float | None
     encode_ms: float
     decode_ms: float
-    relative_error: float
 
 
 def main() -> int:
@@ -73,81 +65,44 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    shapes = make_task("mnist").shapes()
-    try:
-        update, source = measured_update(arguments.data), "one batch of 10 MNIST images"
-    except EdgeflError as error:
-        print(f"no real update ({error}); drawing one", file=sys.stderr)
-        update, source = drawn_update(shapes), "drawn, Student's t with 3 degrees of freedom"
-    rows = [measure(spec, update, shapes, arguments.repeats) for spec in SPECS]
-    print(as_json(rows, source) if arguments.json else as_table(rows, source))
+    gradient = real_or_drawn(arguments.data)
+    rows = [row(spec, gradient, arguments.repeats) for spec in SPECS]
+    print(as_json(rows, gradient.source) if arguments.json else as_table(rows, gradient.source))
     return 0
 
 
-def measured_update(folder: Path | None) -> dict[str, Array]:
-    """Returns the displacement of one iteration after a warm-up.
-
-    Raises:
-        EdgeflError: the images or torch are missing.
-    """
-    task = make_task("mnist")
-    data = central_data("mnist", folder).train
-    learner = task.learner(threads=1)
-    learner.load(task.init(7))
-    for iterations in (WARM_UP_ITERATIONS, 1):
-        plan = LocalPlan(iterations=iterations, batch_size=10, learning_rate=0.02)
-        result = train(
-            learner,
-            data,
-            plan,
-            np.random.default_rng(iterations),
-            clock=time.monotonic,
-            on_iteration=lambda _iteration, _seconds: False,
-        )
-    return {name: dense(tensor) for name, tensor in result.displacement.items()}
+def real_or_drawn(folder: Path | None) -> Gradient:
+    try:
+        return measured_gradient(NETWORK, folder)
+    except EdgeflError as error:
+        print(f"no real update ({error}); drawing one", file=sys.stderr)
+    shapes = network_shapes(NETWORK)
+    update = drawn_update(shapes, np.random.default_rng(7))
+    return Gradient(tensors=update, shapes=shapes, source="drawn, Student's t with 3 degrees of freedom")
 
 
-def drawn_update(shapes: Shapes) -> dict[str, Array]:
-    rng = np.random.default_rng(7)
-    return {spec.name: (1e-3 * rng.standard_t(3, size=spec.shape)).astype(np.float32) for spec in shapes}
-
-
-def measure(spec: str, update: Mapping[str, Array], shapes: Shapes, repeats: int) -> Row:
-    codec = make_codec(spec, shapes)
-    body = codec.encode(update, np.random.default_rng(1))
-    decoded = decode_body(body, shapes)
-    num_dense = sum(tensor.nbytes for tensor in shapes)
+def row(spec: str, gradient: Gradient, repeats: int) -> Row:
+    found = measure(spec, gradient.tensors, gradient.shapes, clock=time.perf_counter, repeats=repeats)
+    num_mb = sum(tensor.nbytes for tensor in gradient.shapes) / 1e6
     return Row(
-        spec=spec,
-        num_bytes=len(body),
-        ratio=num_dense / len(body),
+        measured=found,
         reference=SPECS.get(spec),
-        encode_ms=median_ms(lambda: codec.encode(update, np.random.default_rng(1)), repeats),
-        decode_ms=median_ms(lambda: decode_body(body, shapes), repeats),
-        relative_error=relative_error(update, decoded),
+        encode_ms=1000 * num_mb / found.encode_mb_per_s,
+        decode_ms=1000 * num_mb / found.decode_mb_per_s,
     )
 
 
-def relative_error(update: Mapping[str, Array], decoded: Mapping[str, Tensor]) -> float:
-    squared = sum(float(np.square(dense(decoded[name]) - update[name], dtype=np.float64).sum()) for name in update)
-    return math.sqrt(squared / sum(float(np.square(array, dtype=np.float64).sum()) for array in update.values()))
-
-
-def median_ms(work: Callable[[], object], repeats: int) -> float:
-    seconds = []
-    for _ in range(repeats):
-        begun_s = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - begun_s)
-    return statistics.median(seconds) * 1000
-
-
-def dense(tensor: Tensor) -> Array:
-    return tensor.dense() if isinstance(tensor, SparseTensor) else tensor
-
-
 def as_json(rows: Sequence[Row], source: str) -> str:
-    return json.dumps({"v": 1, "update": source, "codecs": [asdict(row) for row in rows]})
+    codecs = [
+        {
+            **asdict(each.measured),
+            "reference": each.reference,
+            "encode_ms": each.encode_ms,
+            "decode_ms": each.decode_ms,
+        }
+        for each in rows
+    ]
+    return json.dumps({"v": 1, "update": source, "codecs": codecs})
 
 
 def as_table(rows: Sequence[Row], source: str) -> str:
@@ -155,11 +110,11 @@ def as_table(rows: Sequence[Row], source: str) -> str:
         f"update: {source}",
         f"{'codec':24}{'bytes':>10}{'ratio':>9}{'reference':>11}{'encode ms':>11}{'decode ms':>11}{'error':>9}",
     ]
-    for row in rows:
-        reference = "" if row.reference is None else f"{row.reference:g}"
+    for each in rows:
+        found, reference = each.measured, "" if each.reference is None else f"{each.reference:g}"
         lines.append(
-            f"{row.spec:24}{row.num_bytes:>10,}{row.ratio:>8.1f}x{reference:>11}"
-            f"{row.encode_ms:>11.2f}{row.decode_ms:>11.2f}{row.relative_error:>9.3f}"
+            f"{found.spec:24}{found.num_bytes:>10,}{found.ratio:>8.1f}x{reference:>11}"
+            f"{each.encode_ms:>11.2f}{each.decode_ms:>11.2f}{found.relative_error:>9.3f}"
         )
     return "\n".join(lines)
 

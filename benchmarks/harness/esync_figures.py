@@ -47,6 +47,8 @@ def _curves(named: Sequence[tuple[str, Any]], path: Path, title: str) -> Path:
             label=name,
             color=COLOURS[place % len(COLOURS)],
             linestyle=STYLES[place % len(STYLES)],
+            linewidth=1.2,
+            alpha=0.9,
         )
     axes.axhline(0.8, color="grey", linewidth=0.8)
     axes.set(xscale="log", xlabel="virtual seconds", ylabel="test accuracy", ylim=(0, 1), title=title)
@@ -58,10 +60,16 @@ def _bars(names: Sequence[str], values: Sequence[float], path: Path, label: str)
     figure, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
     axes.bar(names, values, color=COLOURS[0])
     for place, value in enumerate(values):
-        axes.annotate(f"{value:.3g}", (place, value), ha="center", va="bottom", fontsize="small")
+        axes.annotate(
+            f"{value:,.0f}" if value >= 100 else f"{value:.3g}",
+            (place, value),
+            ha="center",
+            va="bottom",
+            fontsize="small",
+        )
     axes.set_ylabel(label)
     axes.margins(y=0.12)
-    axes.tick_params(axis="x", labelrotation=20)
+    axes.set_xticks(range(len(names)), names, rotation=20, ha="right", rotation_mode="anchor")
     return _saved(figure, path)
 
 
@@ -72,9 +80,9 @@ def _computing(names: Sequence[str], shares: Sequence[dict[str, float]], path: P
     for place, device in enumerate(devices):
         places = [group + (place - (len(devices) - 1) / 2) * width for group in range(len(names))]
         axes.bar(places, [share.get(device, 0.0) for share in shares], width, label=device, color=COLOURS[place])
-    axes.set_xticks(range(len(names)), names, rotation=20)
+    axes.set_xticks(range(len(names)), names, rotation=20, ha="right", rotation_mode="anchor")
     axes.set(ylabel="share of time computing", ylim=(0, 1.05))
-    axes.legend(fontsize="x-small", ncols=3, loc="upper center")
+    figure.legend(fontsize="x-small", ncols=len(devices), loc="outside upper center")
     return _saved(figure, path)
 
 
