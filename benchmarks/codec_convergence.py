@@ -140,7 +140,7 @@ def budgets(data: Path, model: str, seed: int) -> list[tuple[str, str, str]]:
     """Returns (family, spec, the codec it is as large as): ATOMO's budgets for the bytes of its rivals."""
     import numpy as np  # noqa: PLC0415 likewise
 
-    from edgefl.compression.registry import make_codec  # noqa: PLC0415 likewise
+    from edgefl.compression.codec import make_codec  # noqa: PLC0415 likewise
 
     shapes, update = _first_update(data, model, seed)
 

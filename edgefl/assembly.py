@@ -9,9 +9,10 @@ from typing import Any
 
 from edgefl.adapters.flower_names import is_flower_strategy
 from edgefl.compression.auto import AutoCodec, make_auto, parse_auto
+from edgefl.compression.codec import make_codec
+from edgefl.compression.decoding import decode_body
 from edgefl.compression.delta import encode_delta, parse_down
 from edgefl.compression.measuring import expected_bytes
-from edgefl.compression.registry import decode_body, make_codec
 from edgefl.compression.specs import with_layers
 from edgefl.config import RunConfig
 from edgefl.errors import ConfigError

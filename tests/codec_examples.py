@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from edgefl.compression.codec import Codec, make_codec
 from edgefl.compression.layers import Layers
-from edgefl.compression.registry import Codec, make_codec
 from edgefl.types import Array, Shapes, SparseTensor, Tensor, TensorKind, TensorSpec
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -14,9 +14,11 @@ from edgefl.assembly import assemble
 from edgefl.cli.codecs import command
 from edgefl.compression import auto
 from edgefl.compression.catalogue import listed
+from edgefl.compression.codec import make_codec
+from edgefl.compression.decoding import decode_body
 from edgefl.compression.feedback import ErrorFeedback
 from edgefl.compression.measuring import drawn_update
-from edgefl.compression.registry import ENTRY_POINTS, STAGES, decode_body, make_codec
+from edgefl.compression.registry import ENTRY_POINTS, STAGES
 from edgefl.compression.specs import split_spec
 from edgefl.config import parse_run
 from edgefl.errors import CodecError

@@ -8,8 +8,9 @@ from types import MappingProxyType
 
 import numpy as np
 
+from edgefl.compression.codec import make_codec
 from edgefl.compression.measuring import dense
-from edgefl.compression.registry import RICE, STAGES, StageClass, find_stage, make_codec, stage_names
+from edgefl.compression.registry import RICE, STAGES, StageClass, find_stage, stage_names
 from edgefl.compression.specs import DELTA, FEEDBACK, split_spec
 from edgefl.errors import CodecError
 from edgefl.types import Tensors

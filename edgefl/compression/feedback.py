@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping
 import numpy as np
 from numpy.random import Generator
 
-from edgefl.compression.registry import Codec, shared_shapes
+from edgefl.compression.codec import Codec
 from edgefl.compression.specs import FEEDBACK, split_spec
-from edgefl.compression.stages import exact_array, is_lossy, largest_magnitude, naming
+from edgefl.compression.stages import exact_array, is_lossy, largest_magnitude, naming, shared_shapes
 from edgefl.errors import CodecError
 from edgefl.types import Array, SparseTensor, Tensor, Tensors, TensorSpec
 

@@ -30,7 +30,7 @@ _NAMED = 24
 
 
 class GroupCodec(Protocol):
-    """What a group is written by: `registry.Codec` of some of the task's tensors."""
+    """What a group is written by: `codec.Codec` of some of the task's tensors."""
 
     @property
     def spec(self) -> str: ...
@@ -98,7 +98,7 @@ class Layers:
 
     @staticmethod
     def decode(reader: Reader, shapes: Shapes, values: type[ValueStage]) -> dict[str, Tensor]:  # noqa: ARG004 likewise
-        from edgefl.compression.registry import decode_group  # noqa: PLC0415 the registry knows this stage
+        from edgefl.compression.decoding import decode_group  # noqa: PLC0415 the decoder knows this stage
 
         decoded: dict[str, Tensor] = {}
         for _ in range(reader.varint(len(shapes))):

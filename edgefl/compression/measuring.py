@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.random import Generator
 
+from edgefl.compression.codec import Codec, make_codec
+from edgefl.compression.decoding import decode_body
 from edgefl.compression.feedback import ErrorFeedback, uses_feedback
 from edgefl.compression.indices import write_indices
-from edgefl.compression.registry import Codec, decode_body, make_codec, shared_shapes
+from edgefl.compression.stages import shared_shapes
 from edgefl.types import Array, Shapes, SparseTensor, Tensor, Tensors
 
 DRAWN_DEGREES = 3

@@ -220,3 +220,8 @@ def naming(spec: TensorSpec) -> Iterator[None]:
         yield
     except CodecError as error:
         raise CodecError(f"tensor {spec.name!r}: {error}") from None
+
+
+def shared_shapes(shapes: Shapes) -> Shapes:
+    """Returns the specs of the tensors that travel, in order."""
+    return tuple(spec for spec in shapes if spec.shared)

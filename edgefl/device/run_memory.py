@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
+from edgefl.compression.codec import make_codec
 from edgefl.compression.feedback import ErrorFeedback
-from edgefl.compression.registry import make_codec
 from edgefl.device.run_files import load_arrays, save_arrays
 from edgefl.errors import CodecError, StoreError
 from edgefl.types import Array, Shapes

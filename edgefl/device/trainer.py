@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
+from edgefl.compression.codec import make_codec
+from edgefl.compression.decoding import decode_body
 from edgefl.compression.delta import apply_delta
 from edgefl.compression.feedback import uses_feedback
-from edgefl.compression.registry import decode_body, make_codec
 from edgefl.device.residents import load_resident, save_resident
 from edgefl.device.run_memory import RunMemory
 from edgefl.device.warm_tasks import WarmTask, WarmTasks

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from edgefl.compression.registry import make_codec
+from edgefl.compression.codec import make_codec
 from edgefl.simulation.boards import Board
 from edgefl.simulation.training import FailedJobError, Job, Scores, Sent, Trained
 from edgefl.types import Array, Shapes, Tensors, derived_rng

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgefl.compression.registry import decode_body
+from edgefl.compression.decoding import decode_body
 from edgefl.simulation.training import FailedJobError, Job, Scores, Sent, Trained
 from edgefl.simulation.workbench import Product, Workbench
 from edgefl.types import LazyTensors, Shapes

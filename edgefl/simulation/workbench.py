@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from edgefl.compression.codec import Codec, make_codec
+from edgefl.compression.decoding import decode_body
 from edgefl.compression.feedback import ErrorFeedback, uses_feedback
-from edgefl.compression.registry import Codec, decode_body, make_codec
 from edgefl.errors import ConfigError, DataError, TaskError
 from edgefl.simulation.data import FleetData, Shard
 from edgefl.simulation.training import Scores, Sent

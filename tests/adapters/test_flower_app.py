@@ -28,7 +28,7 @@ from edgefl.adapters.app_messages import pack, unpack
 from edgefl.adapters.flower_app import to_toml, write_flower_app
 from edgefl.adapters.grid_fleet import GridFleet
 from edgefl.adapters.process_globals import ensure_identity
-from edgefl.compression.registry import make_codec
+from edgefl.compression.codec import make_codec
 from edgefl.config import load_run, parse_run
 from edgefl.errors import ConfigError, NetworkError, UsageError
 from edgefl.processes import end_with_parent

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from edgefl.compression.atomo import read_entries
+from edgefl.compression.codec import make_codec
 from edgefl.compression.floats import Float32
-from edgefl.compression.registry import make_codec
 from edgefl.compression.wire import Reader
 from edgefl.errors import CodecError
 from edgefl.types import Array, SparseTensor, TensorSpec

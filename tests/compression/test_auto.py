@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from edgefl.compression.auto import CANDIDATES, FIRST_SHARE, LEAST_SHARE, MOST_SHARE, make_auto, parse_auto
+from edgefl.compression.codec import make_codec
 from edgefl.compression.measuring import expected_bytes
-from edgefl.compression.registry import make_codec
 from edgefl.errors import CodecError
 from edgefl.types import Assignment, LocalPlan, Lost, Outcome, TensorSpec, Update, UpdateMetrics
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from edgefl.compression.catalogue import ENTRIES, listed, usual_lines
+from edgefl.compression.codec import make_codec
 from edgefl.compression.measuring import drawn_update, measure
-from edgefl.compression.registry import STAGES, make_codec, stage_names
+from edgefl.compression.registry import STAGES, stage_names
 from edgefl.compression.specs import split_spec
 from edgefl.errors import CodecError
 from edgefl.types import TensorSpec

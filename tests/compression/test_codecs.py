@@ -30,8 +30,10 @@ from codec_examples import (
 )
 
 from edgefl.compression.atomo import Atomo
+from edgefl.compression.codec import Codec, make_codec
+from edgefl.compression.decoding import decode_body
 from edgefl.compression.dense import Dense
-from edgefl.compression.registry import STAGES, Codec, decode_body, make_codec, stage_names
+from edgefl.compression.registry import STAGES, stage_names
 from edgefl.compression.sparse import RandK, Threshold, TopK
 from edgefl.compression.spectral import AtomoSvd
 from edgefl.compression.wire import BY_NAME, read_frame, write_frame

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies
 
+from edgefl.compression.codec import Codec, make_codec
+from edgefl.compression.decoding import decode_body
 from edgefl.compression.delta import apply_delta, encode_delta, parse_down
-from edgefl.compression.registry import Codec, decode_body, make_codec
 from edgefl.compression.wire import read_frame, write_frame
 from edgefl.errors import CodecError
 from edgefl.types import Array, Shapes, TensorKind, TensorSpec

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from edgefl.compression.registry import make_codec
+from edgefl.compression.codec import make_codec
 from edgefl.compression.wire import read_frame
 from edgefl.errors import CodecError
 from edgefl.types import Array, TensorSpec

@@ -9,7 +9,7 @@ import pytest
 from codec_examples import EXAMPLES, SHAPES, assert_declared, encoded, sealed
 from damaged_bodies import all_surfaces, damaged, decode_damaged, surfaces_of
 
-from edgefl.compression.registry import decode_body
+from edgefl.compression.decoding import decode_body
 from edgefl.errors import CodecError
 
 NUM_MUTATIONS = 20_000

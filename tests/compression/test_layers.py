@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from edgefl.assembly import assemble
+from edgefl.compression.codec import Codec, make_codec
+from edgefl.compression.decoding import decode_body
 from edgefl.compression.delta import parse_down
 from edgefl.compression.feedback import ErrorFeedback
 from edgefl.compression.indices import write_indices
 from edgefl.compression.layers import Layers, grouped
-from edgefl.compression.registry import LAYERS, STAGES, Codec, decode_body, make_codec
+from edgefl.compression.registry import LAYERS, STAGES
 from edgefl.compression.specs import split_spec, with_layers
 from edgefl.compression.wire import varint, write_frame
 from edgefl.config import RunConfig, parse_run

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import zstandard
 
+from edgefl.compression.codec import make_codec
+from edgefl.compression.decoding import decode_body
 from edgefl.compression.dense import Dense
 from edgefl.compression.lossless import Shuffle, Zstd
-from edgefl.compression.registry import decode_body, make_codec
 from edgefl.compression.stages import ValueStage
 from edgefl.compression.wire import read_frame, varint, write_frame
 from edgefl.errors import CodecError

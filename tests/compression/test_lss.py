@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from edgefl.compression.clusters import Clusters
+from edgefl.compression.codec import make_codec
 from edgefl.compression.feedback import ErrorFeedback
 from edgefl.compression.lss import estimate, sketch
-from edgefl.compression.registry import make_codec
 from edgefl.errors import CodecError
 from edgefl.types import Array, Shapes, SparseTensor, TensorSpec
 
@@ -102,7 +102,7 @@ def test_l3_one_bucket_for_a_cluster_is_its_mean() -> None:
 PROCESS = """
 import sys, zlib
 import numpy as np
-from edgefl.compression.registry import make_codec
+from edgefl.compression.codec import make_codec
 from edgefl.types import TensorSpec
 values = (1e-3 * np.random.default_rng(1).standard_t(3, 150_000)).astype(np.float32)
 codec = make_codec("lss:3|fp16", (TensorSpec(name="w", shape=values.shape),))

@@ -6,8 +6,8 @@ from itertools import count
 import numpy as np
 import pytest
 
+from edgefl.compression.codec import make_codec
 from edgefl.compression.measuring import drawn_update, expected_bytes, measure, places_cost, relative_error
-from edgefl.compression.registry import make_codec
 from edgefl.types import SparseTensor, TensorSpec
 
 SHAPES = (TensorSpec(name="w", shape=(40, 50)), TensorSpec(name="b", shape=(40,)))

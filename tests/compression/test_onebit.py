@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from edgefl.compression.codec import make_codec
 from edgefl.compression.feedback import ErrorFeedback
 from edgefl.compression.onebit import OneBit
-from edgefl.compression.registry import make_codec
 from edgefl.compression.wire import Reader
 from edgefl.errors import CodecError
 from edgefl.types import Array, TensorSpec

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from edgefl.compression.codec import make_codec
 from edgefl.compression.feedback import ErrorFeedback
-from edgefl.compression.registry import make_codec
 from edgefl.compression.wire import read_frame, write_frame
 from edgefl.errors import CodecError
 from edgefl.types import Array, Shapes, SparseTensor, TensorSpec

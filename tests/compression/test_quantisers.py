@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from edgefl.compression.codec import make_codec
 from edgefl.compression.int8 import Int8
 from edgefl.compression.qsgd import Qsgd
-from edgefl.compression.registry import make_codec
 from edgefl.compression.stages import ValueStage
 from edgefl.compression.terngrad import TernGrad
 from edgefl.compression.wire import Reader

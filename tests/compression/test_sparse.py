@@ -5,7 +5,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from edgefl.compression.registry import make_codec
+from edgefl.compression.codec import make_codec
 from edgefl.compression.sparse import num_kept
 from edgefl.types import Array, Shapes, SparseTensor, TensorSpec
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from edgefl.compression.registry import make_codec
+from edgefl.compression.codec import make_codec
 from edgefl.compression.triples import spectrum_of
 from edgefl.compression.wire import read_frame
 from edgefl.errors import CodecError

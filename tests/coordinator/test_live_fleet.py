@@ -7,7 +7,8 @@ import time
 import numpy as np
 import pytest
 
-from edgefl.compression.registry import decode_body, make_codec
+from edgefl.compression.codec import make_codec
+from edgefl.compression.decoding import decode_body
 from edgefl.coordinator.live_fleet import EVALUATION_DEADLINE_S, FleetRun, InterruptedRunError, LiveFleet
 from edgefl.coordinator.outstanding import LOST_AFTER_S
 from edgefl.coordinator.presence import Presence

@@ -5,7 +5,8 @@ import contextlib
 import numpy as np
 import pytest
 
-from edgefl.compression.registry import decode_body, make_codec
+from edgefl.compression.codec import make_codec
+from edgefl.compression.decoding import decode_body
 from edgefl.coordinator.ledger import Ledger
 from edgefl.coordinator.recorder import Recorder
 from edgefl.errors import JournalError, StoreFullError, StrategyError

@@ -7,8 +7,9 @@ import time
 import numpy as np
 import pytest
 
+from edgefl.compression.codec import make_codec
+from edgefl.compression.decoding import decode_body
 from edgefl.compression.delta import encode_delta
-from edgefl.compression.registry import decode_body, make_codec
 from edgefl.device.trainer import AbandonedError, Trainer
 from edgefl.tasks.cards import ShardCard
 from edgefl.tasks.registry import make_task

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgefl.compression.registry import make_codec
+from edgefl.compression.codec import make_codec
 from edgefl.device.trainer import Trainer
 from edgefl.errors import RunFailedError
 from edgefl.simulation.choosing import Choosing

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from edgefl.compression.registry import make_codec
+from edgefl.compression.codec import make_codec
 from edgefl.errors import ConfigError
 from edgefl.storage.state_files import pack_state, unpack_state
 from edgefl.strategies.registry import make_strategy
