@@ -23,14 +23,14 @@ help:
 	@echo "make test-slow  run the tests that take minutes"
 	@echo "make fuzz       feed a million damaged bodies to the decoders (Linux on x86-64; minutes)"
 	@echo "make check      format, lint and strict types"
-	@echo "make bench      measure the figures that the README quotes"
+	@echo "make bench      measure the figures that the README quotes (hours; EDGEFL_DATA says where data is)"
 	@echo "make clean      remove the environment and what tools left behind"
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/edgefl demo $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)
