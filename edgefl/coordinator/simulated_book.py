@@ -111,7 +111,10 @@ class RunBook:
     def fail(self, error: BaseException) -> None:
         """Writes what there is, and why there is no more."""
         self._ledger.finish()
-        self._end(RunStatus.FAILED, str(error) or type(error).__name__)
+        if isinstance(error, KeyboardInterrupt):
+            self._end(RunStatus.INTERRUPTED, "Ctrl-C")
+        else:
+            self._end(RunStatus.FAILED, str(error) or type(error).__name__)
 
     def _end(self, status: RunStatus, reason: str) -> None:
         now = self._now()

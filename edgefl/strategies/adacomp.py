@@ -26,6 +26,8 @@ from edgefl.strategies.asynchronous import Asynchronous, AsyncState
 from edgefl.strategies.rounds import RoundRules
 from edgefl.types import Array, Indices, SparseTensor, Tensor
 
+SMALLEST = 1e-12
+"""The smallest fraction that the codec takes."""
 STALENESS = ("parameter", "update", "none")
 MAX_COUNT = np.iinfo(np.uint16).max
 
@@ -46,8 +48,10 @@ class AdaComp(StepSettings):
     improved: bool = False
 
     def build(self, rules: RoundRules) -> AdaptiveCompression:
-        if not 0 < self.compression <= 1:
-            raise ConfigError(f"strategy.compression must be a fraction in (0, 1], got {self.compression!r}")
+        if not SMALLEST <= self.compression <= 1:
+            raise ConfigError(
+                f"strategy.compression must be a fraction from {SMALLEST:g} to 1, got {self.compression!r}"
+            )
         if self.staleness not in STALENESS:
             raise ConfigError(f"strategy.staleness must be one of {', '.join(STALENESS)}, got {self.staleness!r}")
         if rules.server.kind != "none":

@@ -10,6 +10,7 @@ import pytest
 
 from edgefl.config import RunConfig, parse_run
 from edgefl.coordinator.simulated_book import BETWEEN_RUNS_S, EPOCH, FLUSH_EVERY, RunBook
+from edgefl.errors import RunFailedError
 from edgefl.storage.queries import history
 from edgefl.storage.store import Store
 from edgefl.strategies.gate import StrategyGate
@@ -92,12 +93,22 @@ def test_an_id_follows_from_what_is_run_and_not_from_who_trains(tmp_path: Path) 
     assert ids[0] == ids[1] != ids[2]
 
 
-def test_a_run_that_failed_keeps_its_rows_and_says_why(store: Store) -> None:
+@pytest.mark.parametrize(
+    ("error", "status", "reason"),
+    [
+        (RunFailedError("all were gone"), "failed", "all were gone"),
+        (MemoryError(), "failed", "MemoryError"),
+        (KeyboardInterrupt(), "interrupted", "Ctrl-C"),
+    ],
+)
+def test_a_run_that_failed_keeps_its_rows_and_says_why(
+    store: Store, error: BaseException, status: str, reason: str
+) -> None:
     book = played(store, config())
-    book.fail(KeyboardInterrupt())
+    book.fail(error)
     assert len(history(store, "updates", run=book.run_id)) == 1
     record = store.run(book.run_id)
-    assert (record.status, record.reason) == ("failed", "KeyboardInterrupt")
+    assert (record.status, record.reason) == (status, reason)
 
 
 def test_rows_are_written_while_the_run_goes_on(store: Store) -> None:

@@ -283,8 +283,9 @@ def test_the_servers_learning_rate_scales_every_step():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"compression": 0.0}, r"strategy.compression must be a fraction in \(0, 1\], got 0.0"),
-        ({"compression": 3.0}, r"strategy.compression must be a fraction in \(0, 1\], got 3.0"),
+        ({"compression": 0.0}, "strategy.compression must be a fraction from 1e-12 to 1, got 0.0"),
+        ({"compression": 1e-300}, "strategy.compression must be a fraction from 1e-12 to 1, got 1e-300"),
+        ({"compression": 3.0}, "strategy.compression must be a fraction from 1e-12 to 1, got 3.0"),
         ({"staleness": "all"}, "strategy.staleness must be one of parameter, update, none, got 'all'"),
     ],
 )
