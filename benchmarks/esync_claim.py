@@ -1,6 +1,6 @@
 """ESync's claim: six devices, four at 0.03 s and two at 3.5 s per iteration, virtual time to an accuracy of 0.80.
 
-    python benchmarks/esync_claim.py --data DIR [--model lenet] [--jobs 2] [--out esync-claim]
+    python benchmarks/esync_claim.py --data DIR [--model 2nn] [--jobs 2] [--out esync-claim]
 
 DIR holds `fashion-mnist/`. Every strategy trains the same network with batches of 64 at a learning rate of 0.032: the
 paper's settings, on mean gradients. The data is IID or cut by class (`sorted`: the two slow devices alone own classes
@@ -265,7 +265,7 @@ def print_table(known: dict[Cell, Outcome], args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=os.environ.get("EDGEFL_DATA"), help="holds fashion-mnist/")
-    parser.add_argument("--model", default="lenet", choices=("lenet", "cnn-small", "cnn", "2nn"))
+    parser.add_argument("--model", default="2nn", choices=("lenet", "cnn-small", "cnn", "2nn"))
     parser.add_argument("--target", type=float, default=0.8)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, default=Path("esync-claim"))
