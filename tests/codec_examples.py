@@ -23,6 +23,7 @@ EXAMPLES = (
     "dense|int8:channel",
     "dense|qsgd:4",
     "dense|qsgd:1:8",
+    "dense|qsgd:8",
     "dense|terngrad",
     "dense|terngrad:inf",
     "dense|sign",

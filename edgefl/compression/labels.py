@@ -1,66 +1,60 @@
-"""One of a few labels for each value, in nearly as few bits as their entropy.
+"""One of a few labels for each value, in about as few bits as their entropy.
 
-Written are the number of labels that occur, these with the most frequent first, and a byte that names the form:
-
-    0      each one's rank by frequency, in as many bits as the highest one needs
-    1      which values do not have the first label as a set, which of those not the second as a set among them, …
+Written are the highest label, the length of a Zstandard frame, and the frame. In it stand the labels as digits to the
+base of the highest label plus one, as many in a byte as fit, the first the lowest; above 255 they take two bytes.
+Labels of neighbouring values are often alike, which makes the frame smaller than the entropy of single ones. Where
+they are not, Zstandard finds repetitions that cost more than they save: so there are two frames, one of which hardly
+looks for any, and the shorter is sent.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from edgefl.compression.indices import read_mask, write_mask
-from edgefl.compression.masks import looked_up, picked, put
-from edgefl.compression.rice import pack_bits, read_narrow_bits
+from edgefl.compression.frames import packed, unpacked
 from edgefl.compression.wire import Reader, varint
 from edgefl.errors import CodecError
 from edgefl.types import Array
 
-_FIXED, _SETS = 0, 1
-_MAX_LABELS = 2**10
+_LEVEL = 1
+_SETTINGS: tuple[dict[str, int], ...] = ({}, {"window_log": 17, "hash_log": 6, "chain_log": 6})
+_NUM_BYTES = 2**8
+_MAX_LABEL = 2**16 - 1
 _FEW = 16
 # The steps of a chunk find its numbers in the cache.
 _CHUNK = 2**15
-_ENDLESS_FROM = 8.0
-"""Sets take a pass over the values for each rank: with a mean rank over this the time is not worth the bytes."""
+_FRAME_BYTES = 2**10
+"""More than a frame takes beside its content, however little that gives way."""
 
 
 def write_labels(labels: Array) -> list[Array]:
-    """Returns the arrays to write for [n] non-negative integer labels, n > 0."""
-    counts = count_labels(labels, int(labels.max()) + 1)
-    order = np.argsort(-counts, kind="stable")[: np.count_nonzero(counts)]
-    parts = [varint(order.size), *(varint(int(label)) for label in order)]
-    if order.size == 1:
-        return parts
-    ranks = looked_up(_ranks_of(order, counts.size), labels)
-    by_frequency = counts[order]
-    form = _SETS if _sets_pay(by_frequency) else _FIXED
-    coded = _write_sets(ranks, order.size) if form == _SETS else [pack_bits(ranks, _width(order.size))]
-    return [*parts, np.array([form], dtype=np.uint8), *coded]
+    """Returns the arrays to write for [n] integer labels, each from 0 to 65,535."""
+    highest = int(labels.max(initial=0))
+    content = _digits(labels, highest + 1).data
+    frame = min((packed(content, _LEVEL, **settings) for settings in _SETTINGS), key=len)
+    return [varint(highest), varint(frame.size), frame]
 
 
 def read_labels(reader: Reader, count: int, highest: int) -> Array:
-    """Returns the [count] labels, count > 0, each at most `highest`.
+    """Returns the [count] labels, each at most `highest`.
 
     Raises:
         CodecError: damaged.
     """
-    num_labels = reader.varint(min(count, highest + 1, _MAX_LABELS))
-    order = np.array([reader.varint(highest) for _ in range(num_labels)], dtype=np.min_scalar_type(highest))
-    if not num_labels or np.unique(order).size != num_labels:
-        raise CodecError(f"payload lists the labels {order.tolist()}, expected different ones")
-    if num_labels == 1:
-        return np.full(count, order[0])
-    form = reader.take(1)[0]
-    if form == _SETS:
-        return looked_up(order, _read_sets(reader, count, num_labels))
-    if form != _FIXED:
-        raise CodecError(f"payload holds labels in form {form}, which this edgefl does not know")
-    ranks = read_narrow_bits(reader, count, _width(num_labels))
-    if int(ranks.max()) >= num_labels:
-        raise CodecError(f"payload holds label number {int(ranks.max())} of {num_labels}")
-    return looked_up(order, ranks)
+    base = reader.varint(min(highest, _MAX_LABEL)) + 1
+    num_digits = _digits_of_byte(base)
+    num_bytes = 2 * count if base > _NUM_BYTES else -(-count // num_digits)
+    frame = reader.take(reader.varint(num_bytes + num_bytes // _NUM_BYTES + _FRAME_BYTES))
+    content = unpacked(frame, num_bytes)
+    if len(content) != num_bytes:
+        raise CodecError(f"payload holds {len(content)} bytes of labels, {num_bytes} are announced")
+    found = np.frombuffer(content, dtype=np.uint8 if base <= _NUM_BYTES else "<u2")
+    if int(found.max(initial=0)) >= base**num_digits:
+        raise CodecError(f"payload holds the labels {int(found.max())}, at most {base**num_digits - 1} is right")
+    if num_digits == 1:
+        return found
+    table = np.stack([np.arange(_NUM_BYTES) // base**place % base for place in range(num_digits)], axis=1)
+    return np.take(table.astype(np.uint8), found, axis=0).reshape(-1)[:count]
 
 
 def count_labels(labels: Array, num_labels: int) -> Array:
@@ -73,47 +67,20 @@ def count_labels(labels: Array, num_labels: int) -> Array:
     return counts
 
 
-def _ranks_of(order: Array, num_labels: int) -> Array:
-    ranks = np.zeros(num_labels, dtype=np.uint8 if order.size <= 2**8 else np.uint16)
-    ranks[order] = np.arange(order.size)
-    return ranks
+def _digits(labels: Array, base: int) -> Array:
+    """Returns the content of the frame."""
+    if base > _NUM_BYTES:
+        return labels.astype("<u2")
+    num_digits = _digits_of_byte(base)
+    if num_digits == 1:
+        return labels.astype(np.uint8)
+    content = np.zeros(-(-labels.size // num_digits), dtype=np.uint8)
+    for place in range(num_digits):
+        digits = labels[place::num_digits].astype(np.uint8)
+        content[: digits.size] += digits * np.uint8(base**place)
+    return content
 
 
-def _sets_pay(by_frequency: Array) -> bool:
-    """Says whether the ranks are smaller as sets, and few passes enough."""
-    shares = by_frequency / by_frequency.sum()
-    entropy = -float(shares @ np.log2(shares))
-    mean_rank = float(shares @ np.arange(shares.size))
-    # Sets come within a twentieth of the entropy.
-    return mean_rank <= _ENDLESS_FROM and 1.05 * entropy < _width(shares.size)
-
-
-def _write_sets(ranks: Array, num_labels: int) -> list[Array]:
-    parts: list[Array] = []
-    for rank in range(num_labels - 1):
-        is_later = ranks > rank
-        parts += write_mask(is_later)
-        ranks = picked(ranks, is_later)
-    return parts
-
-
-def _read_sets(reader: Reader, count: int, num_labels: int) -> Array:
-    """Returns the ranks: built from the last set to the first, so that each is spread over its own values only."""
-    masks, left, num_read = [], count, 0
-    for _ in range(num_labels - 1):
-        num_read += left
-        if num_read > _ENDLESS_FROM * count:
-            raise CodecError(f"payload takes over {_ENDLESS_FROM:g} passes for {count} labels")
-        masks.append(read_mask(reader, left))
-        left = int(np.count_nonzero(masks[-1]))
-    ranks = np.zeros(left, dtype=np.uint8 if num_labels <= 2**8 else np.uint16)
-    while masks:
-        is_later = masks.pop()
-        whole = np.zeros(is_later.size, dtype=ranks.dtype)
-        put(ranks + 1, is_later, whole)
-        ranks = whole
-    return ranks
-
-
-def _width(num_labels: int) -> int:
-    return max(1, (num_labels - 1).bit_length())
+def _digits_of_byte(base: int) -> int:
+    """Returns how many digits fit in a byte, at least one and at most eight."""
+    return next((number for number in range(8, 1, -1) if base**number <= _NUM_BYTES), 1)

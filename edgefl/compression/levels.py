@@ -1,8 +1,10 @@
 """Signed quantisation levels in nearly as few bits as their entropy.
 
-Small levels are frequent. So the places of those that are not zero are coded as a set, then their signs, then which
-of them are larger than one as a set among them, and of these the magnitudes less two, Golomb-Rice coded behind a byte
-that gives the parameter. What the highest level leaves no doubt about is not written.
+Of few levels the small ones are frequent. So the places of those that are not zero are coded as a set, then their
+signs, then which of them are larger than one as a set among them, and of these the magnitudes less two, Golomb-Rice
+coded behind a byte that gives the parameter. What the highest level leaves no doubt about is not written. From 127
+levels on few are zero: written are the magnitudes as `labels.py` has it, several times faster for hardly a byte more,
+then the signs of those that are not zero.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from edgefl.compression.indices import read_mask, write_mask
+from edgefl.compression.labels import read_labels, write_labels
 from edgefl.compression.masks import picked, put
 from edgefl.compression.rice import (
     MAX_PARAMETER,
@@ -24,9 +27,14 @@ from edgefl.compression.wire import Reader
 from edgefl.errors import CodecError
 from edgefl.types import Array
 
+_MANY = 127
+
 
 def write_levels(levels: Array, highest: int) -> list[Array]:
     """Returns the arrays to write for [n] integer levels from -highest to highest."""
+    if highest >= _MANY:
+        magnitudes = np.abs(levels).astype(np.min_scalar_type(highest), copy=False)
+        return [*write_labels(magnitudes), pack_bits(picked(levels, magnitudes != 0) < 0, 1)]
     is_there = levels != 0
     parts = write_mask(is_there)
     found = picked(levels, is_there)
@@ -46,6 +54,8 @@ def read_levels(reader: Reader, size: int, highest: int) -> Array:
     Raises:
         CodecError: damaged.
     """
+    if highest >= _MANY:
+        return _read_many(reader, size, highest)
     levels = np.zeros(size, dtype=np.float32)
     is_there = read_mask(reader, size)
     count = int(np.count_nonzero(is_there))
@@ -54,6 +64,16 @@ def read_levels(reader: Reader, size: int, highest: int) -> Array:
         magnitudes = _read_magnitudes(reader, count, highest)
         negate(magnitudes, is_negative)
         put(magnitudes, is_there, levels)
+    return levels
+
+
+def _read_many(reader: Reader, size: int, highest: int) -> Array:
+    magnitudes = read_labels(reader, size, highest)
+    is_there = magnitudes != 0
+    count = int(np.count_nonzero(is_there))
+    levels, is_negative = magnitudes.astype(np.float32), np.zeros(size, dtype=np.uint8)
+    put(read_narrow_bits(reader, count, 1), is_there, is_negative)
+    negate(levels, is_negative)
     return levels
 
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import numpy as np
-import zstandard
 
+from edgefl.compression.frames import packed, unpacked
 from edgefl.compression.stages import StageKind, whole_number
 from edgefl.compression.wire import Reader, little_endian_bytes, varint
-from edgefl.errors import CodecError
 from edgefl.types import Array
 
 LEVEL = 3
@@ -35,11 +34,11 @@ class Zstd:
         return cls(level=whole_number("zstd", argument, 1, _MAX_LEVEL) if argument else LEVEL)
 
     def encode(self, parts: Sequence[Array]) -> Sequence[Array]:
-        return [_packed(b"".join(little_endian_bytes(part) for part in parts), self.level)]
+        return [packed(b"".join(little_endian_bytes(part) for part in parts), self.level)]
 
     @staticmethod
     def decode(payload: memoryview, max_bytes: int) -> memoryview:
-        return memoryview(_unpacked(payload, max_bytes))
+        return memoryview(unpacked(payload, max_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +64,11 @@ class Shuffle:
             runs = [(1, filled)]
         sizes = [(width, sum(part.nbytes for part in run) // width) for width, run in runs]
         table = [varint(len(runs)), *(varint(number) for size in sizes for number in size)]
-        return [_packed(_planes(np.concatenate(table), runs, sizes).data, self.level)]
+        return [packed(_planes(np.concatenate(table), runs, sizes).data, self.level)]
 
     @staticmethod
     def decode(payload: memoryview, max_bytes: int) -> memoryview:
-        reader = Reader(memoryview(_unpacked(payload, max_bytes)))
+        reader = Reader(memoryview(unpacked(payload, max_bytes)))
         num_runs = reader.varint(_MAX_RUNS)
         runs = [(reader.varint(_MAX_ITEM_BYTES), reader.varint(max_bytes)) for _ in range(num_runs)]
         rows = [
@@ -94,23 +93,3 @@ def _planes(table: Array, runs: Sequence[tuple[int, Sequence[Array]]], sizes: Se
             planes[:, filled : filled + len(rows)] = rows.T
             filled += len(rows)
     return content
-
-
-def _packed(content: bytes | memoryview, level: int) -> Array:
-    return np.frombuffer(zstandard.ZstdCompressor(level=level).compress(content), dtype=np.uint8)
-
-
-def _unpacked(payload: memoryview, max_bytes: int) -> bytes:
-    """Returns the content of a frame.
-
-    Raises:
-        CodecError: it is damaged, or states a length over `max_bytes`; nothing was unpacked.
-    """
-    try:
-        # The length is the frame's own claim, and memory is taken by it: it is held against the cap first.
-        length = zstandard.get_frame_parameters(payload).content_size
-        if length > max_bytes:
-            raise CodecError(f"payload unpacks to over {max_bytes} bytes, more than the task's tensors can take")
-        return zstandard.ZstdDecompressor().decompress(payload, max_output_size=max_bytes, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise CodecError(f"payload cannot be unpacked: {error}") from None
