@@ -232,12 +232,19 @@ def run_all(cells: list[Cell], results: Results, args: argparse.Namespace) -> li
 
 def tune(names: list[str], results: Results, args: argparse.Namespace) -> dict[str, tuple[float, str]]:
     """Returns each variant's best learning rate and decay, by runs of the first seed."""
-    grids = {
-        name: [(rate, decay) for rate in VARIANTS[name].rates for decay in VARIANTS[name].decays] for name in names
-    }
+    grids = {name: _grid(VARIANTS[name], args) for name in names}
     short = _best_of(grids, args.tune_updates, args.finalists, results, args)
     longer = _best_of(short, args.tune_updates * args.longer, 1, results, args)
     return {name: ranked[0] for name, ranked in longer.items() if ranked}
+
+
+def _grid(variant: Variant, args: argparse.Namespace) -> list[tuple[float, str]]:
+    return [
+        (rate, decay)
+        for rate in variant.rates
+        for decay in variant.decays
+        if rate in (args.rates or [rate]) and decay in (args.decays or [decay])
+    ]
 
 
 def _best_of(
@@ -361,6 +368,8 @@ def main() -> None:
     parser.add_argument("--longer", type=int, default=4)
     parser.add_argument("--max-updates", type=int, default=60_000)
     parser.add_argument("--max-rounds", type=int, default=60, help="likewise, of FedAvg")
+    parser.add_argument("--rates", type=float, nargs="+", help="try these of the learning rates alone")
+    parser.add_argument("--decays", choices=DECAYS, nargs="+", help="try these of the decays alone")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, default=Path("adacomp-claim"))
     parser.add_argument("--known", action="store_true", help="run nothing, print what is known")

@@ -22,11 +22,11 @@ from pathlib import Path
 
 import numpy as np
 
-from edgefl.compression.clusters import bucket_weights, share_buckets, train_clusters
 from edgefl.compression.codec import make_codec
+from edgefl.compression.coding.labels import count_labels
 from edgefl.compression.decoding import decode_body
-from edgefl.compression.labels import count_labels
-from edgefl.compression.lss import FRACTION
+from edgefl.compression.tensors.clusters import bucket_weights, share_buckets, train_clusters
+from edgefl.compression.tensors.lss import FRACTION
 from edgefl.errors import EdgeflError
 from edgefl.tasks.gradients import Gradient, measured_gradient, read_gradient
 from edgefl.types import Array, SparseTensor, Tensor

@@ -14,8 +14,8 @@ import zstandard
 from codec_examples import EXAMPLES, SHAPES, assert_declared, rng, sealed, small_tensors
 
 from edgefl.compression.codec import make_codec
+from edgefl.compression.coding.indices import read_indices, write_indices
 from edgefl.compression.decoding import decode_body
-from edgefl.compression.indices import read_indices, write_indices
 from edgefl.compression.registry import LAYERS, STAGES
 from edgefl.compression.stages import shared_shapes
 from edgefl.compression.wire import Frame, Reader, read_frame, varint, write_frame

@@ -183,7 +183,7 @@ def test_every_file_imports_only_what_its_room_may() -> None:
         ("strategies/fedavg.py", "from time import monotonic"),
         ("strategies/fedavg.py", "import datetime\ndatetime.datetime.now()"),
         ("strategies/fedavg.py", "from random import choice"),
-        ("compression/dense.py", "import sqlalchemy"),
+        ("compression/tensors/dense.py", "import sqlalchemy"),
         ("storage/store.py", "import pickle"),
         ("storage/store.py", "import time"),
         ("storage/store.py", "from edgefl.coordinator.bus import Bus"),

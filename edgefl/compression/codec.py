@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from numpy.random import Generator
 
 from edgefl.compression.decoding import decode_body, most_bytes
-from edgefl.compression.floats import Float32
 from edgefl.compression.layers import Group, GroupCodec, Layers, grouped
 from edgefl.compression.registry import LAYERS, RICE, STAGES, StageClass, arrange, stage_by_name
 from edgefl.compression.specs import DELTA, FEEDBACK, CodecSpec, split_spec
 from edgefl.compression.stages import LosslessStage, StageKind, TensorStage, ValueStage, does_remember, shared_shapes
+from edgefl.compression.values.floats import Float32
 from edgefl.compression.wire import StageId, write_frame
 from edgefl.errors import CodecError
 from edgefl.types import Array, Shapes, Tensor, Tensors

@@ -12,14 +12,14 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.random import Generator
 
-from edgefl.compression.changes import Changes, changed_entries
 from edgefl.compression.codec import Codec, build_codec, check_memory
 from edgefl.compression.decoding import decode_frame, is_delta_frame
-from edgefl.compression.dense import Dense
-from edgefl.compression.floats import BFloat16, Float16, Float32
 from edgefl.compression.registry import STAGES
 from edgefl.compression.specs import DELTA, FEEDBACK, split_spec
 from edgefl.compression.stages import is_lossy, shared_shapes
+from edgefl.compression.tensors.changes import Changes, changed_entries
+from edgefl.compression.tensors.dense import Dense
+from edgefl.compression.values.floats import BFloat16, Float16, Float32
 from edgefl.compression.wire import read_frame
 from edgefl.errors import CodecError
 from edgefl.types import Array, Indices, Shapes, SparseTensor, Tensor, Tensors

@@ -20,7 +20,7 @@ from typing import ClassVar, Protocol, Self
 import numpy as np
 from numpy.random import Generator
 
-from edgefl.compression.indices import read_indices, write_indices
+from edgefl.compression.coding.indices import read_indices, write_indices
 from edgefl.compression.stages import StageKind, TensorStage, ValueStage
 from edgefl.compression.wire import MAX_PAYLOAD_BYTES, Reader, varint
 from edgefl.errors import CodecError

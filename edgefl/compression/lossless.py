@@ -9,7 +9,7 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-from edgefl.compression.frames import packed, unpacked
+from edgefl.compression.coding.frames import packed, unpacked
 from edgefl.compression.stages import StageKind, whole_number
 from edgefl.compression.wire import Reader, little_endian_bytes, varint
 from edgefl.types import Array

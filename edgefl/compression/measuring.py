@@ -10,9 +10,9 @@ import numpy as np
 from numpy.random import Generator
 
 from edgefl.compression.codec import Codec, make_codec
+from edgefl.compression.coding.indices import write_indices
 from edgefl.compression.decoding import decode_body
 from edgefl.compression.feedback import ErrorFeedback, uses_feedback
-from edgefl.compression.indices import write_indices
 from edgefl.compression.stages import shared_shapes
 from edgefl.types import Array, Shapes, SparseTensor, Tensor, Tensors
 

@@ -12,24 +12,24 @@ from difflib import get_close_matches
 from importlib.metadata import entry_points
 from types import MappingProxyType
 
-from edgefl.compression.atomo import Atomo
-from edgefl.compression.changes import Changes
-from edgefl.compression.dense import Dense
-from edgefl.compression.floats import BFloat16, Float16, Float32
-from edgefl.compression.int8 import Int8
 from edgefl.compression.layers import Layers
 from edgefl.compression.lossless import Shuffle, Zstd
-from edgefl.compression.lss import Lss
-from edgefl.compression.natural import Natural
-from edgefl.compression.onebit import OneBit
-from edgefl.compression.powersgd import PowerSgd
-from edgefl.compression.qsgd import Qsgd
-from edgefl.compression.sign import Sign
-from edgefl.compression.sparse import RandK, Threshold, TopK
 from edgefl.compression.specs import FEEDBACK
-from edgefl.compression.spectral import AtomoSvd
 from edgefl.compression.stages import LosslessStage, StageKind, TensorStage, ValueStage
-from edgefl.compression.terngrad import TernGrad
+from edgefl.compression.tensors.atomo import Atomo
+from edgefl.compression.tensors.changes import Changes
+from edgefl.compression.tensors.dense import Dense
+from edgefl.compression.tensors.lss import Lss
+from edgefl.compression.tensors.powersgd import PowerSgd
+from edgefl.compression.tensors.sparse import RandK, Threshold, TopK
+from edgefl.compression.tensors.spectral import AtomoSvd
+from edgefl.compression.values.floats import BFloat16, Float16, Float32
+from edgefl.compression.values.int8 import Int8
+from edgefl.compression.values.natural import Natural
+from edgefl.compression.values.onebit import OneBit
+from edgefl.compression.values.qsgd import Qsgd
+from edgefl.compression.values.sign import Sign
+from edgefl.compression.values.terngrad import TernGrad
 from edgefl.compression.wire import StageId
 from edgefl.errors import CodecError
 

@@ -11,7 +11,7 @@ from edgefl.cli.main import main
 from edgefl.compression.registry import STAGES
 
 PACKAGE = '''"""A codec of somebody else's."""
-from edgefl.compression.floats import Float16
+from edgefl.compression.values.floats import Float16
 
 
 class Half(Float16):

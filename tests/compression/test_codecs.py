@@ -29,13 +29,13 @@ from codec_examples import (
     small_tensors,
 )
 
-from edgefl.compression.atomo import Atomo
 from edgefl.compression.codec import Codec, make_codec
 from edgefl.compression.decoding import decode_body
-from edgefl.compression.dense import Dense
 from edgefl.compression.registry import STAGES, stage_names
-from edgefl.compression.sparse import RandK, Threshold, TopK
-from edgefl.compression.spectral import AtomoSvd
+from edgefl.compression.tensors.atomo import Atomo
+from edgefl.compression.tensors.dense import Dense
+from edgefl.compression.tensors.sparse import RandK, Threshold, TopK
+from edgefl.compression.tensors.spectral import AtomoSvd
 from edgefl.compression.wire import BY_NAME, read_frame, write_frame
 from edgefl.errors import CodecError
 from edgefl.types import Array, Shapes, SparseTensor, Tensor, TensorKind, Tensors, TensorSpec

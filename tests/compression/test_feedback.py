@@ -10,9 +10,9 @@ from codec_examples import EXAMPLES
 
 from edgefl.compression.codec import make_codec
 from edgefl.compression.decoding import decode_body
-from edgefl.compression.dense import Dense
 from edgefl.compression.feedback import ErrorFeedback, uses_feedback
 from edgefl.compression.stages import StageKind, ValueStage
+from edgefl.compression.tensors.dense import Dense
 from edgefl.errors import CodecError
 from edgefl.types import Array, Shapes, SparseTensor, Tensor, TensorKind, Tensors, TensorSpec
 

@@ -7,10 +7,10 @@ import pytest
 
 from edgefl.assembly import assemble
 from edgefl.compression.codec import Codec, make_codec
+from edgefl.compression.coding.indices import write_indices
 from edgefl.compression.decoding import decode_body
 from edgefl.compression.delta import parse_down
 from edgefl.compression.feedback import ErrorFeedback
-from edgefl.compression.indices import write_indices
 from edgefl.compression.layers import Layers, grouped
 from edgefl.compression.registry import LAYERS, STAGES
 from edgefl.compression.specs import split_spec, with_layers

@@ -10,9 +10,9 @@ import zstandard
 
 from edgefl.compression.codec import make_codec
 from edgefl.compression.decoding import decode_body
-from edgefl.compression.dense import Dense
 from edgefl.compression.lossless import Shuffle, Zstd
 from edgefl.compression.stages import ValueStage
+from edgefl.compression.tensors.dense import Dense
 from edgefl.compression.wire import read_frame, varint, write_frame
 from edgefl.errors import CodecError
 from edgefl.types import Array, Shapes, Tensors, TensorSpec

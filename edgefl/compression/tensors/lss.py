@@ -1,0 +1,175 @@
+"""`lss:b`: all parameters as one sketch: values in 2**b clusters, and means of buckets of alike values in each.
+
+Source: Fu et al., LSS (CASQ): locality-sensitive sketching of gradients, 2019, arXiv 1905.03113. Differs from the
+paper: a bucket holds members of its cluster that follow one another instead of those with the same hash. Both sides
+know the members, so no bucket is empty and none is larger than its neighbours by more than one; and entries of one
+layer or filter are of one size, so that on the gradient of a ResNet-18 the error is half of that with a hash or less.
+Clusters are trained for each update, so that nothing has to be kept or agreed upon.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import numpy as np
+from numpy.random import Generator
+
+from edgefl.compression.coding.labels import count_labels, read_labels, write_labels
+from edgefl.compression.coding.masks import picked, put
+from edgefl.compression.stages import (
+    StageKind,
+    ValueStage,
+    exact_array,
+    is_lossy,
+    largest_magnitude,
+    naming,
+    read_exact,
+    whole_number,
+)
+from edgefl.compression.tensors.clusters import bucket_weights, share_buckets, train_clusters
+from edgefl.compression.wire import Reader, varint
+from edgefl.errors import CodecError
+from edgefl.types import Array, Shapes, Tensor, Tensors
+
+FRACTION = 0.05
+_MAX_BITS = 6
+_HIGHEST_LABEL = 2**_MAX_BITS
+_SAMPLE = 100_000
+# Buckets whose sums are made at a time, in double precision.
+_CHUNK = 2**14
+
+
+@dataclass(frozen=True, slots=True)
+class Lss:
+    """Sends which cluster each value is in, and for each bucket a mean by the value stage; zeros stay zeros.
+
+    Args:
+        bits: 1 to 6; half of the 2**bits clusters are for each sign, and the last of them for its outliers.
+        fraction: how many buckets there are, as a fraction of the number of values.
+
+    Sums of buckets are kept, so the sum of all values is; signs never change. Biased: best behind error feedback.
+    """
+
+    kind: ClassVar[StageKind] = StageKind.TENSORS
+    is_unbiased: ClassVar[bool] = False
+    is_contraction: ClassVar[bool] = True
+    codes_indices: ClassVar[bool] = True
+
+    bits: int
+    fraction: float = FRACTION
+
+    @classmethod
+    def parse(cls, argument: str) -> Self:
+        bits, _, fraction = argument.partition(":")
+        return cls(bits=whole_number("lss", bits, 1, _MAX_BITS), fraction=_fraction(fraction))
+
+    def encode(self, tensors: Tensors, shapes: Shapes, values: ValueStage, rng: Generator) -> Iterator[Array]:
+        runs = []
+        for spec in shapes:
+            array = exact_array(spec, tensors[spec.name])
+            if not is_lossy(spec):
+                yield array
+                continue
+            with naming(spec):
+                largest_magnitude("lss", array)
+            runs.append(array.reshape(-1))
+        flat = np.concatenate(runs) if runs else np.zeros(0, dtype=np.float32)
+        if not flat.size:
+            return
+        labels, sizes = self._sorted(flat, rng)
+        yield from write_labels(labels)
+        for means in sketch(flat, labels, sizes):
+            yield varint(means.size)
+            yield from values.encode(means, rng)
+
+    @staticmethod
+    def decode(reader: Reader, shapes: Shapes, values: type[ValueStage]) -> dict[str, Tensor]:
+        decoded: dict[str, Tensor] = {}
+        for spec in shapes:
+            # Those that are in the sketch get their place now, and their values when it has been read.
+            decoded[spec.name] = np.empty(0) if is_lossy(spec) else read_exact(reader, spec, spec.size)
+        flat = _read_sketch(reader, sum(spec.size for spec in shapes if is_lossy(spec)), values)
+        begin = 0
+        for spec in shapes:
+            if is_lossy(spec):
+                decoded[spec.name] = flat[begin : begin + spec.size]
+                begin += spec.size
+        return {spec.name: np.reshape(decoded[spec.name], spec.shape) for spec in shapes}  # type: ignore[arg-type]
+
+    def _sorted(self, flat: Array, rng: Generator) -> tuple[Array, Array]:
+        """Returns the label of each value and the number of buckets of each label."""
+        sample = flat if flat.size <= _SAMPLE else flat[rng.integers(0, flat.size, _SAMPLE)]
+        clusters = train_clusters(sample, 2 ** (self.bits - 1))
+        weights = bucket_weights(sample, clusters.labels(sample), clusters)
+        labels = clusters.labels(flat)
+        members = count_labels(labels, clusters.num_labels)
+        # A cluster that the sample missed is small, and gets its ten buckets.
+        weights[1:] = np.maximum(weights[1:], np.finfo(np.float64).tiny)
+        return labels, share_buckets(int(self.fraction * flat.size), weights, members)
+
+
+def sketch(flat: Array, labels: Array, sizes: Sequence[int] | Array) -> Iterator[Array]:
+    """Yields the bucket means of each label that has members, but for 0, which stands for zeros.
+
+    Args:
+        flat: [n] float32 values.
+        labels: [n] small non-negative integers.
+        sizes: number of buckets of each label, from 1 to its number of members.
+    """
+    for label in range(1, len(sizes)):
+        members = picked(flat, labels == label)
+        if members.size == sizes[label]:
+            if members.size:
+                yield members
+            continue
+        bounds = _bounds(members.size, int(sizes[label]))
+        means = np.empty(int(sizes[label]), dtype=np.float32)
+        for begin in range(0, means.size, _CHUNK):
+            ends = bounds[begin : begin + _CHUNK + 1]
+            sums = np.add.reduceat(members[ends[0] : ends[-1]], ends[:-1] - ends[0], dtype=np.float64)
+            means[begin : begin + _CHUNK] = sums / np.diff(ends)
+        yield means
+
+
+def estimate(labels: Array, tables: dict[int, Array]) -> Array:
+    """Returns [n] float32 values: the mean of each one's bucket by label, and zero for label 0."""
+    values = np.zeros(labels.size, dtype=np.float32)
+    for label, means in tables.items():
+        is_member = labels == label
+        num_members = int(np.count_nonzero(is_member))
+        is_exact = means.size == num_members
+        found = means if is_exact else np.repeat(means, np.diff(_bounds(num_members, means.size)))
+        put(found, is_member, values)
+    return values
+
+
+def _read_sketch(reader: Reader, size: int, values: type[ValueStage]) -> Array:
+    if not size:
+        return np.zeros(0, dtype=np.float32)
+    labels = read_labels(reader, size, _HIGHEST_LABEL)
+    members = count_labels(labels, int(labels.max()) + 1)
+    tables = {}
+    for label in np.flatnonzero(members[1:]) + 1:
+        num_buckets = reader.varint(int(members[label]))
+        if not num_buckets:
+            raise CodecError(f"payload holds no bucket for the {members[label]} values of label {label}")
+        tables[int(label)] = values.decode(reader, num_buckets)
+    return estimate(labels, tables)
+
+
+def _bounds(num_members: int, num_buckets: int) -> Array:
+    """Returns where each bucket begins among the members of its cluster, and the end of the last."""
+    return np.arange(num_buckets + 1) * num_members // num_buckets
+
+
+def _fraction(argument: str) -> float:
+    try:
+        fraction = float(argument or FRACTION)
+    except ValueError:
+        fraction = math.nan
+    if not 0 < fraction <= 1:
+        raise CodecError(f"codec stage 'lss' needs buckets for a fraction over 0 and at most 1, got {argument}")
+    return fraction

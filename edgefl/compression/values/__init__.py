@@ -1,0 +1,1 @@
+"""Value stages: how many bits each number gets. One a file."""
