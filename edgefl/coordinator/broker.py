@@ -1,4 +1,4 @@
-"""The MQTT broker behind one Protocol: a private mosquitto, the embedded one, or somebody else's.
+"""What every MQTT broker has in common: its Protocol, its TLS files, and who may read and write what.
 
 Who may do what is decided here once (`may_write`, `may_read`); mosquitto gets it as an ACL file, the embedded broker
 asks the functions. The identity of a client is the common name of its certificate, never a name that it sends.
@@ -6,23 +6,16 @@ asks the functions. The identity of a client is the common name of its certifica
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import shutil
 import socket
 import ssl
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import parse_qsl, urlsplit
 
-from edgefl.errors import BrokerError, ConfigError, PortInUseError
+from edgefl.errors import BrokerError, PortInUseError
 from edgefl.protocol import COORDINATOR_NAME, FROM_DEVICE, TO_DEVICE, Topic
 
-log = logging.getLogger(__name__)
-
-DEFAULT_MQTTS_PORT = 8883
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """The largest MQTT packet that our brokers take: an edge variable of a large model, never a flood."""
 CONNECT_TIMEOUT_S = 5.0
@@ -70,44 +63,6 @@ class Broker(Protocol):
         """Sets the identities that are shut out although their certificates are good: removed devices."""
 
 
-def make_broker(spec: str, *, directory: Path, fleet: str, tls: BrokerTls, host: str, port: int) -> Broker:
-    """Returns the broker that `spec` names, not yet started.
-
-    Args:
-        spec: `auto` (mosquitto when it is installed, else embedded), `mosquitto`, `embedded`, or
-            `mqtts://host:port?ca=FILE&cert=FILE&key=FILE` for one that runs elsewhere; the files are what the
-            coordinator connects with and default to its own.
-        directory: where a private mosquitto keeps its files; made with mode 0700.
-        fleet: the fleet id, the third level of every topic.
-        tls: the CA of the fleet, and the server's certificate and key.
-        host: the address to listen on.
-        port: the port to listen on.
-
-    Raises:
-        ConfigError: the spec makes no sense.
-        BrokerError: mosquitto is asked for and not installed.
-    """
-    if spec.startswith("mqtts://"):
-        return external_broker(spec)
-    program = mosquitto_path() if spec in {"auto", "mosquitto"} else None
-    if program is not None:
-        from edgefl.coordinator.mosquitto import Mosquitto  # noqa: PLC0415 - it needs this module's types
-
-        return Mosquitto(program, directory=directory, fleet=fleet, tls=tls, host=host, port=port)
-    if spec == "mosquitto":
-        raise BrokerError("mosquitto is not installed; install it, or use --broker embedded")
-    if spec not in {"auto", "embedded"}:
-        raise ConfigError(f"broker must be auto, mosquitto, embedded or mqtts://HOST:PORT, got {spec!r}")
-    from edgefl.coordinator.embedded_broker import EmbeddedBroker  # noqa: PLC0415 - amqtt is slow to import
-
-    return EmbeddedBroker(fleet=fleet, tls=tls, host=host, port=port)
-
-
-def mosquitto_path() -> str | None:
-    """Returns the mosquitto program; distributions put it where only root's PATH looks."""
-    return shutil.which("mosquitto") or shutil.which("mosquitto", path="/usr/sbin:/usr/local/sbin")
-
-
 def may_write(fleet: str, identity: str, name: str) -> bool:
     """Returns whether a client may publish to this topic."""
     return _is_allowed(fleet, identity, name, DEVICE_WRITES)
@@ -152,51 +107,6 @@ def connect_host(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)  # noqa: S104 - compared only
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExternalBroker:
-    """A broker that somebody else runs, with rules of their own making (docs/protocol.md says which are needed)."""
-
-    address: BrokerAddress
-
-    def start(self) -> BrokerAddress:
-        """Returns its address; one that is down now only costs a warning, since the bus tries for ever."""
-        try:
-            self._handshake()
-        except ssl.SSLCertVerificationError as error:
-            raise BrokerError(f"{self._name} shows a certificate that does not verify: {error.reason}") from None
-        except OSError as error:
-            log.warning("%s cannot be reached (%s); trying again until it answers", self._name, error)
-        return self.address
-
-    def stop(self) -> None:
-        """Leaves it alone."""
-
-    def alive(self) -> bool:
-        try:
-            self._handshake()
-        except OSError:
-            return False
-        return True
-
-    def refuse(self, names: Collection[str]) -> None:
-        """Says that this is up to whoever runs the broker."""
-        if names:
-            log.warning(
-                "%s is not ours: shut out the removed devices there: %s", self._name, ", ".join(sorted(names))
-            )
-
-    @property
-    def _name(self) -> str:
-        return f"the broker at {self.address.host}:{self.address.port}"
-
-    def _handshake(self) -> None:
-        where = (self.address.host, self.address.port)
-        with socket.create_connection(where, timeout=CONNECT_TIMEOUT_S) as raw, contextlib.ExitStack() as stack:
-            if self.address.tls is not None:
-                context = client_context(self.address.tls)
-                stack.enter_context(context.wrap_socket(raw, server_hostname=self.address.host))
-
-
 def client_context(tls: BrokerTls) -> ssl.SSLContext:
     """Returns a TLS context of a client that trusts this CA alone and shows its own certificate."""
     try:
@@ -221,26 +131,6 @@ class _TidySocket(ssl.SSLSocket):
         except OSError:
             self.close()
             raise
-
-
-def external_broker(spec: str) -> ExternalBroker:
-    """Returns the broker that an mqtts:// address names.
-
-    Raises:
-        ConfigError: no host, a port that is none, unknown options, or only some of the three files.
-    """
-    try:
-        url = urlsplit(spec)
-        port = url.port or DEFAULT_MQTTS_PORT
-    except ValueError as error:
-        raise ConfigError(f"broker address {spec!r} makes no sense: {error}") from None
-    options = dict(parse_qsl(url.query, keep_blank_values=True))
-    if not url.hostname or url.path not in {"", "/"} or url.username is not None:
-        raise ConfigError(f"broker address must look like mqtts://HOST:PORT, got {spec!r}")
-    if options and set(options) != {"ca", "cert", "key"}:
-        raise ConfigError(f"broker address takes ca, cert and key together, got {', '.join(sorted(options))}")
-    tls = BrokerTls(**{name: Path(value).expanduser() for name, value in options.items()}) if options else None
-    return ExternalBroker(address=BrokerAddress(host=url.hostname, port=port, tls=tls))
 
 
 def _is_allowed(fleet: str, identity: str, name: str, kinds: Collection[Topic]) -> bool:

@@ -15,7 +15,8 @@ from typing import Self
 from edgefl.config import CoordinatorSettings, RunConfig
 from edgefl.coordinator.access import require_operator, require_viewer
 from edgefl.coordinator.api import operator_router
-from edgefl.coordinator.broker import Broker, BrokerAddress, BrokerTls, connect_host, make_broker
+from edgefl.coordinator.broker import Broker, BrokerAddress, BrokerTls, connect_host
+from edgefl.coordinator.brokers import make_broker
 from edgefl.coordinator.bus import Bus
 from edgefl.coordinator.device_state import check_device_state
 from edgefl.coordinator.diary import Diary

@@ -5,21 +5,12 @@ from __future__ import annotations
 import socket
 import ssl
 import time
-from pathlib import Path
 
 import pytest
 
 from edgefl.coordinator import pki
-from edgefl.coordinator.broker import (
-    BrokerTls,
-    acl_file,
-    client_context,
-    external_broker,
-    make_broker,
-    may_read,
-    may_write,
-    mosquitto_path,
-)
+from edgefl.coordinator.broker import BrokerTls, acl_file, client_context, may_read, may_write
+from edgefl.coordinator.brokers import make_broker, mosquitto_path
 from edgefl.errors import BrokerError, ConfigError, PortInUseError
 
 pytestmark = pytest.mark.timeout(60)
@@ -241,39 +232,6 @@ def test_a_broker_that_does_not_come_up_says_why(spec, certificates, tmp_path, f
 def test_an_unknown_broker_is_refused_with_what_would_be_right(certificates, tmp_path):
     with pytest.raises(ConfigError, match=r"auto, mosquitto, embedded or mqtts://HOST:PORT, got 'hivemq'"):
         make_broker("hivemq", directory=tmp_path, fleet="lab", tls=certificates.server(), host="127.0.0.1", port=1)
-
-
-def test_an_external_address_carries_its_own_files():
-    address = external_broker("mqtts://mq.example:1234?ca=/a/ca.pem&cert=/a/c.pem&key=/a/k.pem").address
-    assert (address.host, address.port) == ("mq.example", 1234)
-    assert address.tls == BrokerTls(ca=Path("/a/ca.pem"), cert=Path("/a/c.pem"), key=Path("/a/k.pem"))
-
-
-def test_an_external_address_has_the_usual_port():
-    assert external_broker("mqtts://mq.example").address.port == 8883
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        "mqtts://",
-        "mqtts://host:no",
-        "mqtts://host/path",
-        "mqtts://me:secret@host",
-        "mqtts://host?ca=x",
-        "mqtts://h?a=b",
-    ],
-)
-def test_an_external_address_that_makes_no_sense_is_refused(spec):
-    with pytest.raises(ConfigError, match="broker address"):
-        external_broker(spec)
-
-
-def test_an_external_broker_that_is_down_does_not_stop_the_start(free_port, caplog):
-    broker = external_broker(f"mqtts://127.0.0.1:{free_port}")
-    assert broker.start().port == free_port
-    assert "cannot be reached" in caplog.text
-    assert not broker.alive()
 
 
 def test_names_with_wildcards_match_nothing():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from edgefl.coordinator.broker import mosquitto_path
+from edgefl.coordinator.brokers import mosquitto_path
 from edgefl.coordinator.mosquitto import HEALTHY_AFTER_S, Mosquitto, failures_in_a_row, restart_delay_s
 
 pytestmark = [
@@ -22,7 +22,8 @@ pytestmark = [
 OWNER = """
 import sys, time
 from pathlib import Path
-from edgefl.coordinator.broker import BrokerTls, make_broker
+from edgefl.coordinator.broker import BrokerTls
+from edgefl.coordinator.brokers import make_broker
 directory, ca, cert, key, port = sys.argv[1:]
 broker = make_broker("mosquitto", directory=Path(directory), fleet="lab",
     tls=BrokerTls(ca=Path(ca), cert=Path(cert), key=Path(key)), host="127.0.0.1", port=int(port))

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from edgefl.assembly import assemble
-from edgefl.coordinator.broker import mosquitto_path
+from edgefl.coordinator.brokers import mosquitto_path
 from edgefl.coordinator.directory import CoordinatorDirectory, init_directory
 from edgefl.coordinator.service import Coordinator, StartOptions
 from edgefl.errors import PortInUseError, StoreError
