@@ -76,7 +76,7 @@ def run(
         EdgeflError: the run file makes no sense, data is missing, or the run failed.
     """
     known = _config(config)
-    _check_devices(known, devices if isinstance(devices, int) else len(devices))
+    _check_devices(known, count_devices(devices))
     check_here(known)
     folder = Path(tempfile.mkdtemp(prefix="edgefl-") if root is None else root).resolve()
     cut = _cut(known, devices, data, scheme, folder / "shards")
@@ -102,6 +102,19 @@ def check_here(config: RunConfig) -> None:
 def default_scheme(task: str) -> str:
     """Returns how a task's data is cut when nobody says it."""
     return SCHEMES.get(task, DEFAULT_SCHEME)
+
+
+def count_devices(devices: int | Sequence[str | Path]) -> int:
+    """Returns how many devices there are, of their number or their shards.
+
+    Raises:
+        ConfigError: neither.
+    """
+    if isinstance(devices, int) and not isinstance(devices, bool):
+        return devices
+    if isinstance(devices, Sequence) and not isinstance(devices, str | bytes):
+        return len(devices)
+    raise ConfigError(f"devices must be how many there are, or a list with the shard of each, got {devices!r}")
 
 
 def _config(config: RunConfig | Mapping[str, Any] | str | Path) -> RunConfig:

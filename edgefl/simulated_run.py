@@ -19,7 +19,7 @@ from edgefl.coordinator.directory import default_directory
 from edgefl.coordinator.simulated_book import OnChange, RunBook
 from edgefl.errors import ConfigError
 from edgefl.files import make_private_directory
-from edgefl.local_run import default_scheme
+from edgefl.local_run import count_devices, default_scheme
 from edgefl.loop import drive
 from edgefl.protocol import EVALUATOR_NAME
 from edgefl.simulation.bookkeeping import NOTHING, Bookkeeping
@@ -120,7 +120,7 @@ def _config(
     if len(files) > 1:
         raise ConfigError(f"one profile file at a time, got {' and '.join(files)}")
     named = [name for entry in profiles for name in (profile_names(entry) if entry in files else [entry])]
-    count = devices if isinstance(devices, int) else (section.devices if devices is None else len(devices))
+    count = section.devices if devices is None else count_devices(devices)
     if count < max(1, known.devices.min):
         raise ConfigError(f"the run needs at least {max(1, known.devices.min)} devices, got {count}")
     changed = replace(

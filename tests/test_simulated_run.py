@@ -172,6 +172,13 @@ def test_boards_are_chosen_by_name_and_group(tmp_path: Path) -> None:
         edgefl.simulate(config, devices=4, root=tmp_path, bookkeeping_only=True)
 
 
+@pytest.mark.parametrize("devices", ["device-01.npz", 2.5, True])
+def test_what_is_neither_a_number_nor_a_list_is_no_fleet(devices: object, tmp_path: Path) -> None:
+    for start in (edgefl.simulate, edgefl.run):
+        with pytest.raises(ConfigError, match=f"devices must be how many there are, .*, got {devices!r}"):
+            start(run_file(), devices=devices, root=tmp_path)  # type: ignore[arg-type]  # what a user types
+
+
 def test_shards_that_there_are_can_be_trained_on(tmp_path: Path) -> None:
     from edgefl.local_run import cut_devices  # noqa: PLC0415 only here
 

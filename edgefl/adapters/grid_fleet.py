@@ -298,15 +298,18 @@ def _metrics(metrics: Json, turnaround_s: float, bytes_up: int, bytes_down: int)
 
 
 def _evaluated(order: Evaluation, metrics: Json, bytes_up: int, bytes_down: int) -> Evaluated:
+    loss, accuracy, num_examples = float(metrics["loss"]), float(metrics["accuracy"]), int(metrics["num_examples"])
+    if not (math.isfinite(loss) and math.isfinite(accuracy) and num_examples > 0):
+        raise ValueError(f"loss = {loss!r}, accuracy = {accuracy!r} on {num_examples} examples")
     return Evaluated(
         assignment_id=order.assignment_id,
         device_id=order.device_id,
         version=order.version,
         round=order.round,
         source="device",
-        num_examples=int(metrics["num_examples"]),
-        loss=float(metrics["loss"]),
-        accuracy=float(metrics["accuracy"]),
+        num_examples=num_examples,
+        loss=loss,
+        accuracy=accuracy,
         bytes_up=bytes_up,
         bytes_down=bytes_down,
     )

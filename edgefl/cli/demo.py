@@ -66,6 +66,7 @@ def command(  # noqa: PLR0913 one per option
     from edgefl.config import parse_run  # noqa: PLC0415 fast start
     from edgefl.local_fleet import LocalFleet  # noqa: PLC0415 likewise
     from edgefl.local_run import check_here, cut_devices, default_scheme  # noqa: PLC0415 likewise
+    from edgefl.tasks.cutting import plan_shards  # noqa: PLC0415 likewise
 
     config = parse_run(
         {
@@ -76,7 +77,9 @@ def command(  # noqa: PLR0913 one per option
     )
     check_here(config)
     scheme = scheme or default_scheme(task)
-    _check_data(task, scheme, data)  # before an earlier demo is replaced
+    plan_shards(
+        task, scheme, devices, data, seed
+    )  # what is wrong with them is said before an earlier demo is replaced
     _clear(out)
     click.echo(f"cutting {task} into {devices} shards ({scheme}, seed {seed})")
     cut = cut_devices(task, scheme, devices, out / "shards", data, seed)
@@ -97,15 +100,6 @@ def _watch(fleet: LocalFleet, run_id: str) -> None:
 
     with RunProgress() as progress:
         fleet.wait_run(run_id, on_change=progress.show)
-
-
-def _check_data(task: str, scheme: str, data: Path | None) -> None:
-    """Raises what is wrong with the scheme or the data set, before anything is written."""
-    from edgefl.tasks.sharding import parse_scheme  # noqa: PLC0415 fast start
-    from edgefl.tasks.sources import central_data  # noqa: PLC0415 likewise
-
-    parse_scheme(scheme)
-    central_data(task, data)
 
 
 def _clear(out: Path) -> None:

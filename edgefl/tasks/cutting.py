@@ -35,14 +35,21 @@ def cut_shards(
         DataError: the data set is missing or damaged, or `out` cannot be written.
         TaskError: the task has no central data set.
     """
-    parsed = parse_scheme(scheme)
-    central = central_data(task_name, data)
-    rng = derived_rng(seed, "shards", task_name, scheme)
-    sharding = shard_rows(parsed, labels=central.train.labels, devices=devices, rng=rng, groups=central.groups)
+    central, sharding = plan_shards(task_name, scheme, devices, data, seed)
     labels = tuple(getattr(make_task(task_name, {}), "labels", ()))
     card = ShardCard(task=task_name, scheme=scheme, source=central.source, labels=labels)
     write_shard(out / TEST_NAME, central.test, replace(card, scheme="test"))
     return [_write_device(out, device, sharding, central, card) for device in range(devices)]
+
+
+def plan_shards(
+    task_name: str, scheme: str, devices: int, data: Path | None = None, seed: int = 7
+) -> tuple[CentralData, Sharding]:
+    """Returns what `cut_shards` would write, and raises what it would of the scheme and the data; writes nothing."""
+    parsed = parse_scheme(scheme)
+    central = central_data(task_name, data)
+    rng = derived_rng(seed, "shards", task_name, scheme)
+    return central, shard_rows(parsed, labels=central.train.labels, devices=devices, rng=rng, groups=central.groups)
 
 
 def _write_device(out: Path, device: int, sharding: Sharding, central: CentralData, card: ShardCard) -> Path:

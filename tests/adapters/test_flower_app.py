@@ -357,6 +357,16 @@ def test_an_assignment_that_brings_nothing_is_lost_with_its_reason(export, wrong
     assert fleet.view().idle == ["device-01"]
 
 
+def test_an_evaluation_that_is_not_a_number_is_lost_with_its_reason(export):
+    fleet, grid = node_fleet(export(), partitions(1))
+    events_of(fleet, 1)
+    grid.wrong[100, "evaluate"] = pack({"metrics": {"loss": 0.5, "accuracy": math.nan, "num_examples": 9}})
+    fleet.dispatch([Evaluation(assignment_id="e1", device_id="device-01", version=0, round=0)], Source())
+    (lost,) = events_of(fleet, 1)
+    assert isinstance(lost, Lost)
+    assert lost.reason == "its answer makes no sense: ValueError('loss = 0.5, accuracy = nan on 9 examples')"
+
+
 def test_a_node_that_leaves_loses_its_work_and_may_come_back(export):
     now = [0.0]
     fleet, grid = node_fleet(export(), partitions(2), clock=lambda: now[0])

@@ -89,7 +89,12 @@ def test_a_mistake_leaves_the_earlier_demo_alone(tmp_path: Path) -> None:
     earlier.parent.mkdir()
     earlier.write_text("of an earlier demo")
     (earlier.parent / ".edgefl-demo").touch()
-    for words, code in ((["--scheme", "nope"], 3), (["--task", "fashion-mnist", "--data", "nowhere"], 4)):
+    mistakes = (
+        (["--scheme", "nope"], 3),
+        (["--scheme", "natural"], 4),
+        (["--task", "fashion-mnist", "--data", "no"], 4),
+    )
+    for words, code in mistakes:
         done = _demo(tmp_path, *words)
         assert done.returncode == code
         assert len(done.stderr.splitlines()) == 1
