@@ -27,6 +27,7 @@ ROOMS = {
     "processes": set(),
     "strategies": SEAMS,
     "compression": SEAMS,
+    "decentralised": SEAMS,
     "storage": SEAMS | {"files"},
     "tasks": SEAMS | {"config", "files"},
     "device": SEAMS | {"config", "files", "processes", "protocol", "compression", "tasks"},

@@ -1,0 +1,248 @@
+"""Methods that average with all neighbours at once, by Metropolis weights: DSGD, D2, gradient tracking, K-GT.
+
+Sources: Lian et al., Can Decentralized Algorithms Outperform Centralized Algorithms?, NeurIPS 2017 (D-PSGD, here with
+local steps); Tang et al., D2: Decentralized Training over Decentralized Data, ICML 2018; Di Lorenzo, Scutari, NEXT,
+2016, and Nedić et al., 2017 (gradient tracking); Liu et al., Decentralized Gradient Tracking with Local Steps, 2023.
+All but DSGD lose what keeps them right when mail is lost: where a neighbour's is missing, its last one stands in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from edgefl.decentralised.graph import Graph
+from edgefl.decentralised.node import Arrays, Correction, Mail, Node, blended, copied
+from edgefl.errors import ConfigError
+from edgefl.types import Array
+
+
+class MixingNode(Node):
+    """Sends `parts` to all neighbours and replaces each by the weighted mean of its own and theirs."""
+
+    needs_all: ClassVar[bool] = True
+
+    def __init__(self, name: str, graph: Graph, *, learning_rate: float, period: int) -> None:
+        super().__init__(name, graph, learning_rate=learning_rate, period=period)
+        weights = graph.metropolis()
+        own = graph.nodes.index(name)
+        self._weights = {other: float(weights[own, graph.nodes.index(other)]) for other in self.neighbours}
+        self._inbox: dict[str, Mapping[str, Mapping[str, Array]]] = {}
+
+    def sent(self) -> dict[str, Arrays]:
+        """Returns the parts to send and to mix."""
+        return {"w": self.weights}
+
+    def mixed(self, parts: Mapping[str, Arrays]) -> None:
+        """Takes the means of the parts."""
+        self.weights = parts["w"]
+
+    def post(self, neighbours: Sequence[str]) -> list[Mail]:
+        parts = {part: copied(arrays) for part, arrays in self.sent().items()}
+        self.exchanges += 1
+        return [
+            Mail(sender=self.name, receiver=neighbour, step=self.exchanges, parts=parts)
+            for neighbour in neighbours
+            if neighbour in self.neighbours
+        ]
+
+    def take(self, mail: Mail) -> list[Mail]:
+        if self.is_news(mail):
+            self._inbox[mail.sender] = mail.parts
+        return []
+
+    def mix(self) -> bool:
+        """Averages; a neighbour that nothing is known of gives its weight to the node itself."""
+        own, known = self.sent(), {other: parts for other, parts in self._inbox.items() if other in self._weights}
+        rest = 1 - sum(self._weights[other] for other in known)
+        self.mixed(
+            {
+                part: blended(
+                    [(rest, own[part]), *((self._weights[other], parts[part]) for other, parts in known.items())]
+                )
+                for part in own
+            }
+        )
+        return False
+
+    def left(self, neighbour: str) -> None:
+        super().left(neighbour)
+        self._weights.pop(neighbour, None)
+        self._inbox.pop(neighbour, None)
+
+    def joined(self, neighbour: str) -> None:
+        super().joined(neighbour)
+        # Symmetric, and no more than the graph's own: what is over stays with the node.
+        degrees = self.graph.degree(self.name), self.graph.degree(neighbour)
+        self._weights.setdefault(neighbour, 1 / (1 + max(degrees)))
+
+
+class Dsgd(MixingNode):
+    """K local SGD steps, then w ← Ww. With K = 1 it is D-PSGD. Biased where the nodes' data differ."""
+
+
+class D2(MixingNode):
+    """w ← W(2w - w⁻ - μg + μg⁻), at first W(w - μg); one local step an exchange.
+
+    The mixing matrix is (I + W)/2 where W has an eigenvalue of -1/3 or less, without which D2 does not converge.
+    """
+
+    def __init__(self, name: str, graph: Graph, *, learning_rate: float, period: int) -> None:
+        super().__init__(name, graph, learning_rate=learning_rate, period=period)
+        _needs_period_one("d2", period)
+        if float(np.linalg.eigvalsh(graph.metropolis())[0]) <= -1 / 3:
+            self._weights = {other: weight / 2 for other, weight in self._weights.items()}
+        self._before: Arrays = {}
+        self._correction: Arrays = {}
+
+    def begin(self, weights: Mapping[str, Array]) -> None:
+        super().begin(weights)
+        self._before = copied(self.weights)
+        self._correction = {name: np.zeros_like(array) for name, array in self.weights.items()}
+
+    def correction(self) -> Correction:
+        return Correction(correction=self._correction)
+
+    def trained(self, weights: Mapping[str, Array], iterations: int, learning_rate: float) -> None:
+        # The step was w - μ(g - c), so that μg = w + μc - w_end; the next one has to add w' - w + μg, w' being mixed.
+        rate = learning_rate
+        self._before = {
+            name: weights[name] - array.dtype.type(rate) * self._correction[name]
+            for name, array in self.weights.items()
+        }
+        super().trained(weights, iterations, learning_rate)
+
+    def mixed(self, parts: Mapping[str, Arrays]) -> None:
+        super().mixed(parts)
+        # _before is w - μg of the step before; c = (w' - (w - μg)) / μ.
+        rate = self.learning_rate
+        self._correction = {
+            name: (array - self._before[name]) / array.dtype.type(rate) for name, array in self.weights.items()
+        }
+
+    def state(self) -> dict[str, Array]:
+        return super().state() | {f"correction/{name}": array.copy() for name, array in self._correction.items()}
+
+    def restore(self, saved: Mapping[str, Array]) -> None:
+        super().restore(saved)
+        self._correction = {name: saved[f"correction/{name}"].copy() for name in self.weights}
+
+
+class GradientTracking(MixingNode):
+    """y ← W(y + g - g⁻), w ← W(w - μy), at first y = g: two exchanges, one behind the other, for every gradient.
+
+    The local step moves nothing: it tells the gradient.
+    """
+
+    parts: ClassVar[tuple[str, ...]] = ("w", "y")
+
+    def __init__(self, name: str, graph: Graph, *, learning_rate: float, period: int) -> None:
+        super().__init__(name, graph, learning_rate=learning_rate, period=period)
+        _needs_period_one("gradient-tracking", period)
+        self._tracker: Arrays = {}
+        self._gradient: Arrays = {}
+        self._rate = learning_rate
+        self._mixes_weights = True
+
+    def trained(self, weights: Mapping[str, Array], iterations: int, learning_rate: float) -> None:
+        self.iterations += iterations
+        self._rate = learning_rate
+        gradient = {
+            name: (array - weights[name]) / array.dtype.type(learning_rate) for name, array in self.weights.items()
+        }
+        self._mixes_weights = not self._tracker
+        for name, array in gradient.items():
+            self._tracker[name] = (
+                array.copy() if self._mixes_weights else self._tracker[name] + array - self._gradient[name]
+            )
+        self._gradient = gradient
+
+    def sent(self) -> dict[str, Arrays]:
+        if not self._mixes_weights:
+            return {"y": self._tracker}
+        return {
+            "w": {
+                name: array - array.dtype.type(self._rate) * self._tracker[name]
+                for name, array in self.weights.items()
+            }
+        }
+
+    def take(self, mail: Mail) -> list[Mail]:
+        # A neighbour may be an exchange ahead: what is not of this one waits for its own.
+        if self.is_news(mail):
+            self._inbox[mail.sender] = {**self._inbox.get(mail.sender, {}), **mail.parts}
+        return []
+
+    def mixed(self, parts: Mapping[str, Arrays]) -> None:
+        if self._mixes_weights:
+            self.weights = parts["w"]
+        else:
+            self._tracker = parts["y"]
+
+    def mix(self) -> bool:
+        part = "w" if self._mixes_weights else "y"
+        own, known = self.sent()[part], {other: parts[part] for other, parts in self._inbox.items() if part in parts}
+        rest = 1 - sum(self._weights[other] for other in known)
+        self.mixed(
+            {part: blended([(rest, own), *((self._weights[other], arrays) for other, arrays in known.items())])}
+        )
+        self._mixes_weights = not self._mixes_weights
+        return self._mixes_weights
+
+    def state(self) -> dict[str, Array]:
+        kept = {f"tracker/{name}": array.copy() for name, array in self._tracker.items()}
+        return super().state() | kept | {f"gradient/{name}": array.copy() for name, array in self._gradient.items()}
+
+    def restore(self, saved: Mapping[str, Array]) -> None:
+        super().restore(saved)
+        self._tracker = {name: saved[f"tracker/{name}"].copy() for name in self.weights if f"tracker/{name}" in saved}
+        self._gradient = {name: saved[f"gradient/{name}"].copy() for name in self._tracker}
+
+
+class KGradientTracking(MixingNode):
+    """K steps w ← w - μ(g + c); d = (w_start - w_end) / (Kμ); c ← c - d + Wd; w ← W w_end. All c sum to 0."""
+
+    parts: ClassVar[tuple[str, ...]] = ("w", "d")
+
+    def __init__(self, name: str, graph: Graph, *, learning_rate: float, period: int) -> None:
+        super().__init__(name, graph, learning_rate=learning_rate, period=period)
+        self._correction: Arrays = {}
+        self._direction: Arrays = {}
+
+    def begin(self, weights: Mapping[str, Array]) -> None:
+        super().begin(weights)
+        self._correction = {name: np.zeros_like(array) for name, array in self.weights.items()}
+        self._direction = copied(self._correction)
+
+    def correction(self) -> Correction:
+        return Correction(correction=self._correction)
+
+    def trained(self, weights: Mapping[str, Array], iterations: int, learning_rate: float) -> None:
+        self._direction = {
+            name: (array - weights[name]) / array.dtype.type(iterations * learning_rate)
+            for name, array in self.weights.items()
+        }
+        super().trained(weights, iterations, learning_rate)
+
+    def sent(self) -> dict[str, Arrays]:
+        return {"w": self.weights, "d": self._direction}
+
+    def mixed(self, parts: Mapping[str, Arrays]) -> None:
+        super().mixed(parts)
+        # Here the correction is subtracted from the gradient, so that it is -c.
+        for name, array in self._correction.items():
+            array[...] += self._direction[name] - parts["d"][name]
+
+    def state(self) -> dict[str, Array]:
+        return super().state() | {f"correction/{name}": array.copy() for name, array in self._correction.items()}
+
+    def restore(self, saved: Mapping[str, Array]) -> None:
+        super().restore(saved)
+        self._correction = {name: saved[f"correction/{name}"].copy() for name in self.weights}
+
+
+def _needs_period_one(name: str, period: int) -> None:
+    if period != 1:
+        raise ConfigError(f"{name} exchanges after every local iteration: iterations must be 1, got {period}")

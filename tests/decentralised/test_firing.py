@@ -1,0 +1,52 @@
+"""Schedules: when edges fire, by themselves and beside each other."""
+
+import numpy as np
+import pytest
+
+from edgefl.decentralised.firing import Burst, make_firing
+from edgefl.decentralised.graph import Graph, make_graph
+
+GRAPH = Graph.of("abc", [("a", "b"), ("a", "c"), ("b", "c")], slots={("a", "b"): 1, ("a", "c"): 3}, periods={"c": 2})
+
+
+def bursts(schedule: str, node: str, count: int, period: int = 4, graph: Graph = GRAPH) -> list[Burst]:
+    firing = make_firing(schedule, node=node, graph=graph, period=period, rng=np.random.default_rng(5))
+    found, iteration = [], 0
+    for _ in range(count):
+        found.append(firing.next(iteration, graph.neighbours(node)))
+        iteration += found[-1].iterations
+    return found
+
+
+def test_in_step_all_edges_fire_after_every_period() -> None:
+    assert bursts("sync", "a", 2) == [Burst(iterations=4, neighbours=("b", "c"))] * 2
+    assert bursts("sync", "c", 1) == [Burst(iterations=2, neighbours=("a", "b"))]
+
+
+def test_at_slots_an_edge_fires_when_the_counter_is_there() -> None:
+    steps, when = 0, []
+    for burst in bursts("slots", "a", 4):
+        steps += burst.iterations
+        when.append((steps, burst.neighbours))
+    assert when == [(1, ("b",)), (3, ("c",)), (5, ("b",)), (7, ("c",))]
+    assert bursts("slots", "b", 1) == [Burst(iterations=4, neighbours=("a", "c"))]
+
+
+@pytest.mark.parametrize("period", [1, 2, 8])
+def test_at_random_each_edge_fires_once_in_a_period_on_average(period: int) -> None:
+    graph = make_graph("multiplex:2", tuple("abcdefgh"))
+    found = bursts("poisson", "a", 4000, period, graph)
+    steps = sum(burst.iterations for burst in found)
+    for neighbour in graph.neighbours("a"):
+        rate = sum(neighbour in burst.neighbours for burst in found) / steps
+        # 5.6 standard errors of a chance of 1 in `period` over so many steps.
+        assert abs(rate - 1 / period) <= 5.6 * np.sqrt((1 / period) * (1 - 1 / period) / steps)
+
+
+def test_a_node_without_neighbours_trains_on() -> None:
+    firing = make_firing("poisson", node="a", graph=GRAPH, period=4, rng=np.random.default_rng(1))
+    assert firing.next(0, ()) == Burst(iterations=4, neighbours=())
+    assert (
+        make_firing("slots", node="a", graph=GRAPH, period=4, rng=np.random.default_rng(1)).next(2, ()).iterations
+        == 4
+    )

@@ -1,0 +1,151 @@
+"""A whole graph of nodes in one process, on losses with exact gradients: what methods do, without any carrier."""
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.random import Generator
+
+from edgefl.decentralised.firing import Schedule, make_firing
+from edgefl.decentralised.graph import Graph
+from edgefl.decentralised.methods import make_node
+from edgefl.decentralised.node import Mail, Node
+from edgefl.types import Array
+
+Gradient = Callable[[Array], Array]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quadratics:
+    """f_i(w) = (w - b_i)ᵀ A_i (w - b_i) / 2, one for each node."""
+
+    matrices: Array
+    minima: Array
+
+    @classmethod
+    def drawn(cls, count: int, size: int = 10, condition: float = 10.0, seed: int = 3) -> "Quadratics":
+        rng = np.random.default_rng(seed)
+        matrices = []
+        for _ in range(count):
+            basis, _ = np.linalg.qr(rng.normal(size=(size, size)))
+            matrices.append(basis @ np.diag(rng.uniform(1, condition, size)) @ basis.T)
+        return cls(matrices=np.array(matrices), minima=rng.normal(size=(count, size)) * 3)
+
+    @property
+    def smoothness(self) -> float:
+        return float(max(np.linalg.eigvalsh(matrix)[-1] for matrix in self.matrices))
+
+    def gradients(self) -> list[Gradient]:
+        return [lambda w, a=a, b=b: a @ (w - b) for a, b in zip(self.matrices, self.minima, strict=True)]
+
+    def optimum(self, weights: Sequence[float] | None = None) -> Array:
+        """Returns the minimum of the sum, each term as often as `weights` says."""
+        times = np.ones(len(self.minima)) if weights is None else np.asarray(weights, dtype=float)
+        total = np.einsum("i,ijk->jk", times, self.matrices)
+        return np.linalg.solve(total, np.einsum("i,ijk,ik->j", times, self.matrices, self.minima))
+
+
+@dataclass(kw_only=True)
+class Network:
+    """Nodes that make exact gradient steps and pass each other mail, some of which may be lost, late or doubled."""
+
+    graph: Graph
+    gradients: dict[str, Gradient]
+    nodes: dict[str, Node]
+    learning_rate: float
+    period: int
+    schedule: str = Schedule.SYNC
+    speeds: dict[str, float] = field(default_factory=dict)
+    loss: float = 0.0
+    delay: float = 0.0
+    doubled: bool = False
+    rng: Generator = field(default_factory=lambda: np.random.default_rng(9))
+
+    @classmethod
+    def of(cls, method: str, graph: Graph, gradients: Sequence[Gradient], *, start: Array, rate: float, period: int,
+           **options: object) -> "Network":  # fmt: skip
+        nodes = {}
+        for name in graph.nodes:
+            nodes[name] = make_node(method, name, graph, learning_rate=rate, period=period)
+            nodes[name].begin({"w": start})
+        named = dict(zip(graph.nodes, gradients, strict=True))
+        return cls(graph=graph, gradients=named, nodes=nodes, learning_rate=rate, period=period, **options)  # type: ignore[arg-type]
+
+    def weights(self) -> Array:
+        return np.array([node.weights["w"] for node in self.nodes.values()])
+
+    def error(self, optimum: Array) -> float:
+        """Returns the largest distance of a node to the optimum, by its length."""
+        return float(np.linalg.norm(self.weights() - optimum, axis=1).max() / np.linalg.norm(optimum))
+
+    def run(self, iterations: int) -> "Network":
+        """Lets every node do that many local iterations, or as many as are whole exchanges."""
+        if self.schedule == Schedule.SYNC:
+            for _ in range(iterations // self.period):
+                self.exchange()
+        else:
+            self._run_at_their_pace(iterations)
+        return self
+
+    def exchange(self) -> None:
+        """K local steps of every node, then one exchange over all edges."""
+        for node in self.nodes.values():
+            self.train(node, self.period)
+        again = True
+        while again:
+            self.deliver([mail for node in self.nodes.values() for mail in node.post(node.neighbours)])
+            again = max([node.mix() for node in self.nodes.values()])
+
+    def train(self, node: Node, iterations: int) -> None:
+        weights, rate = node.weights["w"].copy(), self.learning_rate
+        correction = node.correction()
+        pull = correction.correction.get("w", 0.0)
+        for _ in range(iterations):
+            gradient = self.gradients[node.name](weights)
+            weights = (weights - rate * (gradient - pull)) / (1 + rate * correction.shrinkage)
+        node.trained({"w": weights}, iterations, rate)
+
+    def deliver(self, mail: Sequence[Mail]) -> None:
+        """Brings mail and what it is answered with; all questions before the first answer."""
+        answers: list[Mail] = []
+        for each in mail:
+            for _ in range(2 if self.doubled else 1):
+                if each.receiver in self.nodes and self.rng.random() >= self.loss:
+                    answers += self.nodes[each.receiver].take(each)
+        if answers:
+            self.deliver(answers)
+
+    def _run_at_their_pace(self, iterations: int) -> None:
+        firing = {
+            name: make_firing(self.schedule, node=name, graph=self.graph, period=self.period, rng=self.rng)
+            for name in self.nodes
+        }
+        due = self._bursts(firing, [(0.0, name) for name in self.nodes], iterations)
+        late: list[tuple[float, int, Mail]] = []
+        number = 0
+        for now, name, burst in due:
+            while late and late[0][0] <= now:
+                self.deliver([heapq.heappop(late)[2]])
+            if name not in self.nodes:
+                continue
+            node = self.nodes[name]
+            self.train(node, burst.iterations)
+            for mail in node.post(burst.neighbours):
+                number += 1
+                heapq.heappush(late, (now + self.delay * self.rng.random(), number, mail))
+            node.mix()
+
+    def _bursts(self, firing: dict, starts: list, iterations: int) -> Iterator:
+        heap = []
+        for place, (now, name) in enumerate(starts):
+            burst = firing[name].next(0, self.nodes[name].neighbours)
+            heapq.heappush(heap, (now + burst.iterations * self.speeds.get(name, 1.0), place, name, burst))
+        until = float(iterations)
+        while heap and heap[0][0] <= until:
+            now, place, name, burst = heapq.heappop(heap)
+            yield now, name, burst
+            if name in self.nodes:
+                node = self.nodes[name]
+                burst = firing[name].next(node.iterations, node.neighbours)
+                heapq.heappush(heap, (now + burst.iterations * self.speeds.get(name, 1.0), place, name, burst))
