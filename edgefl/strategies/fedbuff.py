@@ -53,7 +53,7 @@ class FedBuff(TrainingSettings):
 class BufferState(AsyncState):
     """`total` is the weighted sum of what is `held`; `weight` the sum of its weights.
 
-    `counters` are the integer tensors of the update with the most examples so far.
+    `counters` are the integer tensors of the update with the most examples so far. `is_over`: no more is assigned.
     """
 
     total: dict[str, Array] = field(default_factory=dict)
@@ -61,11 +61,15 @@ class BufferState(AsyncState):
     counters: dict[str, Array] = field(default_factory=dict)
     most_examples: int = -1
     held: tuple[str, ...] = ()
+    is_over: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buffered(Asynchronous[BufferState]):
-    """Folds updates as they come, one model in memory, and moves when `size` of them are in."""
+    """Folds updates as they come, one model in memory, and moves when `size` of them are in.
+
+    At the end of a run what is in the buffer counts although it is not full: their mean is of as many as there are.
+    """
 
     size: int
     exponent: float
@@ -105,14 +109,18 @@ class Buffered(Asynchronous[BufferState]):
         state.held = (*state.held, arrival.assignment_id)
         self.done(state, arrival)
 
-    def ready(self, state: BufferState, view: FleetView) -> bool:  # noqa: ARG002 no device is waited for
-        return len(state.held) >= self.size
+    def ready(self, state: BufferState, view: FleetView) -> bool:
+        return len(state.held) >= self.size or (state.is_over and bool(state.held) and not view.busy)
+
+    def finish(self, state: BufferState) -> BufferState:
+        state.is_over = True
+        return state
 
     def aggregate(self, state: BufferState) -> BufferState:
         """Moves the model by the buffer; running means become the weighted mean of the devices' own."""
         mean = {
             name: total
-            / np.asarray(state.weight if self.is_averaged(name, state.model[name]) else self.size, total.dtype)
+            / np.asarray(state.weight if self.is_averaged(name, state.model[name]) else len(state.held), total.dtype)
             for name, total in state.total.items()
         }
         averaged = {name: mean.pop(name) for name in list(mean) if self.is_averaged(name, state.model[name])}

@@ -118,3 +118,15 @@ def test_running_means_become_the_devices_mean_and_counters_come_from_the_most_e
 def test_a_setting_that_makes_no_sense_is_named(options, message):
     with pytest.raises(ConfigError, match=message):
         FedBuff(**options).build(RoundRules())
+
+
+def test_at_the_end_of_a_run_a_part_filled_buffer_counts_once_nobody_is_at_work():
+    strategy, state, orders = begun({"w": np.array([1.0])}, size=10)
+    state = received(strategy, state, orders["a"], w=[0.5])
+    state = strategy.finish(received(strategy, state, orders["b"], w=[0.1]))
+    assert not strategy.ready(state, view({"c": [orders["c"].assignment_id]}))
+    assert strategy.ready(state, view())
+    state = strategy.aggregate(state)
+    assert state.model["w"][0] == pytest.approx(1.3)
+    assert state.used == (orders["a"].assignment_id, orders["b"].assignment_id)
+    assert not strategy.ready(state, view())
