@@ -18,7 +18,8 @@ from edgefl.errors import CodecError
 from edgefl.types import Array, SparseTensor, Tensor, Tensors, TensorSpec
 
 MAX_PENDING = 2
-_RESIDUAL, _PENDING, _MEMORY = "residual/", "pending/", "memory/"
+_MAX_SETTLED = 8
+_RESIDUAL, _PENDING, _SETTLED, _MEMORY = "residual/", "pending/", "settled/", "memory/"
 
 
 def uses_feedback(spec: str) -> bool:
@@ -42,6 +43,8 @@ class ErrorFeedback:
         self._lossy = tuple(spec for spec in shared_shapes(codec.shapes) if is_lossy(spec))
         self._residual: dict[str, Array] = {}
         self._pending: dict[str, bytes] = {}
+        self._settled: tuple[str, ...] = ()
+        self._is_restored = False
         self._memory: dict[str, Array] = {}
 
     @property
@@ -76,19 +79,21 @@ class ErrorFeedback:
 
         Devices answer in the order in which they are asked, so an update that is older than a used one and is not
         used itself never will be: it goes back whole. `used` must therefore name the device's newest used updates, at
-        least the last two, however long ago they were used.
+        least the last two, however long ago they were used. By these a state from disk is seen to be older than the
+        coordinator, when one of them is not known: what is pending in it was used meanwhile, and does not go back.
         """
+        is_old = self._is_restored and not set(used) <= {*self._pending, *self._settled}
+        self._is_restored = self._is_restored and not used
+        self._settled = tuple(dict.fromkeys((*self._settled, *used)))[-_MAX_SETTLED:]
+        if is_old:
+            self._pending = {}
+            return
         ids = list(self._pending)
         newest = max((place for place, pending in enumerate(ids) if pending in used), default=-1)
         decided = ids[: newest + 1]
         self._residual = self._without([pending for pending in decided if pending not in used])
         for pending in decided:
             del self._pending[pending]
-
-    def give_back(self, assignment_id: str) -> None:
-        """Puts back all of an update that is known to be lost; one that is not pending is ignored."""
-        self._residual = self._without([assignment_id] if assignment_id in self._pending else [])
-        self._pending.pop(assignment_id, None)
 
     def state(self) -> dict[str, Array]:
         """Returns all there is to keep on disk; the arrays are not to be written to."""
@@ -97,6 +102,7 @@ class ErrorFeedback:
             for place, (assignment_id, body) in enumerate(self._pending.items())
         }
         residual = {f"{_RESIDUAL}{name}": array for name, array in self._residual.items()}
+        pending |= {f"{_SETTLED}{place}/{name}": np.zeros(0, np.uint8) for place, name in enumerate(self._settled)}
         return residual | pending | {f"{_MEMORY}{name}": array for name, array in self._memory.items()}
 
     def restore(self, state: Mapping[str, Array]) -> None:
@@ -106,10 +112,14 @@ class ErrorFeedback:
             CodecError: it is of another task or damaged; nothing has changed then.
         """
         residual = _restored_residual(self._lossy, state)
-        pending = _restored_pending(state)
+        pending = {
+            name: np.asarray(body, np.uint8).tobytes() for name, body in _in_order(state, _PENDING, MAX_PENDING)
+        }
         for body in pending.values():
             self._codec.decode(body)
         self._residual, self._pending, self._memory = residual, pending, _restored_memory(state)
+        self._settled = tuple(name for name, _ in _in_order(state, _SETTLED, _MAX_SETTLED))
+        self._is_restored = True
 
     def _overdue(self, assignment_id: str) -> list[str]:
         """Returns the pending updates that one more for `assignment_id` takes the place of."""
@@ -159,13 +169,14 @@ def _restored_residual(lossy: tuple[TensorSpec, ...], state: Mapping[str, Array]
     return residual
 
 
-def _restored_pending(state: Mapping[str, Array]) -> dict[str, bytes]:
-    found: dict[int, tuple[str, bytes]] = {}
+def _in_order(state: Mapping[str, Array], kind: str, most: int) -> list[tuple[str, Array]]:
+    """Returns the assignments of a kind and what is kept of each, by the places in their names."""
+    found: dict[int, tuple[str, Array]] = {}
     for name, array in state.items():
-        place, _, assignment_id = name.removeprefix(_PENDING).partition("/")
-        if name.startswith(_PENDING) and place.isdigit() and len(found) < MAX_PENDING:
-            found[int(place)] = assignment_id, np.asarray(array, dtype=np.uint8).tobytes()
-    return dict(found[place] for place in sorted(found))
+        place, _, assignment_id = name.removeprefix(kind).partition("/")
+        if name.startswith(kind) and place.isascii() and place.isdecimal() and len(found) < most:
+            found[int(place)] = assignment_id, array
+    return [found[place] for place in sorted(found)]
 
 
 def _restored_memory(state: Mapping[str, Array]) -> dict[str, Array]:

@@ -92,7 +92,8 @@ class RoundState:
         moments: what the server optimiser remembers.
         used: assignments whose updates went into the newest version.
         silent: devices that were asked in the round that was closed last, and brought nothing.
-        settled: device -> its used assignments and the version they went into, until it has been told.
+        settled: device -> its used assignments and the version they went into: the newest two, and older ones until
+            it has been told.
         is_over: nothing more will be assigned.
     """
 

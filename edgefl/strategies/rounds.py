@@ -20,6 +20,7 @@ from edgefl.strategies.gate import may_get_more
 from edgefl.strategies.open_round import TICK_S, Job, OpenRound, RoundState
 from edgefl.strategies.round_rules import Rescue, RoundRules
 from edgefl.strategies.schedules import Schedule
+from edgefl.strategies.seats import NAMED
 from edgefl.strategies.settings import check_plan
 from edgefl.types import (
     Array,
@@ -159,7 +160,7 @@ class Synchronous(Generic[R]):
     def receive(self, state: R, update: Update) -> R:
         """Takes an update that is waited for; one that is unknown, late or a repeat changes nothing."""
         told = state.settled.get(update.device_id, {})
-        for assignment_id in [name for name, version in told.items() if version <= update.base_version]:
+        for assignment_id in [name for name in list(told)[:-NAMED] if told[name] <= update.base_version]:
             del told[assignment_id]  # this very assignment said so
         for opened in state.open:
             _, slot = opened.asked.get(update.assignment_id, (None, None))

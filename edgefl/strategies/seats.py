@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 
 from edgefl.types import FleetView, derived_rng, derived_seed
 
+NAMED = 2
+"""So many of its newest used updates a device is always told, heard of or not: a board whose card lost the last
+minutes learns from them that it did. Error feedback relies on it."""
 LOOKED_AT = 3
 """So many devices are looked at for each question: all of them have been, after a third as many."""
 MAX_REST_S = 60.0
@@ -19,9 +22,10 @@ MAX_REST_S = 60.0
 
 @dataclass(slots=True)
 class Seat:
-    """One device: its assignment ("" when none is out), and which used updates it has not been told of for sure.
+    """One device: its assignment ("" when none is out), and which used updates it is to be told of.
 
-    `told` of the `settled` ones went out with the assignment; they are crossed off when its update is here.
+    `told` of the `settled` ones went out with the assignment; they are crossed off when its update is here, but for
+    the newest two.
     """
 
     assignment_id: str = ""
@@ -55,7 +59,8 @@ class Seats:
         seat = self.by_device.get(device_id)
         if seat is None or not assignment_id or seat.assignment_id != assignment_id:
             return None
-        seat.settled = (*seat.settled[seat.told :], assignment_id)
+        settled = (*seat.settled, assignment_id)
+        seat.settled = settled[-max(NAMED, len(settled) - seat.told) :]
         seat.assignment_id, seat.told, seat.losses = "", 0, 0
         return seat
 

@@ -5,8 +5,10 @@ import logging
 import numpy as np
 import pytest
 
+from edgefl.compression.decoding import decode_body
 from edgefl.device.run_memory import SAVE_EVERY_S, RunMemory
 from edgefl.errors import CodecError
+from edgefl.strategies.seats import Seats
 from edgefl.types import TensorSpec, derived_rng
 
 SHAPES = (TensorSpec(name="w", shape=(4,)),)
@@ -70,6 +72,28 @@ def test_what_is_left_out_survives_a_stop(memory, tmp_path):
     rebooted = RunMemory(tmp_path)
     assert residual(rebooted) == [1.0, 2.0, 3.0, 0.0]
     assert rebooted.feedback("r", SPEC, SHAPES).pending == ("r/a-1",)
+
+
+@pytest.mark.parametrize("lost", [(), (3,), (5, 6), (6, 7)])
+@pytest.mark.parametrize("cut_before", range(1, 10))
+def test_a_power_cut_puts_back_nothing_that_the_coordinator_used(memory, tmp_path, clock, cut_before, lost):
+    """All of every update travels. Each is a bit of its own, so that the sum tells which were used, and how often."""
+    seats, used = Seats(), 0
+    for number in range(12):
+        clock.now_s += 70
+        if number == cut_before:
+            memory = RunMemory(tmp_path, clock=clock)
+        told = seats.give("a", f"r/a-{number}", base_version=number, learning_rate=1.0)
+        memory.feedback("r", "ef|topk:1", SHAPES).settle(told)
+        body = encode(memory, 2**number, 0, 0, 0, assignment=f"r/a-{number}", spec="ef|topk:1")
+        memory.save(only_when_due=True)
+        if number not in lost:
+            used += int(decode_body(body, SHAPES)["w"].dense()[0])
+            seats.answer("a", f"r/a-{number}")
+    missing = 2**12 - 1 - used
+    lost_with_the_card = sum(2**number for number in lost if number < cut_before)
+    assert missing >= 0
+    assert missing & ~lost_with_the_card == 0
 
 
 def test_runs_leave_out_things_of_their_own(memory):

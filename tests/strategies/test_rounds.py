@@ -163,15 +163,15 @@ def test_the_server_optimizer_takes_the_step_and_remembers_over_rounds():
     assert run(plain, fedavg(), rounds=2).model["w"].tolist() == [0.75, 0.75]
 
 
-def test_a_device_that_is_asked_seldom_learns_of_all_its_used_updates_once():
+def test_a_device_that_is_asked_seldom_learns_of_all_its_used_updates():
     """An error-feedback codec takes back what it is not told of, so that silence would count an update twice."""
     fleet = fleet_of(**dict.fromkeys("abcdef", 1.0))
     run(fleet, fedavg(max_devices=2), rounds=30)
     told = [name for order in fleet.assignments() for name in order.settled]
-    assert len(told) == len(set(told))
     last = {order.device_id: order.assignment_id for order in fleet.assignments()}
     everything = {name for names in fleet.journal.aggregates for name in names}
     assert everything - set(told) == set(last.values())
+    assert max(len(order.settled) for order in fleet.assignments()) == 3
 
 
 def test_a_device_whose_assignment_was_lost_is_told_again():
@@ -180,7 +180,7 @@ def test_a_device_whose_assignment_was_lost_is_told_again():
     fleet.at(2.5, lambda: fleet.join("b"))
     run(fleet, fedavg(), rounds=4)
     asked = [order.settled for order in fleet.assignments() if order.device_id == "b"]
-    assert asked == [(), ("v0-a1-b",), ("v0-a1-b",)]
+    assert asked == [(), ("v0-a1-b",), ("v0-a1-b",)]  # as the newest two are in any case
 
 
 def test_a_state_survives_in_the_middle_of_a_round(tmp_path):
