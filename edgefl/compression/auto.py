@@ -4,12 +4,14 @@ The currency is time. Of the candidates, a device gets the lightest whose upload
 share of the rest of its turnaround (compute, download, latency), and to meet the deadline. The share belongs to the
 run: while the accuracy rises steadily it halves, when it stalls it doubles. Lighter goes one step an update, since a
 wrong guess then costs little; harder goes at once. A device that is not known yet begins in the middle, and then goes
-one step harder: what other bytes take tells the uplink from the rest of the way. All that is known lives in memory;
-after a restart it is learnt again.
+one step harder: what other bytes take tells the uplink from the rest of the way. Where it tells nothing, since the
+bytes hardly differ, both ways are taken to be equally fast. All that is known lives in memory; after a restart it is
+learnt again.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,6 +40,10 @@ MARGIN = 0.8
 """A lighter codec is taken only when its upload stays so far below what is allowed, or noise would swing it."""
 MEMORY = 0.8
 """So much an observation still counts when the next one comes."""
+SPREAD = 0.02
+"""Bytes that differ by less, as a fraction, say nothing of the uplink."""
+WORTH = 0.95
+"""A harder codec that takes more than this fraction of the bytes of a lighter one is not worth what it leaves out."""
 HALF_WINDOW = 3
 RISING, STALLED = 0.9, 0.98
 """The error of the last evaluations against that of those before: at most the first, or more than the second."""
@@ -70,6 +76,7 @@ class _Way:
     """
 
     rung: int
+    has_explored: bool = False
     upload_share: float | None = None
     weight: float = 0.0
     up: float = 0.0
@@ -92,7 +99,7 @@ class _Way:
         """Returns the seconds of an uploaded byte, and those of a turnaround without its upload."""
         up, seconds = self.up / self.weight, self.seconds / self.weight
         variance = self.up_squared / self.weight - up * up
-        if seconds > 0 and variance > (0.1 * up) ** 2:
+        if seconds > 0 and variance > (SPREAD * up) ** 2:
             slope = (self.up_seconds / self.weight - up * seconds) / variance
             self.upload_share = min(max(slope * up / seconds, 0.0), 1.0)
         # Until bytes have varied, both ways are taken to be equally fast.
@@ -145,11 +152,11 @@ class AutoCodec:
         if isinstance(event, Update):
             self._learn(way, event, rung, deadline_s)
         elif event.outcome is Outcome.LOST:  # it may have been too slow, and then nobody would ever measure it
-            way.rung = min(max(way.rung, rung + 1), len(self.specs) - 1)
+            way.rung = max(way.rung, min(rung + 1, self._hardest()))
 
     def _learn(self, way: _Way, update: Update, rung: int, deadline_s: float | None) -> None:
         metrics = update.metrics
-        if metrics.bytes_up <= 0:
+        if metrics.bytes_up <= 0 or not (math.isfinite(metrics.send_s) and math.isfinite(metrics.compute_s)):
             return
         self.sizes[rung] += (1 - MEMORY) * (metrics.bytes_up - self.sizes[rung])
         way.note(up=metrics.bytes_up, down=metrics.bytes_down, seconds=metrics.send_s, compute_s=metrics.compute_s)
@@ -157,16 +164,21 @@ class AutoCodec:
         allowed_s = self.share * rest_s
         if deadline_s is not None:
             allowed_s = min(allowed_s, DEADLINE_SHARE * deadline_s - rest_s)
-        hardest = len(self.specs) - 1
-        if way.upload_share is None:  # other bytes than these will tell, and fewer cost nothing
-            way.rung = rung + 1 if rung < hardest else rung - 1
+        hardest = self._hardest()
+        if way.upload_share is None and not way.has_explored:
+            way.has_explored = True  # other bytes than these will tell, and fewer cost nothing
+            way.rung = rung + 1 if rung < hardest else max(rung - 1, 0)
             return
         fits = (place for place, size in enumerate(self.sizes) if per_byte * size <= allowed_s)
-        best = next(fits, hardest)
+        best = min(next(fits, hardest), hardest)
         if best > way.rung:
             way.rung = best
         elif best < way.rung and per_byte * self.sizes[way.rung - 1] <= MARGIN * allowed_s:
             way.rung -= 1
+
+    def _hardest(self) -> int:
+        """Returns the last codec that is worth taking: beyond it bytes hardly fall."""
+        return next(place for place, size in enumerate(self.sizes) if WORTH * size <= min(self.sizes))
 
     def _note_accuracy(self, accuracy: float) -> None:
         seen = self.accuracies

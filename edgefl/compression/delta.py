@@ -20,10 +20,16 @@ from edgefl.compression.stages import is_lossy, shared_shapes
 from edgefl.compression.tensors.changes import Changes, changed_entries
 from edgefl.compression.tensors.dense import Dense
 from edgefl.compression.values.floats import BFloat16, Float16, Float32
+from edgefl.compression.values.natural import Natural
+from edgefl.compression.values.onebit import OneBit
+from edgefl.compression.values.qsgd import Qsgd
+from edgefl.compression.values.sign import Sign
+from edgefl.compression.values.terngrad import TernGrad
 from edgefl.compression.wire import read_frame
 from edgefl.errors import CodecError
 from edgefl.types import Array, Indices, Shapes, SparseTensor, Tensor, Tensors
 
+_FOR_UPDATES = (Natural, OneBit, Qsgd, Sign, TernGrad)
 DENSE_FROM = 0.5
 """From this fraction of changed entries on, the whole model is sent."""
 
@@ -32,8 +38,8 @@ def parse_down(spec: str) -> tuple[bool, str]:
     """Returns whether a line for `[compression] down` asks for deltas, and the codec of whole models.
 
     Raises:
-        CodecError: an unknown stage, stages in a wrong order, error feedback or codecs for layers (which are for
-            updates), or deltas with values that are not rounded one by one.
+        CodecError: an unknown stage, stages in a wrong order, one that would spoil a model, error feedback or codecs
+            for layers (which are for updates), or deltas with values that are not rounded one by one.
     """
     split = split_spec(spec)
     if split.prefix == FEEDBACK:
@@ -44,7 +50,18 @@ def parse_down(spec: str) -> tuple[bool, str]:
     check_memory(split, codec)
     if split.prefix == DELTA:
         _delta_codec(codec, ())
-    return split.prefix == DELTA, split.codec
+        return True, split.codec
+    if not isinstance(codec.tensors, Dense):
+        raise CodecError(
+            f"codec {spec!r}: what does not travel of a model would be zero; {codec.spec.partition('|')[0]} is for "
+            "[compression] up, take dense, fp16, bf16 or int8, or delta in front for what changed"
+        )
+    if isinstance(codec.values, _FOR_UPDATES):
+        raise CodecError(
+            f"codec {spec!r}: such values come right in the mean of many updates, and a model is sent once; "
+            "take dense, fp16, bf16 or int8"
+        )
+    return False, split.codec
 
 
 def encode_delta(

@@ -76,7 +76,8 @@ class Downlink:
     def _delta(self, base: int, source: ModelSource) -> PreparedBody | None:
         """Returns what changed since `base`, encoded once for all who hold that; None where the whole is better."""
         if base not in self._deltas:
-            changed, encode = source.changed(base), self._run.encode_changes
+            changed = {} if base == source.version else source.changed(base)
+            encode = self._run.encode_changes
             body = None if changed is None or encode is None else encode(source.model(), changed, source.version)
             self._deltas[base] = None if body is None else prepare_body(body)
             if body is not None:

@@ -45,7 +45,7 @@ class Downlink:
 
     def _delta(self, base: int, source: ModelSource) -> int | None:
         if base not in self._delta_bytes:
-            changed = source.changed(base)
+            changed = {} if base == source.version else source.changed(base)
             encode = self._encode_changes
             body = None if changed is None or encode is None else encode(source.model(), changed, source.version)
             self._delta_bytes[base] = None if body is None else len(body)

@@ -11,6 +11,7 @@ recalled. When all holders of a block are gone, the round goes on without it, af
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from edgefl.strategies.ssgd import OneStep, equally
 from edgefl.types import FleetView, Order, Recall, Update
 
 WEIGHTS = ("uniform", "samples")
+_FEEDBACK = re.compile(r"\s*ef\s*([|;]|$)")
 MAX_OUTSTANDING = 2
 MAX_RETRIES = 3
 """So often a round asks again for a block that its holders have failed to bring."""
@@ -41,9 +43,10 @@ class Redundant(OneStep):
             raise ConfigError(f"strategy.weights must be one of {', '.join(WEIGHTS)}, got {self.weights!r}")
         if self.keep_optimizer:
             raise ConfigError("strategy.keep_optimizer: with it the copies of a block differ; redundant needs it off")
-        if rules.codec is not None and rules.codec.startswith("ef|"):
+        if rules.codec is not None and _FEEDBACK.match(rules.codec):
             raise ConfigError(
-                f"compression.up = {rules.codec!r}: error feedback makes the copies of a block differ; leave ef out"
+                f"compression.up = {rules.codec!r}: error feedback makes the copies of a block differ; leave ef out, "
+                "and with auto name codecs without it, as in auto:fp16,int8"
             )
         if self.seconds is not None:
             raise ConfigError(

@@ -65,6 +65,13 @@ class Board:
         return [self.turn() for _ in range(turns)][-1]
 
 
+def updated(order, size, *, send_s):
+    metrics = UpdateMetrics(iterations=1, compute_s=5.0, send_s=send_s, bytes_up=size, bytes_down=MODEL_BYTES)
+    return Update(
+        assignment_id=order.assignment_id, device_id=order.device_id, base_version=0, tensors={}, metrics=metrics
+    )
+
+
 def scored(auto, *accuracies):
     """Tells the accuracies of some versions, one after the other."""
     for accuracy in accuracies:
@@ -97,6 +104,38 @@ def test_an_uplink_that_is_slower_than_the_downlink_is_found_out():
 def test_latency_is_not_taken_for_a_slow_uplink():
     board = Board(make_auto(SIZES), "a", up=1e6, down=500.0)  # the download takes four seconds
     assert board.last_of(6) == "ef|fp16"
+
+
+def test_where_no_bytes_are_to_be_saved_the_lightest_codec_is_taken():
+    # A codec for the large layer, as `[compression.layers]` has it, leaves the candidates hardly any difference.
+    sizes = dict(zip(SIZES, (1000, 980, 960, 955), strict=True))
+    auto = make_auto(sizes)
+    for number in range(12):
+        order = auto.adjust(Assignment(assignment_id=str(number), device_id="a", base_version=0,
+                                       plan=LocalPlan(epochs=1.0), codec=auto.specs[0]))  # fmt: skip
+        auto.note(updated(order, sizes[order.codec], send_s=1e-5 * sizes[order.codec]), None)
+    assert order.codec == "ef|fp16"
+
+
+def test_a_slow_uplink_gets_no_codec_that_hardly_saves_more_than_a_lighter_one():
+    sizes = dict(zip(SIZES, (1000, 500, 490, 485), strict=True))
+    auto = make_auto(sizes)
+    for number in range(12):
+        order = auto.adjust(Assignment(assignment_id=str(number), device_id="a", base_version=0,
+                                       plan=LocalPlan(epochs=1.0), codec=auto.specs[0]))  # fmt: skip
+        auto.note(updated(order, sizes[order.codec], send_s=1.0 * sizes[order.codec]), None)
+    assert order.codec == "ef|int8"
+
+
+@pytest.mark.parametrize("send_s", [0.0, float("nan")])
+def test_seconds_that_tell_nothing_drive_no_board_to_the_hardest_codec(send_s):
+    auto, taken = make_auto(SIZES), []
+    for number in range(12):
+        order = auto.adjust(Assignment(assignment_id=str(number), device_id="a", base_version=0,
+                                       plan=LocalPlan(epochs=1.0), codec=auto.specs[0]))  # fmt: skip
+        auto.note(updated(order, SIZES[order.codec], send_s=send_s), None)
+        taken.append(order.codec)
+    assert taken[-1] == ("ef|fp16" if send_s == 0 else taken[0])
 
 
 def test_lighter_goes_step_by_step_and_harder_at_once():

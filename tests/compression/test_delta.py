@@ -181,7 +181,7 @@ def test_a_delta_of_another_epoch_is_refused() -> None:
         ("delta|fp16", (True, "fp16")),
         ("delta", (True, "dense")),
         (" delta | bf16 | zstd:9 ", (True, "bf16|zstd:9")),
-        ("topk:0.1|int8", (False, "topk:0.1|int8")),
+        ("int8|zstd", (False, "int8|zstd")),
     ],
 )
 def test_a_line_for_the_downlink_is_taken_apart(spec: str, found: tuple[bool, str]) -> None:
@@ -196,6 +196,11 @@ def test_a_line_for_the_downlink_is_taken_apart(spec: str, found: tuple[bool, st
         ("ef|fp16", r"ef is for \[compression\] up"),
         ("delta|fp17", "unknown stage 'fp17'"),
         ("fp16|delta", "delta stands before the stages"),
+        ("topk:0.1|int8", "what does not travel of a model would be zero; topk:0.1 is for"),
+        ("atomo:0.5", "what does not travel of a model would be zero"),
+        ("lss:2", "what does not travel of a model"),
+        ("sign", "come right in the mean of many updates"),
+        ("dense|qsgd:8|zstd", "come right in the mean of many updates"),
     ],
 )
 def test_a_line_that_makes_no_downlink_is_refused(spec: str, message: str) -> None:

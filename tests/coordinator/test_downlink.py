@@ -47,7 +47,7 @@ class Mails:
 
     def changes(self, model, changed, version):
         self.encoded.append(("changes", version))
-        indices = changed["w"]
+        indices = changed.get("w", np.zeros(0, np.int64))
         return None if len(indices) > SIZE / 2 else b"C" + indices.tobytes() + model["w"][indices].tobytes()
 
     def send(self, device):
@@ -126,6 +126,16 @@ def test_where_much_or_nobody_knows_what_changed_the_whole_model_is_sent(mails):
     mails.source.oldest = 2
     _, mail = mails.send("pi")
     assert mail.body.inline[:1] == b"W"
+
+
+def test_a_device_that_holds_the_version_is_sent_no_entries_whatever_the_strategy_knows(mails):
+    device = Device()
+    assert device.receive(*mails.send("pi"))
+    mails.source.oldest = 10**9
+    order, mail = mails.send("pi")
+    assert mail.body.inline == b"C"
+    assert device.receive(order, mail)
+    assert device.model.tolist() == mails.source.values.tolist()
 
 
 def test_a_device_that_was_forgotten_gets_the_whole_model(mails):

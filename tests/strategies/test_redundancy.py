@@ -217,6 +217,8 @@ def test_a_round_in_the_middle_survives_a_restart(tmp_path):
         ({"keep_optimizer": True}, {}, r"strategy\.keep_optimizer: with it the copies of a block differ"),
         ({"seconds": 3.0}, {}, r"strategy\.seconds: a budget in seconds makes the copies of a block differ"),
         ({}, {"codec": "ef|topk:0.01"}, r"compression\.up = 'ef\|topk:0.01': error feedback makes the copies"),
+        ({}, {"codec": " ef | fp16"}, r"compression\.up = ' ef \| fp16': error feedback .* as in auto:fp16,int8"),
+        ({}, {"codec": "ef; *.bias = fp16"}, "error feedback makes the copies"),
         ({}, {"min_updates": 2}, r"run\.min_updates: redundant waits for every block"),
     ],
 )
