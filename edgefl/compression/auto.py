@@ -18,11 +18,11 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from edgefl.compression.feedback import uses_feedback
+from edgefl.compression.registry import AUTO
 from edgefl.compression.specs import BETWEEN_LAYERS
 from edgefl.errors import CodecError
 from edgefl.types import Assignment, Event, Lost, Outcome, Update
 
-AUTO = "auto"
 CANDIDATES = (
     "ef|fp16",
     "ef|int8",

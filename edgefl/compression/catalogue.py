@@ -119,7 +119,10 @@ def _listed(name: str) -> Listed:
     if name in {FEEDBACK, DELTA, LAYERS, RICE}:
         kind = "any" if name == RICE else LAYERS if name == LAYERS else "prefix"
         return Listed(name=name, kind=kind, argument=ENTRIES[name].argument, summary=ENTRIES[name].summary)
-    stage = find_stage(name)
+    try:
+        stage = find_stage(name)
+    except CodecError as error:  # of a package that cannot be imported: the others are there all the same
+        return Listed(name=name, kind="?", argument="?", summary=str(error))
     unbiased, contraction = (_property(name, stage, which) for which in ("is_unbiased", "is_contraction"))
     return Listed(
         name=name,

@@ -100,10 +100,11 @@ def drawn_update(shapes: Shapes, rng: Generator) -> dict[str, Array]:
 
 def relative_error(update: Tensors, decoded: Mapping[str, Tensor]) -> float:
     """Returns the norm of the error to that of the update, over all tensors that were decoded; 0 of nothing."""
+    largest = max((float(np.max(np.abs(dense(update[name])), initial=0.0)) for name in decoded), default=0.0)
     error = squared = 0.0
-    for name, tensor in decoded.items():
-        before = dense(update[name]).astype(np.float64)
-        error += float(np.square(dense(tensor) - before).sum())
+    for name, tensor in decoded.items() if largest else ():
+        before = dense(update[name]).astype(np.float64) / largest  # the squares of float64 may be beyond it
+        error += float(np.square(dense(tensor).astype(np.float64) / largest - before).sum())
         squared += float(np.square(before).sum())
     return math.sqrt(error / squared) if squared else 0.0
 

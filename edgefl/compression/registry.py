@@ -61,6 +61,7 @@ STAGES: Mapping[str, tuple[int, StageClass]] = MappingProxyType(
 )
 """Our own stages: name, number on the wire, class."""
 LAYERS = "layers"
+AUTO = "auto"
 RICE = "rice"
 """May be typed behind a stage that codes places; it is always used where it is smallest, so it has no number."""
 
@@ -88,6 +89,10 @@ def stage_by_name(name: str, spec: str) -> tuple[StageId, StageClass]:
     if name in STAGES:
         return STAGES[name]
     found = _third_party(name)
+    if found is None and name == AUTO:
+        raise CodecError(f"codec {spec!r}: auto chooses among codecs in a run, by its [compression] up, and is none")
+    if found is None and not name:
+        raise CodecError(f"codec {spec!r}: a stage is missing; known: {', '.join(stage_names())}")
     if found is None:
         raise CodecError(
             f"unknown stage {name!r} in codec {spec!r}{_suggestion(name)}; known: {', '.join(stage_names())}"
@@ -149,6 +154,9 @@ def _suggestion(name: str) -> str:
 
 def _third_party(name: str) -> StageClass | None:
     for point in entry_points(group=ENTRY_POINTS, name=name):
-        stage: StageClass = point.load()
+        try:
+            stage: StageClass = point.load()
+        except Exception as error:
+            raise CodecError(f"codec stage {name!r} of an installed package cannot be loaded: {error}") from error
         return stage
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import MappingProxyType
 from zipfile import BadZipFile
 
 import numpy as np
+from numpy.lib.npyio import NpzFile
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
@@ -17,6 +19,11 @@ from edgefl.tasks.local_training import train
 from edgefl.tasks.registry import make_task
 from edgefl.tasks.sources import central_data
 from edgefl.types import Array, LocalPlan, Scalar, Shapes, Tensor, TensorSpec, derived_rng
+
+# What damaged headers raise, and types that NumPy has not; a zip file that claims to be encrypted is a RuntimeError.
+_UNREADABLE = (
+    ValueError, TypeError, AttributeError, EOFError, KeyError, RuntimeError, BadZipFile, SafetensorError, zlib.error,
+)  # fmt: skip
 
 SEED = 7
 LEARNING_RATE = 0.02
@@ -97,18 +104,28 @@ def read_gradient(path: Path) -> Gradient:
     if path.suffix not in (".npz", ".safetensors"):
         raise DataError(f"a gradient's file is .npz or .safetensors, got {path}")
     try:
-        arrays: dict[str, Array] = _read_npz(path) if path.suffix == ".npz" else load_file(path)
+        found = _read_npz(path) if path.suffix == ".npz" else load_file(path)
     except OSError as error:
         raise DataError(f"gradient {path} cannot be read: {error.strerror or error}") from None
-    except (ValueError, BadZipFile, EOFError, SafetensorError) as error:
-        raise DataError(f"gradient {path} is damaged or holds objects: {error}") from None
-    strange = [name for name, array in arrays.items() if array.dtype.kind not in "fiub"]
-    if strange or not arrays:
+    except MemoryError as error:
+        raise DataError(f"gradient {path} is damaged, or larger than the memory: {error}") from None
+    except _UNREADABLE as error:
+        raise DataError(
+            f"gradient {path} is damaged, or holds objects or types that NumPy has not (bfloat16, float8): {error}"
+        ) from None
+    strange = [name for name, array in found.items() if getattr(array, "dtype", np.dtype("O")).kind not in "fiub"]
+    if strange or not found:
         raise DataError(f"gradient {path} must hold arrays of numbers, got {strange or 'none'}")
+    arrays = {name: array.astype(array.dtype.newbyteorder("="), copy=False) for name, array in found.items()}
     shapes = tuple(TensorSpec(name=name, shape=array.shape, dtype=str(array.dtype)) for name, array in arrays.items())
     return Gradient(tensors=arrays, shapes=shapes, source=path.name)
 
 
 def _read_npz(path: Path) -> dict[str, Array]:
-    with np.load(path, allow_pickle=False) as archive:
-        return {name: archive[name] for name in archive.files}
+    # Opened here, since np.load leaves a file that is no zip open.
+    with path.open("rb") as file:
+        archive = np.load(file, allow_pickle=False)
+        if not isinstance(archive, NpzFile):
+            raise DataError(f"gradient {path} is one array without a name: save it by np.savez")
+        with archive:
+            return {name: archive[name] for name in archive.files}

@@ -9,6 +9,7 @@ import pytest
 import zstandard
 
 from edgefl.compression.codec import make_codec
+from edgefl.compression.coding.frames import unpacked
 from edgefl.compression.decoding import decode_body
 from edgefl.compression.lossless import Shuffle, Zstd
 from edgefl.compression.stages import ValueStage
@@ -78,8 +79,15 @@ def test_a_bomb_is_refused_before_memory_is_taken() -> None:
 def test_a_frame_that_does_not_state_its_length_is_refused() -> None:
     frame = zstandard.ZstdCompressor(write_content_size=False).compress(SMOOTH.tobytes())
     body = write_frame([1, 12], 1, [np.frombuffer(frame, dtype=np.uint8)])
-    with pytest.raises(CodecError, match="unpacks to over"):
+    with pytest.raises(CodecError, match="does not state its length"):
         decode_body(body, SHAPES)
+
+
+@pytest.mark.parametrize("behind", [b"garbage", b"\x01\x00\x00more", b""])
+def test_an_empty_frame_is_looked_at_to_its_end(behind: bytes) -> None:
+    with pytest.raises(CodecError, match="cannot be unpacked"):
+        unpacked(memoryview(b"\x28\xb5\x2f\xfd\x20\x00" + behind), 100)
+    assert unpacked(memoryview(zstandard.ZstdCompressor().compress(b"")), 100) == b""
 
 
 def test_bytes_behind_the_frame_are_refused() -> None:

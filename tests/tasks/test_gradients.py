@@ -1,6 +1,8 @@
 """Updates to measure codecs on: from files, and from a network when its images are there."""
 
+import io
 import os
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +53,58 @@ def test_what_is_no_number_is_refused(tmp_path, value):
     np.savez(path, w=value)
     with pytest.raises(DataError, match=r"numbers|objects"):
         read_gradient(path)
+
+
+def header_of(kind: str, shape: str, num_bytes: int) -> bytes:
+    """Returns a .safetensors file with one tensor of zeros."""
+    header = f'{{"w": {{"dtype": "{kind}", "shape": {shape}, "data_offsets": [0, {num_bytes}]}}}}'.encode()
+    return len(header).to_bytes(8, "little") + header + bytes(num_bytes)
+
+
+def zipped(name: str, content: bytes, method: int = zipfile.ZIP_STORED) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", method) as archive:
+        archive.writestr(name, content)
+    return buffer.getvalue()
+
+
+HUGE = (
+    b"\x93NUMPY\x01\x00\x76\x00"
+    + b"{'descr': '<f4', 'fortran_order': False, 'shape': (9999999999999,), }".ljust(117)
+    + b"\n"
+)
+DEFLATED = zipped("w.npy", bytes(500), zipfile.ZIP_DEFLATED)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.safetensors", header_of("BF16", "[2]", 4), "bfloat16"),
+        ("a.safetensors", header_of("F8_E4M3", "[4]", 4), "float8"),
+        ("a.npz", zipped("w.txt", b"a letter"), "must hold arrays of numbers"),
+        ("a.npz", zipped("w.npy", HUGE), "damaged"),
+        ("a.npz", DEFLATED[:40] + b"zzzz" + DEFLATED[44:], "damaged"),
+    ],
+)
+def test_what_files_of_others_may_hold_is_told_in_one_line(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message) as error:
+        read_gradient(tmp_path / name)
+    assert "\n" not in str(error.value)
+
+
+def test_an_array_that_was_saved_without_a_name_is_told(tmp_path):
+    with (tmp_path / "mine.npz").open("wb") as file:
+        np.save(file, np.zeros(3))
+    with pytest.raises(DataError, match="one array without a name"):
+        read_gradient(tmp_path / "mine.npz")
+
+
+def test_arrays_of_the_other_byte_order_are_what_they_are_in_ours(tmp_path):
+    np.savez(tmp_path / "mine.npz", w=np.arange(3, dtype=">f4"))
+    found = read_gradient(tmp_path / "mine.npz")
+    assert [spec.dtype for spec in found.shapes] == ["float32"]
+    assert found.tensors["w"].tolist() == [0, 1, 2]
 
 
 def test_a_file_without_arrays_is_refused(tmp_path):

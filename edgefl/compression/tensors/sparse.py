@@ -30,6 +30,7 @@ from edgefl.errors import CodecError
 from edgefl.types import Array, Shapes, SparseTensor, Tensor, Tensors
 
 _SMALLEST_FRACTION = Decimal("1e-12")
+_TINIEST, _LARGEST = float(np.finfo(np.float32).smallest_subnormal), float(np.finfo(np.float32).max)
 
 
 class Selection(Protocol):
@@ -86,8 +87,11 @@ class Threshold:
             smallest = float(argument)
         except ValueError:
             smallest = -1.0
-        if not 0 < smallest < float("inf"):
-            raise CodecError(f"codec stage 'threshold' needs a number over 0, got threshold:{argument}")
+        if not _TINIEST <= smallest <= _LARGEST:
+            raise CodecError(
+                f"codec stage 'threshold' needs a number over 0 that float32 has, {_TINIEST:.3g} to {_LARGEST:.3g}, "
+                f"got threshold:{argument}"
+            )
         return cls(smallest=smallest)
 
     def encode(self, tensors: Tensors, shapes: Shapes, values: ValueStage, rng: Generator) -> Iterator[Array]:

@@ -63,7 +63,10 @@ class Int8:
         scales = reader.array(_FLOAT32, num_scales)
         if not num_scales or size % num_scales or not np.all(np.isfinite(scales)):
             raise CodecError(f"payload holds {num_scales} scales for {size} values, or one that is not finite")
-        rows = reader.array(_INT8, size).astype(np.float32).reshape(num_scales, -1)
+        steps = reader.array(_INT8, size)
+        if np.any(steps < -_STEPS):
+            raise CodecError(f"payload holds the step {int(steps.min())}, at least -{_STEPS:g} is right")
+        rows = steps.astype(np.float32).reshape(num_scales, -1)
         rows /= _STEPS
         rows *= scales[:, None]
         return rows.reshape(-1)

@@ -15,7 +15,7 @@ def packed(levels: Array, highest: int) -> bytes:
 
 
 @settings(deadline=None)
-@given(strategies.sampled_from([1, 2, 15, 255]).flatmap(lambda highest: strategies.tuples(
+@given(strategies.sampled_from([1, 2, 3, 15, 126, 127, 255]).flatmap(lambda highest: strategies.tuples(
     strategies.just(highest), strategies.lists(strategies.integers(-highest, highest), max_size=300))))  # fmt: skip
 def test_every_run_of_levels_comes_back(given_: tuple[int, list[int]]) -> None:
     highest, levels = given_
