@@ -33,7 +33,7 @@ LAST = 3
 TARGET = 0.8
 FAMILIES: Mapping[str, tuple[str, ...]] = {
     "dense": ("dense", "dense|fp16", "dense|bf16", "dense|fp16|zstd"),
-    "int8": ("int8", "int8-channel", "ef|int8-channel"),
+    "int8": ("int8", "int8:channel", "ef|int8:channel"),
     "QSGD": ("qsgd:1", "qsgd:2", "qsgd:4"),
     "TernGrad": ("terngrad",),
     "natural": ("natural",),
