@@ -156,7 +156,7 @@ def _third_party(name: str) -> StageClass | None:
     for point in entry_points(group=ENTRY_POINTS, name=name):
         try:
             stage: StageClass = point.load()
-        except Exception as error:
+        except Exception as error:  # an import runs a package's own code, which may raise anything
             raise CodecError(f"codec stage {name!r} of an installed package cannot be loaded: {error}") from error
         return stage
     return None

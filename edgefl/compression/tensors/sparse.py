@@ -39,24 +39,13 @@ class Selection(Protocol):
     def __call__(self, flat: Array, rng: Generator) -> tuple[Array, Array]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class TopK:
-    """Keeps max(1, floor(fraction * n)) entries of each tensor, the largest by magnitude; the lowest index wins ties.
+class _Selection:
+    """A stage that sends some entries of each float32 parameter; a subclass says which, and with what values."""
 
-    Source: Hardy et al., Distributed Deep Learning on Edge-devices: Feasibility via Adaptive Compression, NCA 2017,
-    the selection of AdaComp.
-    """
+    __slots__ = ()
 
     kind: ClassVar[StageKind] = StageKind.TENSORS
-    is_unbiased: ClassVar[bool] = False
-    is_contraction: ClassVar[bool] = True
     codes_indices: ClassVar[bool] = True
-
-    fraction: Fraction
-
-    @classmethod
-    def parse(cls, argument: str) -> Self:
-        return cls(fraction=_fraction("topk", argument))
 
     def encode(self, tensors: Tensors, shapes: Shapes, values: ValueStage, rng: Generator) -> Iterator[Array]:
         return _write_selected(self._select, tensors, shapes, values, rng)
@@ -65,19 +54,39 @@ class TopK:
     def decode(reader: Reader, shapes: Shapes, values: type[ValueStage]) -> dict[str, Tensor]:
         return _read_selected(reader, shapes, values)
 
+    def _select(self, flat: Array, rng: Generator) -> tuple[Array, Array]:
+        """Returns the places, in ascending order, and the values there."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class TopK(_Selection):
+    """Keeps max(1, floor(fraction * n)) entries of each tensor, the largest by magnitude; the lowest index wins ties.
+
+    Source: Hardy et al., Distributed Deep Learning on Edge-devices: Feasibility via Adaptive Compression, NCA 2017,
+    the selection of AdaComp.
+    """
+
+    is_unbiased: ClassVar[bool] = False
+    is_contraction: ClassVar[bool] = True
+
+    fraction: Fraction
+
+    @classmethod
+    def parse(cls, argument: str) -> Self:
+        return cls(fraction=_fraction("topk", argument))
+
     def _select(self, flat: Array, rng: Generator) -> tuple[Array, Array]:  # noqa: ARG002 the seam of all selections
         indices = top_k(flat, num_kept(self.fraction, flat.size))
         return indices, flat[indices]
 
 
 @dataclass(frozen=True, slots=True)
-class Threshold:
+class Threshold(_Selection):
     """Keeps the entries whose magnitude is at least `smallest`; none when all are smaller."""
 
-    kind: ClassVar[StageKind] = StageKind.TENSORS
     is_unbiased: ClassVar[bool] = False
     is_contraction: ClassVar[bool] = True
-    codes_indices: ClassVar[bool] = True
 
     smallest: float
 
@@ -94,13 +103,6 @@ class Threshold:
             )
         return cls(smallest=smallest)
 
-    def encode(self, tensors: Tensors, shapes: Shapes, values: ValueStage, rng: Generator) -> Iterator[Array]:
-        return _write_selected(self._select, tensors, shapes, values, rng)
-
-    @staticmethod
-    def decode(reader: Reader, shapes: Shapes, values: type[ValueStage]) -> dict[str, Tensor]:
-        return _read_selected(reader, shapes, values)
-
     def _select(self, flat: Array, rng: Generator) -> tuple[Array, Array]:  # noqa: ARG002 the seam of all selections
         largest_magnitude("threshold", flat)
         indices = np.flatnonzero(np.abs(flat) >= self.smallest)
@@ -108,26 +110,17 @@ class Threshold:
 
 
 @dataclass(frozen=True, slots=True)
-class RandK:
+class RandK(_Selection):
     """Keeps max(1, floor(fraction * n)) random entries of each tensor, times n over their number: unbiased."""
 
-    kind: ClassVar[StageKind] = StageKind.TENSORS
     is_unbiased: ClassVar[bool] = True
     is_contraction: ClassVar[bool] = False
-    codes_indices: ClassVar[bool] = True
 
     fraction: Fraction
 
     @classmethod
     def parse(cls, argument: str) -> Self:
         return cls(fraction=_fraction("randk", argument))
-
-    def encode(self, tensors: Tensors, shapes: Shapes, values: ValueStage, rng: Generator) -> Iterator[Array]:
-        return _write_selected(self._select, tensors, shapes, values, rng)
-
-    @staticmethod
-    def decode(reader: Reader, shapes: Shapes, values: type[ValueStage]) -> dict[str, Tensor]:
-        return _read_selected(reader, shapes, values)
 
     def _select(self, flat: Array, rng: Generator) -> tuple[Array, Array]:
         count = num_kept(self.fraction, flat.size)

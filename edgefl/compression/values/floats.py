@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import ClassVar, Self
 
@@ -62,13 +62,8 @@ class Float16:
         return np.abs(values, dtype=np.float64) * 2.0**-11 + 2.0**-25
 
     def encode(self, values: Array, rng: Generator) -> Iterator[Array]:  # noqa: ARG002 the seam of all value stages
-        flat = np.ascontiguousarray(values, dtype=np.float32).reshape(-1)
-        halves = np.empty(flat.size, dtype=_UINT16)
-        for begin in range(0, flat.size, _CHUNK):
-            halves[begin : begin + _CHUNK] = _rounded_to_half(flat[begin : begin + _CHUNK])
-        is_special = (halves & 0x7C00) == 0x7C00
-        if np.any(is_special) and np.any(np.isfinite(flat[is_special])):
-            raise _too_large("fp16", 65504, values)
+        halves, flat = _in_chunks(_rounded_to_half, values)
+        _check_range("fp16", 65504, flat, is_special=(halves & 0x7C00) == 0x7C00)
         yield halves
 
     @staticmethod
@@ -98,13 +93,8 @@ class BFloat16:
         return np.abs(values, dtype=np.float64) * 2.0**-8 + 2.0**-134
 
     def encode(self, values: Array, rng: Generator) -> Iterator[Array]:  # noqa: ARG002 the seam of all value stages
-        flat = np.ascontiguousarray(values, dtype=np.float32).reshape(-1)
-        halves = np.empty(flat.size, dtype=_UINT16)
-        for begin in range(0, flat.size, _CHUNK):
-            halves[begin : begin + _CHUNK] = _rounded_to_upper_half(flat[begin : begin + _CHUNK])
-        is_special = (halves & 0x7FFF) == 0x7F80
-        if np.any(is_special) and np.any(np.isfinite(flat[is_special])):
-            raise _too_large("bf16", _LARGEST_BFLOAT16, values)
+        halves, flat = _in_chunks(_rounded_to_upper_half, values)
+        _check_range("bf16", _LARGEST_BFLOAT16, flat, is_special=(halves & 0x7FFF) == 0x7F80)
         yield halves
 
     @staticmethod
@@ -151,7 +141,21 @@ def _singles_of_halves() -> Array:
     return np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float32)
 
 
-def _too_large(name: str, limit: float, values: Array) -> CodecError:
-    # An infinity in place of a large number would spread through the model unseen.
-    largest = np.max(np.abs(values[np.isfinite(values)]))
-    return CodecError(f"{name} carries magnitudes up to {limit:.6g}, got {largest:.6g}: use dense")
+def _in_chunks(rounded: Callable[[Array], Array], values: Array) -> tuple[Array, Array]:
+    """Returns the halves of all values, [n] uint16, and the values as [n] float32."""
+    flat = np.ascontiguousarray(values, dtype=np.float32).reshape(-1)
+    halves = np.empty(flat.size, dtype=_UINT16)
+    for begin in range(0, flat.size, _CHUNK):
+        halves[begin : begin + _CHUNK] = rounded(flat[begin : begin + _CHUNK])
+    return halves, flat
+
+
+def _check_range(name: str, limit: float, flat: Array, *, is_special: Array) -> None:
+    """Refuses values that became infinite: in place of a large number that would spread through the model unseen.
+
+    Raises:
+        CodecError: there is one.
+    """
+    if np.any(is_special) and np.any(np.isfinite(flat[is_special])):
+        largest = np.max(np.abs(flat[np.isfinite(flat)]))
+        raise CodecError(f"{name} carries magnitudes up to {limit:.6g}, got {largest:.6g}: use dense")
