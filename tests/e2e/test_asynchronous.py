@@ -34,9 +34,15 @@ def three(fleet: LocalFleet) -> LocalFleet:
 
 
 def _run(
-    name: str, *, down: str = "dense", task: str = "digits", pace_s: float | None = None, **run: Any
+    name: str,
+    *,
+    down: str = "dense",
+    task: str = "digits",
+    pace_s: float | None = None,
+    options: dict[str, Any] | None = None,
+    **run: Any,
 ) -> RunConfig:
-    strategy = {"name": name, "iterations": 4, "learning_rate": 0.1, "batch_size": 16}
+    strategy = {"name": name, "iterations": 4, "learning_rate": 0.1, "batch_size": 16, **(options or {})}
     values: dict[str, Any] = {
         "run": {"task": task, "evaluate_every": 10, **run},
         "strategy": strategy,
@@ -48,11 +54,14 @@ def _run(
     return parse_run(values)
 
 
-@pytest.mark.parametrize(("name", "accuracy"), [("asgd", 0.6), ("fedbuff", 0.6), ("adacomp", 0.2)])
+@pytest.mark.parametrize(
+    ("name", "options", "accuracy"),
+    [("asgd", {}, 0.5), ("fedbuff", {}, 0.5), ("adacomp", {"compression": 0.2}, 0.5)],
+)
 def test_three_devices_run_to_the_end_and_updates_meet_newer_models_than_their_own(
-    three: LocalFleet, tools: Any, name: str, accuracy: float
+    three: LocalFleet, tools: Any, name: str, options: dict[str, Any], accuracy: float
 ) -> None:
-    run_id = three.submit(_run(name, rounds=20))
+    run_id = three.submit(_run(name, rounds=20, options=options))
     run = three.wait_run(run_id)
     assert (run["status"], run["reason"]) == ("finished", "rounds reached 20")
     used = tools.used(three, run_id)
