@@ -12,6 +12,7 @@ from edgefl.compression.auto import AutoCodec, make_auto, parse_auto
 from edgefl.compression.codec import make_codec
 from edgefl.compression.decoding import decode_body
 from edgefl.compression.delta import encode_delta, parse_down
+from edgefl.compression.edges import EdgeCodec, edge_shapes
 from edgefl.compression.measuring import expected_bytes
 from edgefl.compression.specs import with_layers
 from edgefl.config import RunConfig
@@ -75,12 +76,14 @@ def assemble(config: RunConfig, run_id: str) -> Assembled:
         return encode_delta(model, changed, shapes, whole_spec, derived_rng(seed, version, "downlink"))
 
     strategy = _make_strategy(task, config, _rules(config, shapes, up))
+    if _has_nodes(strategy):
+        _check_nodes(config, task.shapes())
     return Assembled(
         config=config,
         model=_first_model(task, shapes, config),
         strategy=strategy,
         rounds=RoundCount(versions_per_round=_versions_per_round(strategy, config)),
-        gate=_gate(config, shapes, codecs),
+        gate=_gate(config, shapes, codecs, takes_models=_has_nodes(strategy)),
         goal=Goal(
             rounds=config.run.rounds,
             updates=config.run.updates,
@@ -182,7 +185,26 @@ def _rules(config: RunConfig, shapes: Shapes, codec: str) -> RoundRules:
     )
 
 
-def _gate(config: RunConfig, shapes: Shapes, codecs: AutoCodec | None) -> StrategyGate:
+def _has_nodes(strategy: Strategy[Any]) -> bool:
+    """Says whether every device has a model of its own."""
+    return hasattr(strategy, "node_models")
+
+
+def _check_nodes(config: RunConfig, shapes: Shapes) -> None:
+    """Refuses what does not go with nodes of a graph, before any of them is started.
+
+    Raises:
+        ConfigError, CodecError: something does not.
+    """
+    if parse_auto(config.compression.up) is not None:
+        raise ConfigError("compression.up = 'auto' is for updates; nodes of a graph need one codec for every edge")
+    own = [spec.name for spec in shapes if not spec.shared]
+    if own:
+        raise ConfigError(f"task {config.run.task}: tensors that stay on the board ({own[0]}) do not go with nodes")
+    EdgeCodec(with_layers(config.compression.up, config.compression.layers), edge_shapes(shapes), epoch=1)
+
+
+def _gate(config: RunConfig, shapes: Shapes, codecs: AutoCodec | None, *, takes_models: bool) -> StrategyGate:
     devices, guard = config.devices, config.guard
     return StrategyGate(
         selection=Selection(
@@ -193,6 +215,7 @@ def _gate(config: RunConfig, shapes: Shapes, codecs: AutoCodec | None) -> Strate
             unwell=devices.unwell,
         ),
         guard=Guard(
+            takes_models=takes_models,
             shapes=shapes,
             max_norm=guard.max_norm,
             max_norm_ratio=guard.max_norm_ratio,

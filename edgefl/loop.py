@@ -51,6 +51,9 @@ class _Source(Generic[S]):
     def model(self) -> Tensors:
         return self.strategy.model(self.state)
 
+    def model_of(self, subject: str) -> Tensors:
+        return self.model() if not subject else self.strategy.node_models(self.state)[subject]  # type: ignore[attr-defined]
+
     def changed(self, since: int) -> Indices | None:
         return self.strategy.changed(self.state, since)
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.random import Generator
@@ -122,11 +122,82 @@ class Algorithm(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeMessage:
-    """One edge variable of decentralised training, forwarded unopened."""
+    """One edge variable of decentralised training, forwarded unopened.
+
+    `edge` is (sender, receiver); `step` numbers what the sender sends on this edge and only grows, over reboots too.
+    With `is_reply` it answers the receiver's own message of that step.
+    """
 
     edge: tuple[str, str]
     step: int
     body: bytes
+    is_reply: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EdgeSide:
+    """What one end of an edge knows of it.
+
+    Attributes:
+        neighbour: the device at the other end.
+        sign: s of the constraint s_ij w_i + s_ji w_j = 0, 1 or -1; the other end has the opposite.
+        degree: how many edges its ends have, the larger of the two numbers.
+        weight: W_ij of the mixing matrix, above 0 and below 1; both ends have the same.
+        period: local iterations between two of its exchanges, the larger of its ends' two numbers.
+        slot: local iteration, modulo the period, after which this end fires in the schedule `slots`.
+        epoch: how often the edge began; both ends start it anew when it grows.
+    """
+
+    neighbour: str
+    sign: float
+    degree: int
+    weight: float
+    period: int
+    slot: int = 0
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodePlan:
+    """What makes a device a node of a graph; see `edgefl.decentralised`.
+
+    Attributes:
+        method: one of `decentralised.methods.METHODS`.
+        edges: the node's own; their number is its degree.
+        learning_rate: that of the run's first iteration, which step sizes of edges follow from.
+        period: K, local iterations between two exchanges of an edge.
+        codec: of what travels along edges; empty for none.
+        carrier: who brings messages to neighbours: `relay` (inbox and update), `peer` (MQTT) or `direct` (TLS).
+        schedule: when edges fire, where the device itself decides it (`peer` and `direct`).
+        fires: neighbours whose edges fire after this assignment's iterations, where it does not (`relay`).
+        until: local iterations of the run after which the update is due, where the device goes on by itself.
+        limit: local iterations of the run after which such a device rests.
+        reports: the update holds the node's model; else it holds none.
+    """
+
+    method: str
+    edges: tuple[EdgeSide, ...]
+    learning_rate: float
+    period: int
+    codec: str = ""
+    carrier: str = "relay"
+    schedule: str = "sync"
+    fires: tuple[str, ...] = ()
+    until: int = 0
+    limit: int = 0
+    reports: bool = False
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """Returns the plan in JSON values, as `dataclasses.asdict` gives them; unknown fields are ignored."""
+        edges = tuple(EdgeSide(**_known(EdgeSide, edge)) for edge in value.get("edges", ()))
+        known = _known(cls, value)
+        return cls(**{**known, "edges": edges, "fires": tuple(known.get("fires", ()))})
+
+
+def _known(cls: type[Any], value: Mapping[str, Any]) -> dict[str, Any]:
+    names = {item.name for item in fields(cls)}
+    return {name: item for name, item in value.items() if name in names}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +206,9 @@ class LocalPlan:
 
     Exactly one of `iterations`, `epochs` and `seconds` is set: the budget. `algorithm` names a built-in
     (`Algorithm`) or a local step that is installed on the board; `options` are its own settings, such as `mu` of
-    `prox`. With `keeps_state` its moments live on from one assignment of the run to the next.
+    `prox`. With `keeps_state` its moments live on from one assignment of the run to the next. With `node` the device
+    is a node of a graph, which takes the messages of its neighbours (`inbox`) before it trains; its `iterations` may
+    then be 0, for an exchange alone.
     """
 
     algorithm: str = Algorithm.SGD
@@ -150,6 +223,7 @@ class LocalPlan:
     keeps_state: bool = False
     report_progress: bool = False
     inbox: tuple[EdgeMessage, ...] = ()
+    node: NodePlan | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +231,8 @@ class Assignment:
     """One piece of work for one device. `assignment_id` is unique in the run and survives restarts.
 
     `block`, where set, is the part of a redundant shard to train on; its random streams then follow from the block,
-    so that every holder's copy of the result is the same.
+    so that every holder's copy of the result is the same. Without `sends_model` no model travels with it: the device
+    has its own, and asks for one when it has not.
     """
 
     assignment_id: str
@@ -168,16 +243,21 @@ class Assignment:
     deadline_s: float | None = None
     block: int | None = None
     settled: tuple[str, ...] = ()
+    sends_model: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Asks one device to evaluate the model of `version` on its test split (or, as an evaluator, its shard)."""
+    """Asks one device to evaluate the model of `version` on its test split (or, as an evaluator, its shard).
+
+    `subject` is empty for the global model, and the device whose own model is meant where each has one.
+    """
 
     assignment_id: str
     device_id: str
     version: int
     round: int
+    subject: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +306,11 @@ class UpdateMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What a device sends back for one assignment: the displacement w_end - w_start, not the new weights."""
+    """What a device sends back for one assignment: the displacement w_end - w_start, not the new weights.
+
+    A node of a graph sends its model itself when it is asked to report, and no tensors otherwise; `outbox` is what
+    it has for its neighbours.
+    """
 
     assignment_id: str
     device_id: str
@@ -235,11 +319,15 @@ class Update:
     metrics: UpdateMetrics
     body: bytes | None = None
     received_s: float = 0.0
+    outbox: tuple[EdgeMessage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
-    """One evaluation. `source` is coordinator, device or evaluator (DESIGN: all three land in the history)."""
+    """One evaluation. `source` is coordinator, device or evaluator (DESIGN: all three land in the history).
+
+    `subject` is that of the `Evaluation`.
+    """
 
     assignment_id: str
     device_id: str
@@ -252,6 +340,7 @@ class Evaluated:
     bytes_up: int = 0
     bytes_down: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
+    subject: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,11 +458,13 @@ class Strategy(Protocol[S]):
     else arrived was late. A strategy whose result may not depend on who answered first folds in assignment
     order: an update's tensors stay in the journal until they are read.
 
-    Three attributes are optional. `versions_per_round` (1 when absent) says how many versions the history groups to a
+    Five attributes are optional. `versions_per_round` (1 when absent) says how many versions the history groups to a
     round; None leaves it to the run file, and else to the number of devices that are asked first. `bytes_per_device`
     (0 when absent) is a method that tells, for the bytes of one model, how many the state keeps for each device.
     `finish(state) -> state` is told once that nothing more will be assigned: what is still in flight may be closed
-    without waiting for what would have come after it.
+    without waiting for what would have come after it. `node_models(state)` are the devices' own models by device,
+    where each has one: they are evaluated beside the global model. `facts(state)` are figures of the newest version
+    for the history, such as how far the devices' models lie apart.
     """
 
     def init(self, model: Tensors) -> S: ...
@@ -414,6 +505,9 @@ class ModelSource(Protocol):
     @property
     def version(self) -> int: ...
     def model(self) -> Tensors: ...
+    def model_of(self, subject: str) -> Tensors:
+        """Returns the model of one device where each has its own; the global one for an empty subject."""
+
     def changed(self, since: int) -> Indices | None: ...
 
 

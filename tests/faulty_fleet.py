@@ -15,6 +15,7 @@ import numpy as np
 from edgefl.types import (
     Assignment,
     DeviceInfo,
+    EdgeMessage,
     Evaluated,
     Evaluation,
     Joined,
@@ -64,6 +65,16 @@ def displacement(seed, order, *, is_sparse=True):
     for tensor in tensors.values():
         (tensor.values if isinstance(tensor, SparseTensor) else tensor).flags.writeable = False
     return LazyTensors(lambda: tensors)
+
+
+def told(seed, order):
+    """What a node of a graph sends: its model when it is to report, and something along each edge that fires."""
+    node = order.plan.node
+    outbox = tuple(
+        EdgeMessage(edge=(order.device_id, other), step=int(order.assignment_id[1:].split("-")[0]), body=b"y")
+        for other in node.fires
+    )
+    return (displacement(seed, order, is_sparse=False) if node.reports else {}), outbox
 
 
 class Journal:
@@ -164,7 +175,7 @@ class FaultyFleet:
 
     def begin(self, order):
         pace_s = 0.2 * (8 if self.faults.get(order.device_id) == "slow" else 1 + NAMES.index(order.device_id) / 20)
-        iterations = order.plan.iterations or 3
+        iterations = 3 if order.plan.iterations is None else order.plan.iterations
         if order.plan.report_progress:
             self.at(self.now_s + pace_s, lambda: self.step(order, 1, iterations, pace_s))
         else:
@@ -210,11 +221,13 @@ class FaultyFleet:
 
     def update(self, order, iterations, pace_s):
         place = list(self.info).index(order.device_id) if order.block is None else order.block
+        tensors, outbox = (displacement(self.seed, order), ()) if order.plan.node is None else told(self.seed, order)
         return Update(
             assignment_id=order.assignment_id,
             device_id=order.device_id,
             base_version=order.base_version,
-            tensors=displacement(self.seed, order),
+            tensors=tensors,
+            outbox=outbox,
             metrics=UpdateMetrics(
                 num_examples=10 * (place + 1), iterations=iterations, compute_s=iterations * pace_s, send_s=0.05
             ),

@@ -66,8 +66,10 @@ class Network:
     def of(cls, method: str, graph: Graph, gradients: Sequence[Gradient], *, start: Array, rate: float, period: int,
            **options: object) -> "Network":  # fmt: skip
         nodes = {}
+        is_damped = method == "d2" and graph.needs_damping()
         for name in graph.nodes:
-            nodes[name] = make_node(method, name, graph, learning_rate=rate, period=period)
+            edges = graph.sides(name, period, is_damped=is_damped)
+            nodes[name] = make_node(method, name, edges, learning_rate=rate, period=period)
             nodes[name].begin({"w": start})
         named = dict(zip(graph.nodes, gradients, strict=True))
         return cls(graph=graph, gradients=named, nodes=nodes, learning_rate=rate, period=period, **options)  # type: ignore[arg-type]
@@ -89,13 +91,15 @@ class Network:
         return self
 
     def exchange(self) -> None:
-        """K local steps of every node, then one exchange over all edges."""
+        """K local steps of every node, then exchanges over all edges until it is time for the next ones."""
         for node in self.nodes.values():
             self.train(node, self.period)
-        again = True
-        while again:
+        while True:
             self.deliver([mail for node in self.nodes.values() for mail in node.post(node.neighbours)])
-            again = max([node.mix() for node in self.nodes.values()])
+            for node in self.nodes.values():
+                node.mix()
+            if all(node.trains_before(node.exchanges + 1) for node in self.nodes.values()):
+                break
 
     def train(self, node: Node, iterations: int) -> None:
         weights, rate = node.weights["w"].copy(), self.learning_rate
@@ -118,7 +122,9 @@ class Network:
 
     def _run_at_their_pace(self, iterations: int) -> None:
         firing = {
-            name: make_firing(self.schedule, node=name, graph=self.graph, period=self.period, rng=self.rng)
+            name: make_firing(
+                self.schedule, edges=self.graph.sides(name, self.period), period=self.period, rng=self.rng
+            )
             for name in self.nodes
         }
         due = self._bursts(firing, [(0.0, name) for name in self.nodes], iterations)

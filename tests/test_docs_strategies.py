@@ -145,7 +145,7 @@ def test_every_run_file_of_the_page_makes_sense(modules, number):
 def test_the_table_of_strategies_is_the_registry(modules):
     table = {code(row[0])[0]: row[1] for row in rows(part(PAGE, "Built-in strategies")) if code(row[0])}
     assert set(table) == set(BUILT_IN)
-    assert set(table.values()) == {"synchronous", "asynchronous"}
+    assert set(table.values()) == {"synchronous", "asynchronous", "decentralised"}
 
 
 def test_the_names_of_flower_are_all_there_and_no_other():

@@ -25,18 +25,18 @@ ROOMS = {
     "loop": SEAMS | {"tally"},
     "files": {"errors"},
     "processes": set(),
-    "strategies": SEAMS,
+    "strategies": SEAMS | {"decentralised"},
     "compression": SEAMS,
     "decentralised": SEAMS,
     "storage": SEAMS | {"files"},
-    "tasks": SEAMS | {"config", "files"},
-    "device": SEAMS | {"config", "files", "processes", "protocol", "compression", "tasks"},
-    "simulation": SEAMS | {"config", "compression", "tasks"},
+    "tasks": SEAMS | {"config", "decentralised", "files"},
+    "device": SEAMS | {"config", "files", "processes", "protocol", "compression", "decentralised", "tasks"},
+    "simulation": SEAMS | {"config", "compression", "decentralised", "tasks"},
     "history": SEAMS | {"storage"},
     "adapters": SEAMS | {"config", "strategies", "tasks"},
     "coordinator": SEAMS
     | {"config", "files", "processes", "protocol", "loop", "tally"}
-    | {"strategies", "compression", "storage", "history"},
+    | {"strategies", "compression", "decentralised", "storage", "history"},
 }
 # The operator's client and the fleet of this machine serve the command line and `edgefl.run` alike.
 ROOMS |= {

@@ -86,7 +86,7 @@ def make_codec(spec: str, shapes: Shapes) -> Codec:
         raise CodecError(f"codec {spec!r}: delta is for [compression] down, where the device holds a model already")
     codec = build_codec(split, shapes)
     check_memory(split, codec)
-    for part in _parts(codec) if split.prefix == FEEDBACK else ():
+    for part in parts_of(codec) if split.prefix == FEEDBACK else ():
         if not (part.tensors.is_contraction and part.values.is_contraction):
             raise CodecError(
                 f"codec {part.spec!r}: the error of a draw can be larger than the update, and ef would pile it up"
@@ -130,7 +130,7 @@ def check_memory(split: CodecSpec, codec: Codec) -> None:
     Raises:
         CodecError: there is one, and no error feedback.
     """
-    for part in _parts(codec):
+    for part in parts_of(codec):
         if split.prefix != FEEDBACK and does_remember(part.tensors):
             raise CodecError(
                 f"codec {part.spec!r}: it is biased and goes on from the update before, so it needs error feedback"
@@ -158,7 +158,7 @@ def _layered(split: CodecSpec, shapes: Shapes) -> Codec:
     )
 
 
-def _parts(codec: Codec) -> Sequence[GroupCodec]:
+def parts_of(codec: Codec) -> Sequence[GroupCodec]:
     """Returns the codecs that numbers go through: the codec itself, or those of its groups."""
     return [group.codec for group in codec.tensors.groups] if isinstance(codec.tensors, Layers) else [codec]
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -201,3 +201,78 @@ def _read_name(reader: Reader) -> str:
     if not name.isascii() or not 1 <= len(name) <= MAX_NAME_BYTES:
         raise CodecError(f"body names a stage {name!r}, expected 1 to {MAX_NAME_BYTES} ASCII characters")
     return name.decode("ascii")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EdgeFrame:
+    """What a node sends along an edge: the body of each part, and where it stands with its neighbour.
+
+    Attributes:
+        epoch: this life of the sender, above 0.
+        number: of this message, above 0.
+        base: of the message that the parts are differences to; 0 where they are whole.
+        heard_epoch, heard_number: of the newest message that the sender has of its neighbour; 0 for none.
+        parts: codec bodies by name.
+    """
+
+    epoch: int
+    number: int
+    base: int
+    heard_epoch: int
+    heard_number: int
+    parts: Mapping[str, memoryview]
+
+
+_EDGE_MAGIC = b"eE1"
+_EDGE_HEADER = struct.Struct("<3sBIIIII")
+_EDGE_PART = struct.Struct("<BI")
+_MOST_PARTS = 8
+
+
+def write_edge_frame(frame: EdgeFrame) -> bytes:
+    """Returns a header, and each part behind the lengths of its name and its body."""
+    numbers = (frame.epoch, frame.number, frame.base, frame.heard_epoch, frame.heard_number)
+    pieces = [_EDGE_HEADER.pack(_EDGE_MAGIC, len(frame.parts), *numbers)]
+    for name, body in frame.parts.items():
+        encoded = name.encode()
+        pieces += [_EDGE_PART.pack(len(encoded), len(body)), encoded, bytes(body)]
+    return b"".join(pieces)
+
+
+def read_edge_frame(body: bytes | memoryview) -> EdgeFrame:
+    """Returns what `write_edge_frame` wrote.
+
+    Raises:
+        CodecError: the body is damaged or none of an edge.
+    """
+    view = memoryview(body)
+    if len(view) < _EDGE_HEADER.size:
+        raise CodecError(f"body of an edge has {len(view)} bytes, its header takes {_EDGE_HEADER.size}")
+    magic, count, epoch, number, base, heard_epoch, heard_number = _EDGE_HEADER.unpack_from(view)
+    if magic != _EDGE_MAGIC:
+        raise CodecError(f"body of an edge begins with {magic!r}, expected {_EDGE_MAGIC!r}")
+    if not 1 <= count <= _MOST_PARTS or not epoch or not number or base >= number:
+        raise CodecError(f"header of an edge's body makes no sense: {count} parts, message {number} to {base}")
+    parts: dict[str, memoryview] = {}
+    start = _EDGE_HEADER.size
+    for _ in range(count):
+        if start + _EDGE_PART.size > len(view):
+            raise CodecError("body of an edge is cut off")
+        name_bytes, body_bytes = _EDGE_PART.unpack_from(view, start)
+        middle = start + _EDGE_PART.size + name_bytes
+        start = middle + body_bytes
+        if start > len(view):
+            raise CodecError("body of an edge is cut off")
+        parts[_name(view[middle - name_bytes : middle])] = view[middle:start]
+    if start != len(view) or len(parts) != count:
+        raise CodecError("body of an edge holds more than its parts, or one of them twice")
+    return EdgeFrame(
+        epoch=epoch, number=number, base=base, heard_epoch=heard_epoch, heard_number=heard_number, parts=parts
+    )
+
+
+def _name(encoded: memoryview) -> str:
+    try:
+        return bytes(encoded).decode()
+    except UnicodeDecodeError:
+        raise CodecError("a part of an edge's body has a name that is no text") from None

@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 
 from edgefl.coordinator.participants import FleetRun
 from edgefl.coordinator.superlink import PreparedBody, prepare_body
+from edgefl.decentralised.mailbag import pack_mail
 from edgefl.types import Assignment, Evaluation, Json, ModelSource
 
 KEPT_BYTES = 64 * 1024 * 1024
 """Whole models of versions that some device got as a delta are kept up to so many bytes, the newest in any case."""
 
 KEEP: Json = {"keep": True}
+NO_MODEL: Json = {"model": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +40,15 @@ class Downlink:
         self._whole: PreparedBody | None = None
         self._deltas: dict[int, PreparedBody | None] = {}
         self._kept: OrderedDict[int, bytes] = OrderedDict()
+        self._source: ModelSource | None = None
 
     def mail(self, order: Assignment | Evaluation, source: ModelSource) -> ModelMail:
         """Returns the newest model as this order's device needs it."""
+        self._source = source
         if source.version != self._version:
             self._version, self._whole, self._deltas = source.version, None, {}
+        if isinstance(order, Assignment) and order.plan.node is not None:
+            return self._node_mail(order, with_model=order.sends_model)
         if self._run.encode_changes is None or isinstance(order, Evaluation):
             return ModelMail(body=self._newest(source))
         base = self._held.get(order.device_id)
@@ -53,12 +59,24 @@ class Downlink:
         return ModelMail(body=delta, header={**KEEP, "base": base})
 
     def whole(self, order: Assignment) -> ModelMail | None:
-        """Returns the whole model that a device got as a delta; None when it is kept no longer."""
+        """Returns the whole model that a device got as a delta; None when it is kept no longer.
+
+        A node of a graph, which got none, gets the newest.
+        """
+        if order.plan.node is not None:
+            return self._node_mail(order, with_model=True)
         body = self._kept.get(order.base_version)
         if body is None:
             return None
         self._held[order.device_id] = order.base_version
         return ModelMail(body=prepare_body(body), header=KEEP)
+
+    def _node_mail(self, order: Assignment, *, with_model: bool) -> ModelMail:
+        """Returns the messages of a node's neighbours, and behind them a model for one that has none."""
+        assert self._source is not None
+        model = self._encoded(self._source) if with_model else b""
+        told, body = pack_mail(order.plan.inbox, model)
+        return ModelMail(body=prepare_body(body), header={"mail": told, **({} if with_model else NO_MODEL)})
 
     def forget(self, device_id: str) -> None:
         """Says that nobody knows which model a device holds: it gets a whole one next."""

@@ -19,13 +19,16 @@ from edgefl.coordinator.participants import FleetRun
 from edgefl.coordinator.presence import DeviceState, Flapping, Transition
 from edgefl.coordinator.roster import Added, Changed, Holding, Removed, Restarted, Roster, RosterEvent
 from edgefl.coordinator.superlink import Reply
-from edgefl.errors import CodecError, EdgeflError
+from edgefl.decentralised.mailbag import unpack_mail
+from edgefl.errors import CodecError, EdgeflError, NetworkError
 from edgefl.types import (
     Assignment,
+    EdgeMessage,
     Evaluated,
     Evaluation,
     Event,
     Joined,
+    Json,
     Lost,
     ModelSource,
     Order,
@@ -238,13 +241,13 @@ class LiveFleet:
             return []
         if reply.header.get("needs_dense") is True and reply.instruction_id != pending.instruction_id:
             return []  # about a message before the newest, which is on its way
-        if reply.header.get("needs_dense") is True and "base" in pending.model:
+        if reply.header.get("needs_dense") is True and not _is_whole(pending):
             return self._send_whole(pending, str(reply.header.get("error", "it lost the model")))
         if "error" in reply.header:
             return [self._lose(pending, Outcome.FAILED, str(reply.header["error"]))]
         try:
             event = self._event(pending, reply)
-        except (CodecError, TypeError, ValueError, KeyError, ArithmeticError) as error:
+        except (CodecError, NetworkError, TypeError, ValueError, KeyError, ArithmeticError) as error:
             return [self._lose(pending, Outcome.REFUSED, f"unusable reply: {error}")]
         self._settle(pending)
         return [event]
@@ -257,7 +260,8 @@ class LiveFleet:
             info = self.roster.info(order.device_id)
             made = evaluated(order, header["metrics"], info.source if info else "device")
             return replace(made, bytes_up=reply.bytes_up, bytes_down=reply.bytes_down)
-        tensors = self._run.decode(reply.body)
+        outbox, body = _unpacked(order, header, reply.body)
+        tensors = self._run.decode(body) if body or order.plan.node is None else {}
         metrics = update_metrics(
             header["metrics"],
             turnaround_s=self.clock() - pending.given_s,
@@ -273,6 +277,32 @@ class LiveFleet:
             base_version=order.base_version,
             tensors=tensors,
             metrics=metrics,
-            body=reply.body,
+            body=body or None,
             received_s=self.clock(),
+            outbox=outbox,
         )
+
+
+def _is_whole(pending: Pending) -> bool:
+    """Says whether an order's message held the whole model."""
+    return "base" not in pending.model and pending.model.get("model") is not False
+
+
+def _unpacked(order: Assignment, header: Json, body: bytes) -> tuple[tuple[EdgeMessage, ...], bytes]:
+    """Returns a node's messages and what is behind them; the body as it is of a device that is no node.
+
+    Raises:
+        ValueError: it answers for another node, or for an edge that it does not have.
+        NetworkError: the header does not fit the body.
+    """
+    plan = order.plan.node
+    if plan is None:
+        return (), body
+    outbox, rest = unpack_mail(header.get("mail", []), body)
+    edges = {(order.device_id, side.neighbour) for side in plan.edges}
+    strange = [message.edge for message in outbox if message.edge not in edges]
+    if strange:
+        raise ValueError(f"it sends along {' - '.join(strange[0])}, which is no edge of its own")
+    if bool(rest) != plan.reports:
+        raise ValueError("it holds no model, which was asked for" if plan.reports else "it holds more than messages")
+    return outbox, rest

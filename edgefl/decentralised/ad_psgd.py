@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from edgefl.decentralised.graph import Graph
 from edgefl.decentralised.node import Arrays, Mail, Node, copied
-from edgefl.types import Array
+from edgefl.types import Array, EdgeSide
 
 
 class AdPsgd(Node):
@@ -20,16 +19,16 @@ class AdPsgd(Node):
     asks anew, and the mean of the models has moved a little. Biased where the nodes' data differ.
     """
 
-    def __init__(self, name: str, graph: Graph, *, learning_rate: float, period: int) -> None:
-        super().__init__(name, graph, learning_rate=learning_rate, period=period)
+    def __init__(self, name: str, edges: Sequence[EdgeSide], *, learning_rate: float, period: int) -> None:
+        super().__init__(name, edges, learning_rate=learning_rate, period=period)
         self._asked: dict[str, Arrays] = {}
 
     def post(self, neighbours: Sequence[str]) -> list[Mail]:
         mail = []
         for neighbour in neighbours:
-            if neighbour in self.neighbours:
+            if neighbour in self.edges:
                 self._asked[neighbour] = copied(self.weights)
-                mail.append(self._mail(neighbour, self.iterations, self._asked[neighbour]))
+                mail.append(self._mail(neighbour, self.numbered(self.iterations), self._asked[neighbour]))
         return mail
 
     def _mail(self, neighbour: str, step: int, weights: Mapping[str, Array], *, is_reply: bool = False) -> Mail:

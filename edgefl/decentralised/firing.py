@@ -6,14 +6,14 @@ Each side of an edge has a schedule of its own, so that a slow board keeps nobod
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
 from numpy.random import Generator
 
-from edgefl.decentralised.graph import Graph
+from edgefl.types import EdgeSide
 
 
 class Schedule(StrEnum):
@@ -51,15 +51,11 @@ class SyncFiring:
 class SlotFiring:
     """The edge to a neighbour when the iterations done, modulo `period`, are at its slot."""
 
-    node: str
-    graph: Graph
+    slots: Mapping[str, int] = field(default_factory=dict)
     period: int
 
     def next(self, iteration: int, neighbours: Sequence[str]) -> Burst:
-        waits = {
-            other: (self.graph.slots.get((self.node, other), 0) - iteration - 1) % self.period + 1
-            for other in neighbours
-        }
+        waits = {other: (self.slots.get(other, 0) - iteration - 1) % self.period + 1 for other in neighbours}
         soonest = min(waits.values(), default=self.period)
         return Burst(iterations=soonest, neighbours=tuple(other for other in neighbours if waits[other] == soonest))
 
@@ -86,21 +82,19 @@ class PoissonFiring:
         )
 
 
-def make_firing(schedule: str, *, node: str, graph: Graph, period: int, rng: Generator) -> Firing:
+def make_firing(schedule: str, *, edges: Sequence[EdgeSide], period: int, rng: Generator) -> Firing:
     """Returns a node's schedule.
 
     Args:
         schedule: one of `Schedule`.
-        node: whose it is.
-        graph: with its slots; a period that it has of the node goes before `period`.
+        edges: of the node, with their slots.
         period: K, local iterations between two exchanges of an edge.
         rng: the node's own stream, for `poisson`.
     """
-    period = graph.periods.get(node, period)
     match Schedule(schedule):
         case Schedule.SYNC:
             return SyncFiring(period=period)
         case Schedule.SLOTS:
-            return SlotFiring(node=node, graph=graph, period=period)
+            return SlotFiring(slots={side.neighbour: side.slot for side in edges}, period=period)
         case _:
             return PoissonFiring(period=period, rng=rng)

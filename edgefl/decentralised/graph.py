@@ -17,7 +17,7 @@ from typing import Self
 import numpy as np
 
 from edgefl.errors import ConfigError
-from edgefl.types import Array, derived_rng
+from edgefl.types import Array, EdgeSide, derived_rng
 
 Edge = tuple[str, str]
 
@@ -94,6 +94,27 @@ class Graph:
         """Returns the node's side of the edge's constraint: 1 for the later of the two, -1 for the earlier."""
         return 1.0 if self.nodes.index(node) > self.nodes.index(neighbour) else -1.0
 
+    def sides(self, node: str, period: int, *, is_damped: bool = False) -> tuple[EdgeSide, ...]:
+        """Returns what a node has to know of its edges.
+
+        Args:
+            node: whose they are.
+            period: local iterations between two exchanges, of nodes that no file gives another.
+            is_damped: the mixing matrix is (I + W)/2.
+        """
+        degrees = {name: self.degree(name) for name in (node, *self.neighbours(node))}
+        return tuple(
+            EdgeSide(
+                neighbour=other,
+                sign=self.sign(node, other),
+                degree=max(degrees[node], degrees[other]),
+                weight=1 / (1 + max(degrees[node], degrees[other])) / (2 if is_damped else 1),
+                period=max(self.periods.get(name, period) for name in (node, other)),
+                slot=self.slots.get((node, other), 0),
+            )
+            for other in self.neighbours(node)
+        )
+
     def without(self, node: str) -> Self:
         """Returns the graph that is left when a node leaves with its edges.
 
@@ -118,6 +139,10 @@ class Graph:
         np.fill_diagonal(weights, 1 - weights.sum(axis=1))
         return weights
 
+    def needs_damping(self) -> bool:
+        """Says whether the Metropolis weights have an eigenvalue of -1/3 or less, with which D2 does not converge."""
+        return float(np.linalg.eigvalsh(self.metropolis())[0]) <= -1 / 3
+
     def spectral_gap(self) -> float:
         """Returns 1 less the second largest magnitude among the eigenvalues of the Metropolis weights."""
         magnitudes = np.sort(np.abs(np.linalg.eigvalsh(self.metropolis())))
@@ -138,6 +163,18 @@ class Graph:
             raise ConfigError(f"the graph is not connected: no path from {self.nodes[0]} to {', '.join(apart)}")
 
 
+def check_spec(spec: str) -> re.Match[str]:
+    """Returns the parts of a graph's name.
+
+    Raises:
+        ConfigError: there is no such graph.
+    """
+    parts = _SPEC.fullmatch(spec)
+    if parts is None:
+        raise ConfigError(f"graph {spec!r} is unknown; known: {', '.join(SPECS)}, or a file")
+    return parts
+
+
 def make_graph(spec: str, nodes: Sequence[str], seed: int = 0) -> Graph:
     """Returns the graph that a user's text names, over these nodes.
 
@@ -151,10 +188,7 @@ def make_graph(spec: str, nodes: Sequence[str], seed: int = 0) -> Graph:
     Raises:
         ConfigError: an unknown spec, or one that cannot be had with so many nodes.
     """
-    parts = _SPEC.fullmatch(spec)
-    if parts is None:
-        raise ConfigError(f"graph {spec!r} is unknown; known: {', '.join(SPECS)}, or a file")
-    plain, counted, count, _, probability = parts.groups()
+    plain, counted, count, _, probability = check_spec(spec).groups()
     match plain or counted:
         case "ring":
             edges = _circle(nodes, 1)

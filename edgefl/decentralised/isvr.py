@@ -14,10 +14,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from edgefl.decentralised.graph import Graph
 from edgefl.decentralised.node import Arrays, Correction, Mail, Node
 from edgefl.errors import ConfigError
-from edgefl.types import Array
+from edgefl.types import Array, EdgeSide
 
 LEAST_PERIOD, MOST_PERIOD = 2, 16
 """The K of a step size is held to these: below it means nothing, above it the exchange does next to nothing."""
@@ -38,9 +37,9 @@ class Isvr(Node):
     keeps: ClassVar[float] = 0.0
 
     def __init__(
-        self, name: str, graph: Graph, *, learning_rate: float, period: int, step_size: str = "edge"
+        self, name: str, edges: Sequence[EdgeSide], *, learning_rate: float, period: int, step_size: str = "edge"
     ) -> None:
-        super().__init__(name, graph, learning_rate=learning_rate, period=period)
+        super().__init__(name, edges, learning_rate=learning_rate, period=period)
         if step_size not in {"edge", "node"}:
             raise ConfigError(f"step_size must be edge or node, got {step_size!r}")
         self._per_node = step_size == "node"
@@ -56,7 +55,7 @@ class Isvr(Node):
     def _pulled(self) -> Arrays:
         pull = {name: np.zeros_like(array) for name, array in self.weights.items()}
         for neighbour, dual in self._duals.items():
-            factor = self._steps[neighbour] * self.graph.sign(self.name, neighbour)
+            factor = self._steps[neighbour] * self.edges[neighbour].sign
             for name, array in dual.items():
                 pull[name] += array.dtype.type(factor) * array
         return pull
@@ -65,12 +64,12 @@ class Isvr(Node):
         return [self._mail(neighbour) for neighbour in neighbours if neighbour in self._duals]
 
     def _mail(self, neighbour: str) -> Mail:
-        twice = 2 * self.graph.sign(self.name, neighbour)
+        twice = 2 * self.edges[neighbour].sign
         value = {
             name: array - array.dtype.type(twice) * self.weights[name]
             for name, array in self._duals[neighbour].items()
         }
-        return Mail(sender=self.name, receiver=neighbour, step=self.iterations, parts={"y": value})
+        return Mail(sender=self.name, receiver=neighbour, step=self.numbered(self.iterations), parts={"y": value})
 
     def take(self, mail: Mail) -> list[Mail]:
         if self.is_news(mail):
@@ -80,11 +79,12 @@ class Isvr(Node):
             self._pull = None
         return []
 
-    def joined(self, neighbour: str) -> None:
-        super().joined(neighbour)
-        sign = self.graph.sign(self.name, neighbour)
-        self._duals[neighbour] = {name: array.dtype.type(sign) * array for name, array in self.weights.items()}
-        self._steps[neighbour] = self._step_size(neighbour)
+    def joined(self, side: EdgeSide) -> None:
+        super().joined(side)
+        self._duals[side.neighbour] = {
+            name: array.dtype.type(side.sign) * array for name, array in self.weights.items()
+        }
+        self._steps[side.neighbour] = self._step_size(side)
         self._pull = None
 
     def left(self, neighbour: str) -> None:
@@ -93,12 +93,11 @@ class Isvr(Node):
         self._steps.pop(neighbour, None)
         self._pull = None
 
-    def _step_size(self, neighbour: str) -> float:
-        own = self.graph.degree(self.name)
+    def _step_size(self, side: EdgeSide) -> float:
         if self._per_node:
-            return 1 / (self.learning_rate * own * (self.period - 1))
-        period = min(max(self.period, LEAST_PERIOD), MOST_PERIOD)
-        return 1 / (self.learning_rate * max(own, self.graph.degree(neighbour)) * (period - 1))
+            return 1 / (self.learning_rate * len(self.edges) * (self.period - 1))
+        period = min(max(side.period, LEAST_PERIOD), MOST_PERIOD)
+        return 1 / (self.learning_rate * side.degree * (period - 1))
 
     def rescale(self, learning_rate: float) -> None:
         """Changes the μ₀ of the step sizes at a fixed point's expense of nothing; both ends of an edge have to.
@@ -108,7 +107,7 @@ class Isvr(Node):
         ratio = learning_rate / self.learning_rate
         self.learning_rate = learning_rate
         for neighbour, dual in self._duals.items():
-            sign = self.graph.sign(self.name, neighbour)
+            sign = self.edges[neighbour].sign
             for name, array in dual.items():
                 own = array.dtype.type(sign) * self.weights[name]
                 array[...] = own + array.dtype.type(ratio) * (array - own)
@@ -128,7 +127,7 @@ class Isvr(Node):
         super().restore(saved)
         for neighbour, dual in self._duals.items():
             # An edge that is new since then keeps its start, which the model that was restored decides.
-            sign = self.graph.sign(self.name, neighbour)
+            sign = self.edges[neighbour].sign
             self._steps[neighbour] = float(saved.get(f"step_size/{neighbour}", self._steps[neighbour]))
             for name, array in dual.items():
                 array[...] = saved.get(f"dual/{neighbour}/{name}", array.dtype.type(sign) * self.weights[name])

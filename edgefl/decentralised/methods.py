@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from edgefl.decentralised.ad_psgd import AdPsgd
-from edgefl.decentralised.graph import Graph
 from edgefl.decentralised.isvr import AdmmIsvr, PdmmIsvr
 from edgefl.decentralised.mixing import D2, Dsgd, GradientTracking, KGradientTracking
 from edgefl.decentralised.node import Node
 from edgefl.errors import ConfigError
+from edgefl.types import EdgeSide
 
 METHODS: Mapping[str, type[Node]] = MappingProxyType(
     {
@@ -25,19 +25,24 @@ METHODS: Mapping[str, type[Node]] = MappingProxyType(
 )
 
 
-def make_node(method: str, name: str, graph: Graph, *, learning_rate: float, period: int) -> Node:
+def make_node(
+    method: str, name: str, edges: Sequence[EdgeSide], *, learning_rate: float, period: int, life: int = 0
+) -> Node:
     """Returns a node, which `begin` starts.
 
     Args:
         method: one of `METHODS`.
         name: which node of the graph.
-        graph: who exchanges with whom.
+        edges: its own, as `Graph.sides` gives them.
         learning_rate: μ₀, above 0.
         period: K, local iterations between two exchanges of an edge, 1 or more.
+        life: grows with every start of its device.
 
     Raises:
         ConfigError: there is no such method, or it cannot work with these numbers.
     """
     if method not in METHODS:
         raise ConfigError(f"decentralised method {method!r} is unknown; known: {', '.join(METHODS)}")
-    return METHODS[method](name, graph, learning_rate=learning_rate, period=period)
+    node = METHODS[method](name, edges, learning_rate=learning_rate, period=period)
+    node.life = life
+    return node

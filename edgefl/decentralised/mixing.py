@@ -13,23 +13,26 @@ from typing import ClassVar
 
 import numpy as np
 
-from edgefl.decentralised.graph import Graph
 from edgefl.decentralised.node import Arrays, Correction, Mail, Node, blended, copied
 from edgefl.errors import ConfigError
-from edgefl.types import Array
+from edgefl.types import Array, EdgeSide
+
+Parts = Mapping[str, Mapping[str, Array]]
+
+_KEPT = 3
+"""So many of a neighbour's newest messages are kept: of this exchange, of the one before, and of the next."""
 
 
 class MixingNode(Node):
     """Sends `parts` to all neighbours and replaces each by the weighted mean of its own and theirs."""
 
     needs_all: ClassVar[bool] = True
+    cycle: ClassVar[int] = 1
+    """After so many exchanges the same parts are sent again."""
 
-    def __init__(self, name: str, graph: Graph, *, learning_rate: float, period: int) -> None:
-        super().__init__(name, graph, learning_rate=learning_rate, period=period)
-        weights = graph.metropolis()
-        own = graph.nodes.index(name)
-        self._weights = {other: float(weights[own, graph.nodes.index(other)]) for other in self.neighbours}
-        self._inbox: dict[str, Mapping[str, Mapping[str, Array]]] = {}
+    def __init__(self, name: str, edges: Sequence[EdgeSide], *, learning_rate: float, period: int) -> None:
+        super().__init__(name, edges, learning_rate=learning_rate, period=period)
+        self._inbox: dict[str, dict[int, Parts]] = {}
 
     def sent(self) -> dict[str, Arrays]:
         """Returns the parts to send and to mix."""
@@ -41,42 +44,52 @@ class MixingNode(Node):
 
     def post(self, neighbours: Sequence[str]) -> list[Mail]:
         parts = {part: copied(arrays) for part, arrays in self.sent().items()}
-        self.exchanges += 1
+        self.exchanges = max(self.exchanges, self._left_behind()) + 1
+        step = self.numbered(self.exchanges)
         return [
-            Mail(sender=self.name, receiver=neighbour, step=self.exchanges, parts=parts)
+            Mail(sender=self.name, receiver=neighbour, step=step, parts=parts)
             for neighbour in neighbours
-            if neighbour in self.neighbours
+            if neighbour in self.edges
         ]
 
     def take(self, mail: Mail) -> list[Mail]:
         if self.is_news(mail):
-            self._inbox[mail.sender] = mail.parts
+            waiting = self._inbox.setdefault(mail.sender, {})
+            waiting[mail.count] = mail.parts
+            for old in sorted(waiting)[:-_KEPT]:
+                del waiting[old]
         return []
 
-    def mix(self) -> bool:
+    def has_all(self) -> bool:
+        return all(max(self._inbox.get(other, {0: {}})) >= self.exchanges for other in self.edges)
+
+    def mix(self) -> None:
         """Averages; a neighbour that nothing is known of gives its weight to the node itself."""
-        own, known = self.sent(), {other: parts for other, parts in self._inbox.items() if other in self._weights}
-        rest = 1 - sum(self._weights[other] for other in known)
-        self.mixed(
-            {
-                part: blended(
-                    [(rest, own[part]), *((self._weights[other], parts[part]) for other, parts in known.items())]
-                )
-                for part in own
-            }
-        )
-        return False
+        own = self.sent()
+        self.mixed({part: self._blend(part, own[part]) for part in own})
+
+    def _blend(self, part: str, own: Mapping[str, Array]) -> Arrays:
+        """Returns the weighted mean of a part over this node and the neighbours that it is known of."""
+        theirs = []
+        for other, waiting in self._inbox.items():
+            # Of this exchange, or the last before it; what is of the next one waits.
+            found = [count for count, parts in waiting.items() if count <= self.exchanges and part in parts]
+            if other in self.edges and found:
+                theirs.append((self.edges[other].weight, waiting[max(found)][part]))
+        return blended([(1 - sum(weight for weight, _ in theirs), own), *theirs])
+
+    def _left_behind(self) -> int:
+        """Returns the exchange that neighbours are at who went on without this node, as after a reboot; else 0.
+
+        A neighbour cannot be two exchanges ahead while it waits for ours.
+        """
+        newest = max((max(waiting) for waiting in self._inbox.values() if waiting), default=0)
+        ahead = newest - self.exchanges
+        return self.exchanges + ahead - ahead % self.cycle if ahead > 1 else 0
 
     def left(self, neighbour: str) -> None:
         super().left(neighbour)
-        self._weights.pop(neighbour, None)
         self._inbox.pop(neighbour, None)
-
-    def joined(self, neighbour: str) -> None:
-        super().joined(neighbour)
-        # Symmetric, and no more than the graph's own: what is over stays with the node.
-        degrees = self.graph.degree(self.name), self.graph.degree(neighbour)
-        self._weights.setdefault(neighbour, 1 / (1 + max(degrees)))
 
 
 class Dsgd(MixingNode):
@@ -86,14 +99,12 @@ class Dsgd(MixingNode):
 class D2(MixingNode):
     """w ← W(2w - w⁻ - μg + μg⁻), at first W(w - μg); one local step an exchange.
 
-    The mixing matrix is (I + W)/2 where W has an eigenvalue of -1/3 or less, without which D2 does not converge.
+    The mixing matrix has to be (I + W)/2 where `Graph.needs_damping`.
     """
 
-    def __init__(self, name: str, graph: Graph, *, learning_rate: float, period: int) -> None:
-        super().__init__(name, graph, learning_rate=learning_rate, period=period)
+    def __init__(self, name: str, edges: Sequence[EdgeSide], *, learning_rate: float, period: int) -> None:
+        super().__init__(name, edges, learning_rate=learning_rate, period=period)
         _needs_period_one("d2", period)
-        if float(np.linalg.eigvalsh(graph.metropolis())[0]) <= -1 / 3:
-            self._weights = {other: weight / 2 for other, weight in self._weights.items()}
         self._before: Arrays = {}
         self._correction: Arrays = {}
 
@@ -137,9 +148,10 @@ class GradientTracking(MixingNode):
     """
 
     parts: ClassVar[tuple[str, ...]] = ("w", "y")
+    cycle: ClassVar[int] = 2
 
-    def __init__(self, name: str, graph: Graph, *, learning_rate: float, period: int) -> None:
-        super().__init__(name, graph, learning_rate=learning_rate, period=period)
+    def __init__(self, name: str, edges: Sequence[EdgeSide], *, learning_rate: float, period: int) -> None:
+        super().__init__(name, edges, learning_rate=learning_rate, period=period)
         _needs_period_one("gradient-tracking", period)
         self._tracker: Arrays = {}
         self._gradient: Arrays = {}
@@ -169,36 +181,31 @@ class GradientTracking(MixingNode):
             }
         }
 
-    def take(self, mail: Mail) -> list[Mail]:
-        # A neighbour may be an exchange ahead: what is not of this one waits for its own.
-        if self.is_news(mail):
-            self._inbox[mail.sender] = {**self._inbox.get(mail.sender, {}), **mail.parts}
-        return []
-
     def mixed(self, parts: Mapping[str, Arrays]) -> None:
         if self._mixes_weights:
             self.weights = parts["w"]
         else:
             self._tracker = parts["y"]
 
-    def mix(self) -> bool:
-        part = "w" if self._mixes_weights else "y"
-        own, known = self.sent()[part], {other: parts[part] for other, parts in self._inbox.items() if part in parts}
-        rest = 1 - sum(self._weights[other] for other in known)
-        self.mixed(
-            {part: blended([(rest, own), *((self._weights[other], arrays) for other, arrays in known.items())])}
-        )
+    def mix(self) -> None:
+        super().mix()
         self._mixes_weights = not self._mixes_weights
-        return self._mixes_weights
+
+    @classmethod
+    def trains_before(cls, exchange: int) -> bool:
+        """Only weights are mixed in exchanges of odd number, by the tracker that is known already but at first."""
+        return exchange == 1 or exchange % 2 == 0
 
     def state(self) -> dict[str, Array]:
         kept = {f"tracker/{name}": array.copy() for name, array in self._tracker.items()}
+        kept |= {"mixes_weights": np.array(self._mixes_weights), "rate": np.array(self._rate)}
         return super().state() | kept | {f"gradient/{name}": array.copy() for name, array in self._gradient.items()}
 
     def restore(self, saved: Mapping[str, Array]) -> None:
         super().restore(saved)
         self._tracker = {name: saved[f"tracker/{name}"].copy() for name in self.weights if f"tracker/{name}" in saved}
         self._gradient = {name: saved[f"gradient/{name}"].copy() for name in self._tracker}
+        self._mixes_weights, self._rate = bool(saved["mixes_weights"]), float(saved["rate"])
 
 
 class KGradientTracking(MixingNode):
@@ -206,8 +213,8 @@ class KGradientTracking(MixingNode):
 
     parts: ClassVar[tuple[str, ...]] = ("w", "d")
 
-    def __init__(self, name: str, graph: Graph, *, learning_rate: float, period: int) -> None:
-        super().__init__(name, graph, learning_rate=learning_rate, period=period)
+    def __init__(self, name: str, edges: Sequence[EdgeSide], *, learning_rate: float, period: int) -> None:
+        super().__init__(name, edges, learning_rate=learning_rate, period=period)
         self._correction: Arrays = {}
         self._direction: Arrays = {}
 

@@ -13,11 +13,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from edgefl.decentralised.graph import Graph
 from edgefl.errors import ConfigError
-from edgefl.types import Array
+from edgefl.types import Array, EdgeSide
 
 Arrays = dict[str, Array]
+
+_COUNTS = 1 << 30
+"""A message's number is the node's life times this, plus what it counts in that life."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +34,8 @@ class Correction:
 class Mail:
     """What one node sends to a neighbour: `parts` are whole models by name (`y`, `w`), `step` numbers the sender's.
 
-    With `is_reply` it answers the mail of that step, which was the receiver's own.
+    With `is_reply` it answers the mail of that step, which was the receiver's own. `count` is the step without the
+    sender's life: local iterations, or exchanges where all neighbours are averaged with at once.
     """
 
     sender: str
@@ -41,35 +44,45 @@ class Mail:
     parts: Mapping[str, Mapping[str, Array]]
     is_reply: bool = False
 
+    @property
+    def count(self) -> int:
+        return self.step % _COUNTS
+
 
 class Node:
-    """What all methods have in common; a subclass gives `trained`, `post` and `take`.
+    """What all methods have in common; a subclass gives `post` and `take`.
 
-    `weights` are the node's own model; a caller may read them at any time, and after training calls `trained`.
+    `weights` are the node's own model; a caller may read them at any time, and after training calls `trained`. `life`
+    grows with every start of its device, so that what it sends after a reboot is newer than all before.
     """
 
     parts: ClassVar[tuple[str, ...]] = ("w",)
     needs_all: ClassVar[bool] = False
     """Whether an exchange is right only with the mail of every neighbour: then carriers wait for it, if they can."""
 
-    def __init__(self, name: str, graph: Graph, *, learning_rate: float, period: int) -> None:
+    def __init__(self, name: str, edges: Sequence[EdgeSide], *, learning_rate: float, period: int) -> None:
         if not learning_rate > 0 or period < 1:
             raise ConfigError(
                 f"a node needs a learning rate above 0 and a period of 1 or more, got {learning_rate} and {period}"
             )
-        self.name, self.graph = name, graph
+        self.name = name
         self.learning_rate, self.period = learning_rate, period
         self.weights: Arrays = {}
+        self.life = 0
         self.iterations = 0
         self.exchanges = 0
-        self.neighbours: tuple[str, ...] = graph.neighbours(name)
+        self.edges: dict[str, EdgeSide] = {side.neighbour: side for side in edges}
         self._seen: dict[str, int] = {}
 
     def begin(self, weights: Mapping[str, Array]) -> None:
         """Starts from a model, the same for all nodes of a run or not."""
         self.weights = {name: np.array(array, order="C") for name, array in weights.items()}
-        for neighbour in self.neighbours:
-            self.joined(neighbour)
+        for side in list(self.edges.values()):
+            self.joined(side)
+
+    @property
+    def neighbours(self) -> tuple[str, ...]:
+        return tuple(self.edges)
 
     def correction(self) -> Correction:
         """Returns what the next local steps are corrected by."""
@@ -96,22 +109,29 @@ class Node:
         """Takes a neighbour's mail and returns the answers; what is old, repeated or of a stranger is dropped."""
         raise NotImplementedError
 
-    def mix(self) -> bool:
-        """Ends an exchange; only methods that average all neighbours at once do something here.
+    def has_all(self) -> bool:
+        """Says whether the mail that the present exchange needs is here."""
+        return True
 
-        Returns:
-            Whether another exchange has to follow before the next local steps: `post` then has more.
-        """
-        return False
+    def mix(self) -> None:
+        """Ends an exchange; only methods that average all neighbours at once do something here."""
 
-    def joined(self, neighbour: str) -> None:
+    @classmethod
+    def trains_before(cls, exchange: int) -> bool:
+        """Says whether local steps come before an exchange, the first being 1; if not it follows at once."""
+        return exchange >= 1
+
+    def numbered(self, count: int) -> int:
+        """Returns the step of mail that says what the node did `count` of."""
+        return self.life * _COUNTS + count
+
+    def joined(self, side: EdgeSide) -> None:
         """Begins an edge; called at the start for each neighbour, later when one comes."""
-        if neighbour not in self.neighbours:
-            self.neighbours = (*self.neighbours, neighbour)
+        self.edges[side.neighbour] = side
 
     def left(self, neighbour: str) -> None:
         """Ends an edge with all that was kept for it."""
-        self.neighbours = tuple(other for other in self.neighbours if other != neighbour)
+        self.edges.pop(neighbour, None)
         self._seen.pop(neighbour, None)
 
     def state(self) -> dict[str, Array]:
@@ -136,7 +156,7 @@ class Node:
 
     def is_news(self, mail: Mail) -> bool:
         """Says whether mail is of a neighbour and newer than all before it on its edge, and remembers it then."""
-        if mail.sender not in self.neighbours or mail.receiver != self.name:
+        if mail.sender not in self.edges or mail.receiver != self.name:
             return False
         if mail.step <= self._seen.get(mail.sender, -1):
             return False

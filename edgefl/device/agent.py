@@ -73,6 +73,7 @@ class Agent:
             accelerator=chosen_accelerator(state.device.accelerator),
             threads=state.device.threads,
             state_dir=state.root,
+            life=state.next_session_no(),
             on_progress=self._report_progress,
         )
         self._supernode = SuperNode(

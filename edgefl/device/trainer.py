@@ -18,13 +18,28 @@ from edgefl.compression.codec import make_codec
 from edgefl.compression.decoding import decode_body
 from edgefl.compression.delta import apply_delta
 from edgefl.compression.feedback import uses_feedback
+from edgefl.decentralised.engine import Engine
+from edgefl.decentralised.mailbag import pack_mail, unpack_mail
+from edgefl.device.nodes import Nodes
 from edgefl.device.residents import load_resident, save_resident
 from edgefl.device.run_memory import RunMemory
 from edgefl.device.warm_tasks import WarmTask, WarmTasks
 from edgefl.errors import ConfigError, DataError, EdgeflError, NetworkError
 from edgefl.protocol import finite
 from edgefl.tasks.local_training import LocalResult, train
-from edgefl.types import Array, Dataset, Json, Learner, LocalPlan, Role, Tensor, Tensors, derived_rng
+from edgefl.tasks.node_training import work_as_node
+from edgefl.types import (
+    Array,
+    Dataset,
+    Json,
+    Learner,
+    LocalPlan,
+    NodePlan,
+    Role,
+    Tensor,
+    Tensors,
+    derived_rng,
+)
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +85,7 @@ class Trainer:
         accelerator: cpu or cuda.
         threads: how many cores to use, None for all.
         state_dir: where tensors that stay on the board, and what a run is to remember, are kept.
+        life: grows with every start of the device, 1 or more.
         on_progress: told after every iteration of a plan that asks for it.
     """
 
@@ -82,12 +98,14 @@ class Trainer:
         accelerator: str,
         threads: int | None,
         state_dir: Path,
+        life: int,
         on_progress: ProgressSink,
     ) -> None:
         self._device_id, self._role, self._state_dir = device_id, role, state_dir
         self._on_progress = on_progress
         self._tasks = WarmTasks(shards, accelerator=accelerator, threads=threads)
         self._memory = RunMemory(state_dir)
+        self._nodes = Nodes(device_id, state_dir, life=life)
         self._recalled: OrderedDict[str, None] = OrderedDict()
         self._abandoned = False
         self._lock = threading.Lock()
@@ -113,13 +131,14 @@ class Trainer:
     def close(self) -> None:
         """Writes what runs are to remember; called by the thread that trains, when the agent stops."""
         self._memory.save()
+        self._nodes.save()
 
     def shard_stamps(self) -> object:
         """Returns a value that changes when any shard does."""
         return self._tasks.stamps()
 
     def train(self, header: Json, body: bytes) -> tuple[Json, bytes]:
-        """Returns metrics and the encoded displacement for one assignment."""
+        """Returns metrics and the encoded displacement for one assignment; of a node of a graph its messages, too."""
         return self._answer(header, body, self._train)
 
     def evaluate(self, header: Json, body: bytes) -> tuple[Json, bytes]:
@@ -155,7 +174,7 @@ class Trainer:
             self._now = None
             with self._lock:
                 self._recalled.pop(str(header.get("assignment")), None)
-        return {**reply, "metrics": metrics}, result
+        return {**reply, **metrics}, result
 
     def _job(self, header: Json) -> _Job:
         if header.get("v") != 1:
@@ -178,6 +197,8 @@ class Trainer:
         )
 
     def _train(self, job: _Job, warm: WarmTask, body: bytes) -> tuple[Json, bytes]:
+        if job.plan.node is not None:
+            return self._train_node(job, warm, body, job.plan.node)
         data = self._training_data(job, warm)
         learner = self._loaded(job, warm, body)
         result = self._trained(job, learner, data)
@@ -190,7 +211,46 @@ class Trainer:
             "loss": finite(result.loss),
             "compute_s": result.compute_s,
         }
-        return metrics, encoded
+        return {"metrics": metrics}, encoded
+
+    def _train_node(self, job: _Job, warm: WarmTask, body: bytes, plan: NodePlan) -> tuple[Json, bytes]:
+        data = self._training_data(job, warm)
+        inbox, model = unpack_mail(job.header.get("mail", []), body)
+        engine = self._engine(job, warm, model, plan)
+        origin = (*job.origin, engine.node.iterations)
+        result = work_as_node(
+            engine,
+            warm.learner,
+            data,
+            replace(job.plan, inbox=inbox),
+            derived_rng(*origin),
+            clock=time.monotonic,
+            on_iteration=self._watch(job),
+        )
+        self._nodes.save(only_when_due=job.header.get("residuals") != "durable")
+        report = b""
+        if result.model is not None:
+            report = make_codec(job.spec, warm.shapes).encode(result.model, derived_rng(*origin, "uplink"))
+        told, packed = pack_mail(result.outbox, report)
+        metrics = {
+            "iterations": result.iterations,
+            "num_examples": result.num_examples,
+            "loss": finite(result.loss),
+            "compute_s": result.compute_s,
+            "extra": {"dropped_messages": engine.num_dropped},
+        }
+        return {"metrics": metrics, "mail": told}, packed
+
+    def _engine(self, job: _Job, warm: WarmTask, model: bytes, plan: NodePlan) -> Engine:
+        """Returns the node that this device is, which begins from the model that came where there is none yet."""
+        engine = self._nodes.engine(job.run, plan, warm.learner, warm.shapes)
+        if engine is not None:
+            return engine
+        if not model:
+            raise NeedsDenseError("needs the model: it holds no node of this run")
+        start = self._loaded(job, warm, model).read()
+        shared = {spec.name: start[spec.name] for spec in warm.shapes if spec.shared}
+        return self._nodes.begin(job.run, plan, warm.learner, warm.shapes, shared)
 
     def _training_data(self, job: _Job, warm: WarmTask) -> Dataset:
         if job.block is None:
@@ -203,6 +263,22 @@ class Trainer:
         return self._tasks.block(warm, job.block)
 
     def _trained(self, job: _Job, learner: Learner, data: Dataset) -> LocalResult:
+        plan = job.plan
+        result = train(
+            learner,
+            data,
+            plan,
+            derived_rng(*job.origin),
+            clock=time.monotonic,
+            on_iteration=self._watch(job),
+            step_state=self._memory.step_state(job.run, plan.algorithm) if plan.keeps_state else None,
+        )
+        if result.step_state is not None:
+            self._memory.keep_step_state(job.run, plan.algorithm, result.step_state)
+        return result
+
+    def _watch(self, job: _Job) -> Callable[[int, float], bool]:
+        """Returns what is told of every iteration of a job, and says whether it was the last."""
         plan, reported_s = job.plan, 0.0
 
         def on_iteration(iteration: int, seconds_per_iteration: float) -> bool:
@@ -215,18 +291,7 @@ class Trainer:
                 self._on_progress(job.assignment_id, iteration, seconds_per_iteration)
             return job.assignment_id in self._recalled
 
-        result = train(
-            learner,
-            data,
-            plan,
-            derived_rng(*job.origin),
-            clock=time.monotonic,
-            on_iteration=on_iteration,
-            step_state=self._memory.step_state(job.run, plan.algorithm) if plan.keeps_state else None,
-        )
-        if result.step_state is not None:
-            self._memory.keep_step_state(job.run, plan.algorithm, result.step_state)
-        return result
+        return on_iteration
 
     def _encoded(self, job: _Job, warm: WarmTask, displacement: Mapping[str, Array]) -> bytes:
         rng: Generator = derived_rng(*job.origin, "uplink")
@@ -245,7 +310,8 @@ class Trainer:
         loss, accuracy = self._loaded(job, warm, body).evaluate(data)
         if not (np.isfinite(loss) and np.isfinite(accuracy)):
             raise DataError(f"the model's loss on the test data is {loss}: it has diverged")
-        return {"num_examples": len(data), "loss": float(loss), "accuracy": float(accuracy)}, b""
+        scores = {"num_examples": len(data), "loss": float(loss), "accuracy": float(accuracy)}
+        return {"metrics": scores}, b""
 
     def _loaded(self, job: _Job, warm: WarmTask, body: bytes) -> Learner:
         """Puts the global model into the learner, and what this board keeps for itself beside it."""
@@ -276,4 +342,6 @@ def _dense(tensor: Tensor) -> Array:
 def _plan(header: Json) -> LocalPlan:
     known = {field.name for field in fields(LocalPlan)}
     values: dict[str, Any] = {name: value for name, value in dict(header.get("plan", {})).items() if name in known}
+    if values.get("node") is not None:
+        values["node"] = NodePlan.from_json(values["node"])
     return replace(LocalPlan(), **values)

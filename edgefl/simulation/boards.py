@@ -161,14 +161,15 @@ class Board:
         work.started_s = work.reported_s = now_s
         if work.limit is None:
             work.limit = max(1, self._fitting(work, work.order.plan))
-        work.job.iterations = 1 if work.is_recalled else work.limit
+        work.job.iterations = min(1, work.limit) if work.is_recalled else work.limit
         work.due_s = work.end_s(work.job.iterations)
 
-    def note_speed(self, *, iteration_s: float, up: float, down: float) -> None:
-        """Takes a measurement of an assignment: seconds of an iteration, bytes a second both ways."""
+    def note_speed(self, *, iteration_s: float | None, up: float, down: float) -> None:
+        """Takes a measurement: seconds of an iteration, None where there was none, and bytes a second both ways."""
         before = self.speed
+        known = before.seconds_per_iteration
         self.speed = Speed(
-            seconds_per_iteration=_smoothed(before.seconds_per_iteration, iteration_s),
+            seconds_per_iteration=known if iteration_s is None else _smoothed(known, iteration_s),
             up_bytes_per_s=_smoothed(before.up_bytes_per_s, up),
             down_bytes_per_s=_smoothed(before.down_bytes_per_s, down),
         )
@@ -188,7 +189,7 @@ class Board:
         iteration_s = self.iteration_s(plan.batch_size)
         if not self.jitter:
             return Pace.steady(iteration_s)
-        drawn = DRAWN_AHEAD if limit is None else min(limit, DRAWN_AHEAD)
+        drawn = DRAWN_AHEAD if limit is None else min(max(1, limit), DRAWN_AHEAD)
         # A mean of 1: jitter makes a board uneven, not slower.
         factors = self.rng.lognormal(-0.5 * self.jitter**2, self.jitter, drawn)
         return Pace.drawn(iteration_s, factors)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from edgefl.simulation.boards import Board
 from edgefl.simulation.training import Sent
-from edgefl.types import Indices, ModelSource, Tensors
+from edgefl.types import Assignment, Indices, ModelSource, Tensors
 
 Encode = Callable[[Tensors, int], bytes]
 EncodeChanges = Callable[[Tensors, Indices, int], bytes | None]
@@ -42,6 +42,11 @@ class Downlink:
         base, board.held_version = board.held_version, whole.version
         delta = None if base is None or self._encode_changes is None else self._delta(base, source)
         return len(whole.body) if delta is None else delta
+
+    def num_bytes_for_node(self, order: Assignment, source: ModelSource) -> int:
+        """Returns how many bytes the messages of a node's neighbours take, and the model where it needs one."""
+        messages = sum(len(message.body) for message in order.plan.inbox)
+        return messages + (len(self.newest(source).body) if order.sends_model else 0)
 
     def _delta(self, base: int, source: ModelSource) -> int | None:
         if base not in self._delta_bytes:

@@ -165,7 +165,11 @@ class VirtualFleet:
         if board is None or order.device_id not in self._view.devices:
             self._agenda.at(self.now_s, self._refuse, order)
             return
-        self._journeys.give(order, board, self._downlink.newest(source), self._downlink.num_bytes(board, source))
+        if order.plan.node is None:
+            num_bytes = self._downlink.num_bytes(board, source)
+        else:
+            num_bytes = self._downlink.num_bytes_for_node(order, source)
+        self._journeys.give(order, board, self._downlink.newest(source), num_bytes)
 
     def _refuse(self, order: Assignment | Evaluation) -> None:
         self._emit(lost(order, Outcome.FAILED, f"{order.device_id} is not there"))

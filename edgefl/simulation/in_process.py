@@ -37,10 +37,11 @@ def trained(product: Product, shapes: Shapes) -> Trained:
     """Returns an update as the coordinator has it: encoded until somebody looks."""
     body = product.body
     return Trained(
-        tensors=LazyTensors(lambda: decode_body(body, shapes)),
-        num_bytes=len(body),
+        tensors=LazyTensors(lambda: decode_body(body, shapes)) if body else {},
+        num_bytes=len(body) + sum(len(message.body) for message in product.outbox),
         num_examples=product.num_examples,
         loss=product.loss,
+        outbox=product.outbox,
     )
 
 

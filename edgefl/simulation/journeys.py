@@ -68,7 +68,7 @@ class Journeys:
             return  # nobody knows yet that it is gone; this is noticed with the rest
         board.plan_work(work)
         is_next = len(board.outstanding) == 1 and board.current is None
-        if is_next and work.limit is not None and not work.is_open_ended:
+        if is_next and work.limit is not None and not work.is_open_ended and order.plan.node is None:
             # Whoever trains can begin while others still download: the result is wanted in any case. Only a board's
             # newest work can be undone, so what it still computes in vain is cancelled first.
             work.job.iterations = work.limit
@@ -113,7 +113,7 @@ class Journeys:
             self._agenda.at(work.due_s, self._computed, (work, work.due_s))
             if work.is_open_ended:
                 self._report_after(work, 0)
-            else:
+            elif work.order.plan.node is None:  # what a node does cannot be undone, so it is done when it is due
                 self._begin(work)
 
     def _begin(self, work: Work) -> None:
@@ -155,7 +155,7 @@ class Journeys:
         now_s, trained = self._agenda.now_s, work.trained
         metrics = self._metrics(work, trained, now_s)
         work.board.note_speed(
-            iteration_s=metrics.compute_s / metrics.iterations,
+            iteration_s=metrics.compute_s / metrics.iterations if metrics.iterations else None,
             up=metrics.bytes_up / max(1e-9, now_s - work.finished_s),
             down=metrics.bytes_down / max(1e-9, work.received_s - work.given_s),
         )
@@ -166,6 +166,7 @@ class Journeys:
             tensors=trained.tensors,
             metrics=metrics,
             received_s=now_s,
+            outbox=trained.outbox,
         )
         self._emit(update)
 
@@ -194,6 +195,8 @@ class Journeys:
         is_running = work.board.current is work
         work.is_recalled = True
         iterations = work.done(self._agenda.now_s) + 1 if is_running else 1
+        if work.limit is not None and iterations > work.limit:
+            return
         if work.job.iterations and iterations >= work.job.iterations:
             return
         self._cancel(work)

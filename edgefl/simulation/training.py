@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from edgefl.types import Assignment, Tensors
+from edgefl.types import Assignment, EdgeMessage, Tensors
 
 
 class FailedJobError(Exception):
@@ -32,12 +32,13 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What a job brought. `num_bytes` are those of its encoded update."""
+    """What a job brought. `num_bytes` are those of its encoded update, and of the messages in the outbox."""
 
     tensors: Tensors
     num_bytes: int
     num_examples: int
     loss: float | None = None
+    outbox: tuple[EdgeMessage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,13 +14,17 @@ import numpy as np
 
 from edgefl.compression.codec import Codec, make_codec
 from edgefl.compression.decoding import decode_body
+from edgefl.compression.edges import EdgeCodec, edge_shapes
 from edgefl.compression.feedback import ErrorFeedback, uses_feedback
+from edgefl.decentralised.engine import Engine
+from edgefl.decentralised.methods import make_node
 from edgefl.errors import ConfigError, DataError, TaskError
 from edgefl.simulation.data import FleetData, Shard
 from edgefl.simulation.training import Scores, Sent
 from edgefl.tasks.local_training import LocalResult, is_finite, train
+from edgefl.tasks.node_training import begin_node, work_as_node
 from edgefl.tasks.registry import make_task
-from edgefl.types import Array, Assignment, Dataset, Scalar, Tensors, derived_rng
+from edgefl.types import Array, Assignment, Dataset, EdgeMessage, NodePlan, Scalar, Tensors, derived_rng
 
 KEPT_BYTES = 512 * 1024 * 1024
 """Boards' examples are kept ready up to so many bytes; beyond, they are taken from the pool for every job."""
@@ -52,7 +56,8 @@ class Product:
 
     body: bytes
     num_examples: int
-    loss: float
+    loss: float | None
+    outbox: tuple[EdgeMessage, ...] = ()
 
 
 class Workbench:
@@ -74,6 +79,7 @@ class Workbench:
         self._own_names = [spec.name for spec in self._shapes if not spec.shared]
         self._memories: dict[str, _Memory] = {}
         self._undo: dict[str, tuple[str, _Memory, Mapping[str, Array] | None]] = {}
+        self._engines: dict[str, Engine] = {}
         self._ready: OrderedDict[str, Dataset] = OrderedDict()
         self._ready_bytes = 0
         self._codecs: dict[str, Codec] = {}
@@ -87,6 +93,8 @@ class Workbench:
         Raises:
             EdgeflError: the board cannot do it.
         """
+        if order.plan.node is not None:
+            return self._work_as_node(order, order.plan.node, sent, iterations)
         data, plan, spec = self._training_data(order), order.plan, order.codec or "dense"
         memory = self._remembered(order)
         source: tuple[int | str, ...] = (order.device_id,) if order.block is None else ("block", order.block)
@@ -110,6 +118,36 @@ class Workbench:
         else:
             body = self._codec(spec).encode(result.displacement, rng)
         return Product(body=body, num_examples=result.num_examples, loss=result.loss)
+
+    def _work_as_node(self, order: Assignment, plan: NodePlan, sent: Sent, iterations: int) -> Product:
+        """Does an assignment of a node, which nothing takes back: a board keeps its node over a restart."""
+        data = self._training_data(order)
+        engine = self._engines.get(order.device_id) or self._begun(order.device_id, plan, sent)
+        origin = self._trade.seed, order.base_version, order.device_id, engine.node.iterations
+        result = work_as_node(
+            engine,
+            self._learner,
+            data,
+            replace(order.plan, iterations=iterations),
+            derived_rng(*origin),
+            clock=lambda: 0.0,
+            on_iteration=lambda done, _: done >= iterations,
+        )
+        body = b""
+        if result.model is not None:
+            body = self._codec(order.codec or "dense").encode(result.model, derived_rng(*origin, "uplink"))
+        return Product(body=body, num_examples=result.num_examples, loss=result.loss, outbox=result.outbox)
+
+    def _begun(self, device_id: str, plan: NodePlan, sent: Sent) -> Engine:
+        self._load(_Memory(), sent)
+        start = self._learner.read()
+        node = make_node(plan.method, device_id, plan.edges, learning_rate=plan.learning_rate, period=plan.period)
+        codec = EdgeCodec(plan.codec, edge_shapes(self._shapes), epoch=1)
+        engine = Engine(node, codec, derived_rng(self._trade.seed, "edges", device_id))
+        shared = {spec.name: start[spec.name] for spec in self._shapes if spec.shared}
+        begin_node(engine, self._learner, shared)
+        self._engines[device_id] = engine
+        return engine
 
     def undo(self, order: Assignment) -> None:
         """Puts a board's memory back to what it was before an assignment that nobody wants; its newest alone."""

@@ -16,11 +16,12 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from edgefl.decentralised.mailbag import pack_mail, unpack_mail
 from edgefl.simulation.data import load_data
 from edgefl.simulation.in_process import reason
 from edgefl.simulation.training import Sent
 from edgefl.simulation.workbench import Trade, Workbench
-from edgefl.types import Assignment, Json, LocalPlan
+from edgefl.types import Assignment, EdgeMessage, Json, LocalPlan, NodePlan
 
 SITE_FILE = "site.json"
 _LENGTHS = struct.Struct("<II")
@@ -44,13 +45,14 @@ def read_message(stream: BinaryIO) -> tuple[Json, bytes] | None:
 
 
 def order_json(order: Assignment) -> Json:
-    """Returns an assignment as JSON; messages of decentralised work are no part of it."""
+    """Returns an assignment as JSON; the bodies in its inbox are no part of it."""
     plan = {name: value for name, value in asdict(order.plan).items() if name != "inbox"}
     return {**{name: getattr(order, name) for name in _ORDER}, "plan": plan, "settled": list(order.settled)}
 
 
-def order_from_json(value: Json) -> Assignment:
-    plan = LocalPlan(**value["plan"])
+def order_from_json(value: Json, inbox: tuple[EdgeMessage, ...] = ()) -> Assignment:
+    node = value["plan"]["node"]
+    plan = LocalPlan(**{**value["plan"], "inbox": inbox, "node": node and NodePlan.from_json(node)})
     return Assignment(**{name: value[name] for name in _ORDER}, plan=plan, settled=tuple(value["settled"]))
 
 
@@ -81,9 +83,10 @@ class Server:
         threading.Thread(target=self._read, name="jobs", daemon=True).start()
         while (message := self._inbox.get()) is not None:
             header, body = message
+            inbox, body = unpack_mail(header.get("mail", []), body)
             if body:
                 self._sent = Sent(version=header["version"], body=body)
-            self._answer(header)
+            self._answer(header, inbox)
 
     def _read(self) -> None:
         while (message := read_message(self._source)) is not None:
@@ -92,15 +95,15 @@ class Server:
             self._inbox.put(message)
         self._inbox.put(None)
 
-    def _answer(self, header: Json) -> None:
+    def _answer(self, header: Json, inbox: tuple[EdgeMessage, ...]) -> None:
         ticket = header["ticket"]
         try:
-            done, body = self._do(header)
+            done, body = self._do(header, inbox)
         except Exception as error:  # noqa: BLE001 the boundary of one job: the next must still be done
             done, body = {"error": reason(error)}, b""
         write_message(self._sink, {"ticket": ticket, **done}, body)
 
-    def _do(self, header: Json) -> tuple[Json, bytes]:
+    def _do(self, header: Json, inbox: tuple[EdgeMessage, ...]) -> tuple[Json, bytes]:
         match header["do"]:
             case "undo":
                 self._unwanted.discard(header["of"])
@@ -113,12 +116,13 @@ class Server:
         if ticket in self._unwanted:
             return {}, b""
         product: Any = self._bench.train(
-            order_from_json(header["order"]),
+            order_from_json(header["order"], inbox),
             self._sent,
             header["iterations"],
             is_unwanted=lambda: ticket in self._unwanted,
         )
-        return {"num_examples": product.num_examples, "loss": product.loss}, product.body
+        told, packed = pack_mail(product.outbox, product.body)
+        return {"num_examples": product.num_examples, "loss": product.loss, "mail": told}, packed
 
 
 if __name__ == "__main__":

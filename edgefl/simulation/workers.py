@@ -10,16 +10,17 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from edgefl.decentralised.mailbag import pack_mail, unpack_mail
 from edgefl.errors import RunFailedError
 from edgefl.simulation.data import FleetData, save_data
 from edgefl.simulation.in_process import InProcess, trained
 from edgefl.simulation.training import FailedJobError, Job, Scores, Sent, Trained
 from edgefl.simulation.workbench import Product, Trade
 from edgefl.simulation.worker import SITE_FILE, order_json, read_message, write_message
-from edgefl.types import Json, Shapes
+from edgefl.types import EdgeMessage, Json, Shapes
 
 log = logging.getLogger(__name__)
 
@@ -46,13 +47,16 @@ class Worker:
         self._thread = threading.Thread(target=self._listen, name="training worker", daemon=True)
         self._thread.start()
 
-    def ask(self, header: Json, sent: Sent | None = None) -> int:
+    def ask(self, header: Json, sent: Sent | None = None, inbox: Sequence[EdgeMessage] = ()) -> int:
         """Returns the ticket under which the answer will be there."""
         self._tickets += 1
         body = b""
         if sent is not None and sent.version != self._version:
             self._version, body = sent.version, sent.body
             header = {**header, "version": sent.version}
+        if inbox:
+            told, body = pack_mail(inbox, body)
+            header = {**header, "mail": told}
         assert self._process.stdin is not None
         try:
             write_message(self._process.stdin, {**header, "ticket": self._tickets}, body)  # type: ignore[arg-type]  # an unbuffered pipe writes like any binary file
@@ -140,11 +144,13 @@ class WorkerPool:
 
     def begin(self, job: Job) -> None:
         question = {"do": "train", "order": order_json(job.order), "iterations": job.iterations}
-        self._tickets[job] = self._worker(job.order.device_id).ask(question, job.sent)
+        self._tickets[job] = self._worker(job.order.device_id).ask(question, job.sent, job.order.plan.inbox)
 
     def finish(self, job: Job) -> Trained:
         header, body = self._worker(job.order.device_id).answer(self._tickets.pop(job))
-        return trained(Product(body=body, num_examples=header["num_examples"], loss=header["loss"]), self._shapes)
+        outbox, body = unpack_mail(header["mail"], body)
+        product = Product(body=body, num_examples=header["num_examples"], loss=header["loss"], outbox=outbox)
+        return trained(product, self._shapes)
 
     def cancel(self, job: Job) -> None:
         worker, ticket = self._worker(job.order.device_id), self._tickets.pop(job, None)

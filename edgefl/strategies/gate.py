@@ -128,8 +128,11 @@ class Guard:
     """Refuses updates that would spoil the model; strikes are forgotten with the next update that is let in.
 
     `max_norm` bounds the Euclidean norm over all tensors, `max_norm_ratio` its ratio to the median of the last ones.
+    Where devices are nodes of a graph (`takes_models`) an update holds a whole model, or none; then neither norm says
+    anything.
     """
 
+    takes_models: bool = False
     shapes: Shapes = ()
     max_norm: float | None = None
     max_norm_ratio: float | None = None
@@ -141,6 +144,8 @@ class Guard:
     def refusal(self, update: Update) -> str | None:
         """Returns what is wrong with an update, or None."""
         norm = 0.0
+        if self.takes_models and not update.tensors:
+            return None
         reason = self._misfit(update.tensors)
         if reason is None:
             norm = _norm(update.tensors)
@@ -167,6 +172,8 @@ class Guard:
     def _excess(self, norm: float) -> str | None:
         if not math.isfinite(norm):
             return "the update holds a NaN or an infinity: its training has diverged"
+        if self.takes_models:
+            return None
         if self.max_norm is not None and norm > self.max_norm:
             return f"the update's norm is {norm:.4g}, at most {self.max_norm:g} is let in"
         if self.max_norm_ratio is not None and len(self.norms) >= NORMS_NEEDED:

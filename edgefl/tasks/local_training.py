@@ -40,6 +40,7 @@ def train(  # noqa: PLR0913 what, on what, how and by which clock; the last thre
     clock: Callable[[], float],
     on_iteration: Callable[[int, float], bool],
     step_state: Mapping[str, Array] | None = None,
+    step: LocalStep | None = None,
 ) -> LocalResult:
     """Trains from the learner's present weights until the budget is spent, at least one iteration.
 
@@ -52,6 +53,7 @@ def train(  # noqa: PLR0913 what, on what, how and by which clock; the last thre
         on_iteration: told the number of finished iterations and the mean seconds of one; True recalls the
             assignment: this iteration was the last.
         step_state: what the assignment before left, for a plan that keeps its state; None begins anew.
+        step: what is done with each gradient; None for what the plan names.
 
     Raises:
         DataError: there are no examples.
@@ -60,7 +62,7 @@ def train(  # noqa: PLR0913 what, on what, how and by which clock; the last thre
     check_plan(plan)
     if not len(data):
         raise DataError("the training part of the shard holds no examples")
-    step = make_local_step(plan)
+    step = step or make_local_step(plan)
     _reseed(learner, rng)
     start, started_s = learner.read(), clock()
     limit = _iteration_limit(plan, len(data))

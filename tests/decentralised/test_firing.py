@@ -10,7 +10,8 @@ GRAPH = Graph.of("abc", [("a", "b"), ("a", "c"), ("b", "c")], slots={("a", "b"):
 
 
 def bursts(schedule: str, node: str, count: int, period: int = 4, graph: Graph = GRAPH) -> list[Burst]:
-    firing = make_firing(schedule, node=node, graph=graph, period=period, rng=np.random.default_rng(5))
+    period = graph.periods.get(node, period)
+    firing = make_firing(schedule, edges=graph.sides(node, period), period=period, rng=np.random.default_rng(5))
     found, iteration = [], 0
     for _ in range(count):
         found.append(firing.next(iteration, graph.neighbours(node)))
@@ -44,9 +45,9 @@ def test_at_random_each_edge_fires_once_in_a_period_on_average(period: int) -> N
 
 
 def test_a_node_without_neighbours_trains_on() -> None:
-    firing = make_firing("poisson", node="a", graph=GRAPH, period=4, rng=np.random.default_rng(1))
+    firing = make_firing("poisson", edges=GRAPH.sides("a", 4), period=4, rng=np.random.default_rng(1))
     assert firing.next(0, ()) == Burst(iterations=4, neighbours=())
     assert (
-        make_firing("slots", node="a", graph=GRAPH, period=4, rng=np.random.default_rng(1)).next(2, ()).iterations
+        make_firing("slots", edges=GRAPH.sides("a", 4), period=4, rng=np.random.default_rng(1)).next(2, ()).iterations
         == 4
     )

@@ -31,7 +31,8 @@ class TwoScalars:
 
     def __init__(self, kind: type[Isvr]) -> None:
         self.nodes = {
-            name: kind(name, self.graph, learning_rate=0.1, period=2, step_size="node") for name in self.graph.nodes
+            name: kind(name, self.graph.sides(name, 2), learning_rate=0.1, period=2, step_size="node")
+            for name in self.graph.nodes
         }
         for node in self.nodes.values():
             node.begin({"w": np.zeros(1)})
@@ -95,7 +96,9 @@ def test_all_schedules_and_graphs_reach_the_optimum(method: str, spec: str, sche
 
 def test_with_a_step_size_of_each_node_its_degree_counts() -> None:
     graph = make_graph("paper-random", NAMES)
-    nodes = {name: PdmmIsvr(name, graph, learning_rate=RATE, period=8, step_size="node") for name in NAMES}
+    nodes = {
+        name: PdmmIsvr(name, graph.sides(name, 8), learning_rate=RATE, period=8, step_size="node") for name in NAMES
+    }
     for node in nodes.values():
         node.begin({"w": np.zeros(10)})
     gradients = dict(zip(NAMES, QUADRATICS.gradients(), strict=True))
@@ -111,7 +114,7 @@ def test_the_fixed_point_is_as_the_formulas_have_it() -> None:
     for name, node in run.nodes.items():
         weights, pull = node.weights["w"], np.zeros(10)
         for other in node.neighbours:
-            sign, own = run.graph.sign(name, other), states[name][f"dual/{other}/w"]
+            sign, own = node.edges[other].sign, states[name][f"dual/{other}/w"]
             assert states[other][f"dual/{name}/w"] == pytest.approx(own - 2 * sign * weights, abs=1e-12)
             pull += states[name][f"step_size/{other}"] * (sign * own - weights)
         gradient = run.gradients[name](weights)
@@ -124,7 +127,13 @@ def test_it_is_variance_reduction_in_disguise() -> None:
     # With the paper's η the step is w - μ(g - q), where q, what the duals pull beyond w, is an exponential mean of
     # weight 1/K of the gradients since the last exchange, and of what the neighbour said then: q is c - c̄.
     rng, rate, period = np.random.default_rng(4), 0.1, 8
-    node = PdmmIsvr("b", Graph.of(("a", "b"), [("a", "b")]), learning_rate=rate, period=period, step_size="node")
+    node = PdmmIsvr(
+        "b",
+        Graph.of(("a", "b"), [("a", "b")]).sides("b", period),
+        learning_rate=rate,
+        period=period,
+        step_size="node",
+    )
     node.begin({"w": rng.normal(size=5)})
 
     def mean() -> Array:
@@ -158,7 +167,7 @@ def test_mail_that_comes_twice_changes_nothing(method: str) -> None:
 
 
 def test_older_mail_and_mail_of_strangers_is_dropped() -> None:
-    node = AdmmIsvr("n1", make_graph("ring", NAMES), learning_rate=RATE, period=8)
+    node = AdmmIsvr("n1", make_graph("ring", NAMES).sides("n1", 8), learning_rate=RATE, period=8)
     node.begin({"w": np.ones(3)})
     value = {"w": np.full(3, 7.0)}
     news = Mail(sender="n0", receiver="n1", step=8, parts={"y": value})
@@ -208,7 +217,8 @@ def test_a_node_that_joins_is_learnt_from() -> None:
     run.nodes["n5"] = newcomer
     newcomer.begin({"w": run.nodes["n4"].weights["w"]})
     for other in newcomer.neighbours:
-        run.nodes[other].joined("n5")
+        (side,) = (side for side in run.graph.sides(other, 8) if side.neighbour == "n5")
+        run.nodes[other].joined(side)
     run.run(12000)
     assert run.error(QUADRATICS.optimum()) < 1e-12
 
@@ -243,7 +253,7 @@ def test_which_end_of_an_edge_is_positive_makes_no_difference() -> None:
 def test_a_node_goes_on_from_its_state_to_the_bit(method: str) -> None:
     whole, parted = network(method, "paper-random").run(160), network(method, "paper-random").run(80)
     for name, node in parted.nodes.items():
-        again = type(node)(name, parted.graph, learning_rate=RATE, period=8)
+        again = type(node)(name, parted.graph.sides(name, 8), learning_rate=RATE, period=8)
         again.begin({"w": np.full(10, 9.0)})
         again.restore(node.state())
         parted.nodes[name] = again
@@ -290,7 +300,7 @@ def test_logistic_regression_on_two_classes_a_node_reaches_the_common_optimum() 
 
 def test_single_precision_stays_single() -> None:
     graph = make_graph("ring", NAMES)
-    node = AdmmIsvr("n0", graph, learning_rate=0.1, period=8)
+    node = AdmmIsvr("n0", graph.sides("n0", 8), learning_rate=0.1, period=8)
     node.begin({"w": np.ones(4, dtype=np.float32)})
     (mail, _) = node.post(node.neighbours)
     assert mail.parts["y"]["w"].dtype == np.float32
@@ -302,6 +312,6 @@ def test_single_precision_stays_single() -> None:
 def test_what_makes_no_sense_is_refused() -> None:
     graph = make_graph("ring", NAMES)
     with pytest.raises(ConfigError, match="learning rate above 0 and a period of 1 or more, got 0 and 8"):
-        PdmmIsvr("n0", graph, learning_rate=0, period=8)
+        PdmmIsvr("n0", graph.sides("n0", 8), learning_rate=0, period=8)
     with pytest.raises(ConfigError, match="step_size must be edge or node, got 'mine'"):
-        PdmmIsvr("n0", graph, learning_rate=0.1, period=8, step_size="mine")
+        PdmmIsvr("n0", graph.sides("n0", 8), learning_rate=0.1, period=8, step_size="mine")

@@ -95,7 +95,7 @@ def test_pairwise_averaging_keeps_the_mean_of_all_models() -> None:
 
 def test_two_that_ask_each_other_at_a_time_meet_in_the_middle() -> None:
     graph = make_graph("complete", ("a", "b"))
-    one, other = (make_node("ad-psgd", name, graph, learning_rate=0.1, period=1) for name in "ab")
+    one, other = (make_node("ad-psgd", name, graph.sides(name, 1), learning_rate=0.1, period=1) for name in "ab")
     one.begin({"w": np.zeros(1)})
     other.begin({"w": np.full(1, 4.0)})
     (to_other,), (to_one,) = one.post(("b",)), other.post(("a",))
@@ -108,7 +108,7 @@ def test_a_node_goes_on_from_its_state_to_the_bit(method: str) -> None:
     period = 1 if method in {"gradient-tracking", "d2"} else 8
     whole, parted = network(method, period=period).run(160), network(method, period=period).run(80)
     for name, node in parted.nodes.items():
-        again = type(node)(name, parted.graph, learning_rate=RATE, period=period)
+        again = type(node)(name, parted.graph.sides(name, period), learning_rate=RATE, period=period)
         again.begin({"w": np.full(10, 9.0)})
         again.restore(node.state())
         parted.nodes[name] = again
@@ -119,7 +119,7 @@ def test_a_node_goes_on_from_its_state_to_the_bit(method: str) -> None:
 def test_callers_arrays_are_not_touched(method: str) -> None:
     graph = make_graph("ring", NAMES)
     start = np.ones(4)
-    node = make_node(method, "n0", graph, learning_rate=0.1, period=1)
+    node = make_node(method, "n0", graph.sides("n0", 1), learning_rate=0.1, period=1)
     node.begin({"w": start})
     ended = np.full(4, 2.0)
     node.trained({"w": ended}, 1, 0.1)
@@ -138,9 +138,9 @@ def test_callers_arrays_are_not_touched(method: str) -> None:
 @pytest.mark.parametrize("method", ["gradient-tracking", "d2"])
 def test_methods_of_one_step_refuse_more(method: str) -> None:
     with pytest.raises(ConfigError, match=f"{method} exchanges after every local iteration: .* got 8"):
-        make_node(method, "n0", make_graph("ring", NAMES), learning_rate=0.1, period=8)
+        make_node(method, "n0", make_graph("ring", NAMES).sides("n0", 8), learning_rate=0.1, period=8)
 
 
 def test_an_unknown_method_is_refused() -> None:
     with pytest.raises(ConfigError, match="method 'gossip' is unknown; known: pdmm-isvr"):
-        make_node("gossip", "n0", make_graph("ring", NAMES), learning_rate=0.1, period=8)
+        make_node("gossip", "n0", make_graph("ring", NAMES).sides("n0", 8), learning_rate=0.1, period=8)

@@ -96,6 +96,7 @@ class Device:
             accelerator="cpu",
             threads=1,
             state_dir=root,
+            life=1,
             on_progress=lambda *report: self.progress.append(report),
         )
 

@@ -14,6 +14,7 @@ from edgefl.loop import drive
 from edgefl.storage.checkpoints import load_state, save_state
 from edgefl.storage.state_files import pack_state, unpack_state
 from edgefl.strategies.asynchronous import Asynchronous
+from edgefl.strategies.decentralised import Decentralised
 from edgefl.strategies.evaluation import EvaluationSchedule
 from edgefl.strategies.registry import BUILT_IN, REQUIRED, make_strategy, settings_of
 from edgefl.strategies.rounds import RoundRules
@@ -25,6 +26,9 @@ DEVICES = tuple(f"pi-{i}" for i in range(5))
 SEEDS = (0, 1, 2)
 # As many updates fill a buffer as there are devices below, so that a round of them all is used.
 NEEDED = {"fedbuff": {"buffer_size": len(DEVICES)}}
+# Within the deadlines below; the others exchange after every iteration anyway.
+NEEDED |= {name: {"iterations": 2} for name in ("ad-psgd", "admm-isvr", "dsgd", "k-gt", "pdmm-isvr")}
+NEEDED |= {"gradient-tracking": {"exchanges_per_round": 4}}
 TWO = "two at a time"
 VARIANTS = {
     "adacomp, staleness of the update": ("adacomp", {"staleness": "update"}),
@@ -41,7 +45,7 @@ VARIANTS = {
 }
 CASES = {name: (name, NEEDED.get(name, {})) for name in BUILT_IN} | VARIANTS
 TRACKING = ServerOptimizer(buffers=frozenset({"mean"}))
-each_strategy = pytest.mark.parametrize("case", sorted(CASES))
+each_of_all = pytest.mark.parametrize("case", sorted(CASES))
 each_seed = pytest.mark.parametrize("seed", SEEDS)
 
 
@@ -50,8 +54,12 @@ def built(case, **rules):
     return make_strategy(name, options, RoundRules(**{"task": TASK, "server": TRACKING, **rules}))
 
 
+# Nodes of a graph send messages and now and then a model, no updates; see `test_decentralised`.
+each_strategy = pytest.mark.parametrize("case", [c for c in sorted(CASES) if not hasattr(built(c), "node_models")])
 # Those that apply updates in the order of arrival promise no more than what is the same for the same order.
-each_in_rounds = pytest.mark.parametrize("case", [c for c in sorted(CASES) if not isinstance(built(c), Asynchronous)])
+each_in_rounds = pytest.mark.parametrize(
+    "case", [c for c in sorted(CASES) if not isinstance(built(c), Asynchronous | Decentralised)]
+)
 
 
 def view_of(busy=(), devices=DEVICES):
@@ -198,7 +206,7 @@ def test_nothing_is_ready_before_an_update_has_come(case):
     assert not strategy.ready(state, view_of(busy_with(orders)))
 
 
-@each_strategy
+@each_of_all
 def test_an_update_that_nobody_asked_for_changes_nothing(case):
     strategy = built(case)
     state, orders = asked(strategy, strategy.init(first_model()), view_of())
@@ -210,7 +218,7 @@ def test_an_update_that_nobody_asked_for_changes_nothing(case):
     assert same_model(strategy.model(state), first_model())
 
 
-@each_strategy
+@each_of_all
 def test_a_strategy_without_devices_waits_and_does_not_fail(case):
     strategy = built(case)
     state = strategy.init(first_model())
@@ -220,7 +228,7 @@ def test_a_strategy_without_devices_waits_and_does_not_fail(case):
         assert decision.next_wake_s > 0
 
 
-@each_strategy
+@each_of_all
 def test_it_begins_when_enough_devices_are_there(case):
     strategy = built(case, min_devices=3)
     state, orders = asked(strategy, strategy.init(first_model()), view_of(devices=DEVICES[:2]))
@@ -261,7 +269,7 @@ def test_devices_are_told_which_of_their_updates_were_used(case):
     assert all(given_to[settled] == order.device_id for order in following for settled in order.settled)
 
 
-@each_strategy
+@each_of_all
 def test_every_setting_has_a_default(case):
     assert REQUIRED not in settings_of(CASES[case][0]).values()
 
@@ -281,7 +289,7 @@ def run(strategy, seed, goal=None, **options):
     return fleet, strategy.model(state), reason
 
 
-@each_strategy
+@each_of_all
 @each_seed
 def test_devices_that_die_are_slow_answer_twice_or_late_neither_stop_nor_spoil_a_run(case, seed):
     fleet, model, reason = run(built(case, deadline_s=4.0, seed=seed), seed)  # the fleet checks every order
@@ -291,7 +299,7 @@ def test_devices_that_die_are_slow_answer_twice_or_late_neither_stop_nor_spoil_a
     assert max(np.abs(tensor).max() for tensor in model.values()) < 1000
 
 
-@each_strategy
+@each_of_all
 def test_a_run_goes_on_when_everybody_was_lost_and_came_back(case):
     fleet = FaultyFleet(faults={})
     fleet.at(0.4, lambda: [event for name in NAMES for event in fleet.leave(name)])
@@ -310,7 +318,7 @@ def test_a_run_goes_on_when_everybody_was_lost_and_came_back(case):
     assert 500 < fleet.now_s < 700
 
 
-@each_strategy
+@each_of_all
 def test_the_same_seed_gives_the_same_run_and_another_one_another(case):
     def trail(seed):
         fleet, model, _ = run(built(case, max_devices=3, deadline_s=4.0, seed=seed), seed)
@@ -344,7 +352,7 @@ class Forgetful:
         return self.strategy.aggregate(self._fresh(state))
 
 
-@each_strategy
+@each_of_all
 def test_a_run_whose_state_is_saved_and_loaded_at_every_step_is_the_same_run(case):
     first, model, _ = run(built(case, deadline_s=4.0), 0)
     second, same, _ = run(Forgetful(built(case, deadline_s=4.0)), 0)
@@ -353,13 +361,13 @@ def test_a_run_whose_state_is_saved_and_loaded_at_every_step_is_the_same_run(cas
     assert same_model(model, same)
 
 
-@each_strategy
+@each_of_all
 @pytest.mark.parametrize("kind", ["momentum", "yogi"])
 def test_a_server_optimiser_changes_the_run_or_is_refused_before_it(case, kind):
     goal = Goal(updates=20)
     _, plain, _ = run(built(case), 0, goal, faults={})
     server = replace(TRACKING, kind=kind, learning_rate=0.1)
-    if case.startswith("adacomp"):
+    if case.startswith("adacomp") or hasattr(built(case), "node_models"):
         with pytest.raises(ConfigError, match=r"server\.optimizer"):
             built(case, server=server)
         return

@@ -2,10 +2,13 @@
 
 import importlib.util
 
+import numpy as np
 import pytest
 from tasks.step_learner import Dictated
 
+from edgefl.decentralised.node import Correction
 from edgefl.errors import ConfigError
+from edgefl.tasks.descent import CorrectedStep
 from edgefl.tasks.local_steps import make_local_step
 from edgefl.types import LocalPlan
 
@@ -55,3 +58,28 @@ def test_without_its_term_prox_is_sgd_to_the_bit():
 def test_a_proximal_term_below_zero_is_one_clear_line():
     with pytest.raises(ConfigError, match="mu of local algorithm prox must be 0 or more, got -1"):
         make_local_step(LocalPlan(algorithm="prox", iterations=1, options={"mu": -1}))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_node_s_step_is_corrected_and_shrunk_and_momentum_is_of_the_gradient_alone(backend):
+    # w <- (w - 0.1 (v - 3)) / (1 + 0.1 * 2), v <- 0.5 v + g, by hand
+    learner = Dictated(backend, start=1.0)
+    step = CorrectedStep(
+        LocalPlan(iterations=2, learning_rate=0.1, momentum=0.5),
+        Correction(correction={"w": np.array([3.0], np.float32)}, shrinkage=2.0),
+    )
+    step.begin(learner)
+    first, second = (float(weights[0]) for weights in learner.follow(step, [2.0, 1.0]))
+    assert first == pytest.approx((1 - 0.1 * (2 - 3)) / 1.2, rel=1e-6)
+    assert second == pytest.approx((first - 0.1 * (2 - 3)) / 1.2, rel=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_a_correction_a_node_s_step_is_sgd_to_the_bit(backend):
+    plan = LocalPlan(iterations=2, learning_rate=0.1, momentum=0.5, weight_decay=0.01)
+    plain, node = Dictated(backend, start=1.0), Dictated(backend, start=1.0)
+    steps = make_local_step(plan), CorrectedStep(plan, Correction())
+    for learner, step in zip((plain, node), steps, strict=True):
+        step.begin(learner)
+        learner.follow(step, [2.0, 1.0, -3.0])
+    assert plain.weights().tobytes() == node.weights().tobytes()

@@ -1,0 +1,433 @@
+"""Training without a server: every device is a node of a graph with a model of its own, and neighbours exchange.
+
+The coordinator starts the nodes, says who is whose neighbour, carries the messages where devices cannot reach each
+other, and watches: what it calls the model is the mean of the nodes' models as they last told them. It is in nobody's
+way: nodes that told go on at once. The mathematics of the methods is in `edgefl.decentralised`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from edgefl.decentralised.firing import Schedule, make_firing
+from edgefl.decentralised.graph import Edge, Graph, check_spec, make_graph
+from edgefl.decentralised.graph_files import read_graph
+from edgefl.decentralised.methods import METHODS
+from edgefl.errors import ConfigError
+from edgefl.strategies.arrivals import owned
+from edgefl.strategies.rounds import WAIT_S, RoundRules
+from edgefl.strategies.schedules import Schedule as RateSchedule
+from edgefl.strategies.settings import TrainingSettings
+from edgefl.types import (
+    Algorithm,
+    Array,
+    Assignment,
+    Decision,
+    EdgeMessage,
+    FleetView,
+    Indices,
+    LocalPlan,
+    NodePlan,
+    Tensors,
+    Update,
+    derived_rng,
+)
+
+LEAST_NODES = 2
+RETRY_S = 2.0
+MAX_RETRY_S = 60.0
+MOST_LOSSES = 3
+"""A node that loses so many assignments in a row leaves the graph for a while, so that nobody waits for it."""
+KEPT_OF_ALL = 3
+"""So many messages of an edge wait where a node needs those of every exchange; else only the newest does."""
+
+
+@dataclass(slots=True)
+class NodeState:
+    """What is known of one node.
+
+    `exchanges` are those that it has begun, `iterations` its local ones; `assignment_id` is what it works on, "" for
+    nothing. `inbox` is the mail that waits for it: of each neighbour the newest, and all answers.
+    """
+
+    is_member: bool = True
+    has_begun: bool = False
+    exchanges: int = 0
+    iterations: int = 0
+    assignment_id: str = ""
+    is_report: bool = False
+    reported: int = 0
+    losses: int = 0
+    rests_until_s: float = 0.0
+    inbox: list[EdgeMessage] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class DecentralisedState:
+    """`model` is the mean of the members' `models`; `round` counts from 1, `reports` is who told in the present one.
+
+    `edge_epochs` says how often an edge began, so that both ends begin it anew when one of them was away.
+    """
+
+    model: dict[str, Array]
+    version: int = 0
+    num_given: int = 0
+    order: tuple[str, ...] = ()
+    edges: tuple[Edge, ...] = ()
+    edge_epochs: dict[str, int] = field(default_factory=dict)
+    nodes: dict[str, NodeState] = field(default_factory=dict)
+    models: dict[str, dict[str, Array]] = field(default_factory=dict)
+    pending: list[str] = field(default_factory=list)
+    used: tuple[str, ...] = ()
+    edge_bytes: int = 0
+    num_messages: int = 0
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphSettings(TrainingSettings):
+    """Settings of all decentralised strategies, beside those of local training.
+
+    Attributes:
+        iterations: K, local ones between two exchanges of an edge.
+        graph: one of `decentralised.graph.SPECS`, or the path of a `node_list.json`.
+        schedule: learning rates by round, as everywhere.
+        exchange: when edges fire: `sync`, `slots` or `poisson`.
+        exchanges_per_round: after so many for each node on average they report, and the history has a round.
+    """
+
+    iterations: int | None = 8
+    graph: str = "ring"
+    exchange: str = Schedule.SYNC
+    exchanges_per_round: int = 10
+
+    method: ClassVar[str] = ""
+
+    def build(self, rules: RoundRules) -> Decentralised:
+        """Returns the strategy.
+
+        Raises:
+            ConfigError: a setting makes no sense, or does not go with another one.
+        """
+        if self.exchange not in set(Schedule):
+            raise ConfigError(f"strategy.exchange must be one of {', '.join(Schedule)}, got {self.exchange!r}")
+        if self.exchanges_per_round < 1:
+            raise ConfigError(f"strategy.exchanges_per_round must be 1 or more, got {self.exchanges_per_round}")
+        if self.iterations is None or self.iterations < 1 or self.seconds is not None:
+            raise ConfigError("strategy.iterations of a decentralised run must be 1 or more, and is its only budget")
+        if self.optimizer != Algorithm.SGD or self.keep_optimizer:
+            raise ConfigError("strategy.optimizer of a decentralised run must be sgd, and nothing of it is kept")
+        if self.learning_rate <= 0:
+            raise ConfigError(
+                f"strategy.learning_rate of a decentralised run must be above 0, got {self.learning_rate}"
+            )
+        if rules.server.kind != "none":
+            raise ConfigError("server.optimizer: a decentralised run has no server that could take a step")
+        return Decentralised(
+            settings=self,
+            rules=rules,
+            plan=self.plan(),
+            rate=self.rate(),
+            file_graph=_file_graph(self.graph),
+        )
+
+
+def _file_graph(text: str) -> Graph | None:
+    if text.endswith(".json") or Path(text).is_file():
+        return read_graph(text)
+    check_spec(text)
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decentralised:
+    """One method on one graph, its messages carried by the coordinator."""
+
+    settings: GraphSettings
+    rules: RoundRules
+    plan: LocalPlan
+    rate: RateSchedule
+    file_graph: Graph | None = None
+
+    @property
+    def method(self) -> str:
+        return self.settings.method
+
+    def init(self, model: Tensors) -> DecentralisedState:
+        return DecentralisedState(model={name: np.array(tensor) for name, tensor in model.items()})
+
+    def bytes_per_device(self, model_bytes: int) -> int:
+        """Returns what the state keeps for each device: its model, and the mail of its neighbours."""
+        return model_bytes * (1 + 2 * len(METHODS[self.method].parts))
+
+    def assign(self, state: DecentralisedState, view: FleetView) -> tuple[DecentralisedState, Decision]:
+        if not state.order and not self._begin(state, view):
+            return state, Decision(next_wake_s=WAIT_S)
+        self._look_around(state, view)
+        orders = []
+        graph, is_round_done = _graph(state, self.file_graph), self._is_round_done(state)
+        for device_id in view.idle:
+            node = state.nodes.get(device_id)
+            if node is None or not node.is_member or node.rests_until_s > view.now_s:
+                continue
+            if self._may_go_on(state, graph, device_id, node):
+                node.is_report = is_round_done and node.has_begun and node.reported <= state.version
+                orders.append(self._order(state, graph, device_id, node))
+        waits = [node.rests_until_s for node in state.nodes.values() if node.rests_until_s > view.now_s]
+        wake_s = min([WAIT_S, *(until_s - view.now_s for until_s in waits)])
+        return state, Decision(orders=tuple(orders), next_wake_s=wake_s)
+
+    def receive(self, state: DecentralisedState, update: Update) -> DecentralisedState:
+        node = state.nodes.get(update.device_id)
+        if node is None or not node.assignment_id or node.assignment_id != update.assignment_id:
+            return state
+        node.assignment_id, node.losses, node.has_begun = "", 0, True
+        state.pending.append(update.assignment_id)
+        node.iterations += update.metrics.iterations
+        if node.is_report:
+            node.reported = state.version + 1
+            state.models[update.device_id] = {
+                name: owned(update.tensors[name]).astype(array.dtype) for name, array in state.model.items()
+            }
+        else:
+            node.exchanges += 1
+        for message in update.outbox:
+            self._deliver(state, message)
+        return state
+
+    def _deliver(self, state: DecentralisedState, message: EdgeMessage) -> None:
+        """Puts a message into its receiver's inbox, in the place of what is older than the method needs."""
+        node = state.nodes.get(message.edge[1])
+        if node is None or not node.is_member:
+            return
+        alike = [each for each in node.inbox if (each.edge, each.is_reply) == (message.edge, message.is_reply)]
+        kept = KEPT_OF_ALL if METHODS[self.method].needs_all else 1
+        for old in alike[: max(0, len(alike) + 1 - kept)]:
+            node.inbox.remove(old)
+        node.inbox.append(message)
+
+    def ready(self, state: DecentralisedState, view: FleetView) -> bool:
+        members = _members(state)
+        present = [name for name in members if name in view.devices]
+        return bool(present) and all(state.nodes[name].reported > state.version for name in present)
+
+    def aggregate(self, state: DecentralisedState) -> DecentralisedState:
+        told = [name for name in _members(state) if state.nodes[name].reported > state.version]
+        models = [state.models[name] for name in told]
+        for name, array in state.model.items():
+            mean = sum(model[name].astype(np.float64) for model in models) / len(models)
+            state.model[name] = np.asarray(np.rint(mean) if array.dtype.kind in "iu" else mean, dtype=array.dtype)
+        state.figures = {
+            "disagreement": _disagreement(state.model, models),
+            "nodes": float(len(told)),
+            "bytes_per_message": state.edge_bytes / max(1, state.num_messages),
+            "messages": float(state.num_messages),
+        }
+        state.edge_bytes = state.num_messages = 0
+        state.version += 1
+        state.used, state.pending = tuple(state.pending), []
+        return state
+
+    def model(self, state: DecentralisedState) -> Tensors:
+        return state.model
+
+    def node_models(self, state: DecentralisedState) -> Mapping[str, Tensors]:
+        """Returns the members' own models as they last told them."""
+        return {name: state.models[name] for name in _members(state) if name in state.models}
+
+    def facts(self, state: DecentralisedState) -> Mapping[str, float]:
+        """Returns how far the nodes lie apart (root mean square, by the length of their mean), and what travelled."""
+        return state.figures
+
+    def version(self, state: DecentralisedState) -> int:
+        return state.version
+
+    def used(self, state: DecentralisedState) -> Sequence[str]:
+        return state.used
+
+    def changed(self, state: DecentralisedState, since: int) -> Indices | None:  # noqa: ARG002 nobody is sent it again
+        return None
+
+    def _begin(self, state: DecentralisedState, view: FleetView) -> bool:
+        """Makes the graph once enough devices are there."""
+        wanted = self.file_graph.nodes if self.file_graph is not None else ()
+        there = [name for name in view.idle if not wanted or name in wanted]
+        if len(there) < max(LEAST_NODES, self.rules.min_devices):
+            return False
+        if self.rules.max_devices is not None:
+            there = there[: max(LEAST_NODES, self.rules.max_devices)]
+        graph = self.file_graph or make_graph(self.settings.graph, there, self.rules.seed)
+        state.order, state.edges = graph.nodes, graph.edges
+        for name in there:
+            state.nodes[name] = NodeState()
+        self._cut_to_members(state)
+        return True
+
+    def _look_around(self, state: DecentralisedState, view: FleetView) -> None:
+        """Takes note of who has lost its work, who has left and who has come."""
+        changed = False
+        for name, node in state.nodes.items():
+            if node.assignment_id and node.assignment_id not in view.busy.get(name, ()):
+                node.assignment_id = ""
+                node.losses += 1
+                node.rests_until_s = view.now_s + rest_s(node.losses)
+            if node.is_member and (name not in view.devices or node.losses >= MOST_LOSSES):
+                node.is_member, node.assignment_id, node.inbox = False, "", []
+                changed = True
+        for name in view.idle:
+            if self._may_join(state, name, view.now_s):
+                self._join(state, name)
+                changed = True
+        if changed:
+            self._cut_to_members(state)
+
+    def _may_join(self, state: DecentralisedState, name: str, now_s: float) -> bool:
+        node = state.nodes.get(name)
+        if node is not None:
+            return not node.is_member and node.rests_until_s <= now_s
+        if self.file_graph is not None:
+            return name in self.file_graph.nodes
+        limit = self.rules.max_devices
+        return limit is None or len(_members(state)) < limit
+
+    def _join(self, state: DecentralisedState, name: str) -> None:
+        """Takes a device in, at the exchange that its neighbours are at; whoever comes back has its old edges."""
+        if name not in state.order:
+            degrees = {other: sum(other in edge for edge in state.edges) for other in _members(state)}
+            nearest = sorted(degrees, key=lambda other: (degrees[other], state.order.index(other)))[:2]
+            state.order = (*state.order, name)
+            state.edges = (*state.edges, *((other, name) for other in nearest))
+        known = state.nodes.get(name)
+        for edge in state.edges:
+            if name in edge:
+                key = " ".join(edge)
+                state.edge_epochs[key] = state.edge_epochs.get(key, 0) + 1
+        others = [node.exchanges for other, node in state.nodes.items() if node.is_member and other != name]
+        node = known or NodeState()
+        node.is_member, node.exchanges = True, max(others, default=0)
+        node.reported = 0
+        state.nodes[name] = node
+
+    def _cut_to_members(self, state: DecentralisedState) -> None:
+        """Joins parts that a node's leaving has cut off from each other, each to the next."""
+        members = _members(state)
+        parts = _parts(members, [edge for edge in state.edges if set(edge) <= set(members)])
+        for one, other in itertools.pairwise(parts):
+            state.edges = (*state.edges, (one[0], other[0]))
+
+    def _may_go_on(self, state: DecentralisedState, graph: Graph, name: str, node: NodeState) -> bool:
+        """Says whether what a node needs for its next work is here: in step, the mail of all its neighbours."""
+        if self.settings.exchange != Schedule.SYNC:
+            return True
+        return all(state.nodes[other].exchanges >= node.exchanges for other in graph.neighbours(name))
+
+    def _order(self, state: DecentralisedState, graph: Graph, name: str, node: NodeState) -> Assignment:
+        state.num_given += 1
+        node.assignment_id = f"n{state.num_given}-{name}"
+        period = graph.periods.get(name, self.plan.iterations or 1)
+        is_damped = self.method == "d2" and graph.needs_damping()
+        edges = tuple(
+            replace(side, epoch=state.edge_epochs.get(_key(state, name, side.neighbour), 0))
+            for side in graph.sides(name, self.plan.iterations or 1, is_damped=is_damped)
+        )
+        iterations, fires = 0, tuple[str, ...]()
+        if not node.is_report:
+            fires = graph.neighbours(name)
+            if METHODS[self.method].trains_before(node.exchanges + 1):
+                rng = derived_rng(self.rules.seed, "firing", name, node.iterations)
+                firing = make_firing(self.settings.exchange, edges=edges, period=period, rng=rng)
+                burst = firing.next(node.iterations, fires)
+                iterations, fires = burst.iterations, burst.neighbours
+        inbox, node.inbox = tuple(node.inbox), []
+        state.edge_bytes += sum(len(message.body) for message in inbox)
+        state.num_messages += len(inbox)
+        factor = self.rate(state.version)
+        return Assignment(
+            assignment_id=node.assignment_id,
+            device_id=name,
+            base_version=state.version,
+            plan=replace(
+                self.plan,
+                iterations=iterations,
+                learning_rate=self.plan.learning_rate * factor,
+                inbox=inbox,
+                node=NodePlan(
+                    method=self.method,
+                    edges=edges,
+                    learning_rate=self.plan.learning_rate,
+                    period=period,
+                    codec=self.rules.codec or "",
+                    fires=fires,
+                    reports=node.is_report,
+                ),
+            ),
+            codec="dense",
+            deadline_s=self.rules.deadline_s,
+            sends_model=not node.has_begun,
+        )
+
+    def _is_round_done(self, state: DecentralisedState) -> bool:
+        """Says whether the nodes have done the round's local iterations between them: then they are to report."""
+        members = [state.nodes[name] for name in _members(state)]
+        wanted = (state.version + 1) * self.settings.exchanges_per_round * (self.plan.iterations or 1)
+        return bool(members) and sum(node.iterations for node in members) >= wanted * len(members)
+
+
+def rest_s(losses: int) -> float:
+    """Returns how long a node rests after so many assignments lost in a row."""
+    return min(MAX_RETRY_S, RETRY_S * 2.0 ** min(losses, 6)) if losses > 1 else 0.0
+
+
+def _members(state: DecentralisedState) -> list[str]:
+    return [name for name in state.order if name in state.nodes and state.nodes[name].is_member]
+
+
+def _graph(state: DecentralisedState, named: Graph | None) -> Graph:
+    """Returns the graph of those that are there."""
+    members = _members(state)
+    among = set(members)
+    return Graph(
+        nodes=tuple(members),
+        edges=tuple(edge for edge in state.edges if set(edge) <= among),
+        slots=named.slots if named is not None else {},
+        periods=named.periods if named is not None else {},
+    )
+
+
+def _key(state: DecentralisedState, one: str, other: str) -> str:
+    return " ".join((one, other) if (one, other) in state.edges else (other, one))
+
+
+def _parts(names: Collection[str], edges: Sequence[Edge]) -> list[list[str]]:
+    """Returns the connected parts of a graph, each in the order of the names."""
+    group = {name: name for name in names}
+
+    def root(name: str) -> str:
+        while group[name] != name:
+            name = group[name]
+        return name
+
+    for one, other in edges:
+        group[root(other)] = root(one)
+    parts: dict[str, list[str]] = {}
+    for name in names:
+        parts.setdefault(root(name), []).append(name)
+    return list(parts.values())
+
+
+def _disagreement(mean: Mapping[str, Array], models: Sequence[Mapping[str, Array]]) -> float:
+    """Returns the root mean square distance of the models to their mean, by the mean's length."""
+    apart, length = 0.0, 0.0
+    for name, array in mean.items():
+        if array.dtype.kind == "f":
+            centre = array.astype(np.float64)
+            length += float(np.sum(centre**2))
+            apart += sum(float(np.sum((model[name] - centre) ** 2)) for model in models) / len(models)
+    return math.sqrt(apart / length) if length else 0.0

@@ -1,0 +1,97 @@
+"""Strategies on graphs: each names its method; what they do is in `edgefl.decentralised`.
+
+`pdmm-isvr`, `admm-isvr`: Niwa et al., ICML 2021, whose authors hold patents: check whether they apply to you.
+`dsgd`, `ad-psgd`: Lian et al., 2017 and 2018. `d2`: Tang et al., 2018. `gradient-tracking`: Di Lorenzo and Scutari,
+2016. `k-gt`: Liu et al., 2023.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from edgefl.decentralised.firing import Schedule
+from edgefl.errors import ConfigError
+from edgefl.strategies.decentralised import Decentralised, GraphSettings
+from edgefl.strategies.rounds import RoundRules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PdmmIsvr(GraphSettings):
+    """Settings of a run with `pdmm-isvr`."""
+
+    exchange: str = Schedule.POISSON
+    method: ClassVar[str] = "pdmm-isvr"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmmIsvr(GraphSettings):
+    """Settings of a run with `admm-isvr`."""
+
+    exchange: str = Schedule.POISSON
+    method: ClassVar[str] = "admm-isvr"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dsgd(GraphSettings):
+    """Settings of a run with `dsgd`; with `iterations = 1` it is D-PSGD."""
+
+    method: ClassVar[str] = "dsgd"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdPsgd(GraphSettings):
+    """Settings of a run with `ad-psgd`."""
+
+    exchange: str = Schedule.POISSON
+    method: ClassVar[str] = "ad-psgd"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KGradientTracking(GraphSettings):
+    """Settings of a run with `k-gt`."""
+
+    method: ClassVar[str] = "k-gt"
+
+    def build(self, rules: RoundRules) -> Decentralised:
+        return GraphSettings.build(_in_step(self), rules)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientTracking(GraphSettings):
+    """Settings of a run with `gradient-tracking`."""
+
+    iterations: int | None = 1
+    method: ClassVar[str] = "gradient-tracking"
+
+    def build(self, rules: RoundRules) -> Decentralised:
+        return GraphSettings.build(_one_iteration(_in_step(self)), rules)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class D2(GraphSettings):
+    """Settings of a run with `d2`."""
+
+    iterations: int | None = 1
+    method: ClassVar[str] = "d2"
+
+    def build(self, rules: RoundRules) -> Decentralised:
+        return GraphSettings.build(_one_iteration(_in_step(self)), rules)
+
+
+def _in_step(settings: GraphSettings) -> GraphSettings:
+    if settings.exchange != Schedule.SYNC:
+        raise ConfigError(
+            f"strategy.exchange of {settings.method} must be sync, got {settings.exchange!r}: "
+            "its nodes average with all neighbours at once"
+        )
+    return settings
+
+
+def _one_iteration(settings: GraphSettings) -> GraphSettings:
+    if settings.iterations != 1:
+        raise ConfigError(
+            f"strategy.iterations of {settings.method} must be 1, got {settings.iterations}: "
+            "it exchanges after every local iteration"
+        )
+    return settings

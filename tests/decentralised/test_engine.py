@@ -1,0 +1,167 @@
+"""A node at work: exchanges in step or not, edges that come and go, and what survives a reboot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from numpy.random import Generator
+
+from edgefl.decentralised.engine import Engine
+from edgefl.decentralised.graph import Graph, make_graph
+from edgefl.decentralised.methods import METHODS, make_node
+from edgefl.errors import CodecError
+from edgefl.types import Array, EdgeMessage
+
+NAMES = ("a", "b", "c", "d")
+RING = make_graph("ring", NAMES)
+
+
+class Plain:
+    """A coder whose bodies are the numbers themselves."""
+
+    def __init__(self) -> None:
+        self.forgotten: list[str] = []
+
+    def encode(self, receiver: str, parts: Mapping[str, Mapping[str, Array]], rng: Generator) -> bytes:
+        return b"".join(name.encode() + arrays["w"].tobytes() for name, arrays in parts.items())
+
+    def decode(self, sender: str, body: bytes) -> dict[str, dict[str, Array]]:
+        if len(body) % 17:
+            raise CodecError("damaged")
+        return {
+            chr(body[at]): {"w": np.frombuffer(body[at + 1 : at + 17], np.float64).copy()}
+            for at in range(0, len(body), 17)
+        }
+
+    def forget(self, neighbour: str) -> None:
+        self.forgotten.append(neighbour)
+
+
+def engine(method: str, name: str, graph: Graph = RING, *, start: float = 0.0, life: int = 1) -> Engine:
+    period = 1 if method in {"d2", "gradient-tracking"} else 4
+    node = make_node(method, name, graph.sides(name, period), learning_rate=0.1, period=period, life=life)
+    node.begin({"w": np.full(2, start)})
+    return Engine(node, Plain(), np.random.default_rng(0))
+
+
+def trained(one: Engine, target: float, iterations: int = 4) -> None:
+    """Local steps on (w - target)²/2."""
+    correction, weights = one.correction(), one.node.weights["w"].copy()
+    for _ in range(iterations):
+        gradient = weights - target - correction.correction.get("w", 0.0)
+        weights = (weights - 0.1 * gradient) / (1 + 0.1 * correction.shrinkage)
+    one.trained({"w": weights}, iterations, 0.1)
+
+
+def exchange(engines: Mapping[str, Engine], messages: list[EdgeMessage]) -> None:
+    while messages:
+        messages = [answer for message in messages for answer in engines[message.edge[1]].take([message])]
+
+
+def play(engines: Mapping[str, Engine], rounds: int) -> None:
+    for _ in range(rounds):
+        posted: list[EdgeMessage] = []
+        for place, one in enumerate(engines.values()):
+            if one.trains_next():
+                trained(one, float(place), one.node.period)
+            posted += one.post(one.node.neighbours)
+        exchange(engines, posted)
+        for one in engines.values():
+            assert one.is_settled()
+            one.settle()
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_nodes_come_to_the_mean_of_their_targets(method: str) -> None:
+    engines = {name: engine(method, name) for name in NAMES}
+    play(engines, 400)
+    found = np.array([one.node.weights["w"][0] for one in engines.values()])
+    assert found.mean() == pytest.approx(1.5, abs=1e-9 if "isvr" in method or "t" in method[-2:] else 0.2)
+    assert np.ptp(found) < (1e-6 if method in {"pdmm-isvr", "admm-isvr", "k-gt", "gradient-tracking"} else 1.5)
+
+
+@pytest.mark.parametrize("method", ["dsgd", "d2", "k-gt", "gradient-tracking"])
+def test_a_neighbour_that_is_an_exchange_ahead_does_not_spoil_the_one_under_way(method: str) -> None:
+    apart, together = ({name: engine(method, name) for name in NAMES} for _ in range(2))
+    play(together, 6)
+    waiting: dict[str, list[EdgeMessage]] = {name: [] for name in NAMES}
+    done = dict.fromkeys(NAMES, 0)
+    while min(done.values()) < 6:
+        for place, (name, one) in enumerate(apart.items()):
+            while done[name] < 6 and one.is_settled():
+                one.settle()
+                if one.trains_next():
+                    trained(one, float(place), one.node.period)
+                for message in one.post(one.node.neighbours):
+                    waiting[message.edge[1]].append(message)
+                done[name] += 1
+                # "a" is told at once, the others when it is their turn: some are ahead of others by then
+                for receiver in ("a", "b") if name == "c" else NAMES:
+                    apart[receiver].take(waiting[receiver])
+                    waiting[receiver].clear()
+        for name, one in apart.items():
+            one.take(waiting[name])
+            waiting[name].clear()
+    for name, one in apart.items():
+        one.settle()
+        assert one.node.weights["w"].tobytes() == together[name].node.weights["w"].tobytes()
+
+
+@pytest.mark.parametrize("method", ["pdmm-isvr", "dsgd"])
+def test_an_edge_that_begins_anew_forgets_what_was_and_one_that_ended_takes_no_mail(method: str) -> None:
+    one, other = engine(method, "a", start=1.0), engine(method, "b", start=2.0)
+    one.take(other.post(("a",)))
+    sides = {side.neighbour: side for side in RING.sides("a", 4)}
+    one.follow([replace(sides["b"], epoch=1), sides["d"]])
+    assert isinstance(one._coder, Plain)
+    assert one._coder.forgotten == ["b"]
+    one.follow([sides["d"]])
+    assert one.node.neighbours == ("d",)
+    before = one.state()
+    assert one.take(other.post(("a",))) == ()
+    assert all(np.array_equal(before[name], array) for name, array in one.state().items())
+
+
+def test_mail_for_somebody_else_and_mail_that_cannot_be_read_change_nothing() -> None:
+    one = engine("dsgd", "a")
+    before = one.state()
+    one.take([EdgeMessage(edge=("b", "c"), step=9, body=b"w" + bytes(16))])
+    one.take([EdgeMessage(edge=("b", "a"), step=9, body=b"w")])
+    assert one.num_dropped == 1
+    assert all(np.array_equal(before[name], array) for name, array in one.state().items())
+
+
+@pytest.mark.parametrize("method", ["pdmm-isvr", "admm-isvr", "dsgd", "k-gt", "gradient-tracking", "d2"])
+def test_after_a_reboot_to_an_older_state_neighbours_hear_the_node_and_it_catches_up(method: str) -> None:
+    engines = {name: engine(method, name) for name in NAMES}
+    play(engines, 4)
+    kept = engines["b"].state()
+    play(engines, 6)
+    again = engine(method, "b", life=2)
+    again.restore(kept)
+    engines["b"] = again
+    for _ in range(3):  # the others do not wait for it for ever
+        posted: list[EdgeMessage] = []
+        for place, one in enumerate(engines.values()):
+            if one.trains_next():
+                trained(one, float(place), one.node.period)
+            posted += one.post(one.node.neighbours)
+        exchange(engines, posted)
+        for one in engines.values():
+            one.settle()
+    seen = {name: one.node.state().get("seen/b") for name, one in engines.items() if name in {"a", "c"}}
+    assert all(int(step) >> 30 == 2 for step in seen.values() if step is not None)
+    assert all(step is not None for step in seen.values())
+    if METHODS[method].needs_all:
+        assert len({one.node.exchanges for one in engines.values()}) == 1
+
+
+def test_buffers_stay_with_the_node_and_over_a_reboot() -> None:
+    one = engine("dsgd", "a", start=1.0)
+    one.buffers = {"mean": np.array([3.0])}
+    again = engine("dsgd", "a")
+    again.restore(one.state())
+    assert {name: array.tolist() for name, array in again.model().items()} == {"w": [1.0, 1.0], "mean": [3.0]}

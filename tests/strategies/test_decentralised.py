@@ -1,0 +1,277 @@
+"""Nodes of a graph as the coordinator sees them: who is asked for what, whose mail goes where, who comes and goes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgefl.errors import ConfigError
+from edgefl.strategies.decentralised import Decentralised, DecentralisedState
+from edgefl.strategies.registry import make_strategy
+from edgefl.strategies.rounds import RoundRules
+from edgefl.strategies.server_optimizers import ServerOptimizer
+from edgefl.types import Assignment, DeviceInfo, EdgeMessage, Update, UpdateMetrics
+
+NAMES = ("a", "b", "c", "d")
+METHODS = ("ad-psgd", "admm-isvr", "d2", "dsgd", "gradient-tracking", "k-gt", "pdmm-isvr")
+
+
+class View:
+    """A fleet in which a test says who is there and who works."""
+
+    def __init__(self, names: Sequence[str] = NAMES) -> None:
+        self.now_s = 0.0
+        self.devices = {name: DeviceInfo(device_id=name) for name in names}
+        self.busy: dict[str, list[str]] = {}
+        self.speeds: Mapping[str, Any] = {}
+        self.progress: Mapping[str, Any] = {}
+        self.vitals: Mapping[str, Any] = {}
+
+    @property
+    def idle(self) -> list[str]:
+        return [name for name in self.devices if name not in self.busy]
+
+
+class Fleet:
+    """Plays the devices: what is asked is out until it is answered."""
+
+    def __init__(
+        self, name: str = "dsgd", names: Sequence[str] = NAMES, *, rules: Any = None, **options: Any
+    ) -> None:
+        self.strategy = make_strategy(name, options, RoundRules(**(rules or {})))
+        assert isinstance(self.strategy, Decentralised)
+        self.view = View(names)
+        self.state: DecentralisedState = self.strategy.init({"w": np.zeros(2, np.float32)})
+        self.out: dict[str, Assignment] = {}
+        self.given: list[Assignment] = []
+        self.used: list[str] = []
+
+    def ask(self) -> list[Assignment]:
+        self.state, decision = self.strategy.assign(self.state, self.view)
+        orders = [order for order in decision.orders if isinstance(order, Assignment)]
+        for order in orders:
+            assert order.device_id in self.view.idle
+            self.out[order.device_id] = order
+            self.view.busy[order.device_id] = [order.assignment_id]
+        self.given += orders
+        return orders
+
+    def answer(self, name: str, value: float = 0.0) -> Update:
+        order = self.out.pop(name)
+        del self.view.busy[name]
+        node = order.plan.node
+        assert node is not None
+        update = Update(
+            assignment_id=order.assignment_id,
+            device_id=name,
+            base_version=order.base_version,
+            tensors={"w": np.full(2, value, np.float32)} if node.reports else {},
+            metrics=UpdateMetrics(iterations=order.plan.iterations or 0, num_examples=5),
+            outbox=tuple(
+                EdgeMessage(edge=(name, other), step=len(self.given), body=f"{name}{len(self.given)}".encode())
+                for other in node.fires
+            ),
+        )
+        self.state = self.strategy.receive(self.state, update)
+        return update
+
+    def lose(self, name: str) -> None:
+        del self.out[name], self.view.busy[name]
+
+    def close(self) -> int:
+        closed = 0
+        while self.strategy.ready(self.state, self.view):
+            self.state = self.strategy.aggregate(self.state)
+            self.used += self.strategy.used(self.state)
+            closed += 1
+        return closed
+
+    def turn(self) -> list[Assignment]:
+        """Everybody answers what is out, and is asked again."""
+        for place, name in enumerate(sorted(self.out)):
+            self.answer(name, float(place))
+        self.close()
+        return self.ask()
+
+
+def node_of(order: Assignment) -> Any:
+    assert order.plan.node is not None
+    return order.plan.node
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_nodes_get_a_model_once_exchange_and_report_after_every_round(name: str) -> None:
+    fleet = Fleet(name, exchanges_per_round=3)
+    first = fleet.ask()
+    assert [order.device_id for order in first] == list(NAMES)
+    assert all(order.sends_model for order in first)
+    while fleet.strategy.version(fleet.state) < 3:
+        assert not any(order.sends_model for order in fleet.turn())
+        assert len(fleet.given) < 400
+    reports = [order for order in fleet.given if node_of(order).reports]
+    assert {order.device_id for order in reports} == set(NAMES)
+    assert all(order.plan.iterations == 0 and not node_of(order).fires for order in reports)
+    answered = [order.assignment_id for order in fleet.given if order.device_id not in fleet.out]
+    assert len(fleet.used) == len(set(fleet.used))
+    assert set(fleet.used) <= {order.assignment_id for order in fleet.given}
+    assert len(answered) <= len(fleet.given)
+
+
+def test_the_model_is_the_mean_of_what_was_told_and_figures_say_how_far_nodes_lie_apart() -> None:
+    fleet = Fleet("dsgd", exchanges_per_round=1)
+    fleet.ask()
+    while not fleet.strategy.version(fleet.state):
+        fleet.turn()
+    assert fleet.strategy.model(fleet.state)["w"].tolist() == [1.5, 1.5]
+    assert [model["w"][0] for model in fleet.strategy.node_models(fleet.state).values()] == [0, 1, 2, 3]
+    facts = fleet.strategy.facts(fleet.state)
+    assert facts["disagreement"] == pytest.approx(np.sqrt(1.25) / 1.5)
+    assert facts["nodes"] == 4
+
+
+def test_in_step_nobody_goes_on_before_all_its_neighbours_have_sent() -> None:
+    fleet = Fleet("dsgd")
+    fleet.ask()
+    fleet.answer("a")
+    fleet.answer("b")
+    assert fleet.ask() == []
+    fleet.answer("d")
+    (order,) = fleet.ask()  # a's neighbours are b and d
+    assert order.device_id == "a"
+    assert [message.edge for message in order.plan.inbox] == [("b", "a"), ("d", "a")]
+
+
+def test_at_their_own_pace_a_slow_neighbour_keeps_nobody_waiting_and_gets_only_the_newest() -> None:
+    fleet = Fleet("pdmm-isvr", ("a", "b"), iterations=2, exchanges_per_round=1000)
+    fleet.ask()
+    for _ in range(5):
+        fleet.answer("a")
+        assert [order.device_id for order in fleet.ask()] == ["a"]
+    newest = fleet.state.nodes["b"].inbox
+    assert [message.body for message in newest] == [b"a6"]
+
+
+def test_a_node_that_leaves_takes_its_edges_along_and_begins_them_anew_when_it_is_back() -> None:
+    fleet = Fleet("dsgd", exchanges_per_round=100)
+    fleet.ask()
+    fleet.turn()
+    fleet.lose("c")
+    away = fleet.view.devices.pop("c")
+    asked = {order.device_id: order for order in [*fleet.turn(), *fleet.turn(), *fleet.turn()]}
+    assert [side.neighbour for side in node_of(asked["b"]).edges] == ["a"]
+    assert [side.neighbour for side in node_of(asked["d"]).edges] == ["a"]
+    fleet.view.devices["c"] = away
+    asked = {order.device_id: order for order in [*fleet.turn(), *fleet.turn()]}
+    epochs = {(name, side.neighbour): side.epoch for name, order in asked.items() for side in node_of(order).edges}
+    assert epochs["b", "c"] == epochs["c", "b"] == epochs["c", "d"] == epochs["d", "c"] == 1
+    assert epochs["a", "b"] == 0
+
+
+def test_both_ends_of_an_edge_are_told_the_same_of_it() -> None:
+    fleet = Fleet("pdmm-isvr", tuple("abcdefgh"), graph="paper-random")
+    sides = {(order.device_id, side.neighbour): side for order in fleet.ask() for side in node_of(order).edges}
+    assert len(sides) == 20
+    for (one, other), side in sides.items():
+        back = sides[other, one]
+        assert (side.sign, side.degree, side.weight, side.period) == (
+            -back.sign, back.degree, back.weight, back.period,
+        )  # fmt: skip
+
+
+def test_parts_that_a_leaving_node_cut_off_are_joined() -> None:
+    fleet = Fleet("dsgd", graph="star", exchanges_per_round=100)
+    fleet.ask()
+    fleet.turn()
+    fleet.lose("a")
+    del fleet.view.devices["a"]
+    fleet.turn()
+    asked = {order.device_id: order for order in [*fleet.turn(), *fleet.turn()]}
+    assert {name: [side.neighbour for side in node_of(order).edges] for name, order in asked.items()} == {
+        "b": ["c"],
+        "c": ["b", "d"],
+        "d": ["c"],
+    }
+
+
+def test_a_newcomer_gets_two_neighbours_and_joins_at_their_exchange() -> None:
+    fleet = Fleet("dsgd", exchanges_per_round=100)
+    fleet.ask()
+    for _ in range(3):
+        fleet.turn()
+    fleet.view.devices["e"] = DeviceInfo(device_id="e")
+    asked = {order.device_id: order for order in fleet.turn()}
+    assert asked["e"].sends_model
+    assert len(node_of(asked["e"]).edges) == 2
+    assert fleet.state.nodes["e"].exchanges == max(node.exchanges for node in fleet.state.nodes.values())
+
+
+def test_a_node_that_always_fails_is_left_out_after_a_while_and_tried_again_later() -> None:
+    fleet = Fleet("dsgd", exchanges_per_round=2)
+    fleet.ask()
+    for _ in range(60):
+        if "b" in fleet.out:
+            fleet.lose("b")
+        fleet.turn()
+        fleet.view.now_s += 1.0
+    assert fleet.strategy.version(fleet.state) > 2
+    tries = [order for order in fleet.given if order.device_id == "b"]
+    assert 4 <= len(tries) < 15
+
+
+def test_a_file_says_who_is_whose_neighbour_how_often_and_when(tmp_path: Path) -> None:
+    path = tmp_path / "node_list.json"
+    nodes = {
+        "a": {"round": 4, "edges": {"b": 1}},
+        "b": {"round": 2, "edges": {"a": 0, "c": 1}},
+        "c": {"round": 4, "edges": {"b": 3}},
+    }
+    path.write_text(json.dumps({"nodes": nodes}))
+    fleet = Fleet("pdmm-isvr", graph=str(path), exchange="slots")
+    asked = {order.device_id: order for order in fleet.ask()}
+    assert set(asked) == {"a", "b", "c"}
+    assert [node_of(asked[name]).period for name in "abc"] == [4, 2, 4]
+    assert [asked[name].plan.iterations for name in "abc"] == [1, 1, 3]
+    assert node_of(asked["b"]).edges[0].period == 4
+
+
+def test_learning_rates_change_by_round_and_step_sizes_do_not() -> None:
+    fleet = Fleet("pdmm-isvr", learning_rate=0.4, schedule="inverse-sqrt", exchanges_per_round=1, iterations=2)
+    fleet.ask()
+    while fleet.strategy.version(fleet.state) < 3:
+        fleet.turn()
+    last = fleet.given[-1]
+    assert last.plan.learning_rate < 0.4
+    assert node_of(last).learning_rate == 0.4
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("dsgd", {"exchange": "daily"}, "strategy.exchange must be one of sync, slots, poisson, got 'daily'"),
+        ("dsgd", {"exchanges_per_round": 0}, "strategy.exchanges_per_round must be 1 or more, got 0"),
+        ("dsgd", {"iterations": 0}, "strategy.iterations"),
+        ("dsgd", {"seconds": 2.0}, "strategy.iterations"),
+        ("dsgd", {"optimizer": "adam"}, "strategy.optimizer of a decentralised run must be sgd"),
+        ("dsgd", {"learning_rate": 0}, "strategy.learning_rate"),
+        ("d2", {"iterations": 8}, "strategy.iterations of d2 must be 1, got 8"),
+        ("k-gt", {"exchange": "poisson"}, "strategy.exchange of k-gt must be sync, got 'poisson'"),
+        ("dsgd", {"graph": "nowhere.json"}, "nowhere.json cannot be read"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(name: str, options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        make_strategy(name, options, RoundRules())
+
+
+def test_a_server_optimiser_and_a_graph_that_does_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no server"):
+        make_strategy("dsgd", {}, RoundRules(server=ServerOptimizer(kind="adam")))
+    with pytest.raises(ConfigError, match="paper-random has 8 nodes, got 4"):
+        Fleet("dsgd", graph="paper-random").ask()
+    with pytest.raises(ConfigError, match="graph 'torus' is unknown"):
+        make_strategy("dsgd", {"graph": "torus"}, RoundRules())
