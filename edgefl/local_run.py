@@ -13,6 +13,7 @@ from edgefl.assembly import assemble
 from edgefl.config import RunConfig, load_run, parse_run
 from edgefl.errors import ConfigError
 from edgefl.local_fleet import LocalDevice, LocalFleet
+from edgefl.summary import node_figures, run_in_words
 from edgefl.tasks.cutting import TEST_NAME, cut_shards
 from edgefl.tasks.registry import make_task
 from edgefl.types import Json
@@ -38,7 +39,8 @@ class RunResult:
     Attributes:
         run_id, status, reason: as `edgefl run show` says; status is finished or stopped.
         metrics: `accuracy` and `loss` of the last version (None when nobody evaluated it), `bytes_up`, `bytes_down`,
-            `seconds` from the start of the run to its end.
+            `seconds` from the start of the run to its end; where devices have models of their own, `node_accuracy`,
+            `worst_node_accuracy` and `disagreement` as far as they are known.
         rounds, updates, evaluations: rows of the history, oldest first, in the columns of `edgefl history`.
         model: the last model, a safetensors file.
         root: the folder with the database, the logs and the shards.
@@ -53,6 +55,9 @@ class RunResult:
     evaluations: list[Json]
     model: Path
     root: Path
+
+    def __str__(self) -> str:
+        return run_in_words(self.run_id, self.status, self.reason, self.metrics)
 
 
 def run(
@@ -155,6 +160,7 @@ def _result(fleet: LocalFleet, run: Json) -> RunResult:
             "bytes_up": sum(row["bytes_up"] for row in rounds),
             "bytes_down": sum(row["bytes_down"] for row in rounds),
             "seconds": run["finished_at"] - run["started_at"],
+            **node_figures(last),
         },
         rounds=rounds,
         updates=fleet.history("updates", run=run_id),

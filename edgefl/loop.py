@@ -6,10 +6,11 @@ give out work. After the goal is reached nothing new is assigned; what is in fli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic
 
+from edgefl.errors import StrategyError
 from edgefl.tally import Goal, RoundCount, Tally
 from edgefl.types import (
     Assignment,
@@ -34,12 +35,12 @@ from edgefl.types import (
 DRAIN_S = 60.0
 """How long the loop waits for what is in flight after the goal is reached, and then for the last evaluation."""
 
-EvaluationRule = Callable[[int, int, FleetView, bool], Sequence[Evaluation]]
-"""(version, round that it ended, view, is this the last one) -> the evaluations to ask for."""
+EvaluationRule = Callable[[int, int, FleetView, bool, Collection[str]], Sequence[Evaluation]]
+"""(version, round that it ended, view, is this the last one, devices with models of their own) -> what to ask for."""
 
 
 class _Source(Generic[S]):
-    """The newest model, for the fleet to encode when it gives out work."""
+    """The newest model, and the devices' own where each has one, for the fleet to encode when it gives out work."""
 
     def __init__(self, strategy: Strategy[S], state: S) -> None:
         self.strategy, self.state = strategy, state
@@ -52,10 +53,25 @@ class _Source(Generic[S]):
         return self.strategy.model(self.state)
 
     def model_of(self, subject: str) -> Tensors:
-        return self.model() if not subject else self.strategy.node_models(self.state)[subject]  # type: ignore[attr-defined]
+        if not subject:
+            return self.model()
+        model = self._node_models().get(subject)
+        if model is None:
+            raise StrategyError(
+                f"node_models: there is no model of {subject!r} any more; a version keeps all that it began with"
+            )
+        return model
+
+    def subjects(self) -> Sequence[str]:
+        """Returns the devices that have models of their own."""
+        return tuple(self._node_models())
 
     def changed(self, since: int) -> Indices | None:
         return self.strategy.changed(self.state, since)
+
+    def _node_models(self) -> Mapping[str, Tensors]:
+        told: Callable[[S], Mapping[str, Tensors]] | None = getattr(self.strategy, "node_models", None)
+        return {} if told is None else told(self.state)
 
 
 @dataclass(slots=True)
@@ -69,15 +85,17 @@ class _Drain:
     asked: int = -1
     has_recalled: bool = False
 
-    def evaluations(self, tally: Tally, view: FleetView, evaluate: EvaluationRule) -> Sequence[Evaluation]:
+    def evaluations(
+        self, source: _Source[S], tally: Tally, view: FleetView, evaluate: EvaluationRule
+    ) -> Sequence[Evaluation]:
         """Returns the last evaluations once the model is the last one, unless somebody was asked for them already."""
         if not self._is_settled(view) or tally.version in {self.asked, tally.scores.asked}:
             return ()
         self.asked, self.scored_until_s = tally.version, view.now_s + DRAIN_S
-        return evaluate(tally.version, tally.rounds.of(tally.version), view, True)
+        return evaluate(tally.version, tally.rounds.of(tally.version), view, True, source.subjects())
 
     def is_over(self, tally: Tally, view: FleetView) -> bool:
-        return self._is_settled(view) and (not tally.scores.outstanding or view.now_s >= self.scored_until_s)
+        return self._is_settled(view) and (not tally.awaits_scores or view.now_s >= self.scored_until_s)
 
     def recalls(self, view: FleetView) -> Decision:
         """Returns recalls for all that is in flight, once: nothing is given out any more."""
@@ -175,7 +193,7 @@ def drive(  # noqa: PLR0913 the parts of a run, by name
             source.state, decision = strategy.assign(source.state, gate.view(view))
             decision = _adjusted(decision, gate, view)
         else:
-            orders += drain.evaluations(tally, view, evaluate)
+            orders += drain.evaluations(source, tally, view, evaluate)
             if not orders and drain.is_over(tally, view):
                 journal.commit()
                 return source.state, drain.reason
@@ -225,7 +243,7 @@ def _close_ready(
             orders = ()
         _close(source, journal, tally)
         if tally.rounds.ends_at(tally.version):
-            orders = evaluate(tally.version, tally.rounds.of(tally.version), view, False)
+            orders = evaluate(tally.version, tally.rounds.of(tally.version), view, False, source.subjects())
     return orders
 
 

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from edgefl.assembly import assemble
-from edgefl.config import RunConfig, load_run, parse_run
+from edgefl.config import RunConfig, StrategySection, load_run, parse_run
 from edgefl.coordinator.device_state import check_state_of
 from edgefl.coordinator.directory import default_directory
+from edgefl.coordinator.facts import facts_of, no_facts
 from edgefl.coordinator.simulated_book import OnChange, RunBook
 from edgefl.errors import ConfigError
 from edgefl.files import make_private_directory
@@ -33,6 +34,7 @@ from edgefl.storage.queries import history
 from edgefl.storage.store import DATABASE_NAME, Store
 from edgefl.strategies.evaluation import EvaluationSchedule
 from edgefl.strategies.gate import Guard, StrategyGate
+from edgefl.summary import node_figures, run_in_words
 from edgefl.tasks.registry import make_task
 from edgefl.types import DeviceInfo, Json, Role
 
@@ -44,7 +46,8 @@ class SimulatedRun:
     Attributes:
         run_id, status, reason: as in the store.
         metrics: `accuracy` and `loss` of the last version (None when nobody evaluated it), `bytes_up`, `bytes_down`,
-            virtual `seconds` from the start of the run to its end.
+            virtual `seconds` from the start of the run to its end; where devices have models of their own,
+            `node_accuracy`, `worst_node_accuracy` and `disagreement` as far as they are known.
         rounds, updates, evaluations: rows of the history, oldest first, in the columns of `edgefl history`.
         model: the last model, a safetensors file; None where nothing was trained.
         root: the folder with the database.
@@ -59,6 +62,9 @@ class SimulatedRun:
     evaluations: list[Json]
     model: Path | None
     root: Path
+
+    def __str__(self) -> str:
+        return run_in_words(self.run_id, self.status, self.reason, self.metrics)
 
 
 def simulate(  # noqa: PLR0913 what one may say on a command line, all by name
@@ -131,7 +137,15 @@ def _config(
         data=section.data if data is None else str(data),
         scheme=scheme or section.scheme or default_scheme(known.run.task),
     )
-    return replace(known, simulation=changed)
+    return replace(known, simulation=changed, strategy=_relayed(known.strategy))
+
+
+def _relayed(section: StrategySection) -> StrategySection:
+    """Returns a strategy whose messages the coordinator carries: here nobody goes on alone, and the result is one."""
+    options = {name: value for name, value in section.options.items() if name != "hosts"}
+    if options.get("carrier") not in {"peer", "direct"}:
+        return section
+    return replace(section, options={**options, "carrier": "relay"})
 
 
 def _data(config: RunConfig, devices: int | Sequence[str | Path] | None) -> FleetData:
@@ -189,7 +203,7 @@ class _Simulation:
                 strategy,
                 strategy.init(NOTHING if self._data is None else assembled.model),
                 fleet=fleet,
-                journal=book.recorder(assembled.rounds, gate),
+                journal=book.recorder(assembled.rounds, gate, no_facts if self._data is None else facts_of(strategy)),
                 goal=assembled.goal,
                 evaluate=EvaluationSchedule(who="none") if self._data is None else assembled.evaluate,
                 rounds=assembled.rounds,
@@ -241,6 +255,7 @@ def _result(store: Store, run_id: str, root: Path) -> SimulatedRun:
             "bytes_up": sum(row["bytes_up"] for row in rounds),
             "bytes_down": sum(row["bytes_down"] for row in rounds),
             "seconds": (record.finished_at or 0.0) - (record.started_at or 0.0),
+            **node_figures(last),
         },
         rounds=rounds,
         updates=history(store, "updates", run=run_id),

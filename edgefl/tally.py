@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from edgefl.errors import RunFailedError
+from edgefl.node_scores import NodeScores, mean_accuracy
 from edgefl.types import (
     Assignment,
     Evaluated,
@@ -71,6 +72,7 @@ class Scoreboard:
     """`accuracy` is that of the newest version that everybody who was asked has evaluated, or been lost over.
 
     It is the mean over the test examples of the evaluators; of the devices' own splits where there is no evaluator.
+    Models of single devices do not count here; see `NodeScores`.
     """
 
     accuracy: float | None = None
@@ -81,7 +83,7 @@ class Scoreboard:
     results: dict[int, list[Evaluated]] = field(default_factory=dict)
 
     def ask(self, orders: Sequence[Order]) -> None:
-        asked = {o.assignment_id: o.version for o in orders if isinstance(o, Evaluation)}
+        asked = {o.assignment_id: o.version for o in orders if isinstance(o, Evaluation) and not o.subject}
         self.outstanding |= asked
         self.asked = max([self.asked, *asked.values()])
 
@@ -104,12 +106,10 @@ class Scoreboard:
         return goal.accuracy is not None and mean is not None and mean >= goal.accuracy
 
     def _score(self, version: int, results: Sequence[Evaluated]) -> None:
-        chosen = [result for result in results if result.source != "device"] or results
-        num_examples = sum(result.num_examples for result in chosen)
-        if num_examples and version > self.version:
-            self.version = version
-            self.accuracy = sum(result.accuracy * result.num_examples for result in chosen) / num_examples
-            self.recent.append(self.accuracy)
+        accuracy = mean_accuracy(results)
+        if accuracy is not None and version > self.version:
+            self.version, self.accuracy = version, accuracy
+            self.recent.append(accuracy)
 
 
 @dataclass(slots=True)
@@ -123,12 +123,19 @@ class Tally:
     started_s: float | None = None
     stop_reason: str | None = None
     scores: Scoreboard = field(default_factory=Scoreboard)
+    nodes: NodeScores = field(default_factory=NodeScores)
     failures: dict[str, int] = field(default_factory=dict)
     last_failure: str = ""
     has_new_failure: bool = False
 
+    @property
+    def awaits_scores(self) -> bool:
+        """Whether somebody evaluates, the global model or one of a device."""
+        return bool(self.scores.outstanding or self.nodes.outstanding)
+
     def give(self, orders: Sequence[Order], now_s: float) -> None:
         self.scores.ask(orders)
+        self.nodes.ask(orders)
         if self.started_s is None and (asked := {o.device_id for o in orders if isinstance(o, Assignment)}):
             self.started_s = now_s
             self.rounds.begin(len(asked))
@@ -138,16 +145,16 @@ class Tally:
             case Update():
                 self.bytes += event.metrics.bytes_up + event.metrics.bytes_down
                 self.failures.clear()
-            case Lost() if event.assignment_id not in self.scores.outstanding:
+            case Evaluated():
+                self.bytes += event.bytes_up + event.bytes_down
+                self._note_score(event)
+            case Lost() if self._is_evaluation(event.assignment_id):
+                self._note_score(event)
+            case Lost():
                 if event.outcome in {Outcome.FAILED, Outcome.REFUSED}:
                     self.failures[event.device_id] = self.failures.get(event.device_id, 0) + 1
                     self.last_failure = f"{event.device_id}: {event.reason}"
                     self.has_new_failure = True
-            case Evaluated():
-                self.bytes += event.bytes_up + event.bytes_down
-                self.scores.note(event)
-            case Lost():
-                self.scores.note(event)
             case Stop():
                 self.stop_reason = event.reason
 
@@ -195,3 +202,10 @@ class Tally:
             raise RunFailedError(
                 f"no device that is asked can do this work, {sum(counts)} tries failed in a row; {self.last_failure}"
             )
+
+    def _is_evaluation(self, assignment_id: str) -> bool:
+        return assignment_id in self.scores.outstanding or assignment_id in self.nodes.outstanding
+
+    def _note_score(self, event: Evaluated | Lost) -> None:
+        self.scores.note(event)
+        self.nodes.note(event)

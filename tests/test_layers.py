@@ -21,7 +21,9 @@ ROOMS = {
     "errors": set(),
     "config": SEAMS,
     "protocol": SEAMS,
-    "tally": SEAMS,
+    "node_scores": SEAMS,
+    "summary": set(),
+    "tally": SEAMS | {"node_scores"},
     "loop": SEAMS | {"tally"},
     "files": {"errors"},
     "processes": set(),
@@ -35,20 +37,20 @@ ROOMS = {
     "history": SEAMS | {"storage"},
     "adapters": SEAMS | {"config", "strategies", "tasks"},
     "coordinator": SEAMS
-    | {"config", "files", "processes", "protocol", "loop", "tally"}
+    | {"config", "files", "processes", "protocol", "loop", "node_scores", "summary", "tally"}
     | {"strategies", "compression", "decentralised", "storage", "history"},
 }
 # The operator's client and the fleet of this machine serve the command line and `edgefl.run` alike.
 ROOMS |= {
     "client": SEAMS | {"protocol", "device"},
     "local_fleet": SEAMS | {"client", "config", "processes"},
-    "local_run": SEAMS | {"assembly", "config", "local_fleet", "tasks"},
+    "local_run": SEAMS | {"assembly", "config", "local_fleet", "summary", "tasks"},
 }
 ROOMS |= {
     "simulated_run": SEAMS
     | {
         "assembly", "compression", "config", "coordinator", "files", "local_run", "loop", "protocol", "simulation",
-        "storage", "strategies", "tasks",
+        "storage", "strategies", "summary", "tasks",
     },
 }  # fmt: skip
 WITHOUT_CLI = {*ROOMS, "assembly", "provision"}

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from edgefl.errors import RunFailedError
+from edgefl.errors import RunFailedError, StrategyError
 from edgefl.loop import DRAIN_S, OpenGate, drive
 from edgefl.strategies.evaluation import EvaluationSchedule
 from edgefl.strategies.registry import make_strategy
 from edgefl.strategies.rounds import RoundRules
-from edgefl.tally import GIVE_UP_AFTER, Goal, RoundCount, Scoreboard
+from edgefl.tally import GIVE_UP_AFTER, Goal, RoundCount, Scoreboard, Tally
 from edgefl.types import (
     Assignment,
     Decision,
@@ -74,6 +74,7 @@ class ScriptedFleet:
         self.present, self.now_s, self.out = {}, 0.0, {}
         self.orders, self.models, self.turns, self.waited_s = [], {}, 0, []
         self.accuracy, self.fails = lambda _version: 0.5, set()
+        self.accuracy_of_nodes, self.nodes_answer_s = 0.5, None
         self._heap, self._order = [], itertools.count()
         for name in (*self.answer_s, *evaluators):
             self.add(name, evaluator=name in evaluators)
@@ -117,10 +118,14 @@ class ScriptedFleet:
             self.orders.append((self.now_s, order))
             if isinstance(order, Recall):
                 continue
-            self.models[order.assignment_id] = source.version, float(np.sum(source.model()["w"]))
+            model = source.model_of(order.subject) if isinstance(order, Evaluation) else source.model()
+            self.models[order.assignment_id] = source.version, float(np.sum(model["w"]))
             self.out[order.assignment_id] = order
-            if self.answer_s[order.device_id] < NEVER:
-                self.at(self.now_s + self.answer_s[order.device_id], lambda order=order: self.answer(order))
+            answer_s = self.answer_s[order.device_id]
+            if isinstance(order, Evaluation) and order.subject and self.nodes_answer_s is not None:
+                answer_s = self.nodes_answer_s
+            if answer_s < NEVER:
+                self.at(self.now_s + answer_s, lambda order=order: self.answer(order))
             if isinstance(order, Assignment) and order.deadline_s is not None:
                 self.at(self.now_s + order.deadline_s, lambda order=order: self.expire(order))
 
@@ -148,7 +153,8 @@ class ScriptedFleet:
             source=self.present[order.device_id].source,
             num_examples=10,
             loss=1.0,
-            accuracy=self.accuracy(order.version),
+            accuracy=self.accuracy_of_nodes if order.subject else self.accuracy(order.version),
+            subject=order.subject,
         )
 
     def wait(self, until_s):
@@ -743,3 +749,85 @@ def test_the_gate_is_told_what_happens_and_every_accuracy_once():
     assert [event.assignment_id for event in told] == [event.assignment_id for event in received]
     assert [accuracy for _, accuracy in gate.told if accuracy is not None] == [0.5] * 3
     assert all(isinstance(event, Evaluated) for event, accuracy in gate.told if accuracy is not None)
+
+
+class EveryDeviceHasItsOwn(EveryUpdateIsAVersion):
+    """The average is the version; a's model lies 10 above it, b's 10 below."""
+
+    def node_models(self, state):
+        return {"a": {"w": np.array([state.value + 10])}, "b": {"w": np.array([state.value - 10])}}
+
+
+def asked_for(fleet):
+    """Who was asked to evaluate whose model, of which version."""
+    return {(order.device_id, order.subject, order.version) for order in fleet.given(Evaluation)}
+
+
+def test_evaluators_are_asked_for_the_average_and_for_every_device_s_model_each_time():
+    fleet = ScriptedFleet({"a": 1.0, "b": 1.5}, evaluators=["x", "y"])
+    run(fleet, strategy=EveryDeviceHasItsOwn(), goal=Goal(rounds=2), rounds=RoundCount(versions_per_round=2))
+    versions = {version for _, _, version in asked_for(fleet)}
+    assert {2, 4} <= versions
+    models = ("", "a", "b")
+    assert asked_for(fleet) == {(judge, of, version) for judge in "xy" for of in models for version in versions}
+    assert len({order.assignment_id for order in fleet.given(Evaluation)}) == 6 * len(versions)
+    shifts = {"": 0.0, "a": 10.0, "b": -10.0}
+    for order in fleet.given(Evaluation):
+        assert fleet.models[order.assignment_id] == (order.version, order.version + shifts[order.subject])
+
+
+def test_without_an_evaluator_every_device_evaluates_the_average_and_its_own_model_alone():
+    fleet = ScriptedFleet({"a": 1.0, "b": 1.5, "c": 9.0})
+    run(fleet, strategy=EveryDeviceHasItsOwn(), goal=Goal(rounds=2))
+    pairs = {(device, subject) for device, subject, _ in asked_for(fleet)}
+    assert pairs == {("a", ""), ("a", "a"), ("b", ""), ("b", "b"), ("c", "")}
+
+
+@pytest.mark.parametrize(("answer_s", "end_s"), [(30.0, 1.0 + 30.0), (NEVER, 1.0 + DRAIN_S)])
+def test_the_last_evaluations_of_devices_models_are_waited_for_as_long_as_any_other(answer_s, end_s):
+    fleet = ScriptedFleet({"a": 1.0}, evaluators=["x"])
+    fleet.nodes_answer_s = answer_s
+    _, reason = run(fleet, strategy=EveryDeviceHasItsOwn(), goal=Goal(rounds=1))
+    assert reason == "rounds reached 1"
+    assert fleet.now_s == end_s
+
+
+@pytest.mark.parametrize(("nodes", "average", "version"), [(0.95, 0.4, 6), (0.1, 0.9, 1)])
+def test_only_the_average_reaches_an_accuracy_goal(nodes, average, version):
+    fleet = ScriptedFleet({"a": 1.0}, evaluators=["x"])
+    fleet.answer_s["x"] = 0.5
+    fleet.accuracy, fleet.accuracy_of_nodes = (lambda _version: average), nodes
+    state, reason = run(fleet, strategy=EveryDeviceHasItsOwn(), goal=Goal(accuracy=0.8, rounds=6))
+    assert reason == ("accuracy reached 0.8" if average > 0.8 else "rounds reached 6")
+    assert state.version == version
+
+
+def test_the_gate_is_told_the_accuracy_of_the_average_and_of_nothing_else():
+    gate, fleet = Listening(), ScriptedFleet({"a": 1.0}, evaluators=["x"])
+    fleet.answer_s["x"] = 0.25
+    fleet.accuracy, fleet.accuracy_of_nodes = (lambda _version: 0.5), 0.9
+    run(fleet, strategy=EveryDeviceHasItsOwn(), goal=Goal(rounds=3), gate=gate)
+    assert [accuracy for _, accuracy in gate.told if accuracy is not None] == [0.5] * 3
+    assert sum(isinstance(event, Evaluated) for event, _ in gate.told) == 3 * 3
+
+
+def test_an_evaluation_that_fails_is_no_failed_work_whoever_s_model_it_is_of():
+    tally = Tally()
+    for subject in ("", "a"):
+        order = Evaluation(assignment_id=f"e:{subject}", device_id="a", version=1, round=1, subject=subject)
+        tally.give([order], 0.0)
+        assert tally.awaits_scores
+        tally.note(Lost(device_id="a", assignment_id=order.assignment_id, outcome=Outcome.FAILED, reason="diverged"))
+    assert (tally.failures, tally.awaits_scores) == ({}, False)
+
+
+def test_a_strategy_that_drops_a_model_before_it_was_sent_is_told_so():
+    class Forgetful(EveryDeviceHasItsOwn):
+        def node_models(self, state):
+            return {} if state.value and not state.used else super().node_models(state)
+
+        def assign(self, state, view):
+            return super().assign(replace(state, used=()), view)
+
+    with pytest.raises(StrategyError, match="node_models: there is no model of 'a' any more"):
+        run(ScriptedFleet({"a": 1.0, "b": 1.5}), strategy=Forgetful(), goal=Goal(rounds=3))

@@ -255,6 +255,8 @@ def test_the_readme_s_notebook_lines_run(
     (lines,) = [body for body in fences(README, "python") if body.startswith("import edgefl")]
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     exec(compile(lines, "README.md", "exec"), {})
-    accuracy, num_updates = capsys.readouterr().out.split()
+    told, figures = capsys.readouterr().out.splitlines()
+    accuracy, num_updates = figures.split()
+    assert told.endswith(f" finished: rounds reached 10; accuracy {float(accuracy):.4f}")
     assert float(accuracy) > 0.8
     assert int(num_updates) == 40

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import apart_strategy
 import pytest
 from sqlalchemy import text
 
@@ -225,3 +226,70 @@ def test_what_makes_no_sense_is_told_before_anything_is_written(tmp_path: Path) 
     with pytest.raises(ConfigError, match="one profile file at a time"):
         edgefl.simulate(run_file(), devices=2, profiles=["a.toml", "b.toml"], root=root)
     assert not root.exists()
+
+
+def accuracies(rows: list[dict[str, Any]], subject: str) -> dict[int, float]:
+    return {row["version"]: row["accuracy"] for row in rows if row["subject"] == subject}
+
+
+def test_the_average_and_every_device_s_own_model_are_evaluated_and_told_apart(tmp_path: Path) -> None:
+    config = run_file(strategy={"name": apart_strategy.NAME}, run={"evaluate_every": 2})
+    result = edgefl.simulate(config, devices=2, scheme="iid", root=tmp_path / "apart")
+    average, first, second = (accuracies(result.evaluations, name) for name in ("", "device-01", "device-02"))
+    assert list(average) == [2, 3]
+    assert average == first, "that device's model is the average"
+    assert average[3] > 0.7
+    assert max(second.values()) < 0.2, "and the other's knows nothing"
+    unevaluated, *rounds = result.rounds
+    assert (unevaluated["node_accuracy"], unevaluated["facts"]) == (None, {"disagreement": 0.25})
+    for row in rounds:
+        version = row["version"]
+        assert row["accuracy"] == average[version]
+        assert row["node_accuracy"] == pytest.approx((first[version] + second[version]) / 2)
+        assert row["worst_node_accuracy"] == second[version]
+        assert row["facts"] == {"disagreement": 0.25 * version}
+    plain = edgefl.simulate(run_file(), devices=2, scheme="iid", root=tmp_path / "plain")
+    assert plain.model is not None
+    assert result.model is not None
+    assert result.model.name == plain.model.name, "evaluating changes nothing of what is learnt"
+    assert plain.rounds[-1]["accuracy"] == result.rounds[-1]["accuracy"]
+    assert set(result.metrics) - set(plain.metrics) == {"node_accuracy", "worst_node_accuracy", "disagreement"}
+    told = f"accuracy of the average model {average[3]:.4f}, of the nodes {result.metrics['node_accuracy']:.4f}"
+    assert f"; {told} (worst {second[3]:.4f})" in str(result)
+    assert str(plain).endswith(f"rounds reached 3; accuracy {average[3]:.4f}")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_without_an_evaluator_a_device_tests_the_average_and_its_own_model_on_its_own_split(
+    workers: int, tmp_path: Path
+) -> None:
+    config = run_file(
+        strategy={"name": apart_strategy.NAME, "nodes": 3},
+        run={"evaluate_on": "devices", "rounds": 2},
+        simulation={"workers": workers},
+    )
+    result = edgefl.simulate(config, devices=3, scheme="iid", root=tmp_path)
+    found = {(row["version"], row["device_id"], row["subject"]): row for row in result.evaluations}
+    names = ["device-01", "device-02", "device-03"]
+    assert set(found) == {(version, name, of) for version in (1, 2) for name in names for of in ("", name)}
+    own = {name: found[2, name, name]["accuracy"] for name in names}
+    assert own["device-01"] == found[2, "device-01", ""]["accuracy"] > 0.5
+    assert max(own["device-02"], own["device-03"]) < 0.3
+    last = result.rounds[-1]
+    assert last["node_accuracy"] == pytest.approx(sum(own.values()) / 3)
+    assert last["worst_node_accuracy"] == min(own.values())
+    examples = [found[2, name, ""]["num_examples"] for name in names]
+    weighted = sum(found[2, name, ""]["accuracy"] * n for name, n in zip(names, examples, strict=True))
+    assert last["accuracy"] == pytest.approx(weighted / sum(examples))
+
+
+def test_bookkeeping_alone_evaluates_and_tells_nothing_of_devices_models(tmp_path: Path) -> None:
+    config = run_file(strategy={"name": apart_strategy.NAME})
+    result = edgefl.simulate(config, devices=2, root=tmp_path, bookkeeping_only=True)
+    assert result.evaluations == []
+    assert {row["facts"] is None and row["node_accuracy"] is None for row in result.rounds} == {True}
+
+
+def test_a_good_node_does_not_end_a_run_whose_average_is_not_good_enough(tmp_path: Path) -> None:
+    config = run_file(run={"accuracy": 0.99, "rounds": 2}, strategy={"name": apart_strategy.NAME, "nodes": 1})
+    assert edgefl.simulate(config, devices=2, scheme="iid", root=tmp_path).reason == "rounds reached 2"

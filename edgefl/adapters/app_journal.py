@@ -14,16 +14,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class AppJournal:
-    """Implements `Journal`; `rows` has one row a version: updates, loss, accuracy, bytes in both directions."""
+    """Implements `Journal`; `rows` has one row a version: updates, loss, accuracy, bytes in both directions.
+
+    Where nodes have models of their own, the version's row has their mean and their worst accuracy, too.
+    """
 
     rows: list[Json] = field(default_factory=list)
     _open: dict[str, UpdateMetrics] = field(default_factory=dict)
     _scores: dict[int, list[Evaluated]] = field(default_factory=dict)
+    _nodes: dict[int, list[float]] = field(default_factory=dict)
 
     def received(self, events: Sequence[Event]) -> Sequence[Event]:
         for event in events:
             if isinstance(event, Update):
                 self._open[event.assignment_id] = event.metrics
+            elif isinstance(event, Evaluated) and event.subject:
+                self._score_node(event)
             elif isinstance(event, Evaluated):
                 self._score(event)
             elif isinstance(event, Lost):
@@ -54,9 +60,19 @@ class AppJournal:
         scores = self._scores.setdefault(event.version, [])
         scores.append(event)
         accuracy = _mean([(score.accuracy, score.num_examples) for score in scores])
-        for row in self.rows[event.version - 1 : event.version]:
-            row["accuracy"] = accuracy
+        self._note(event.version, {"accuracy": accuracy})
         log.info("version %d: accuracy %s on %d devices", event.version, accuracy, len(scores))
+
+    def _score_node(self, event: Evaluated) -> None:
+        accuracies = self._nodes.setdefault(event.version, [])
+        accuracies.append(event.accuracy)
+        mean, worst = sum(accuracies) / len(accuracies), min(accuracies)
+        self._note(event.version, {"node_accuracy": mean, "worst_node_accuracy": worst})
+        log.info("version %d: accuracy of %d nodes %s, worst %s", event.version, len(accuracies), mean, worst)
+
+    def _note(self, version: int, figures: Json) -> None:
+        for row in self.rows[version - 1 : version]:
+            row.update(figures)
 
 
 def _mean(weighted: Sequence[tuple[Any, int]]) -> float | None:

@@ -107,7 +107,8 @@ class GridFleet:
         self._sent: dict[str, _Sent] = {}
         self._nodes: dict[int, str] = {}
         self._asked: dict[int, float] = {}
-        self._body: tuple[int, ArrayRecord, int] | None = None
+        self._version = -1
+        self._bodies: dict[str, tuple[ArrayRecord, int]] = {}
         self._troubles: list[Event] = []
         self._looked_s = -math.inf
         self._pause = threading.Event()
@@ -116,11 +117,10 @@ class GridFleet:
         return self._view
 
     def dispatch(self, orders: Sequence[Order], source: ModelSource) -> None:
-        """Sends all of it in one request, the model once."""
+        """Sends all of it in one request; every model is encoded once."""
         given = [order for order in orders if not isinstance(order, Recall)]
         if not given:
             return
-        body, num_bytes = self._encoded(source)
         node_of = {device_id: node_id for node_id, device_id in self._nodes.items()}
         messages, sent, now_s = [], [], self._clock()
         for order in given:
@@ -128,6 +128,7 @@ class GridFleet:
             if node_id is None:
                 self._troubles.append(_lost(order, Outcome.LOST, "the node is gone"))
                 continue
+            body, num_bytes = self._encoded(order.subject if isinstance(order, Evaluation) else "", source)
             kind = MessageType.TRAIN if isinstance(order, Assignment) else MessageType.EVALUATE
             messages.append(Message(pack(self._header_of(order), body), node_id, kind))
             limit_s = order.deadline_s if isinstance(order, Assignment) else EVALUATION_S
@@ -153,11 +154,16 @@ class GridFleet:
         header |= {"version": order.base_version, "plan": plan, "codec": order.codec or "dense", "settled": settled}
         return header if order.block is None else {**header, "block": order.block}
 
-    def _encoded(self, source: ModelSource) -> tuple[ArrayRecord, int]:
-        if self._body is None or self._body[0] != source.version:
-            body = self._encode(source.model(), source.version)
-            self._body = source.version, body_record(body), len(body)
-        return self._body[1:]
+    def _encoded(self, subject: str, source: ModelSource) -> tuple[ArrayRecord, int]:
+        """Returns the model of a device, the global one for an empty subject, and its bytes."""
+        if self._version != source.version:
+            self._version, self._bodies = source.version, {}
+        if subject not in self._bodies:
+            body = self._encode(source.model_of(subject), source.version)
+            # A device's own model is sent once, so beside the global one only the last is kept.
+            self._bodies = {key: kept for key, kept in self._bodies.items() if not key}
+            self._bodies[subject] = body_record(body), len(body)
+        return self._bodies[subject]
 
     def _push(self, messages: Sequence[Message], sent: Sequence[_Sent]) -> None:
         accepted = set(self._grid.push_messages(messages)) if messages else set()
@@ -310,6 +316,7 @@ def _evaluated(order: Evaluation, metrics: Json, bytes_up: int, bytes_down: int)
         num_examples=num_examples,
         loss=loss,
         accuracy=accuracy,
+        subject=order.subject,
         bytes_up=bytes_up,
         bytes_down=bytes_down,
     )

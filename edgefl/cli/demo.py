@@ -8,15 +8,20 @@ from typing import TYPE_CHECKING
 
 import click
 
-from edgefl.cli.render import print_rows
+from edgefl.cli.render import known_columns, print_rows
 from edgefl.errors import DataError, UsageError
+from edgefl.storage.columns import OF_NODES
+from edgefl.summary import accuracy_in_words, node_figures
 
 if TYPE_CHECKING:
     from edgefl.local_fleet import LocalFleet
 
 DEFAULT_OUT = Path("demo-run")
 DEFAULT_ROUNDS = 20
-ROUND_COLUMNS = ("round", "num_updates", "accuracy", "loss", "bytes_up", "bytes_down", "seconds")
+ROUND_COLUMNS = (
+    "round", "num_updates", "accuracy", "node_accuracy", "worst_node_accuracy", "disagreement", "loss", "bytes_up",
+    "bytes_down", "seconds",
+)  # fmt: skip
 MARK = "made by edgefl demo\n"
 
 
@@ -90,7 +95,10 @@ def command(  # noqa: PLR0913 one per option
         rows = fleet.history("rounds", run=run_id)  # what is in flight at the end may make one more
     for row in rows:
         row["seconds"] = row["closed_at"] - row["started_at"] if row["closed_at"] else None
-    print_rows(rows, ROUND_COLUMNS, title=f"run {run_id}")
+        row.update(node_figures(row))
+    print_rows(rows, known_columns(rows, ROUND_COLUMNS, OF_NODES), title=f"run {run_id}")
+    if told := [words for row in rows if (words := accuracy_in_words(row))]:
+        click.echo(told[-1])
     click.echo(f"database: {fleet.database}")
     click.echo(f"query it: edgefl history updates --dir {fleet.directory} --run {run_id}")
 

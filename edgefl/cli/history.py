@@ -12,9 +12,10 @@ from typing import Any
 
 import click
 
-from edgefl.cli.render import format_option, print_rows
+from edgefl.cli.render import format_option, known_columns, print_rows
 from edgefl.errors import NetworkError, UsageError
-from edgefl.storage.columns import COLUMNS
+from edgefl.storage.columns import COLUMNS, OF_NODES
+from edgefl.summary import node_figures
 from edgefl.types import Json
 
 DATABASE_NAME = "edgefl.db"
@@ -28,12 +29,13 @@ _HELP = {
     "devices": "One row a device: presence, and what it computed and sent.",
     "heartbeats": "What the boards felt like; five-minute rows after a day.",
     "events": "Joins, losses, refusals, restarts.",
-    "evaluations": "One row an evaluation, by coordinator, evaluator or device.",
+    "evaluations": "One row an evaluation, by coordinator, evaluator or device; and whose model it is.",
 }
-# A table fits on a screen; json and csv give every column of `COLUMNS`.
+# A table fits on a screen; json and csv give every column of `COLUMNS`, but those of nodes only where there are any.
 _TABLE = {
     "rounds": ("run_id", "round", "version", "closed_at", "num_devices", "num_updates", "train_loss", "loss",
-               "accuracy", "source", "bytes_up", "bytes_down"),
+               "accuracy", "source", "node_accuracy", "worst_node_accuracy", "disagreement", "bytes_up",
+               "bytes_down"),
     "updates": ("run_id", "round", "device_id", "outcome", "staleness", "iterations", "num_examples", "loss",
                 "compute_s", "send_s", "wait_s", "bytes_up", "bytes_down"),
     "devices": ("device_id", "role", "groups", "presence", "last_seen_at", "examples", "num_used", "compute_s",
@@ -41,8 +43,10 @@ _TABLE = {
     "heartbeats": ("device_id", "at", "uptime_s", "temperature_c", "throttled", "cpu_fraction", "memory_fraction",
                    "memory_bytes", "disk_free_bytes", "run", "iteration"),
     "events": ("at", "kind", "run_id", "device_id", "message"),
-    "evaluations": ("run_id", "round", "version", "device_id", "source", "loss", "accuracy", "num_examples", "at"),
+    "evaluations": ("run_id", "round", "version", "device_id", "source", "subject", "loss", "accuracy",
+                    "num_examples", "at"),
 }  # fmt: skip
+_DERIVED = {"rounds": ("disagreement",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +101,11 @@ def _fitting(kind: str, rows: list[Json], limit: int) -> list[Json]:
     which, kept = ("first", rows[:limit]) if kind == "devices" else ("newest", rows[-limit:])
     click.echo(f"only the {which} {limit} rows are shown; --limit N shows more", err=True)
     return kept
+
+
+def _columns(kind: str, rows: list[Json], fmt: str) -> list[str]:
+    every = _TABLE[kind] if fmt == "table" else (*COLUMNS[kind], *_DERIVED.get(kind, ()))
+    return known_columns(rows, every, OF_NODES)
 
 
 def _has_operator_file() -> bool:
@@ -162,7 +171,8 @@ def _add(kind: str) -> None:
         rows = _fetch(_Request(kind=kind, filters=filters, directory=directory, url=url))
         if fmt == "table":
             rows = _fitting(kind, rows, limit or DEFAULT_LIMIT)
-        print_rows(rows, _TABLE[kind] if fmt == "table" else COLUMNS[kind], fmt, kind=kind)
+        rows = [{**row, **node_figures(row)} for row in rows]
+        print_rows(rows, _columns(kind, rows, fmt), fmt, kind=kind)
 
     command.command(kind, help=_HELP[kind])(show)
 

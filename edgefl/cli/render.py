@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -56,6 +56,11 @@ def print_rows(
         _print_rich(rows, columns, title)
     else:
         _print_plain(rows, columns, title)
+
+
+def known_columns(rows: Rows, columns: Sequence[str], optional: Collection[str]) -> list[str]:
+    """Returns the columns without those of the optional ones that no row knows anything of."""
+    return [name for name in columns if name not in optional or any(row.get(name) not in (None, "") for row in rows)]
 
 
 def human(name: str, value: Any) -> str:

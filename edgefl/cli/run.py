@@ -10,6 +10,7 @@ import click
 
 from edgefl.cli.render import format_option, print_rows
 from edgefl.errors import RunFailedError
+from edgefl.summary import NODE_FIGURES, accuracy_in_words
 
 if TYPE_CHECKING:
     from edgefl.types import Json
@@ -62,16 +63,19 @@ def list_(*, url: str | None, fmt: str) -> None:
 def show(*, run: str, url: str | None, fmt: str) -> None:
     """Show one run and its settings; RUN is an id, the beginning of one, a name, or `latest`."""
     found = _operator(url).get(_path(run))
+    columns = (*COLUMNS, *(name for name in NODE_FIGURES if name in found))
     if fmt != "table":
-        print_rows([found], (*COLUMNS, "config"), fmt, kind="runs")
+        print_rows([found], (*columns, "config"), fmt, kind="runs")
         return
     settings = [
         {"setting": f"{section}.{name}", "value": value}
         for section, table in found["config"].items()
         for name, value in table.items()
     ]
-    facts = [{"setting": name, "value": found[name]} for name in COLUMNS]
+    facts = [{"setting": name, "value": found[name]} for name in columns]
     print_rows([*facts, *settings], ("setting", "value"), fmt)
+    if words := accuracy_in_words(found):
+        click.echo(words)
 
 
 @command.command()
@@ -101,6 +105,8 @@ def _watch(run: str, url: str | None) -> None:
                 break
             time.sleep(POLL_S)
             found = operator.get(_path(found["run_id"]))
+    if words := accuracy_in_words(found):
+        click.echo(words, err=True)
     if found["status"] in {"failed", "interrupted"}:
         raise RunFailedError(f"run {found['run_id']} {found['status']}: {found['reason']}")
 

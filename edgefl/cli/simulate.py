@@ -13,14 +13,19 @@ from typing import TYPE_CHECKING
 
 import click
 
-from edgefl.cli.render import format_option, print_rows
+from edgefl.cli.render import format_option, known_columns, print_rows
 from edgefl.errors import UsageError
+from edgefl.storage.columns import OF_NODES
+from edgefl.summary import accuracy_in_words, node_figures
 
 if TYPE_CHECKING:
     from edgefl.config import RunConfig
     from edgefl.types import Json
 
-ROUND_COLUMNS = ("round", "num_updates", "accuracy", "loss", "bytes_up", "bytes_down", "seconds", "ended_s")
+ROUND_COLUMNS = (
+    "round", "num_updates", "accuracy", "node_accuracy", "worst_node_accuracy", "disagreement", "loss", "bytes_up",
+    "bytes_down", "seconds", "ended_s",
+)  # fmt: skip
 PROFILE_COLUMNS = (
     "name", "model", "speed", "up_bytes_per_s", "down_bytes_per_s", "latency_s", "memory_bytes", "source",
 )  # fmt: skip
@@ -100,8 +105,11 @@ def command(  # noqa: PLR0913 one per option
     if fmt == "table" and len(rows) > SHOWN_ROUNDS:
         click.echo(f"only the newest {SHOWN_ROUNDS} of {len(rows)} rounds are shown", err=True)
         rows = rows[-SHOWN_ROUNDS:]
-    print_rows(rows, ROUND_COLUMNS, fmt, title=f"run {result.run_id} ({result.reason})", kind="rounds")
+    columns = known_columns(rows, ROUND_COLUMNS, OF_NODES)
+    print_rows(rows, columns, fmt, title=f"run {result.run_id} ({result.reason})", kind="rounds")
     if fmt == "table":
+        if words := accuracy_in_words(result.metrics):
+            click.echo(words)
         click.echo(f"virtual time: {result.metrics['seconds']:.1f} s; database: {result.root / 'edgefl.db'}")
         click.echo(f"query it: edgefl history updates --dir {result.root} --run {result.run_id}")
 
@@ -137,7 +145,12 @@ def _with_times(rounds: Sequence[Json]) -> list[Json]:
     begun = rounds[0]["started_at"] if rounds else 0.0
     closed = [row for row in rounds if row["closed_at"] is not None]
     return [
-        {**row, "seconds": row["closed_at"] - row["started_at"], "ended_s": row["closed_at"] - begun}
+        {
+            **row,
+            **node_figures(row),
+            "seconds": row["closed_at"] - row["started_at"],
+            "ended_s": row["closed_at"] - begun,
+        }
         for row in closed
     ]
 

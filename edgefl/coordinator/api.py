@@ -19,6 +19,7 @@ from edgefl.protocol import PROTOCOL_VERSION
 from edgefl.storage.queries import find_run, history
 from edgefl.storage.records import RunRecord
 from edgefl.storage.store import Store
+from edgefl.summary import node_figures
 from edgefl.types import Json
 
 Check = Callable[[RunConfig], Json]
@@ -52,7 +53,8 @@ def operator_router(
     def show(run: str) -> Json:
         record = store.run(find_run(store, run))
         kept = store.checkpoints(record.run_id)
-        return {**_run(record), "model": kept[0].sha256 if kept else None}
+        figures = node_figures(store.newest_node_round(record.run_id))
+        return {**_run(record), "model": kept[0].sha256 if kept else None, **figures}
 
     @router.post("/edgefl/v1/runs/{run}/stop", dependencies=acts)
     def stop(run: str) -> Json:

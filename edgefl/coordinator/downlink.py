@@ -1,5 +1,7 @@
 """The model on its way to devices: encoded once for all of them, whole, or only what changed since the one they hold.
 
+Models of single devices, sent for evaluation alone, are always whole.
+
 A device that is sent a delta keeps its model. Which one that is follows from what it was sent last, since a device
 takes its work in order. It may be wrong (its agent is new, an order got lost): then the device says so, and is sent
 the whole model of the same version, which is kept here for a while.
@@ -38,17 +40,23 @@ class Downlink:
         self._held: dict[str, int] = {}
         self._version = -1
         self._whole: PreparedBody | None = None
+        self._of_device: tuple[str, PreparedBody] | None = None
         self._deltas: dict[int, PreparedBody | None] = {}
         self._kept: OrderedDict[int, bytes] = OrderedDict()
         self._source: ModelSource | None = None
+        self._newest_bytes: tuple[int, bytes] | None = None
 
     def mail(self, order: Assignment | Evaluation, source: ModelSource) -> ModelMail:
         """Returns the newest model as this order's device needs it."""
         self._source = source
         if source.version != self._version:
-            self._version, self._whole, self._deltas = source.version, None, {}
+            self._version, self._whole, self._of_device, self._deltas = source.version, None, None, {}
         if isinstance(order, Assignment) and order.plan.node is not None:
             return self._node_mail(order, with_model=order.sends_model)
+        if isinstance(order, Evaluation) and order.subject:
+            return ModelMail(body=self._subject(order.subject, source))
+        if isinstance(order, Assignment) and order.plan.inbox:
+            return self._node_mail(order, with_model=True)
         if self._run.encode_changes is None or isinstance(order, Evaluation):
             return ModelMail(body=self._newest(source))
         base = self._held.get(order.device_id)
@@ -72,7 +80,7 @@ class Downlink:
         return ModelMail(body=prepare_body(body), header=KEEP)
 
     def _node_mail(self, order: Assignment, *, with_model: bool) -> ModelMail:
-        """Returns the messages of a node's neighbours, and behind them a model for one that has none."""
+        """Returns messages, such as those of a node's neighbours, and behind them a model where one is needed."""
         assert self._source is not None
         model = self._encoded(self._source) if with_model else b""
         told, body = pack_mail(order.plan.inbox, model)
@@ -82,6 +90,13 @@ class Downlink:
         """Says that nobody knows which model a device holds: it gets a whole one next."""
         self._held.pop(device_id, None)
 
+    def _subject(self, device_id: str, source: ModelSource) -> PreparedBody:
+        """Returns a device's own model; only the last one is kept, since all who evaluate it are asked at once."""
+        if self._of_device is None or self._of_device[0] != device_id:
+            body = self._run.encode(source.model_of(device_id), source.version)
+            self._of_device = device_id, prepare_body(body)
+        return self._of_device[1]
+
     def _newest(self, source: ModelSource) -> PreparedBody:
         if self._whole is None:
             self._whole = prepare_body(self._encoded(source))
@@ -89,7 +104,11 @@ class Downlink:
 
     def _encoded(self, source: ModelSource) -> bytes:
         kept = self._kept.get(source.version)
-        return self._run.encode(source.model(), source.version) if kept is None else kept
+        if kept is not None:
+            return kept
+        if self._newest_bytes is None or self._newest_bytes[0] != source.version:
+            self._newest_bytes = source.version, self._run.encode(source.model(), source.version)
+        return self._newest_bytes[1]
 
     def _delta(self, base: int, source: ModelSource) -> PreparedBody | None:
         """Returns what changed since `base`, encoded once for all who hold that; None where the whole is better."""

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from edgefl.storage.records import DispatchRow, EvaluationRow, UpdateRow
+from edgefl.storage.records import DispatchRow, EvaluationRow, RoundFigures, UpdateRow
 from edgefl.storage.store import Store
 
 
@@ -26,13 +26,14 @@ class EventRow:
 
 @dataclass(slots=True)
 class Rows:
-    """What waits to be written. `opened` is round -> (time, devices asked), `closed` round -> (version, time)."""
+    """What waits to be written, by round: `opened` (time, devices asked), `closed` (version, time), `figures`."""
 
     dispatches: list[DispatchRow] = field(default_factory=list)
     updates: dict[str, UpdateRow] = field(default_factory=dict)
     evaluations: list[EvaluationRow] = field(default_factory=list)
     opened: dict[int, tuple[float, int]] = field(default_factory=dict)
     closed: dict[int, tuple[int, float]] = field(default_factory=dict)
+    figures: dict[int, RoundFigures] = field(default_factory=dict)
     events: list[EventRow] = field(default_factory=list)
     accuracy: float | None = None
 
@@ -42,12 +43,16 @@ class Rows:
         for number, (at, num_devices) in newer.opened.items():
             first_at, asked = opened.get(number, (at, 0))
             opened[number] = first_at, asked + num_devices
+        figures = dict(self.figures)
+        for number, known in newer.figures.items():
+            figures[number] = figures.get(number, RoundFigures()) | known
         return Rows(
             dispatches=[*self.dispatches, *newer.dispatches],
             updates=self.updates | newer.updates,
             evaluations=[*self.evaluations, *newer.evaluations],
             opened=opened,
             closed=self.closed | newer.closed,
+            figures=figures,
             events=[*self.events, *newer.events],
             accuracy=self.accuracy if newer.accuracy is None else newer.accuracy,
         )
@@ -76,6 +81,10 @@ class Ledger:
         """Ends a round, also one that nothing was given out for."""
         self._staged.opened.setdefault(number, (at, 0))
         self._staged.closed[number] = version, at
+
+    def figures(self, number: int, figures: RoundFigures) -> None:
+        """Takes what is known of a round beside its sums; what was known of it before stays."""
+        self._staged.figures[number] = self._staged.figures.get(number, RoundFigures()) | figures
 
     def evaluation(self, row: EvaluationRow) -> None:
         self._staged.evaluations.append(row)
@@ -130,6 +139,8 @@ class Ledger:
             store.record_evaluations(run_id, rows.evaluations)
             for number, (version, closed_at) in rows.closed.items():
                 store.close_round(run_id, number, version=version, closed_at=closed_at)
+            for number, figures in rows.figures.items():
+                store.set_round_figures(run_id, number, figures)
             for event in rows.events:
                 store.record_event(event.kind, event.message, at=event.at, run_id=run_id, device_id=event.device_id)
             if rows.accuracy is not None:

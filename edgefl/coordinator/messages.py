@@ -79,6 +79,7 @@ def evaluated(order: Evaluation, metrics: Json, source: str) -> Evaluated:
         num_examples=_count(metrics["num_examples"]),
         loss=_number(metrics["loss"], at_least=-math.inf),
         accuracy=accuracy,
+        subject=order.subject,
     )
 
 

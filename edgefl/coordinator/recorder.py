@@ -10,9 +10,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from edgefl.coordinator.facts import Facts, no_facts
 from edgefl.coordinator.ledger import EventRow, Ledger
 from edgefl.errors import StrategyError
-from edgefl.storage.records import DispatchRow, EvaluationRow, UpdateRow
+from edgefl.node_scores import NodeAccuracy, NodeScores
+from edgefl.storage.records import DispatchRow, EvaluationRow, RoundFigures, UpdateRow
 from edgefl.tally import RoundCount, Scoreboard
 from edgefl.types import Assignment, Decision, Evaluated, Event, Lost, Outcome, Update
 
@@ -30,14 +32,15 @@ class Wal(Protocol):
 
 @dataclass(slots=True)
 class _OpenRound:
-    """What the round that is not closed yet has brought."""
+    """What the round that is not closed yet has brought; `state` is the strategy's at `version`."""
 
     version: int = 0
     num_updates: int = 0
     num_bytes: int = 0
+    state: object = None
 
-    def add(self, version: int, rows: Sequence[UpdateRow]) -> None:
-        self.version = version
+    def add(self, version: int, rows: Sequence[UpdateRow], state: object) -> None:
+        self.version, self.state = version, state
         self.num_updates += len(rows)
         self.num_bytes += sum((row.bytes_up or 0) + (row.bytes_down or 0) for row in rows)
 
@@ -53,6 +56,7 @@ class Recorder:
         monotonic: the fleet's clock, which the events carry.
         checkpoint: called with (version, state) after every aggregation.
         flagged: the devices that are not asked any more because their updates were refused too often.
+        facts: asked at the end of every round.
     """
 
     def __init__(  # noqa: PLR0913 the parts of a run, by name
@@ -65,15 +69,17 @@ class Recorder:
         monotonic: Callable[[], float],
         checkpoint: Callable[[int, object], None],
         flagged: Callable[[], Collection[str]] = frozenset,
+        facts: Facts = no_facts,
     ) -> None:
         self._wal, self._ledger, self._count = wal, ledger, rounds
         self._clock, self._monotonic, self._checkpoint = clock, monotonic, checkpoint
         self._flagged, self._known_flagged = flagged, set[str]()
+        self._facts = facts
         self._unused: dict[str, tuple[UpdateRow, float]] = {}
         self._asked: dict[str, Assignment] = {}
         self._opened_s: dict[int, float] = {}
         self._open = _OpenRound()
-        self._scores = Scoreboard()
+        self._scores, self._nodes = Scoreboard(), NodeScores()
 
     def received(self, events: Sequence[Event]) -> Sequence[Event]:
         for event in events:
@@ -93,6 +99,7 @@ class Recorder:
     def decided(self, decision: Decision) -> None:
         self._wal.decided(decision)
         self._scores.ask(decision.orders)
+        self._nodes.ask(decision.orders)
         assignments = [order for order in decision.orders if isinstance(order, Assignment)]
         if not assignments:
             return
@@ -132,7 +139,7 @@ class Recorder:
                 )
             )
         self._ledger.update(rows)
-        self._open.add(version, rows)
+        self._open.add(version, rows, state)
         if self._count.ends_at(version):
             self._close_round(number, now_s)
         self._checkpoint(version, state)
@@ -140,6 +147,8 @@ class Recorder:
     def _close_round(self, number: int, now_s: float) -> None:
         done, self._open = self._open, _OpenRound()
         self._ledger.close(number, version=done.version, at=self._clock())
+        if facts := {name: float(value) for name, value in self._facts(done.state).items()}:
+            self._ledger.figures(number, {"facts": facts})
         log.info(
             "round %d closed: %d updates, %.2f s, %d kB",
             number,
@@ -157,6 +166,8 @@ class Recorder:
         """Writes all rows; a round that is not whole ends here, and what arrived and was never used was late."""
         if self._open.num_updates:
             self._close_round(self._count.of(self._open.version), self._monotonic())
+        for accuracy in self._nodes.rest():
+            self._note_nodes(accuracy)
         self._ledger.update([replace(row, outcome=Outcome.LATE) for row, _ in self._unused.values()])
         self._unused.clear()
         self.commit()
@@ -166,6 +177,13 @@ class Recorder:
         self._scores.note(event)
         if self._scores.accuracy is not None:
             self._ledger.accuracy(self._scores.accuracy)
+        if (accuracy := self._nodes.note(event)) is not None:
+            self._note_nodes(accuracy)
+
+    def _note_nodes(self, accuracy: NodeAccuracy) -> None:
+        log.info("round %d: accuracy of the nodes %.4f, worst %.4f", accuracy.round, accuracy.mean, accuracy.worst)
+        figures = RoundFigures(node_accuracy=accuracy.mean, worst_node_accuracy=accuracy.worst)
+        self._ledger.figures(accuracy.round, figures)
 
     def _note_lost(self, lost: Lost) -> None:
         order = self._asked.pop(lost.assignment_id, None)
@@ -223,9 +241,11 @@ class Recorder:
         )
 
     def _evaluation_row(self, evaluated: Evaluated) -> EvaluationRow:
-        log.info(
-            "version %d: accuracy %.4f, loss %.4f on %d examples of %s",
+        log.log(
+            logging.DEBUG if evaluated.subject else logging.INFO,
+            "version %d%s: accuracy %.4f, loss %.4f on %d examples of %s",
             evaluated.version,
+            f" of {evaluated.subject}" if evaluated.subject else "",
             evaluated.accuracy,
             evaluated.loss,
             evaluated.num_examples,
@@ -244,4 +264,5 @@ class Recorder:
             bytes_down=evaluated.bytes_down,
             at=self._clock(),
             metrics=dict(evaluated.metrics),
+            subject=evaluated.subject,
         )

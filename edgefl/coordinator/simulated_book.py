@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from edgefl.config import RunConfig
+from edgefl.coordinator.facts import Facts, no_facts
 from edgefl.coordinator.ledger import Ledger
 from edgefl.coordinator.recorder import Recorder
 from edgefl.storage.checkpoints import save_model
@@ -72,8 +73,8 @@ class RunBook:
         store.set_run_status(self.run_id, RunStatus.RUNNING, at=self._begun_at)
         store.add_virtual_devices([_row(info) for info in devices], at=self._begun_at)
 
-    def recorder(self, rounds: RoundCount, gate: StrategyGate) -> Recorder:
-        """Returns the journal for the loop; `gate` says whom nobody asks any more."""
+    def recorder(self, rounds: RoundCount, gate: StrategyGate, facts: Facts = no_facts) -> Recorder:
+        """Returns the journal for the loop; `gate` says whom nobody asks any more, `facts` are the strategy's."""
 
         def after(version: int, _state: object) -> None:
             if self._on_change is not None and rounds.ends_at(version):
@@ -87,6 +88,7 @@ class RunBook:
             monotonic=self._clock,
             checkpoint=after,
             flagged=lambda: gate.guard.flagged,
+            facts=facts,
         )
         return self._recorder
 

@@ -24,7 +24,18 @@ class Downlink:
     def __init__(self, encode: Encode, encode_changes: EncodeChanges | None = None) -> None:
         self._encode, self._encode_changes = encode, encode_changes
         self._newest: Sent | None = None
+        self._of_device: Sent | None = None
         self._delta_bytes: dict[int, int | None] = {}
+
+    def of(self, subject: str, source: ModelSource) -> Sent:
+        """Returns the whole model of one device as it is now; the global one for an empty subject."""
+        if not subject:
+            return self.newest(source)
+        # Only the last one is kept, since all who evaluate it are asked at once.
+        if self._of_device is None or self._of_device.key != (source.version, subject):
+            body = self._encode(source.model_of(subject), source.version)
+            self._of_device = Sent(version=source.version, body=body, subject=subject)
+        return self._of_device
 
     def newest(self, source: ModelSource) -> Sent:
         """Returns the whole model as it is now."""

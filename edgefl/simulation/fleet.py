@@ -121,7 +121,7 @@ class VirtualFleet:
                     self._assign(order, source)
                 case Evaluation():
                     at_s = self.now_s + self._world.evaluation_s
-                    self._agenda.at(at_s, self._evaluate, (order, self._downlink.newest(source)))
+                    self._agenda.at(at_s, self._evaluate, (order, self._downlink.of(order.subject, source)))
                 case Recall():
                     self._journeys.recall(order.assignment_id)
 
@@ -165,7 +165,7 @@ class VirtualFleet:
         if board is None or order.device_id not in self._view.devices:
             self._agenda.at(self.now_s, self._refuse, order)
             return
-        if order.plan.node is None:
+        if order.plan.node is None and not order.plan.inbox:
             num_bytes = self._downlink.num_bytes(board, source)
         else:
             num_bytes = self._downlink.num_bytes_for_node(order, source)
@@ -174,8 +174,8 @@ class VirtualFleet:
     def _refuse(self, order: Assignment | Evaluation) -> None:
         self._emit(lost(order, Outcome.FAILED, f"{order.device_id} is not there"))
 
-    def _evaluate(self, subject: tuple[Evaluation, Sent]) -> None:
-        order, sent = subject
+    def _evaluate(self, given: tuple[Evaluation, Sent]) -> None:
+        order, sent = given
         info = self._view.devices.get(order.device_id)
         if info is None:
             self._refuse(order)
@@ -197,6 +197,7 @@ class VirtualFleet:
                 loss=scores.loss,
                 accuracy=scores.accuracy,
                 bytes_down=len(sent.body) if is_board else 0,
+                subject=order.subject,
             )
         )
 

@@ -14,10 +14,19 @@ class FailedJobError(Exception):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sent:
-    """One version of the model as it travels; shared by all jobs that start from it."""
+    """One version of the model as it travels; shared by all jobs that start from it.
+
+    `subject` is the device whose own model it is, empty for the global one.
+    """
 
     version: int
     body: bytes
+    subject: str = ""
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """Which model of the run it is."""
+        return self.version, self.subject
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

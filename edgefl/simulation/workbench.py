@@ -83,7 +83,7 @@ class Workbench:
         self._ready: OrderedDict[str, Dataset] = OrderedDict()
         self._ready_bytes = 0
         self._codecs: dict[str, Codec] = {}
-        self._decoded: tuple[int, Tensors] | None = None
+        self._decoded: tuple[tuple[int, str], Tensors] | None = None
 
     def train(
         self, order: Assignment, sent: Sent, iterations: int, *, is_unwanted: Callable[[], bool] = lambda: False
@@ -235,8 +235,8 @@ class Workbench:
     def _load(self, memory: _Memory, sent: Sent) -> None:
         if self._own_names:
             self._learner.load(memory.residents or self._first_residents())
-        if self._decoded is None or self._decoded[0] != sent.version:
-            self._decoded = sent.version, decode_body(sent.body, self._shapes)
+        if self._decoded is None or self._decoded[0] != sent.key:
+            self._decoded = sent.key, decode_body(sent.body, self._shapes)
         self._learner.load(self._decoded[1])
 
     def _first_residents(self) -> dict[str, Array]:

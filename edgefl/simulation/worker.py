@@ -85,7 +85,7 @@ class Server:
             header, body = message
             inbox, body = unpack_mail(header.get("mail", []), body)
             if body:
-                self._sent = Sent(version=header["version"], body=body)
+                self._sent = Sent(version=header["version"], body=body, subject=header["subject"])
             self._answer(header, inbox)
 
     def _read(self) -> None:

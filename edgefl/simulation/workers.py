@@ -43,7 +43,7 @@ class Worker:
         self._forgotten: set[int] = set()
         self._changed = threading.Condition()
         self._has_ended = False
-        self._tickets, self._version = 0, -1
+        self._tickets, self._sent = 0, (-1, "")
         self._thread = threading.Thread(target=self._listen, name="training worker", daemon=True)
         self._thread.start()
 
@@ -51,9 +51,9 @@ class Worker:
         """Returns the ticket under which the answer will be there."""
         self._tickets += 1
         body = b""
-        if sent is not None and sent.version != self._version:
-            self._version, body = sent.version, sent.body
-            header = {**header, "version": sent.version}
+        if sent is not None and sent.key != self._sent:
+            self._sent, body = sent.key, sent.body
+            header = {**header, "version": sent.version, "subject": sent.subject}
         if inbox:
             told, body = pack_mail(inbox, body)
             header = {**header, "mail": told}

@@ -13,7 +13,7 @@ COLUMNS = MappingProxyType(
     {
         "rounds": (
             "run_id", "round", "version", "started_at", "closed_at", "num_devices", "num_updates", "train_loss",
-            "loss", "accuracy", "source", "bytes_up", "bytes_down",
+            "loss", "accuracy", "source", "bytes_up", "bytes_down", "node_accuracy", "worst_node_accuracy", "facts",
         ),
         "updates": (
             "run_id", "round", "assignment_id", "device_id", "outcome", "base_version", "applied_version",
@@ -28,13 +28,17 @@ COLUMNS = MappingProxyType(
         "events": ("at", "kind", "run_id", "device_id", "message", "data"),
         "evaluations": (
             "run_id", "round", "version", "device_id", "source", "loss", "accuracy", "num_examples", "bytes_up",
-            "bytes_down", "at", "metrics",
+            "bytes_down", "at", "metrics", "subject",
         ),
     }
 )  # fmt: skip
 """Kinds of history and their columns.
 
 rounds: `train_loss` is what the devices saw while training; `loss` and `accuracy` come from the evaluation that
-`source` names: the coordinator's if there is one, else the evaluators', else the devices' mean by examples.
+`source` names: the coordinator's if there is one, else the evaluators', else the devices' mean by examples. They are
+of the global model; `node_accuracy` is the mean over the devices' own models where each has one, `facts` are figures
+of the strategy. evaluations: `subject` is the device whose own model it is, empty for the global one.
 heartbeats: rows with `num_heartbeats` above 1 stand for five minutes. devices: sums over the chosen run or all.
 """
+OF_NODES = frozenset({"node_accuracy", "worst_node_accuracy", "disagreement", "facts", "subject"})
+"""What people and files are shown only where it is known: it is about devices that have models of their own."""

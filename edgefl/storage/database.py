@@ -21,7 +21,7 @@ from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 from edgefl.errors import StoreError, StoreTooNewError
 from edgefl.storage.failures import explained
 
-SCHEMA_REVISION = "0002"
+SCHEMA_REVISION = "0003"
 """The newest revision in `migrations/`; a test compares them."""
 BUSY_TIMEOUT_S = 10.0
 SWITCH_PAUSE_S = 0.02

@@ -25,6 +25,7 @@ from edgefl.types import (
     LazyTensors,
     LocalPlan,
     Lost,
+    NodePlan,
     Order,
     Outcome,
     Recall,
@@ -139,6 +140,8 @@ class _Source:
 
 def _pack_update(update: Update) -> Packed:
     body = update.body if update.body is not None else pack_tensors(update.tensors)
+    blob: list[bytes] = []
+    outbox = [_message_to_json(message, blob) for message in update.outbox]
     meta = {
         "device_id": update.device_id,
         "base_version": update.base_version,
@@ -146,8 +149,9 @@ def _pack_update(update: Update) -> Packed:
         "metrics": {**_shallow(update.metrics), "extra": dict(update.metrics.extra)},
         "format": update_format(update),
         "length": len(body),
+        "outbox": outbox,
     }
-    packed = _pack(RecordKind.UPDATE, update.assignment_id, meta, [body])
+    packed = _pack(RecordKind.UPDATE, update.assignment_id, meta, [*blob, body])
     return Packed(
         kind=packed.kind, assignment_id=packed.assignment_id, parts=packed.parts,
         tensors_at=sum(len(part) for part in packed.parts) - len(body),
@@ -160,9 +164,12 @@ def update_format(update: Update) -> str:
 
 
 def _read_update(meta: Json, blob: bytes, source: _Source) -> Update:
-    if meta["length"] != len(blob):
-        raise ValueError(f"a body of {meta['length']} bytes was kept, {len(blob)} are there")
-    start, length, read = source.start, len(blob), source.read
+    # Messages lie before the body; journals that know of none hold the body alone.
+    messages, length, read = meta.get("outbox", ()), meta["length"], source.read
+    before = sum(message["at"][1] for message in messages)
+    if before + length != len(blob):
+        raise ValueError(f"a body of {length} bytes was kept behind {before} of messages, {len(blob)} are there")
+    start = source.start + before
     return Update(
         assignment_id=source.record.assignment_id,
         device_id=meta["device_id"],
@@ -170,6 +177,7 @@ def _read_update(meta: Json, blob: bytes, source: _Source) -> Update:
         received_s=meta["received_s"],
         metrics=UpdateMetrics(**meta["metrics"]),
         tensors=lazy_tensors(lambda: read(start, length), meta["format"], source.decode),
+        outbox=tuple(_message_from_json(message, blob) for message in messages),
     )
 
 
@@ -201,8 +209,10 @@ def _order_to_json(order: Order, blob: list[bytes]) -> Json:
     name = next(name for name, kind in _ORDERS.items() if isinstance(order, kind))
     value = _shallow(order)
     if isinstance(order, Assignment):
-        inbox = [{"edge": m.edge, "step": m.step, "at": _append(blob, m.body)} for m in order.plan.inbox]
-        value["plan"] = {**_shallow(order.plan), "options": dict(order.plan.options), "inbox": inbox}
+        plan = order.plan
+        inbox = [_message_to_json(message, blob) for message in plan.inbox]
+        node = None if plan.node is None else asdict(plan.node)
+        value["plan"] = {**_shallow(plan), "options": dict(plan.options), "inbox": inbox, "node": node}
     return {"order": name, **value}
 
 
@@ -211,18 +221,32 @@ def _order_from_json(value: Json, blob: bytes) -> Order:
     kind = _ORDERS[values.pop("order")]
     if kind is Assignment:
         plan = values["plan"]
-        inbox = tuple(_edge_message(entry, blob) for entry in plan["inbox"])
-        values["plan"] = LocalPlan(**{**plan, "inbox": inbox})
+        inbox = tuple(_message_from_json(message, blob) for message in plan["inbox"])
+        values["plan"] = LocalPlan(**{**plan, "inbox": inbox, "node": _node_plan(plan.get("node"))})
         values["settled"] = tuple(values["settled"])
     return kind(**values)
 
 
-def _edge_message(entry: Json, blob: bytes) -> EdgeMessage:
-    start, length = entry["at"]
+def _node_plan(value: Json | None) -> NodePlan | None:
+    return None if value is None else NodePlan.from_json(value)
+
+
+def _message_to_json(message: EdgeMessage, blob: list[bytes]) -> Json:
+    at = _append(blob, message.body)
+    return {"edge": message.edge, "step": message.step, "is_reply": message.is_reply, "at": at}
+
+
+def _message_from_json(value: Json, blob: bytes) -> EdgeMessage:
+    start, length = value["at"]
     if start + length > len(blob):
         raise ValueError("an edge message lies outside of its record")
-    first, second = entry["edge"]
-    return EdgeMessage(edge=(first, second), step=entry["step"], body=blob[start : start + length])
+    first, second = value["edge"]
+    return EdgeMessage(
+        edge=(first, second),
+        step=value["step"],
+        body=blob[start : start + length],
+        is_reply=value.get("is_reply", False),
+    )
 
 
 def _append(blob: list[bytes], body: bytes) -> tuple[int, int]:

@@ -98,7 +98,11 @@ class Run(Base):
 
 
 class Round(Base):
-    """One round; `version` is the model's after it, `loss` the mean training loss by examples."""
+    """One round; `version` is the model's after it, `loss` the mean training loss by examples.
+
+    Where devices have models of their own, `node_accuracy` is the mean over them, each counting alike. `facts` are
+    figures of the strategy.
+    """
 
     __tablename__ = "rounds"
     __table_args__ = (UniqueConstraint("run_id", "round", name="uq_rounds"), Index("ix_rounds_started", "started_at"))
@@ -114,6 +118,9 @@ class Round(Base):
     loss: Mapped[float | None]
     bytes_up: Mapped[int]
     bytes_down: Mapped[int]
+    node_accuracy: Mapped[float | None]
+    worst_node_accuracy: Mapped[float | None]
+    facts: Mapped[dict[str, Any] | None]
 
 
 class Update(Base):
@@ -157,7 +164,10 @@ class Update(Base):
 
 
 class Evaluation(Base):
-    """One evaluation of the model after a round; `source` is coordinator, evaluator or device."""
+    """One evaluation of a model after a round; `source` is coordinator, evaluator or device.
+
+    `subject` is the device whose own model it is, empty for the global one.
+    """
 
     __tablename__ = "evaluations"
     __table_args__ = (
@@ -180,6 +190,7 @@ class Evaluation(Base):
     bytes_down: Mapped[int]
     at: Mapped[float]
     metrics: Mapped[dict[str, Any]]
+    subject: Mapped[str] = mapped_column(server_default="")
 
 
 class Heartbeat(Base):

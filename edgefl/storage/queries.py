@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Select, and_, case, column, func, literal, select, table, union_all
+from sqlalchemy import JSON, Connection, Select, and_, case, column, func, literal, select, table, union_all
 from sqlalchemy.sql.selectable import TableClause
 
 from edgefl.errors import NotFoundError, UsageError
@@ -100,7 +100,7 @@ def _find_run(connection: Connection, text: str) -> str:
 
 
 def _view(name: str, kind: str) -> TableClause:
-    return table(name, *(column(entry) for entry in COLUMNS[kind]))
+    return table(name, *(column(entry, JSON if entry == "facts" else None) for entry in COLUMNS[kind]))
 
 
 def _rounds(wanted: _Filter) -> Select[Any]:

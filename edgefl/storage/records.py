@@ -131,6 +131,14 @@ class RunRecord:
     seed: int
 
 
+class RoundFigures(TypedDict, total=False):
+    """What `set_round_figures` may write; a name that is left out stays."""
+
+    node_accuracy: float
+    worst_node_accuracy: float
+    facts: Mapping[str, float]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatchRow:
     """An assignment that went out."""
@@ -172,7 +180,7 @@ class UpdateRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRow:
-    """One evaluation; `source` is coordinator, evaluator or device."""
+    """One evaluation; `source` is coordinator, evaluator or device, `subject` as in `types.Evaluation`."""
 
     assignment_id: str
     round: int
@@ -186,6 +194,7 @@ class EvaluationRow:
     bytes_up: int = 0
     bytes_down: int = 0
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    subject: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

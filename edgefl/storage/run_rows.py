@@ -12,9 +12,17 @@ from edgefl.errors import NotFoundError, StoreError
 from edgefl.storage.database import Database
 from edgefl.storage.models import Checkpoint, Evaluation, Round, Run, Update
 from edgefl.storage.plain import columns_of, storable
-from edgefl.storage.records import CheckpointRow, DispatchRow, EvaluationRow, RunRecord, RunStatus, UpdateRow
+from edgefl.storage.records import (
+    CheckpointRow,
+    DispatchRow,
+    EvaluationRow,
+    RoundFigures,
+    RunRecord,
+    RunStatus,
+    UpdateRow,
+)
 from edgefl.storage.upsert import insert_new, upsert
-from edgefl.types import Outcome
+from edgefl.types import Json, Outcome
 
 NO_UPDATES: Mapping[str, Any] = MappingProxyType(
     {"num_devices": 0, "num_updates": 0, "loss": None, "bytes_up": 0, "bytes_down": 0}
@@ -128,6 +136,24 @@ class RunRows:
             for number in connection.execute(select(Round.round).where(mine)).scalars().all():
                 values = sums.get(number, NO_UPDATES)
                 connection.execute(update(Round).where(mine, Round.round == number).values(**values))
+
+    def set_round_figures(self, run_id: str, number: int, figures: RoundFigures) -> None:
+        """Remembers what is known of a round beside its sums; nothing where the round was never opened."""
+        changed = update(Round).where(Round.run_id == run_id, Round.round == number).values(**storable(figures))
+        with self._database.write() as connection:
+            connection.execute(changed)
+
+    def newest_node_round(self, run_id: str) -> Json:
+        """Returns the newest round after which devices' own models were evaluated; empty where there is none."""
+        query = (
+            select(Round.__table__)
+            .where(Round.run_id == run_id, Round.node_accuracy.is_not(None))
+            .order_by(Round.round.desc())
+            .limit(1)
+        )
+        with self._database.read() as connection:
+            row = connection.execute(query).mappings().first()
+        return dict(row) if row is not None else {}
 
     def record_dispatches(self, run_id: str, rows: Sequence[DispatchRow]) -> None:
         """Keeps assignments that go out."""

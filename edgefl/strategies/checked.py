@@ -10,7 +10,7 @@ import inspect
 import logging
 import math
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from types import FunctionType
 from typing import Any, cast
@@ -98,6 +98,17 @@ class Checked:
             raise self._broken("versions_per_round", f"is {count!r}, it must be a whole number above 0 or None")
         return None if count is None else int(count)
 
+    @property
+    def has_nodes(self) -> bool:
+        return bool(getattr(self.strategy, "has_nodes", False))
+
+    @property
+    def goes_on_alone(self) -> bool:
+        return bool(getattr(self.strategy, "goes_on_alone", False))
+
+    def resumed(self, state: Any) -> Any:
+        return self._checked_state("resumed", self._call("resumed", state))
+
     def bytes_per_device(self, model_bytes: int) -> int:
         if not hasattr(self.strategy, "bytes_per_device"):
             return 0
@@ -151,17 +162,25 @@ class Checked:
         return self._checked_state("finish", self._call("finish", state))
 
     def model(self, state: Any) -> Tensors:
-        model = self._call("model", state)
-        self._require(isinstance(model, Mapping), "model", model, "tensors by name")
-        for name, tensor in model.items():
-            is_tensor = isinstance(tensor, np.ndarray | SparseTensor)
-            self._require(is_tensor, "model", tensor, f"an array for tensor {name!r}")
-        found: dict[str, _Look] = {name: _look(tensor) for name, tensor in model.items()}
-        # After a restart the state comes from a checkpoint, and the first model says how it looks.
-        self._looks = self._looks or found
-        if found != self._looks:
-            raise self._broken("model", self._misfit(found))
-        return cast("Tensors", model)
+        return self._checked_model("model", self._call("model", state))
+
+    def node_models(self, state: Any) -> Mapping[str, Tensors]:
+        if not hasattr(self.strategy, "node_models"):
+            return {}
+        models = self._call("node_models", state)
+        is_right = isinstance(models, Mapping) and all(isinstance(device_id, str) for device_id in models)
+        self._require(is_right, "node_models", models, "models by device id")
+        return _Models(models, lambda model: self._checked_model("node_models", model))
+
+    def facts(self, state: Any) -> Mapping[str, float]:
+        if not hasattr(self.strategy, "facts"):
+            return {}
+        facts = self._call("facts", state)
+        self._require(isinstance(facts, Mapping), "facts", facts, "numbers by name")
+        for name, value in facts.items():
+            self._require(isinstance(name, str), "facts", name, "numbers by name")
+            self._require(_is_number(value), "facts", value, f"a number for {name!r}")
+        return {name: float(value) for name, value in facts.items()}
 
     def version(self, state: Any) -> int:
         version = self._call("version", state)
@@ -214,6 +233,18 @@ class Checked:
         self._require(type(state) is self._state, method, state, f"the state, {_short_class(self._state)}")
         return state
 
+    def _checked_model(self, method: str, model: Any) -> Tensors:
+        self._require(isinstance(model, Mapping), method, model, "tensors by name")
+        for name, tensor in model.items():
+            is_tensor = isinstance(tensor, np.ndarray | SparseTensor)
+            self._require(is_tensor, method, tensor, f"an array for tensor {name!r}")
+        found: dict[str, _Look] = {name: _look(tensor) for name, tensor in model.items()}
+        # After a restart the state comes from a checkpoint, and the first model says how it looks.
+        self._looks = self._looks or found
+        if found != self._looks:
+            raise self._broken(method, self._misfit(found))
+        return cast("Tensors", model)
+
     def _check_savable(self, method: str, state: Any) -> None:
         try:
             if self.pack is not None:
@@ -231,8 +262,7 @@ class Checked:
         return f"returned a tensor {next(iter(set(found) - set(self._looks)))!r} that the task does not have"
 
     def _check_wake(self, next_wake_s: Any) -> None:
-        is_number = isinstance(next_wake_s, int | float | np.number) and not isinstance(next_wake_s, bool)
-        if not is_number or not math.isfinite(next_wake_s) or next_wake_s < 0:
+        if not _is_number(next_wake_s) or not math.isfinite(next_wake_s) or next_wake_s < 0:
             raise self._broken("assign", f"returned next_wake_s = {next_wake_s!r}, it must be seconds of 0 or more")
 
     def _check_orders(self, orders: Sequence[Order], view: FleetView) -> None:
@@ -262,6 +292,28 @@ class Checked:
             raise self._broken("assign", f"{what} the plan {_short(plan)}, it must be a LocalPlan")
         if sum(budget is not None for budget in (plan.iterations, plan.epochs, plan.seconds)) != 1:
             raise self._broken("assign", f"{what} a plan that needs exactly one of iterations, epochs and seconds")
+
+
+class _Models(Mapping[str, Tensors]):
+    """Models by device. Each is looked at when it is asked for: there are as many as devices."""
+
+    __slots__ = ("_look_at", "_models")
+
+    def __init__(self, models: Mapping[str, Any], look_at: Callable[[Any], Tensors]) -> None:
+        self._models, self._look_at = models, look_at
+
+    def __getitem__(self, device_id: str) -> Tensors:
+        return self._look_at(self._models[device_id])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._models)
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
 def _is_int(value: object) -> bool:

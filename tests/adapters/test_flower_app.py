@@ -275,14 +275,16 @@ def node_fleet(out, configs, clock=time.monotonic):
 
 def encode(model, version):
     task = make_task("digits")
-    return make_codec("dense", task.shapes()).encode(task.init(version), np.random.default_rng(0))
+    first = task.init(version)
+    tensors = {name: 0 * tensor for name, tensor in first.items()} if model else first
+    return make_codec("dense", task.shapes()).encode(tensors, np.random.default_rng(0))
 
 
 class Source:
     version = 0
 
-    def model(self):
-        return {}
+    def model_of(self, subject):
+        return {"own": subject} if subject else {}
 
     def changed(self, since):
         return None
@@ -553,3 +555,37 @@ def test_it_runs_on_flowers_simulation_engine(export, tmp_path, state_home):
     rows = json.loads(line.removeprefix("rows "))
     assert [row["num_updates"] for row in rows] == [3, 3, 3]
     assert rows[-1]["accuracy"] > 0.7
+
+
+def test_a_node_evaluates_its_own_model_beside_the_global_one(export):
+    fleet, _ = node_fleet(export(), partitions(2))
+    events_of(fleet, 2)
+    asked = [("device-01", ""), ("device-02", "device-02"), ("device-02", ""), ("device-01", "device-01")]
+    orders = [
+        Evaluation(assignment_id=f"{name}:{subject}", device_id=name, version=0, round=0, subject=subject)
+        for name, subject in asked
+    ]
+    fleet.dispatch(orders, Source())
+    found = {(event.device_id, event.subject): event for event in events_of(fleet, 4)}
+    assert set(found) == set(asked)
+    # Zero weights find every digit equally likely.
+    is_zero = {key: event.loss == pytest.approx(math.log(10), abs=1e-6) for key, event in found.items()}
+    assert is_zero == {key: bool(key[1]) for key in asked}
+
+
+def test_the_rows_have_the_average_and_the_nodes_apart():
+    journal = AppJournal()
+    journal.aggregated(1, [], None)
+    for device, subject, accuracy in (("a", "", 0.5), ("a", "a", 0.25), ("b", "", 0.5), ("b", "b", 0.75)):
+        journal.received([scored(device, subject, accuracy)])
+    (row,) = journal.rows
+    assert (row["accuracy"], row["node_accuracy"], row["worst_node_accuracy"]) == (0.5, 0.5, 0.25)
+    journal.aggregated(2, [], None)
+    assert "node_accuracy" not in journal.rows[1]
+
+
+def scored(device, subject, accuracy):
+    return Evaluated(
+        assignment_id=f"{device}:{subject}", device_id=device, version=1, round=1, source="device", num_examples=9,
+        loss=0.1, accuracy=accuracy, subject=subject,
+    )  # fmt: skip

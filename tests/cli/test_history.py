@@ -13,7 +13,7 @@ from edgefl.cli.history import command, parse_time
 from edgefl.cli.main import main
 from edgefl.cli.render import human, human_bytes, print_rows
 from edgefl.errors import UsageError
-from edgefl.storage.columns import COLUMNS
+from edgefl.storage.columns import COLUMNS, OF_NODES
 from edgefl.storage.records import EvaluationRow, UpdateRow
 from edgefl.storage.store import Store
 from edgefl.types import Outcome
@@ -76,7 +76,8 @@ def test_csv_has_the_columns_of_json(ask, kind):
     lines = list(csv.DictReader(io.StringIO(ask(kind, "--format", "csv").stdout)))
     rows = json.loads(ask(kind, "--format", "json").stdout)["rows"]
     assert len(lines) == len(rows)
-    assert all(tuple(line) == COLUMNS[kind] for line in lines)
+    assert all(tuple(line) == tuple(row) for line, row in zip(lines, rows, strict=True))
+    assert all(list(row) == [name for name in COLUMNS[kind] if name not in OF_NODES] for row in rows)
 
 
 def test_a_table_away_from_a_terminal_is_aligned_and_has_units(ask):
@@ -218,3 +219,50 @@ def test_sizes_change_their_unit_before_they_need_four_digits():
 def test_a_table_of_nothing_still_has_its_heading(capsys):
     print_rows([], ("round", "loss"), title="Rounds")
     assert capsys.readouterr().out == "Rounds\nround  loss\n"
+
+
+HEADING = "run id round version closed at num devices num updates train loss loss accuracy source"
+NODE_FIGURES = {"node_accuracy": 0.5, "worst_node_accuracy": 0.0}
+
+
+@pytest.fixture
+def with_nodes(directory):
+    """The second run's devices have models of their own."""
+    with Store.open(directory / "edgefl.db") as store:
+        facts = {"disagreement": 0.0625, "spread": 2.0}
+        store.set_round_figures("run-2", 1, {**NODE_FIGURES, "facts": facts})
+        own = EvaluationRow(
+            assignment_id="e:pi-1", round=1, version=1, device_id="pi-1", source="device", loss=9.0, accuracy=0.0,
+            num_examples=8, at=2003.0, subject="pi-1",
+        )  # fmt: skip
+        store.record_evaluations("run-2", [own])
+
+
+def test_a_table_of_runs_without_nodes_looks_as_it_always_did(ask, with_nodes):
+    heading, _ = ask("rounds", "--run", "run-1").stdout.splitlines()
+    assert " ".join(heading.split()) == f"{HEADING} bytes up bytes down"
+    assert "subject" not in ask("evaluations", "--run", "run-1").stdout
+
+
+def test_rounds_show_the_nodes_where_a_run_has_them(ask, with_nodes):
+    heading, row = ask("rounds", "--run", "run-2").stdout.splitlines()
+    names = "node accuracy worst node accuracy disagreement"
+    assert " ".join(heading.split()) == f"{HEADING} {names} bytes up bytes down"
+    assert row.split()[-9:] == ["0.875", "device", "0.5", "0", "0.0625", "1.23", "MB", "5", "B"]
+    both = json.loads(ask("rounds", "--format", "json").stdout)["rows"]
+    added = {name: [row[name] for row in both] for name in both[0] if name in OF_NODES}
+    assert added == {
+        "node_accuracy": [None, 0.5],
+        "worst_node_accuracy": [None, 0.0],
+        "facts": [None, {"disagreement": 0.0625, "spread": 2.0}],
+        "disagreement": [None, 0.0625],
+    }
+    (line,) = csv.DictReader(io.StringIO(ask("rounds", "--run", "run-2", "--format", "csv").stdout))
+    assert (line["accuracy"], line["node_accuracy"], line["disagreement"]) == ("0.875", "0.5", "0.0625")
+    assert json.loads(line["facts"])["spread"] == 2.0
+
+
+def test_evaluations_name_whose_model_they_are_of_where_there_are_several(ask, with_nodes):
+    rows = json.loads(ask("evaluations", "--run", "run-2", "--format", "json").stdout)["rows"]
+    assert [(row["accuracy"], row["subject"]) for row in rows] == [(0.875, ""), (0.0, "pi-1")]
+    assert "subject" in ask("evaluations", "--run", "run-2").stdout.splitlines()[0]

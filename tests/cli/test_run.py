@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -11,8 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import apart_strategy
 import pytest
 
+from edgefl.cli.run import COLUMNS
 from edgefl.local_fleet import LocalFleet
 from edgefl.local_run import cut_devices
 
@@ -33,8 +36,10 @@ class Ended:
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalFleet]:
     root = tmp_path_factory.mktemp("runs")
     cut = cut_devices("digits", "iid", 2, root / "shards", None, 7)
-    with LocalFleet(root=root, devices=cut.devices, test_shards=cut.test_shards) as running:
-        yield running
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", str(apart_strategy.TESTS), prepend=":")
+        with LocalFleet(root=root, devices=cut.devices, test_shards=cut.test_shards) as running:
+            yield running
 
 
 @pytest.fixture
@@ -180,3 +185,35 @@ def test_submit_says_what_the_strategy_keeps_for_the_devices_and_refuses_too_muc
     refused = edgefl("run", "submit", path)
     assert refused.code == 3
     assert "for 2 devices, the run may have 1000 bytes: raise run.max_state_bytes" in refused.err
+
+
+def test_the_end_of_a_run_with_models_of_single_devices_tells_the_average_and_the_nodes(
+    edgefl: Any, run_file: Any, fleet: LocalFleet
+) -> None:
+    path = run_file("apart", rounds=3)
+    path.write_text(f'{path.read_text()}[strategy]\nname = "{apart_strategy.NAME}"\n')
+    ended = edgefl("run", "submit", path, "--watch")
+    assert ended.code == 0, ended.err
+    words = ended.err.splitlines()[-1]
+    told = re.fullmatch(r"accuracy of the average model (\S+), of the nodes (\S+) \(worst (\S+)\)", words)
+    assert told is not None
+    average, nodes, worst = map(float, told.groups())
+    assert average > 0.4
+    assert worst < 0.25
+    assert nodes == pytest.approx((average + worst) / 2, abs=1e-4), "the first has the average"
+    shown = edgefl("run", "show", "apart")
+    assert shown.out.splitlines()[-1] == words
+    assert "worst_node_accuracy" in shown.out
+    (row,) = edgefl("run", "show", "apart", "--format", "json").rows()
+    assert (row["node_accuracy"], row["disagreement"]) == (pytest.approx(nodes, abs=1e-4), 0.75)
+    rounds = fleet.history("rounds", run=row["run_id"])
+    assert [one["facts"]["disagreement"] for one in rounds] == [0.25, 0.5, 0.75]
+    assert [one["node_accuracy"] is None for one in rounds] == [False] * 3
+
+
+def test_a_run_without_them_is_shown_as_ever(edgefl: Any, run_file: Any) -> None:
+    ended = edgefl("run", "submit", run_file("plain", rounds=1), "--watch")
+    assert ended.err.splitlines()[-1].startswith("plain finished: round 1 of 1, accuracy 0.")
+    (row,) = edgefl("run", "show", "plain", "--format", "json").rows()
+    assert set(row) == {*COLUMNS, "config"}
+    assert "of the nodes" not in edgefl("run", "show", "plain").out

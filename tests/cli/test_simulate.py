@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import apart_strategy
 import pytest
 
 RUN = '[run]\ntask = "digits"\nrounds = 2\n[task]\nmodel = "logistic"\n[simulation]\nprofiles = ["pi-5"]\n'
 
 
 def edgefl(*words: object, home: Path) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(apart_strategy.TESTS), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, "-m", "edgefl.cli.main", "-q", *map(str, words)],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
-        env={**os.environ, "XDG_DATA_HOME": str(home), "XDG_CONFIG_HOME": str(home / "config")},
+        env={**os.environ, "PYTHONPATH": path, "XDG_DATA_HOME": str(home), "XDG_CONFIG_HOME": str(home / "config")},
     )
 
 
@@ -99,3 +102,21 @@ def test_what_makes_no_sense_is_one_line(
     assert done.stdout == ""
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_nodes_of_a_run_that_has_them_are_shown_and_told_at_the_end(file: Path, tmp_path: Path) -> None:
+    file.write_text(f'{RUN}[strategy]\nname = "{apart_strategy.NAME}"\n')
+    done = edgefl("simulate", file, "--devices", 2, "--scheme", "iid", home=tmp_path)
+    assert done.returncode == 0, done.stderr
+    _, heading, *_, last, words, _, _ = done.stdout.splitlines()
+    names = "round num updates accuracy node accuracy worst node accuracy disagreement loss"
+    assert " ".join(heading.split()).startswith(names)
+    _, _, average, nodes, worst, disagreement = last.split()[:6]
+    assert disagreement == "0.5"
+    told = re.fullmatch(r"accuracy of the average model (\S+), of the nodes (\S+) \(worst (\S+)\)", words)
+    assert told is not None
+    assert [float(number) for number in told.groups()] == pytest.approx(
+        [float(average), float(nodes), float(worst)], abs=1e-4
+    )
+    asked = edgefl("simulate", file, "--devices", 2, "--scheme", "iid", "--format", "json", home=tmp_path)
+    assert json.loads(asked.stdout)["rows"][-1]["disagreement"] == 0.5

@@ -24,6 +24,9 @@ class Source:
     def model(self):
         return {"w": self.values}
 
+    def model_of(self, subject):
+        return {"w": self.values + 1000.0 * (1 + "ab".index(subject))} if subject else self.model()
+
     def changed(self, since):
         if since < self.oldest:
             return None
@@ -49,6 +52,16 @@ class Mails:
         self.encoded.append(("changes", version))
         indices = changed.get("w", np.zeros(0, np.int64))
         return None if len(indices) > SIZE / 2 else b"C" + indices.tobytes() + model["w"][indices].tobytes()
+
+    def evaluate(self, device, subject=""):
+        order = Evaluation(
+            assignment_id=f"e{device}{subject}",
+            device_id=device,
+            version=self.source.version,
+            round=1,
+            subject=subject,
+        )
+        return self.downlink.mail(order, self.source)
 
     def send(self, device):
         order = Assignment(
@@ -174,7 +187,7 @@ def test_whole_models_are_kept_only_so_long(mails):
 def test_evaluations_get_the_whole_model_and_change_nothing_of_what_is_held(mails):
     mails.send("pi")
     mails.source.step(1)
-    mail = mails.downlink.mail(Evaluation(assignment_id="e", device_id="pi", version=1, round=1), mails.source)
+    mail = mails.evaluate("pi")
     assert (mail.body.inline[:1], mail.header) == (b"W", {})
     assert mails.send("pi")[1].header == {"keep": True, "base": 0}
 
@@ -186,3 +199,35 @@ def test_without_deltas_nobody_is_asked_to_keep_anything():
         assert (mail.body.inline[:1], mail.header) == (b"W", {})
         mails.source.step(1)
     assert mails.encoded == [("whole", 0), ("whole", 1)]
+
+
+def first_value(mail):
+    return np.frombuffer(mail.body.inline, offset=1)[0]
+
+
+@pytest.mark.parametrize("has_deltas", [True, False])
+def test_a_device_s_own_model_goes_out_whole_and_is_taken_for_no_other(has_deltas):
+    mails = Mails(has_deltas=has_deltas)
+    sent = [mails.evaluate("x", subject) for subject in ("", "a", "b", "a", "")]
+    assert [first_value(mail) for mail in sent] == [0.0, 1000.0, 2000.0, 1000.0, 0.0]
+    assert [mail.header for mail in sent] == [{}] * 5
+    _, training = mails.send("x")
+    assert first_value(training) == 0.0, "the newest model is the global one all the same"
+    mails.source.step(0)
+    assert [first_value(mails.evaluate("x", subject)) for subject in ("a", "b", "")] == [1001.0, 2001.0, 1.0]
+
+
+def test_a_device_s_own_model_is_encoded_once_for_all_who_evaluate_it(mails):
+    assert len({mails.evaluate(judge, "a").body.inline for judge in "xyz"}) == 1
+    assert mails.encoded == [("whole", 0)]
+
+
+def test_what_a_device_holds_does_not_follow_from_what_it_evaluates(mails):
+    device = Device()
+    assert device.receive(*mails.send("a"))
+    mails.source.step(3)
+    mails.evaluate("a", "a")
+    order, mail = mails.send("a")
+    assert mail.header == {"keep": True, "base": 0}
+    assert device.receive(order, mail)
+    assert device.model.tolist() == mails.source.values.tolist()

@@ -93,6 +93,9 @@ class Source:
         self.num_encoded += 1
         return {"w": np.full(3, float(self.version), np.float32)}
 
+    def model_of(self, subject):
+        return {"w": np.full(3, 7.0, np.float32)} if subject else self.model()
+
     def changed(self, since):
         return {"w": np.arange(since, self.version)}
 
@@ -736,3 +739,16 @@ def test_after_a_loss_nobody_knows_what_the_device_holds(deltas):
     site.events()
     site.give(training("a-2", base=site.source.version))
     assert deltas.sent() == (False, {"keep": True})
+
+
+def test_a_device_s_own_model_is_sent_for_its_evaluation_and_comes_back_under_its_name(site):
+    node = site.add("judge", role="evaluator")
+    orders = [
+        Evaluation(assignment_id=f"e-{subject}", device_id="judge", version=3, round=3, subject=subject)
+        for subject in ("", "pi")
+    ]
+    site.give(*orders)
+    assert [decode_body(body.inline, SHAPES)["w"].tolist() for *_, body in site.mail.sent] == [[0.0] * 3, [7.0] * 3]
+    for key in ("e-pi", "e-"):
+        site.reply(node, key, metrics={"num_examples": 20, "loss": 0.5, "accuracy": 0.75}, body=b"")
+    assert [(event.assignment_id, event.subject) for event in site.of(Evaluated)] == [("e-pi", "pi"), ("e-", "")]

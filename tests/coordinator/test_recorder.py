@@ -42,7 +42,7 @@ class FullStore:
 class Book:
     """A recorder, its store and journal, and a clock that is set by hand."""
 
-    def __init__(self, root, versions_per_round=1):
+    def __init__(self, root, versions_per_round=1, **options):
         self.now_s, self.checkpoints, self.flagged = 0.0, [], set()
         self.path = root / "edgefl.db"
         self.store = Store.open(self.path)
@@ -59,6 +59,7 @@ class Book:
             monotonic=lambda: self.now_s,
             checkpoint=lambda version, state: self.checkpoints.append((version, state)),
             flagged=lambda: self.flagged,
+            **options,
         )
 
     def order(self, version, *devices):
@@ -74,9 +75,15 @@ class Book:
         self.recorder.decided(Decision(orders=orders))
         self.recorder.commit()
 
-    def evaluate(self, version, *devices):
+    def evaluate(self, version, *devices, subject=""):
         orders = tuple(
-            Evaluation(assignment_id=f"e{version}-{device}", device_id=device, version=version, round=version)
+            Evaluation(
+                assignment_id=f"e{version}-{device}{subject}",
+                device_id=device,
+                version=version,
+                round=version,
+                subject=subject,
+            )
             for device in devices
         )
         self.recorder.decided(Decision(orders=orders))
@@ -126,9 +133,10 @@ def update(version, device, *, received_s=0.0, **metrics):
     )
 
 
-def evaluated(version, device, source, accuracy, num_examples=10):
+def evaluated(version, device, source, accuracy, num_examples=10, subject=""):
     return Evaluated(
-        assignment_id=f"e{version}-{device}",
+        assignment_id=f"e{version}-{device}{subject}",
+        subject=subject,
         device_id=device,
         version=version,
         round=version,
@@ -429,3 +437,74 @@ def test_the_round_that_is_not_whole_closes_at_the_end_of_the_run(open_book):
     assert book.rows("rounds")[1]["closed_at"] == 1009.0
     book.recorder.finish()
     assert (book.store.run("r").rounds, book.store.run("r").version) == (2, 4)
+
+
+NODE_COLUMNS = ("accuracy", "node_accuracy", "worst_node_accuracy")
+
+
+def test_a_round_has_the_accuracy_of_the_average_and_beside_it_that_of_the_nodes(book):
+    book.order(0, "a", "b")
+    book.receive(update(0, "a"), update(0, "b"))
+    book.close_round(1, "v0-a", "v0-b")
+    for subject in ("", "a", "b"):
+        book.evaluate(1, "judge", subject=subject)
+    book.receive(evaluated(1, "judge", "evaluator", 0.25, subject="a"))
+    book.receive(evaluated(1, "judge", "evaluator", 0.9))
+    book.recorder.commit()
+    (row,) = book.rows("rounds")
+    assert [row[name] for name in NODE_COLUMNS] == [0.9, None, None], "one node is still to come"
+    book.receive(evaluated(1, "judge", "evaluator", 0.75, subject="b"))
+    book.recorder.commit()
+    (row,) = book.rows("rounds")
+    assert [row[name] for name in NODE_COLUMNS] == [0.9, 0.5, 0.25]
+    assert book.store.run("r").accuracy == 0.9
+    assert [row["subject"] for row in book.rows("evaluations")] == ["a", "", "b"]
+
+
+def test_nodes_that_never_answer_leave_the_figures_of_those_that_did_at_the_end(book):
+    book.order(0, "a")
+    book.receive(update(0, "a"))
+    book.close_round(1, "v0-a")
+    for subject in ("a", "b", "c"):
+        book.evaluate(1, "judge", subject=subject)
+    book.receive(
+        evaluated(1, "judge", "evaluator", 0.5, subject="a"),
+        Lost(device_id="judge", assignment_id="e1-judgeb", outcome=Outcome.LOST, reason="gone"),
+    )
+    book.recorder.finish()
+    (row,) = book.rows("rounds")
+    assert [row[name] for name in NODE_COLUMNS] == [None, 0.5, 0.5]
+
+
+def test_what_a_strategy_tells_of_a_round_stands_in_its_row_at_its_last_version(open_book):
+    book = open_book(versions_per_round=2, facts=lambda state: {"disagreement": len(state)})
+    book.order(0, "a", "b", "c")
+    book.receive(*(update(0, device) for device in "abc"))
+    for version, device in enumerate("abc", 1):
+        book.recorder.aggregated(version, [f"v0-{device}"], "x" * version)
+    book.recorder.finish()
+    assert [row["facts"] for row in book.rows("rounds")] == [{"disagreement": 2.0}, {"disagreement": 3.0}]
+
+
+def test_a_round_of_a_strategy_that_tells_nothing_has_no_facts(book):
+    book.order(0, "a")
+    book.receive(update(0, "a"))
+    book.close_round(1, "v0-a")
+    assert [(row["facts"], row["node_accuracy"]) for row in book.rows("rounds")] == [(None, None)]
+
+
+@pytest.mark.parametrize("meanwhile", ["nothing", "published", "written"])
+def test_figures_that_come_after_a_round_was_closed_leave_its_facts(open_book, meanwhile):
+    book = open_book(facts=lambda _: {"disagreement": 0.5})
+    book.order(0, "a")
+    book.evaluate(1, "judge", subject="a")
+    book.receive(update(0, "a"))
+    book.recorder.aggregated(1, ["v0-a"], None)
+    if meanwhile != "nothing":
+        book.recorder.commit()
+    if meanwhile == "written":
+        book.ledger.flush()
+    book.receive(evaluated(1, "judge", "evaluator", 0.25, subject="a"))
+    book.recorder.commit()
+    (row,) = book.rows("rounds")
+    assert (row["facts"], row["node_accuracy"], row["worst_node_accuracy"]) == ({"disagreement": 0.5}, 0.25, 0.25)

@@ -15,6 +15,9 @@ class Source:
     def model(self):
         return {"w": np.zeros(2)}
 
+    def model_of(self, subject):
+        return {"w": np.full(2, float(subject))} if subject else self.model()
+
     def changed(self, since):
         return None
 
@@ -32,3 +35,20 @@ def test_without_deltas_the_whole_model_is_sent_each_time():
     board = SimpleNamespace(held_version=None)
     downlink = Downlink(lambda model, version: bytes(1000))
     assert [downlink.num_bytes(board, Source()) for _ in range(2)] == [1000, 1000]
+
+
+def test_a_board_s_own_model_is_never_the_newest_one_nor_another_board_s():
+    source, encoded = Source(), []
+
+    def encode(model, version):
+        encoded.append((version, float(model["w"][0])))
+        return model["w"].tobytes()
+
+    downlink = Downlink(encode)
+    found = [downlink.of(subject, source) for subject in ("", "3", "3", "4", "")]
+    assert [np.frombuffer(sent.body)[0] for sent in found] == [0.0, 3.0, 3.0, 4.0, 0.0]
+    assert [sent.key for sent in found] == [(0, ""), (0, "3"), (0, "3"), (0, "4"), (0, "")]
+    assert downlink.newest(source) is found[0]
+    source.version = 1
+    assert downlink.of("4", source).key == (1, "4")
+    assert encoded == [(0, 0.0), (0, 3.0), (0, 4.0), (1, 4.0)]

@@ -49,6 +49,9 @@ class Source:
     def model(self) -> Tensors:
         return MODEL
 
+    def model_of(self, subject: str) -> Tensors:
+        return {"w": np.full(1, float(subject[1:]), np.float32)} if subject else MODEL
+
     def changed(self, since: int) -> Indices | None:
         return self.changes.get(since)
 
@@ -492,3 +495,28 @@ def test_idle_is_in_the_fleet_s_order_whoever_is_through_first() -> None:
     assert list(idle) == ["d1", "d3"]
     virtual.wait(7.0)
     assert (list(idle), idle[1], idle[1:], len(idle)) == (["d1", "d2", "d3"], "d2", ["d2", "d3"], 3)
+
+
+@dataclass
+class Reading(Script):
+    """Finds an accuracy of a hundredth of what it is sent."""
+
+    def evaluate(self, device_id: str | None, sent: Sent) -> Scores:
+        value = float(np.frombuffer(sent.body, np.float32)[0])
+        return Scores(num_examples=5, loss=1.0, accuracy=value / 100)
+
+
+def test_every_evaluation_is_of_the_model_that_it_names() -> None:
+    judge = DeviceInfo(device_id="server", role=Role.EVALUATOR, source="coordinator")
+    downlink = Downlink(lambda model, _version: np.asarray(model["w"]).tobytes())
+    virtual = fleet([board(3), board(7)], Reading(), evaluators=[judge], downlink=downlink)
+    asked = [("server", ""), ("server", "d3"), ("server", "d7"), ("d7", "d7"), ("d3", ""), ("d3", "d3")]
+    orders = [
+        Evaluation(assignment_id=f"{name}:{subject}", device_id=name, version=0, round=1, subject=subject)
+        for name, subject in asked
+    ]
+    virtual.dispatch(orders, Source())
+    found = [event for event in virtual.wait(1.0) if isinstance(event, Evaluated)]
+    assert [(event.device_id, event.subject) for event in found] == asked
+    assert [event.accuracy for event in found] == [0.0, 0.03, 0.07, 0.07, 0.0, 0.03]
+    assert [event.bytes_down for event in found] == [0, 0, 0, 4, 4, 4]

@@ -30,9 +30,11 @@ NAMES = ["device-01", "device-02"]
 PLACES = {name: place for place, name in enumerate(NAMES)}
 
 
-def sent(version: int = 0) -> Sent:
-    body = make_codec("dense", SHAPES).encode(TASK.init(version), derived_rng(0))
-    return Sent(version=version, body=body)
+def sent(version: int = 0, subject: str = "") -> Sent:
+    """A model that is another one for each version, and zero for each device's own."""
+    model = {name: 0 * tensor if subject else tensor for name, tensor in TASK.init(version).items()}
+    body = make_codec("dense", SHAPES).encode(model, derived_rng(0))
+    return Sent(version=version, body=body, subject=subject)
 
 
 def order(name: str, device: str = "device-01", version: int = 0, **more: Any) -> Assignment:
@@ -253,3 +255,18 @@ def test_what_was_cancelled_before_the_choice_is_not_begun() -> None:
         training.begin(job)
     training.cancel(jobs[1])
     assert training.finish(jobs[0]).num_bytes > 0
+
+
+def test_a_device_s_own_model_is_not_taken_for_the_global_one_of_the_same_version(
+    start_pool: Callable[[], WorkerPool],
+) -> None:
+    expected = {subject: bench().evaluate("device-02", sent(1, subject)) for subject in ("", "device-02")}
+    assert expected[""] != expected["device-02"]
+    pool = start_pool()
+    for training in (pool, InProcess(bench(), SHAPES)):
+        for subject in ("", "device-02", "", "device-02"):
+            assert training.evaluate("device-02", sent(1, subject)) == expected[subject], subject
+    job = Job(order=order("a", "device-02", version=1), sent=sent(1), iterations=3)
+    pool.evaluate("device-02", sent(1, "device-02"))
+    pool.begin(job)
+    assert pool.finish(job).loss == bench().train(job.order, sent(1), 3).loss, "it starts from the global model"

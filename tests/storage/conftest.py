@@ -49,10 +49,10 @@ class FilledStore(Store):
         self.mark_applied(run_id, list(ids.values()), applied_version=number - 1)
         self.close_round(run_id, number, version=number, closed_at=at + 3)
 
-    def evaluate(self, run_id, number, source, *, device="d1", accuracy=0.5, num_examples=100, at=1003.0):
+    def evaluate(self, run_id, number, source, *, device="d1", accuracy=0.5, num_examples=100, at=1003.0, subject=""):
         row = EvaluationRow(
-            assignment_id=f"e-{number}-{source}-{device}", round=number, version=number, device_id=device,
-            source=source, loss=1.0, accuracy=accuracy, num_examples=num_examples, at=at,
+            assignment_id=f"e-{number}-{source}-{device}{subject}", round=number, version=number, device_id=device,
+            source=source, loss=1.0, accuracy=accuracy, num_examples=num_examples, at=at, subject=subject,
         )  # fmt: skip
         self.record_evaluations(run_id, [row])
 

@@ -25,6 +25,7 @@ import edgefl.storage.database as database_module
 from edgefl.errors import StoreError, StoreFullError, StoreTooNewError
 from edgefl.storage.database import SCHEMA_REVISION, Database
 from edgefl.storage.models import Base
+from edgefl.storage.queries import history
 from edgefl.storage.store import Store
 
 
@@ -272,7 +273,8 @@ def test_two_programs_may_open_a_new_store_at_once(tmp_path):
         assert process.returncode == 0
 
 
-def test_a_store_of_the_first_revision_is_upgraded_with_its_rows(tmp_path):
+@pytest.mark.parametrize("revision", ["0001", "0002"])
+def test_a_store_of_an_earlier_revision_is_upgraded_with_its_rows(tmp_path, revision):
     path = tmp_path / "edgefl.db"
     config = Config()
     config.set_main_option("script_location", str(Path(database_module.__file__).parent / "migrations"))
@@ -280,17 +282,31 @@ def test_a_store_of_the_first_revision_is_upgraded_with_its_rows(tmp_path):
     old = create_engine(f"sqlite:///{path}")
     with old.begin() as connection:
         config.attributes["connection"] = connection
-        command.upgrade(config, "0001")
+        command.upgrade(config, revision)
         connection.exec_driver_sql(
             "INSERT INTO runs (run_id, name, task, strategy, config, status, submitted_at, rounds, version, seed)"
             " VALUES ('r', 'n', 'digits', 'fedavg', '{}', 'finished', 1.0, 1, 1, 7)"
         )
         connection.exec_driver_sql(
+            "INSERT INTO rounds (run_id, round, started_at, num_devices, num_updates, bytes_up, bytes_down)"
+            " VALUES ('r', 1, 1.0, 1, 1, 5, 6)"
+        )
+        connection.exec_driver_sql(
             "INSERT INTO updates (run_id, round, assignment_id, device_id, base_version, metrics)"
             " VALUES ('r', 1, 'a', 'd', 0, '{}')"
         )
+        connection.exec_driver_sql(
+            "INSERT INTO evaluations (run_id, assignment_id, round, version, device_id, source, loss, accuracy,"
+            " num_examples, bytes_up, bytes_down, at, metrics)"
+            " VALUES ('r', 'e', 1, 1, 'd', 'device', 0.5, 0.75, 8, 0, 0, 2.0, '{}')"
+        )
     old.dispose()
-    with Store.open(path) as store, store.database.read() as connection:
-        assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
-        rows = connection.exec_driver_sql("SELECT run_name, device_id, codec FROM v_updates").all()
+    with Store.open(path) as store:
+        with store.database.read() as connection:
+            assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
+            rows = connection.exec_driver_sql("SELECT run_name, device_id, codec FROM v_updates").all()
         assert [tuple(row) for row in rows] == [("n", "d", None)]
+        (round_,), (evaluation,) = history(store, "rounds"), history(store, "evaluations")
+    assert (round_["accuracy"], round_["source"], round_["bytes_up"]) == (0.75, "device", 5)
+    assert (round_["node_accuracy"], round_["worst_node_accuracy"], round_["facts"]) == (None, None, None)
+    assert (evaluation["accuracy"], evaluation["subject"]) == (0.75, "")

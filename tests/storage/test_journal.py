@@ -1,11 +1,13 @@
 """What was committed comes back, whatever a crash or a bad disk does; damage is named."""
 
 import errno
+import json
 import os
 import resource
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,17 +18,19 @@ from hypothesis import strategies as st
 from edgefl.errors import JournalError, StoreFullError
 from edgefl.storage.journal import WalJournal
 from edgefl.storage.journal_reader import read_journal
-from edgefl.storage.journal_records import Aggregated, CheckpointMark
-from edgefl.storage.wal import HEADER_BYTES, RecordKind, journal_files
+from edgefl.storage.journal_records import Aggregated, CheckpointMark, entry_of, pack_decision, pack_event
+from edgefl.storage.wal import HEADER_BYTES, Record, RecordKind, journal_files
 from edgefl.types import (
     Assignment,
     Decision,
     EdgeMessage,
+    EdgeSide,
     Evaluated,
     Evaluation,
     Joined,
     LocalPlan,
     Lost,
+    NodePlan,
     Outcome,
     Progress,
     Recall,
@@ -64,17 +68,29 @@ def entries(directory, **options):
 
 
 def all_kinds():
+    node = NodePlan(
+        method="pdmm-isvr",
+        edges=(
+            EdgeSide(neighbour="a", sign=-1.0, degree=2, weight=1 / 3, period=8, epoch=2),
+            EdgeSide(neighbour="c", sign=1.0, degree=1, weight=0.1, period=4, slot=4, address="h:1"),
+        ),
+        learning_rate=0.05, period=5, codec="topk:0.01", listen="h:2", carrier="direct", schedule="slots",
+        fires=("a", "c"), until=10, limit=20, reports=True,
+    )  # fmt: skip
     plan = LocalPlan(
+        node=node,
         iterations=3,
         options={"mu": 0.1, "name": "x"},
         inbox=(
             EdgeMessage(edge=("a", "b"), step=2, body=b"\x00\xff"),
-            EdgeMessage(edge=("b", "c"), step=1, body=b"z"),
+            EdgeMessage(edge=("b", "c"), step=1, body=b"z", is_reply=True),
         ),
     )
     orders = (
         Assignment(assignment_id="a1", device_id="pi-1", base_version=3, plan=plan, codec="dense", settled=("a0",)),
+        Assignment(assignment_id="a2", device_id="pi-2", base_version=3, plan=LocalPlan(epochs=1), sends_model=False),
         Evaluation(assignment_id="e1", device_id="pi-2", version=3, round=3),
+        Evaluation(assignment_id="e2", device_id="pi-2", version=3, round=3, subject="pi-1"),
         Recall(assignment_id="a1", device_id="pi-1"),
     )
     evaluated = Evaluated(
@@ -82,7 +98,8 @@ def all_kinds():
         accuracy=0.9, metrics={"f1": 0.5},
     )  # fmt: skip
     lost = Lost(device_id="pi-3", assignment_id="a3", outcome=Outcome.LOST, reason="gone")
-    return Decision(orders=orders, next_wake_s=2.5), [evaluated, lost, Stop(reason="enough")]
+    own = replace(evaluated, assignment_id="e2", subject="pi-1")
+    return Decision(orders=orders, next_wake_s=2.5), [evaluated, own, lost, Stop(reason="enough")]
 
 
 def test_everything_that_happened_comes_back_equal_and_in_order(tmp_path):
@@ -96,7 +113,7 @@ def test_everything_that_happened_comes_back_equal_and_in_order(tmp_path):
     assert (got_update.device_id, got_update.metrics, got_update.received_s) == ("pi-1", update().metrics, 7.5)
     assert (body_of(got_update), got_update.body) == (b"weights", None)
     assert [entry for _, entry in rest] == [*events, Aggregated(version=4, assignment_ids=("a1",))]
-    assert [number for number, _ in rest] == [3, 4, 5, 6]
+    assert [number for number, _ in rest] == [3, 4, 5, 6, 7]
 
 
 def test_a_received_update_is_read_from_the_disk_and_not_kept_in_memory(tmp_path):
@@ -427,3 +444,77 @@ def test_files_are_for_their_owner_alone(tmp_path):
     (path,) = journal_files(tmp_path / "runs" / "r" / "journal")
     assert path.stat().st_mode & 0o777 == 0o600
     assert Path(path.parent).stat().st_mode & 0o777 == 0o700
+
+
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
+MESSAGES = st.lists(
+    st.builds(EdgeMessage, edge=st.tuples(NAMES, NAMES), step=st.integers(0, 2**60), body=st.binary(max_size=40),
+              is_reply=st.booleans()), max_size=4,
+).map(tuple)  # fmt: skip
+SIDES = st.builds(
+    EdgeSide, neighbour=NAMES, sign=NUMBERS, degree=st.integers(0, 9), weight=NUMBERS, slot=st.integers(0, 9)
+)
+NODES = st.builds(
+    NodePlan, method=NAMES, edges=st.lists(SIDES, max_size=3).map(tuple), learning_rate=NUMBERS,
+    period=st.integers(1, 9), codec=NAMES, carrier=NAMES, schedule=NAMES,
+    fires=st.lists(NAMES, max_size=3).map(tuple),
+    until=st.integers(0, 2**40), limit=st.integers(0, 2**40), reports=st.booleans(),
+)  # fmt: skip
+PLANS = st.builds(LocalPlan, iterations=st.integers(0, 9), inbox=MESSAGES, node=st.none() | NODES)
+
+
+@in_a_fresh_directory
+@given(plan=PLANS, outbox=MESSAGES, body=st.none() | st.binary(max_size=40), sends_model=st.booleans())
+def test_what_nodes_are_told_and_what_they_send_comes_back_exactly(tmp_path_factory, plan, outbox, body, sends_model):
+    directory, tensors = tmp_path_factory.mktemp("j"), {"w": np.arange(3, dtype=np.uint8)}
+    order = Assignment(assignment_id="a1", device_id="d", base_version=1, plan=plan, sends_model=sends_model)
+    with open_journal(directory) as journal:
+        journal.decided(Decision(orders=(order,)))
+        (kept,) = journal.received([update(body=body, tensors=tensors, outbox=outbox)])
+        expected = tensors["w"].tobytes() if body is None else body
+        assert (kept.outbox, body_of(kept)) == (outbox, expected)
+    (_, decision), (_, again) = entries(directory)
+    assert decision.orders == (order,)
+    assert (again.outbox, body_of(again)) == (outbox, expected)
+
+
+def read_record(kind, meta, blob=b""):
+    """What a record of this text and these bytes says."""
+    text = json.dumps(meta).encode()
+    body = len(text).to_bytes(4, "little") + text + blob
+    record = Record(number=1, kind=kind, assignment_id="a1", body=body, path=Path("j"), offset=0)
+    return entry_of(record, decode, lambda start, length: body[start : start + length])
+
+
+def text_of(packed):
+    whole = b"".join(packed.parts)
+    return json.loads(whole[4 : 4 + int.from_bytes(whole[:4], "little")])
+
+
+def test_records_that_know_nothing_of_nodes_are_read_as_they_were_written():
+    plan = LocalPlan(iterations=1, inbox=(EdgeMessage(edge=("a", "b"), step=1, body=b"xy"),))
+    order = Assignment(assignment_id="a1", device_id="pi-1", base_version=3, plan=plan)
+    evaluation = Evaluation(assignment_id="e1", device_id="pi-1", version=3, round=3)
+    told = text_of(pack_decision(Decision(orders=(order, evaluation), next_wake_s=1.0)))
+    del told["orders"][0]["sends_model"], told["orders"][0]["plan"]["node"], told["orders"][1]["subject"]
+    del told["orders"][0]["plan"]["inbox"][0]["is_reply"]
+    assert read_record(RecordKind.DECISION, told, b"xy").orders == (order, evaluation)
+    scored = Evaluated(
+        assignment_id="e1", device_id="d", version=1, round=1, source="device", num_examples=1, loss=0.1, accuracy=0.5
+    )
+    told = text_of(pack_event(scored))
+    del told["subject"]
+    assert read_record(RecordKind.EVALUATED, told) == scored
+    told = text_of(pack_event(update()))
+    del told["outbox"]
+    found = read_record(RecordKind.UPDATE, told, b"weights")
+    assert (found.outbox, body_of(found), found.metrics) == ((), b"weights", update().metrics)
+
+
+@pytest.mark.parametrize(("place", "length"), [((0, 4), 4), ((5, 3), 4), ((0, 3), 5)])
+def test_messages_that_do_not_fill_their_place_before_the_body_are_named(place, length):
+    told = text_of(pack_event(update()))
+    told["outbox"] = [{"edge": ["a", "b"], "step": 1, "is_reply": False, "at": place}]
+    with pytest.raises(JournalError, match="record 1"):
+        read_record(RecordKind.UPDATE, {**told, "length": length}, b"message")

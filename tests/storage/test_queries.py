@@ -151,3 +151,27 @@ def test_the_usual_question_is_quick_over_a_long_history(store, run_id):
         ).fetchall()
     assert "ix_rounds_started" in str(plan)
     assert len(history(store, "rounds", limit=100)) == 100
+
+
+def test_evaluations_of_devices_own_models_are_rows_and_no_part_of_a_round_s_accuracy(store, run_id):
+    store.record_round(run_id, 1, ["a"])
+    store.record_round(run_id, 2, ["a"], at=1010.0)
+    store.evaluate(run_id, 1, "device", device="a", accuracy=0.75)
+    store.evaluate(run_id, 1, "device", device="a", accuracy=0.25, subject="a")
+    store.evaluate(run_id, 1, "coordinator", device="own", accuracy=0.125, subject="a")
+    store.evaluate(run_id, 2, "coordinator", device="own", accuracy=0.125, subject="a", at=1013.0)
+    first, second = history(store, "rounds")
+    assert (first["source"], first["accuracy"], first["loss"]) == ("device", 0.75, 1.0)
+    assert (second["source"], second["accuracy"], second["loss"]) == (None, None, None)
+    assert column(history(store, "evaluations"), "subject") == ["", "a", "a", "a"]
+
+
+def test_figures_of_a_round_come_back_as_they_were_written(store, run_id):
+    store.record_round(run_id, 1, ["a"])
+    store.record_round(run_id, 2, ["a"], at=1010.0)
+    store.set_round_figures(run_id, 1, {"node_accuracy": 0.5, "worst_node_accuracy": 0.25, "facts": {"x": 1.5}})
+    names = ("node_accuracy", "worst_node_accuracy", "facts")
+    assert [tuple(row[name] for name in names) for row in history(store, "rounds")] == [
+        (0.5, 0.25, {"x": 1.5}),
+        (None, None, None),
+    ]

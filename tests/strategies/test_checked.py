@@ -453,3 +453,66 @@ def test_a_strategy_that_is_always_ready_is_stopped():
 def close_all(strategy, state):
     while strategy.ready(state, None):
         state = strategy.aggregate(state)
+
+
+def test_models_and_figures_of_devices_are_passed_on():
+    strategy = Mean()
+    checked = Checked(strategy=strategy, name=NAME)
+    state = checked.init(MODEL)
+    assert (checked.node_models(state), checked.facts(state)) == ({}, {})
+    own = {"pi-1": MODEL, "pi-2": {**MODEL, "w": np.ones(3, np.float32)}}
+    strategy.node_models, strategy.facts = lambda _: own, lambda _: {"disagreement": np.float32(0.5), "edges": 4}
+    models = checked.node_models(state)
+    assert (list(models), len(models), models["pi-2"]) == (["pi-1", "pi-2"], 2, own["pi-2"])
+    assert checked.facts(state) == {"disagreement": 0.5, "edges": 4.0}
+    assert {type(value) for value in checked.facts(state).values()} == {float}
+
+
+@pytest.mark.parametrize(
+    ("models", "told"),
+    [
+        ([MODEL], "node_models returned a list, it must return models by device id"),
+        ({1: MODEL}, "node_models returned a dict, it must return models by device id"),
+        ({"pi-1": None}, "node_models returned None, it must return tensors by name"),
+        ({"pi-1": {**MODEL, "w": [0]}}, "node_models returned a list, it must return an array for tensor 'w'"),
+        ({"pi-1": {"w": MODEL["w"]}}, "node_models returned a model without tensor 'n'"),
+        ({"pi-1": {**MODEL, "w": np.zeros(3)}}, "tensor 'w' as float64 (3,), it must be float32 (3,)"),
+    ],
+)
+def test_a_device_s_model_that_is_none_is_told(models, told):
+    checked = Checked(strategy=Mean(), name=NAME)
+    state = checked.init(MODEL)
+    checked.strategy.node_models = lambda _: models
+    with pytest.raises(StrategyError, match=f"^strategy mine:Median: .*{re.escape(told)}"):
+        _ = checked.node_models(state)["pi-1"]
+
+
+def test_a_device_s_model_is_looked_at_only_when_it_is_asked_for():
+    checked = Checked(strategy=Mean(), name=NAME)
+    state = checked.init(MODEL)
+    checked.strategy.node_models = lambda _: {"pi-1": MODEL, "pi-2": None}
+    assert checked.node_models(state)["pi-1"] is MODEL
+
+
+@pytest.mark.parametrize(
+    ("facts", "told"),
+    [
+        (0.5, "facts returned 0.5, it must return numbers by name"),
+        ({1: 0.5}, "facts returned 1, it must return numbers by name"),
+        ({"disagreement": "much"}, "facts returned 'much', it must return a number for 'disagreement'"),
+        ({"is_connected": True}, "facts returned True, it must return a number for 'is_connected'"),
+    ],
+)
+def test_figures_are_numbers_by_name(facts, told):
+    checked = Checked(strategy=Mean(), name=NAME)
+    checked.strategy.facts = lambda _: facts
+    with pytest.raises(StrategyError, match=re.escape(told)):
+        checked.facts(State())
+
+
+@pytest.mark.parametrize("method", ["node_models", "facts"])
+def test_an_exception_while_devices_are_looked_at_is_told_with_the_method(method):
+    checked = Checked(strategy=Mean(), name=NAME)
+    setattr(checked.strategy, method, raises(ValueError("no such luck")))
+    with pytest.raises(StrategyError, match=f"strategy mine:Median: {method} raised ValueError: no such luck"):
+        getattr(checked, method)(State())

@@ -58,3 +58,36 @@ def test_ids_tell_versions_and_devices_apart():
     for version in (1, 2, 12):
         ids |= {order.assignment_id for order in schedule(version, version, view("judge", "own"), False)}
     assert len(ids) == 6
+
+
+def pairs(schedule, names, subjects, *, number=1):
+    return [(order.device_id, order.subject) for order in schedule(number, number, view(*names), False, subjects)]
+
+
+def test_evaluators_are_asked_for_the_global_model_and_for_each_device_s_own():
+    assert pairs(EvaluationSchedule(), DEVICES, ["pi-2", "gone"]) == [
+        ("judge", ""), ("own", ""), ("judge", "gone"), ("own", "gone"), ("judge", "pi-2"), ("own", "pi-2"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("who", ["auto", "devices"])
+def test_a_device_is_asked_for_its_own_model_and_for_nobody_else_s(who):
+    names = ["pi-1", "pi-2"] if who == "auto" else DEVICES
+    assert pairs(EvaluationSchedule(who=who), names, ["pi-2", "gone"]) == [
+        ("pi-1", ""),
+        ("pi-2", ""),
+        ("pi-2", "pi-2"),
+    ]
+
+
+def test_devices_models_are_evaluated_when_the_global_one_is_and_not_else():
+    schedule = EvaluationSchedule(every=2)
+    assert [len(pairs(schedule, ["own"], ["pi-1"], number=number)) for number in (1, 2, 3, 4)] == [0, 2, 0, 2]
+    assert pairs(EvaluationSchedule(who="none"), DEVICES, ["pi-1"]) == []
+
+
+def test_ids_tell_apart_what_names_with_hyphens_could_mix_up():
+    names = ["a", "a-b", "b", "b-c", "c", "a-of-b"]
+    devices = {name: DeviceInfo(device_id=name, role=Role.EVALUATOR, source="evaluator") for name in names}
+    orders = EvaluationSchedule()(1, 1, SimpleNamespace(devices=devices), False, names)
+    assert len({order.assignment_id for order in orders}) == len(orders) == 6 + 6 * 6
