@@ -28,6 +28,10 @@ REPLY_SALT_BYTES = 16
 """Every chunk of a reply starts with so many bytes that no other chunk has: equal chunks would be one object."""
 MAX_BODY_BYTES = 512 * 1024 * 1024
 """The largest request body that the coordinator reads, in bytes."""
+MAX_PEER_BYTES = 16 * 1024 * 1024 - 1024
+"""The largest message from device to device, in bytes: with its MQTT headers it is a packet that brokers take."""
+MAX_RETAINED_PEER_BYTES = 64 * 1024 * 1024
+"""What a device lets the broker keep for its receivers together, in bytes."""
 
 HEARTBEAT_S = 5.0
 HEARTBEAT_JITTER = 0.1
@@ -54,11 +58,16 @@ def checked_slug(text: str, what: str = "device name") -> str:
     Raises:
         UsageError: it is not 1 to 63 of a-z, 0-9 and inner hyphens.
     """
-    if not _SLUG.match(text):
+    if not is_slug(text):
         raise UsageError(
             f"{what} must be 1 to 63 of a-z, 0-9 and '-' and start and end with a letter or digit, got {text!r}"
         )
     return text
+
+
+def is_slug(text: str) -> bool:
+    """Returns whether `text` can be a device or fleet id."""
+    return _SLUG.match(text) is not None
 
 
 class Topic(StrEnum):
@@ -88,6 +97,29 @@ def parse_topic(name: str) -> tuple[str, str, Topic]:
     if len(parts) != 5 or parts[:2] != ["edgefl", "v1"] or parts[4] not in set(Topic):
         raise NetworkError(f"not an edgefl topic: {name!r}")
     return parts[2], parts[3], Topic(parts[4])
+
+
+PEER = "peer"
+
+
+def peer_topic(fleet: str, sender: str, receiver: str) -> str:
+    """Returns where `sender` leaves its newest value for `receiver`; as a filter, `+` stands for any device."""
+    return f"edgefl/v1/{fleet}/{sender}/{PEER}/{receiver}"
+
+
+def parse_peer_topic(name: str) -> tuple[str, str, str]:
+    """Returns fleet, sender and receiver.
+
+    Raises:
+        NetworkError: this is no topic from device to device.
+    """
+    parts = name.split("/")
+    if len(parts) != 6 or parts[:2] != ["edgefl", "v1"] or parts[4] != PEER:
+        raise NetworkError(f"not an edgefl topic from device to device: {name!r}")
+    fleet, sender, receiver = parts[2], parts[3], parts[5]
+    if not (is_slug(fleet) and is_slug(sender) and is_slug(receiver)):
+        raise NetworkError(f"not an edgefl topic from device to device: {name!r} holds what is no name")
+    return fleet, sender, receiver
 
 
 def dump_json(value: Mapping[str, Any]) -> bytes:
@@ -222,13 +254,14 @@ class CommandKind(StrEnum):
     DRAIN = "drain"
     RESUME = "resume"
     RECALL = "recall"
+    END = "end"
     RELOAD = "reload"
     LOG_LEVEL = "log-level"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command(_Message):
-    """`command`: idempotent by `id`; `argument` is an assignment id or a log level."""
+    """`command`: idempotent by `id`; `argument` is an assignment id, a run id (`end`) or a log level."""
 
     id: str
     kind: str
@@ -314,6 +347,16 @@ def checked_address(text: str, default_port: int | None = None) -> str:
     if not match or not 0 < int(match[1]) < 65536:
         raise UsageError(f"an address must be HOST:PORT with a port from 1 to 65535, got {text!r}")
     return text
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Returns the two parts of HOST:PORT; an IPv6 address without its brackets.
+
+    Raises:
+        UsageError: it is no such thing.
+    """
+    host, _, port = checked_address(address).rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 def certificate_fingerprint(cert_pem: bytes) -> str:

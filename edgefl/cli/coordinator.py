@@ -96,6 +96,39 @@ def start(  # noqa: PLR0913, PLR0917 one argument per option
 
 @command.command()
 @dir_option
+@click.option("--host", default=DEFAULT_HOST, show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(1, 65535), default=8883, show_default=True, help="MQTT over TLS.")
+@click.option(
+    "--kind",
+    type=click.Choice(["auto", "mosquitto", "embedded"]),
+    default="auto",
+    show_default=True,
+    help="auto is mosquitto when it is installed, else embedded.",
+)
+@click.option("--store", "store_url", metavar="URL", help="The store that the coordinator uses, when not its own.")
+def broker(root: Path | None, host: str, port: int, kind: str, store_url: str | None) -> None:
+    """Run the fleet's broker alone until SIGTERM or Ctrl-C; it outlives a coordinator that uses it.
+
+    The coordinator is started beside it with the --broker that this prints.
+    """
+    from edgefl.coordinator.broker_process import BrokerOptions, serve_broker  # noqa: PLC0415 fast start
+    from edgefl.coordinator.directory import default_directory, load_directory  # noqa: PLC0415 likewise
+    from edgefl.protocol import checked_address  # noqa: PLC0415 likewise
+
+    root = root or default_directory()
+    options = BrokerOptions(host=host, port=port, kind=kind, store_url=store_url)
+    serve_broker(
+        load_directory(root),
+        options,
+        lambda address: click.echo(
+            f"next: edgefl coordinator start --broker mqtts://{checked_address(address.host, address.port)}"
+            + _dir_argument(root)
+        ),
+    )
+
+
+@command.command()
+@dir_option
 @click.option("--ttl", default="24h", show_default=True, help="How long it lets in: 30m, 24h, 7d.")
 @click.option("--uses", type=int, default=1, show_default=True, help="How many boards it lets in.")
 @click.option("--group", "groups", multiple=True, help="Put the boards into this group; may be repeated.")

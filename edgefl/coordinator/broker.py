@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import socket
 import ssl
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from edgefl.errors import BrokerError, PortInUseError
-from edgefl.protocol import COORDINATOR_NAME, FROM_DEVICE, TO_DEVICE, Topic
+from edgefl.protocol import COORDINATOR_NAME, FROM_DEVICE, PEER, TO_DEVICE, Topic, is_slug
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """The largest MQTT packet that our brokers take: an edge variable of a large model, never a flood."""
 CONNECT_TIMEOUT_S = 5.0
 
-DEVICE_WRITES = frozenset(FROM_DEVICE)
+# What a device may do below its fleet, as mosquitto's patterns: %u is its name, + one level of any content.
+DEVICE_WRITES = (*(f"%u/{kind}" for kind in FROM_DEVICE), f"%u/{PEER}/+")
 # Its own status as well: a device must see an `offline` that it did not send, to say that it lives.
-DEVICE_READS = frozenset({*TO_DEVICE, Topic.STATUS})
+DEVICE_READS = (*(f"%u/{kind}" for kind in (*TO_DEVICE, Topic.STATUS)), f"+/{PEER}/%u")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +66,7 @@ class Broker(Protocol):
 
 def may_write(fleet: str, identity: str, name: str) -> bool:
     """Returns whether a client may publish to this topic."""
-    return _is_allowed(fleet, identity, name, DEVICE_WRITES)
+    return not {"+", "#"} & set(name) and _is_allowed(fleet, identity, name, DEVICE_WRITES)
 
 
 def may_read(fleet: str, identity: str, name: str) -> bool:
@@ -79,8 +80,8 @@ def acl_file(fleet: str, refused: Collection[str] = ()) -> str:
     for name in sorted(refused):
         lines += [f"user {name}", "topic deny #", ""]
     # Patterns hold for every user, so they must name the user (%u) and not only the place.
-    lines += [f"pattern write edgefl/v1/{fleet}/%u/{kind}" for kind in sorted(DEVICE_WRITES)]
-    lines += [f"pattern read edgefl/v1/{fleet}/%u/{kind}" for kind in sorted(DEVICE_READS)]
+    lines += [f"pattern write edgefl/v1/{fleet}/{pattern}" for pattern in sorted(DEVICE_WRITES)]
+    lines += [f"pattern read edgefl/v1/{fleet}/{pattern}" for pattern in sorted(DEVICE_READS)]
     return "\n".join(lines) + "\n"
 
 
@@ -133,9 +134,21 @@ class _TidySocket(ssl.SSLSocket):
             raise
 
 
-def _is_allowed(fleet: str, identity: str, name: str, kinds: Collection[Topic]) -> bool:
+def _is_allowed(fleet: str, identity: str, name: str, patterns: Collection[str]) -> bool:
     root = f"edgefl/v1/{fleet}/"
+    if not name.startswith(root):
+        return False
     if identity == COORDINATOR_NAME:
-        return name.startswith(root)
-    own = f"{root}{identity}/"
-    return bool(identity) and name.startswith(own) and name[len(own) :] in kinds
+        return True
+    levels = name[len(root) :].split("/")
+    # A name with a wildcard in it would turn every pattern into one for all devices.
+    return is_slug(identity) and any(
+        _covers(pattern.replace("%u", identity).split("/"), levels) for pattern in patterns
+    )
+
+
+def _covers(pattern: Sequence[str], levels: Sequence[str]) -> bool:
+    """Returns whether every topic that a topic or filter of these levels stands for matches the pattern."""
+    return len(pattern) == len(levels) and all(
+        wanted in {"+", level} and level != "#" for wanted, level in zip(pattern, levels, strict=True)
+    )

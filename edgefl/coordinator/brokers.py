@@ -34,7 +34,7 @@ def make_broker(spec: str, *, directory: Path, fleet: str, tls: BrokerTls, host:
     if program is not None:
         return Mosquitto(program, directory=directory, fleet=fleet, tls=tls, host=host, port=port)
     if spec == "mosquitto":
-        raise BrokerError("mosquitto is not installed; install it, or use --broker embedded")
+        raise BrokerError("mosquitto is not installed; install it, or use the embedded broker")
     if spec not in {"auto", "embedded"}:
         raise ConfigError(f"broker must be auto, mosquitto, embedded or mqtts://HOST:PORT, got {spec!r}")
     from edgefl.coordinator.embedded_broker import EmbeddedBroker  # noqa: PLC0415 - amqtt is slow to import

@@ -94,24 +94,27 @@ class CoordinatorDirectory:
         """HOST:PORT for every host, best first; IPv6 in brackets."""
         return tuple(f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}" for host in self.hosts)
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> contextlib.AbstractContextManager[None]:
         """Holds the directory for one running coordinator; the lock goes when the process does.
 
         Raises:
             StoreError: another coordinator runs on this directory, or it cannot be written.
         """
-        with contextlib.ExitStack() as closers:
-            try:
-                file = closers.enter_context((self.root / "lock").open("w"))
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise StoreError(
-                    f"another coordinator runs on {self.root}; stop it first, or take another --dir"
-                ) from None
-            except OSError as error:
-                raise StoreError(f"{self.root / 'lock'} cannot be locked: {error.strerror or error}") from None
-            yield
+        return _held(
+            self.root / "lock", f"another coordinator runs on {self.root}; stop it first, or take another --dir"
+        )
+
+    def broker_locked(self) -> contextlib.AbstractContextManager[None]:
+        """Holds the directory for one running broker, whether a coordinator has started it or not.
+
+        Raises:
+            StoreError: another broker runs on this directory, or it cannot be written.
+        """
+        return _held(
+            self.root / "broker.lock",
+            f"a broker runs on {self.root} already; stop it first, or let the coordinator use it: "
+            "edgefl coordinator start --broker mqtts://HOST:PORT",
+        )
 
     def authority(self) -> pki.KeyPair:
         """Returns the CA with its key."""
@@ -119,6 +122,19 @@ class CoordinatorDirectory:
 
     def ca_fingerprint(self) -> str:
         return certificate_fingerprint(self.ca_cert.read_bytes())
+
+
+@contextlib.contextmanager
+def _held(path: Path, otherwise: str) -> Iterator[None]:
+    with contextlib.ExitStack() as closers:
+        try:
+            file = closers.enter_context(path.open("w"))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StoreError(otherwise) from None
+        except OSError as error:
+            raise StoreError(f"{path} cannot be locked: {error.strerror or error}") from None
+        yield
 
 
 def default_directory() -> Path:

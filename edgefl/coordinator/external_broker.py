@@ -49,7 +49,9 @@ class ExternalBroker:
         """Says that this is up to whoever runs the broker."""
         if names:
             log.warning(
-                "%s is not ours: shut out the removed devices there: %s", self._name, ", ".join(sorted(names))
+                "%s has to shut out the removed devices %s; `edgefl coordinator broker` does that by itself",
+                self._name,
+                ", ".join(sorted(names)),
             )
 
     @property

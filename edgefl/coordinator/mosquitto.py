@@ -34,6 +34,7 @@ STOP_TIMEOUT_S = 5.0
 RESTART_DELAYS_S = (0.2, 1.0, 2.0, 5.0, 10.0)
 HEALTHY_AFTER_S = 30.0
 MAX_LOG_BYTES = 1_000_000
+MAX_QUEUED_BYTES = 16 * MAX_MESSAGE_BYTES
 
 # Run by a Python of its own instead of preexec_fn, which is not safe in a process with threads. The signal comes
 # when the *thread* that started the child ends; that is the supervisor, which lives as long as the broker should.
@@ -90,9 +91,11 @@ class Mosquitto:
 
     def refuse(self, names: Collection[str]) -> None:
         self._refused = frozenset(names)
+        if self._supervisor is None:
+            return  # `start` writes the rules
+        write_whole(self._acl_path, acl_file(self._fleet, self._refused).encode())
         process = self._process
         if process is not None and process.poll() is None:
-            write_whole(self._acl_path, acl_file(self._fleet, self._refused).encode())
             process.send_signal(signal.SIGHUP)  # reads the ACL again
 
     @property
@@ -136,7 +139,12 @@ class Mosquitto:
             "log_type notice",
             "log_timestamp_format %Y-%m-%dT%H:%M:%S",
             f"message_size_limit {MAX_MESSAGE_BYTES}",
+            # By default a thousand messages, whatever their size, wait for a device that does not read.
+            f"max_queued_bytes {MAX_QUEUED_BYTES}",
             f"acl_file {self._acl_path.resolve()}",
+            # So that what a refused device had retained is not handed out; the default is lost when it reads the
+            # rules again.
+            "check_retain_source true",
             "set_tcp_nodelay true",
             f"listener {self._port} {self._host}",
             f"cafile {self._tls.ca.resolve()}",

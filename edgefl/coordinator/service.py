@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from edgefl.config import CoordinatorSettings, RunConfig
-from edgefl.coordinator.access import require_operator, require_viewer
+from edgefl.coordinator.access import is_loopback, require_operator, require_viewer
 from edgefl.coordinator.api import operator_router
 from edgefl.coordinator.broker import Broker, BrokerAddress, BrokerTls, connect_host
 from edgefl.coordinator.brokers import make_broker
@@ -24,6 +24,7 @@ from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.enrolment import BrokerSite, EnrolmentService, enrolment_router
 from edgefl.coordinator.evaluator import EvaluatorProcess
 from edgefl.coordinator.presence import Presence
+from edgefl.coordinator.refusals import Refusals
 from edgefl.coordinator.roster import Roster
 from edgefl.coordinator.runs import Assemble, RunSite, RunWorker
 from edgefl.coordinator.superlink import Reply, SuperLink
@@ -54,6 +55,10 @@ class StartOptions:
     store_url: str | None = None
     test_shards: Mapping[str, Path] = field(default_factory=dict)
     heartbeat_s: float = _DEFAULTS.heartbeat_s
+
+    @property
+    def has_external_broker(self) -> bool:
+        return self.broker.startswith("mqtts://")
 
 
 Settle = Callable[[CoordinatorDirectory], CoordinatorDirectory]
@@ -107,6 +112,7 @@ class Coordinator:
         while not self._stopping.wait(FLUSH_EVERY_S):
             self._roster.tick()
             self._diary.flush()
+            self._refusals.update()
             if self._worker is not None:
                 self._worker.flush()
         if self._fatal is not None:
@@ -222,6 +228,10 @@ class Coordinator:
             host=options.host,
             port=options.broker_port,
         )
+        if not options.has_external_broker:
+            self._closers.enter_context(directory.broker_locked())
+        self._refusals = Refusals(self._broker, self._store)
+        self._refusals.update()
         self._broker_address: BrokerAddress = self._broker.start()
         self._closers.callback(self._broker.stop)
         own = BrokerTls(ca=directory.ca_cert, cert=directory.client_cert, key=directory.client_key)
@@ -269,8 +279,9 @@ class Coordinator:
         self._closers.callback(web.stop)
 
     def _outside_host(self) -> str | None:
-        """Returns the broker's host for devices when it is not this machine."""
-        return self._broker_address.host if self._options.broker.startswith("mqtts://") else None
+        """Returns the broker's host for devices when it is not this machine, which they know by their own names."""
+        host = self._broker_address.host
+        return host if self._options.has_external_broker and not is_loopback(host) else None
 
     def _check(self, config: RunConfig) -> Json:
         assembled = self._assemble(config, "check")

@@ -1,7 +1,8 @@
 """The device's end of MQTT: says that it is there, hears the bell and commands, and comes back for ever.
 
 Every connection is a session of its own: a new client object, a new session number, and a will that carries it. So a
-late will can be told from the present, and nothing that was queued for an old connection is sent on a new one.
+late will can be told from the present, and of what was queued for an old connection only the newest values for other
+devices are sent on a new one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,8 +20,10 @@ import paho.mqtt.client as mqtt
 from paho.mqtt.reasoncodes import ReasonCode
 
 from edgefl.device.mqtt_session import CONNECT_TIMEOUT_S, LinkIdentity, LinkTls, Session, link_context, new_session
+from edgefl.device.peers import Peers
 from edgefl.errors import NetworkError, NotJoinedError, StoreError
 from edgefl.protocol import (
+    MAX_PEER_BYTES,
     Capabilities,
     Command,
     Heartbeat,
@@ -28,6 +31,7 @@ from edgefl.protocol import (
     ProgressReport,
     Status,
     Topic,
+    parse_peer_topic,
     parse_topic,
 )
 from edgefl.types import derived_rng
@@ -51,12 +55,14 @@ REMEMBERED_COMMANDS = 256
 class LinkCallbacks:
     """What the agent does on MQTT's word; all run in the link's thread and should return soon.
 
-    `on_bell` also comes after every connect, since a bell may have rung while the link was down.
+    `on_bell` also comes after every connect, since a bell may have rung while the link was down. `on_peer` gets the
+    name of a device and what it has for this one, after `Link.listen_to_peers`; the same value may come twice.
     """
 
     on_bell: Callable[[], None]
     on_command: Callable[[Command], None]
     on_connection: Callable[[bool], None] = lambda _: None
+    on_peer: Callable[[str, bytes], None] = lambda _sender, _payload: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +109,7 @@ class Link:
         self._rng = derived_rng("link", identity.device_id, identity.boot_id)
         self._state = PresenceState.ONLINE
         self._capabilities: Capabilities | None = None
+        self._peers = Peers()
         self._lock = threading.Lock()
         self._session: Session | None = None
         self._unused_session_no: int | None = None
@@ -175,6 +182,37 @@ class Link:
         session.publish(Topic.PROGRESS, report.dump())
         return True
 
+    def publish_peer(self, receiver: str, payload: bytes, *, retain: bool = True) -> bool:
+        """Sends the newest value for another device; does not block.
+
+        A value that still waits when a newer one for the same receiver comes is never sent. A retained one is kept
+        here too, and sent again after every connect: a broker may forget what it retained.
+
+        Returns:
+            False while the link is down: a retained value then leaves at the next connect, another one never.
+
+        Raises:
+            NetworkError: the value is empty or has more than `MAX_PEER_BYTES` bytes, or all retained values together
+                would have more than `MAX_RETAINED_PEER_BYTES`.
+            UsageError: the receiver's name is none.
+        """
+        return self._peers.publish(receiver, payload, retain=retain)
+
+    def has_sent_to_peers(self) -> bool:
+        """Says whether the broker has all that was published for other devices; true while the link is down."""
+        return self._peers.is_clear()
+
+    def listen_to_peers(self) -> None:
+        """Hands what other devices have for this one to `on_peer`, from now on and after every connect."""
+        self._peers.listen()
+
+    def forget_peers(self, receivers: Iterable[str]) -> None:
+        """Clears what the broker retains of this device for these receivers, and hears no other device any more.
+
+        While the link is down that waits for the next connect.
+        """
+        self._peers.forget(receivers)
+
     def _run(self) -> None:
         backoff_s = FIRST_BACKOFF_S
         while not self._stopping.is_set():
@@ -212,7 +250,7 @@ class Link:
             return False
         try:
             if not self._stopping.is_set():
-                session.run()
+                session.run(self._peers.send_due)
         except OSError as error:
             self._log_sometimes(f"{host}:{port}", "lost the broker at %s:%d (%s)", host, port, error)
         finally:
@@ -227,6 +265,7 @@ class Link:
         session.client.on_subscribe = self._subscribed
         session.client.on_disconnect = self._disconnected
         session.client.on_message = self._received
+        session.client.message_callback_add(session.peer_filter, self._received_from_peer)
         return session
 
     def _connected(self, client: mqtt.Client, session: Session, _flags: Any, reason: ReasonCode, _props: Any) -> None:
@@ -243,6 +282,7 @@ class Link:
         # Our own status too: see `_own_status`.
         kinds = ((Topic.BELL, 0), (Topic.COMMAND, 1), (Topic.STATUS, 1))
         client.subscribe([(session.topic(kind), qos) for kind, qos in kinds])
+        self._peers.attach(session)
         if self._stopping.is_set():
             self._say_goodbye(session)
 
@@ -250,7 +290,12 @@ class Link:
         self, _client: Any, session: Session, _mid: int, reasons: Sequence[ReasonCode], _props: Any
     ) -> None:
         """Counts as connected from here: a bell before this would not be heard, one after it is."""
-        if any(reason.is_failure for reason in reasons):
+        is_refused = any(reason.is_failure for reason in reasons)
+        if self._is_connected.is_set():  # so it was a later subscription
+            if is_refused:
+                self._log_sometimes("lonely", "the broker lets this device hear no other device; check its rules")
+            return
+        if is_refused:
             self._log_sometimes("deaf", "the broker lets this device hear no bell or no command; check its rules")
         self._is_connected.set()
         log.info("connected to the broker, session %d", session.number)
@@ -263,6 +308,7 @@ class Link:
         self._ended(session)
 
     def _ended(self, session: Session) -> None:
+        self._peers.detach(session)
         with self._lock:
             was_current = self._session is session
             if was_current:
@@ -282,6 +328,19 @@ class Link:
                 self._own_status(session, Status.load(bytes(message.payload)))
         except NetworkError as error:
             self._log_sometimes("malformed", "dropped a message: %s", error)
+
+    def _received_from_peer(self, _client: Any, _session: Session, message: mqtt.MQTTMessage) -> None:
+        payload = bytes(message.payload)
+        try:
+            _, sender, _ = parse_peer_topic(message.topic)
+        except NetworkError as error:
+            self._log_sometimes("malformed", "dropped a message: %s", error)
+            return
+        if len(payload) > MAX_PEER_BYTES:
+            text = "dropped %d bytes from %s, at most %d are taken"
+            self._log_sometimes("malformed", text, len(payload), sender, MAX_PEER_BYTES)
+        elif payload and self._peers.is_listening:  # an empty one only clears what was retained
+            self._guard(lambda: self._callbacks.on_peer(sender, payload))
 
     def _own_status(self, session: Session, status: Status) -> None:
         """Contradicts an `offline` that we did not send: a late will of an earlier session."""

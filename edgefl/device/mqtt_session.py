@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
+import struct
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,10 +15,13 @@ from paho.mqtt.enums import CallbackAPIVersion
 
 from edgefl.device.trust import pinned_context
 from edgefl.errors import NotJoinedError
-from edgefl.protocol import PresenceState, Status, Topic, topic
+from edgefl.protocol import PresenceState, Status, Topic, peer_topic, topic
 
 CONNECT_TIMEOUT_S = 5.0
 LOOP_TIMEOUT_S = 1.0
+# In Linux's struct tcp_info since 4.6: bytes acknowledged, bytes received, segments out and in, bytes not yet sent.
+_TCP_COUNTS = struct.Struct("=QQIII")
+_TCP_COUNTS_AT = 120
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +56,7 @@ class Session:
     identity: LinkIdentity
     number: int
     was_accepted: bool = False
+    acknowledged_bytes: int = 0
 
     def topic(self, kind: Topic) -> str:
         return topic(self.identity.fleet, self.identity.device_id, kind)
@@ -56,15 +64,48 @@ class Session:
     def publish(self, kind: Topic, payload: bytes, *, qos: int = 0, retain: bool = False) -> mqtt.MQTTMessageInfo:
         return self.client.publish(self.topic(kind), payload, qos=qos, retain=retain)
 
-    def run(self) -> None:
+    @property
+    def peer_filter(self) -> str:
+        """Matches what every other device has for this one."""
+        return peer_topic(self.identity.fleet, "+", self.identity.device_id)
+
+    def publish_to_peer(self, receiver: str, payload: bytes, *, retain: bool) -> mqtt.MQTTMessageInfo:
+        name = peer_topic(self.identity.fleet, self.identity.device_id, receiver)
+        return self.client.publish(name, payload, qos=1, retain=retain)
+
+    def subscribe_to_peers(self) -> None:
+        self.client.subscribe(self.peer_filter, qos=1)
+
+    def unsubscribe_from_peers(self) -> None:
+        self.client.unsubscribe(self.peer_filter)
+
+    def run(self, between_turns: Callable[[], None]) -> None:
         """Sends and receives until the session ends; the only thread that ever writes to the socket.
+
+        `between_turns` is called after everything that was received or sent, and once a second.
 
         paho's `loop_forever` lets every thread that publishes write for itself, and two threads in one TLS socket
         tear the connection. A write callback makes them leave it to this loop, which `loop` alone can be woken from.
         """
         self.client.on_socket_register_write = _leave_to_the_loop
         while self.client.loop(LOOP_TIMEOUT_S) == mqtt.MQTT_ERR_SUCCESS:
-            pass
+            if self._is_moving():
+                # paho takes a broker for dead that says nothing while a large packet makes its way to it.
+                self.client._last_bytes_received = time.monotonic()  # noqa: SLF001 there is no public way
+            between_turns()
+
+    def _is_moving(self) -> bool:
+        """Returns whether the broker's machine has taken in more since the last time, and more waits for it."""
+        connection = self.client.socket()
+        if not isinstance(connection, socket.socket):
+            return False
+        size = _TCP_COUNTS_AT + _TCP_COUNTS.size
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
+        if len(info) < size:
+            return False
+        acknowledged, *_, waiting = _TCP_COUNTS.unpack_from(info, _TCP_COUNTS_AT)
+        before, self.acknowledged_bytes = self.acknowledged_bytes, acknowledged
+        return bool(acknowledged > before and waiting)
 
     def publish_status(self, state: PresenceState) -> mqtt.MQTTMessageInfo:
         return self.publish(Topic.STATUS, self.status(state), qos=1, retain=True)

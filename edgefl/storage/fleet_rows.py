@@ -155,6 +155,12 @@ class FleetRows:
         with self._database.read() as connection:
             return [_device_record(row) for row in connection.execute(query)]
 
+    def removed_devices(self) -> frozenset[str]:
+        """Returns the names of devices that were removed, but for those that joined again."""
+        with self._database.read() as connection:
+            rows = connection.execute(select(Device.device_id).where(Device.removed_at.is_not(None)))
+            return frozenset(row.device_id for row in rows)
+
     def device(self, device_id: str) -> DeviceRecord:
         """Returns one device, removed or not.
 

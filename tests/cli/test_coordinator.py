@@ -98,7 +98,7 @@ def test_token_options_that_make_no_sense_exit_with_2(
     assert err
 
 
-@pytest.mark.parametrize("command", ["token", "start", "readdress"])
+@pytest.mark.parametrize("command", ["token", "start", "readdress", "broker"])
 def test_a_directory_that_was_not_set_up_says_so(run: Any, tmp_path: Path, command: str) -> None:
     code, out, err = run(command, "--dir", tmp_path / "none")
     assert (code, out, err.count("\n")) == (36, "", 1)

@@ -190,6 +190,7 @@ def mqtt_tools() -> Any:
     tools = Tools()
     tools.eventually = eventually  # type: ignore[attr-defined] # a bag
     tools.connect_packet = connect_packet  # type: ignore[attr-defined] # a bag
+    tools.client = MqttClient  # type: ignore[attr-defined] # a bag
     tools.device_process = Path(__file__).with_name("device_process.py")  # type: ignore[attr-defined] # a bag
     tools.environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}  # type: ignore[attr-defined] # a bag
     return tools

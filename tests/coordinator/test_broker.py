@@ -9,9 +9,11 @@ import time
 import pytest
 
 from edgefl.coordinator import pki
-from edgefl.coordinator.broker import BrokerTls, acl_file, client_context, may_read, may_write
+from edgefl.coordinator.broker import MAX_MESSAGE_BYTES, BrokerTls, acl_file, client_context, may_read, may_write
 from edgefl.coordinator.brokers import make_broker, mosquitto_path
+from edgefl.coordinator.mosquitto import Mosquitto
 from edgefl.errors import BrokerError, ConfigError, PortInUseError
+from edgefl.protocol import MAX_PEER_BYTES, peer_topic
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -41,6 +43,80 @@ def test_a_device_reads_only_its_own_topics(running, mqtt_tools):
     coordinator.publish(f"{ROOT}/pi-1/bell", b"ours")
     mqtt_tools.eventually(lambda: device.received)
     assert {(name, payload) for name, payload, _ in device.received} == {(f"{ROOT}/pi-1/bell", b"ours")}
+
+
+def test_a_device_writes_only_its_own_edges(running, mqtt_tools):
+    coordinator = running.client("coordinator")
+    coordinator.subscribe(f"{ROOT}/#")
+    device = running.client("pi-1")
+    for forged in ("pi-2/peer/pi-1", "pi-2/peer/pi-3", "pi-1/peer", "pi-1/peer/pi-2/more", "pi-1/other/pi-2"):
+        device.publish(f"{ROOT}/{forged}", b"forged", retain=True)
+    device.publish(f"{ROOT}/pi-1/peer/pi-2", b"true", retain=True)
+    mqtt_tools.eventually(lambda: coordinator.received)
+    assert [(name, payload) for name, payload, _ in coordinator.received] == [(f"{ROOT}/pi-1/peer/pi-2", b"true")]
+
+
+def test_a_device_hears_only_edges_that_lead_to_it(running, mqtt_tools):
+    sender, eavesdropper = running.client("pi-3"), running.client("pi-1")
+    sender.publish(f"{ROOT}/pi-3/peer/pi-2", b"retained", retain=True)
+    others = ("+/peer/pi-2", "pi-3/peer/pi-2", "+/peer/+", "pi-3/peer/#", "pi-1/peer/+", "+/+/pi-1", "#")
+    codes = eavesdropper.subscribe(*(f"{ROOT}/{name}" for name in others))
+    # Mosquitto grants a subscription that can never match, and asks before every delivery.
+    assert isinstance(running.broker, Mosquitto) or set(codes) == {128}
+    assert eavesdropper.subscribe(f"{ROOT}/+/peer/pi-1", f"{ROOT}/pi-3/peer/pi-1") == [1, 1]
+    sender.publish(f"{ROOT}/pi-3/peer/pi-2", b"theirs")
+    sender.publish(f"{ROOT}/pi-3/peer/pi-1", b"ours")
+    mqtt_tools.eventually(lambda: eavesdropper.received)
+    running.client("coordinator").publish(f"{ROOT}/pi-3/peer/pi-1", b"last")
+    mqtt_tools.eventually(lambda: b"last" in eavesdropper.payloads(f"{ROOT}/pi-3/peer/pi-1"))
+    assert {(name, payload) for name, payload, _ in eavesdropper.received} == {
+        (f"{ROOT}/pi-3/peer/pi-1", b"ours"),
+        (f"{ROOT}/pi-3/peer/pi-1", b"last"),
+    }
+
+
+def test_the_newest_value_of_an_edge_waits_for_its_receiver_until_it_is_cleared(running, mqtt_tools):
+    sender = running.client("pi-1")
+    for payload in (b"old", b"new"):
+        sender.publish(f"{ROOT}/pi-1/peer/pi-2", payload, retain=True)
+    receiver = running.client("pi-2")
+    receiver.subscribe(f"{ROOT}/+/peer/pi-2")
+    mqtt_tools.eventually(lambda: receiver.received == [(f"{ROOT}/pi-1/peer/pi-2", b"new", True)])
+    sender.publish(f"{ROOT}/pi-1/peer/pi-2", b"", retain=True)
+    mqtt_tools.eventually(lambda: len(receiver.received) == 2)
+    later = running.client("pi-2")
+    later.subscribe(f"{ROOT}/+/peer/pi-2")
+    sender.publish(f"{ROOT}/pi-1/peer/pi-2", b"live")
+    mqtt_tools.eventually(lambda: later.received)
+    assert later.received == [(f"{ROOT}/pi-1/peer/pi-2", b"live", False)]
+
+
+def test_the_largest_message_from_device_to_device_passes(running, mqtt_tools):
+    names = ["a" * 63, "b" * 63]
+    topic = peer_topic("lab", *names)
+    assert MAX_PEER_BYTES + len(peer_topic("f" * 63, *names)) + 9 < MAX_MESSAGE_BYTES
+    receiver = running.client(names[1])
+    receiver.subscribe(topic)
+    running.client(names[0]).publish(topic, bytes(MAX_PEER_BYTES), retain=True)
+    mqtt_tools.eventually(lambda: receiver.payloads(topic) == [bytes(MAX_PEER_BYTES)], 20)
+
+
+def test_who_is_in_the_middle_of_a_large_packet_is_not_silent(running, mqtt_tools):
+    topic, size = f"{ROOT}/pi-1/peer/pi-2", 1_000_000
+    receiver = running.client("pi-2")
+    receiver.subscribe(topic)
+    raw = running.raw("pi-1")
+    raw.sendall(mqtt_tools.connect_packet("pi-1", keep_alive_s=1))
+    assert raw.recv(4)[0] == 0x20
+    remaining = 2 + len(topic) + size
+    length = bytes([remaining & 0x7F | 0x80, remaining >> 7 & 0x7F | 0x80, remaining >> 14])
+    packet = b"\x30" + length + len(topic).to_bytes(2, "big") + topic.encode() + bytes(size)
+    piece = len(packet) // 16 + 1
+    for start in range(0, len(packet), piece):
+        raw.sendall(packet[start : start + piece])
+        until_s = time.monotonic() + 0.2
+        mqtt_tools.eventually(lambda until_s=until_s: time.monotonic() > until_s)
+    mqtt_tools.eventually(lambda: receiver.payloads(topic) == [bytes(size)])
 
 
 def test_a_connecting_device_is_not_sent_what_only_others_subscribed_to(running, mqtt_tools):
@@ -195,6 +271,25 @@ def test_a_refused_device_can_say_and_hear_nothing(running, mqtt_tools):
         assert time.monotonic() < deadline_s, "a refused device is still heard"
 
 
+def test_what_a_refused_device_left_behind_is_handed_out_no_more(running, mqtt_tools):
+    for name in ("pi-1", "pi-3"):
+        running.client(name).publish(f"{ROOT}/{name}/peer/pi-2", name.encode(), retain=True)
+
+    def left_behind():
+        receiver = running.client("pi-2")
+        receiver.subscribe(f"{ROOT}/+/peer/pi-2")
+        mqtt_tools.eventually(lambda: receiver.payloads(f"{ROOT}/pi-3/peer/pi-2"))
+        running.client("coordinator").publish(f"{ROOT}/pi-4/peer/pi-2", b"the end")
+        mqtt_tools.eventually(lambda: receiver.payloads(f"{ROOT}/pi-4/peer/pi-2"))
+        return {payload for _, payload, _ in receiver.received} - {b"the end"}
+
+    assert left_behind() == {b"pi-1", b"pi-3"}
+    running.broker.refuse({"pi-1"})
+    mqtt_tools.eventually(lambda: left_behind() == {b"pi-3"})
+    running.broker.refuse(())
+    mqtt_tools.eventually(lambda: left_behind() == {b"pi-1", b"pi-3"})
+
+
 def test_a_stopped_broker_frees_its_port_and_can_start_again(running, mqtt_tools):
     assert running.broker.alive()
     running.broker.stop()
@@ -239,6 +334,18 @@ def test_names_with_wildcards_match_nothing():
     assert not may_read("lab", "pi-1", "edgefl/v1/lab/pi-1/#")
     assert not may_read("lab", "", "edgefl/v1/lab//bell")
     assert not may_read("lab", "pi-1", "edgefl/v1/other/pi-1/bell")
+    assert not may_read("lab", "+", "edgefl/v1/lab/pi-1/peer/pi-2")
+    assert not may_read("lab", "pi-2", "edgefl/v1/lab/#/peer/pi-2")
+    assert not may_write("lab", "pi-1", "edgefl/v1/lab/pi-1/peer/+")
+
+
+def test_edges_are_written_by_the_one_end_and_read_by_the_other():
+    edge = "edgefl/v1/lab/pi-1/peer/pi-2"
+    assert [may_write("lab", name, edge) for name in ("pi-1", "pi-2", "pi-3", "coordinator")] == [1, 0, 0, 1]
+    assert [may_read("lab", name, edge) for name in ("pi-1", "pi-2", "pi-3", "coordinator")] == [0, 1, 0, 1]
+    every = "edgefl/v1/lab/+/peer/pi-2"
+    assert [may_read("lab", name, every) for name in ("pi-1", "pi-2", "pi-3", "coordinator")] == [0, 1, 0, 1]
+    assert not may_write("other", "pi-1", edge)
 
 
 def test_the_acl_file_says_the_same_as_the_functions():
@@ -246,4 +353,7 @@ def test_the_acl_file_says_the_same_as_the_functions():
     assert "pattern write edgefl/v1/lab/%u/heartbeat" in text
     assert "pattern read edgefl/v1/lab/%u/bell" in text
     assert "pattern write edgefl/v1/lab/%u/bell" not in text
+    assert "pattern write edgefl/v1/lab/%u/peer/+" in text
+    assert "pattern read edgefl/v1/lab/+/peer/%u" in text
+    assert text.count("peer") == 2
     assert "user pi-9\ntopic deny #" in text

@@ -56,6 +56,18 @@ def test_it_hears_the_four_topics_of_every_device(bus, running, coordinator, mqt
     assert heard == {(name, kind) for name in ("pi-1", "pi-2") for kind in Topic if kind not in ("bell", "command")}
 
 
+def test_it_is_not_sent_what_devices_say_to_each_other(bus, running, coordinator, mqtt_tools):
+    device, other = running.client("pi-1"), running.client("pi-2")
+    other.subscribe(f"{ROOT}/+/peer/pi-2")
+    heard, bus._client.on_message = [], lambda _client, _data, message: heard.append(message.topic)
+    device.publish(f"{ROOT}/pi-1/peer/pi-2", b"between us", retain=True)
+    mqtt_tools.eventually(lambda: other.payloads(f"{ROOT}/pi-1/peer/pi-2"))
+    device.publish(f"{ROOT}/pi-1/heartbeat", b"for all")
+    mqtt_tools.eventually(lambda: heard)
+    assert heard == [f"{ROOT}/pi-1/heartbeat"]
+    assert bus.malformed_counts() == {}
+
+
 def test_it_rings_and_commands(bus, running, mqtt_tools):
     device = running.client("pi-1")
     device.subscribe(f"{ROOT}/pi-1/bell", f"{ROOT}/pi-1/command")

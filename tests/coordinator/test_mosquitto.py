@@ -84,6 +84,14 @@ def test_it_comes_back_again_and_again(mosquitto, mqtt_tools):
     assert mosquitto.alive()
 
 
+def test_who_is_refused_while_it_is_down_is_refused_when_it_is_back(mosquitto, mqtt_tools, tmp_path):
+    os.kill(mosquitto.pid, signal.SIGKILL)
+    mqtt_tools.eventually(lambda: mosquitto.pid is None)
+    mosquitto.refuse({"pi-1"})
+    mqtt_tools.eventually(lambda: mosquitto.pid is not None, 20)
+    assert "user pi-1\ntopic deny #" in (tmp_path / "broker" / "acl").read_text()
+
+
 def test_nobody_else_reads_its_files(mosquitto, tmp_path):
     directory = tmp_path / "broker"
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700

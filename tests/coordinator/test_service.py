@@ -131,3 +131,30 @@ def test_a_join_that_was_cut_off_is_finished_at_the_next_start_and_told_once(dir
     connection = sqlite3.connect(directory.database)
     assert connection.execute("SELECT kind FROM events").fetchall() == [("device-joined",)]
     connection.close()
+
+
+def test_the_coordinator_s_own_broker_refuses_removed_devices_from_the_start_and_from_their_removal_on(
+    directory: CoordinatorDirectory,
+) -> None:
+    with Store.open(directory.database) as store:
+        store.add_token(
+            token_id="t", secret_sha256="0" * 64, expires_at=9e9, uses=2, groups=(), role=None, created_at=1.0
+        )
+        for name in ("pi-1", "pi-2"):
+            key = ec.generate_private_key(ec.SECP384R1()).public_key()
+            pem = key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+            store.enroll_device(
+                token_id="t", secret_sha256="0" * 64, now=2.0, device_id=name, public_key=pem, role="trainer"
+            )
+        store.remove_device("pi-1", at=3.0)
+        with Coordinator(directory, _options(directory), assemble) as coordinator:
+            assert coordinator._broker._refused == {"pi-1"}
+            waiting = threading.Thread(target=coordinator.wait)
+            waiting.start()
+            store.remove_device("pi-2", at=4.0)
+            until_s = time.monotonic() + 10
+            while coordinator._broker._refused != {"pi-1", "pi-2"}:
+                assert time.monotonic() < until_s
+                time.sleep(0.02)
+            coordinator.stop()
+            waiting.join()

@@ -107,7 +107,9 @@ def test_the_name_of_a_removed_device_is_free_and_its_history_stays(store, run_i
     store.remove_device("pi-1", at=1500.0)
     assert store.devices() == []
     assert store.device("pi-1").removed_at == 1500.0
+    assert store.removed_devices() == {"pi-1"}
     again = store.join("pi-1", key=b"new")
+    assert store.removed_devices() == set()
     assert (again.public_key, again.node_id, again.removed_at) == (b"new", None, None)
     assert sql(store, "SELECT count(*) FROM updates WHERE device_id = 'pi-1'") == [(1,)]
 
@@ -363,3 +365,25 @@ def test_durable_writes_are_synced_and_the_others_need_not_be(store):
     with store.database.write() as connection:
         seen["heartbeats"] = connection.exec_driver_sql("PRAGMA synchronous").scalar()
     assert seen == {"devices": 2, "heartbeats": 1}
+
+
+def test_what_is_known_of_a_round_is_added_to_what_was_known_before(store, run_id):
+    store.record_round(run_id, 1, ["a"])
+    store.set_round_figures(run_id, 1, {"facts": {"disagreement": 0.5, "bound": float("inf")}})
+    store.set_round_figures(run_id, 1, {"node_accuracy": 0.5, "worst_node_accuracy": 0.25})
+    store.set_round_figures(run_id, 0, {"node_accuracy": 0.125})
+    store.sum_rounds(run_id)
+    found = store.newest_node_round(run_id)
+    assert (found["round"], found["node_accuracy"], found["worst_node_accuracy"]) == (1, 0.5, 0.25)
+    assert found["facts"] == {"disagreement": 0.5, "bound": None}
+
+
+def test_the_newest_round_with_nodes_is_not_the_newest_round(store, run_id):
+    assert store.newest_node_round(run_id) == {}
+    for number in (1, 2, 3):
+        store.record_round(run_id, number, ["a"])
+    assert store.newest_node_round(run_id) == {}
+    for number in (2, 1):
+        store.set_round_figures(run_id, number, {"node_accuracy": number / 4, "worst_node_accuracy": 0.0})
+    assert store.newest_node_round(run_id)["node_accuracy"] == 0.5
+    assert store.newest_node_round("another") == {}

@@ -1,0 +1,79 @@
+"""The fleet's broker as a unit of its own: a coordinator may come and go beside it, and what it retains stays."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from edgefl.coordinator.broker import BrokerAddress, BrokerTls
+from edgefl.coordinator.brokers import make_broker
+from edgefl.coordinator.directory import CoordinatorDirectory
+from edgefl.coordinator.refusals import Refusals
+from edgefl.errors import StoreError
+from edgefl.processes import on_stop_signal
+from edgefl.storage.store import Store
+
+log = logging.getLogger(__name__)
+
+REFUSE_EVERY_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokerOptions:
+    """How `edgefl coordinator broker` was called; `kind` is auto, mosquitto or embedded."""
+
+    host: str
+    port: int
+    kind: str = "auto"
+    store_url: str | None = None
+
+
+def serve_broker(
+    directory: CoordinatorDirectory, options: BrokerOptions, on_ready: Callable[[BrokerAddress], None]
+) -> None:
+    """Runs the fleet's broker until SIGTERM or SIGINT; `on_ready` gets where it listens, once it does.
+
+    Devices that are removed meanwhile are shut out within `REFUSE_EVERY_S` seconds.
+
+    Raises:
+        BrokerError: it does not come up.
+        PortInUseError: the port is taken.
+        StoreError: another broker runs on this directory, or the store cannot be opened.
+    """
+    stopping = threading.Event()
+    with on_stop_signal(stopping.set), contextlib.ExitStack() as closers:
+        closers.enter_context(directory.broker_locked())
+        store = closers.enter_context(Store.open(options.store_url or directory.database))
+        broker = make_broker(
+            options.kind,
+            directory=directory.broker,
+            fleet=directory.fleet,
+            tls=BrokerTls(ca=directory.ca_cert, cert=directory.server_cert, key=directory.server_key),
+            host=options.host,
+            port=options.port,
+        )
+        refusals = Refusals(broker, store)
+        refusals.update()
+        address = broker.start()
+        closers.callback(broker.stop)
+        log.info("broker of fleet %s at %s:%d", directory.fleet, options.host, options.port)
+        on_ready(address)
+        _keep_refusing(refusals, stopping)
+        log.info("stopping")
+
+
+def _keep_refusing(refusals: Refusals, stopping: threading.Event) -> None:
+    was_read = True
+    while not stopping.wait(REFUSE_EVERY_S):
+        try:
+            refusals.update()
+        except StoreError as error:
+            # The devices need the broker whatever becomes of the store.
+            if was_read:
+                log.warning("devices that are removed now are not yet shut out (%s); trying again", error)
+            was_read = False
+        else:
+            was_read = True

@@ -1,0 +1,137 @@
+"""The broker is a unit of its own: devices go on through it while the coordinator beside it is killed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgefl.config import parse_run
+from edgefl.coordinator import pki
+from edgefl.coordinator.brokers import mosquitto_path
+from edgefl.coordinator.directory import load_directory
+from edgefl.device.link import Link, LinkCallbacks, LinkIdentity, LinkTls
+from edgefl.local_fleet import LocalFleet, free_port
+
+pytestmark = pytest.mark.timeout(240)
+
+BETWEEN_S = 0.02
+KEPT = 999_999
+
+
+class Talker:
+    """A link that says ever higher numbers to the other one, in a thread of its own, and keeps what it hears."""
+
+    def __init__(self, fleet: LocalFleet, name: str, other: str, port: int) -> None:
+        directory = load_directory(fleet.directory)
+        pair = pki.issue_client(directory.authority(), name)
+        files = {kind: fleet.root / f"{name}.{kind}" for kind in ("cert", "key")}
+        files["cert"].write_bytes(pair.cert_pem)
+        files["key"].write_bytes(pair.key_pem)
+        self.name, self.other = name, other
+        self.heard: list[int] = []
+        self.said = 0
+        self.sessions = 0
+        self._stopping = threading.Event()
+        self.link = Link(
+            [("127.0.0.1", port)],
+            LinkTls(ca=directory.ca_cert, **files),
+            LinkIdentity(fleet=directory.fleet, device_id=name, boot_id="boot"),
+            LinkCallbacks(on_bell=lambda: None, on_command=lambda _: None, on_peer=self._hear),
+            next_session_no=self._next_session,
+        )
+        self.link.listen_to_peers()
+        self.link.start()
+        assert self.link.wait_connected(20)
+        self._thread = threading.Thread(target=self._talk, name=f"talker-{name}")
+        self._thread.start()
+
+    def hush(self) -> None:
+        """Says nothing more, but stays connected."""
+        self._stopping.set()
+        self._thread.join()
+
+    def close(self) -> None:
+        self.hush()
+        self.link.stop()
+
+    def _talk(self) -> None:
+        while not self._stopping.wait(BETWEEN_S):
+            self.said += 1
+            assert self.link.publish_peer(self.other, self.said.to_bytes(4, "big"))
+
+    def _hear(self, sender: str, payload: bytes) -> None:
+        assert sender == self.other
+        self.heard.append(int.from_bytes(payload, "big"))
+
+    def _next_session(self) -> int:
+        self.sessions += 1
+        return self.sessions
+
+
+@pytest.fixture(params=["mosquitto", "embedded"])
+def site(request: Any, tools: Any, tmp_path: Path) -> Iterator[tuple[LocalFleet, Any, int]]:
+    """A broker in a process of its own, a coordinator that is told where it is, and a device agent."""
+    if request.param == "mosquitto" and mosquitto_path() is None:
+        pytest.skip("mosquitto is not installed")
+    port, root = free_port(), tmp_path / "fleet"
+    root.mkdir()
+    fleet = tools.fleet(root, tools.devices(1), broker=f"mqtts://127.0.0.1:{port}")
+    fleet.command("coordinator", "init", "--dir", str(fleet.directory), "--host", "127.0.0.1",
+                  "--port", str(fleet.port))  # fmt: skip
+    words = ("coordinator", "broker", "--dir", str(fleet.directory), "--host", "127.0.0.1", "--port", str(port),
+             "--kind", request.param)  # fmt: skip
+    broker = fleet.popen(words)
+    try:
+        with fleet:
+            yield fleet, broker, port
+        assert broker.poll() is None, "it outlives the coordinator"
+        broker.terminate()
+        assert broker.wait(20) == 0
+    finally:
+        broker.kill()
+        broker.communicate()
+    assert not tools.tracebacks(root)
+
+
+def _works(fleet: LocalFleet) -> None:
+    fleet.wait_present(1)
+    run_id = fleet.submit(parse_run({"run": {"task": "digits", "rounds": 2, "evaluate_on": "none"}}))
+    assert fleet.wait_run(run_id)["status"] == "finished"
+
+
+def test_devices_talk_on_while_the_coordinator_is_killed_and_it_finds_everything_again(
+    site: tuple[LocalFleet, Any, int], tools: Any
+) -> None:
+    fleet, broker, port = site
+    _works(fleet)
+    assert tools.eventually(lambda: fleet.history("heartbeats")), "the agent has found the broker"
+    talkers = [Talker(fleet, "pi-1", "pi-2", port), Talker(fleet, "pi-2", "pi-1", port)]
+    one, two = talkers
+    try:
+        tools.eventually(lambda: len(one.heard) > 5 and len(two.heard) > 5, what="they talk")
+        one.link.publish_peer("pi-9", KEPT.to_bytes(4, "big"))
+        fleet.kill("coordinator")
+        before = len(one.heard), len(two.heard)
+        tools.eventually(
+            lambda: len(one.heard) > before[0] + 20 and len(two.heard) > before[1] + 20, what="they talk on"
+        )
+        fleet.start_coordinator()
+        _works(fleet)
+        one.hush()
+        two.hush()
+        tools.eventually(lambda: one.heard[-1] == two.said and two.heard[-1] == one.said, what="the last value")
+        for talker in talkers:
+            assert talker.heard == sorted(set(talker.heard)), "in order, and each once"
+            assert talker.sessions == 1
+        one.close()
+        late = Talker(fleet, "pi-9", "pi-1", port)
+        talkers.append(late)
+        assert tools.eventually(lambda: late.heard) == [KEPT], "retained since before the kill"
+    finally:
+        for talker in talkers:
+            talker.close()
+    assert broker.poll() is None
