@@ -37,6 +37,7 @@ BUILT_IN = {
     "local": "edgefl.strategies.local:Local",
     "pdmm-isvr": "edgefl.strategies.gossip:PdmmIsvr",
     "redundant": "edgefl.strategies.redundancy:Redundant",
+    "scaffold": "edgefl.strategies.scaffold:Scaffold",
     "signsgd": "edgefl.strategies.signsgd:SignSGD",
     "ssgd": "edgefl.strategies.ssgd:SSGD",
 }

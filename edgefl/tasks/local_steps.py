@@ -15,6 +15,7 @@ from typing import Protocol, runtime_checkable
 from edgefl.errors import ConfigError
 from edgefl.tasks.adaptive import AdaDeltaStep, AdaGradStep, AdamStep, RmsPropStep
 from edgefl.tasks.descent import DecayStep, GradientStep, ProxStep, SgdStep
+from edgefl.tasks.scaffold import ScaffoldStep
 from edgefl.types import Algorithm, Array, Dataset, Learner, LocalPlan
 
 ENTRY_POINT_GROUP = "edgefl.local_steps"
@@ -51,6 +52,7 @@ BUILT_IN: Mapping[str, Callable[[LocalPlan], LocalStep]] = MappingProxyType(
         Algorithm.RMSPROP: RmsPropStep,
         Algorithm.ADAGRAD: AdaGradStep,
         Algorithm.ADADELTA: AdaDeltaStep,
+        Algorithm.SCAFFOLD: ScaffoldStep,
     }
 )
 
