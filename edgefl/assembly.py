@@ -171,6 +171,7 @@ def _rules(config: RunConfig, shapes: Shapes, codec: str) -> RoundRules:
         barrier_s=config.run.barrier_s,
         rescue=config.run.rescue,
         updates_per_round=config.run.updates_per_round,
+        rounds=config.run.rounds,
         codec=codec,
         task=config.run.task,
         server=ServerOptimizer(
@@ -186,8 +187,8 @@ def _rules(config: RunConfig, shapes: Shapes, codec: str) -> RoundRules:
 
 
 def _has_nodes(strategy: Strategy[Any]) -> bool:
-    """Says whether every device has a model of its own."""
-    return hasattr(strategy, "node_models")
+    """Says whether the strategy makes devices nodes of a graph."""
+    return bool(getattr(strategy, "has_nodes", False))
 
 
 def _check_nodes(config: RunConfig, shapes: Shapes) -> None:

@@ -271,6 +271,7 @@ def load_run(path: str | Path) -> RunConfig:
     return replace(
         config,
         run=replace(config.run, init=_placed(folder, config.run.init)),
+        strategy=replace(config.strategy, options=_placed_files(folder, config.strategy.options)),
         simulation=replace(
             simulation,
             profile_file=_placed(folder, simulation.profile_file),
@@ -278,6 +279,14 @@ def load_run(path: str | Path) -> RunConfig:
             faults=_placed(folder, simulation.faults),
         ),
     )
+
+
+def _placed_files(folder: Path, options: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """Returns a strategy's options; files that they name, such as a graph's, are meant from the run file's folder."""
+    return {
+        name: str(folder / value) if isinstance(value, str) and value.endswith(".json") else value
+        for name, value in options.items()
+    }
 
 
 def _placed(folder: Path, path: str | None) -> str | None:

@@ -118,6 +118,7 @@ class Algorithm(StrEnum):
     RMSPROP = "rmsprop"
     ADAGRAD = "adagrad"
     ADADELTA = "adadelta"
+    SCAFFOLD = "scaffold"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +146,7 @@ class EdgeSide:
         weight: W_ij of the mixing matrix, above 0 and below 1; both ends have the same.
         period: local iterations between two of its exchanges, the larger of its ends' two numbers.
         slot: local iteration, modulo the period, after which this end fires in the schedule `slots`.
+        address: HOST:PORT at which the neighbour listens, for the carrier `direct`; empty where nobody said.
         epoch: how often the edge began; both ends start it anew when it grows.
     """
 
@@ -155,6 +157,7 @@ class EdgeSide:
     period: int
     slot: int = 0
     epoch: int = 0
+    address: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +173,7 @@ class NodePlan:
         carrier: who brings messages to neighbours: `relay` (inbox and update), `peer` (MQTT) or `direct` (TLS).
         schedule: when edges fire, where the device itself decides it (`peer` and `direct`).
         fires: neighbours whose edges fire after this assignment's iterations, where it does not (`relay`).
+        listen: HOST:PORT at which the node listens, for the carrier `direct`.
         until: local iterations of the run after which the update is due, where the device goes on by itself.
         limit: local iterations of the run after which such a device rests.
         reports: the update holds the node's model; else it holds none.
@@ -183,6 +187,7 @@ class NodePlan:
     carrier: str = "relay"
     schedule: str = "sync"
     fires: tuple[str, ...] = ()
+    listen: str = ""
     until: int = 0
     limit: int = 0
     reports: bool = False
@@ -208,7 +213,7 @@ class LocalPlan:
     (`Algorithm`) or a local step that is installed on the board; `options` are its own settings, such as `mu` of
     `prox`. With `keeps_state` its moments live on from one assignment of the run to the next. With `node` the device
     is a node of a graph, which takes the messages of its neighbours (`inbox`) before it trains; its `iterations` may
-    then be 0, for an exchange alone.
+    then be 0, for an exchange alone. A device that is no node finds in its inbox what travels beside the model.
     """
 
     algorithm: str = Algorithm.SGD
@@ -458,13 +463,15 @@ class Strategy(Protocol[S]):
     else arrived was late. A strategy whose result may not depend on who answered first folds in assignment
     order: an update's tensors stay in the journal until they are read.
 
-    Five attributes are optional. `versions_per_round` (1 when absent) says how many versions the history groups to a
+    Eight attributes are optional. `versions_per_round` (1 when absent) says how many versions the history groups to a
     round; None leaves it to the run file, and else to the number of devices that are asked first. `bytes_per_device`
     (0 when absent) is a method that tells, for the bytes of one model, how many the state keeps for each device.
     `finish(state) -> state` is told once that nothing more will be assigned: what is still in flight may be closed
     without waiting for what would have come after it. `node_models(state)` are the devices' own models by device,
     where each has one: they are evaluated beside the global model. `facts(state)` are figures of the newest version
-    for the history, such as how far the devices' models lie apart.
+    for the history, such as how far the devices' models lie apart. With `has_nodes` plans
+    make devices nodes of a graph, which send models, not displacements. With `goes_on_alone` they train on while the
+    coordinator is away: its run is taken up again by itself, from `resumed(state)`, which forgets what was out.
     """
 
     def init(self, model: Tensors) -> S: ...

@@ -27,7 +27,7 @@ from edgefl.compression.registry import STAGES
 from edgefl.config import parse_run
 from edgefl.coordinator import access, broker, bus, live_fleet, outstanding, presence, superlink
 from edgefl.coordinator.api import operator_router
-from edgefl.coordinator.downlink import KEEP
+from edgefl.coordinator.downlink import KEEP, NO_MODEL
 from edgefl.coordinator.enrolment import enrolment_router
 from edgefl.coordinator.messages import order_header
 from edgefl.protocol import (
@@ -38,7 +38,10 @@ from edgefl.protocol import (
     INLINE_BODY_BYTES,
     MAX_BODY_BYTES,
     MAX_JSON_BYTES,
+    MAX_PEER_BYTES,
+    MAX_RETAINED_PEER_BYTES,
     MAX_TOKEN_CHARS,
+    PEER,
     POLL_S,
     REPLY_SALT_BYTES,
     Capabilities,
@@ -48,6 +51,7 @@ from edgefl.protocol import (
     ProgressReport,
     Status,
     Topic,
+    peer_topic,
 )
 from edgefl.types import Assignment, Evaluation, LocalPlan
 
@@ -60,6 +64,7 @@ def test_protocol_md_describes_every_topic_with_its_writer_quality_and_fields() 
         Topic.PROGRESS: ProgressReport, Topic.COMMAND: Command,
     }  # fmt: skip
     told = {code(row[0])[0]: row for row in rows(part(PROTOCOL, "MQTT")) if len(row) == 5}
+    assert told.pop(f"{PEER}/OTHER")[2:4] == ["1", "yes"]
     assert set(told) == set(Topic)
     for topic, (_, writer, quality, retained, said) in told.items():
         assert writer.startswith("device") == (topic in FROM_DEVICE), topic
@@ -70,6 +75,12 @@ def test_protocol_md_describes_every_topic_with_its_writer_quality_and_fields() 
             assert known <= set(code(said)), topic
     for kind in CommandKind:
         assert f"`{kind}`" in part(PROTOCOL, "MQTT"), kind
+
+
+def test_protocol_md_gives_the_rules_as_our_own_mosquitto_has_them() -> None:
+    assert f"```\n{broker.acl_file('FLEET')}```\n" in part(PROTOCOL, "MQTT")
+    assert f"`{peer_topic('FLEET', 'SENDER', 'RECEIVER')}`" in part(PROTOCOL, "From device to device")
+    assert f"`{peer_topic('FLEET', '+', 'RECEIVER')}`" in part(PROTOCOL, "From device to device")
 
 
 def viewer() -> None:
@@ -113,7 +124,7 @@ def test_protocol_md_describes_every_key_of_an_instruction_and_no_other() -> Non
     instructions, _ = tables(part(PROTOCOL, "Work"))
     plan = LocalPlan(iterations=1, options={"a": 1})
     order = Assignment(assignment_id="a1", device_id="d1", base_version=0, plan=plan, block=0)
-    of_model = {**KEEP, "base": 0}  # where the downlink sends what changed
+    of_model = {**KEEP, "base": 0, **NO_MODEL, "mail": []}  # where the downlink sends what changed, or messages
     told_order = {**order_header("r1", order), **of_model}
     sent = {**assemble(parse_run({"run": {"task": "digits"}}), "r1").header, **told_order}
     assert {name for row in instructions for name in code(row[0])} == set(sent)
@@ -188,6 +199,8 @@ def test_protocol_md_describes_the_header_and_the_stages_of_a_codec_body() -> No
     [
         ("Limits", f"{MAX_JSON_BYTES // 1024} KiB"),
         ("Limits", f"{broker.MAX_MESSAGE_BYTES // 2**20} MiB"),
+        ("Limits", f"| {(MAX_PEER_BYTES + 1024) // 2**20} MiB less 1 KiB"),
+        ("Limits", f"all others together | {MAX_RETAINED_PEER_BYTES // 2**20} MiB"),
         ("Limits", f"`/v1/fleet/` | {MAX_BODY_BYTES // 2**20} MiB"),
         ("Limits", f"codec body | {wire.MAX_PAYLOAD_BYTES // 2**20} MiB"),
         ("Limits", f"{wire.MAX_TENSORS // 1000} {wire.MAX_TENSORS % 1000}"),

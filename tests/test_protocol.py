@@ -7,7 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgefl.errors import NetworkError, TokenInvalidError, UsageError, VersionError, WrongCaError
-from edgefl.protocol import JoinToken, check_version, checked_address, error_code, error_from_code
+from edgefl.protocol import (
+    JoinToken,
+    Topic,
+    check_version,
+    checked_address,
+    error_code,
+    error_from_code,
+    parse_peer_topic,
+    parse_topic,
+    peer_topic,
+    topic,
+)
 
 TOKEN = JoinToken(
     ca_fingerprint="ab" * 32,
@@ -56,6 +67,34 @@ def test_any_other_text_is_invalid(text: str) -> None:
 
 def test_the_secret_stays_out_of_the_repr() -> None:
     assert TOKEN.secret not in repr(TOKEN)
+
+
+def test_a_topic_from_device_to_device_says_who_has_it_for_whom() -> None:
+    assert peer_topic("lab", "pi-1", "pi-2") == "edgefl/v1/lab/pi-1/peer/pi-2"
+    assert parse_peer_topic("edgefl/v1/lab/pi-1/peer/pi-2") == ("lab", "pi-1", "pi-2")
+    with pytest.raises(NetworkError, match="not an edgefl topic"):
+        parse_topic("edgefl/v1/lab/pi-1/peer/pi-2")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        topic("lab", "pi-1", Topic.STATUS),
+        "edgefl/v1/lab/pi-1/peer",
+        "edgefl/v1/lab/pi-1/peer/pi-2/more",
+        "edgefl/v1/lab/pi-1/other/pi-2",
+        "edgefl/v2/lab/pi-1/peer/pi-2",
+        "edgefl/v1/lab/pi-1/peer/",
+        "edgefl/v1/lab/+/peer/pi-2",
+        "edgefl/v1/lab/pi-1/peer/PI_2",
+        "edgefl/v1//pi-1/peer/pi-2",
+        "",
+    ],
+)
+def test_what_is_no_topic_from_device_to_device_is_refused_with_its_name(name: str) -> None:
+    with pytest.raises(NetworkError, match="from device to device") as refused:
+        parse_peer_topic(name)
+    assert repr(name) in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,16 @@ class Keeper:
     """Checkpoints one run's state now and then; the journal before the older of two checkpoints is let go."""
 
     def __init__(
-        self, directory: CoordinatorDirectory, store: Store, run_id: str, *, wal: WalJournal, ledger: Ledger
+        self,
+        directory: CoordinatorDirectory,
+        store: Store,
+        run_id: str,
+        *,
+        wal: WalJournal,
+        ledger: Ledger,
+        every_version: bool = False,
     ) -> None:
+        self._every_version = every_version
         self._folder = directory.runs / run_id / "checkpoints"
         self._models, self._store, self._run_id = directory.models, store, run_id
         self._wal, self._ledger = wal, ledger
@@ -33,7 +41,9 @@ class Keeper:
 
     def after(self, version: int, state: object) -> None:
         """Checkpoints every tenth version, unless rounds are so short that this would be all that is done."""
-        if version % CHECKPOINT_EVERY == 0 and time.monotonic() - self._checkpointed_s >= CHECKPOINT_EVERY_S:
+        if self._every_version or (
+            version % CHECKPOINT_EVERY == 0 and time.monotonic() - self._checkpointed_s >= CHECKPOINT_EVERY_S
+        ):
             self.checkpoint(state)
 
     def checkpoint(self, state: object) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from edgefl.config import RunConfig
 from edgefl.coordinator.directory import CoordinatorDirectory
+from edgefl.coordinator.facts import facts_of
 from edgefl.coordinator.keeper import Keeper
 from edgefl.coordinator.ledger import Ledger
 from edgefl.coordinator.live_fleet import Bell, FleetRun, InterruptedRunError, LiveFleet
@@ -19,7 +22,10 @@ from edgefl.coordinator.recorder import Recorder
 from edgefl.coordinator.roster import Roster
 from edgefl.coordinator.superlink import Reply, SuperLink
 from edgefl.errors import EdgeflError, JournalError, RunFailedError, StoreError, UsageError
+from edgefl.files import write_whole
 from edgefl.loop import EvaluationRule, drive
+from edgefl.protocol import Command, CommandKind
+from edgefl.storage.checkpoints import checkpoints, load_state
 from edgefl.storage.journal import WalJournal
 from edgefl.storage.records import RunRecord, RunStatus
 from edgefl.storage.store import Store
@@ -100,10 +106,16 @@ class RunWorker:
         self._thread = threading.Thread(target=self._work, name="runs", daemon=True)
 
     def start(self) -> None:
-        """Marks what an earlier coordinator left running as interrupted, and takes up the queue."""
-        for status in (RunStatus.RUNNING, RunStatus.STOPPING):
+        """Marks what an earlier coordinator left running as interrupted, and takes up the queue.
+
+        A run whose devices went on meanwhile is queued again.
+        """
+        for status in (RunStatus.RUNNING, RunStatus.STOPPING, RunStatus.INTERRUPTED):
             for record in self._site.store.runs(status=status):
-                self._set_status(record.run_id, RunStatus.INTERRUPTED, "its coordinator ended without a word")
+                if self._mark(record.run_id).exists():
+                    self._set_status(record.run_id, RunStatus.QUEUED, "its devices went on without a coordinator")
+                elif status is not RunStatus.INTERRUPTED:
+                    self._set_status(record.run_id, RunStatus.INTERRUPTED, "its coordinator ended without a word")
         self._thread.start()
 
     def wake(self) -> None:
@@ -200,7 +212,13 @@ class RunWorker:
         except (StoreError, JournalError) as error:
             raise RunFailedError(str(error)) from error
 
+    def _mark(self, run_id: str) -> Path:
+        """Returns the file that is there while the devices of a run go on by themselves."""
+        return self._site.directory.runs / run_id / "goes-on"
+
     def _end(self, run_id: str, status: RunStatus, reason: str) -> None:
+        if status is not RunStatus.INTERRUPTED:
+            self._tell_end(run_id)
         with self._lock:
             self._set_status(run_id, status, reason)
             self._active = None
@@ -213,9 +231,14 @@ class RunWorker:
 
     def _drive(self, run_id: str, assembled: Assembled) -> None:
         site, strategy = self._site, assembled.strategy
+        goes_on_alone = bool(getattr(strategy, "goes_on_alone", False))
         ledger = Ledger(site.store, run_id)
         with WalJournal(site.directory.runs / run_id / "journal", assembled.decode) as wal:
-            keeper = Keeper(site.directory, site.store, run_id, wal=wal, ledger=ledger)
+            keeper = Keeper(site.directory, site.store, run_id, wal=wal, ledger=ledger, every_version=goes_on_alone)
+            state = strategy.init(assembled.model)
+            if goes_on_alone:
+                state = self._resumed(run_id, strategy, state)
+                write_whole(self._mark(run_id), b"")
             recorder = Recorder(
                 wal=wal,
                 ledger=ledger,
@@ -224,12 +247,13 @@ class RunWorker:
                 monotonic=time.monotonic,
                 checkpoint=keeper.after,
                 flagged=lambda: assembled.gate.guard.flagged,
+                facts=facts_of(strategy),
             )
             fleet = self._open_fleet(run_id, assembled, ledger)
             try:
                 state, reason = drive(
                     strategy,
-                    strategy.init(assembled.model),
+                    state,
                     fleet=fleet,
                     journal=recorder,
                     goal=assembled.goal,
@@ -246,9 +270,28 @@ class RunWorker:
             finally:
                 self._close_fleet(fleet)
             version = strategy.version(state)
+            self._tell_end(run_id)
             keeper.finish(version, assembled.rounds.of(version), state, strategy.model)
             self._finish(recorder, run_id, reason)
             log.info("run %s is over: %s", run_id, reason)
+
+    def _resumed(self, run_id: str, strategy: Strategy[Any], first: Any) -> Any:
+        """Returns the state that an earlier coordinator has kept of a run, else the first one."""
+        folder = self._site.directory.runs / run_id / "checkpoints"
+        if not checkpoints(folder):
+            return first
+        log.info("run %s goes on from its last checkpoint", run_id)
+        resumed: Any = strategy
+        return resumed.resumed(load_state(folder, type(first)))
+
+    def _tell_end(self, run_id: str) -> None:
+        """Tells devices that go on by themselves that a run is over; who does not hear it rests at its limit."""
+        if not self._mark(run_id).exists():
+            return
+        self._mark(run_id).unlink()
+        for info in self._site.roster.known():
+            command = Command(id=uuid.uuid4().hex, kind=CommandKind.END, argument=run_id)
+            self._site.bell.command(info.device_id, command)
 
     def _finish(self, recorder: Recorder, run_id: str, reason: str) -> None:
         recorder.finish()

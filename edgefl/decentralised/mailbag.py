@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +38,30 @@ def unpack_mail(told: Any, body: bytes) -> tuple[tuple[EdgeMessage, ...], bytes]
         )
         start += length
     return tuple(messages), body[start:]
+
+
+def pack_peer(run: str, message: EdgeMessage) -> bytes:
+    """Returns one message as devices send it to each other: a line of JSON, then its body."""
+    told, body = pack_mail([message])
+    return json.dumps({"v": 1, "run": run, "mail": told}).encode() + b"\n" + body
+
+
+def unpack_peer(payload: bytes) -> tuple[str, EdgeMessage]:
+    """Returns the run and the message.
+
+    Raises:
+        NetworkError: it is none.
+    """
+    line, _, body = payload.partition(b"\n")
+    try:
+        header = json.loads(line)
+        run, told = header["run"], header["mail"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise NetworkError(f"a neighbour's message begins with no JSON of ours: {error}") from None
+    messages, rest = unpack_mail(told, body)
+    if header.get("v") != 1 or not isinstance(run, str) or len(messages) != 1 or rest:
+        raise NetworkError("a neighbour's message must be one of version 1, with nothing behind it")
+    return run, messages[0]
 
 
 def _checked(entry: Any) -> tuple[str, str, int, int, int]:

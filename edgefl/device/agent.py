@@ -18,9 +18,13 @@ from typing import Any
 from edgefl import __version__
 from edgefl.device.accelerator import chosen_accelerator
 from edgefl.device.bell import Bell
+from edgefl.device.broker_carrier import BrokerCarrier
 from edgefl.device.capabilities import probe
+from edgefl.device.carrier import Carrier, OnPeerMessage
+from edgefl.device.direct import DirectCarrier
 from edgefl.device.heartbeat import Activity, Heart
 from edgefl.device.link import Link, LinkCallbacks, LinkIdentity, LinkTls
+from edgefl.device.node_runner import addresses_of
 from edgefl.device.outbox import Outbox
 from edgefl.device.state import DeviceState
 from edgefl.device.supernode import Answer, RefusedError, SuperNode, UnauthorisedError
@@ -38,8 +42,9 @@ from edgefl.protocol import (
     Heartbeat,
     ProgressReport,
     check_version,
+    host_and_port,
 )
-from edgefl.types import Json, derived_rng
+from edgefl.types import Json, NodePlan, derived_rng
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +69,7 @@ class Agent:
         self._finished: OrderedDict[str, Answer] = OrderedDict()
         self._address: str | None = None
         self._reported: tuple[object, Json] | None = None
+        self._carrier: BrokerCarrier | None = None
         self._rng = derived_rng("agent", state.device_id, time.time_ns())
         self._trust = pinned_context(state.ca.read_bytes())
         self._trainer = Trainer(
@@ -75,6 +81,7 @@ class Agent:
             state_dir=state.root,
             life=state.next_session_no(),
             on_progress=self._report_progress,
+            make_carrier=self._make_carrier,
         )
         self._supernode = SuperNode(
             private_key_pem=state.key.read_bytes(),
@@ -111,6 +118,7 @@ class Agent:
         """Works until `stop`; survives every loss of the coordinator and of the broker."""
         self._link.start()
         self._heart.start()
+        self._trainer.go_on()
         backoff_s = FIRST_BACKOFF_S
         try:
             while not self._stopping.is_set():
@@ -264,6 +272,8 @@ class Agent:
         self._link = self._new_link()
         self._link.start()
         self._reported = None
+        if self._carrier is not None:
+            self._carrier.moved()
 
     def _new_link(self) -> Link:
         return Link(
@@ -275,9 +285,41 @@ class Agent:
                 boot_id=self._boot_id,
                 version=__version__,
             ),
-            LinkCallbacks(on_bell=self._bell.ring, on_command=self._obey, on_connection=self._link_changed),
+            LinkCallbacks(
+                on_bell=self._bell.ring,
+                on_command=self._obey,
+                on_connection=self._link_changed,
+                on_peer=self._hear_peer,
+            ),
             next_session_no=self._state.next_session_no,
         )
+
+    def _make_carrier(self, plan: NodePlan, on_message: OnPeerMessage) -> Carrier:
+        """Returns who carries the messages of the node that this device is.
+
+        Raises:
+            NetworkError: the plan's carrier is unknown here, or it lacks an address.
+        """
+        if plan.carrier == "peer":
+            self._carrier = BrokerCarrier(lambda: self._link, on_message)
+            return self._carrier
+        if plan.carrier != "direct":
+            raise NetworkError(
+                f"this device cannot carry messages by {plan.carrier!r}, only by relay, peer or direct"
+            )
+        return DirectCarrier(
+            device_id=self._state.device_id,
+            tls=self._state,
+            listen=_listening(plan.listen),
+            hosts=addresses_of(plan),
+            neighbours=[side.neighbour for side in plan.edges],
+            on_message=on_message,
+        )
+
+    def _hear_peer(self, sender: str, payload: bytes) -> None:
+        carrier = self._carrier
+        if carrier is not None:
+            carrier.deliver(sender, payload)
 
     def _link_changed(self, is_connected: bool) -> None:
         """Looks after the coordinator at once when the broker is lost: both may be gone, and come back elsewhere."""
@@ -289,6 +331,8 @@ class Agent:
         match command.kind:
             case CommandKind.RECALL if command.argument:
                 self._trainer.recall(command.argument)
+            case CommandKind.END if command.argument:
+                self._trainer.end_run(command.argument)
             case CommandKind.DRAIN | CommandKind.RESUME:
                 self._link.set_draining(draining=command.kind == CommandKind.DRAIN)
             case CommandKind.RELOAD:
@@ -316,5 +360,10 @@ def run_agent(state: DeviceState) -> None:
     log.info("%s has left the fleet for now", state.device_id)
 
 
+def _listening(address: str) -> tuple[str, int]:
+    """Returns where to listen for neighbours: at the port that they are told, on all of this board's addresses."""
+    return "::", host_and_port(address)[1]
+
+
 def _host(address: str) -> str:
-    return address.rpartition(":")[0].strip("[]")
+    return host_and_port(address)[0]

@@ -7,9 +7,8 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.random import Generator
@@ -18,23 +17,21 @@ from edgefl.compression.codec import make_codec
 from edgefl.compression.decoding import decode_body
 from edgefl.compression.delta import apply_delta
 from edgefl.compression.feedback import uses_feedback
-from edgefl.decentralised.engine import Engine
-from edgefl.decentralised.mailbag import pack_mail, unpack_mail
-from edgefl.device.nodes import Nodes
+from edgefl.decentralised.mailbag import unpack_mail
+from edgefl.device.jobs import Job, job_of
+from edgefl.device.node_runner import MakeCarrier
+from edgefl.device.node_work import NeedsDenseError, NodeWork
 from edgefl.device.residents import load_resident, save_resident
 from edgefl.device.run_memory import RunMemory
 from edgefl.device.warm_tasks import WarmTask, WarmTasks
-from edgefl.errors import ConfigError, DataError, EdgeflError, NetworkError
+from edgefl.errors import ConfigError, DataError, EdgeflError
 from edgefl.protocol import finite
 from edgefl.tasks.local_training import LocalResult, train
-from edgefl.tasks.node_training import work_as_node
 from edgefl.types import (
     Array,
     Dataset,
     Json,
     Learner,
-    LocalPlan,
-    NodePlan,
     Role,
     Tensor,
     Tensors,
@@ -52,27 +49,8 @@ class AbandonedError(Exception):
     """The agent stops: the assignment under way ends without an answer."""
 
 
-class NeedsDenseError(NetworkError):
-    """The body holds changes to a model that this device does not have."""
-
-
 ProgressSink = Callable[[str, int, float], None]
 """(assignment id, finished iterations, seconds per iteration)"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
-    """What the header of an assignment or an evaluation says, checked; `origin` seeds its random streams."""
-
-    run: str
-    assignment_id: str
-    version: int
-    seed: int
-    plan: LocalPlan
-    spec: str
-    block: int | None
-    origin: tuple[int | str, ...]
-    header: Json
 
 
 class Trainer:
@@ -87,6 +65,7 @@ class Trainer:
         state_dir: where tensors that stay on the board, and what a run is to remember, are kept.
         life: grows with every start of the device, 1 or more.
         on_progress: told after every iteration of a plan that asks for it.
+        make_carrier: for nodes of a graph whose messages the coordinator does not carry.
     """
 
     def __init__(  # noqa: PLR0913 a composition root hands over its parts by name
@@ -100,12 +79,16 @@ class Trainer:
         state_dir: Path,
         life: int,
         on_progress: ProgressSink,
+        make_carrier: MakeCarrier | None = None,
     ) -> None:
         self._device_id, self._role, self._state_dir = device_id, role, state_dir
         self._on_progress = on_progress
         self._tasks = WarmTasks(shards, accelerator=accelerator, threads=threads)
         self._memory = RunMemory(state_dir)
-        self._nodes = Nodes(device_id, state_dir, life=life)
+        self._working = threading.Lock()
+        self._nodes = NodeWork(
+            device_id, state_dir, life=life, tasks=self._tasks, make_carrier=make_carrier, working=self._working
+        )
         self._recalled: OrderedDict[str, None] = OrderedDict()
         self._abandoned = False
         self._lock = threading.Lock()
@@ -131,7 +114,15 @@ class Trainer:
     def close(self) -> None:
         """Writes what runs are to remember; called by the thread that trains, when the agent stops."""
         self._memory.save()
-        self._nodes.save()
+        self._nodes.close()
+
+    def go_on(self) -> None:
+        """Takes up the node that an earlier life of this device was; the coordinator may be away."""
+        self._nodes.go_on()
+
+    def end_run(self, run: str) -> None:
+        """Says that a run is over: a node that goes on by itself stops."""
+        self._nodes.end_run(run)
 
     def shard_stamps(self) -> object:
         """Returns a value that changes when any shard does."""
@@ -154,13 +145,14 @@ class Trainer:
         return self._tasks.blocks()
 
     def _answer(
-        self, header: Json, body: bytes, work: Callable[[_Job, WarmTask, bytes], tuple[Json, bytes]]
+        self, header: Json, body: bytes, work: Callable[[Job, WarmTask, bytes], tuple[Json, bytes]]
     ) -> tuple[Json, bytes]:
         reply: Json = {"v": 1, "run": header.get("run"), "assignment": header.get("assignment")}
         try:
-            job = self._job(header)
+            job = job_of(self._device_id, header)
             self._now = job.run, job.assignment_id, 0
-            metrics, result = work(job, self._tasks.of(header), body)
+            with self._working:
+                metrics, result = work(job, self._tasks.of(header), body)
         except AbandonedError:
             raise
         except NeedsDenseError as error:
@@ -176,29 +168,11 @@ class Trainer:
                 self._recalled.pop(str(header.get("assignment")), None)
         return {**reply, **metrics}, result
 
-    def _job(self, header: Json) -> _Job:
-        if header.get("v") != 1:
-            raise NetworkError(f"instruction of version {header.get('v')!r}, this agent reads 1: update it")
-        block = None if header.get("block") is None else int(header["block"])
-        seed, version = int(header["seed"]), int(header["version"])
-        # Without the run's id, which is new for every submission: the same seed gives the same run. All who hold a
-        # block draw the same numbers for it.
-        source: tuple[int | str, ...] = (self._device_id,) if block is None else ("block", block)
-        return _Job(
-            run=str(header["run"]),
-            assignment_id=str(header["assignment"]),
-            version=version,
-            seed=seed,
-            plan=_plan(header),
-            spec=str(header.get("codec", "dense")),
-            block=block,
-            origin=(seed, version, *source),
-            header=header,
-        )
-
-    def _train(self, job: _Job, warm: WarmTask, body: bytes) -> tuple[Json, bytes]:
+    def _train(self, job: Job, warm: WarmTask, body: bytes) -> tuple[Json, bytes]:
         if job.plan.node is not None:
-            return self._train_node(job, warm, body, job.plan.node)
+            return self._nodes.work(job, warm, body, watch=self._watch(job), is_recalled=self._recall_of(job))
+        inbox, body = unpack_mail(job.header.get("mail", []), body)
+        job = replace(job, plan=replace(job.plan, inbox=inbox))
         data = self._training_data(job, warm)
         learner = self._loaded(job, warm, body)
         result = self._trained(job, learner, data)
@@ -213,46 +187,7 @@ class Trainer:
         }
         return {"metrics": metrics}, encoded
 
-    def _train_node(self, job: _Job, warm: WarmTask, body: bytes, plan: NodePlan) -> tuple[Json, bytes]:
-        data = self._training_data(job, warm)
-        inbox, model = unpack_mail(job.header.get("mail", []), body)
-        engine = self._engine(job, warm, model, plan)
-        origin = (*job.origin, engine.node.iterations)
-        result = work_as_node(
-            engine,
-            warm.learner,
-            data,
-            replace(job.plan, inbox=inbox),
-            derived_rng(*origin),
-            clock=time.monotonic,
-            on_iteration=self._watch(job),
-        )
-        self._nodes.save(only_when_due=job.header.get("residuals") != "durable")
-        report = b""
-        if result.model is not None:
-            report = make_codec(job.spec, warm.shapes).encode(result.model, derived_rng(*origin, "uplink"))
-        told, packed = pack_mail(result.outbox, report)
-        metrics = {
-            "iterations": result.iterations,
-            "num_examples": result.num_examples,
-            "loss": finite(result.loss),
-            "compute_s": result.compute_s,
-            "extra": {"dropped_messages": engine.num_dropped},
-        }
-        return {"metrics": metrics, "mail": told}, packed
-
-    def _engine(self, job: _Job, warm: WarmTask, model: bytes, plan: NodePlan) -> Engine:
-        """Returns the node that this device is, which begins from the model that came where there is none yet."""
-        engine = self._nodes.engine(job.run, plan, warm.learner, warm.shapes)
-        if engine is not None:
-            return engine
-        if not model:
-            raise NeedsDenseError("needs the model: it holds no node of this run")
-        start = self._loaded(job, warm, model).read()
-        shared = {spec.name: start[spec.name] for spec in warm.shapes if spec.shared}
-        return self._nodes.begin(job.run, plan, warm.learner, warm.shapes, shared)
-
-    def _training_data(self, job: _Job, warm: WarmTask) -> Dataset:
+    def _training_data(self, job: Job, warm: WarmTask) -> Dataset:
         if job.block is None:
             return self._tasks.split(warm, float(job.header["test_fraction"]))[0]
         if job.plan.keeps_state or uses_feedback(job.spec) or not all(spec.shared for spec in warm.shapes):
@@ -262,7 +197,7 @@ class Trainer:
             )
         return self._tasks.block(warm, job.block)
 
-    def _trained(self, job: _Job, learner: Learner, data: Dataset) -> LocalResult:
+    def _trained(self, job: Job, learner: Learner, data: Dataset) -> LocalResult:
         plan = job.plan
         result = train(
             learner,
@@ -277,7 +212,7 @@ class Trainer:
             self._memory.keep_step_state(job.run, plan.algorithm, result.step_state)
         return result
 
-    def _watch(self, job: _Job) -> Callable[[int, float], bool]:
+    def _watch(self, job: Job) -> Callable[[int, float], bool]:
         """Returns what is told of every iteration of a job, and says whether it was the last."""
         plan, reported_s = job.plan, 0.0
 
@@ -293,7 +228,18 @@ class Trainer:
 
         return on_iteration
 
-    def _encoded(self, job: _Job, warm: WarmTask, displacement: Mapping[str, Array]) -> bytes:
+    def _recall_of(self, job: Job) -> Callable[[int], bool]:
+        """Returns what is told of a waiting node's iterations, and says whether it is to tell what it has."""
+
+        def is_recalled(iterations: int) -> bool:
+            self._now = job.run, job.assignment_id, iterations
+            if self._abandoned:
+                raise AbandonedError
+            return job.assignment_id in self._recalled
+
+        return is_recalled
+
+    def _encoded(self, job: Job, warm: WarmTask, displacement: Mapping[str, Array]) -> bytes:
         rng: Generator = derived_rng(*job.origin, "uplink")
         if not uses_feedback(job.spec):
             return make_codec(job.spec, warm.shapes).encode(displacement, rng)
@@ -301,7 +247,7 @@ class Trainer:
         feedback.settle([str(used) for used in job.header.get("settled", ())])
         return feedback.encode(job.assignment_id, displacement, rng)
 
-    def _evaluate(self, job: _Job, warm: WarmTask, body: bytes) -> tuple[Json, bytes]:
+    def _evaluate(self, job: Job, warm: WarmTask, body: bytes) -> tuple[Json, bytes]:
         data = self._tasks.data(warm)
         if self._role != Role.EVALUATOR:
             data = self._tasks.split(warm, float(job.header["test_fraction"]))[1]
@@ -313,14 +259,14 @@ class Trainer:
         scores = {"num_examples": len(data), "loss": float(loss), "accuracy": float(accuracy)}
         return {"metrics": scores}, b""
 
-    def _loaded(self, job: _Job, warm: WarmTask, body: bytes) -> Learner:
+    def _loaded(self, job: Job, warm: WarmTask, body: bytes) -> Learner:
         """Puts the global model into the learner, and what this board keeps for itself beside it."""
         if any(not spec.shared for spec in warm.shapes):
             warm.learner.load(load_resident(self._state_dir, job.run, warm.shapes) or warm.task.init(job.seed))
         warm.learner.load(self._received(job, warm, body))
         return warm.learner
 
-    def _received(self, job: _Job, warm: WarmTask, body: bytes) -> Tensors:
+    def _received(self, job: Job, warm: WarmTask, body: bytes) -> Tensors:
         """Returns the global model, whether all of it came or only what changed since the one that is held."""
         base = job.header.get("base")
         if base is None:
@@ -337,11 +283,3 @@ class Trainer:
 
 def _dense(tensor: Tensor) -> Array:
     return tensor if isinstance(tensor, np.ndarray) else tensor.dense()
-
-
-def _plan(header: Json) -> LocalPlan:
-    known = {field.name for field in fields(LocalPlan)}
-    values: dict[str, Any] = {name: value for name, value in dict(header.get("plan", {})).items() if name in known}
-    if values.get("node") is not None:
-        values["node"] = NodePlan.from_json(values["node"])
-    return replace(LocalPlan(), **values)

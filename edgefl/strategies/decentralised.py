@@ -18,7 +18,7 @@ import numpy as np
 
 from edgefl.decentralised.firing import Schedule, make_firing
 from edgefl.decentralised.graph import Edge, Graph, check_spec, make_graph
-from edgefl.decentralised.graph_files import read_graph
+from edgefl.decentralised.graph_files import Host, read_graph, read_hosts
 from edgefl.decentralised.methods import METHODS
 from edgefl.errors import ConfigError
 from edgefl.strategies.arrivals import owned
@@ -35,16 +35,21 @@ from edgefl.types import (
     Indices,
     LocalPlan,
     NodePlan,
+    Order,
+    Recall,
     Tensors,
     Update,
     derived_rng,
 )
 
 LEAST_NODES = 2
+CARRIERS = ("relay", "peer", "direct")
 RETRY_S = 2.0
 MAX_RETRY_S = 60.0
 MOST_LOSSES = 3
 """A node that loses so many assignments in a row leaves the graph for a while, so that nobody waits for it."""
+COMES_BACK_S = 60.0
+"""When a coordinator was away, so long nobody is taken for gone who has not been heard of yet."""
 KEPT_OF_ALL = 3
 """So many messages of an edge wait where a node needs those of every exchange; else only the newest does."""
 
@@ -58,6 +63,7 @@ class NodeState:
     """
 
     is_member: bool = True
+    is_awaited: bool = False
     has_begun: bool = False
     exchanges: int = 0
     iterations: int = 0
@@ -71,7 +77,7 @@ class NodeState:
 
 @dataclass(slots=True)
 class DecentralisedState:
-    """`model` is the mean of the members' `models`; `round` counts from 1, `reports` is who told in the present one.
+    """`model` is the mean of the members' `models`; `lives` counts how often the run was taken up again.
 
     `edge_epochs` says how often an edge began, so that both ends begin it anew when one of them was away.
     """
@@ -79,6 +85,8 @@ class DecentralisedState:
     model: dict[str, Array]
     version: int = 0
     num_given: int = 0
+    lives: int = 0
+    awaits_until_s: float | None = None
     order: tuple[str, ...] = ()
     edges: tuple[Edge, ...] = ()
     edge_epochs: dict[str, int] = field(default_factory=dict)
@@ -86,6 +94,7 @@ class DecentralisedState:
     models: dict[str, dict[str, Array]] = field(default_factory=dict)
     pending: list[str] = field(default_factory=list)
     used: tuple[str, ...] = ()
+    told: tuple[str, ...] = ()
     edge_bytes: int = 0
     num_messages: int = 0
     figures: dict[str, float] = field(default_factory=dict)
@@ -100,6 +109,9 @@ class GraphSettings(TrainingSettings):
         graph: one of `decentralised.graph.SPECS`, or the path of a `node_list.json`.
         schedule: learning rates by round, as everywhere.
         exchange: when edges fire: `sync`, `slots` or `poisson`.
+        carrier: who brings messages to neighbours: the coordinator (`relay`), the broker (`peer`), or the devices
+            themselves over TLS (`direct`); with the last two the devices go on while the coordinator is away.
+        hosts: path of a `hosts.json` that says where devices listen, for `direct`.
         exchanges_per_round: after so many for each node on average they report, and the history has a round.
     """
 
@@ -107,6 +119,8 @@ class GraphSettings(TrainingSettings):
     graph: str = "ring"
     exchange: str = Schedule.SYNC
     exchanges_per_round: int = 10
+    carrier: str = "relay"
+    hosts: str | None = None
 
     method: ClassVar[str] = ""
 
@@ -128,6 +142,12 @@ class GraphSettings(TrainingSettings):
             raise ConfigError(
                 f"strategy.learning_rate of a decentralised run must be above 0, got {self.learning_rate}"
             )
+        if self.carrier not in CARRIERS:
+            raise ConfigError(f"strategy.carrier must be one of {', '.join(CARRIERS)}, got {self.carrier!r}")
+        if (self.carrier == "direct") != (self.hosts is not None):
+            raise ConfigError(
+                "strategy.hosts, the path of a hosts.json, is for strategy.carrier = 'direct' and only there"
+            )
         if rules.server.kind != "none":
             raise ConfigError("server.optimizer: a decentralised run has no server that could take a step")
         return Decentralised(
@@ -136,6 +156,7 @@ class GraphSettings(TrainingSettings):
             plan=self.plan(),
             rate=self.rate(),
             file_graph=_file_graph(self.graph),
+            hosts={} if self.hosts is None else read_hosts(self.hosts),
         )
 
 
@@ -148,13 +169,21 @@ def _file_graph(text: str) -> Graph | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decentralised:
-    """One method on one graph, its messages carried by the coordinator."""
+    """One method on one graph. An assignment is an exchange; of devices that go on by themselves, a report."""
 
     settings: GraphSettings
     rules: RoundRules
     plan: LocalPlan
     rate: RateSchedule
     file_graph: Graph | None = None
+    hosts: Mapping[str, Host] = field(default_factory=dict)
+
+    has_nodes: ClassVar[bool] = True
+
+    @property
+    def goes_on_alone(self) -> bool:
+        """Says whether devices train on while the coordinator is away: then its run is taken up again by itself."""
+        return self.settings.carrier != "relay"
 
     @property
     def method(self) -> str:
@@ -170,15 +199,25 @@ class Decentralised:
     def assign(self, state: DecentralisedState, view: FleetView) -> tuple[DecentralisedState, Decision]:
         if not state.order and not self._begin(state, view):
             return state, Decision(next_wake_s=WAIT_S)
-        self._look_around(state, view)
-        orders = []
+        has_changed = self._look_around(state, view)
+        orders: list[Order] = []
+        if has_changed and self.goes_on_alone:
+            # What a device goes on with by itself, it hears of with its next assignment: that is to be now.
+            orders += [
+                Recall(assignment_id=assignment_id, device_id=name)
+                for name, outstanding in view.busy.items()
+                for assignment_id in outstanding
+                if name in state.nodes
+            ]
         graph, is_round_done = _graph(state, self.file_graph), self._is_round_done(state)
         for device_id in view.idle:
             node = state.nodes.get(device_id)
             if node is None or not node.is_member or node.rests_until_s > view.now_s:
                 continue
             if self._may_go_on(state, graph, device_id, node):
-                node.is_report = is_round_done and node.has_begun and node.reported <= state.version
+                node.is_report = self.goes_on_alone or (
+                    is_round_done and node.has_begun and node.reported <= state.version
+                )
                 orders.append(self._order(state, graph, device_id, node))
         waits = [node.rests_until_s for node in state.nodes.values() if node.rests_until_s > view.now_s]
         wake_s = min([WAIT_S, *(until_s - view.now_s for until_s in waits)])
@@ -192,7 +231,7 @@ class Decentralised:
         state.pending.append(update.assignment_id)
         node.iterations += update.metrics.iterations
         if node.is_report:
-            node.reported = state.version + 1
+            node.reported = max(node.reported, state.version) + 1
             state.models[update.device_id] = {
                 name: owned(update.tensors[name]).astype(array.dtype) for name, array in state.model.items()
             }
@@ -200,6 +239,8 @@ class Decentralised:
             node.exchanges += 1
         for message in update.outbox:
             self._deliver(state, message)
+        state.edge_bytes += int(update.metrics.extra.get("message_bytes", 0))
+        state.num_messages += int(update.metrics.extra.get("messages", 0))
         return state
 
     def _deliver(self, state: DecentralisedState, message: EdgeMessage) -> None:
@@ -215,7 +256,7 @@ class Decentralised:
 
     def ready(self, state: DecentralisedState, view: FleetView) -> bool:
         members = _members(state)
-        present = [name for name in members if name in view.devices]
+        present = [name for name in members if name in view.devices or state.nodes[name].is_awaited]
         return bool(present) and all(state.nodes[name].reported > state.version for name in present)
 
     def aggregate(self, state: DecentralisedState) -> DecentralisedState:
@@ -231,16 +272,26 @@ class Decentralised:
             "messages": float(state.num_messages),
         }
         state.edge_bytes = state.num_messages = 0
+        state.told = tuple(told)
         state.version += 1
         state.used, state.pending = tuple(state.pending), []
+        return state
+
+    def resumed(self, state: DecentralisedState) -> DecentralisedState:
+        """Returns the state after the coordinator was away: nothing is out, and nobody has been lost over it."""
+        state.lives += 1
+        state.pending, state.awaits_until_s = [], None
+        for node in state.nodes.values():
+            node.assignment_id, node.losses, node.rests_until_s = "", 0, 0.0
+            node.is_awaited = node.is_member
         return state
 
     def model(self, state: DecentralisedState) -> Tensors:
         return state.model
 
     def node_models(self, state: DecentralisedState) -> Mapping[str, Tensors]:
-        """Returns the members' own models as they last told them."""
-        return {name: state.models[name] for name in _members(state) if name in state.models}
+        """Returns the models that the newest version is the mean of, as their nodes last told them."""
+        return {name: state.models[name] for name in state.told}
 
     def facts(self, state: DecentralisedState) -> Mapping[str, float]:
         """Returns how far the nodes lie apart (root mean square, by the length of their mean), and what travelled."""
@@ -259,6 +310,8 @@ class Decentralised:
         """Makes the graph once enough devices are there."""
         wanted = self.file_graph.nodes if self.file_graph is not None else ()
         there = [name for name in view.idle if not wanted or name in wanted]
+        if self.hosts and (unknown := [name for name in there if name not in self.hosts]):
+            raise ConfigError(f"{self.settings.hosts} says nothing of {', '.join(unknown)}: nobody could reach it")
         if len(there) < max(LEAST_NODES, self.rules.min_devices):
             return False
         if self.rules.max_devices is not None:
@@ -270,10 +323,15 @@ class Decentralised:
         self._cut_to_members(state)
         return True
 
-    def _look_around(self, state: DecentralisedState, view: FleetView) -> None:
-        """Takes note of who has lost its work, who has left and who has come."""
+    def _look_around(self, state: DecentralisedState, view: FleetView) -> bool:
+        """Takes note of who has lost its work, who has left and who has come; says whether the graph has changed."""
         changed = False
+        if state.awaits_until_s is None:
+            state.awaits_until_s = view.now_s + COMES_BACK_S
         for name, node in state.nodes.items():
+            node.is_awaited = node.is_awaited and name not in view.devices and view.now_s < state.awaits_until_s
+            if node.is_awaited:
+                continue
             if node.assignment_id and node.assignment_id not in view.busy.get(name, ()):
                 node.assignment_id = ""
                 node.losses += 1
@@ -287,6 +345,7 @@ class Decentralised:
                 changed = True
         if changed:
             self._cut_to_members(state)
+        return changed
 
     def _may_join(self, state: DecentralisedState, name: str, now_s: float) -> bool:
         node = state.nodes.get(name)
@@ -324,17 +383,22 @@ class Decentralised:
 
     def _may_go_on(self, state: DecentralisedState, graph: Graph, name: str, node: NodeState) -> bool:
         """Says whether what a node needs for its next work is here: in step, the mail of all its neighbours."""
-        if self.settings.exchange != Schedule.SYNC:
+        if self.goes_on_alone or self.settings.exchange != Schedule.SYNC:
             return True
         return all(state.nodes[other].exchanges >= node.exchanges for other in graph.neighbours(name))
 
     def _order(self, state: DecentralisedState, graph: Graph, name: str, node: NodeState) -> Assignment:
         state.num_given += 1
-        node.assignment_id = f"n{state.num_given}-{name}"
+        life = f"r{state.lives}" if state.lives else ""
+        node.assignment_id = f"{life}n{state.num_given}-{name}"
         period = graph.periods.get(name, self.plan.iterations or 1)
         is_damped = self.method == "d2" and graph.needs_damping()
         edges = tuple(
-            replace(side, epoch=state.edge_epochs.get(_key(state, name, side.neighbour), 0))
+            replace(
+                side,
+                epoch=state.edge_epochs.get(_key(state, name, side.neighbour), 0),
+                address=_address(self.hosts.get(side.neighbour)),
+            )
             for side in graph.sides(name, self.plan.iterations or 1, is_damped=is_damped)
         )
         iterations, fires = 0, tuple[str, ...]()
@@ -364,7 +428,12 @@ class Decentralised:
                     learning_rate=self.plan.learning_rate,
                     period=period,
                     codec=self.rules.codec or "",
+                    carrier=self.settings.carrier,
+                    schedule=self.settings.exchange,
                     fires=fires,
+                    listen=_address(self.hosts.get(name)),
+                    until=(max(node.reported, state.version) + 1) * self._iterations_per_round,
+                    limit=(self.rules.rounds or 0) * self._iterations_per_round,
                     reports=node.is_report,
                 ),
             ),
@@ -373,11 +442,19 @@ class Decentralised:
             sends_model=not node.has_begun,
         )
 
+    @property
+    def _iterations_per_round(self) -> int:
+        return self.settings.exchanges_per_round * (self.plan.iterations or 1)
+
     def _is_round_done(self, state: DecentralisedState) -> bool:
         """Says whether the nodes have done the round's local iterations between them: then they are to report."""
         members = [state.nodes[name] for name in _members(state)]
-        wanted = (state.version + 1) * self.settings.exchanges_per_round * (self.plan.iterations or 1)
+        wanted = (state.version + 1) * self._iterations_per_round
         return bool(members) and sum(node.iterations for node in members) >= wanted * len(members)
+
+
+def _address(host: Host | None) -> str:
+    return "" if host is None else f"{host.address}:{host.port}"
 
 
 def rest_s(losses: int) -> float:

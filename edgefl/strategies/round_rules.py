@@ -29,6 +29,7 @@ class RoundRules:
         task: the task's name, under which devices list the blocks of their shards.
         updates_per_round: so many updates are a round of an asynchronous run, by which learning rates change; None
             for the number of devices that are asked first.
+        rounds: after so many the run ends; None where something else decides.
         server: turns the mean displacement into the model's step.
         seed: decides who is asked where not all are.
     """
@@ -43,5 +44,6 @@ class RoundRules:
     codec: str | None = None
     task: str = ""
     updates_per_round: int | None = None
+    rounds: int | None = None
     server: ServerOptimizer = field(default_factory=ServerOptimizer)
     seed: int = 0

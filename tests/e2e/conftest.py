@@ -56,6 +56,7 @@ class Tools:
     test_shard: Path
     gated: str = GATED
     eventually: Callable[..., Any] = eventually
+    pause: Callable[[float], None] = time.sleep
     environment: Mapping[str, str] = field(
         default_factory=lambda: {**os.environ, "PYTHONPATH": f"{PACKAGE_ROOT}{os.pathsep}{HERE}"}
     )

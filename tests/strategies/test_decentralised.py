@@ -15,7 +15,7 @@ from edgefl.strategies.decentralised import Decentralised, DecentralisedState
 from edgefl.strategies.registry import make_strategy
 from edgefl.strategies.rounds import RoundRules
 from edgefl.strategies.server_optimizers import ServerOptimizer
-from edgefl.types import Assignment, DeviceInfo, EdgeMessage, Update, UpdateMetrics
+from edgefl.types import Assignment, DeviceInfo, EdgeMessage, Recall, Update, UpdateMetrics
 
 NAMES = ("a", "b", "c", "d")
 METHODS = ("ad-psgd", "admm-isvr", "d2", "dsgd", "gradient-tracking", "k-gt", "pdmm-isvr")
@@ -249,9 +249,57 @@ def test_learning_rates_change_by_round_and_step_sizes_do_not() -> None:
     assert node_of(last).learning_rate == 0.4
 
 
+def test_devices_that_go_on_alone_are_asked_for_reports_only_and_the_slowest_closes_the_round() -> None:
+    fleet = Fleet("pdmm-isvr", carrier="peer", iterations=4, exchanges_per_round=5, rules={"rounds": 10})
+    first = fleet.ask()
+    assert all(node_of(order).reports and node_of(order).carrier == "peer" for order in first)
+    assert {(node_of(order).until, node_of(order).limit) for order in first} == {(20, 200)}
+    fleet.answer("a", 8.0)
+    assert [node_of(order).until for order in fleet.ask()] == [40]
+    for name in "bc":
+        fleet.answer(name)
+    assert not fleet.close()
+    fleet.answer("d")
+    assert fleet.close() == 1
+    assert fleet.strategy.model(fleet.state)["w"].tolist() == [2.0, 2.0]
+
+
+def test_when_the_graph_changes_those_that_go_on_alone_are_called_to_hear_of_it() -> None:
+    fleet = Fleet("pdmm-isvr", carrier="peer")
+    fleet.ask()
+    fleet.lose("c")
+    del fleet.view.devices["c"]
+    fleet.state, decision = fleet.strategy.assign(fleet.state, fleet.view)
+    assert {order.device_id for order in decision.orders if isinstance(order, Recall)} == {"a", "b", "d"}
+
+
+def test_after_the_coordinator_was_away_nobody_is_taken_for_gone_at_once() -> None:
+    fleet = Fleet("pdmm-isvr", carrier="peer")
+    fleet.ask()
+    for name in NAMES:
+        fleet.answer(name)
+    fleet.close()
+    fleet.state = fleet.strategy.resumed(fleet.state)
+    before, fleet.out, fleet.view.busy, there = list(fleet.given), {}, {}, fleet.view.devices
+    fleet.view.devices = {}
+    assert fleet.ask() == []
+    fleet.view.devices = {name: there[name] for name in "abd"}
+    again = fleet.ask()
+    assert not {order.assignment_id for order in again} & {order.assignment_id for order in before}
+    assert all(side.epoch == 0 for order in again for side in node_of(order).edges)
+    for name in "abd":
+        fleet.answer(name)
+    assert not fleet.close(), "it waits for the fourth, who may only be late"
+    fleet.view.now_s = 61.0
+    fleet.ask()
+    assert fleet.close() == 1
+
+
 @pytest.mark.parametrize(
     ("name", "options", "reason"),
     [
+        ("dsgd", {"carrier": "pigeon"}, "strategy.carrier must be one of relay, peer, direct, got 'pigeon'"),
+        ("dsgd", {"carrier": "direct"}, "strategy.hosts"),
         ("dsgd", {"exchange": "daily"}, "strategy.exchange must be one of sync, slots, poisson, got 'daily'"),
         ("dsgd", {"exchanges_per_round": 0}, "strategy.exchanges_per_round must be 1 or more, got 0"),
         ("dsgd", {"iterations": 0}, "strategy.iterations"),

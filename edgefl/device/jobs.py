@@ -1,0 +1,59 @@
+"""What the coordinator asks of a device, as the header of an instruction says it: read once, and checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from edgefl.errors import NetworkError
+from edgefl.types import Json, LocalPlan, NodePlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What the header of an assignment or an evaluation says, checked; `origin` seeds its random streams."""
+
+    run: str
+    assignment_id: str
+    version: int
+    seed: int
+    plan: LocalPlan
+    spec: str
+    block: int | None
+    origin: tuple[int | str, ...]
+    header: Json
+
+
+def job_of(device_id: str, header: Json) -> Job:
+    """Returns the job in a header.
+
+    Raises:
+        NetworkError: it is of another version.
+        KeyError, TypeError, ValueError: something is missing or makes no sense.
+    """
+    if header.get("v") != 1:
+        raise NetworkError(f"instruction of version {header.get('v')!r}, this agent reads 1: update it")
+    block = None if header.get("block") is None else int(header["block"])
+    seed, version = int(header["seed"]), int(header["version"])
+    # Without the run's id, which is new for every submission: the same seed gives the same run. All who hold a
+    # block draw the same numbers for it.
+    source: tuple[int | str, ...] = (device_id,) if block is None else ("block", block)
+    return Job(
+        run=str(header["run"]),
+        assignment_id=str(header["assignment"]),
+        version=version,
+        seed=seed,
+        plan=_plan(header),
+        spec=str(header.get("codec", "dense")),
+        block=block,
+        origin=(seed, version, *source),
+        header=header,
+    )
+
+
+def _plan(header: Json) -> LocalPlan:
+    known = {field.name for field in fields(LocalPlan)}
+    values: dict[str, Any] = {name: value for name, value in dict(header.get("plan", {})).items() if name in known}
+    if values.get("node") is not None:
+        values["node"] = NodePlan.from_json(values["node"])
+    return replace(LocalPlan(), **values)

@@ -1,0 +1,221 @@
+"""A device as a node of a graph: what it needs at first, what it keeps over a reboot, and nodes that go on alone."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgefl.compression.codec import make_codec
+from edgefl.compression.decoding import decode_body
+from edgefl.compression.edges import EdgeCodec, edge_shapes
+from edgefl.decentralised.graph import make_graph
+from edgefl.decentralised.mailbag import pack_mail, pack_peer, unpack_mail, unpack_peer
+from edgefl.device.trainer import Trainer
+from edgefl.tasks.cards import ShardCard
+from edgefl.tasks.registry import make_task
+from edgefl.tasks.shards import write_shard
+from edgefl.types import Dataset, EdgeMessage, LocalPlan, NodePlan, derived_rng
+
+GRAPH = make_graph("ring", ("a", "b", "c"))
+TASK = make_task("digits", {"model": "logistic"})
+SHAPES = TASK.shapes()
+MODEL = make_codec("dense", SHAPES).encode(TASK.init(7), derived_rng(0))
+
+
+class Wire:
+    """A carrier that only notes what it is told."""
+
+    def __init__(self, on_message: Callable[[str, bytes], None]) -> None:
+        self.on_message, self.sent, self.neighbours = on_message, list[tuple[str, bytes]](), frozenset[str]()
+        self.is_running = False
+
+    def start(self) -> None:
+        self.is_running = True
+
+    def stop(self) -> None:
+        self.is_running = False
+
+    def send(self, receiver: str, payload: bytes, *, keep_all: bool = False) -> bool:
+        assert receiver in self.neighbours
+        self.sent.append((receiver, payload))
+        return True
+
+    def is_clear(self) -> bool:
+        return True
+
+    def set_neighbours(self, neighbours: Collection[str]) -> None:
+        self.neighbours = frozenset(neighbours)
+
+    def set_hosts(self, hosts: Mapping[str, tuple[str, int]]) -> None: ...
+
+
+class Board:
+    """A trainer that can be switched off and on."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.life, self.wires = root, 0, list[Wire]()
+        rng = np.random.default_rng(1)
+        data = Dataset(inputs=rng.integers(0, 17, (64, 8, 8)).astype(np.uint8), labels=rng.integers(0, 10, 64))
+        write_shard(root / "digits.npz", data, ShardCard(task="digits"))
+        self.trainer = self.switch_on()
+
+    def switch_on(self) -> Trainer:
+        self.life += 1
+        self.trainer = Trainer(
+            device_id="b",
+            role="trainer",
+            shards=lambda: {"digits": str(self.root / "digits.npz")},
+            accelerator="cpu",
+            threads=1,
+            state_dir=self.root,
+            life=self.life,
+            on_progress=lambda *_: None,
+            make_carrier=self.make_carrier,
+        )
+        return self.trainer
+
+    def make_carrier(self, plan: NodePlan, on_message: Callable[[str, bytes], None]) -> Wire:
+        assert plan.carrier == "peer"
+        self.wires.append(Wire(on_message))
+        return self.wires[-1]
+
+    def ask(
+        self, *mail: EdgeMessage, model: bytes = b"", run: str = "r", iterations: int = 4, **node: Any
+    ) -> tuple[dict[str, Any], bytes]:
+        edges = GRAPH.sides("b", 4)
+        given = {"method": "admm-isvr", "edges": edges, "learning_rate": 0.1, "period": 4, "fires": ("a", "c")}
+        plan = LocalPlan(iterations=iterations, batch_size=16, learning_rate=0.1, node=NodePlan(**{**given, **node}))
+        told, body = pack_mail(mail, model)
+        header = {
+            "v": 1, "run": run, "task": "digits", "options": {"model": "logistic"}, "seed": 7, "test_fraction": 0.25,
+            "assignment": f"{run}/n1-b", "version": 0, "codec": "dense", "settled": [], "mail": told,
+            "residuals": "durable",
+            "plan": {name: value for name, value in asdict(plan).items() if name != "inbox" and value is not None},
+        }  # fmt: skip
+        return self.trainer.train(json.loads(json.dumps(header)), body)
+
+
+@pytest.fixture
+def board(tmp_path: Path) -> Iterator[Board]:
+    made = Board(tmp_path)
+    yield made
+    made.trainer.close()
+
+
+def messages(reply: tuple[dict[str, Any], bytes]) -> tuple[EdgeMessage, ...]:
+    return unpack_mail(reply[0]["mail"], reply[1])[0]
+
+
+def test_a_node_asks_for_a_model_once_and_then_sends_what_fires(board: Board) -> None:
+    assert board.ask()[0]["needs_dense"] is True
+    reply = board.ask(model=MODEL)
+    assert reply[0]["metrics"]["iterations"] == 4
+    assert [message.edge for message in messages(reply)] == [("b", "a"), ("b", "c")]
+    assert unpack_mail(reply[0]["mail"], reply[1])[1] == b""
+    assert "error" not in board.ask(fires=("a",))[0]
+
+
+def test_a_report_holds_the_model_as_it_is_and_trains_nothing(board: Board) -> None:
+    board.ask(model=MODEL)
+    header, body = board.ask(iterations=0, fires=(), reports=True)
+    assert header["metrics"]["iterations"] == 0
+    found = decode_body(unpack_mail(header["mail"], body)[1], SHAPES)
+    assert set(found) == {spec.name for spec in SHAPES}
+    assert any(not np.array_equal(found[name], array) for name, array in TASK.init(7).items())
+
+
+def test_mail_of_a_neighbour_moves_the_node_and_what_cannot_be_read_is_counted(board: Board) -> None:
+    board.ask(model=MODEL)
+    codec = EdgeCodec("", edge_shapes(SHAPES), epoch=1)
+    far = {"y": {spec.name: np.full(spec.shape, 3, np.float32) for spec in edge_shapes(SHAPES)}}
+    mail = EdgeMessage(edge=("a", "b"), step=4, body=codec.encode("b", far, derived_rng(0)))
+    header, _ = board.ask(mail, replace(mail, body=b"nothing"))
+    assert header["metrics"]["extra"]["dropped_messages"] == 1
+    before = decode_body(unpack_mail([], board.ask(iterations=0, fires=(), reports=True)[1])[1], SHAPES)
+    board.ask()
+    after = decode_body(unpack_mail([], board.ask(iterations=0, fires=(), reports=True)[1])[1], SHAPES)
+    assert max(float(np.abs(after[name] - before[name]).max()) for name in after) > 0.01
+
+
+def test_after_a_reboot_it_goes_on_from_disk_and_its_messages_are_newer_than_all_before(board: Board) -> None:
+    first = messages(board.ask(model=MODEL))
+    board.ask()
+    before = board.ask(iterations=0, fires=(), reports=True)[1]
+    board.switch_on()  # without a goodbye to the one before: its power was cut
+    assert board.ask(iterations=0, fires=(), reports=True)[1] == before
+    again = messages(board.ask())
+    assert min(message.step for message in again) > max(message.step for message in first)
+
+
+def test_a_new_run_begins_anew(board: Board) -> None:
+    board.ask(model=MODEL)
+    assert board.ask(run="other")[0]["needs_dense"] is True
+
+
+def alone(board: Board, until: int = 40, **changes: Any) -> tuple[dict[str, Any], bytes]:
+    return board.ask(carrier="peer", schedule="poisson", until=until, reports=True, fires=(), **changes)
+
+
+def eventually(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_a_node_that_goes_on_alone_reports_and_trains_on_until_its_run_is_over(board: Board) -> None:
+    header, _ = alone(board, model=MODEL)
+    assert header["metrics"]["extra"]["iterations_in_all"] >= 40
+    (wire,) = board.wires
+    assert wire.neighbours == {"a", "c"}
+    sent = len(wire.sent)
+    eventually(lambda: len(wire.sent) > sent + 20)
+    run, message = unpack_peer(wire.sent[-1][1])
+    assert (run, message.edge[0]) == ("r", "b")
+    board.trainer.end_run("another")
+    board.trainer.end_run("r")
+    eventually(lambda: not wire.is_running and wire.neighbours == frozenset())
+    assert not (board.root / "node.json").exists()
+
+
+def test_its_next_assignment_finds_it_further_and_a_device_switched_on_again_goes_on_unasked(board: Board) -> None:
+    alone(board, model=MODEL)
+    header, _ = alone(board, until=400)
+    assert header["metrics"]["extra"]["iterations_in_all"] >= 400
+    assert len(board.wires) == 1
+    board.trainer.close()
+    assert not board.wires[0].is_running
+    board.switch_on().go_on()
+    assert len(board.wires) == 2
+    eventually(lambda: len(board.wires[1].sent) > 5)
+    header, _ = alone(board, until=0)
+    assert header["metrics"]["extra"]["iterations_in_all"] >= 400
+
+
+def test_messages_of_other_runs_and_of_others_names_and_garbage_are_dropped(board: Board) -> None:
+    alone(board, model=MODEL)
+    (wire,) = board.wires
+    message = EdgeMessage(edge=("a", "b"), step=1, body=b"x")
+    for sender, payload in [
+        ("a", pack_peer("other", message)),
+        ("c", pack_peer("r", message)),
+        ("a", b"garbage"),
+        ("a", b"{}\n"),
+        ("a", pack_peer("r", message)),  # this one alone reaches the node, which cannot read it
+    ]:
+        wire.on_message(sender, payload)
+    eventually(lambda: alone(board, until=0)[0]["metrics"]["extra"]["dropped_messages"] == 1)
+
+
+def test_a_device_without_that_carrier_says_so(board: Board) -> None:
+    board.make_carrier = None  # type: ignore[assignment,method-assign]
+    board.trainer.close()
+    board.switch_on()
+    assert "only by relay" in alone(board, model=MODEL)[0]["error"]

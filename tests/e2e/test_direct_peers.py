@@ -1,0 +1,44 @@
+"""Nodes that reach each other over TLS, board to board: no broker and no coordinator in between."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgefl.config import parse_run
+from edgefl.local_fleet import free_port
+
+NAMES = ("device-01", "device-02", "device-03")
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def test_three_devices_train_in_step_over_direct_links(tools: Any, tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text(
+        json.dumps({"hosts": [{"name": name, "addr": "127.0.0.1", "port": free_port()} for name in NAMES]})
+    )
+    with tools.fleet(tmp_path / "fleet", tools.devices(3), test_shards={"digits": str(tools.test_shard)}) as fleet:
+        values = {
+            "run": {"task": "digits", "rounds": 3},
+            "strategy": {
+                "name": "k-gt",
+                "graph": "complete",
+                "carrier": "direct",
+                "hosts": str(hosts),
+                "learning_rate": 0.1,
+                "exchanges_per_round": 5,
+            },
+            "devices": {"min": 3},
+        }
+        run_id = fleet.submit(parse_run(values))
+        assert fleet.wait_run(run_id)["status"] == "finished"
+        rounds = [row for row in fleet.history("rounds", run=run_id) if row["closed_at"]]
+        assert len(rounds) == 3
+        # In step: nobody goes on before it has heard of both neighbours, whichever way the messages take.
+        assert sum(row["facts"]["messages"] for row in rounds) == 3 * 30
+        assert rounds[-1]["accuracy"] > 0.5
+    assert not tools.tracebacks(fleet.root)
