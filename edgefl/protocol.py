@@ -28,6 +28,8 @@ REPLY_SALT_BYTES = 16
 """Every chunk of a reply starts with so many bytes that no other chunk has: equal chunks would be one object."""
 MAX_BODY_BYTES = 512 * 1024 * 1024
 """The largest request body that the coordinator reads, in bytes."""
+PEER_PORT = 8884
+"""Where a device listens for its neighbours unless its join said otherwise."""
 MAX_PEER_BYTES = 16 * 1024 * 1024 - 1024
 """The largest message from device to device, in bytes: with its MQTT headers it is a packet that brokers take."""
 MAX_RETAINED_PEER_BYTES = 64 * 1024 * 1024

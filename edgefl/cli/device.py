@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from edgefl.errors import DataError, NetworkError, NotFoundError, NotJoinedError, UsageError, WrongCaError
-from edgefl.protocol import JoinToken, checked_address
+from edgefl.protocol import PEER_PORT, JoinToken, checked_address
 
 if TYPE_CHECKING:
     from edgefl.device.state import DeviceState
@@ -81,6 +81,13 @@ def probe(
     "--accelerator", callback=_accelerator, metavar="auto|cpu|cuda|cuda:N", default="auto", show_default=True
 )
 @click.option("--threads", type=click.IntRange(1, 1024), help="Threads to train with [default: all cores].")
+@click.option(
+    "--peer-port",
+    type=click.IntRange(1, 65535),
+    default=PEER_PORT,
+    show_default=True,
+    help="Where it listens for neighbours, in runs with carrier = 'direct'.",
+)
 def join(  # noqa: PLR0913, PLR0917 one argument per option
     address: str | None,
     text: str | None,
@@ -92,6 +99,7 @@ def join(  # noqa: PLR0913, PLR0917 one argument per option
     root: Path | None,
     accelerator: str,
     threads: int | None,
+    peer_port: int,
 ) -> None:
     """Join the fleet of the coordinator at HOST:PORT (or at the token's own addresses)."""
     from edgefl.device.enrolment import JoinWishes, host_slug  # noqa: PLC0415 fast start
@@ -113,6 +121,7 @@ def join(  # noqa: PLR0913, PLR0917 one argument per option
         examples={name: report.num_examples for name, report in reports.items()},
         accelerator=accelerator,
         threads=threads,
+        peer_port=peer_port,
         facts=_facts(named),
     )
     state = join_fleet(token, wishes, root=root or default_state_dir(), addresses=addresses)

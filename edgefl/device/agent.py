@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 import time
 import uuid
@@ -54,6 +55,7 @@ SEND_WITHIN_S = 3.0
 """An agent that is told to stop still sends the answer that is under way, for so long."""
 LEAVE_WITHIN_S = 5.0
 """An agent that is told to stop is gone after so long, also in the middle of an iteration that takes minutes."""
+CONNECT_WITHIN_S = 5.0
 KEPT_ANSWERS = 2
 """At most two assignments are outstanding per device, so no more finished updates can be asked for again."""
 
@@ -253,8 +255,21 @@ class Agent:
             facts = self._reported[1] if self._reported else probe()
             self._reported = stamp, facts
             blocks = self._trainer.blocks()
-            told = {**facts, "blocks": blocks} if blocks else facts
+            told = {**facts, **({"blocks": blocks} if blocks else {}), **self._peer_facts()}
             self._link.publish_capabilities(Capabilities(facts=told, shards=self._trainer.examples()))
+
+    def _peer_facts(self) -> Json:
+        """Returns at which address neighbours can reach this board: the one that it reaches its coordinator from."""
+        if self._address is None:
+            return {}
+        host, port = host_and_port(self._address)
+        try:
+            with socket.create_connection((host, port), timeout=CONNECT_WITHIN_S) as connection:
+                own = str(connection.getsockname()[0])
+        except OSError:
+            return {}
+        own = f"[{own}]" if ":" in own else own
+        return {"peer_address": f"{own}:{self._state.device.peer_port}"}
 
     def _report_progress(self, assignment_id: str, iteration: int, seconds_per_iteration: float) -> None:
         self._link.publish_progress(

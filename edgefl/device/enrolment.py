@@ -32,7 +32,7 @@ from edgefl.device.state import (
 )
 from edgefl.device.trust import Hello, fetch_ca, pinned_context, post_json, say_hello
 from edgefl.errors import JoinError, NetworkError, VersionError, WrongCaError
-from edgefl.protocol import JoinToken, certificate_fingerprint, checked_slug
+from edgefl.protocol import PEER_PORT, JoinToken, certificate_fingerprint, checked_slug
 from edgefl.types import Json
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ class JoinWishes:
     examples: Mapping[str, int] = field(default_factory=dict)
     accelerator: str = "auto"
     threads: int | None = None
+    peer_port: int = PEER_PORT
     facts: Json = field(default_factory=dict)
 
 
@@ -136,7 +137,12 @@ def _join_again(state: DeviceState, token: JoinToken, wishes: JoinWishes) -> Dev
             f"{state.root} belongs to device {known.device_id!r} of fleet {known.fleet!r}; "
             "for another device take another --state DIR"
         )
-    state.change(shards={**known.shards, **wishes.shards}, accelerator=wishes.accelerator, threads=wishes.threads)
+    state.change(
+        shards={**known.shards, **wishes.shards},
+        accelerator=wishes.accelerator,
+        threads=wishes.threads,
+        peer_port=wishes.peer_port,
+    )
     return state
 
 
@@ -192,6 +198,7 @@ def _joined(answer: Json, site: Site, token: JoinToken, wishes: JoinWishes) -> J
             shards=dict(wishes.shards),
             accelerator=wishes.accelerator,
             threads=wishes.threads,
+            peer_port=wishes.peer_port,
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise NetworkError(f"{site.address} answers nonsense to a join: {error!r}") from None

@@ -19,6 +19,7 @@ from typing import Any
 
 from edgefl.errors import ConfigError, NotJoinedError, StoreError
 from edgefl.files import make_private_directory, write_whole
+from edgefl.protocol import PEER_PORT
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ class JoinedDevice:
     """Who this device is and where its coordinator is.
 
     `addresses` are HOST:PORT, best first; `broker_host` None means the host of the address in use; `shards` maps a
-    task to a path; `threads` None means all cores.
+    task to a path; `threads` None means all cores; `peer_port` is where it listens for neighbours in a graph.
     """
 
     device_id: str
@@ -43,6 +44,7 @@ class JoinedDevice:
     shards: Mapping[str, str] = field(default_factory=dict)
     accelerator: str = "auto"
     threads: int | None = None
+    peer_port: int = PEER_PORT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

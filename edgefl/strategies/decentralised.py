@@ -111,7 +111,7 @@ class GraphSettings(TrainingSettings):
         exchange: when edges fire: `sync`, `slots` or `poisson`.
         carrier: who brings messages to neighbours: the coordinator (`relay`), the broker (`peer`), or the devices
             themselves over TLS (`direct`); with the last two the devices go on while the coordinator is away.
-        hosts: path of a `hosts.json` that says where devices listen, for `direct`.
+        hosts: path of a `hosts.json` that says where devices listen, for `direct`; without it they say so themselves.
         exchanges_per_round: after so many for each node on average they report, and the history has a round.
     """
 
@@ -144,10 +144,8 @@ class GraphSettings(TrainingSettings):
             )
         if self.carrier not in CARRIERS:
             raise ConfigError(f"strategy.carrier must be one of {', '.join(CARRIERS)}, got {self.carrier!r}")
-        if (self.carrier == "direct") != (self.hosts is not None):
-            raise ConfigError(
-                "strategy.hosts, the path of a hosts.json, is for strategy.carrier = 'direct' and only there"
-            )
+        if self.hosts is not None and self.carrier != "direct":
+            raise ConfigError(f"strategy.hosts is for strategy.carrier = 'direct', got {self.carrier!r}")
         if rules.server.kind != "none":
             raise ConfigError("server.optimizer: a decentralised run has no server that could take a step")
         return Decentralised(
@@ -218,7 +216,7 @@ class Decentralised:
                 node.is_report = self.goes_on_alone or (
                     is_round_done and node.has_begun and node.reported <= state.version
                 )
-                orders.append(self._order(state, graph, device_id, node))
+                orders.append(self._order(state, graph, device_id, view))
         waits = [node.rests_until_s for node in state.nodes.values() if node.rests_until_s > view.now_s]
         wake_s = min([WAIT_S, *(until_s - view.now_s for until_s in waits)])
         return state, Decision(orders=tuple(orders), next_wake_s=wake_s)
@@ -310,8 +308,9 @@ class Decentralised:
         """Makes the graph once enough devices are there."""
         wanted = self.file_graph.nodes if self.file_graph is not None else ()
         there = [name for name in view.idle if not wanted or name in wanted]
-        if self.hosts and (unknown := [name for name in there if name not in self.hosts]):
-            raise ConfigError(f"{self.settings.hosts} says nothing of {', '.join(unknown)}: nobody could reach it")
+        if self.settings.carrier == "direct" and (hidden := [n for n in there if not self._address(n, view)]):
+            said = self.settings.hosts or "no hosts.json was given, and the device"
+            raise ConfigError(f"{said} does not say where {hidden[0]} listens: nobody could reach it")
         if len(there) < max(LEAST_NODES, self.rules.min_devices):
             return False
         if self.rules.max_devices is not None:
@@ -387,7 +386,8 @@ class Decentralised:
             return True
         return all(state.nodes[other].exchanges >= node.exchanges for other in graph.neighbours(name))
 
-    def _order(self, state: DecentralisedState, graph: Graph, name: str, node: NodeState) -> Assignment:
+    def _order(self, state: DecentralisedState, graph: Graph, name: str, view: FleetView) -> Assignment:
+        node = state.nodes[name]
         state.num_given += 1
         life = f"r{state.lives}" if state.lives else ""
         node.assignment_id = f"{life}n{state.num_given}-{name}"
@@ -397,7 +397,7 @@ class Decentralised:
             replace(
                 side,
                 epoch=state.edge_epochs.get(_key(state, name, side.neighbour), 0),
-                address=_address(self.hosts.get(side.neighbour)),
+                address=self._address(side.neighbour, view),
             )
             for side in graph.sides(name, self.plan.iterations or 1, is_damped=is_damped)
         )
@@ -431,7 +431,7 @@ class Decentralised:
                     carrier=self.settings.carrier,
                     schedule=self.settings.exchange,
                     fires=fires,
-                    listen=_address(self.hosts.get(name)),
+                    listen=self._address(name, view),
                     until=(max(node.reported, state.version) + 1) * self._iterations_per_round,
                     limit=(self.rules.rounds or 0) * self._iterations_per_round,
                     reports=node.is_report,
@@ -442,6 +442,16 @@ class Decentralised:
             sends_model=not node.has_begun,
         )
 
+    def _address(self, name: str, view: FleetView) -> str:
+        """Returns where a device listens: by the file, else by what it says of itself; empty for nobody knows."""
+        if self.settings.carrier != "direct":
+            return ""
+        host = self.hosts.get(name)
+        if host is not None:
+            return f"{host.address}:{host.port}"
+        info = view.devices.get(name)
+        return "" if info is None or self.hosts else str(info.capabilities.get("peer_address", ""))
+
     @property
     def _iterations_per_round(self) -> int:
         return self.settings.exchanges_per_round * (self.plan.iterations or 1)
@@ -451,10 +461,6 @@ class Decentralised:
         members = [state.nodes[name] for name in _members(state)]
         wanted = (state.version + 1) * self._iterations_per_round
         return bool(members) and sum(node.iterations for node in members) >= wanted * len(members)
-
-
-def _address(host: Host | None) -> str:
-    return "" if host is None else f"{host.address}:{host.port}"
 
 
 def rest_s(losses: int) -> float:

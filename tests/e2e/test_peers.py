@@ -134,16 +134,20 @@ def stopped(fleet: LocalFleet, run_id: str) -> dict[str, Array]:
     return load_model_file(files[-1])
 
 
-def test_five_devices_come_to_a_good_model_by_themselves_and_stop_when_the_run_is_over(
+def test_five_devices_come_to_a_good_model_under_a_coordinator_that_is_killed_and_stop_with_their_run(
     tools: Any, tmp_path: Path, shards: Sequence[Path]
 ) -> None:
     with site(tools, tmp_path / "fleet", shards) as fleet:
         config = run_file()
-        run_id = fleet.submit(replace(config, run=replace(config.run, rounds=6)))
+        run_id = fleet.submit(replace(config, run=replace(config.run, rounds=12)))
+        tools.eventually(lambda: closed(fleet, run_id), 60, "a round")
+        fleet.kill("coordinator")
+        fleet.start_coordinator()
         run = fleet.wait_run(run_id)
-        assert (run["status"], run["reason"]) == ("finished", "rounds reached 6")
+        assert (run["status"], run["reason"]) == ("finished", "rounds reached 12")
         rounds = closed(fleet, run_id)
-        assert [row["facts"]["nodes"] for row in rounds] == [5] * 6
+        assert [row["round"] for row in rounds] == list(range(1, 13))
+        assert [row["facts"]["nodes"] for row in rounds] == [5] * 12
         assert rounds[-1]["accuracy"] > 0.6
         assert rounds[-1]["worst_node_accuracy"] is not None
         assert {row["bytes_down"] for row in fleet.history("updates", run=run_id) if row["round"] > 3} < {

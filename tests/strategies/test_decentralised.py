@@ -264,6 +264,24 @@ def test_devices_that_go_on_alone_are_asked_for_reports_only_and_the_slowest_clo
     assert fleet.strategy.model(fleet.state)["w"].tolist() == [2.0, 2.0]
 
 
+def test_where_a_device_listens_a_file_says_or_the_device_itself(tmp_path: Path) -> None:
+    fleet = Fleet("pdmm-isvr", ("a", "b"), carrier="direct")
+    with pytest.raises(ConfigError, match="does not say where a listens"):
+        fleet.ask()
+    fleet.view.devices = {
+        name: DeviceInfo(device_id=name, capabilities={"peer_address": f"10.0.0.{place}:8884"})
+        for place, name in enumerate("ab", 1)
+    }
+    told = {order.device_id: node_of(order) for order in fleet.ask()}
+    assert (told["a"].listen, told["a"].edges[0].address) == ("10.0.0.1:8884", "10.0.0.2:8884")
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text(json.dumps({"hosts": [{"name": name, "addr": f"{name}.local", "port": 9000} for name in "ab"]}))
+    fleet = Fleet("pdmm-isvr", ("a", "b"), carrier="direct", hosts=str(hosts))
+    assert [node_of(order).listen for order in fleet.ask()] == ["a.local:9000", "b.local:9000"]
+    with pytest.raises(ConfigError, match="does not say where c listens"):
+        Fleet("pdmm-isvr", ("a", "b", "c"), carrier="direct", hosts=str(hosts)).ask()
+
+
 def test_when_the_graph_changes_those_that_go_on_alone_are_called_to_hear_of_it() -> None:
     fleet = Fleet("pdmm-isvr", carrier="peer")
     fleet.ask()
@@ -299,7 +317,7 @@ def test_after_the_coordinator_was_away_nobody_is_taken_for_gone_at_once() -> No
     ("name", "options", "reason"),
     [
         ("dsgd", {"carrier": "pigeon"}, "strategy.carrier must be one of relay, peer, direct, got 'pigeon'"),
-        ("dsgd", {"carrier": "direct"}, "strategy.hosts"),
+        ("dsgd", {"hosts": "hosts.json"}, "strategy.hosts is for strategy.carrier = 'direct', got 'relay'"),
         ("dsgd", {"exchange": "daily"}, "strategy.exchange must be one of sync, slots, poisson, got 'daily'"),
         ("dsgd", {"exchanges_per_round": 0}, "strategy.exchanges_per_round must be 1 or more, got 0"),
         ("dsgd", {"iterations": 0}, "strategy.iterations"),
