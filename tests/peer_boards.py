@@ -20,6 +20,8 @@ LOOPBACK = "127.0.0.1"
 PATIENCE_S = 20.0
 # Comes back fast, and is not taken for dead on a busy machine.
 BRISK = PeerPace(keep_alive_s=0.2, silence_s=10.0, max_backoff_s=0.2)
+# Never gives up by itself, nor says anything unasked.
+PATIENT = PeerPace(keep_alive_s=60.0, silence_s=60.0)
 # Gives up fast too.
 HASTY = PeerPace(keep_alive_s=0.1, silence_s=0.6, max_backoff_s=0.2)
 

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import ssl
+import struct
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from edgefl.coordinator.api import operator_router
 from edgefl.coordinator.downlink import KEEP, NO_MODEL
 from edgefl.coordinator.enrolment import enrolment_router
 from edgefl.coordinator.messages import order_header
+from edgefl.device import peer_frames, peer_listener, peer_queue
+from edgefl.device.direct import PeerPace
 from edgefl.protocol import (
     CHUNK_BYTES,
     FROM_DEVICE,
@@ -194,9 +197,28 @@ def test_protocol_md_describes_the_header_and_the_stages_of_a_codec_body() -> No
     assert f"`{wire.MAGIC.decode()}`" in PROTOCOL
 
 
+def test_protocol_md_describes_the_frames_from_board_to_board() -> None:
+    header, kinds = tables(part(PROTOCOL, "From board to board"))
+    places = [(int(offset), int(size)) for offset, size, _ in header]
+    assert [offset for offset, _ in places] == [sum(size for _, size in places[:n]) for n in range(len(places))]
+    assert [size for _, size in places] == [struct.calcsize(f"<{code}") for code in ("4s", *"HHIQQ")]
+    assert peer_frames.HEADER.format == "<4sHHIQQ"
+    assert code(header[0][2]) == [peer_frames.MAGIC.decode()]
+    assert header[1][2] == f"frame version, {peer_frames.FRAME_VERSION}"
+    told = {code(name)[0]: int(number) for number, name, _, _ in kinds}
+    assert told == {kind.name: kind.value for kind in peer_frames.FrameKind}
+
+
 @pytest.mark.parametrize(
     ("heading", "said"),
     [
+        ("From board to board", f"up to {(MAX_PEER_BYTES + 1024) // 2**20} MiB less 1 KiB"),
+        ("From board to board", f"after {PeerPace().keep_alive_s:g} s without a message"),
+        ("From board to board", f"after {PeerPace().silence_s:g} s without a sign of life"),
+        ("From board to board", f"at {peer_frames.SLOWEST_BYTES_PER_S // 1024} KiB/s"),
+        ("From board to board", f"up to {PeerPace().max_backoff_s:g} s apart"),
+        ("From board to board", f"the\nnewest {peer_listener.MAX_STRANGERS}."),
+        ("From board to board", f"up to {peer_queue.MAX_ANSWERS} of them wait"),
         ("Limits", f"{MAX_JSON_BYTES // 1024} KiB"),
         ("Limits", f"{broker.MAX_MESSAGE_BYTES // 2**20} MiB"),
         ("Limits", f"| {(MAX_PEER_BYTES + 1024) // 2**20} MiB less 1 KiB"),

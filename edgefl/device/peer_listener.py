@@ -88,11 +88,11 @@ class PeerListener:
                 shut(connection)
 
     def join(self, timeout_s: float) -> None:
+        """Waits until all threads have ended, or so long."""
         until_s = time.monotonic() + timeout_s
-        with self._lock:
-            threads = self._threads - {threading.current_thread()}
-        for thread in threads:
-            thread.join(max(0.0, until_s - time.monotonic()))
+        # The one that accepts may have started another since.
+        while (threads := self._others()) and (left_s := until_s - time.monotonic()) > 0:
+            threads.pop().join(left_s)
 
     def set_neighbours(self, neighbours: Collection[str]) -> None:
         """Changes who may send; connections of all others are closed."""
@@ -100,6 +100,10 @@ class PeerListener:
             self._inboxes = {name: self._inboxes.get(name) or _Inbox() for name in neighbours}
             for name in self._current.keys() - self._inboxes.keys():
                 shut(self._current.pop(name))
+
+    def _others(self) -> set[threading.Thread]:
+        with self._lock:
+            return self._threads - {threading.current_thread()}
 
     def _spawn(self, run: Callable[[], None], name: str) -> None:
         def body() -> None:
@@ -110,9 +114,10 @@ class PeerListener:
                     self._threads.discard(threading.current_thread())
 
         thread = threading.Thread(target=body, name=name, daemon=True)
+        # Under the lock, so that nobody waits for a thread that has not started.
         with self._lock:
+            thread.start()
             self._threads.add(thread)
-        thread.start()
 
     def _accept(self, server: socket.socket) -> None:
         with server:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from edgefl.device.peer_watch import PeerWatch
 
-MAX_ANSWERS = 16
+MAX_ANSWERS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class PeerQueue:
             return True
 
     def next(self, timeout_s: float) -> Letter | None:
-        """Returns what to send: what was not taken before, unless newer state has come; None if there is nothing."""
+        """Returns what to send: what was not taken before, or a state that came since; None if there is nothing."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_woken or self._has_next(), timeout_s)
             self._is_woken = False

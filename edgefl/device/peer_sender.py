@@ -53,8 +53,9 @@ class PeerSender:
         self._interrupt()
 
     def join(self, timeout_s: float) -> None:
-        if self._thread.ident is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
+        """Waits until the thread has ended, or so long."""
+        if self._thread.ident is not None:
+            self._thread.join(max(0.0, timeout_s))
 
     def is_alive(self) -> bool:
         return self._thread.is_alive()
@@ -82,21 +83,22 @@ class PeerSender:
             self._nudged.clear()
             self._was_useful = False
             address = self._address
-            try:
-                if address is None:
-                    self._watch.warn(self.receiver, "no address of %s is known; what it is sent waits", self.receiver)
-                else:
-                    self._hold_connection(address)
-            except (OSError, ValueError, NetworkError) as error:  # ValueError: a host name that cannot be one
-                if address is not None:
-                    self._complain(address, error)
+            if address is None:
+                self._watch.warn(self.receiver, "no address of %s is known; what it is sent waits", self.receiver)
+            else:
+                self._attempt(address)
             # A neighbour that lets us in and then breaks off at once is no success.
             backoff_s = FIRST_BACKOFF_S if self._was_useful else min(2 * backoff_s, self._pace.max_backoff_s)
             self._nudged.wait(backoff_s * self._rng.uniform(0.5, 1.0))
 
+    def _attempt(self, address: Address) -> None:
+        try:
+            self._hold_connection(address)
+        except (OSError, ValueError, NetworkError) as error:  # ValueError: a host name that cannot be one
+            if address == self._address and not self._stopping.is_set():
+                self._complain(address, error)
+
     def _complain(self, address: Address, error: Exception) -> None:
-        if address != self._address or self._stopping.is_set():
-            return
         # Each text is told once a minute: that nobody answers must not hide who does.
         what = "will not talk to" if isinstance(error, NetworkError) else "cannot reach"
         self._watch.warn(self.receiver, what + " %s at %s:%d (%s); trying again", self.receiver, *address, error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import ssl
+import threading
 import time
 import tracemalloc
 
@@ -13,8 +14,10 @@ from peer_boards import (
     HASTY,
     LOOPBACK,
     PATIENCE_S,
+    PATIENT,
     Board,
     PeerFleet,
+    direct_threads,
     eventually,
     hear,
     is_closed,
@@ -244,7 +247,7 @@ def test_a_sender_that_restarted_is_heard_though_it_counts_from_one(peers: PeerF
 
 
 def test_a_neighbour_has_one_connection_the_newest(peers: PeerFleet) -> None:
-    a = peers.board("a", ["b"])
+    a = peers.board("a", ["b"], pace=PATIENT)
     older = peers.enter("b", a)
     newer = peers.enter("b", a)
     assert is_closed(older)
@@ -252,7 +255,7 @@ def test_a_neighbour_has_one_connection_the_newest(peers: PeerFleet) -> None:
     assert hear(newer).kind is FrameKind.TAKEN
 
 
-def test_what_a_given_up_connection_still_holds_is_not_taken_after_newer_mail(peers: PeerFleet) -> None:
+def test_a_new_connection_waits_until_what_came_over_the_old_one_is_done(peers: PeerFleet) -> None:
     a = peers.board("a", ["b"])
     a.gate.clear()
     older = peers.enter("b", a)
@@ -266,6 +269,43 @@ def test_what_a_given_up_connection_still_holds_is_not_taken_after_newer_mail(pe
     assert hear(newer).number == 3
     assert is_closed(older)
     assert a.payloads() == [b"1", b"3"]
+
+
+class NotedLock:
+    """Tells when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.num_askers = 0
+
+    def acquire(self, timeout: float) -> bool:
+        self.num_askers += 1
+        return self._lock.acquire(timeout=timeout)
+
+    def release(self) -> None:
+        self._lock.release()
+
+
+def test_what_waits_while_its_edge_is_removed_is_not_taken(peers: PeerFleet) -> None:
+    a = peers.board("a", ["b"])
+    a.carrier._listener._inboxes["b"].lock = lock = NotedLock()  # type: ignore[assignment] # enough of one
+    a.gate.clear()
+    for number in (1, 2):
+        connection = peers.enter("b", a)
+        say(connection, FrameKind.MESSAGE, session=7, number=number, payload=b"%d" % number)
+        eventually(lambda: lock.num_askers == number)  # noqa: B023 called at once
+    a.carrier.set_neighbours([])
+    a.gate.set()
+    assert is_closed(connection)
+    eventually(lambda: "direct-from-b" not in direct_threads())
+    assert a.payloads() == [b"1"]
+
+
+def test_the_connection_of_a_neighbour_is_closed_when_its_edge_is_removed(peers: PeerFleet) -> None:
+    a = peers.board("a", ["b"], pace=PATIENT)
+    connection = peers.enter("b", a)
+    a.carrier.set_neighbours([])
+    assert is_closed(connection)
 
 
 def test_tls_1_2_will_do_and_nothing_older(peers: PeerFleet) -> None:

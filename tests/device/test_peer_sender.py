@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
 import time
 
 import pytest
-from peer_boards import HASTY, PATIENCE_S, PeerFleet, eventually, hear, is_closed, say
+from peer_boards import HASTY, PATIENCE_S, PATIENT, PeerFleet, direct_threads, eventually, hear, is_closed, say
 
 from edgefl.coordinator import pki
 from edgefl.device.direct import PeerPace
@@ -95,7 +96,7 @@ def test_a_neighbour_that_begins_with_something_else_than_welcome_is_left(
     a.carrier.send("b", b"1")
     connection = b.accept()
     say(connection, greeting)
-    assert is_closed(connection)
+    assert connection.recv(1024) == b""
     assert confirm(b.welcome()) == b"1"
 
 
@@ -135,6 +136,26 @@ def test_a_neighbour_that_is_at_it_for_long_is_not_given_up_while_it_gives_signs
     say(connection, FrameKind.TAKEN, session=frame.session, number=frame.number)
     eventually(lambda: a.carrier.counts.delivered == 1)
     assert len(b.accepted) == 1
+
+
+def test_a_neighbour_is_left_when_its_edge_is_removed(peers: PeerFleet) -> None:
+    b = peers.fake("b")
+    a = peers.board("a", ["b"], hosts={"b": b.address}, pace=PATIENT)
+    connection = b.welcome()
+    eventually(a.carrier.reachable)
+    a.carrier.set_neighbours([])
+    assert is_closed(connection)
+    eventually(lambda: "direct-to-b" not in direct_threads())
+
+
+def test_small_messages_do_not_wait_for_full_packets(peers: PeerFleet) -> None:
+    b = peers.fake("b")
+    a = peers.board("a", ["b"], hosts={"b": b.address})
+    b.welcome()
+    eventually(a.carrier.reachable)
+    connection = a.carrier._senders["b"]._connection
+    assert connection is not None
+    assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_an_idle_connection_carries_signs_of_life(peers: PeerFleet) -> None:
