@@ -1,0 +1,188 @@
+"""A whole graph of nodes in one process, at equal speeds in virtual time, with a task's own learner on real images.
+
+One unit of time is one local iteration. A node takes its mail when it begins a burst of iterations, and posts when it
+ends it, as devices do; mail takes no time.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+from numpy.random import Generator
+
+from edgefl.compression.edges import EdgeCodec, edge_shapes
+from edgefl.decentralised.engine import Engine
+from edgefl.decentralised.firing import Burst, Firing, make_firing
+from edgefl.decentralised.graph import make_graph
+from edgefl.decentralised.methods import METHODS, make_node
+from edgefl.tasks.node_training import begin_node, train_node
+from edgefl.types import Array, Dataset, EdgeMessage, Learner, Task, derived_rng
+from harness.class_shards import CUTS, NUM_NODES, class_shards
+from harness.isvr_cell import Cell
+
+Parts = Mapping[str, Mapping[str, Array]]
+
+
+class Network:
+    """The nodes, and the mail between them.
+
+    Args:
+        cell: what to run.
+        task: whose first model the nodes start from.
+        learner: in which all nodes train in turn.
+        images: dealt among the nodes.
+    """
+
+    def __init__(self, cell: Cell, task: Task, learner: Learner, images: Dataset) -> None:
+        self.num_messages = self.num_bytes = 0
+        self.engines: dict[str, Engine] = {}
+        self._cell, self._learner = cell, learner
+        names = [f"node-{number}" for number in range(NUM_NODES)]
+        self._graph = make_graph(cell.graph, names)
+        shards = class_shards(images.labels, CUTS[cell.cut], derived_rng(cell.seed, "cut"))
+        self._data = {name: images.take(rows) for name, rows in zip(names, shards, strict=True)}
+        self._rngs = {name: derived_rng(cell.seed, "batches", name) for name in names}
+        self._inboxes: dict[str, list[EdgeMessage]] = {name: [] for name in names}
+        self._losses = derived_rng(cell.seed, "losses")
+        self._handover = Handover()
+        self._message_bytes = 0 if cell.codec else _dense_bytes(cell, task)
+        for name in names:
+            self.engines[name] = self._engine(name, task)
+        self._firing = {name: self._schedule(name) for name in names}
+
+    def _engine(self, name: str, task: Task) -> Engine:
+        cell = self._cell
+        is_damped = cell.method == "d2" and self._graph.needs_damping()
+        node = make_node(
+            cell.method,
+            name,
+            self._graph.sides(name, cell.period, is_damped=is_damped),
+            learning_rate=cell.rate,
+            period=cell.period,
+        )
+        coder = EdgeCodec(cell.codec, edge_shapes(task.shapes()), epoch=1) if cell.codec else self._handover
+        engine = Engine(node, coder, derived_rng(cell.seed, "edges", name))
+        begin_node(engine, self._learner, task.init(cell.seed))
+        return engine
+
+    def _schedule(self, name: str) -> Firing:
+        cell = self._cell
+        sides = self._graph.sides(name, cell.period)
+        return make_firing(cell.exchange, edges=sides, period=cell.period, rng=derived_rng(cell.seed, "firing", name))
+
+    @property
+    def exchanges_per_edge(self) -> float:
+        return self.num_messages / 2 / len(self._graph.edges)
+
+    @property
+    def bytes_per_edge(self) -> float:
+        return self.num_bytes / len(self._graph.edges)
+
+    def mean_model(self) -> dict[str, Array]:
+        models = [engine.model() for engine in self.engines.values()]
+        return {
+            name: np.mean([model[name] for model in models], axis=0, dtype=np.float64).astype(array.dtype)
+            for name, array in models[0].items()
+        }
+
+    def run(self) -> Iterator[int]:
+        """Lets every node do its iterations, and stops at each point of the curve to give the time."""
+        bursts: dict[str, Burst] = {}
+        due: list[tuple[int, str]] = []
+        for name in self.engines:
+            self._begin_burst(name, 0, bursts, due)
+        marks = self._cell.marks
+        while due:
+            now = due[0][0]
+            while marks and marks[0] < now:
+                yield marks.pop(0)
+            together = []
+            while due and due[0][0] == now:
+                together.append(heapq.heappop(due)[1])
+            for name in together:
+                self._end_burst(name, bursts[name])
+            for name in together:
+                self._begin_burst(name, now, bursts, due)
+        yield from marks
+
+    def _begin_burst(self, name: str, now: int, bursts: dict[str, Burst], due: list[tuple[int, str]]) -> None:
+        engine = self.engines[name]
+        messages, self._inboxes[name] = self._inboxes[name], []
+        self._send(engine.take(messages))
+        engine.settle()
+        node = engine.node
+        if not engine.trains_next():
+            bursts[name] = Burst(iterations=0, neighbours=node.neighbours)
+        elif node.iterations < self._cell.iterations:
+            drawn = self._firing[name].next(node.iterations, node.neighbours)
+            left = self._cell.iterations - node.iterations
+            bursts[name] = Burst(iterations=min(drawn.iterations, left), neighbours=drawn.neighbours)
+        else:
+            return
+        heapq.heappush(due, (now + bursts[name].iterations, name))
+
+    def _end_burst(self, name: str, burst: Burst) -> None:
+        engine = self.engines[name]
+        if burst.iterations:
+            # Mail waits for the end of a burst, so that training now is as good as training all the while.
+            plan = self._cell.plan(engine.node.iterations, burst.iterations)
+            if self._cell.method == "d2":
+                # It divides by this when it has mixed, and has to by the rate that it stepped with.
+                engine.node.learning_rate = plan.learning_rate
+            train_node(
+                engine,
+                self._learner,
+                self._data[name],
+                plan,
+                self._rngs[name],
+                clock=no_time,
+                on_iteration=never,
+            )
+        self._send(engine.post(burst.neighbours))
+
+    def _send(self, messages: tuple[EdgeMessage, ...]) -> None:
+        self.num_messages += len(messages)
+        for message in messages:
+            self.num_bytes += self._message_bytes or len(message.body)
+            if self._losses.random() >= self._cell.lost:
+                self._inboxes[message.edge[1]].append(message)
+
+
+class Handover:
+    """A coder that gives the parts of a message as they are under a number: exact as dense, without its copies."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[bytes, Parts] = {}
+        self._numbers = itertools.count()
+
+    def encode(self, receiver: str, parts: Parts, rng: Generator) -> bytes:  # noqa: ARG002 as codecs have it
+        key = next(self._numbers).to_bytes(8, "little")
+        self._waiting[key] = parts
+        return key
+
+    def decode(self, sender: str, body: bytes) -> Parts:  # noqa: ARG002 likewise
+        return self._waiting.pop(body)
+
+    def forget(self, neighbour: str) -> None: ...
+
+
+def _dense_bytes(cell: Cell, task: Task) -> int:
+    """Returns the length of a message without a codec."""
+    model, shapes = task.init(cell.seed), edge_shapes(task.shapes())
+    tensors = {spec.name: model[spec.name] for spec in shapes}
+    part_names = METHODS[cell.method].parts
+    # Gradient tracking sends its two parts in turn.
+    parts = part_names[:1] if cell.method == "gradient-tracking" else part_names
+    coder = EdgeCodec("", shapes, epoch=1)
+    return len(coder.encode("neighbour", dict.fromkeys(parts, tensors), derived_rng(cell.seed)))
+
+
+def no_time() -> float:
+    return 0.0
+
+
+def never(iterations: int, seconds: float) -> bool:  # noqa: ARG001 as `train` calls it
+    return False

@@ -1,0 +1,309 @@
+"""What ECL-ISVR is worth where nodes hold different classes: against its rivals, each at its own best learning rate.
+
+    python benchmarks/isvr_claim.py --data DIR [--seeds 5] [--jobs 2] [--out isvr-claim] [--known]
+
+DIR holds `fashion-mnist/`. Eight nodes share the 60,000 images, three of the ten classes each; a logistic regression,
+batches of 100, L2 0.001, 4,800 local iterations of every node, all equally fast, in virtual time. ISVR and AD-PSGD
+exchange at random, once in K = 8 iterations on average, the other methods in step. Those that work with one iteration
+an exchange are there twice: with as many iterations (8 times the exchanges, 16 times with gradient tracking, which
+mixes models and trackers in turn) and with as many exchanges. `one node` holds all images and does as many iterations
+with the same batch, so it sees an eighth of the examples that the eight nodes see together.
+
+Every method, ISVR too, and one node as well, takes the learning rate and the decay (over the run, by exchange rounds)
+with which the first seed's nodes do best: a search up and down a ladder of rates for each decay, on the test images,
+so that all are equally flattered. Accuracies are on all 10,000 test images: of the mean of the nodes' models, of the
+nodes themselves on average, and of the worst. Intervals are of 95 %, margins are paired by seed.
+
+Parts: `logistic` as above; `codecs` along the edges of ADMM-ISVR; `loss` of messages, at the rates found without;
+`cnn`, the small one of the image tasks, over fewer rounds; `paper`, the published logistic rows (8 of 10 classes,
+learning rate 0.002, L2 0.01), where **plain local DSGD shows no drift**, so that they say nothing for ISVR; rounds
+are those that the published numbers of exchanges come to on each edge.
+
+Cells in the `--out` folder are not run again, so a run that was stopped goes on where it was; `--known` runs nothing
+and prints what is there, of what `--rates`, `--decays`, `--graphs`, `--parts` and `--variants` leave.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from harness.isvr_cell import ONE_NODE, SCORES, Cell, Outcome, interval, of_average, of_nodes
+from harness.isvr_search import Results, tune
+
+ROUNDS, PERIOD = 600, 8
+GRAPHS = {"ring": "ring", "N2": "paper-random"}
+DECAYS = ("constant", "linear", "inverse-sqrt")
+CODECS = ("", "fp16", "int8", "qsgd:4:64", "qsgd:2:8", "lss:2")
+LOSSES = (0.1, 0.3)
+CNN_ROUNDS = 60
+PAPER = {"N1": ("multiplex:2", 8800 // 16), "N2": ("paper-random", 5600 // 10)}
+"""Graph and rounds: the published numbers of exchanges, over 16 and 10 edges."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One line of a table: a method, when it exchanges, and by what its iterations are fewer than the others'."""
+
+    method: str
+    period: int = PERIOD
+    exchange: str = "sync"
+    fewer: int = 1
+
+
+VARIANTS = {
+    "PDMM-ISVR": Variant(method="pdmm-isvr", exchange="poisson"),
+    "ADMM-ISVR": Variant(method="admm-isvr", exchange="poisson"),
+    "PDMM-ISVR in step": Variant(method="pdmm-isvr"),
+    "DSGD": Variant(method="dsgd"),
+    "AD-PSGD": Variant(method="ad-psgd", exchange="poisson"),
+    "K-GT": Variant(method="k-gt"),
+    "K-GT, K = 16": Variant(method="k-gt", period=2 * PERIOD),
+    "D-PSGD, as many exchanges": Variant(method="dsgd", period=1, fewer=8),
+    "D2, as many exchanges": Variant(method="d2", period=1, fewer=8),
+    "gradient tracking, as many": Variant(method="gradient-tracking", period=1, fewer=16),
+    "D-PSGD": Variant(method="dsgd", period=1),
+    "D2": Variant(method="d2", period=1),
+    "gradient tracking": Variant(method="gradient-tracking", period=1),
+    "one node": Variant(method=ONE_NODE),
+}
+SAME_RATE = {"PDMM-ISVR in step": "PDMM-ISVR"}
+"""Tuned once for both."""
+ISVR = ("PDMM-ISVR", "ADMM-ISVR")
+AS_MANY = ("DSGD", "AD-PSGD", "K-GT", "K-GT, K = 16", "D-PSGD, as many exchanges", "D2, as many exchanges",
+           "gradient tracking, as many")  # fmt: skip
+MORE = ("D-PSGD", "D2", "gradient tracking")
+UNTUNED = ("PDMM-ISVR", "ADMM-ISVR", "DSGD", "one node")
+LOSSY = ("PDMM-ISVR", "ADMM-ISVR", "DSGD", "K-GT", "D2", "gradient tracking")
+CNN = ("PDMM-ISVR", "ADMM-ISVR", "DSGD", "K-GT", "gradient tracking", "one node")
+PUBLISHED = ("PDMM-ISVR", "ADMM-ISVR", "DSGD", "one node")
+
+
+def cell_of(name: str, graph: str, *, rounds: int = ROUNDS, seed: int = 1) -> Cell:
+    """Returns a variant's cell at the untuned learning rate; what one node does has nothing to do with the graph."""
+    variant = VARIANTS[name]
+    return Cell(
+        method=variant.method,
+        graph="ring" if variant.method == ONE_NODE else graph,
+        exchange=variant.exchange,
+        period=variant.period,
+        iterations=rounds * PERIOD // variant.fewer,
+        rounds=rounds,
+        rate=0.1,
+        decay="constant",
+        seed=seed,
+    )
+
+
+def of_seeds(cell: Cell, num_seeds: int) -> list[Cell]:
+    return [replace(cell, seed=seed) for seed in range(1, num_seeds + 1)]
+
+
+def logistic(results: Results, args: argparse.Namespace) -> None:
+    """Tunes, runs all seeds, and prints a table and the margins for each graph."""
+    for title, graph in args.graphs.items():
+        tuned = tuned_cells(args.variants, graph, results, args)
+        columns = {name: of_seeds(cell, args.seeds) for name, cell in tuned.items()}
+        results.run(by_seed(columns.values()))
+        heading = f"logistic regression on {title}, {ROUNDS} rounds; best by the first seed's {args.by}"
+        print_table(heading, columns, results)
+        print_margins(columns, results, args.by)
+        plain = {name: of_seeds(cell_of(name, graph), args.seeds) for name in UNTUNED if name in args.variants}
+        results.run(by_seed(plain.values()))
+        others = {name: [cell_of(name, graph)] for name in args.variants if name not in UNTUNED}
+        every = {name: (plain | others)[name] for name in args.variants}
+        print_table(f"the same on {title}, untuned: learning rate 0.1, constant", every, results)
+        _draw_logistic(title, graph, columns, plain, results, args)
+
+
+def tuned_cells(names: Sequence[str], graph: str, results: Results, args: argparse.Namespace) -> dict[str, Cell]:
+    wanted = list(dict.fromkeys(SAME_RATE.get(name, name) for name in names))
+    best = tune({name: cell_of(name, graph) for name in wanted}, DECAYS, results, args)
+    found = {}
+    for name in names:
+        source = best.get(SAME_RATE.get(name, name))
+        if source is not None:
+            found[name] = replace(cell_of(name, graph), rate=source.rate, decay=source.decay)
+    return found
+
+
+def codecs(results: Results, args: argparse.Namespace) -> None:
+    """ADMM-ISVR at its best learning rate on the ring, with every codec."""
+    best = tuned_cells(["ADMM-ISVR"], "ring", results, args)
+    if not best:
+        return
+    columns = {
+        codec or "none (dense)": of_seeds(replace(best["ADMM-ISVR"], codec=codec), args.seeds) for codec in CODECS
+    }
+    results.run(by_seed(columns.values()))
+    print_table("ADMM-ISVR on ring, codecs along the edges", columns, results)
+    known = {name: found for name, cells in columns.items() if (found := results.known(cells))}
+    if known:
+        from harness.isvr_figures import draw_codecs  # noqa: PLC0415 matplotlib is slow to import
+
+        _told(draw_codecs(known, args.out / "codecs.png"))
+
+
+def losses(results: Results, args: argparse.Namespace) -> None:
+    """The ring at the rates that are best without losses, and some of the messages lost."""
+    tuned = tuned_cells([name for name in LOSSY if name in args.variants], "ring", results, args)
+    columns = {
+        (name, lost): of_seeds(replace(cell, lost=lost), args.seeds)
+        for name, cell in tuned.items()
+        for lost in (0.0, *LOSSES)
+    }
+    results.run(by_seed(columns.values()))
+    named = {f"{name}, {lost:.0%} lost": cells for (name, lost), cells in columns.items()}
+    print_table("ring, messages lost, learning rates as without", named, results)
+    known = {row: found for row, cells in columns.items() if (found := results.known(cells))}
+    if known:
+        from harness.isvr_figures import draw_losses  # noqa: PLC0415 matplotlib is slow to import
+
+        _told(draw_losses(known, args.out / "losses.png"))
+
+
+def cnn(results: Results, args: argparse.Namespace) -> None:
+    """The small CNN, learning rates that decay linearly, one seed."""
+    cells = {
+        name: replace(cell_of(name, "ring", rounds=CNN_ROUNDS), model="cnn-small", points=4)
+        for name in CNN
+        if name in args.variants
+    }
+    best = tune(cells, ("linear",), results, args)
+    columns = {name: of_seeds(cell, args.cnn_seeds) for name, cell in best.items()}
+    results.run(by_seed(columns.values()))
+    print_table(f"small CNN on ring, {CNN_ROUNDS} rounds", columns, results)
+
+
+def paper(results: Results, args: argparse.Namespace) -> None:
+    for title, (graph, rounds) in PAPER.items():
+        columns = {}
+        for name in PUBLISHED:
+            if name in args.variants:
+                cell = cell_of(name, graph, rounds=rounds)
+                cell = replace(cell, cut="8 of 10", rate=0.002, weight_decay=0.01, points=10)
+                columns[name] = of_seeds(cell, args.seeds)
+        results.run(by_seed(columns.values()))
+        print_table(
+            f"the published logistic rows, {title}, {rounds} rounds (DSGD does not drift here)", columns, results
+        )
+
+
+PARTS = {"logistic": logistic, "codecs": codecs, "loss": losses, "cnn": cnn, "paper": paper}
+
+
+def by_seed(columns: Sequence[Sequence[Cell]]) -> list[Cell]:
+    """Returns the cells seed by seed, so that a run that is stopped has all variants of the seeds it has."""
+    return sorted((cell for column in columns for cell in column), key=lambda cell: cell.seed)
+
+
+def print_table(heading: str, columns: dict[str, list[Cell]], results: Results) -> None:
+    form = "{:29} {:>6} {:>12} {:>5} {:>15} {:>15} {:>7} {:>7} {:>9} {:>8}"
+    print(
+        f"\n{heading}\naccuracies in %, of the mean model, of the nodes, of the worst; on each edge exchanges and MB"
+    )
+    print(form.format("variant", "lr", "decay", "seeds", "mean model", "nodes", "worst", "loss", "exchanges", "MB"))
+    for name, cells in columns.items():
+        outcomes = results.known(cells)
+        if not outcomes:
+            continue
+        lost = [outcome.loss for outcome in outcomes if outcome.loss is not None]
+        print(
+            form.format(
+                name,
+                f"{cells[0].rate:g}",
+                cells[0].decay,
+                len(outcomes),
+                _percent([of_average(outcome) for outcome in outcomes]),
+                _percent([of_nodes(outcome) for outcome in outcomes]),
+                f"{100 * statistics.fmean(min(outcome.nodes) for outcome in outcomes):.2f}",
+                f"{statistics.fmean(lost):.4f}" if lost else "-",
+                f"{statistics.fmean(outcome.exchanges_per_edge for outcome in outcomes):.0f}",
+                f"{statistics.fmean(outcome.bytes_per_edge for outcome in outcomes) / 1e6:.4g}",
+            )
+        )
+
+
+def print_margins(columns: dict[str, list[Cell]], results: Results, by: str) -> None:
+    """Prints by how much ISVR is better than each rival, and which rival is the best."""
+    score = SCORES[by]
+    for own in ISVR:
+        for title, rivals in (("as many exchanges", AS_MANY), ("more exchanges", MORE)):
+            gaps = {name: _gaps(columns, own, name, results, score) for name in rivals}
+            known = {name: gap for name, gap in gaps.items() if gap}
+            if known:
+                print(f"{own}, {by}, points above rivals with {title}, the best of them first:")
+            for name, gap in sorted(known.items(), key=lambda pair: statistics.fmean(pair[1])):
+                print(f"    {name:29} {_percent(gap)}")
+
+
+def _gaps(
+    columns: dict[str, list[Cell]], own: str, rival: str, results: Results, score: Callable[[Outcome], float]
+) -> list[float]:
+    pairs = [
+        (results.get(ours), results.get(theirs))
+        for ours, theirs in zip(columns.get(own, []), columns.get(rival, []), strict=False)
+    ]
+    return [score(ours) - score(theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
+
+
+def _percent(values: Sequence[float]) -> str:
+    margin = interval(values)
+    return f"{100 * statistics.fmean(values):.2f}" + (f" ± {100 * margin:.2f}" if margin is not None else "")
+
+
+def _draw_logistic(
+    title: str,
+    graph: str,
+    columns: dict[str, list[Cell]],
+    plain: dict[str, list[Cell]],
+    results: Results,
+    args: argparse.Namespace,
+) -> None:
+    from harness.isvr_figures import draw_accuracies, draw_curves, draw_rates  # noqa: PLC0415 matplotlib is slow
+
+    tuned = {name: found for name, cells in columns.items() if (found := results.known(cells))}
+    untuned = {name: found for name, cells in plain.items() if (found := results.known(cells))}
+    if not tuned:
+        return
+    _told(draw_curves({name: found[0] for name, found in tuned.items()}, title, args.out / f"curves-{title}.png"))
+    _told(draw_accuracies(tuned, untuned, title, args.out / f"accuracies-{title}.png"))
+    searched = {name: results.like(cell_of(name, graph)) for name in tuned if name not in SAME_RATE}
+    _told(draw_rates(searched, title, args.out / f"rates-{title}.png"))
+
+
+def _told(path: Path) -> None:
+    print(f"figure: {path}", file=sys.stderr)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=os.environ.get("EDGEFL_DATA"), help="holds fashion-mnist/")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--cnn-seeds", type=int, default=1)
+    parser.add_argument("--by", choices=list(SCORES), default="nodes", help="whose accuracy rates are tuned for")
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--graphs", nargs="+", choices=list(GRAPHS), default=list(GRAPHS))
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--rates", type=float, nargs="+", help="try these learning rates alone")
+    parser.add_argument("--decays", choices=DECAYS, nargs="+", help="try these decays alone")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--out", type=Path, default=Path("isvr-claim"))
+    parser.add_argument("--known", action="store_true", help="run nothing, print what is known")
+    args = parser.parse_args()
+    if args.data is None:
+        parser.error("say where the data is: --data DIR, or EDGEFL_DATA")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    args.graphs = {name: GRAPHS[name] for name in args.graphs}
+    results = Results(args.out, Path(args.data).resolve(), jobs=args.jobs, is_closed=args.known)
+    for part in args.parts:
+        PARTS[part](results, args)
+
+
+if __name__ == "__main__":
+    main()
