@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, Message, MessageType
 from flwr.serverapp import Grid
 
 from edgefl.adapters.app_messages import body_record, pack, unpack
-from edgefl.errors import CodecError, EdgeflError
+from edgefl.errors import CodecError, ConfigError, EdgeflError
 from edgefl.types import (
     Assignment,
     DeviceInfo,
@@ -117,7 +117,16 @@ class GridFleet:
         return self._view
 
     def dispatch(self, orders: Sequence[Order], source: ModelSource) -> None:
-        """Sends all of it in one request; every model is encoded once."""
+        """Sends all of it in one request; every model is encoded once.
+
+        Raises:
+            ConfigError: the strategy sends messages beside the model.
+        """
+        if any(isinstance(order, Assignment) and (order.plan.node or order.plan.inbox) for order in orders):
+            raise ConfigError(
+                "this strategy sends messages beside the model, which a plain Flower app does not carry; run it with "
+                "edgefl coordinator start, or edgefl simulate"
+            )
         given = [order for order in orders if not isinstance(order, Recall)]
         if not given:
             return

@@ -63,8 +63,8 @@ class Trainer:
         accelerator: cpu or cuda.
         threads: how many cores to use, None for all.
         state_dir: where tensors that stay on the board, and what a run is to remember, are kept.
-        life: grows with every start of the device, 1 or more.
         on_progress: told after every iteration of a plan that asks for it.
+        life: grows with every start of the device, 1 or more; nodes of a graph number their messages by it.
         make_carrier: for nodes of a graph whose messages the coordinator does not carry.
     """
 
@@ -77,8 +77,8 @@ class Trainer:
         accelerator: str,
         threads: int | None,
         state_dir: Path,
-        life: int,
         on_progress: ProgressSink,
+        life: int = 1,
         make_carrier: MakeCarrier | None = None,
     ) -> None:
         self._device_id, self._role, self._state_dir = device_id, role, state_dir

@@ -185,6 +185,14 @@ def test_other_kinds_of_strategies_run_too(export, name, tmp_path):
     assert all(np.isfinite(tensor).all() for tensor in model.values())
 
 
+@pytest.mark.parametrize("name", ["dsgd", "scaffold"])
+def test_a_strategy_that_sends_messages_beside_the_model_is_refused(export, name, tmp_path):
+    paths = cut_shards("digits", "iid", 2, tmp_path / "cut")
+    nodes = {n: {"shard": str(path), "name": path.stem} for n, path in enumerate(paths, 1)}
+    with pytest.raises(ConfigError, match="a plain Flower app does not carry"):
+        run_app(export({**CONFIG, "strategy": {"name": name}}), nodes)
+
+
 def test_a_shard_may_be_named_for_all_nodes_at_once(export, tmp_path):
     cut_shards("digits", "iid", 2, tmp_path / "cut")
     pattern = str(tmp_path / "cut" / "device-{partition}.npz")

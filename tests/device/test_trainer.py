@@ -96,7 +96,6 @@ class Device:
             accelerator="cpu",
             threads=1,
             state_dir=root,
-            life=1,
             on_progress=lambda *report: self.progress.append(report),
         )
 

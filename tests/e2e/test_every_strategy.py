@@ -41,6 +41,8 @@ def run_of(name: str, *, task: str = "digits", pace_s: float | None = None, **ru
     strategy: dict[str, Any] = {"name": name, "iterations": 3, "learning_rate": 0.1, "batch_size": 16}
     if name == "esync":
         del strategy["iterations"]  # it finds them out itself
+    if name in {"d2", "gradient-tracking"}:
+        strategy["iterations"] = 1  # they exchange after every one
     return parse_run(
         {
             "run": {"task": task, "rounds": ROUNDS, "evaluate_every": ROUNDS, **run},

@@ -75,7 +75,6 @@ def test_an_update_has_the_bytes_that_a_board_would_send(way: str, tmp_path: Pat
         accelerator="cpu",
         threads=1,
         state_dir=tmp_path / "state",
-        life=1,
         on_progress=lambda *_: None,
     )
     virtual = bench()
@@ -96,7 +95,6 @@ def test_a_block_gives_the_bytes_that_every_holder_sends(tmp_path: Path) -> None
         accelerator="cpu",
         threads=1,
         state_dir=tmp_path / "state",
-        life=1,
         on_progress=lambda *_: None,
     )
     virtual = bench("duplicate:2")
