@@ -83,7 +83,7 @@ def _row(name: str) -> Json:
         found, settings = find_strategy(name), settings_of(name)
     except EdgeflError as error:  # a package that is broken must not hide the others
         return {"name": name, "kind": None, "summary": str(error), "settings": {}}
-    text = sys.modules[found.__module__].__doc__ or found.__doc__ or ""
+    text = getattr(found, "summary", "") or sys.modules[found.__module__].__doc__ or found.__doc__ or ""
     summary = " ".join(text.strip().partition("\n\n")[0].split())
     return {"name": name, "kind": _kind(name, settings), "summary": summary, "settings": _plain(settings)}
 

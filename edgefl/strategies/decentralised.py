@@ -122,7 +122,9 @@ class GraphSettings(TrainingSettings):
     carrier: str = "relay"
     hosts: str | None = None
 
+    kind: ClassVar[str] = "decentralised"
     method: ClassVar[str] = ""
+    summary: ClassVar[str] = ""
 
     def build(self, rules: RoundRules) -> Decentralised:
         """Returns the strategy.

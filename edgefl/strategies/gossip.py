@@ -22,6 +22,9 @@ class PdmmIsvr(GraphSettings):
 
     exchange: str = Schedule.POISSON
     method: ClassVar[str] = "pdmm-isvr"
+    summary: ClassVar[str] = (
+        "Edge variables carry what a node's gradients lack (Niwa et al., 2021)."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +33,9 @@ class AdmmIsvr(GraphSettings):
 
     exchange: str = Schedule.POISSON
     method: ClassVar[str] = "admm-isvr"
+    summary: ClassVar[str] = (
+        "As pdmm-isvr, half as fast; for lossy codecs (Niwa et al., 2021)."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +43,7 @@ class Dsgd(GraphSettings):
     """Settings of a run with `dsgd`; with `iterations = 1` it is D-PSGD."""
 
     method: ClassVar[str] = "dsgd"
+    summary: ClassVar[str] = "Local SGD steps, then the mean with the neighbours (Lian et al., NeurIPS 2017)."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +52,7 @@ class AdPsgd(GraphSettings):
 
     exchange: str = Schedule.POISSON
     method: ClassVar[str] = "ad-psgd"
+    summary: ClassVar[str] = "Two neighbours at a time take the mean of their models (Lian et al., ICML 2018)."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +60,7 @@ class KGradientTracking(GraphSettings):
     """Settings of a run with `k-gt`."""
 
     method: ClassVar[str] = "k-gt"
+    summary: ClassVar[str] = "Gradient tracking with local steps (Liu et al., 2023)."
 
     def build(self, rules: RoundRules) -> Decentralised:
         return GraphSettings.build(_in_step(self), rules)
@@ -63,6 +72,7 @@ class GradientTracking(GraphSettings):
 
     iterations: int | None = 1
     method: ClassVar[str] = "gradient-tracking"
+    summary: ClassVar[str] = "Every node follows an estimate of the mean gradient (Di Lorenzo and Scutari, 2016)."
 
     def build(self, rules: RoundRules) -> Decentralised:
         return GraphSettings.build(_one_iteration(_in_step(self)), rules)
@@ -74,6 +84,7 @@ class D2(GraphSettings):
 
     iterations: int | None = 1
     method: ClassVar[str] = "d2"
+    summary: ClassVar[str] = "DSGD with one step, corrected by the step before (Tang et al., ICML 2018)."
 
     def build(self, rules: RoundRules) -> Decentralised:
         return GraphSettings.build(_one_iteration(_in_step(self)), rules)

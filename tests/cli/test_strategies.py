@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from edgefl.cli.main import main
+from edgefl.decentralised.methods import METHODS
 from edgefl.strategies.registry import BUILT_IN, make_strategy, settings_of
 from edgefl.strategies.rounds import RoundRules
 
@@ -45,7 +46,8 @@ def test_every_strategy_is_listed_with_its_kind_and_what_it_is(edgefl):
     rows = listed(edgefl)
     assert list(rows) == [*sorted(BUILT_IN), "flwr:NAME"]
     for name, row in rows.items():
-        assert row["kind"] == ("asynchronous" if name in ASYNCHRONOUS else "synchronous"), name
+        kind = "decentralised" if name in METHODS else "asynchronous" if name in ASYNCHRONOUS else "synchronous"
+        assert row["kind"] == kind, name
         assert row["summary"].endswith((".", "QFedAvg")), name
 
 
