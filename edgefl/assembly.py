@@ -202,6 +202,19 @@ def _check_nodes(config: RunConfig, shapes: Shapes) -> None:
     own = [spec.name for spec in shapes if not spec.shared]
     if own:
         raise ConfigError(f"task {config.run.task}: tensors that stay on the board ({own[0]}) do not go with nodes")
+    without = {
+        "run.min_updates": config.run.min_updates,
+        "run.barrier_s": config.run.barrier_s,
+        "run.updates_per_round": config.run.updates_per_round,
+        "devices.fraction": config.devices.fraction,
+        "guard.max_norm": config.guard.max_norm,
+        "guard.max_norm_ratio": config.guard.max_norm_ratio,
+    }
+    for name, value in without.items():
+        if value is not None:
+            raise ConfigError(
+                f"{name} = {value!r} means nothing where every device has a model of its own; leave it out"
+            )
     EdgeCodec(with_layers(config.compression.up, config.compression.layers), edge_shapes(shapes), epoch=1)
 
 

@@ -82,6 +82,7 @@ class EdgeCodec:
         self._whole = make_codec("dense", shapes)
         self._shapes, self._epoch = shapes, epoch
         self._is_exact = _is_exact(self._codec)
+        self._number = 0
         self._sent: dict[str, _Half] = {}
         self._received: dict[str, _Half] = {}
 
@@ -93,7 +94,9 @@ class EdgeCodec:
         """
         half = self._sent.setdefault(receiver, _Half(epoch=self._epoch))
         heard = self._received.get(receiver, _Half())
-        number, reference = half.newest + 1, half.models.get(half.base)
+        # One count for all edges, over their ends and beginnings: a number never means two messages.
+        self._number += 1
+        number, reference = self._number, half.models.get(half.base)
         half.newest = number
         bodies = {}
         if self._is_exact or reference is None:

@@ -112,7 +112,9 @@ class RunWorker:
         """
         for status in (RunStatus.RUNNING, RunStatus.STOPPING, RunStatus.INTERRUPTED):
             for record in self._site.store.runs(status=status):
-                if self._mark(record.run_id).exists():
+                if status is RunStatus.STOPPING and self._mark(record.run_id).exists():
+                    self._end(record.run_id, RunStatus.STOPPED, record.reason or "stopped")
+                elif self._mark(record.run_id).exists():
                     self._set_status(record.run_id, RunStatus.QUEUED, "its devices went on without a coordinator")
                 elif status is not RunStatus.INTERRUPTED:
                     self._set_status(record.run_id, RunStatus.INTERRUPTED, "its coordinator ended without a word")
@@ -126,6 +128,10 @@ class RunWorker:
         """Returns whether this run is being driven now."""
         with self._lock:
             return self._active is not None and self._active.run_id == run_id
+
+    def goes_on(self, run_id: str) -> bool:
+        """Returns whether the devices of a run go on by themselves, until it is taken up again."""
+        return self._mark(run_id).exists()
 
     def post(self, item: Reply | Progress | InterruptedRunError) -> None:
         """Hands an item to the active run, if there is one."""
@@ -151,6 +157,7 @@ class RunWorker:
             if record.status.is_final:
                 raise UsageError(f"run {run_id} is {record.status} already")
             if self._active is None or self._active.run_id != run_id:
+                self._tell_end(run_id)
                 self._set_status(run_id, RunStatus.STOPPED, reason)
                 return
             self._site.store.set_run_status(run_id, RunStatus.STOPPING, at=time.time(), reason=reason)
@@ -239,6 +246,7 @@ class RunWorker:
             if goes_on_alone:
                 state = self._resumed(run_id, strategy, state)
                 write_whole(self._mark(run_id), b"")
+                keeper.checkpoint(state)  # so that another life of the coordinator gives other ids
             recorder = Recorder(
                 wal=wal,
                 ledger=ledger,
@@ -288,7 +296,7 @@ class RunWorker:
         """Tells devices that go on by themselves that a run is over; who does not hear it rests at its limit."""
         if not self._mark(run_id).exists():
             return
-        self._mark(run_id).unlink()
+        self._mark(run_id).unlink(missing_ok=True)
         for info in self._site.roster.known():
             command = Command(id=uuid.uuid4().hex, kind=CommandKind.END, argument=run_id)
             self._site.bell.command(info.device_id, command)

@@ -168,12 +168,15 @@ class Coordinator:
 
     def _call_back(self, device_id: str, heartbeat: Heartbeat) -> None:
         """Recalls work for a run that is over; a coordinator that was killed could not, and it may take hours."""
-        worker, assignment = self._worker, heartbeat.assignment
-        if worker is None or assignment is None or heartbeat.run is None or worker.is_active(heartbeat.run):
+        worker, assignment, run = self._worker, heartbeat.assignment, heartbeat.run
+        if worker is None or run is None or worker.is_active(run) or worker.goes_on(run):
             return
         # The same id each time: a device obeys a command once.
-        recall = Command(id=f"recall-{assignment}", kind=CommandKind.RECALL, argument=assignment)
-        self._bus.command(device_id, recall)
+        if assignment:
+            recall = Command(id=f"recall-{assignment}", kind=CommandKind.RECALL, argument=assignment)
+            self._bus.command(device_id, recall)
+        else:  # a node that goes on by itself
+            self._bus.command(device_id, Command(id=f"end-{run}", kind=CommandKind.END, argument=run))
 
     def _restore_devices(self) -> None:
         told = self._store.capabilities()

@@ -62,6 +62,10 @@ class Engine:
                 self.num_dropped += 1
                 log.info("dropped a message of %s: %s", sender, error)
                 continue
+            if not parts or not set(parts) <= set(self.node.parts):
+                self.num_dropped += 1
+                log.info("dropped a message of %s: it holds %s", sender, ", ".join(sorted(parts)))
+                continue
             mail = Mail(sender=sender, receiver=receiver, step=message.step, parts=parts, is_reply=message.is_reply)
             answers += self.node.take(mail)
         return self._encoded(answers)

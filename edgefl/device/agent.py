@@ -238,10 +238,15 @@ class Agent:
     def _activity(self) -> Activity:
         now = self._trainer.now
         arriving = self._supernode.arriving  # a model that takes minutes to come is held, else it would be sent again
-        held = tuple(dict.fromkeys([*self._finished, *([now[1]] if now else []), *([arriving] if arriving else [])]))
+        working = [now[1]] if now and now[1] else []
+        held = tuple(dict.fromkeys([*self._finished, *working, *([arriving] if arriving else [])]))
         run, assignment, iteration = now or (None, None, None)
         return Activity(
-            run=run, assignment=assignment, iteration=iteration, holding=held, clock_skew_s=round(self._skew_s, 3)
+            run=run,
+            assignment=assignment or None,
+            iteration=iteration,
+            holding=held,
+            clock_skew_s=round(self._skew_s, 3),
         )
 
     def _publish_heartbeat(self, heartbeat: Heartbeat) -> bool:

@@ -7,6 +7,7 @@ import json
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,8 @@ log = logging.getLogger(__name__)
 
 ORDER_FILE = "node.json"
 LOG_EVERY_S = 60.0
+KEPT_ENDED = 16
+"""So many runs that are over are remembered: the word may come before the node has been taken up again."""
 
 MakeCarrier = Callable[[NodePlan, Callable[[str, bytes], None]], Carrier]
 """(plan, told the sender and the payload of what comes) -> who carries messages; not yet started."""
@@ -47,7 +50,8 @@ class NodeRunner:
         self._run = ""
         self._session: NodeSession | None = None
         self._carrier: Carrier | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._ended: deque[str] = deque(maxlen=KEPT_ENDED)
         self._logged_s = -LOG_EVERY_S
 
     @property
@@ -71,7 +75,23 @@ class NodeRunner:
             NetworkError: this device cannot carry messages in this way.
         """
         assert plan.node is not None
+        with self._lock:
+            self._begin(run, engine, plan, train=train, save=save, order=order)
+
+    def _begin(
+        self,
+        run: str,
+        engine: Engine,
+        plan: LocalPlan,
+        *,
+        train: TrainBurst,
+        save: Callable[[Engine], None],
+        order: Json,
+    ) -> None:
+        assert plan.node is not None
         self.end()
+        if run in self._ended:
+            raise NetworkError(f"run {run} is over")
         if self._make_carrier is None:
             raise NetworkError(f"this device cannot carry messages by {plan.node.carrier!r}, only by relay")
         carrier = self._make_carrier(plan.node, self.deliver)
@@ -89,38 +109,49 @@ class NodeRunner:
     def follow(self, plan: LocalPlan, order: Json) -> None:
         """Goes on with a newer plan of the same run."""
         assert plan.node is not None
-        assert self._session is not None
-        assert self._carrier is not None
-        self._carrier.set_hosts(addresses_of(plan.node))
-        self._carrier.set_neighbours([side.neighbour for side in plan.node.edges])
-        self._session.follow(plan)
-        self._keep(order)
+        with self._lock:
+            if self._session is None or self._carrier is None:
+                raise NetworkError("the node was stopped: its run is over")
+            self._carrier.set_hosts(addresses_of(plan.node))
+            self._carrier.set_neighbours([side.neighbour for side in plan.node.edges])
+            self._session.follow(plan)
+            self._keep(order)
 
     def report(self, after: int, is_recalled: Callable[[], bool]) -> Report:
         """Returns what the node tells after so many local iterations; see `NodeSession.report`."""
-        assert self._session is not None
-        return self._session.report(after, is_recalled)
+        session = self._session
+        if session is None:
+            raise NetworkError("the node was stopped: its run is over")
+        return session.report(after, is_recalled)
 
     def iterations(self) -> int:
-        return 0 if self._session is None else self._session.iterations
+        session = self._session
+        return 0 if session is None else session.iterations
 
     def pause(self) -> None:
         """Ends the session for now: a later start of the device finds it and goes on."""
-        if self._session is not None:
-            self._session.stop()
-        if self._carrier is not None:
-            self._carrier.stop()
-        self._session = self._carrier = None
+        with self._lock:
+            session, carrier = self._session, self._carrier
+            self._session = self._carrier = None
+            if session is not None:
+                session.stop()
+            if carrier is not None:
+                carrier.stop()
 
     def end(self, run: str | None = None) -> None:
         """Ends the session for good, if it is of this run; of any when None."""
-        if run is not None and run != self._run:
-            return
-        if self._carrier is not None:
-            self._carrier.set_neighbours([])  # what was left for them somewhere goes
-        self.pause()
-        with contextlib.suppress(OSError):
-            self._path.unlink(missing_ok=True)
+        with self._lock:
+            if run is not None:
+                self._ended.append(run)
+            known = self._run if self._session is not None else str((self.kept_order() or {}).get("run", ""))
+            if run is not None and run != known:
+                return
+            carrier = self._carrier
+            self.pause()
+            if carrier is not None:
+                carrier.set_neighbours([])  # what was left for them somewhere goes
+            with contextlib.suppress(OSError):
+                self._path.unlink(missing_ok=True)
 
     def kept_order(self) -> Json | None:
         """Returns the order that an earlier life of this device was at work on, None when there is none."""

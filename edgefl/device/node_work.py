@@ -25,6 +25,7 @@ from edgefl.types import Dataset, Json, LocalPlan, NodePlan, derived_rng
 log = logging.getLogger(__name__)
 
 RELAY = "relay"
+LOOK_EVERY_S = 0.1
 
 
 class NeedsDenseError(NetworkError):
@@ -127,6 +128,16 @@ class NodeWork:
         """Says that a run is over: a node that goes on by itself stops soon."""
         threading.Thread(target=self._runner.end, args=(run,), name="end of run", daemon=True).start()
 
+    def begin_run(self, run: str) -> None:
+        """Says that there is work of a run: a node of any other one has nothing more to do."""
+        if self._runner.run not in {"", run}:
+            self._runner.end()
+
+    @property
+    def now(self) -> tuple[str, int] | None:
+        """Returns the run of a node that goes on by itself, and its iterations."""
+        return (self._runner.run, self._runner.iterations()) if self._runner.run else None
+
     def close(self) -> None:
         """Stops for now; what the node is lies on disk afterwards."""
         self._runner.pause()
@@ -165,8 +176,12 @@ class NodeWork:
         return {"metrics": metrics, "mail": told}, packed
 
     def _begin(self, job: Job, warm: WarmTask, model: bytes, plan: NodePlan) -> None:
-        def train(engine: Engine, burst: LocalPlan) -> tuple[int, float]:
-            with self._working:
+        def train(engine: Engine, burst: LocalPlan, is_leaving: Callable[[], bool]) -> tuple[int, float]:
+            # Whoever ends this session may hold the learner while it waits for us.
+            while not self._working.acquire(timeout=LOOK_EVERY_S):
+                if is_leaving():
+                    return 0, 0.0
+            try:
                 rng = derived_rng(job.seed, self._device_id, engine.node.iterations)
                 done, loss, _ = train_node(
                     engine,
@@ -175,8 +190,10 @@ class NodeWork:
                     burst,
                     rng,
                     clock=time.monotonic,
-                    on_iteration=lambda *_: False,
+                    on_iteration=lambda *_: is_leaving(),
                 )
+            finally:
+                self._working.release()
             return done, loss
 
         self._runner.begin(

@@ -43,7 +43,11 @@ class Nodes:
     def engine(self, run: str, plan: NodePlan, learner: Learner, shapes: Shapes) -> Engine | None:
         """Returns the node of a run, from memory or from disk; None when there is none, and a model is needed."""
         if self._run == run and self._engine is not None:
-            return self._engine
+            if is_finite(self._engine.node.weights):
+                return self._engine
+            log.warning("the node of run %s has diverged; it begins anew", run)
+            self._engine = None
+            return None
         saved = load_arrays(self._folder, run)
         if saved is None:
             return None

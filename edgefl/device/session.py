@@ -7,9 +7,9 @@ the coordinator is away, nobody is asked. Everything the node does happens in on
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -29,8 +29,13 @@ IDLE_S = 0.5
 SENT_WITHIN_S, SENT_STEP_S = 2.0, 0.002
 """A link that takes longer for a message gets newer ones in its place."""
 
-TrainBurst = Callable[[Engine, LocalPlan], tuple[int, float]]
-"""(node, plan with so many iterations) -> (iterations done, mean loss); may raise whatever ends the session."""
+TrainBurst = Callable[[Engine, LocalPlan, Callable[[], bool]], tuple[int, float]]
+"""(node, plan with so many iterations, whether to leave) -> (iterations done, mean loss); none when it is to leave.
+
+May raise whatever ends the session."""
+
+KEPT_STATES, KEPT_ANSWERS = 3, 16
+"""So many messages of a neighbour wait for a node that is in the middle of its iterations, the newest ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +80,8 @@ class NodeSession:
     ) -> None:
         self._engine, self._plan, self._rng = engine, plan, rng
         self._train, self._send, self._is_clear, self._save, self._clock = train, send, is_clear, save, clock
-        self._mail: queue.SimpleQueue[EdgeMessage] = queue.SimpleQueue()
+        self._mail: dict[tuple[str, bool], deque[EdgeMessage]] = {}
+        self._has_mail = threading.Condition()
         self._changed = threading.Condition()
         self._wanted: int | None = None
         self._report: Report | None = None
@@ -108,8 +114,11 @@ class NodeSession:
             self._changed.notify_all()
 
     def deliver(self, message: EdgeMessage) -> None:
-        """Takes a neighbour's message, from any thread."""
-        self._mail.put(message)
+        """Takes a neighbour's message, from any thread; too many that wait push the oldest out."""
+        kept = KEPT_ANSWERS if message.is_reply else KEPT_STATES
+        with self._has_mail:
+            self._mail.setdefault((message.edge[0], message.is_reply), deque(maxlen=kept)).append(message)
+            self._has_mail.notify_all()
 
     def report(self, after: int, is_recalled: Callable[[], bool]) -> Report:
         """Returns what the node tells once it has done so many local iterations, or has been recalled.
@@ -168,9 +177,11 @@ class NodeSession:
             iterations, fires = burst.iterations, burst.neighbours
         if iterations:
             began_s = self._clock()
-            done, loss = self._train(self._engine, replace(plan, iterations=iterations))
+            done, loss = self._train(self._engine, replace(plan, iterations=iterations), lambda: self._is_stopping)
             self._compute_s += self._clock() - began_s
             self._loss += done * loss
+            if self._is_stopping:
+                return
         self._post(self._engine.post(fires))
         self._wait_until_sent()
         if node.schedule == Schedule.SYNC:
@@ -190,16 +201,11 @@ class NodeSession:
 
     def _take(self, wait_s: float = 0.0) -> None:
         """Takes the mail that is here, and waits for some if there is none."""
-        try:
-            messages = [self._mail.get(timeout=wait_s) if wait_s else self._mail.get_nowait()]
-            while True:
-                try:
-                    messages.append(self._mail.get_nowait())
-                except queue.Empty:
-                    break
-        except queue.Empty:
-            return
-        self._post(self._engine.take(messages))
+        with self._has_mail:
+            if not self._mail and wait_s:
+                self._has_mail.wait(wait_s)
+            waiting, self._mail = self._mail, {}
+        self._post(self._engine.take([message for messages in waiting.values() for message in messages]))
 
     def _post(self, messages: tuple[EdgeMessage, ...]) -> None:
         for message in messages:

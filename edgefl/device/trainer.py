@@ -96,8 +96,9 @@ class Trainer:
 
     @property
     def now(self) -> tuple[str, str, int] | None:
-        """Returns run, assignment and iteration that are being worked on."""
-        return self._now
+        """Returns run, assignment ("" for none) and iteration that are being worked on."""
+        now, alone = self._now, self._nodes.now
+        return now if now is not None or alone is None else (alone[0], "", alone[1])
 
     def recall(self, assignment_id: str) -> None:
         """Ends an assignment after its current iteration; what has been learnt is sent."""
@@ -169,6 +170,7 @@ class Trainer:
         return {**reply, **metrics}, result
 
     def _train(self, job: Job, warm: WarmTask, body: bytes) -> tuple[Json, bytes]:
+        self._nodes.begin_run(job.run)
         if job.plan.node is not None:
             return self._nodes.work(job, warm, body, watch=self._watch(job), is_recalled=self._recall_of(job))
         inbox, body = unpack_mail(job.header.get("mail", []), body)

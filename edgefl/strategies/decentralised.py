@@ -50,6 +50,8 @@ MOST_LOSSES = 3
 """A node that loses so many assignments in a row leaves the graph for a while, so that nobody waits for it."""
 COMES_BACK_S = 60.0
 """When a coordinator was away, so long nobody is taken for gone who has not been heard of yet."""
+MOST_AHEAD = 2
+"""So many rounds a node that goes on alone may report before the others; its training does not wait."""
 KEPT_OF_ALL = 3
 """So many messages of an edge wait where a node needs those of every exchange; else only the newest does."""
 
@@ -59,7 +61,9 @@ class NodeState:
     """What is known of one node.
 
     `exchanges` are those that it has begun, `iterations` its local ones; `assignment_id` is what it works on, "" for
-    nothing. `inbox` is the mail that waits for it: of each neighbour the newest, and all answers.
+    nothing. `inbox` is the mail that waits for it, `sent` what is out with its assignment. Of one that goes on alone
+    `iterations` are those that it has told, and its report counts when there are `until` of them. One that rests is
+    there, but may not be asked.
     """
 
     is_member: bool = True
@@ -69,17 +73,22 @@ class NodeState:
     iterations: int = 0
     assignment_id: str = ""
     is_report: bool = False
+    is_resting: bool = False
+    until: int = 0
     reported: int = 0
     losses: int = 0
     rests_until_s: float = 0.0
     inbox: list[EdgeMessage] = field(default_factory=list)
+    sent: tuple[EdgeMessage, ...] = ()
+    edges_told: str = ""
 
 
 @dataclass(slots=True)
 class DecentralisedState:
     """`model` is the mean of the members' `models`; `lives` counts how often the run was taken up again.
 
-    `edge_epochs` says how often an edge began, so that both ends begin it anew when one of them was away.
+    `edge_epochs` says how often an edge began, so that both ends begin it anew when one of them was away, and
+    `edge_degrees` what its step size follows from, which both ends have to be told the same for as long as it lasts.
     """
 
     model: dict[str, Array]
@@ -90,6 +99,7 @@ class DecentralisedState:
     order: tuple[str, ...] = ()
     edges: tuple[Edge, ...] = ()
     edge_epochs: dict[str, int] = field(default_factory=dict)
+    edge_degrees: dict[str, int] = field(default_factory=dict)
     nodes: dict[str, NodeState] = field(default_factory=dict)
     models: dict[str, dict[str, Array]] = field(default_factory=dict)
     pending: list[str] = field(default_factory=list)
@@ -200,6 +210,9 @@ class Decentralised:
         if not state.order and not self._begin(state, view):
             return state, Decision(next_wake_s=WAIT_S)
         has_changed = self._look_around(state, view)
+        idle = set(view.idle)
+        for name, member in state.nodes.items():
+            member.is_resting = name in view.devices and name not in idle and name not in view.busy
         orders: list[Order] = []
         if has_changed and self.goes_on_alone:
             # What a device goes on with by itself, it hears of with its next assignment: that is to be now.
@@ -214,7 +227,7 @@ class Decentralised:
             node = state.nodes.get(device_id)
             if node is None or not node.is_member or node.rests_until_s > view.now_s:
                 continue
-            if self._may_go_on(state, graph, device_id, node):
+            if self._may_go_on(state, graph, device_id):
                 node.is_report = self.goes_on_alone or (
                     is_round_done and node.has_begun and node.reported <= state.version
                 )
@@ -227,11 +240,13 @@ class Decentralised:
         node = state.nodes.get(update.device_id)
         if node is None or not node.assignment_id or node.assignment_id != update.assignment_id:
             return state
-        node.assignment_id, node.losses, node.has_begun = "", 0, True
+        node.assignment_id, node.losses, node.has_begun, node.sent = "", 0, True, ()
         state.pending.append(update.assignment_id)
-        node.iterations += update.metrics.iterations
+        told = update.metrics.extra.get("iterations_in_all")
+        node.iterations = node.iterations + update.metrics.iterations if told is None else int(told)
         if node.is_report:
-            node.reported = max(node.reported, state.version) + 1
+            if told is None or node.iterations >= node.until or self._is_at_limit(node):
+                node.reported = max(node.reported, state.version) + 1
             state.models[update.device_id] = {
                 name: owned(update.tensors[name]).astype(array.dtype) for name, array in state.model.items()
             }
@@ -256,7 +271,12 @@ class Decentralised:
 
     def ready(self, state: DecentralisedState, view: FleetView) -> bool:
         members = _members(state)
-        present = [name for name in members if name in view.devices or state.nodes[name].is_awaited]
+        nodes = state.nodes
+        present = [
+            name
+            for name in members
+            if nodes[name].is_awaited or (name in view.devices and not nodes[name].is_resting)
+        ]
         return bool(present) and all(state.nodes[name].reported > state.version for name in present)
 
     def aggregate(self, state: DecentralisedState) -> DecentralisedState:
@@ -335,10 +355,12 @@ class Decentralised:
                 continue
             if node.assignment_id and node.assignment_id not in view.busy.get(name, ()):
                 node.assignment_id = ""
+                node.inbox = [*node.sent, *node.inbox]
+                node.sent = ()
                 node.losses += 1
                 node.rests_until_s = view.now_s + rest_s(node.losses)
             if node.is_member and (name not in view.devices or node.losses >= MOST_LOSSES):
-                node.is_member, node.assignment_id, node.inbox = False, "", []
+                node.is_member, node.assignment_id, node.inbox, node.sent = False, "", [], ()
                 changed = True
         for name in view.idle:
             if self._may_join(state, name, view.now_s):
@@ -369,10 +391,12 @@ class Decentralised:
             if name in edge:
                 key = " ".join(edge)
                 state.edge_epochs[key] = state.edge_epochs.get(key, 0) + 1
-        others = [node.exchanges for other, node in state.nodes.items() if node.is_member and other != name]
+        others = [node for other, node in state.nodes.items() if node.is_member and other != name]
         node = known or NodeState()
-        node.is_member, node.exchanges = True, max(others, default=0)
-        node.reported = 0
+        node.is_member, node.exchanges = True, max((other.exchanges for other in others), default=0)
+        if not self.goes_on_alone and others:  # as if it had done its share: rounds count what all have done together
+            node.iterations = round(sum(other.iterations for other in others) / len(others))
+        node.reported, node.edges_told = 0, ""
         state.nodes[name] = node
 
     def _cut_to_members(self, state: DecentralisedState) -> None:
@@ -382,11 +406,31 @@ class Decentralised:
         for one, other in itertools.pairwise(parts):
             state.edges = (*state.edges, (one[0], other[0]))
 
-    def _may_go_on(self, state: DecentralisedState, graph: Graph, name: str, node: NodeState) -> bool:
-        """Says whether what a node needs for its next work is here: in step, the mail of all its neighbours."""
-        if self.goes_on_alone or self.settings.exchange != Schedule.SYNC:
+    def _may_go_on(self, state: DecentralisedState, graph: Graph, name: str) -> bool:
+        """Says whether what a node needs for its next work is here: in step, the mail of all its neighbours.
+
+        One that goes on alone is asked for a report if it is not far ahead of the others, and to hear of its edges.
+        """
+        node = state.nodes[name]
+        if self.goes_on_alone:
+            is_over = self.rules.rounds is not None and node.reported >= self.rules.rounds
+            return node.edges_told != self._edges_of(state, graph, name) or (
+                not is_over and node.reported <= state.version + MOST_AHEAD
+            )
+        if self.settings.exchange != Schedule.SYNC:
             return True
-        return all(state.nodes[other].exchanges >= node.exchanges for other in graph.neighbours(name))
+        neighbours = [state.nodes[other] for other in graph.neighbours(name)]
+        return all(other.exchanges >= node.exchanges or other.is_resting for other in neighbours)
+
+    @staticmethod
+    def _edges_of(state: DecentralisedState, graph: Graph, name: str) -> str:
+        """Returns a text that changes when the edges of a node do."""
+        return " ".join(
+            f"{other}/{state.edge_epochs.get(_key(state, name, other), 0)}" for other in graph.neighbours(name)
+        )
+
+    def _is_at_limit(self, node: NodeState) -> bool:
+        return self.rules.rounds is not None and node.iterations >= self.rules.rounds * self._iterations_per_round
 
     def _order(self, state: DecentralisedState, graph: Graph, name: str, view: FleetView) -> Assignment:
         node = state.nodes[name]
@@ -399,6 +443,7 @@ class Decentralised:
             replace(
                 side,
                 epoch=state.edge_epochs.get(_key(state, name, side.neighbour), 0),
+                degree=_degree(state, _key(state, name, side.neighbour), side.degree),
                 address=self._address(side.neighbour, view),
             )
             for side in graph.sides(name, self.plan.iterations or 1, is_damped=is_damped)
@@ -411,7 +456,9 @@ class Decentralised:
                 firing = make_firing(self.settings.exchange, edges=edges, period=period, rng=rng)
                 burst = firing.next(node.iterations, fires)
                 iterations, fires = burst.iterations, burst.neighbours
-        inbox, node.inbox = tuple(node.inbox), []
+        inbox = node.sent = tuple(node.inbox)
+        node.inbox, node.edges_told = [], self._edges_of(state, graph, name)
+        node.until = node.iterations + self._iterations_per_round
         state.edge_bytes += sum(len(message.body) for message in inbox)
         state.num_messages += len(inbox)
         factor = self.rate(state.version)
@@ -434,13 +481,13 @@ class Decentralised:
                     schedule=self.settings.exchange,
                     fires=fires,
                     listen=self._address(name, view),
-                    until=(max(node.reported, state.version) + 1) * self._iterations_per_round,
+                    until=node.until,
                     limit=(self.rules.rounds or 0) * self._iterations_per_round,
                     reports=node.is_report,
                 ),
             ),
             codec="dense",
-            deadline_s=self.rules.deadline_s,
+            deadline_s=None if self.goes_on_alone else self.rules.deadline_s,
             sends_model=not node.has_begun,
         )
 
@@ -484,6 +531,11 @@ def _graph(state: DecentralisedState, named: Graph | None) -> Graph:
         slots=named.slots if named is not None else {},
         periods=named.periods if named is not None else {},
     )
+
+
+def _degree(state: DecentralisedState, edge: str, degree: int) -> int:
+    """Returns the degree that an edge began with; at its beginning that is the present one."""
+    return state.edge_degrees.setdefault(f"{edge} {state.edge_epochs.get(edge, 0)}", degree)
 
 
 def _key(state: DecentralisedState, one: str, other: str) -> str:

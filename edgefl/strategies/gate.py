@@ -218,7 +218,8 @@ class StrategyGate:
     def adjust(self, order: Assignment, view: FleetView) -> Assignment:
         if self.codecs is not None:
             order = self.codecs.adjust(order)
-        if order.block is not None:  # made smaller, it would differ from the other copies of its block
+        # Made smaller, a block would differ from its other copies, and an exchange of a node is no matter of size.
+        if order.block is not None or order.plan.node is not None:
             return order
         if self.selection.unwell != "smaller" or not self.selection.is_unwell(view.vitals.get(order.device_id)):
             return order

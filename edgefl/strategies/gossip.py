@@ -22,9 +22,7 @@ class PdmmIsvr(GraphSettings):
 
     exchange: str = Schedule.POISSON
     method: ClassVar[str] = "pdmm-isvr"
-    summary: ClassVar[str] = (
-        "Edge variables carry what a node's gradients lack (Niwa et al., 2021)."
-    )
+    summary: ClassVar[str] = "Edge variables carry what a node's gradients lack (Niwa et al., 2021)."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +31,7 @@ class AdmmIsvr(GraphSettings):
 
     exchange: str = Schedule.POISSON
     method: ClassVar[str] = "admm-isvr"
-    summary: ClassVar[str] = (
-        "As pdmm-isvr, half as fast; for lossy codecs (Niwa et al., 2021)."
-    )
+    summary: ClassVar[str] = "As pdmm-isvr, half as fast; for lossy codecs (Niwa et al., 2021)."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +83,10 @@ class D2(GraphSettings):
     summary: ClassVar[str] = "DSGD with one step, corrected by the step before (Tang et al., ICML 2018)."
 
     def build(self, rules: RoundRules) -> Decentralised:
+        if self.schedule != "constant":
+            raise ConfigError(
+                f"strategy.schedule of d2 must be constant, got {self.schedule!r}: it takes two steps as one"
+            )
         return GraphSettings.build(_one_iteration(_in_step(self)), rules)
 
 
@@ -104,5 +104,10 @@ def _one_iteration(settings: GraphSettings) -> GraphSettings:
         raise ConfigError(
             f"strategy.iterations of {settings.method} must be 1, got {settings.iterations}: "
             "it exchanges after every local iteration"
+        )
+    if settings.momentum:
+        raise ConfigError(
+            f"strategy.momentum of {settings.method} must be 0, got {settings.momentum}: it is of local iterations "
+            "between exchanges, and there is one"
         )
     return settings

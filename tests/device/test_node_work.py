@@ -219,3 +219,48 @@ def test_a_device_without_that_carrier_says_so(board: Board) -> None:
     board.trainer.close()
     board.switch_on()
     assert "only by relay" in alone(board, model=MODEL)[0]["error"]
+
+
+def test_another_run_takes_the_place_of_a_node_that_goes_on_alone(board: Board) -> None:
+    alone(board, model=MODEL)
+    header, _ = alone(board, model=MODEL, run="s")
+    assert "error" not in header
+    assert [wire.is_running for wire in board.wires] == [False, True]
+    assert board.ask(model=MODEL, run="t")[0]["metrics"]["iterations"] == 4  # relayed
+    assert not board.wires[1].is_running
+
+
+def test_the_word_that_a_run_is_over_counts_before_the_node_has_been_taken_up_again(board: Board) -> None:
+    alone(board, model=MODEL)
+    board.trainer.close()
+    trainer = board.switch_on()
+    trainer.end_run("r")
+    eventually(lambda: not (board.root / "node.json").exists())
+    trainer.go_on()
+    assert len(board.wires) == 1
+    assert trainer.now is None
+
+
+def test_a_node_that_goes_on_alone_says_so(board: Board) -> None:
+    alone(board, model=MODEL)
+    now = board.trainer.now
+    assert now is not None
+    assert (now[0], now[1], now[2] >= 40) == ("r", "", True)
+
+
+def test_a_message_with_other_parts_than_the_methods_is_dropped(board: Board) -> None:
+    board.ask(model=MODEL)
+    codec = EdgeCodec("", edge_shapes(SHAPES), epoch=1)
+    strange = {"z": {spec.name: np.zeros(spec.shape, np.float32) for spec in edge_shapes(SHAPES)}}
+    mail = EdgeMessage(edge=("a", "b"), step=4, body=codec.encode("b", strange, derived_rng(0)))
+    assert board.ask(mail)[0]["metrics"]["extra"]["dropped_messages"] == 1
+
+
+def test_a_node_that_has_diverged_asks_for_a_model(board: Board) -> None:
+    board.ask(model=MODEL)
+    codec = EdgeCodec("", edge_shapes(SHAPES), epoch=1)
+    huge = {"y": {spec.name: np.full(spec.shape, 3e38, np.float32) for spec in edge_shapes(SHAPES)}}
+    for step in range(4, 12):
+        mail = EdgeMessage(edge=("a", "b"), step=step, body=codec.encode("b", huge, derived_rng(0)))
+        header, _ = board.ask(mail)
+    assert header.get("needs_dense") is True

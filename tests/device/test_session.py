@@ -59,7 +59,7 @@ class Pair:
                 Engine(node, EdgeCodec("", SHAPES, epoch=1), np.random.default_rng(place)),
                 plan,
                 rng=np.random.default_rng(place),
-                train=lambda engine, burst, target=float(place): self.train(engine, burst, target),
+                train=lambda engine, burst, _, target=float(place): self.train(engine, burst, target),
                 send=self.send,
                 is_clear=lambda: self.is_clear,
                 save=lambda _: None,

@@ -12,6 +12,7 @@ import pytest
 
 from edgefl.errors import ConfigError
 from edgefl.strategies.decentralised import Decentralised, DecentralisedState
+from edgefl.strategies.gate import SelectedView
 from edgefl.strategies.registry import make_strategy
 from edgefl.strategies.rounds import RoundRules
 from edgefl.strategies.server_optimizers import ServerOptimizer
@@ -61,7 +62,7 @@ class Fleet:
         self.given += orders
         return orders
 
-    def answer(self, name: str, value: float = 0.0) -> Update:
+    def answer(self, name: str, value: float = 0.0, *, done: int | None = None) -> Update:
         order = self.out.pop(name)
         del self.view.busy[name]
         node = order.plan.node
@@ -71,7 +72,11 @@ class Fleet:
             device_id=name,
             base_version=order.base_version,
             tensors={"w": np.full(2, value, np.float32)} if node.reports else {},
-            metrics=UpdateMetrics(iterations=order.plan.iterations or 0, num_examples=5),
+            metrics=UpdateMetrics(
+                iterations=order.plan.iterations or 0,
+                num_examples=5,
+                extra={} if node.carrier == "relay" else {"iterations_in_all": node.until if done is None else done},
+            ),
             outbox=tuple(
                 EdgeMessage(edge=(name, other), step=len(self.given), body=f"{name}{len(self.given)}".encode())
                 for other in node.fires
@@ -280,6 +285,90 @@ def test_where_a_device_listens_a_file_says_or_the_device_itself(tmp_path: Path)
     assert [node_of(order).listen for order in fleet.ask()] == ["a.local:9000", "b.local:9000"]
     with pytest.raises(ConfigError, match="does not say where c listens"):
         Fleet("pdmm-isvr", ("a", "b", "c"), carrier="direct", hosts=str(hosts)).ask()
+
+
+def test_a_report_that_came_by_a_recall_closes_no_round(tmp_path: Path) -> None:
+    fleet = Fleet("pdmm-isvr", ("a", "b"), carrier="peer", iterations=4, exchanges_per_round=5)
+    fleet.ask()
+    for _ in range(20):
+        fleet.answer("a", done=7)
+        fleet.answer("b", done=9)
+        assert not fleet.close()
+        assert {node_of(order).until for order in fleet.ask()} == {27, 29}
+
+
+def test_a_node_that_goes_on_alone_is_not_asked_on_and_on_while_another_one_is_slow() -> None:
+    fleet = Fleet("pdmm-isvr", ("a", "b"), carrier="peer", rules={"rounds": 10})
+    fleet.ask()
+    for _ in range(20):
+        if "a" in fleet.out:
+            fleet.answer("a")
+        fleet.ask()
+    assert len([order for order in fleet.given if order.device_id == "a"]) == 3
+    fleet.answer("b")
+    fleet.close()
+    assert [order.device_id for order in fleet.ask()] == ["a", "b"]
+
+
+def test_both_ends_keep_the_step_size_of_an_edge_when_others_join() -> None:
+    fleet = Fleet("pdmm-isvr", ("a", "b"), exchanges_per_round=1000)
+    fleet.ask()
+    seen: dict[tuple[str, str, int], set[int]] = {}
+    for number in range(40):
+        if number in {5, 11, 17}:
+            name = "cde"[(number - 5) // 6]
+            fleet.view.devices[name] = DeviceInfo(device_id=name)
+        for name in list(fleet.out)[number % 2 :: 2]:
+            fleet.answer(name)
+        fleet.ask()
+    for order in fleet.given:
+        for side in node_of(order).edges:
+            edge = (*sorted((order.device_id, side.neighbour)), side.epoch)
+            seen.setdefault(edge, set()).add(side.degree)  # type: ignore[arg-type]
+    assert len(seen) >= 5
+    assert all(len(degrees) == 1 for degrees in seen.values())
+
+
+@pytest.mark.parametrize("exchange", ["sync", "poisson"])
+def test_a_board_that_rests_keeps_nobody_waiting(exchange: str) -> None:
+    fleet = Fleet("dsgd", exchange=exchange, exchanges_per_round=2)
+    fleet.ask()
+    rests = SelectedView(fleet.view, [])
+    for _ in range(20):
+        for name in list(fleet.out):
+            fleet.answer(name, 1.0)
+        fleet.close()
+        rests = SelectedView(fleet.view, [name for name in fleet.view.idle if name != "c"])
+        fleet.state, decision = fleet.strategy.assign(fleet.state, rests)
+        for order in decision.orders:
+            assert isinstance(order, Assignment)
+            fleet.out[order.device_id] = order
+            fleet.view.busy[order.device_id] = [order.assignment_id]
+    assert fleet.strategy.version(fleet.state) > 2
+
+
+def test_the_mail_of_work_that_was_lost_is_sent_again() -> None:
+    fleet = Fleet("dsgd", ("a", "b"), exchanges_per_round=1000)
+    fleet.ask()
+    fleet.answer("a")
+    fleet.answer("b")
+    (first, _) = fleet.ask()
+    assert [message.edge for message in first.plan.inbox] == [("b", "a")]
+    fleet.lose("a")
+    (again,) = [order for order in fleet.ask() if order.device_id == "a"]
+    assert again.plan.inbox == first.plan.inbox
+
+
+def test_a_node_that_joins_late_makes_no_round_longer() -> None:
+    fleet = Fleet("dsgd", exchanges_per_round=2)
+    fleet.ask()
+    while fleet.strategy.version(fleet.state) < 10:
+        fleet.turn()
+    fleet.view.devices["e"] = DeviceInfo(device_id="e")
+    given = len(fleet.given)
+    while fleet.strategy.version(fleet.state) < 12:
+        fleet.turn()
+    assert len(fleet.given) - given < 60
 
 
 def test_when_the_graph_changes_those_that_go_on_alone_are_called_to_hear_of_it() -> None:
