@@ -39,6 +39,8 @@ class _Mail:
 class Peers:
     """Sends the newest value for each receiver, and forgets nothing of that when a session breaks.
 
+    What is not retained, such as an answer, waits beside what is, and takes nobody's place but its own kind's.
+
     Of the values for one receiver one is under way at a time; of those that come meanwhile the last one waits. So a
     slow link carries newer values instead of a queue of old ones, and memory is bounded by the caps.
 
@@ -49,7 +51,7 @@ class Peers:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._session: Session | None = None
-        self._mails: dict[str, _Mail] = {}
+        self._mails: dict[tuple[str, bool], _Mail] = {}
         self._is_listening = False
 
     @property
@@ -95,6 +97,7 @@ class Peers:
                 self._session.unsubscribe_from_peers()
             self._is_listening = False
             for receiver in names:
+                self._mails.pop((receiver, False), None)
                 self._put(receiver, b"", is_retained=True)
             self._send_due()
 
@@ -105,9 +108,7 @@ class Peers:
             if self._is_listening:
                 session.subscribe_to_peers()
             self._mails = {
-                receiver: _Mail(payload=mail.payload, is_due=True)
-                for receiver, mail in self._mails.items()
-                if mail.is_retained
+                key: _Mail(payload=mail.payload, is_due=True) for key, mail in self._mails.items() if mail.is_retained
             }
             self._send_due()
 
@@ -123,20 +124,23 @@ class Peers:
             self._send_due()
 
     def _retained_bytes(self, besides: str) -> int:
-        return sum(len(mail.payload) for name, mail in self._mails.items() if mail.is_retained and name != besides)
+        return sum(
+            len(mail.payload) for (name, _), mail in self._mails.items() if mail.is_retained and name != besides
+        )
 
     def _put(self, receiver: str, payload: bytes, *, is_retained: bool) -> None:
-        mail = self._mails.get(receiver) or _Mail()
+        key = receiver, is_retained
+        mail = self._mails.get(key) or _Mail()
         if not mail.is_due:  # to the end of the queue; a newer value takes the place of the one that waits
-            self._mails.pop(receiver, None)
-            self._mails[receiver] = mail
+            self._mails.pop(key, None)
+            self._mails[key] = mail
         mail.payload, mail.is_retained, mail.is_due = payload, is_retained, True
 
     def _send_due(self) -> None:
         if self._session is None or not self._mails:
             return
         used = sum(mail.sent_bytes for mail in self._mails.values() if mail.is_under_way)
-        for receiver, mail in self._mails.items():
+        for (receiver, _), mail in self._mails.items():
             # What clears is sent at once, behind what it clears: a device that forgets may be about to leave.
             if not mail.is_due or (mail.payload and mail.is_under_way):
                 continue
@@ -147,4 +151,4 @@ class Peers:
                 return
             mail.sent, mail.sent_bytes, mail.is_due = sent, len(mail.payload), False
             used += len(mail.payload)
-        self._mails = {receiver: mail for receiver, mail in self._mails.items() if mail.is_kept}
+        self._mails = {key: mail for key, mail in self._mails.items() if mail.is_kept}

@@ -87,8 +87,9 @@ class NodeState:
 class DecentralisedState:
     """`model` is the mean of the members' `models`; `lives` counts how often the run was taken up again.
 
-    `edge_epochs` says how often an edge began, so that both ends begin it anew when one of them was away, and
-    `edge_degrees` what its step size follows from, which both ends have to be told the same for as long as it lasts.
+    `bridges` join what would be apart without those that are away. `edge_epochs` says how often an edge began, so
+    that both ends begin it anew when one of them was away, and `edge_degrees` what its step size follows from, which
+    both ends have to be told the same for as long as it lasts.
     """
 
     model: dict[str, Array]
@@ -98,6 +99,7 @@ class DecentralisedState:
     awaits_until_s: float | None = None
     order: tuple[str, ...] = ()
     edges: tuple[Edge, ...] = ()
+    bridges: tuple[Edge, ...] = ()
     edge_epochs: dict[str, int] = field(default_factory=dict)
     edge_degrees: dict[str, int] = field(default_factory=dict)
     nodes: dict[str, NodeState] = field(default_factory=dict)
@@ -400,11 +402,13 @@ class Decentralised:
         state.nodes[name] = node
 
     def _cut_to_members(self, state: DecentralisedState) -> None:
-        """Joins parts that a node's leaving has cut off from each other, each to the next."""
+        """Joins parts that a node's leaving has cut off from each other, each to the next, while they are."""
         members = _members(state)
         parts = _parts(members, [edge for edge in state.edges if set(edge) <= set(members)])
-        for one, other in itertools.pairwise(parts):
-            state.edges = (*state.edges, (one[0], other[0]))
+        before, state.bridges = state.bridges, tuple((one[0], other[0]) for one, other in itertools.pairwise(parts))
+        for edge in set(state.bridges) - set(before):
+            key = " ".join(edge)
+            state.edge_epochs[key] = state.edge_epochs.get(key, 0) + 1
 
     def _may_go_on(self, state: DecentralisedState, graph: Graph, name: str) -> bool:
         """Says whether what a node needs for its next work is here: in step, the mail of all its neighbours.
@@ -527,7 +531,7 @@ def _graph(state: DecentralisedState, named: Graph | None) -> Graph:
     among = set(members)
     return Graph(
         nodes=tuple(members),
-        edges=tuple(edge for edge in state.edges if set(edge) <= among),
+        edges=tuple(edge for edge in (*state.edges, *state.bridges) if set(edge) <= among),
         slots=named.slots if named is not None else {},
         periods=named.periods if named is not None else {},
     )
@@ -539,7 +543,8 @@ def _degree(state: DecentralisedState, edge: str, degree: int) -> int:
 
 
 def _key(state: DecentralisedState, one: str, other: str) -> str:
-    return " ".join((one, other) if (one, other) in state.edges else (other, one))
+    is_forth = (one, other) in state.edges or (one, other) in state.bridges
+    return " ".join((one, other) if is_forth else (other, one))
 
 
 def _parts(names: Collection[str], edges: Sequence[Edge]) -> list[list[str]]:

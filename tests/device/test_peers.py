@@ -94,6 +94,22 @@ def test_of_values_that_come_while_one_is_under_way_only_the_newest_is_sent(peer
     assert session.take() == []
 
 
+def test_an_answer_and_a_retained_value_take_each_other_s_place_never(peers, session):
+    peers.attach(session)
+    for number in (b"1", b"2"):
+        peers.publish("b", b"state " + number, retain=True)
+        peers.publish("b", b"answer " + number, retain=False)
+    session.acknowledge(peers)
+    session.acknowledge(peers)
+    assert sorted(session.take()) == [
+        ("b", b"answer 1", False), ("b", b"answer 2", False), ("b", b"state 1", True), ("b", b"state 2", True),
+    ]  # fmt: skip
+    again = FakeSession()
+    peers.detach(session)
+    peers.attach(again)
+    assert again.take() == [("b", b"state 2", True)]
+
+
 def test_small_values_for_several_receivers_are_under_way_together(peers, session):
     for receiver in ("b", "c", "d"):
         peers.publish(receiver, b"x", retain=True)

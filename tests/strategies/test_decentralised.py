@@ -203,6 +203,22 @@ def test_parts_that_a_leaving_node_cut_off_are_joined() -> None:
     }
 
 
+def test_outages_leave_no_edges_behind() -> None:
+    fleet = Fleet("pdmm-isvr", tuple("abcdef"), exchanges_per_round=1000)
+    fleet.ask()
+    away = dict(fleet.view.devices)
+    for number in range(30):
+        name = "abcdef"[number * 5 % 6]
+        if name in fleet.out:
+            fleet.lose(name)
+        fleet.view.devices = {other: info for other, info in away.items() if other != name}
+        fleet.turn()
+        fleet.view.devices = dict(away)
+        fleet.turn()
+    last = {order.device_id: order for order in [*fleet.turn(), *fleet.turn()]}
+    assert all(len(node_of(order).edges) == 2 for order in last.values())
+
+
 def test_a_newcomer_gets_two_neighbours_and_joins_at_their_exchange() -> None:
     fleet = Fleet("dsgd", exchanges_per_round=100)
     fleet.ask()

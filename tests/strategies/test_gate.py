@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 
 from edgefl.strategies.gate import Guard, Selection, StrategyGate
-from edgefl.types import Assignment, DeviceInfo, LocalPlan, SparseTensor, TensorSpec, Update, UpdateMetrics, Vitals
+from edgefl.types import (
+    Assignment,
+    DeviceInfo,
+    LocalPlan,
+    NodePlan,
+    SparseTensor,
+    TensorSpec,
+    Update,
+    UpdateMetrics,
+    Vitals,
+)
 
 SHAPES = (TensorSpec(name="w", shape=(3,)), TensorSpec(name="n", shape=(), dtype="int64"))
 
@@ -181,3 +191,13 @@ def test_a_choice_of_codecs_sees_every_order_and_every_event():
 def test_without_a_choice_the_codec_stays():
     made = gate().adjust(replace(order("pi-1", epochs=1.0), codec="sign"), view())
     assert made.codec == "sign"
+
+
+def test_an_exchange_of_a_node_is_made_no_smaller_and_no_larger():
+    node = NodePlan(method="dsgd", edges=(), learning_rate=0.1, period=8)
+    gate = StrategyGate(selection=Selection(unwell="smaller"))
+    for iterations in (0, 8):
+        plan = LocalPlan(iterations=iterations, node=node)
+        order = Assignment(assignment_id="a", device_id="pi", base_version=0, plan=plan)
+        hot = SimpleNamespace(vitals={"pi": Vitals(is_throttled=True)})
+        assert gate.adjust(order, hot) is order
