@@ -11,6 +11,7 @@ import matplotlib as mpl
 
 mpl.use("agg")
 from matplotlib import pyplot as plt
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from harness.isvr_cell import ONE_NODE, Outcome, interval, of_average, of_nodes
 
@@ -21,13 +22,16 @@ MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
 CURVES = ("PDMM-ISVR", "ADMM-ISVR", "DSGD", "AD-PSGD", "K-GT", "D-PSGD", "D2", "gradient tracking")
 FLOOR = 0.3
 """What lies lower is not shown in full."""
+LEAST_SPAN = 0.03
 
 
 def draw_curves(outcomes: Mapping[str, Outcome], title: str, path: Path) -> Path:
     """Draws the mean model's accuracy, of one seed, over local iterations and over megabytes on each edge."""
     figure, (by_iterations, by_bytes) = plt.subplots(1, 2, figsize=(11, 4.6), sharey=True, layout="constrained")
     lowest = []
-    for place, name in enumerate(name for name in CURVES if name in outcomes):
+    for place, name in enumerate(CURVES):
+        if name not in outcomes:
+            continue
         outcome = outcomes[name]
         points = range(1, len(outcome.curve) + 1)
         style = {"color": COLOURS[place], "linestyle": STYLES[place % len(STYLES)], "linewidth": 1.4}
@@ -41,7 +45,8 @@ def draw_curves(outcomes: Mapping[str, Outcome], title: str, path: Path) -> Path
                 line = axes.axhline(outcome.average, color="grey", linewidth=0.8)
             line.set_label("one node, at the end")
     by_iterations.set(xlabel="local iterations of each node", ylabel="test accuracy of the mean model", title=title)
-    by_bytes.set(xlabel="MB on each edge, both directions", xscale="log")
+    by_bytes.set(xlabel="MB on each edge, both directions")
+    _scale_by_logarithm(by_bytes)
     by_iterations.set_ylim(bottom=max(FLOOR, min(lowest, default=0)) - 0.01)
     for axes in (by_iterations, by_bytes):
         axes.grid(visible=True, linewidth=0.3)
@@ -101,7 +106,10 @@ def draw_rates(searched: Mapping[str, Sequence[Outcome]], title: str, path: Path
     figure.supxlabel("learning rate at first")
     figure.supylabel("test accuracy of the nodes")
     figure.suptitle(title)
-    figure.legend(*grid[0, 0].get_legend_handles_labels(), fontsize="small", loc="outside upper right", ncols=3)
+    labelled = {
+        label: handle for axes in grid.flat for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(labelled.values(), labelled, fontsize="small", loc="outside upper right", ncols=3)
     return _saved(figure, path)
 
 
@@ -113,8 +121,12 @@ def draw_codecs(known: Mapping[str, Sequence[Outcome]], path: Path) -> Path:
         megabytes = statistics.fmean(each.bytes_per_edge for each in found) / 1e6
         axes.errorbar(megabytes, statistics.fmean(nodes), yerr=interval(nodes) or 0.0, color=COLOURS[place],
                       marker=MARKS[place], capsize=3, linestyle="none", label=name)  # fmt: skip
-    axes.set(xscale="log", xlabel="MB on each edge, both directions", ylabel="test accuracy of the nodes")
+    axes.set(xlabel="MB on each edge, both directions", ylabel="test accuracy of the nodes")
+    _scale_by_logarithm(axes)
     axes.set(title="ADMM-ISVR on the ring, codecs along the edges")
+    # Differences of a tenth of a point are those of seeds, and are not to fill the figure.
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(low, (low + high - LEAST_SPAN) / 2), max(high, (low + high + LEAST_SPAN) / 2))
     axes.grid(visible=True, which="both", linewidth=0.3)
     figure.legend(fontsize="small", loc="outside right upper")
     return _saved(figure, path)
@@ -140,6 +152,13 @@ def draw_losses(known: Mapping[tuple[str, float], Sequence[Outcome]], path: Path
     axes.grid(visible=True, linewidth=0.3)
     figure.legend(fontsize="small", loc="outside right upper")
     return _saved(figure, path)
+
+
+def _scale_by_logarithm(axes: Any) -> None:
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _saved(figure: Any, path: Path) -> Path:

@@ -129,9 +129,6 @@ class Network:
         if burst.iterations:
             # Mail waits for the end of a burst, so that training now is as good as training all the while.
             plan = self._cell.plan(engine.node.iterations, burst.iterations)
-            if self._cell.method == "d2":
-                # It divides by this when it has mixed, and has to by the rate that it stepped with.
-                engine.node.learning_rate = plan.learning_rate
             train_node(
                 engine,
                 self._learner,

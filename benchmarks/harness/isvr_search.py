@@ -16,7 +16,7 @@ from harness.isvr_run import run_cell
 
 LADDER = (10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001)
 FIRST = (0.3, 0.1)
-"""The learning rates that every search begins with."""
+"""The learning rates that a search begins with."""
 
 
 class Results:
@@ -80,20 +80,26 @@ def _line(outcome: Outcome) -> str:
 
 
 def tune(
-    cells: dict[str, Cell], decays: Sequence[str], results: Results, args: argparse.Namespace
+    cells: dict[str, Cell],
+    decays: Sequence[str],
+    results: Results,
+    args: argparse.Namespace,
+    *,
+    starts_there: bool = False,
 ) -> dict[str, Cell]:
     """Returns each cell at the learning rate and the decay with which it does best.
 
     For every decay rates are tried up and down the ladder until the best lies between two worse ones.
 
     Args:
-        cells: by a name of their own; the rate and the decay that they have mean nothing.
+        cells: by a name of their own; the decay that they have means nothing.
         decays: to try.
         results: where runs are kept.
         args: `rates` and `decays` narrow the search, `by` says what is best.
+        starts_there: the search begins at each cell's own rate.
     """
     rows = [(name, decay) for name in cells for decay in decays if args.decays is None or decay in args.decays]
-    tried = {row: list(args.rates or FIRST) for row in rows}
+    tried = {row: list(args.rates or ([cells[row[0]].rate] if starts_there else FIRST)) for row in rows}
     growing = dict(tried)
     while growing:
         results.run(_at(cells, row, rate) for row, rates in growing.items() for rate in rates)

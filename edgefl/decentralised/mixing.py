@@ -105,6 +105,7 @@ class D2(MixingNode):
     def __init__(self, name: str, edges: Sequence[EdgeSide], *, learning_rate: float, period: int) -> None:
         super().__init__(name, edges, learning_rate=learning_rate, period=period)
         _needs_period_one("d2", period)
+        self._rate = learning_rate
         self._before: Arrays = {}
         self._correction: Arrays = {}
 
@@ -118,7 +119,7 @@ class D2(MixingNode):
 
     def trained(self, weights: Mapping[str, Array], iterations: int, learning_rate: float) -> None:
         # The step was w - μ(g - c), so that μg = w + μc - w_end; the next one has to add w' - w + μg, w' being mixed.
-        rate = learning_rate
+        rate = self._rate = learning_rate
         self._before = {
             name: weights[name] - array.dtype.type(rate) * self._correction[name]
             for name, array in self.weights.items()
@@ -127,8 +128,8 @@ class D2(MixingNode):
 
     def mixed(self, parts: Mapping[str, Arrays]) -> None:
         super().mixed(parts)
-        # _before is w - μg of the step before; c = (w' - (w - μg)) / μ.
-        rate = self.learning_rate
+        # _before is w - μg of the step before; c = (w' - (w - μg)) / μ, by the μ of that step, which may decay.
+        rate = self._rate
         self._correction = {
             name: (array - self._before[name]) / array.dtype.type(rate) for name, array in self.weights.items()
         }

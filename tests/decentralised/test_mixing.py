@@ -56,6 +56,13 @@ def test_corrected_averaging_reaches_the_optimum(method: str, period: int, spec:
     assert network(method, spec, period).run(8000).error(OPTIMUM) < most
 
 
+@pytest.mark.parametrize(("method", "period"), [("gradient-tracking", 1), ("d2", 1), ("k-gt", 8)])
+def test_a_lower_learning_rate_leaves_the_optimum_where_it_is(method: str, period: int) -> None:
+    run = network(method, "ring", period).run(8000)
+    run.learning_rate /= 4
+    assert run.run(2000).error(OPTIMUM) < 1e-9
+
+
 def test_averaging_once_is_the_metropolis_mean() -> None:
     graph = make_graph("paper-random", NAMES)
     rng = np.random.default_rng(1)

@@ -156,7 +156,7 @@ def test_five_devices_come_to_a_good_model_under_a_coordinator_that_is_killed_an
         tools.eventually(lambda: not list(fleet.root.glob("device-*/node.json")), 20, "all have stopped")
 
 
-AWAY_S = 12.0
+AWAY_S = 60.0
 
 
 @pytest.mark.slow
@@ -187,7 +187,7 @@ def test_devices_train_on_without_a_coordinator_and_survivors_come_to_their_own_
         left = closed(fleet, run_id)[-1]["round"]
         tools.eventually(lambda: closed(fleet, run_id)[-1]["round"] >= left + 40, 120, "they settle")
         model = stopped(fleet, run_id)
-        assert distance(model, survivors) < 0.02
+        assert distance(model, survivors) < 1e-3
         assert distance(all_five, survivors) > 0.1
 
 
@@ -200,4 +200,4 @@ def test_three_in_ten_messages_lost_lead_to_the_same_optimum(
         run_id = fleet.submit(run_file())
         tools.eventually(lambda: apart(fleet, run_id) < 5e-3, 120, "the nodes agree")
         tools.eventually(lambda: closed(fleet, run_id)[-1]["round"] >= 60, 120, "they settle")
-        assert distance(stopped(fleet, run_id), optimum(shards)) < 0.02
+        assert distance(stopped(fleet, run_id), optimum(shards)) < 1e-3
