@@ -6,29 +6,47 @@ Source: Lian et al., Asynchronous Decentralized Parallel Stochastic Gradient Des
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from edgefl.decentralised.node import Arrays, Mail, Node, copied
 from edgefl.types import Array, EdgeSide
+
+PATIENCE = 8
+"""So often an edge fires in vain while an answer is out; then it is taken for lost."""
+
+
+@dataclass(slots=True)
+class _Question:
+    """What a neighbour was asked with, and how often its edge has fired since."""
+
+    step: int
+    weights: Arrays
+    num_passed: int = 0
 
 
 class AdPsgd(Node):
     """The one who is asked averages and answers with the model it had; who asked moves by half of the difference.
 
     So both move by opposite amounts, whatever they learnt meanwhile, and the mean of all models is kept. When both
-    ask at a time each takes the other's question for its answer. An answer that is lost breaks the balance: who asked
-    asks anew, and the mean of the models has moved a little. Biased where the nodes' data differ.
+    ask at a time each takes the other's question for its answer. Nobody asks again before the answer is there; one
+    that is lost breaks the balance: who asked asks anew after a while, and the mean of the models has moved a little.
+    Biased where the nodes' data differ.
     """
 
     def __init__(self, name: str, edges: Sequence[EdgeSide], *, learning_rate: float, period: int) -> None:
         super().__init__(name, edges, learning_rate=learning_rate, period=period)
-        self._asked: dict[str, Arrays] = {}
+        self._asked: dict[str, _Question] = {}
 
     def post(self, neighbours: Sequence[str]) -> list[Mail]:
         mail = []
         for neighbour in neighbours:
-            if neighbour in self.edges:
-                self._asked[neighbour] = copied(self.weights)
-                mail.append(self._mail(neighbour, self.numbered(self.iterations), self._asked[neighbour]))
+            open_question = self._asked.get(neighbour)
+            if open_question is not None and open_question.num_passed < PATIENCE:
+                open_question.num_passed += 1
+            elif neighbour in self.edges:
+                question = _Question(step=self.numbered(self.iterations), weights=copied(self.weights))
+                self._asked[neighbour] = question
+                mail.append(self._mail(neighbour, question.step, question.weights))
         return mail
 
     def _mail(self, neighbour: str, step: int, weights: Mapping[str, Array], *, is_reply: bool = False) -> Mail:
@@ -36,13 +54,14 @@ class AdPsgd(Node):
 
     def take(self, mail: Mail) -> list[Mail]:
         if mail.is_reply:
-            if mail.sender in self._asked and mail.receiver == self.name:
-                self._approach(self._asked.pop(mail.sender), mail.parts["w"])
+            question = self._asked.get(mail.sender)
+            if question is not None and question.step == mail.step and mail.receiver == self.name:
+                self._approach(self._asked.pop(mail.sender).weights, mail.parts["w"])
             return []
         if not self.is_news(mail):
             return []
         if mail.sender in self._asked:
-            self._approach(self._asked.pop(mail.sender), mail.parts["w"])
+            self._approach(self._asked.pop(mail.sender).weights, mail.parts["w"])
             return []
         had = copied(self.weights)
         self._approach(had, mail.parts["w"])

@@ -1,5 +1,7 @@
 """Methods that average: which of them reach the optimum when the nodes' data differ, and which cannot."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from node_network import Network, Quadratics
@@ -98,6 +100,23 @@ def test_pairwise_averaging_keeps_the_mean_of_all_models() -> None:
         node.begin({"w": start})
     run.run(200)
     assert run.weights() == pytest.approx(np.tile(starts.mean(axis=0), (8, 1)), abs=1e-6)
+
+
+def test_nobody_asks_again_before_the_answer_is_there_or_taken_for_lost() -> None:
+    graph = make_graph("complete", ("a", "b"))
+    one, other = (make_node("ad-psgd", name, graph.sides(name, 1), learning_rate=0.1, period=1) for name in "ab")
+    one.begin({"w": np.array([8.0])})
+    other.begin({"w": np.array([0.0])})
+    (question,) = one.post(("b",))
+    assert one.post(("b",)) == []
+    one.trained({"w": np.array([10.0])}, 1, 0.1)  # it goes on meanwhile
+    (answer,) = other.take(question)
+    one.take(replace(answer, step=answer.step + 7))  # of another question
+    one.take(answer)
+    one.take(answer)
+    assert (one.weights["w"][0], other.weights["w"][0]) == (6.0, 4.0)
+    assert len(one.post(("b",))) == 1
+    assert [len(one.post(("b",))) for _ in range(9)] == [0] * 8 + [1]
 
 
 def test_two_that_ask_each_other_at_a_time_meet_in_the_middle() -> None:
