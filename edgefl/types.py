@@ -230,6 +230,12 @@ class LocalPlan:
     inbox: tuple[EdgeMessage, ...] = ()
     node: NodePlan | None = None
 
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any], inbox: tuple[EdgeMessage, ...] = ()) -> Self:
+        """Returns the plan in JSON values, which have no inbox; unknown fields are ignored."""
+        node = value.get("node")
+        return cls(**{**_known(cls, value), "inbox": inbox, "node": node and NodePlan.from_json(node)})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:

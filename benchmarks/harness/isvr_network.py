@@ -65,7 +65,8 @@ class Network:
         )
         coder = EdgeCodec(cell.codec, edge_shapes(task.shapes()), epoch=1) if cell.codec else self._handover
         engine = Engine(node, coder, derived_rng(cell.seed, "edges", name))
-        begin_node(engine, self._learner, task.init(cell.seed))
+        self._learner.load(task.init(cell.seed))
+        begin_node(engine, self._learner, task.shapes())
         return engine
 
     def _schedule(self, name: str) -> Firing:

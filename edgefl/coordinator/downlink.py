@@ -52,11 +52,11 @@ class Downlink:
         if source.version != self._version:
             self._version, self._whole, self._of_device, self._deltas = source.version, None, None, {}
         if isinstance(order, Assignment) and order.plan.node is not None:
-            return self._node_mail(order, with_model=order.sends_model)
+            return self._with_messages(order, with_model=order.sends_model)
         if isinstance(order, Evaluation) and order.subject:
             return ModelMail(body=self._subject(order.subject, source))
         if isinstance(order, Assignment) and order.plan.inbox:
-            return self._node_mail(order, with_model=True)
+            return self._with_messages(order, with_model=True)
         if self._run.encode_changes is None or isinstance(order, Evaluation):
             return ModelMail(body=self._newest(source))
         base = self._held.get(order.device_id)
@@ -72,14 +72,14 @@ class Downlink:
         A node of a graph, which got none, gets the newest.
         """
         if order.plan.node is not None:
-            return self._node_mail(order, with_model=True)
+            return self._with_messages(order, with_model=True)
         body = self._kept.get(order.base_version)
         if body is None:
             return None
         self._held[order.device_id] = order.base_version
         return ModelMail(body=prepare_body(body), header=KEEP)
 
-    def _node_mail(self, order: Assignment, *, with_model: bool) -> ModelMail:
+    def _with_messages(self, order: Assignment, *, with_model: bool) -> ModelMail:
         """Returns messages, such as those of a node's neighbours, and behind them a model where one is needed."""
         assert self._source is not None
         model = self._encoded(self._source) if with_model else b""

@@ -46,6 +46,13 @@ class Engine:
         self._coder, self._rng = coder, rng
         self._is_exchanging = False
 
+    def begin(self, weights: Mapping[str, Array]) -> None:
+        """Starts the node from a model, or starts it anew: it numbers on, and no edge has a past."""
+        for neighbour in self.node.edges:
+            self._coder.forget(neighbour)
+        self._is_exchanging = False
+        self.node.begin(weights)
+
     def correction(self) -> Correction:
         return self.node.correction()
 

@@ -149,18 +149,29 @@ class Graph:
         return float(1 - magnitudes[-2])
 
     def _check_connected(self) -> None:
-        joined: dict[str, set[str]] = {name: set() for name in self.nodes}
-        for one, other in self.edges:
-            joined[one].add(other)
-            joined[other].add(one)
-        reached, waiting = {self.nodes[0]}, [self.nodes[0]]
+        first, *others = connected_parts(self.nodes, self.edges)
+        if others:
+            apart = [name for name in self.nodes if name not in first]
+            raise ConfigError(f"the graph is not connected: no path from {self.nodes[0]} to {', '.join(apart)}")
+
+
+def connected_parts(nodes: Sequence[str], edges: Iterable[Edge]) -> list[list[str]]:
+    """Returns the parts of a graph between which there is no path, each in the order of the nodes."""
+    joined: dict[str, set[str]] = {name: set() for name in nodes}
+    for one, other in edges:
+        joined[one].add(other)
+        joined[other].add(one)
+    parts: list[list[str]] = []
+    left = list(nodes)
+    while left:
+        reached, waiting = {left[0]}, [left[0]]
         while waiting:
             new = joined[waiting.pop()] - reached
             reached |= new
             waiting += new
-        apart = [name for name in self.nodes if name not in reached]
-        if apart:
-            raise ConfigError(f"the graph is not connected: no path from {self.nodes[0]} to {', '.join(apart)}")
+        parts.append([name for name in left if name in reached])
+        left = [name for name in left if name not in reached]
+    return parts
 
 
 def check_spec(spec: str) -> re.Match[str]:

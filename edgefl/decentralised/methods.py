@@ -10,7 +10,7 @@ from edgefl.decentralised.isvr import AdmmIsvr, PdmmIsvr
 from edgefl.decentralised.mixing import D2, Dsgd, GradientTracking, KGradientTracking
 from edgefl.decentralised.node import Node
 from edgefl.errors import ConfigError
-from edgefl.types import EdgeSide
+from edgefl.types import EdgeSide, NodePlan
 
 METHODS: Mapping[str, type[Node]] = MappingProxyType(
     {
@@ -46,3 +46,8 @@ def make_node(
     node = METHODS[method](name, edges, learning_rate=learning_rate, period=period)
     node.life = life
     return node
+
+
+def node_of(plan: NodePlan, name: str, *, life: int = 0) -> Node:
+    """Returns the node that a plan makes of the device `name`; see `make_node`."""
+    return make_node(plan.method, name, plan.edges, learning_rate=plan.learning_rate, period=plan.period, life=life)

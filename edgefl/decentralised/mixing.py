@@ -159,6 +159,10 @@ class GradientTracking(MixingNode):
         self._rate = learning_rate
         self._mixes_weights = True
 
+    def begin(self, weights: Mapping[str, Array]) -> None:
+        super().begin(weights)
+        self._tracker, self._gradient = {}, {}
+
     def trained(self, weights: Mapping[str, Array], iterations: int, learning_rate: float) -> None:
         self.iterations += iterations
         self._rate = learning_rate

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass
 
 from edgefl.errors import NetworkError
-from edgefl.types import Json, LocalPlan, NodePlan
+from edgefl.types import Json, LocalPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,17 +42,9 @@ def job_of(device_id: str, header: Json) -> Job:
         assignment_id=str(header["assignment"]),
         version=version,
         seed=seed,
-        plan=_plan(header),
+        plan=LocalPlan.from_json(header.get("plan", {})),
         spec=str(header.get("codec", "dense")),
         block=block,
         origin=(seed, version, *source),
         header=header,
     )
-
-
-def _plan(header: Json) -> LocalPlan:
-    known = {field.name for field in fields(LocalPlan)}
-    values: dict[str, Any] = {name: value for name, value in dict(header.get("plan", {})).items() if name in known}
-    if values.get("node") is not None:
-        values["node"] = NodePlan.from_json(values["node"])
-    return replace(LocalPlan(), **values)

@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 from edgefl.decentralised.engine import Engine
 from edgefl.decentralised.mailbag import pack_peer, unpack_peer
 from edgefl.device.carrier import Carrier
+from edgefl.device.peer_watch import PeerWatch
 from edgefl.device.session import NodeSession, Report, TrainBurst
 from edgefl.errors import EdgeflError, NetworkError, StoreError
 from edgefl.files import write_whole
@@ -23,7 +23,6 @@ from edgefl.types import EdgeMessage, Json, LocalPlan, NodePlan, derived_rng
 log = logging.getLogger(__name__)
 
 ORDER_FILE = "node.json"
-LOG_EVERY_S = 60.0
 KEPT_ENDED = 16
 """So many runs that are over are remembered: the word may come before the node has been taken up again."""
 
@@ -52,7 +51,7 @@ class NodeRunner:
         self._carrier: Carrier | None = None
         self._lock = threading.RLock()
         self._ended: deque[str] = deque(maxlen=KEPT_ENDED)
-        self._logged_s = -LOG_EVERY_S
+        self._watch = PeerWatch()
 
     @property
     def run(self) -> str:
@@ -76,35 +75,22 @@ class NodeRunner:
         """
         assert plan.node is not None
         with self._lock:
-            self._begin(run, engine, plan, train=train, save=save, order=order)
-
-    def _begin(
-        self,
-        run: str,
-        engine: Engine,
-        plan: LocalPlan,
-        *,
-        train: TrainBurst,
-        save: Callable[[Engine], None],
-        order: Json,
-    ) -> None:
-        assert plan.node is not None
-        self.end()
-        if run in self._ended:
-            raise NetworkError(f"run {run} is over")
-        if self._make_carrier is None:
-            raise NetworkError(f"this device cannot carry messages by {plan.node.carrier!r}, only by relay")
-        carrier = self._make_carrier(plan.node, self.deliver)
-        rng = derived_rng("firing", self._device_id, engine.node.life, engine.node.iterations)
-        session = NodeSession(
-            engine, plan, rng=rng, train=train, send=self._send, is_clear=carrier.is_clear, save=save
-        )
-        self._carrier = carrier
-        self._run, self._session = run, session
-        self._carrier.set_neighbours([side.neighbour for side in plan.node.edges])
-        self._keep(order)
-        self._carrier.start()
-        session.start()
+            self.end()
+            if run in self._ended:
+                raise NetworkError(f"run {run} is over")
+            if self._make_carrier is None:
+                raise NetworkError(f"this device cannot carry messages by {plan.node.carrier!r}, only by relay")
+            carrier = self._make_carrier(plan.node, self.deliver)
+            rng = derived_rng("firing", self._device_id, engine.node.life, engine.node.iterations)
+            session = NodeSession(
+                engine, plan, rng=rng, train=train, send=self._send, is_clear=carrier.is_clear, save=save
+            )
+            self._carrier = carrier
+            self._run, self._session = run, session
+            self._carrier.set_neighbours([side.neighbour for side in plan.node.edges])
+            self._keep(order)
+            self._carrier.start()
+            session.start()
 
     def follow(self, plan: LocalPlan, order: Json) -> None:
         """Goes on with a newer plan of the same run."""
@@ -166,9 +152,7 @@ class NodeRunner:
         try:
             run, message = unpack_peer(payload)
         except NetworkError as error:
-            if time.monotonic() - self._logged_s >= LOG_EVERY_S:
-                self._logged_s = time.monotonic()
-                log.warning("dropped a message of %s: %s", sender, error)
+            self._watch.warn(sender, "dropped a message of %s: %s", sender, error)
             return
         session = self._session
         if session is not None and run == self._run and message.edge == (sender, self._device_id):
@@ -181,9 +165,7 @@ class NodeRunner:
         try:
             carrier.send(message.edge[1], pack_peer(self._run, message), keep_all=message.is_reply)
         except EdgeflError as error:
-            if time.monotonic() - self._logged_s >= LOG_EVERY_S:
-                self._logged_s = time.monotonic()
-                log.warning("a message to %s cannot be sent: %s", message.edge[1], error)
+            self._watch.warn(message.edge[1], "a message to %s cannot be sent: %s", message.edge[1], error)
 
     def _keep(self, order: Json) -> None:
         try:

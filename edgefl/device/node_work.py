@@ -213,9 +213,7 @@ class NodeWork:
         if not model:
             raise NeedsDenseError("needs the model: it holds no node of this run")
         warm.learner.load(decode_body(model, warm.shapes))
-        start = warm.learner.read()
-        shared = {spec.name: start[spec.name] for spec in warm.shapes if spec.shared}
-        return self._nodes.begin(job.run, plan, warm.learner, warm.shapes, shared)
+        return self._nodes.begin(job.run, plan, warm.learner, warm.shapes)
 
     def _data(self, job: Job, warm: WarmTask) -> Dataset:
         return self._tasks.split(warm, float(job.header["test_fraction"]))[0]

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from edgefl.compression.edges import EdgeCodec, edge_shapes
 from edgefl.decentralised.engine import Engine
-from edgefl.decentralised.methods import make_node
+from edgefl.decentralised.methods import node_of
 from edgefl.device.run_files import load_arrays, save_arrays
 from edgefl.device.run_memory import SAVE_EVERY_S
 from edgefl.errors import ConfigError, StoreError
 from edgefl.tasks.local_training import is_finite
 from edgefl.tasks.node_training import begin_node
-from edgefl.types import Array, Learner, NodePlan, Shapes, derived_rng
+from edgefl.types import Learner, NodePlan, Shapes, derived_rng
 
 log = logging.getLogger(__name__)
 
@@ -46,14 +46,13 @@ class Nodes:
             if is_finite(self._engine.node.weights):
                 return self._engine
             log.warning("the node of run %s has diverged; it begins anew", run)
-            self._engine = None
             return None
         saved = load_arrays(self._folder, run)
         if saved is None:
             return None
         engine = self._made(plan, shapes)
         try:
-            begin_node(engine, learner, learner.read())
+            begin_node(engine, learner, shapes)
             engine.restore(saved)
         except (ConfigError, KeyError, ValueError) as error:
             log.warning("what was kept of the node in run %s is of no use: %s", run, error)
@@ -61,10 +60,11 @@ class Nodes:
         log.info("goes on as node of run %s after %d iterations", run, engine.node.iterations)
         return self._entered(run, engine)
 
-    def begin(self, run: str, plan: NodePlan, learner: Learner, shapes: Shapes, model: Mapping[str, Array]) -> Engine:
-        """Returns the node of a run, which starts from a model."""
-        engine = self._made(plan, shapes)
-        begin_node(engine, learner, model)
+    def begin(self, run: str, plan: NodePlan, learner: Learner, shapes: Shapes) -> Engine:
+        """Returns the node of a run, which starts from the learner's model; one that there was numbers on."""
+        known = self._engine if self._run == run else None
+        engine = known or self._made(plan, shapes)
+        begin_node(engine, learner, shapes)
         return self._entered(run, engine)
 
     def save(self, *, only_when_due: bool = False) -> None:
@@ -84,19 +84,13 @@ class Nodes:
             log.warning("cannot keep the node of run %s: %s", self._run, error)
 
     def _made(self, plan: NodePlan, shapes: Shapes) -> Engine:
-        node = make_node(
-            plan.method,
-            self._device_id,
-            plan.edges,
-            learning_rate=plan.learning_rate,
-            period=plan.period,
-            life=self._life,
-        )
+        node = node_of(plan, self._device_id, life=self._life)
         codec = EdgeCodec(plan.codec, edge_shapes(shapes), epoch=self._life)
         return Engine(node, codec, derived_rng("edges", self._device_id, self._life))
 
     def _entered(self, run: str, engine: Engine) -> Engine:
-        self.save()
+        if engine is not self._engine:
+            self.save()
         self._run, self._engine = run, engine
         # At once: after a second reboot the life is another again, but what neighbours have seen must not be newer.
         self.save()

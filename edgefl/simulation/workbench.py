@@ -17,7 +17,7 @@ from edgefl.compression.decoding import decode_body
 from edgefl.compression.edges import EdgeCodec, edge_shapes
 from edgefl.compression.feedback import ErrorFeedback, uses_feedback
 from edgefl.decentralised.engine import Engine
-from edgefl.decentralised.methods import make_node
+from edgefl.decentralised.methods import node_of
 from edgefl.errors import ConfigError, DataError, TaskError
 from edgefl.simulation.data import FleetData, Shard
 from edgefl.simulation.training import Scores, Sent
@@ -140,12 +140,9 @@ class Workbench:
 
     def _begun(self, device_id: str, plan: NodePlan, sent: Sent) -> Engine:
         self._load(_Memory(), sent)
-        start = self._learner.read()
-        node = make_node(plan.method, device_id, plan.edges, learning_rate=plan.learning_rate, period=plan.period)
         codec = EdgeCodec(plan.codec, edge_shapes(self._shapes), epoch=1)
-        engine = Engine(node, codec, derived_rng(self._trade.seed, "edges", device_id))
-        shared = {spec.name: start[spec.name] for spec in self._shapes if spec.shared}
-        begin_node(engine, self._learner, shared)
+        engine = Engine(node_of(plan, device_id), codec, derived_rng(self._trade.seed, "edges", device_id))
+        begin_node(engine, self._learner, self._shapes)
         self._engines[device_id] = engine
         return engine
 

@@ -21,7 +21,7 @@ from edgefl.simulation.data import load_data
 from edgefl.simulation.in_process import reason
 from edgefl.simulation.training import Sent
 from edgefl.simulation.workbench import Trade, Workbench
-from edgefl.types import Assignment, EdgeMessage, Json, LocalPlan, NodePlan
+from edgefl.types import Assignment, EdgeMessage, Json, LocalPlan
 
 SITE_FILE = "site.json"
 _LENGTHS = struct.Struct("<II")
@@ -51,8 +51,7 @@ def order_json(order: Assignment) -> Json:
 
 
 def order_from_json(value: Json, inbox: tuple[EdgeMessage, ...] = ()) -> Assignment:
-    node = value["plan"]["node"]
-    plan = LocalPlan(**{**value["plan"], "inbox": inbox, "node": node and NodePlan.from_json(node)})
+    plan = LocalPlan.from_json(value["plan"], inbox)
     return Assignment(**{name: value[name] for name in _ORDER}, plan=plan, settled=tuple(value["settled"]))
 
 

@@ -7,9 +7,8 @@ way: nodes that told go on at once. The mathematics of the methods is in `edgefl
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
@@ -17,11 +16,23 @@ from typing import ClassVar
 import numpy as np
 
 from edgefl.decentralised.firing import Schedule, make_firing
-from edgefl.decentralised.graph import Edge, Graph, check_spec, make_graph
+from edgefl.decentralised.graph import Graph, check_spec, make_graph
 from edgefl.decentralised.graph_files import Host, read_graph, read_hosts
 from edgefl.decentralised.methods import METHODS
 from edgefl.errors import ConfigError
 from edgefl.strategies.arrivals import owned
+from edgefl.strategies.graph_members import (
+    DecentralisedState,
+    NodeState,
+    bridge,
+    edge_degree,
+    edge_key,
+    edges_told,
+    graph_of,
+    join,
+    members,
+    rest_s,
+)
 from edgefl.strategies.rounds import WAIT_S, RoundRules
 from edgefl.strategies.schedules import Schedule as RateSchedule
 from edgefl.strategies.settings import TrainingSettings
@@ -44,8 +55,6 @@ from edgefl.types import (
 
 LEAST_NODES = 2
 CARRIERS = ("relay", "peer", "direct")
-RETRY_S = 2.0
-MAX_RETRY_S = 60.0
 MOST_LOSSES = 3
 """A node that loses so many assignments in a row leaves the graph for a while, so that nobody waits for it."""
 COMES_BACK_S = 60.0
@@ -54,62 +63,6 @@ MOST_AHEAD = 2
 """So many rounds a node that goes on alone may report before the others; its training does not wait."""
 KEPT_OF_ALL = 3
 """So many messages of an edge wait where a node needs those of every exchange; else only the newest does."""
-
-
-@dataclass(slots=True)
-class NodeState:
-    """What is known of one node.
-
-    `exchanges` are those that it has begun, `iterations` its local ones; `assignment_id` is what it works on, "" for
-    nothing. `inbox` is the mail that waits for it, `sent` what is out with its assignment. Of one that goes on alone
-    `iterations` are those that it has told, and its report counts when there are `until` of them. One that rests is
-    there, but may not be asked.
-    """
-
-    is_member: bool = True
-    is_awaited: bool = False
-    has_begun: bool = False
-    exchanges: int = 0
-    iterations: int = 0
-    assignment_id: str = ""
-    is_report: bool = False
-    is_resting: bool = False
-    until: int = 0
-    reported: int = 0
-    losses: int = 0
-    rests_until_s: float = 0.0
-    inbox: list[EdgeMessage] = field(default_factory=list)
-    sent: tuple[EdgeMessage, ...] = ()
-    edges_told: str = ""
-
-
-@dataclass(slots=True)
-class DecentralisedState:
-    """`model` is the mean of the members' `models`; `lives` counts how often the run was taken up again.
-
-    `bridges` join what would be apart without those that are away. `edge_epochs` says how often an edge began, so
-    that both ends begin it anew when one of them was away, and `edge_degrees` what its step size follows from, which
-    both ends have to be told the same for as long as it lasts.
-    """
-
-    model: dict[str, Array]
-    version: int = 0
-    num_given: int = 0
-    lives: int = 0
-    awaits_until_s: float | None = None
-    order: tuple[str, ...] = ()
-    edges: tuple[Edge, ...] = ()
-    bridges: tuple[Edge, ...] = ()
-    edge_epochs: dict[str, int] = field(default_factory=dict)
-    edge_degrees: dict[str, int] = field(default_factory=dict)
-    nodes: dict[str, NodeState] = field(default_factory=dict)
-    models: dict[str, dict[str, Array]] = field(default_factory=dict)
-    pending: list[str] = field(default_factory=list)
-    used: tuple[str, ...] = ()
-    told: tuple[str, ...] = ()
-    edge_bytes: int = 0
-    num_messages: int = 0
-    figures: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +90,8 @@ class GraphSettings(TrainingSettings):
     kind: ClassVar[str] = "decentralised"
     method: ClassVar[str] = ""
     summary: ClassVar[str] = ""
+    is_in_step: ClassVar[bool] = False
+    takes_one_iteration: ClassVar[bool] = False
 
     def build(self, rules: RoundRules) -> Decentralised:
         """Returns the strategy.
@@ -144,6 +99,18 @@ class GraphSettings(TrainingSettings):
         Raises:
             ConfigError: a setting makes no sense, or does not go with another one.
         """
+        self._check(rules)
+        self._check_method()
+        return Decentralised(
+            settings=self,
+            rules=rules,
+            plan=self.plan(),
+            rate=self.rate(),
+            file_graph=_file_graph(self.graph),
+            hosts={} if self.hosts is None else read_hosts(self.hosts),
+        )
+
+    def _check(self, rules: RoundRules) -> None:
         if self.exchange not in set(Schedule):
             raise ConfigError(f"strategy.exchange must be one of {', '.join(Schedule)}, got {self.exchange!r}")
         if self.exchanges_per_round < 1:
@@ -162,14 +129,23 @@ class GraphSettings(TrainingSettings):
             raise ConfigError(f"strategy.hosts is for strategy.carrier = 'direct', got {self.carrier!r}")
         if rules.server.kind != "none":
             raise ConfigError("server.optimizer: a decentralised run has no server that could take a step")
-        return Decentralised(
-            settings=self,
-            rules=rules,
-            plan=self.plan(),
-            rate=self.rate(),
-            file_graph=_file_graph(self.graph),
-            hosts={} if self.hosts is None else read_hosts(self.hosts),
-        )
+
+    def _check_method(self) -> None:
+        if self.is_in_step and self.exchange != Schedule.SYNC:
+            raise ConfigError(
+                f"strategy.exchange of {self.method} must be sync, got {self.exchange!r}: "
+                "its nodes average with all neighbours at once"
+            )
+        if self.takes_one_iteration and self.iterations != 1:
+            raise ConfigError(
+                f"strategy.iterations of {self.method} must be 1, got {self.iterations}: "
+                "it exchanges after every local iteration"
+            )
+        if self.takes_one_iteration and self.momentum:
+            raise ConfigError(
+                f"strategy.momentum of {self.method} must be 0, got {self.momentum}: it is of local iterations "
+                "between exchanges, and there is one"
+            )
 
 
 def _file_graph(text: str) -> Graph | None:
@@ -224,7 +200,7 @@ class Decentralised:
                 for assignment_id in outstanding
                 if name in state.nodes
             ]
-        graph, is_round_done = _graph(state, self.file_graph), self._is_round_done(state)
+        graph, is_round_done = graph_of(state, self.file_graph), self._is_round_done(state)
         for device_id in view.idle:
             node = state.nodes.get(device_id)
             if node is None or not node.is_member or node.rests_until_s > view.now_s:
@@ -272,17 +248,16 @@ class Decentralised:
         node.inbox.append(message)
 
     def ready(self, state: DecentralisedState, view: FleetView) -> bool:
-        members = _members(state)
         nodes = state.nodes
         present = [
             name
-            for name in members
+            for name in members(state)
             if nodes[name].is_awaited or (name in view.devices and not nodes[name].is_resting)
         ]
         return bool(present) and all(state.nodes[name].reported > state.version for name in present)
 
     def aggregate(self, state: DecentralisedState) -> DecentralisedState:
-        told = [name for name in _members(state) if state.nodes[name].reported > state.version]
+        told = [name for name in members(state) if state.nodes[name].reported > state.version]
         models = [state.models[name] for name in told]
         for name, array in state.model.items():
             mean = sum(model[name].astype(np.float64) for model in models) / len(models)
@@ -343,7 +318,7 @@ class Decentralised:
         state.order, state.edges = graph.nodes, graph.edges
         for name in there:
             state.nodes[name] = NodeState()
-        self._cut_to_members(state)
+        bridge(state)
         return True
 
     def _look_around(self, state: DecentralisedState, view: FleetView) -> bool:
@@ -366,10 +341,10 @@ class Decentralised:
                 changed = True
         for name in view.idle:
             if self._may_join(state, name, view.now_s):
-                self._join(state, name)
+                join(state, name, is_counted_together=not self.goes_on_alone)
                 changed = True
         if changed:
-            self._cut_to_members(state)
+            bridge(state)
         return changed
 
     def _may_join(self, state: DecentralisedState, name: str, now_s: float) -> bool:
@@ -379,36 +354,7 @@ class Decentralised:
         if self.file_graph is not None:
             return name in self.file_graph.nodes
         limit = self.rules.max_devices
-        return limit is None or len(_members(state)) < limit
-
-    def _join(self, state: DecentralisedState, name: str) -> None:
-        """Takes a device in, at the exchange that its neighbours are at; whoever comes back has its old edges."""
-        if name not in state.order:
-            degrees = {other: sum(other in edge for edge in state.edges) for other in _members(state)}
-            nearest = sorted(degrees, key=lambda other: (degrees[other], state.order.index(other)))[:2]
-            state.order = (*state.order, name)
-            state.edges = (*state.edges, *((other, name) for other in nearest))
-        known = state.nodes.get(name)
-        for edge in state.edges:
-            if name in edge:
-                key = " ".join(edge)
-                state.edge_epochs[key] = state.edge_epochs.get(key, 0) + 1
-        others = [node for other, node in state.nodes.items() if node.is_member and other != name]
-        node = known or NodeState()
-        node.is_member, node.exchanges = True, max((other.exchanges for other in others), default=0)
-        if not self.goes_on_alone and others:  # as if it had done its share: rounds count what all have done together
-            node.iterations = round(sum(other.iterations for other in others) / len(others))
-        node.reported, node.edges_told = 0, ""
-        state.nodes[name] = node
-
-    def _cut_to_members(self, state: DecentralisedState) -> None:
-        """Joins parts that a node's leaving has cut off from each other, each to the next, while they are."""
-        members = _members(state)
-        parts = _parts(members, [edge for edge in state.edges if set(edge) <= set(members)])
-        before, state.bridges = state.bridges, tuple((one[0], other[0]) for one, other in itertools.pairwise(parts))
-        for edge in set(state.bridges) - set(before):
-            key = " ".join(edge)
-            state.edge_epochs[key] = state.edge_epochs.get(key, 0) + 1
+        return limit is None or len(members(state)) < limit
 
     def _may_go_on(self, state: DecentralisedState, graph: Graph, name: str) -> bool:
         """Says whether what a node needs for its next work is here: in step, the mail of all its neighbours.
@@ -418,20 +364,13 @@ class Decentralised:
         node = state.nodes[name]
         if self.goes_on_alone:
             is_over = self.rules.rounds is not None and node.reported >= self.rules.rounds
-            return node.edges_told != self._edges_of(state, graph, name) or (
+            return node.edges_told != edges_told(state, graph, name) or (
                 not is_over and node.reported <= state.version + MOST_AHEAD
             )
         if self.settings.exchange != Schedule.SYNC:
             return True
         neighbours = [state.nodes[other] for other in graph.neighbours(name)]
         return all(other.exchanges >= node.exchanges or other.is_resting for other in neighbours)
-
-    @staticmethod
-    def _edges_of(state: DecentralisedState, graph: Graph, name: str) -> str:
-        """Returns a text that changes when the edges of a node do."""
-        return " ".join(
-            f"{other}/{state.edge_epochs.get(_key(state, name, other), 0)}" for other in graph.neighbours(name)
-        )
 
     def _is_at_limit(self, node: NodeState) -> bool:
         return self.rules.rounds is not None and node.iterations >= self.rules.rounds * self._iterations_per_round
@@ -446,8 +385,8 @@ class Decentralised:
         edges = tuple(
             replace(
                 side,
-                epoch=state.edge_epochs.get(_key(state, name, side.neighbour), 0),
-                degree=_degree(state, _key(state, name, side.neighbour), side.degree),
+                epoch=state.edge_epochs.get(edge_key(state, name, side.neighbour), 0),
+                degree=edge_degree(state, edge_key(state, name, side.neighbour), side.degree),
                 address=self._address(side.neighbour, view),
             )
             for side in graph.sides(name, self.plan.iterations or 1, is_damped=is_damped)
@@ -461,7 +400,7 @@ class Decentralised:
                 burst = firing.next(node.iterations, fires)
                 iterations, fires = burst.iterations, burst.neighbours
         inbox = node.sent = tuple(node.inbox)
-        node.inbox, node.edges_told = [], self._edges_of(state, graph, name)
+        node.inbox, node.edges_told = [], edges_told(state, graph, name)
         node.until = node.iterations + self._iterations_per_round
         state.edge_bytes += sum(len(message.body) for message in inbox)
         state.num_messages += len(inbox)
@@ -511,57 +450,9 @@ class Decentralised:
 
     def _is_round_done(self, state: DecentralisedState) -> bool:
         """Says whether the nodes have done the round's local iterations between them: then they are to report."""
-        members = [state.nodes[name] for name in _members(state)]
+        nodes = [state.nodes[name] for name in members(state)]
         wanted = (state.version + 1) * self._iterations_per_round
-        return bool(members) and sum(node.iterations for node in members) >= wanted * len(members)
-
-
-def rest_s(losses: int) -> float:
-    """Returns how long a node rests after so many assignments lost in a row."""
-    return min(MAX_RETRY_S, RETRY_S * 2.0 ** min(losses, 6)) if losses > 1 else 0.0
-
-
-def _members(state: DecentralisedState) -> list[str]:
-    return [name for name in state.order if name in state.nodes and state.nodes[name].is_member]
-
-
-def _graph(state: DecentralisedState, named: Graph | None) -> Graph:
-    """Returns the graph of those that are there."""
-    members = _members(state)
-    among = set(members)
-    return Graph(
-        nodes=tuple(members),
-        edges=tuple(edge for edge in (*state.edges, *state.bridges) if set(edge) <= among),
-        slots=named.slots if named is not None else {},
-        periods=named.periods if named is not None else {},
-    )
-
-
-def _degree(state: DecentralisedState, edge: str, degree: int) -> int:
-    """Returns the degree that an edge began with; at its beginning that is the present one."""
-    return state.edge_degrees.setdefault(f"{edge} {state.edge_epochs.get(edge, 0)}", degree)
-
-
-def _key(state: DecentralisedState, one: str, other: str) -> str:
-    is_forth = (one, other) in state.edges or (one, other) in state.bridges
-    return " ".join((one, other) if is_forth else (other, one))
-
-
-def _parts(names: Collection[str], edges: Sequence[Edge]) -> list[list[str]]:
-    """Returns the connected parts of a graph, each in the order of the names."""
-    group = {name: name for name in names}
-
-    def root(name: str) -> str:
-        while group[name] != name:
-            name = group[name]
-        return name
-
-    for one, other in edges:
-        group[root(other)] = root(one)
-    parts: dict[str, list[str]] = {}
-    for name in names:
-        parts.setdefault(root(name), []).append(name)
-    return list(parts.values())
+        return bool(nodes) and sum(node.iterations for node in nodes) >= wanted * len(nodes)
 
 
 def _disagreement(mean: Mapping[str, Array], models: Sequence[Mapping[str, Array]]) -> float:

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from edgefl.decentralised.firing import Schedule
-from edgefl.errors import ConfigError
-from edgefl.strategies.decentralised import Decentralised, GraphSettings
-from edgefl.strategies.rounds import RoundRules
+from edgefl.strategies.decentralised import GraphSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +55,7 @@ class KGradientTracking(GraphSettings):
 
     method: ClassVar[str] = "k-gt"
     summary: ClassVar[str] = "Gradient tracking with local steps (Liu et al., 2023)."
-
-    def build(self, rules: RoundRules) -> Decentralised:
-        return GraphSettings.build(_in_step(self), rules)
+    is_in_step: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +65,8 @@ class GradientTracking(GraphSettings):
     iterations: int | None = 1
     method: ClassVar[str] = "gradient-tracking"
     summary: ClassVar[str] = "Every node follows an estimate of the mean gradient (Di Lorenzo and Scutari, 2016)."
-
-    def build(self, rules: RoundRules) -> Decentralised:
-        return GraphSettings.build(_one_iteration(_in_step(self)), rules)
+    is_in_step: ClassVar[bool] = True
+    takes_one_iteration: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,29 +76,5 @@ class D2(GraphSettings):
     iterations: int | None = 1
     method: ClassVar[str] = "d2"
     summary: ClassVar[str] = "DSGD with one step, corrected by the step before (Tang et al., ICML 2018)."
-
-    def build(self, rules: RoundRules) -> Decentralised:
-        return GraphSettings.build(_one_iteration(_in_step(self)), rules)
-
-
-def _in_step(settings: GraphSettings) -> GraphSettings:
-    if settings.exchange != Schedule.SYNC:
-        raise ConfigError(
-            f"strategy.exchange of {settings.method} must be sync, got {settings.exchange!r}: "
-            "its nodes average with all neighbours at once"
-        )
-    return settings
-
-
-def _one_iteration(settings: GraphSettings) -> GraphSettings:
-    if settings.iterations != 1:
-        raise ConfigError(
-            f"strategy.iterations of {settings.method} must be 1, got {settings.iterations}: "
-            "it exchanges after every local iteration"
-        )
-    if settings.momentum:
-        raise ConfigError(
-            f"strategy.momentum of {settings.method} must be 0, got {settings.momentum}: it is of local iterations "
-            "between exchanges, and there is one"
-        )
-    return settings
+    is_in_step: ClassVar[bool] = True
+    takes_one_iteration: ClassVar[bool] = True

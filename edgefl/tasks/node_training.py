@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.random import Generator
 from edgefl.decentralised.engine import Engine
 from edgefl.tasks.descent import CorrectedStep
 from edgefl.tasks.local_training import train
-from edgefl.types import Array, Dataset, EdgeMessage, Learner, LocalPlan
+from edgefl.types import Array, Dataset, EdgeMessage, Learner, LocalPlan, Shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +26,12 @@ class NodeResult:
     compute_s: float
 
 
-def begin_node(engine: Engine, learner: Learner, model: Mapping[str, Array]) -> None:
-    """Starts a node from a model, whose buffers it keeps for itself."""
-    parameters = learner.parameters
-    engine.node.begin({name: array for name, array in model.items() if name in parameters})
-    engine.buffers = {name: np.array(array) for name, array in model.items() if name not in parameters}
+def begin_node(engine: Engine, learner: Learner, shapes: Shapes) -> None:
+    """Starts a node, or starts it anew, from what is shared of the learner's model; buffers stay with the node."""
+    held, parameters = learner.read(), learner.parameters
+    shared = {spec.name: held[spec.name] for spec in shapes if spec.shared}
+    engine.begin({name: array for name, array in shared.items() if name in parameters})
+    engine.buffers = {name: array for name, array in shared.items() if name not in parameters}
 
 
 def work_as_node(  # noqa: PLR0913 as `local_training.train`

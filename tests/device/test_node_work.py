@@ -264,3 +264,16 @@ def test_a_node_that_has_diverged_asks_for_a_model(board: Board) -> None:
         mail = EdgeMessage(edge=("a", "b"), step=step, body=codec.encode("b", huge, derived_rng(0)))
         header, _ = board.ask(mail)
     assert header.get("needs_dense") is True
+
+
+def test_a_node_that_began_anew_is_heard_by_neighbours_that_knew_it(board: Board) -> None:
+    first = messages(board.ask(model=MODEL))
+    codec = EdgeCodec("", edge_shapes(SHAPES), epoch=1)
+    huge = {"y": {spec.name: np.full(spec.shape, 3e38, np.float32) for spec in edge_shapes(SHAPES)}}
+    mail = [
+        EdgeMessage(edge=("a", "b"), step=step, body=codec.encode("b", huge, derived_rng(0))) for step in range(4, 12)
+    ]
+    assert any(board.ask(each)[0].get("needs_dense") for each in mail)
+    again = messages(board.ask(model=MODEL))
+    assert min(message.step for message in again) > max(message.step for message in first)
+    assert all(np.isfinite(np.frombuffer(message.body[-4:], "<f4")).all() for message in again)
