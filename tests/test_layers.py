@@ -71,6 +71,8 @@ FENCES = {
     "alembic": {"storage"},
     "matplotlib": {"history"},
     "paho": {"device", "coordinator"},
+    "prometheus_client": {"coordinator"},
+    "segno": {"coordinator"},
     "fastapi": {"coordinator"},
     "starlette": {"coordinator"},
     "pydantic": {"coordinator"},
