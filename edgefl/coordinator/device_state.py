@@ -1,4 +1,4 @@
-"""What a strategy keeps for each device, added up before its run is let in."""
+"""What a strategy needs for each device and each message, looked at before its run is let in."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from edgefl.config import RunConfig
 from edgefl.coordinator.participants import is_meant
 from edgefl.coordinator.roster import Roster
 from edgefl.errors import ConfigError
+from edgefl.protocol import MAX_PEER_BYTES
 from edgefl.types import DeviceInfo, Json, Role, Tensor, Tensors
 
 
@@ -39,6 +40,21 @@ def check_state_of(num_devices: int, config: RunConfig, strategy: Any, model: Te
             f"{_readable(limit)}: raise run.max_state_bytes, or name fewer devices"
         )
     return {"state_bytes": needed, "state_devices": num_devices}
+
+
+def check_messages(strategy: Any, model: Tensors) -> None:
+    """Lets those runs through whose devices can send each other a whole model.
+
+    Raises:
+        ConfigError: it is more than a message may have.
+    """
+    declared = getattr(strategy, "bytes_per_message", None)
+    needed = 0 if declared is None else int(declared(_model_bytes(model)))
+    if needed > MAX_PEER_BYTES:
+        raise ConfigError(
+            f"devices send each other messages of at most {_readable(MAX_PEER_BYTES)}, this run's have "
+            f"{_readable(needed)}: use strategy.carrier = 'relay', or a smaller model"
+        )
 
 
 def bytes_per_device(strategy: Any, model: Tensors) -> int:

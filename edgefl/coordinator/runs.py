@@ -85,6 +85,7 @@ class _Active:
     run_id: str
     fleet: LiveFleet | None = None
     ledger: Ledger | None = None
+    gate: StrategyGate | None = None
     stop_reason: str | None = None
 
 
@@ -128,6 +129,14 @@ class RunWorker:
         """Returns whether this run is being driven now."""
         with self._lock:
             return self._active is not None and self._active.run_id == run_id
+
+    def bars(self, run_id: str, device_id: str) -> bool:
+        """Returns whether a device of the active run is asked no more, since its updates were refused too often."""
+        with self._lock:
+            active = self._active
+            if active is None or active.run_id != run_id or active.gate is None:
+                return False
+            return device_id in active.gate.barred
 
     def goes_on(self, run_id: str) -> bool:
         """Returns whether the devices of a run go on by themselves, until it is taken up again."""
@@ -325,7 +334,7 @@ class RunWorker:
         fleet = LiveFleet(run=run, link=link, roster=site.roster, bell=site.bell, clock=time.monotonic)
         with self._lock:
             self._active = self._active or _Active(run_id=run_id)
-            self._active.fleet, self._active.ledger = fleet, ledger
+            self._active.fleet, self._active.ledger, self._active.gate = fleet, ledger, assembled.gate
             if self._active.stop_reason is not None:
                 fleet.post(Stop(reason=self._active.stop_reason))
         if self._stopping.is_set():

@@ -18,7 +18,7 @@ from edgefl.coordinator.api import operator_router
 from edgefl.coordinator.broker import Broker, BrokerAddress, BrokerTls, connect_host
 from edgefl.coordinator.brokers import make_broker
 from edgefl.coordinator.bus import Bus
-from edgefl.coordinator.device_state import check_device_state
+from edgefl.coordinator.device_state import check_device_state, check_messages
 from edgefl.coordinator.diary import Diary
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.enrolment import BrokerSite, EnrolmentService, enrolment_router
@@ -167,9 +167,15 @@ class Coordinator:
             self._worker.post(item)
 
     def _call_back(self, device_id: str, heartbeat: Heartbeat) -> None:
-        """Recalls work for a run that is over; a coordinator that was killed could not, and it may take hours."""
+        """Recalls work for a run that is over; a coordinator that was killed could not, and it may take hours.
+
+        Likewise ends a node that nobody listens to any more, since it is flagged.
+        """
         worker, assignment, run = self._worker, heartbeat.assignment, heartbeat.run
-        if worker is None or run is None or worker.is_active(run) or worker.goes_on(run):
+        if worker is None or run is None:
+            return
+        is_wanted = worker.is_active(run) or worker.goes_on(run)
+        if is_wanted and (assignment or not worker.bars(run, device_id)):
             return
         # The same id each time: a device obeys a command once.
         if assignment:
@@ -288,6 +294,7 @@ class Coordinator:
 
     def _check(self, config: RunConfig) -> Json:
         assembled = self._assemble(config, "check")
+        check_messages(assembled.strategy, assembled.model)
         return check_device_state(config, assembled.strategy, assembled.model, self._roster)
 
     def _open_evaluator(self) -> None:

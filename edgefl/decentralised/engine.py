@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
+import numpy as np
 from numpy.random import Generator
 
 from edgefl.decentralised.node import Correction, Mail, Node
@@ -69,13 +70,20 @@ class Engine:
                 self.num_dropped += 1
                 log.info("dropped a message of %s: %s", sender, error)
                 continue
-            if not parts or not set(parts) <= set(self.node.parts):
+            if reason := self._misfit(parts):
                 self.num_dropped += 1
-                log.info("dropped a message of %s: it holds %s", sender, ", ".join(sorted(parts)))
+                log.info("dropped a message of %s: %s", sender, reason)
                 continue
             mail = Mail(sender=sender, receiver=receiver, step=message.step, parts=parts, is_reply=message.is_reply)
             answers += self.node.take(mail)
         return self._encoded(answers)
+
+    def _misfit(self, parts: Mapping[str, Mapping[str, Array]]) -> str | None:
+        """Returns what is wrong with a message: one node that has diverged must not take all others along."""
+        if not parts or not set(parts) <= set(self.node.parts):
+            return f"it holds {', '.join(sorted(parts)) or 'nothing'}"
+        is_finite = all(np.isfinite(array).all() for arrays in parts.values() for array in arrays.values())
+        return None if is_finite else "it holds a NaN or an infinity"
 
     def settle(self) -> None:
         """Ends the exchange that is under way, if one is, with what has come."""

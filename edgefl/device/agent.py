@@ -355,6 +355,8 @@ class Agent:
                 self._trainer.end_run(command.argument)
             case CommandKind.DRAIN | CommandKind.RESUME:
                 self._link.set_draining(draining=command.kind == CommandKind.DRAIN)
+                if command.kind == CommandKind.DRAIN:
+                    self._trainer.rest()
             case CommandKind.RELOAD:
                 self._reported = None
                 self._bell.ring()

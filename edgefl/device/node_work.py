@@ -33,7 +33,7 @@ class NeedsDenseError(NetworkError):
 
 
 class NodeWork:
-    """Used by the thread that trains; `end_run` by any.
+    """Used by the thread that trains; `end_run` and `rest` by any.
 
     Args:
         device_id: whose node it is.
@@ -128,6 +128,10 @@ class NodeWork:
         """Says that a run is over: a node that goes on by itself stops soon."""
         threading.Thread(target=self._runner.end, args=(run,), name="end of run", daemon=True).start()
 
+    def rest(self) -> None:
+        """Stops a node that goes on by itself until there is an assignment for it again."""
+        threading.Thread(target=self._runner.pause, name="rest", daemon=True).start()
+
     def begin_run(self, run: str) -> None:
         """Says that there is work of a run: a node of any other one has nothing more to do."""
         if self._runner.run not in {"", run}:
@@ -155,7 +159,8 @@ class NodeWork:
         try:
             report = self._runner.report(plan.until, lambda: is_recalled(self._runner.iterations()))
         except EdgeflError:
-            self._runner.end(job.run)
+            if self._runner.run == job.run:  # one that rests is taken up again
+                self._runner.end(job.run)
             raise
         finally:
             self._working.acquire()

@@ -140,7 +140,7 @@ class NodeSession:
         if self._error is not None:
             raise TaskError(f"the node gave up: {type(self._error).__name__}: {self._error}") from self._error
         if self._is_stopping and self._report is None:
-            raise NetworkError("the node was stopped: its run is over")
+            raise NetworkError("the node was stopped")
         return self._report
 
     def _run(self) -> None:

@@ -125,6 +125,10 @@ class Trainer:
         """Says that a run is over: a node that goes on by itself stops."""
         self._nodes.end_run(run)
 
+    def rest(self) -> None:
+        """Says that this board is to be left alone: a node that goes on by itself stops until it gets work again."""
+        self._nodes.rest()
+
     def shard_stamps(self) -> object:
         """Returns a value that changes when any shard does."""
         return self._tasks.stamps()

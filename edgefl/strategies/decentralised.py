@@ -21,6 +21,7 @@ from edgefl.decentralised.graph_files import Host, read_graph, read_hosts
 from edgefl.decentralised.methods import METHODS
 from edgefl.errors import ConfigError
 from edgefl.strategies.arrivals import owned
+from edgefl.strategies.gate import is_flagged
 from edgefl.strategies.graph_members import (
     DecentralisedState,
     NodeState,
@@ -184,6 +185,13 @@ class Decentralised:
         """Returns what the state keeps for each device: its model, and the mail of its neighbours."""
         return model_bytes * (1 + 2 * len(METHODS[self.method].parts))
 
+    def bytes_per_message(self, model_bytes: int) -> int:
+        """Returns the size of a whole message along an edge, which a new edge begins with in any codec.
+
+        0 where the coordinator carries it, which takes messages of any size.
+        """
+        return model_bytes * len(METHODS[self.method].parts) if self.goes_on_alone else 0
+
     def assign(self, state: DecentralisedState, view: FleetView) -> tuple[DecentralisedState, Decision]:
         if not state.order and not self._begin(state, view):
             return state, Decision(next_wake_s=WAIT_S)
@@ -336,7 +344,8 @@ class Decentralised:
                 node.sent = ()
                 node.losses += 1
                 node.rests_until_s = view.now_s + rest_s(node.losses)
-            if node.is_member and (name not in view.devices or node.losses >= MOST_LOSSES):
+            is_away = name not in view.devices or is_flagged(name, view)
+            if node.is_member and (is_away or node.losses >= MOST_LOSSES):
                 node.is_member, node.assignment_id, node.inbox, node.sent = False, "", [], ()
                 changed = True
         for name in view.idle:

@@ -81,13 +81,17 @@ class Selection:
 class SelectedView:
     """A fleet's view whose `idle` leaves out those that are not to be asked; everything else as it is.
 
-    `is_spared` says of those at work who is to get no more; see `may_get_more`.
+    `is_spared` says of those at work who is to get no more, see `may_get_more`; `flagged` are asked never again.
     """
 
     def __init__(
-        self, view: FleetView, idle: Sequence[str], is_spared: Callable[[str], bool] = lambda _: False
+        self,
+        view: FleetView,
+        idle: Sequence[str],
+        is_spared: Callable[[str], bool] = lambda _: False,
+        flagged: Collection[str] = (),
     ) -> None:
-        self._view, self._idle, self.is_spared = view, idle, is_spared
+        self._view, self._idle, self.is_spared, self.flagged = view, idle, is_spared, flagged
 
     @property
     def now_s(self) -> float:
@@ -121,6 +125,11 @@ class SelectedView:
 def may_get_more(device_id: str, view: FleetView) -> bool:
     """Returns whether a device that is at work may be given more: nobody looks for it among the idle."""
     return device_id in view.devices and not (isinstance(view, SelectedView) and view.is_spared(device_id))
+
+
+def is_flagged(device_id: str, view: FleetView) -> bool:
+    """Returns whether a device is never asked again, since its updates were refused too often."""
+    return isinstance(view, SelectedView) and device_id in view.flagged
 
 
 @dataclass(slots=True, kw_only=True)
@@ -213,7 +222,8 @@ class StrategyGate:
                 return True
             return rests and self.selection.is_unwell(vitals.get(device_id))
 
-        return SelectedView(view, [device_id for device_id in view.idle if not is_spared(device_id)], is_spared)
+        idle = [device_id for device_id in view.idle if not is_spared(device_id)]
+        return SelectedView(view, idle, is_spared, flagged)
 
     def adjust(self, order: Assignment, view: FleetView) -> Assignment:
         if self.codecs is not None:

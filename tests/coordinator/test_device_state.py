@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from edgefl.config import parse_run
-from edgefl.coordinator.device_state import bytes_per_device, check_device_state
+from edgefl.coordinator.device_state import bytes_per_device, check_device_state, check_messages
 from edgefl.coordinator.presence import Presence
 from edgefl.coordinator.roster import Roster
 from edgefl.errors import ConfigError
+from edgefl.strategies.registry import make_strategy
+from edgefl.strategies.rounds import RoundRules
 
 MODEL = {"w": np.zeros(250, np.float32), "n": np.array(1, np.int64)}
 TWO_MODELS = SimpleNamespace(bytes_per_device=lambda model_bytes: 2 * model_bytes)
@@ -60,3 +62,16 @@ def test_large_numbers_are_said_in_units_too(roster):
     models = SimpleNamespace(bytes_per_device=lambda _model_bytes: 5 * 1024**3)
     with pytest.raises(ConfigError, match=r"keeps 10737418240 bytes \(10\.0 GiB\) for 2 devices"):
         check_device_state(run(), models, MODEL, roster)
+
+
+def test_a_run_whose_devices_could_not_send_each_other_a_whole_model_is_refused():
+    large = {"w": np.zeros(5 * 1024**2, np.float32)}
+    check_messages(SimpleNamespace(), large)
+    check_messages(make_strategy("dsgd", {"carrier": "relay"}, RoundRules()), large)
+    check_messages(make_strategy("dsgd", {"carrier": "peer"}, RoundRules()), MODEL)
+    with pytest.raises(ConfigError, match=r"at most 16776192 bytes .*, this run's have 20971520 .*carrier = 'relay'"):
+        check_messages(make_strategy("dsgd", {"carrier": "peer"}, RoundRules()), large)
+    half = {"w": large["w"][: 5 * 1024**2 // 2]}
+    check_messages(make_strategy("dsgd", {"carrier": "direct"}, RoundRules()), half)
+    with pytest.raises(ConfigError, match="this run's have 20971520"):
+        check_messages(make_strategy("k-gt", {"carrier": "direct"}, RoundRules()), half)

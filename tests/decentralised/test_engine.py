@@ -130,7 +130,8 @@ def test_mail_for_somebody_else_and_mail_that_cannot_be_read_change_nothing() ->
     before = one.state()
     one.take([EdgeMessage(edge=("b", "c"), step=9, body=b"w" + bytes(16))])
     one.take([EdgeMessage(edge=("b", "a"), step=9, body=b"w")])
-    assert one.num_dropped == 1
+    one.take([EdgeMessage(edge=("b", "a"), step=9, body=b"w" + np.array([1.0, np.nan]).tobytes())])
+    assert one.num_dropped == 2
     assert all(np.array_equal(before[name], array) for name, array in one.state().items())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, replace
@@ -197,6 +198,28 @@ def test_its_next_assignment_finds_it_further_and_a_device_switched_on_again_goe
     eventually(lambda: len(board.wires[1].sent) > 5)
     header, _ = alone(board, until=0)
     assert header["metrics"]["extra"]["iterations_in_all"] >= 400
+
+
+def test_a_node_of_a_drained_board_rests_until_it_gets_work_again(board: Board) -> None:
+    header, _ = alone(board, model=MODEL)
+    board.trainer.rest()
+    eventually(lambda: not board.wires[0].is_running and board.trainer.now is None)
+    again, _ = alone(board, until=0)
+    assert "error" not in again
+    assert again["metrics"]["extra"]["iterations_in_all"] >= header["metrics"]["extra"]["iterations_in_all"]
+    assert [wire.is_running for wire in board.wires] == [False, True]
+
+
+def test_a_board_that_is_drained_while_a_report_is_awaited_says_so_and_can_be_asked_again(board: Board) -> None:
+    alone(board, model=MODEL)
+    replies = list[dict[str, Any]]()
+    waiting = threading.Thread(target=lambda: replies.append(alone(board, until=10**9)[0]))
+    waiting.start()
+    eventually(lambda: board.trainer.now is not None and board.trainer.now[1] != "")
+    board.trainer.rest()
+    waiting.join(20)
+    assert "stopped" in replies[0]["error"]
+    assert "error" not in alone(board, until=0)[0]
 
 
 def test_messages_of_other_runs_and_of_others_names_and_garbage_are_dropped(board: Board) -> None:

@@ -244,6 +244,21 @@ def test_a_node_that_always_fails_is_left_out_after_a_while_and_tried_again_late
     assert 4 <= len(tries) < 15
 
 
+def test_a_node_that_is_flagged_leaves_the_graph_for_good() -> None:
+    fleet = Fleet("dsgd", exchanges_per_round=2)
+    fleet.ask()
+    fleet.answer("b")
+    idle = [name for name in fleet.view.idle if name != "b"]
+    fleet.view = SelectedView(fleet.view, idle, flagged={"b"})  # type: ignore[assignment]
+    fleet.ask()
+    for name in ("a", "c", "d"):
+        fleet.answer(name)
+    fleet.view = SelectedView(fleet.view._view, ["a", "c", "d"], flagged={"b"})  # type: ignore[attr-defined]
+    orders = fleet.ask()
+    assert [order.device_id for order in orders] == ["a", "c", "d"]
+    assert all(side.neighbour != "b" for order in orders for side in node_of(order).edges)
+
+
 def test_a_file_says_who_is_whose_neighbour_how_often_and_when(tmp_path: Path) -> None:
     path = tmp_path / "node_list.json"
     nodes = {
