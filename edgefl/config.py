@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from urllib.parse import urlsplit
 
 from edgefl.errors import ConfigError
 from edgefl.types import Json, Scalar
@@ -250,6 +251,47 @@ class CoordinatorSettings:
     broker_port: int = field(default=8883, metadata={"at_least": 0, "at_most": 65535})
     store: str | None = None
     heartbeat_s: float = field(default=5.0, metadata={"above": 0})
+    device_metrics: int = field(default=1000, metadata={"at_least": 0})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlertSettings:
+    """`[alerts]` in the coordinator's `settings.toml`: whom it tells that something is wrong, and when.
+
+    Attributes:
+        webhook: URL that gets a POST when an alert starts and when it ends; None for no alerts.
+        secret: key of the HMAC-SHA256 in the header `X-Edgefl-Signature`; None for no such header.
+        device_gone_s: a device that was there and is gone for so long.
+        run_stalled_factor, run_stalled_s: a run in which no round closed for so many times its usual, but at least
+            so long.
+        disk_free_bytes: less room than this, on the coordinator's disk or on a board's.
+        broker_lost_s: the broker is not reached for so long.
+        certificate_days: a certificate ends in fewer days.
+        check_s: how often all that is looked at.
+    """
+
+    webhook: str | None = field(default=None, repr=False)
+    secret: str | None = field(default=None, repr=False)
+    device_gone_s: float = field(default=300.0, metadata={"at_least": 0})
+    run_stalled_factor: float = field(default=5.0, metadata={"at_least": 1})
+    run_stalled_s: float = field(default=600.0, metadata={"above": 0})
+    disk_free_bytes: int = field(default=500_000_000, metadata={"at_least": 0})
+    broker_lost_s: float = field(default=60.0, metadata={"at_least": 0})
+    certificate_days: float = field(default=30.0, metadata={"at_least": 0})
+    check_s: float = field(default=5.0, metadata={"above": 0})
+
+    def __post_init__(self) -> None:
+        if self.webhook is not None and not _is_web_url(self.webhook):
+            # The URL is not repeated: with many services it is the secret.
+            raise ConfigError("alerts.webhook must be a URL such as https://HOST/PATH")
+
+
+def _is_web_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in {"http", "https"} and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        return False
 
 
 def load_run(path: str | Path) -> RunConfig:

@@ -24,7 +24,8 @@ EdgeflError                  1   anything below, or nothing more exact
 ├── NotAllowedError          37  the operator token is missing or wrong
 ├── VersionError             38  the other side speaks another version
 ├── NotFoundError            40  no such run, device or model
-└── RunFailedError           41  the run ended without reaching its goal
+├── RunFailedError           41  the run ended without reaching its goal
+└── UnsoundError             50  `edgefl doctor` found a problem
 """
 
 from __future__ import annotations
@@ -132,3 +133,7 @@ class NotFoundError(EdgeflError):
 
 class RunFailedError(EdgeflError):
     exit_code = 41
+
+
+class UnsoundError(EdgeflError):
+    exit_code = 50

@@ -31,6 +31,7 @@ from edgefl.coordinator.api import operator_router
 from edgefl.coordinator.downlink import KEEP, NO_MODEL
 from edgefl.coordinator.enrolment import enrolment_router
 from edgefl.coordinator.messages import order_header
+from edgefl.coordinator.metrics import metrics_router
 from edgefl.device import peer_frames, peer_listener, peer_queue
 from edgefl.device.direct import PeerPace
 from edgefl.protocol import (
@@ -101,6 +102,7 @@ def served() -> dict[str, str]:
     routers: list[APIRouter] = [
         enrolment_router(None),  # type: ignore[arg-type]
         operator_router(**parts, viewer=viewer, operator=operator),  # type: ignore[arg-type]
+        metrics_router(bytes, viewer),
     ]
     found = {f"POST /v1/fleet/{name}": "device" for name in superlink._HANDLERS}
     for route in (route for router in routers for route in router.routes):
@@ -115,7 +117,11 @@ def test_protocol_md_lists_every_route_and_who_may_call_it() -> None:
     told = {name: row[1] for row in rows(part(PROTOCOL, "HTTPS")) for name in code(row[0]) if " /" in name}
     assert told == served()
     room = Path(superlink.__file__).parent
-    assert {path.stem for path in room.glob("*.py") if "APIRouter(" in path.read_text()} == {"api", "enrolment"}
+    assert {path.stem for path in room.glob("*.py") if "APIRouter(" in path.read_text()} == {
+        "api",
+        "enrolment",
+        "metrics",
+    }
 
 
 def test_protocol_md_lists_every_status_that_an_error_can_have() -> None:

@@ -23,6 +23,7 @@ ROOMS = {
     "protocol": SEAMS,
     "node_scores": SEAMS,
     "summary": set(),
+    "findings": set(),
     "tally": SEAMS | {"node_scores"},
     "loop": SEAMS | {"tally"},
     "files": {"errors"},
@@ -32,12 +33,13 @@ ROOMS = {
     "decentralised": SEAMS,
     "storage": SEAMS | {"files"},
     "tasks": SEAMS | {"config", "decentralised", "files"},
-    "device": SEAMS | {"config", "files", "processes", "protocol", "compression", "decentralised", "tasks"},
+    "device": SEAMS
+    | {"config", "files", "findings", "processes", "protocol", "compression", "decentralised", "tasks"},
     "simulation": SEAMS | {"config", "compression", "decentralised", "tasks"},
     "history": SEAMS | {"storage"},
     "adapters": SEAMS | {"config", "strategies", "tasks"},
     "coordinator": SEAMS
-    | {"config", "files", "processes", "protocol", "loop", "node_scores", "summary", "tally"}
+    | {"config", "files", "findings", "processes", "protocol", "loop", "node_scores", "summary", "tally"}
     | {"strategies", "compression", "decentralised", "storage", "history"},
 }
 # The operator's client and the fleet of this machine serve the command line and `edgefl.run` alike.
@@ -78,8 +80,8 @@ FENCES = {
     "pydantic": {"coordinator"},
     "uvicorn": {"coordinator"},
     "amqtt": {"coordinator"},
-    # Both ends compute the fingerprint of a certificate in the same way, so protocol does it.
-    "cryptography": {"coordinator", "device", "protocol"},
+    # Both ends compute the fingerprint of a certificate in the same way, so protocol does it, and look at its dates.
+    "cryptography": {"coordinator", "device", "findings", "protocol"},
     "httpx": {"coordinator", "device", "cli"},
     "click": {"cli"},
     "rich": {"cli"},

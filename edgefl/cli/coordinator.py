@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from edgefl.cli import upkeep
+from edgefl.cli.upkeep import alert_options, alert_settings, dir_argument, dir_option
 from edgefl.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -16,12 +18,6 @@ if TYPE_CHECKING:
 
 DEFAULT_HOST = "0.0.0.0"  # noqa: S104 boards are on other machines; every connection is TLS with authentication
 
-dir_option = click.option(
-    "--dir",
-    "root",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="State directory [default: ~/.local/share/edgefl/coordinator].",
-)
 format_option = click.option(
     "--format", "style", type=click.Choice(["text", "json"]), default="text", show_default=True
 )
@@ -51,7 +47,7 @@ def init(root: Path | None, hosts: tuple[str, ...], port: int | None, fleet: str
     click.echo(f"fleet {directory.fleet} in {root}")
     click.echo(f"addresses for boards: {', '.join(directory.addresses)}")
     click.echo(f"operator file: {operator_path()}" + (f" (the one of another fleet is now {kept})" if kept else ""))
-    click.echo(f"next: edgefl coordinator start{_dir_argument(root)}")
+    click.echo(f"next: edgefl coordinator start{dir_argument(root)}")
 
 
 @command.command()
@@ -62,6 +58,14 @@ def init(root: Path | None, hosts: tuple[str, ...], port: int | None, fleet: str
 @click.option("--broker-port", type=click.IntRange(1, 65535), default=8883, show_default=True, help="MQTT over TLS.")
 @click.option("--store", "store_url", metavar="URL", help="SQLAlchemy URL [default: SQLite in the state directory].")
 @click.option("--test-shard", "test_shards", multiple=True, metavar="TASK=PATH", help="Shard to evaluate models on.")
+@click.option(
+    "--device-metrics",
+    type=click.IntRange(0),
+    default=1000,
+    show_default=True,
+    help="A fleet of more devices than this has no series of its own for each in /metrics; 0 for none ever.",
+)
+@alert_options
 def start(  # noqa: PLR0913, PLR0917 one argument per option
     root: Path | None,
     host: str,
@@ -70,6 +74,9 @@ def start(  # noqa: PLR0913, PLR0917 one argument per option
     broker_port: int,
     store_url: str | None,
     test_shards: tuple[str, ...],
+    device_metrics: int,
+    webhook: str | None,
+    secret: str | None,
 ) -> None:
     """Run the coordinator until SIGTERM or Ctrl-C."""
     from edgefl.assembly import assemble  # noqa: PLC0415 fast start
@@ -88,6 +95,8 @@ def start(  # noqa: PLR0913, PLR0917 one argument per option
             broker_port=broker_port,
             store_url=store_url,
             test_shards=shards,
+            device_metrics=device_metrics,
+            alerts=alert_settings(directory, webhook, secret),
         ),
         assemble,
         lambda held: _remember_port(held, port),
@@ -122,7 +131,7 @@ def broker(root: Path | None, host: str, port: int, kind: str, store_url: str | 
         options,
         lambda address: click.echo(
             f"next: edgefl coordinator start --broker mqtts://{checked_address(address.host, address.port)}"
-            + _dir_argument(root)
+            + dir_argument(root)
         ),
     )
 
@@ -183,6 +192,10 @@ def readdress(root: Path | None, port: int | None, hosts: tuple[str, ...]) -> No
     click.echo("a running coordinator uses the new certificate after a restart")
 
 
+for _later in (upkeep.backup, upkeep.restore, upkeep.alert_test, upkeep.grafana):
+    command.add_command(_later)
+
+
 def _remember_port(directory: CoordinatorDirectory, port: int) -> CoordinatorDirectory:
     """Returns the directory with this port, which the operator file is told too; called once the port is ours."""
     from edgefl.cli.operator import grant_access  # noqa: PLC0415 fast start
@@ -204,9 +217,3 @@ def _test_shard(text: str) -> tuple[str, Path]:
     if not Path(path).exists():
         raise DataError(f"test shard {path!r} of task {task} does not exist; give a .npz file or a folder of them")
     return task, Path(path).absolute()
-
-
-def _dir_argument(root: Path) -> str:
-    from edgefl.coordinator.directory import default_directory  # noqa: PLC0415 fast start
-
-    return "" if root == default_directory() else f" --dir {root}"

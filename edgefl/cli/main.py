@@ -19,6 +19,7 @@ COMMANDS = {
     "demo": "Run a whole fleet on this machine",
     "device": "Join a board to a fleet and run its agent",
     "devices": "List and inspect the devices of a fleet",
+    "doctor": "Look for problems on this machine, with remedies",
     "export": "Take a run elsewhere: a plain Flower app",
     "history": "Ask what happened: rounds, updates, devices, heartbeats, events",
     "run": "Submit, watch and stop training runs",

@@ -15,10 +15,11 @@ import secrets
 import socket
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from edgefl.config import AlertSettings, from_mapping
 from edgefl.coordinator import pki
 from edgefl.coordinator.local_addresses import local_addresses
 from edgefl.errors import ConfigError, NotJoinedError, StoreError
@@ -44,6 +45,7 @@ class CoordinatorDirectory:
     port: int = DEFAULT_PORT
     operator_sha256: tuple[str, ...] = field(default=(), repr=False)
     viewer_sha256: tuple[str, ...] = field(default=(), repr=False)
+    alerts: AlertSettings = field(default_factory=AlertSettings)
 
     @property
     def settings(self) -> Path:
@@ -279,7 +281,14 @@ def _write_settings(directory: CoordinatorDirectory) -> None:
         "operator_sha256": list(directory.operator_sha256),
         "viewer_sha256": list(directory.viewer_sha256),
     }
-    write_whole(directory.settings, "".join(f"{k} = {json.dumps(v)}\n" for k, v in values.items()).encode())
+    usual = asdict(AlertSettings())
+    alerts = {key: value for key, value in asdict(directory.alerts).items() if value != usual[key]}
+    text = _toml(values) + ("\n[alerts]\n" + _toml(alerts) if alerts else "")
+    write_whole(directory.settings, text.encode())
+
+
+def _toml(values: Mapping[str, Any]) -> str:
+    return "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())
 
 
 def _from_settings(root: Path, value: Mapping[str, Any]) -> CoordinatorDirectory:
@@ -287,7 +296,7 @@ def _from_settings(root: Path, value: Mapping[str, Any]) -> CoordinatorDirectory
     for key, kind in known.items():
         if not isinstance(value.get(key), kind):
             raise ConfigError(f"{root / 'settings.toml'}: {key} must be a {kind.__name__}, got {value.get(key)!r}")
-    if unknown := sorted(set(value) - set(known)):
+    if unknown := sorted(set(value) - set(known) - {"alerts"}):
         raise ConfigError(f"{root / 'settings.toml'}: unknown key {unknown[0]!r}, known are {', '.join(known)}")
     return CoordinatorDirectory(
         root=root,
@@ -296,4 +305,12 @@ def _from_settings(root: Path, value: Mapping[str, Any]) -> CoordinatorDirectory
         port=value["port"],
         operator_sha256=tuple(value["operator_sha256"]),
         viewer_sha256=tuple(value["viewer_sha256"]),
+        alerts=_alerts(root, value.get("alerts", {})),
     )
+
+
+def _alerts(root: Path, value: Any) -> AlertSettings:
+    try:
+        return from_mapping(AlertSettings, value, "alerts")
+    except ConfigError as error:
+        raise ConfigError(f"{root / 'settings.toml'}: {error}") from None

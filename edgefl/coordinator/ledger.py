@@ -7,7 +7,7 @@ close in between. The journal has everything long before; rows that a killed coo
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from edgefl.storage.records import DispatchRow, EvaluationRow, RoundFigures, UpdateRow
@@ -58,11 +58,18 @@ class Rows:
         )
 
 
-class Ledger:
-    """Takes rows in one thread, which publishes them once the journal is durable; `flush` may be called from any."""
+def _unseen(_rows: Rows) -> None:
+    pass
 
-    def __init__(self, store: Store, run_id: str) -> None:
-        self._store, self._run_id = store, run_id
+
+class Ledger:
+    """Takes rows in one thread, which publishes them once the journal is durable; `flush` may be called from any.
+
+    `on_publish` is told of all that was taken, in the thread that publishes.
+    """
+
+    def __init__(self, store: Store, run_id: str, on_publish: Callable[[Rows], None] = _unseen) -> None:
+        self._store, self._run_id, self._on_publish = store, run_id, on_publish
         self._staged, self._ready = Rows(), Rows()
         self._lock, self._writing = threading.Lock(), threading.Lock()
 
@@ -99,6 +106,7 @@ class Ledger:
     def publish(self) -> None:
         """Makes what was taken ready to be written."""
         staged, self._staged = self._staged, Rows()
+        self._on_publish(staged)
         with self._lock:
             self._ready = self._ready.followed_by(staged)
 

@@ -113,6 +113,11 @@ def serial(cert_pem: bytes) -> str:
     return f"{_load_certificate(cert_pem).serial_number:x}"
 
 
+def expires_at(cert_pem: bytes) -> float:
+    """Returns when a certificate ends, in unix seconds."""
+    return _load_certificate(cert_pem).not_valid_after_utc.timestamp()
+
+
 def server_hosts(cert_pem: bytes) -> tuple[str, ...]:
     """Returns the names and addresses that a server certificate is good for."""
     names = _load_certificate(cert_pem).extensions.get_extension_for_class(x509.SubjectAlternativeName).value

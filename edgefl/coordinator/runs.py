@@ -7,7 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from edgefl.coordinator.live_fleet import Bell, FleetRun, InterruptedRunError, L
 from edgefl.coordinator.participants import EncodeChanges
 from edgefl.coordinator.recorder import Recorder
 from edgefl.coordinator.roster import Roster
+from edgefl.coordinator.run_meter import RunMeter
 from edgefl.coordinator.superlink import Reply, SuperLink
 from edgefl.errors import EdgeflError, JournalError, RunFailedError, StoreError, UsageError
 from edgefl.files import write_whole
@@ -76,6 +77,7 @@ class RunSite:
     superlink: SuperLink
     bell: Bell
     assemble: Assemble
+    meter: RunMeter = field(default_factory=RunMeter)
 
 
 @dataclass(slots=True)
@@ -171,6 +173,7 @@ class RunWorker:
                 return
             self._site.store.set_run_status(run_id, RunStatus.STOPPING, at=time.time(), reason=reason)
             self._active.stop_reason = reason
+            self._site.meter.stopping(run_id)
             if self._active.fleet is not None:
                 self._active.fleet.post(Stop(reason=reason))
 
@@ -202,6 +205,7 @@ class RunWorker:
             if record is not None:
                 self._site.store.set_run_status(record.run_id, RunStatus.RUNNING, at=time.time())
                 self._active = _Active(run_id=record.run_id)
+                self._site.meter.began(record)
             return record
 
     def _run(self, record: RunRecord) -> None:
@@ -244,12 +248,14 @@ class RunWorker:
         with store.batch(durable=True):
             store.set_run_status(run_id, status, at=now, reason=reason)
             store.record_event(f"run-{status}", reason, at=now, run_id=run_id)
+        self._site.meter.ended(run_id, status, reason)
 
     def _drive(self, run_id: str, assembled: Assembled) -> None:
         site, strategy = self._site, assembled.strategy
         goes_on_alone = bool(getattr(strategy, "goes_on_alone", False))
-        ledger = Ledger(site.store, run_id)
-        with WalJournal(site.directory.runs / run_id / "journal", assembled.decode) as wal:
+        ledger = Ledger(site.store, run_id, site.meter.note)
+        folder = site.directory.runs / run_id / "journal"
+        with WalJournal(folder, assembled.decode, time_sync=site.meter.time_sync) as wal:
             keeper = Keeper(site.directory, site.store, run_id, wal=wal, ledger=ledger, every_version=goes_on_alone)
             state = strategy.init(assembled.model)
             if goes_on_alone:

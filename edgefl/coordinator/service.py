@@ -12,20 +12,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from edgefl.config import CoordinatorSettings, RunConfig
+from edgefl.config import AlertSettings, CoordinatorSettings, RunConfig
+from edgefl.coordinator import pki
 from edgefl.coordinator.access import is_loopback, require_operator, require_viewer
+from edgefl.coordinator.alert_watch import AlertSources, AlertWatch
 from edgefl.coordinator.api import operator_router
 from edgefl.coordinator.broker import Broker, BrokerAddress, BrokerTls, connect_host
 from edgefl.coordinator.brokers import make_broker
 from edgefl.coordinator.bus import Bus
+from edgefl.coordinator.device_series import device_series
 from edgefl.coordinator.device_state import check_device_state, check_messages
 from edgefl.coordinator.diary import Diary
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.enrolment import BrokerSite, EnrolmentService, enrolment_router
 from edgefl.coordinator.evaluator import EvaluatorProcess
+from edgefl.coordinator.fleet_collector import FleetCollector, Sources
+from edgefl.coordinator.metrics import Metrics, metrics_router
 from edgefl.coordinator.presence import Presence
 from edgefl.coordinator.refusals import Refusals
 from edgefl.coordinator.roster import Roster
+from edgefl.coordinator.run_meter import RunMeter
 from edgefl.coordinator.runs import Assemble, RunSite, RunWorker
 from edgefl.coordinator.superlink import Reply, SuperLink
 from edgefl.coordinator.tokens import TokenTerms, make_token
@@ -33,6 +39,8 @@ from edgefl.coordinator.web import WebServer, listen, make_app
 from edgefl.errors import EdgeflError
 from edgefl.processes import on_stop_signal
 from edgefl.protocol import EVALUATOR_NAME, Command, CommandKind, Heartbeat, checked_address
+from edgefl.storage.database import sqlite_file
+from edgefl.storage.records import RunStatus
 from edgefl.storage.store import Store
 from edgefl.types import Json, Progress
 
@@ -55,6 +63,8 @@ class StartOptions:
     store_url: str | None = None
     test_shards: Mapping[str, Path] = field(default_factory=dict)
     heartbeat_s: float = _DEFAULTS.heartbeat_s
+    device_metrics: int = _DEFAULTS.device_metrics
+    alerts: AlertSettings | None = None  # None for those of the directory
 
     @property
     def has_external_broker(self) -> bool:
@@ -143,8 +153,12 @@ class Coordinator:
         self._superlink = SuperLink(on_reply=self._post, on_contact=self._roster.note_contact)
         self._restore_devices()
         self._bus = self._open_bus()
+        self._metrics = Metrics()
+        self._meter = RunMeter(self._metrics.registry)
         self._worker = worker = self._make_worker(self._bus)
+        self._watch_metrics()
         self._open_web(listener, worker)
+        self._open_alerts()
         worker.start()
         self._closers.callback(worker.stop)
         self._open_evaluator()
@@ -158,8 +172,44 @@ class Coordinator:
             superlink=self._superlink,
             bell=bus,
             assemble=self._assemble,
+            meter=self._meter,
         )
         return RunWorker(site, on_fatal=self._die)
+
+    def _watch_metrics(self) -> None:
+        directory, bus = self._directory, self._bus
+        sources = Sources(
+            roster=self._roster,
+            meter=self._meter,
+            directory=directory.root,
+            store_file=sqlite_file(self._options.store_url or directory.database),
+            num_queued=lambda: self._store.num_runs(RunStatus.QUEUED),
+            is_broker_connected=bus.is_connected,
+            num_dropped=lambda: sum(bus.malformed_counts().values()),
+            expiries=_expiries(directory),
+            max_devices=self._options.device_metrics,
+        )
+        self._metrics.watch(
+            FleetCollector(sources),
+            lambda: device_series(self._roster, max_devices=sources.max_devices, now=time.time()),
+        )
+
+    def _open_alerts(self) -> None:
+        settings = self._options.alerts or self._directory.alerts
+        if settings.webhook is None:
+            return
+        sources = AlertSources(
+            fleet=self._directory.fleet,
+            roster=self._roster,
+            meter=self._meter,
+            directory=self._directory.root,
+            is_broker_connected=self._bus.is_connected,
+            expiries=_expiries(self._directory),
+            expected=frozenset(r.device_id for r in self._store.devices() if r.presence not in {None, "offline"}),
+        )
+        watch = AlertWatch(sources, settings)
+        watch.start()
+        self._closers.callback(watch.stop)
 
     def _post(self, item: Reply | Progress) -> None:
         """Hands what a device sent to the active run; devices of an earlier coordinator speak before there is one."""
@@ -282,8 +332,10 @@ class Coordinator:
             viewer=require_viewer(directory, listen_host=options.host),
             operator=require_operator(directory),
         )
-        app = make_app(self._superlink.api, [enrolment_router(service), operator])
-        web = WebServer(app, directory, listener)
+        viewer = require_viewer(directory, listen_host=options.host)
+        routers = [enrolment_router(service), operator, metrics_router(self._metrics.text, viewer)]
+        app = make_app(self._superlink.api, routers)
+        web = WebServer(self._metrics.counting(app), directory, listener)
         web.start()
         self._closers.callback(web.stop)
 
@@ -332,6 +384,12 @@ class Coordinator:
     def _die(self, error: EdgeflError) -> None:
         self._fatal = error
         self.stop()
+
+
+def _expiries(directory: CoordinatorDirectory) -> dict[str, float]:
+    """Returns when each of the coordinator's certificates ends, in unix seconds."""
+    files = {"ca": directory.ca_cert, "server": directory.server_cert, "coordinator": directory.client_cert}
+    return {name: pki.expires_at(path.read_bytes()) for name, path in files.items()}
 
 
 def serve(

@@ -126,6 +126,12 @@ class Database:
             _upgrade(connection)
 
 
+def sqlite_file(url_or_path: str | Path) -> Path | None:
+    """Returns the file of a SQLite store, None for a store on a database server; raises as `Database.open`."""
+    url = _as_url(url_or_path)
+    return Path(str(url.database)) if url.get_backend_name() == "sqlite" else None
+
+
 def _as_url(url_or_path: str | Path) -> URL:
     if isinstance(url_or_path, Path) or "://" not in url_or_path:
         return URL.create("sqlite", database=str(url_or_path))

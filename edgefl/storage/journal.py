@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -50,13 +50,21 @@ class WalJournal:
     operating system may have dropped what it could not write.
     """
 
-    def __init__(self, directory: Path, decode: Decode, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        decode: Decode,
+        *,
+        max_file_bytes: int = MAX_FILE_BYTES,
+        time_sync: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         """Opens the journal, made if it is not there.
 
         Args:
             directory: of this run alone.
             decode: turns an update's codec body into tensors, when somebody asks for them.
             max_file_bytes: a file that is larger gets a successor.
+            time_sync: gives what each fsync of `commit` runs in.
 
         Raises:
             JournalError: it is damaged.
@@ -64,7 +72,7 @@ class WalJournal:
         """
         self._directory = directory
         self._decode = decode
-        self._max_file_bytes = max_file_bytes
+        self._max_file_bytes, self._time_sync = max_file_bytes, time_sync
         self._record_of: dict[str, int] = {}
         self._failure: str | None = None
         self._handle = -1
@@ -112,7 +120,8 @@ class WalJournal:
         if self._synced == self._end:
             return
         try:
-            os.fdatasync(self._handle)
+            with self._time_sync():
+                os.fdatasync(self._handle)
         except OSError as error:
             self._failure = f"journal {self._path} could not be made durable ({error.strerror}); start the run again"
             raise (StoreFullError if error.errno in FULL_ERRNOS else JournalError)(self._failure) from error

@@ -82,6 +82,12 @@ class RunRows:
         with self._database.read() as connection:
             return [_run_record(row) for row in connection.execute(query)]
 
+    def num_runs(self, status: RunStatus) -> int:
+        """Returns how many runs have this status."""
+        query = select(func.count()).select_from(Run).where(Run.status == str(status))
+        with self._database.read() as connection:
+            return int(connection.execute(query).scalar_one())
+
     def next_queued_run(self) -> RunRecord | None:
         """Returns the run that has waited longest, if any waits."""
         queued = self.runs(status=RunStatus.QUEUED)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from webhook_receiver import Receiver
 
 from edgefl.cli.main import main
 from edgefl.client import load_operator_file, operator_path
@@ -157,3 +158,56 @@ def test_a_test_shard_that_is_not_there_ends_the_start_before_anything_is_opened
     assert "nope.npz" in err
     assert _kept(tmp_path / "c") == kept
     assert not (tmp_path / "c" / "lock").exists()
+
+
+def test_backup_and_restore_say_what_they_did_and_what_is_next(run: Any, tmp_path: Path) -> None:
+    run("init", "--dir", tmp_path / "c", "--host", "pi.lan", "--fleet", "lab")
+    Store.open(tmp_path / "c" / "edgefl.db").close()
+    code, out, err = run("backup", "--dir", tmp_path / "c", tmp_path / "b.tar.gz")
+    assert (code, err) == (0, "")
+    assert "holds the fleet's keys" in out
+    code, out, _ = run("backup", "--dir", tmp_path / "c", tmp_path / "b.tar.gz")
+    assert (code, out) == (2, "")
+    code, out, _ = run("restore", tmp_path / "b.tar.gz", "--dir", tmp_path / "new")
+    assert code == 0
+    assert f"edgefl coordinator init --dir {tmp_path / 'new'}" in out
+    assert load_directory(tmp_path / "new").fleet == "lab"
+    code, out, err = run("restore", tmp_path / "b.tar.gz", "--dir", tmp_path / "new")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    (tmp_path / "torn.tar.gz").write_bytes((tmp_path / "b.tar.gz").read_bytes()[:5000])
+    code, out, err = run("restore", tmp_path / "torn.tar.gz", "--dir", tmp_path / "other")
+    assert (code, out, err.count("\n")) == (10, "", 1)
+
+
+def test_a_store_on_a_database_server_has_to_be_dumped_by_its_own_tools(run: Any, tmp_path: Path) -> None:
+    run("init", "--dir", tmp_path / "c")
+    code, out, _ = run("backup", "--dir", tmp_path / "c", tmp_path / "b.tar.gz", "--store", "postgresql://db/edgefl")
+    assert code == 0
+    assert "pg_dump" in out
+    code, out, _ = run("restore", tmp_path / "b.tar.gz", "--dir", tmp_path / "new")
+    assert code == 0
+    assert "its own tools" in out
+
+
+def test_a_test_alert_arrives_where_the_settings_say(run: Any, tmp_path: Path) -> None:
+    run("init", "--dir", tmp_path / "c", "--fleet", "lab")
+    code, out, err = run("alert-test", "--dir", tmp_path / "c")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    with Receiver() as receiver:
+        with (tmp_path / "c" / "settings.toml").open("a") as settings:
+            settings.write(f'[alerts]\nwebhook = "{receiver.url}"\n')
+        code, out, _ = run("alert-test", "--dir", tmp_path / "c")
+        assert (code, out) == (0, "127.0.0.1 took the test alert\n")
+        receiver.answers = [404]
+        code, out, err = run("alert-test", "--dir", tmp_path / "c", "--alert-secret", "s")
+        assert (code, out) == (20, "")
+        assert "very-secret" not in err
+    assert receiver.told() == [("test", "coordinator", "started")] * 2
+    assert "X-Edgefl-Signature" in receiver.requests[1][0]
+    code, _, err = run("alert-test", "--dir", tmp_path / "c", "--alert-webhook", "no-url")
+    assert (code, err.count("\n")) == (3, 1)
+
+
+def test_grafana_prints_a_dashboard(run: Any) -> None:
+    dashboard = json.loads(run("grafana")[1])
+    assert (dashboard["title"], len(dashboard["panels"]) > 15) == ("edgefl", True)

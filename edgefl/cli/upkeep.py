@@ -1,0 +1,129 @@
+"""What keeps a coordinator safe and watched: `edgefl coordinator backup`, `restore`, `alert-test` and `grafana`."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from edgefl.errors import UsageError
+
+if TYPE_CHECKING:
+    from edgefl.config import AlertSettings
+    from edgefl.coordinator.directory import CoordinatorDirectory
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+dir_option = click.option(
+    "--dir",
+    "root",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="State directory [default: ~/.local/share/edgefl/coordinator].",
+)
+
+
+def alert_options(function: Function) -> Function:
+    """Adds where alerts go; what is left out is as `settings.toml` says."""
+    key = click.option(
+        "--alert-secret", "secret", envvar="EDGEFL_ALERT_SECRET", help="Key that signs them; better in the variable."
+    )
+    url = click.option(
+        "--alert-webhook", "webhook", metavar="URL", envvar="EDGEFL_ALERT_WEBHOOK", help="Told of alerts."
+    )
+    return url(key(function))
+
+
+@click.command()
+@dir_option
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--without-models", is_flag=True, help="Leave the models of finished runs out.")
+@click.option("--store", "store_url", metavar="URL", help="The store that the coordinator uses, when not its own.")
+def backup(root: Path | None, file: Path, store_url: str | None, *, without_models: bool) -> None:
+    """Write the whole coordinator, its keys included, to FILE (.tar.gz); it may be running."""
+    from edgefl.cli.render import human_bytes  # noqa: PLC0415 fast start
+    from edgefl.coordinator.backup import NOTICE, back_up  # noqa: PLC0415 likewise
+    from edgefl.coordinator.directory import default_directory, load_directory  # noqa: PLC0415 likewise
+
+    directory = load_directory(root or default_directory())
+    store = _store_file(directory, store_url)
+    manifest = back_up(directory, file, store=store, with_models=not without_models)
+    size = human_bytes(file.stat().st_size)
+    click.echo(f"fleet {manifest.fleet} in {file}: {len(manifest.files)} files, {size}")
+    click.echo(NOTICE)
+    if store is None:
+        click.echo("The store is not in it: dump that database with its own tools (pg_dump) at the same time.")
+
+
+@click.command()
+@dir_option
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+def restore(root: Path | None, file: Path) -> None:
+    """Make a coordinator's directory anew out of a backup; the boards need not join again."""
+    from edgefl.coordinator.directory import default_directory  # noqa: PLC0415 fast start
+    from edgefl.coordinator.restore import restore as put_back  # noqa: PLC0415 likewise
+
+    root = root or default_directory()
+    directory, manifest = put_back(file, root)
+    made = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(manifest.created_at))
+    click.echo(f"fleet {directory.fleet} as of {made} UTC in {root}: {len(manifest.files)} files")
+    if manifest.revision is None:
+        click.echo("the store was not in the backup: put its database back with its own tools")
+    if not manifest.has_models:
+        click.echo("the models of finished runs were left out of the backup")
+    click.echo("never run it beside the coordinator that the backup was made of: the boards would know two")
+    click.echo(f"addresses for boards: {', '.join(directory.addresses)}; others: edgefl coordinator readdress")
+    click.echo(f"next: edgefl coordinator init{dir_argument(root)}, for an operator file; then start")
+
+
+@click.command("alert-test")
+@dir_option
+@alert_options
+def alert_test(root: Path | None, webhook: str | None, secret: str | None) -> None:
+    """Send one alert to the webhook, to see that it arrives."""
+    from edgefl.coordinator.alerts import TEST, Alert, Condition  # noqa: PLC0415 fast start
+    from edgefl.coordinator.directory import default_directory, load_directory  # noqa: PLC0415 likewise
+    from edgefl.coordinator.webhook import Hook, post  # noqa: PLC0415 likewise
+
+    directory = load_directory(root or default_directory())
+    settings = alert_settings(directory, webhook, secret)
+    if settings.webhook is None:
+        raise UsageError(f"no webhook is set: give --alert-webhook URL, or [alerts] in {directory.settings}")
+    hook = Hook(url=settings.webhook, secret=settings.secret)
+    condition = Condition(kind=TEST, subject="coordinator", message="this is a test, nothing is wrong")
+    post(hook, Alert(alert_id=uuid.uuid4().hex, condition=condition, started_at=time.time()).body(directory.fleet))
+    click.echo(f"{hook.host} took the test alert")
+
+
+@click.command()
+def grafana() -> None:
+    """Print a Grafana dashboard for the coordinator's metrics: edgefl coordinator grafana > edgefl.json."""
+    from edgefl.coordinator.metrics import grafana_dashboard  # noqa: PLC0415 fast start
+
+    click.echo(json.dumps(grafana_dashboard(), indent=2))
+
+
+def _store_file(directory: CoordinatorDirectory, store_url: str | None) -> Path | None:
+    """Returns the SQLite database, None when the store is on a database server."""
+    from edgefl.storage.database import sqlite_file  # noqa: PLC0415 fast start
+
+    return directory.database if store_url is None else sqlite_file(store_url)
+
+
+def alert_settings(directory: CoordinatorDirectory, webhook: str | None, secret: str | None) -> AlertSettings:
+    """Returns where alerts go: as the options say, else the directory's settings."""
+    given: dict[str, Any] = {"webhook": webhook, "secret": secret}
+    given = {name: value for name, value in given.items() if value is not None}
+    return replace(directory.alerts, **given)
+
+
+def dir_argument(root: Path) -> str:
+    """Returns what is to be typed behind a command for this directory; nothing for the usual one."""
+    from edgefl.coordinator.directory import default_directory  # noqa: PLC0415 fast start
+
+    return "" if root == default_directory() else f" --dir {root}"

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import datetime as dt
+import tomllib
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+
+from edgefl.coordinator import pki
+from edgefl.findings import (
+    DAY_S,
+    FLOWER,
+    Level,
+    check_certificate,
+    check_clock,
+    check_disk,
+    check_private,
+    check_skew,
+    check_software,
+)
+
+NOW = dt.datetime(2026, 11, 21, tzinfo=dt.UTC).timestamp()
+AUTHORITY = pki.create_authority("lab")
+
+
+def signed(days: float, key: pki.KeyPair = AUTHORITY) -> bytes:
+    """A client certificate of the CA, or of another key that says it is the CA, that ends in so many days."""
+    authority = serialization.load_pem_private_key(key.key_pem, None)
+    issuer = x509.load_pem_x509_certificate(AUTHORITY.cert_pem)
+    end = dt.datetime.fromtimestamp(NOW + days * DAY_S, dt.UTC)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "pi")])
+    builder = x509.CertificateBuilder(
+        issuer.subject,
+        name,
+        authority.public_key(),
+        7,
+        dt.datetime(1970, 1, 1, tzinfo=dt.UTC),
+        end,  # type: ignore[arg-type]  # EC
+    )
+    return builder.sign(authority, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)  # type: ignore[arg-type]  # EC
+
+
+def level_of(cert_pem: bytes, **options: bytes) -> Level:
+    found = check_certificate("it", cert_pem, AUTHORITY.cert_pem, now=NOW, remedy="do this", **options)  # type: ignore[arg-type]  # by name
+    assert (found.level is Level.OK) == (found.remedy == "")
+    return found.level
+
+
+@pytest.mark.parametrize(
+    ("days", "expected"), [(31, Level.OK), (29, Level.WARNING), (0.5, Level.WARNING), (-1, Level.PROBLEM)]
+)
+def test_a_certificate_that_ends_soon_is_a_warning_and_one_that_has_ended_a_problem(
+    days: float, expected: Level
+) -> None:
+    assert level_of(signed(days)) is expected
+
+
+def test_a_certificate_must_be_of_this_ca_and_fit_its_key() -> None:
+    own, other = pki.issue_client(AUTHORITY, "pi"), pki.issue_client(pki.create_authority("lab"), "pi")
+    assert level_of(own.cert_pem, key_pem=own.key_pem) is Level.OK
+    assert level_of(AUTHORITY.cert_pem, key_pem=AUTHORITY.key_pem) is Level.OK
+    assert level_of(own.cert_pem, key_pem=other.key_pem) is Level.PROBLEM
+    assert level_of(other.cert_pem) is Level.PROBLEM
+    assert level_of(signed(90, pki.create_authority("lab"))) is Level.PROBLEM
+    assert level_of(b"no certificate") is Level.PROBLEM
+    assert level_of(own.cert_pem, key_pem=b"no key") is Level.PROBLEM
+
+
+@pytest.mark.parametrize(("skew_s", "expected"), [(0.2, Level.OK), (-4.9, Level.OK), (5.1, Level.WARNING)])
+def test_clocks_that_are_seconds_apart_are_a_warning(skew_s: float, expected: Level) -> None:
+    assert check_skew(skew_s).level is expected
+    assert "behind" in check_skew(-86400.0).text
+    assert "ahead" in check_skew(86400.0).text
+
+
+def test_a_clock_that_stands_in_1970_is_a_warning() -> None:
+    assert check_clock(100.0).level is Level.WARNING
+    assert check_clock(NOW).level is Level.OK
+
+
+def test_keys_that_others_can_read_and_files_that_are_missing_are_problems(tmp_path: Path) -> None:
+    root, key = tmp_path / "state", tmp_path / "state" / "key.pem"
+    root.mkdir(mode=0o700)
+    key.touch(mode=0o600)
+    assert [found.level for found in check_private(root, [key])] == [Level.OK]
+    key.chmod(0o640)
+    (found,) = check_private(root, [key])
+    assert (found.level, found.remedy) == (Level.PROBLEM, f"chmod 600 {key}")
+    root.chmod(0o755)
+    assert [found.remedy for found in check_private(root, [key])] == [f"chmod 700 {root}", f"chmod 600 {key}"]
+    (found,) = [one for one in check_private(root, [root / "gone"]) if "missing" in one.text]
+    assert found.level is Level.PROBLEM
+
+
+def test_what_runs_here_is_named_and_flower_is_the_release_that_the_project_pins(tmp_path: Path) -> None:
+    (found,) = check_software()
+    assert found.level is Level.OK
+    assert "flwr 1." in found.text
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    (pinned,) = [text for text in project["project"]["dependencies"] if text.startswith("flwr")]
+    assert pinned.startswith(f"flwr>={FLOWER.rstrip('.')},")
+    assert check_disk(tmp_path).check == "disk"
