@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from edgefl.cli.history_plot import plot
 from edgefl.cli.render import format_option, known_columns, print_rows
 from edgefl.errors import NetworkError, UsageError
 from edgefl.storage.columns import COLUMNS, OF_NODES
@@ -179,3 +180,4 @@ def _add(kind: str) -> None:
 
 for _kind in COLUMNS:
     _add(_kind)
+command.add_command(plot)

@@ -1,0 +1,176 @@
+"""`edgefl history plot`: sheets of figures, from the coordinator or straight from its store."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from edgefl.errors import EdgeflError, NetworkError, UsageError
+from edgefl.history.plots.names import AXES, ENDINGS, KINDS, check_matplotlib
+from edgefl.types import Json
+
+if TYPE_CHECKING:
+    from edgefl.client import Operator
+    from edgefl.history.series import RunHead, Source
+
+_HELP = "\b\n" + "\n".join(f"{name:15}{text}" for name, text in KINDS.items())
+
+
+@click.command("plot", help=f"Draw KIND, or accuracy and loss on one sheet, into a PNG, PDF or SVG file.\n\n{_HELP}")
+@click.argument("kind", required=False, metavar="[KIND]", type=click.Choice(tuple(KINDS)))
+@click.option(
+    "--run",
+    "runs",
+    multiple=True,
+    metavar="RUN",
+    help="A run's id or the beginning of it, its name, or `latest`; several share a sheet [default: latest].",
+)
+@click.option("--out", required=True, type=click.Path(path_type=Path), metavar="FILE", help="FILE.png, .pdf or .svg.")
+@click.option("--x", "axis", type=click.Choice(AXES), help="One axis for a curve [default: all, beside each other].")
+@click.option(
+    "--rounds",
+    metavar="FIRST:LAST",
+    help="These rounds alone, such as 10:40 or 90: [default: all; timeline: the newest 20].",
+)
+@click.option("--title", default="", help="Above the sheet.")
+@click.option("--dir", "directory", type=click.Path(path_type=Path), help="Read the store in this directory.")
+@click.option("--url", help="Ask this coordinator.")
+def plot(  # noqa: PLR0913 the options of one command
+    *,
+    kind: str | None,
+    runs: tuple[str, ...],
+    out: Path,
+    axis: str | None,
+    rounds: str | None,
+    title: str,
+    directory: Path | None,
+    url: str | None,
+) -> None:
+    ending = out.suffix.lower()
+    if ending not in ENDINGS:
+        raise UsageError(f"--out must end with {', '.join(ENDINGS)}, got {out}")
+    if not out.parent.is_dir():
+        raise UsageError(f"--out lies in {out.parent}, which is no directory; make it first")
+    if directory is not None and url is not None:
+        raise UsageError("--dir reads a store and --url asks a coordinator; give one of them")
+    check_matplotlib()
+    from edgefl.history.plots.sheets import Wish, draw  # noqa: PLC0415 matplotlib is slow to load
+    from edgefl.history.plots.style import encoded  # noqa: PLC0415 likewise
+    from edgefl.history.series import parse_range  # noqa: PLC0415 numpy is slow to load
+
+    wish = Wish(
+        kind=kind,
+        runs=tuple(runs) or ("latest",),
+        rounds=None if rounds is None else parse_range(rounds),
+        axis=axis,
+        title=title,
+    )
+    with _source(directory, url) as source:
+        content = encoded(draw(source, wish), ending)
+    try:
+        out.write_bytes(content)
+    except OSError as error:
+        raise UsageError(f"{out} cannot be written: {error.strerror or error}") from None
+    click.echo(f"{kind or 'accuracy and loss'} of {', '.join(wish.runs)}: {out}")
+
+
+@contextlib.contextmanager
+def _source(directory: Path | None, url: str | None) -> Iterator[Source]:
+    if directory is None and (url or _has_operator_file()):
+        from edgefl.client import Operator  # noqa: PLC0415 only commands that talk need it
+
+        yield OperatorSource(Operator.from_options(url))
+        return
+    from edgefl.coordinator.directory import default_directory  # noqa: PLC0415 fast start
+    from edgefl.history.store_source import StoreSource  # noqa: PLC0415 SQLAlchemy is slow to load
+    from edgefl.storage.store import DATABASE_NAME, Store  # noqa: PLC0415 likewise
+
+    path = (directory or default_directory()).expanduser() / DATABASE_NAME
+    with Store.open(path, read_only=True) as store:
+        yield StoreSource(store, lambda record: batch_size(record.task, record.strategy, record.config))
+
+
+def _has_operator_file() -> bool:
+    from edgefl.client import operator_path  # noqa: PLC0415 only when no directory was named
+
+    path = operator_path()
+    return "EDGEFL_URL" in os.environ or path.exists() or any(path.parent.glob("operator.*.toml"))
+
+
+class OperatorSource:
+    """A `Source` of the history that asks a coordinator over HTTPS."""
+
+    def __init__(self, operator: Operator) -> None:
+        self._operator = operator
+
+    def run(self, text: str) -> RunHead:
+        from edgefl.client import named_path  # noqa: PLC0415 only commands that talk need it
+        from edgefl.history.series import RunHead  # noqa: PLC0415 numpy is slow to load
+
+        record = self._get(named_path("runs", text))
+        known = batch_size(record["task"], record["strategy"], record.get("config") or {})
+        return RunHead(run_id=record["run_id"], name=record["name"], strategy=record["strategy"], batch_size=known)
+
+    def rows(
+        self,
+        kind: str,
+        *,
+        run: str,
+        since: float | None = None,
+        until: float | None = None,
+        limit: int | None = None,
+    ) -> list[Json]:
+        filters = {"run": run, "since": since, "until": until, "limit": limit}
+        if limit is not None:
+            return _rows(self._get(f"/edgefl/v1/history/{kind}", filters))
+        # A coordinator that gives pages says what comes next; one that does not gives all rows at once.
+        rows: list[Json] = []
+        after: str | None = ""
+        while after is not None:
+            answer = self._get(f"/edgefl/v1/history/{kind}", {**filters, "after": after})
+            rows += _rows(answer)
+            after = answer.get("next")
+        return rows
+
+    def _get(self, path: str, filters: Mapping[str, Any] | None = None) -> Json:
+        try:
+            return self._operator.get(path, filters)
+        except NetworkError as error:
+            raise NetworkError(f"{error}; --dir DIR reads the store of a coordinator that does not run") from error
+
+
+def _rows(answer: Json) -> list[Json]:
+    rows = answer.get("rows")
+    if not isinstance(rows, list):
+        raise NetworkError("the coordinator answered without rows; update edgefl on the older side")
+    return rows
+
+
+def batch_size(task: str, strategy: str, config: Mapping[str, Any]) -> int | None:
+    """Returns how many examples an iteration of a run takes; None where its task or strategy is not of edgefl.
+
+    A run file that does not say it has the task's default, else the strategy's. Others' tasks are not imported here:
+    what a coordinator names would be run on the machine that asks it.
+    """
+    from edgefl.strategies.registry import BUILT_IN as STRATEGIES  # noqa: PLC0415 fast start
+    from edgefl.strategies.registry import settings_of  # noqa: PLC0415 likewise
+    from edgefl.tasks.registry import BUILT_IN as TASKS  # noqa: PLC0415 likewise
+    from edgefl.tasks.registry import make_task  # noqa: PLC0415 likewise
+
+    if (said := (config.get("strategy") or {}).get("batch_size")) is not None:
+        return int(said)
+    if task not in TASKS or strategy not in STRATEGIES:
+        return None
+    settings = settings_of(strategy)
+    if "batch_size" not in settings:
+        return None
+    try:
+        recommended = getattr(make_task(task, config.get("task") or {}), "defaults", {})
+    except EdgeflError:
+        return None
+    return int(recommended.get("batch_size", settings["batch_size"]))

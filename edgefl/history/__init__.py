@@ -1,0 +1,1 @@
+"""Questions to the store in words, and its history as files."""
