@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import quote, urlencode, urlsplit
 
 from edgefl.errors import ConfigError, NetworkError, NotAllowedError, NotFoundError, UsageError
@@ -79,6 +79,22 @@ class Operator:
         """Returns the JSON answer to a POST of `body`; raises as `get`."""
         return self._request("POST", path, body=json.dumps({"v": 1, **(body or {})}).encode())
 
+    def download(self, path: str, into: IO[bytes]) -> None:
+        """Writes the file at `path` into an open one; raises as `get`."""
+        from edgefl.device.trust import download, pinned_context  # noqa: PLC0415 fast start
+
+        status, answer = download(
+            _address(self.url),
+            pinned_context(self.ca_pem.encode()),
+            path,
+            into,
+            headers={"Authorization": f"Bearer {self.token}"},
+            timeout_s=TIMEOUT_S,
+        )
+        if status != 200:
+            _answer(self.url, status, answer)
+            raise NetworkError(f"{self.url} answered {status} instead of a file")
+
     def _request(self, method: str, path: str, *, body: bytes | None = None) -> Json:
         from edgefl.device.trust import pinned_context, request  # noqa: PLC0415 fast start
 
@@ -96,7 +112,7 @@ class Operator:
 
 
 def named_path(kind: str, name: str) -> str:
-    """Returns the API's path of one run or device; `kind` is `runs` or `devices`.
+    """Returns the API's path of one run, device or model; `kind` is `runs`, `devices` or `models`.
 
     Raises:
         NotFoundError: nothing can be found under such a name: a path cannot hold it.
@@ -104,6 +120,12 @@ def named_path(kind: str, name: str) -> str:
     if not name or "/" in name:
         raise NotFoundError(f"there is no {kind.removesuffix('s')} {name!r}; a name with a slash is found by its id")
     return f"/edgefl/v1/{kind}/{quote(name, safe='', errors='replace')}"
+
+
+def knows_coordinator() -> bool:
+    """Returns whether this user has an operator file, or named a coordinator in the environment."""
+    path = operator_path()
+    return "EDGEFL_URL" in os.environ or path.exists() or any(path.parent.glob("operator.*.toml"))
 
 
 def operator_path() -> Path:

@@ -163,6 +163,19 @@ class GuardSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelsSection:
+    """`[models]`: which models of a live run stay: the last one always.
+
+    Of those that were evaluated the last `keep_last` stay, the best by accuracy with `keep_best`, and one of every
+    `keep_every` rounds; 0 for none of these.
+    """
+
+    keep_last: int = field(default=3, metadata={"at_least": 1})
+    keep_best: bool = True
+    keep_every: int = field(default=0, metadata={"at_least": 0})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationSection:
     """`[simulation]`: the virtual fleet of `edgefl simulate`; a live run does not look at it.
 
@@ -211,6 +224,7 @@ class RunConfig:
     devices: DevicesSection = field(default_factory=DevicesSection)
     server: ServerSection = field(default_factory=ServerSection)
     guard: GuardSection = field(default_factory=GuardSection)
+    models: ModelsSection = field(default_factory=ModelsSection)
     simulation: SimulationSection = field(default_factory=SimulationSection)
 
     def __post_init__(self) -> None:
@@ -229,6 +243,7 @@ class RunConfig:
             "devices": {**asdict(self.devices), "groups": [*self.devices.groups], "names": [*self.devices.names]},
             "server": asdict(self.server),
             "guard": asdict(self.guard),
+            "models": asdict(self.models),
             "simulation": {**asdict(self.simulation), "profiles": [*self.simulation.profiles]},
         }
         return {

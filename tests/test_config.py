@@ -211,7 +211,10 @@ def test_a_wrong_setting_is_named_with_its_value_and_what_would_be_right(run: di
         ({"run": 3}, "run must be a table, got 3"),
         ([], "the file must be a table, got []"),
         ({"run": {"task": "digits"}, "stratgy": {}}, "unknown setting stratgy: did you mean strategy?"),
-        ({"run": {"task": "digits"}, "zzz": {}}, "unknown setting zzz: known are compression, devices, guard, run"),
+        (
+            {"run": {"task": "digits"}, "zzz": {}},
+            "unknown setting zzz: known are compression, devices, guard, models, run",
+        ),
         ({"run": {"task": "digits"}, "task": {"a": [1]}}, "task.a must be a text, a number or true/false, got [1]"),
         ({"run": {"task": "d"}, "strategy": {"options": {}}}, "strategy.options must be a text, a number or"),
         ({"run": {"task": "d"}, "strategy": {"lr": float("nan")}}, "strategy.lr must be a text, a number or"),

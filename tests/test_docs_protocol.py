@@ -32,6 +32,7 @@ from edgefl.coordinator.downlink import KEEP, NO_MODEL
 from edgefl.coordinator.enrolment import enrolment_router
 from edgefl.coordinator.messages import order_header
 from edgefl.coordinator.metrics import metrics_router
+from edgefl.coordinator.models_api import model_router
 from edgefl.device import peer_frames, peer_listener, peer_queue
 from edgefl.device.direct import PeerPace
 from edgefl.protocol import (
@@ -103,6 +104,7 @@ def served() -> dict[str, str]:
         enrolment_router(None),  # type: ignore[arg-type]
         operator_router(**parts, viewer=viewer, operator=operator),  # type: ignore[arg-type]
         metrics_router(bytes, viewer),
+        model_router(store=None, folder=Path(), viewer=viewer),  # type: ignore[arg-type]
     ]
     found = {f"POST /v1/fleet/{name}": "device" for name in superlink._HANDLERS}
     for route in (route for router in routers for route in router.routes):
@@ -121,6 +123,7 @@ def test_protocol_md_lists_every_route_and_who_may_call_it() -> None:
         "api",
         "enrolment",
         "metrics",
+        "models_api",
     }
 
 

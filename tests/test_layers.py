@@ -66,7 +66,8 @@ FENCES = {
     "scipy": {"tasks"},
     "sklearn": {"tasks"},
     "torch": {"tasks", "device"},
-    "onnxruntime": {"device"},
+    # A device answers with it; an export is checked with it before anybody relies on the file.
+    "onnxruntime": {"device", "tasks"},
     "onnx": {"tasks"},
     "safetensors": {"storage", "tasks"},
     "sqlalchemy": {"storage"},

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
 
 from edgefl.coordinator.directory import CoordinatorDirectory
+from edgefl.coordinator.kept_models import ModelKeeper
 from edgefl.coordinator.ledger import Ledger
-from edgefl.storage.checkpoints import prune_checkpoints, save_model, save_state
+from edgefl.storage.checkpoints import prune_checkpoints, save_state
 from edgefl.storage.journal import WalJournal
 from edgefl.storage.journal_records import CheckpointMark
-from edgefl.storage.records import CheckpointRow
-from edgefl.storage.store import Store
 from edgefl.types import Tensors
 
 CHECKPOINT_EVERY = 10
@@ -26,7 +23,6 @@ class Keeper:
     def __init__(
         self,
         directory: CoordinatorDirectory,
-        store: Store,
         run_id: str,
         *,
         wal: WalJournal,
@@ -35,7 +31,6 @@ class Keeper:
     ) -> None:
         self._every_version = every_version
         self._folder = directory.runs / run_id / "checkpoints"
-        self._models, self._store, self._run_id = directory.models, store, run_id
         self._wal, self._ledger = wal, ledger
         self._checkpointed_s = time.monotonic()
 
@@ -57,17 +52,8 @@ class Keeper:
         self._wal.prune(kept[-1].last_record)
         self._checkpointed_s = time.monotonic()
 
-    def finish(self, version: int, number: int, state: Any, model_of: Callable[[Any], Tensors]) -> None:
+    def finish(self, version: int, number: int, state: object, model: Tensors, models: ModelKeeper) -> None:
         """Writes the last state, of a version in the round `number`, and its model as a file that the store names."""
         self.checkpoint(state)
-        sha256, path = save_model(self._models, model_of(state))
-        row = CheckpointRow(
-            version=version,
-            round=number,
-            last_record=self._wal.last_record,
-            sha256=sha256,
-            bytes_file=path.stat().st_size,
-            at=time.time(),
-        )
-        self._store.record_checkpoint(self._run_id, row)
+        models.finish(version, number, self._wal.last_record, model)
         self._wal.prune(self._wal.last_record)

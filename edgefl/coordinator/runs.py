@@ -15,8 +15,10 @@ from edgefl.config import RunConfig
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.facts import facts_of
 from edgefl.coordinator.keeper import Keeper
+from edgefl.coordinator.kept_models import ModelKeeper
 from edgefl.coordinator.ledger import Ledger
 from edgefl.coordinator.live_fleet import Bell, FleetRun, InterruptedRunError, LiveFleet
+from edgefl.coordinator.model_journal import ModelJournal
 from edgefl.coordinator.participants import EncodeChanges
 from edgefl.coordinator.recorder import Recorder
 from edgefl.coordinator.roster import Roster
@@ -256,7 +258,8 @@ class RunWorker:
         ledger = Ledger(site.store, run_id, site.meter.note)
         folder = site.directory.runs / run_id / "journal"
         with WalJournal(folder, assembled.decode, time_sync=site.meter.time_sync) as wal:
-            keeper = Keeper(site.directory, site.store, run_id, wal=wal, ledger=ledger, every_version=goes_on_alone)
+            keeper = Keeper(site.directory, run_id, wal=wal, ledger=ledger, every_version=goes_on_alone)
+            models = ModelKeeper(site.directory.models, site.store, run_id, assembled.config.models)
             state = strategy.init(assembled.model)
             if goes_on_alone:
                 state = self._resumed(run_id, strategy, state)
@@ -278,7 +281,7 @@ class RunWorker:
                     strategy,
                     state,
                     fleet=fleet,
-                    journal=recorder,
+                    journal=ModelJournal(recorder, models, strategy.model, lambda: wal.last_record),
                     goal=assembled.goal,
                     evaluate=assembled.evaluate,
                     rounds=assembled.rounds,
@@ -292,9 +295,10 @@ class RunWorker:
                 raise
             finally:
                 self._close_fleet(fleet)
+                models.close()
             version = strategy.version(state)
             self._tell_end(run_id)
-            keeper.finish(version, assembled.rounds.of(version), state, strategy.model)
+            keeper.finish(version, assembled.rounds.of(version), state, strategy.model(state), models)
             self._finish(recorder, run_id, reason)
             log.info("run %s is over: %s", run_id, reason)
 

@@ -27,7 +27,9 @@ from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.enrolment import BrokerSite, EnrolmentService, enrolment_router
 from edgefl.coordinator.evaluator import EvaluatorProcess
 from edgefl.coordinator.fleet_collector import FleetCollector, Sources
+from edgefl.coordinator.kept_models import sweep_models
 from edgefl.coordinator.metrics import Metrics, metrics_router
+from edgefl.coordinator.models_api import model_router
 from edgefl.coordinator.presence import Presence
 from edgefl.coordinator.refusals import Refusals
 from edgefl.coordinator.roster import Roster
@@ -141,6 +143,7 @@ class Coordinator:
         self._directory = directory = self._settle(self._directory)
         self._store = Store.open(options.store_url or directory.database)
         self._closers.callback(self._store.close)
+        sweep_models(directory.models, self._store, now=time.time())
         self._roster = Roster(Presence(heartbeat_s=options.heartbeat_s), time.monotonic)
         self._diary = Diary(
             store=self._store,
@@ -333,7 +336,12 @@ class Coordinator:
             operator=require_operator(directory),
         )
         viewer = require_viewer(directory, listen_host=options.host)
-        routers = [enrolment_router(service), operator, metrics_router(self._metrics.text, viewer)]
+        routers = [
+            enrolment_router(service),
+            operator,
+            model_router(store=self._store, folder=directory.models, viewer=viewer),
+            metrics_router(self._metrics.text, viewer),
+        ]
         app = make_app(self._superlink.api, routers)
         web = WebServer(self._metrics.counting(app), directory, listener)
         web.start()

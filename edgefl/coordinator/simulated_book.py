@@ -57,6 +57,7 @@ class RunBook:
         # How many processes train, and where the data lies, changes nothing that is kept.
         for name in ("workers", "data"):
             self._config["simulation"].pop(name, None)
+        self._config.pop("models", None)  # a simulation keeps its last one
         self.run_id = _free_id(store, self._config, devices)
         self._name = config.run.name or f"{config.run.task}-{config.strategy.name}"
         self._ledger = _BatchedLedger(store, self.run_id)

@@ -12,7 +12,7 @@ import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 from edgefl.errors import NetworkError, WrongCaError
 from edgefl.protocol import certificate_fingerprint, dump_json, error_from_code, load_json
@@ -20,6 +20,7 @@ from edgefl.types import Json
 
 X509_V_FLAG_NO_CHECK_TIME = 0x200000
 MAX_ANSWER_BYTES = 64 * 1024
+CHUNK_BYTES = 1 << 20
 TIMEOUT_S = 10.0
 
 
@@ -126,6 +127,42 @@ def request(  # noqa: PLR0913 one argument per part of a request
     if len(answer) > max_bytes:
         raise NetworkError(f"{address} answers more than {max_bytes} bytes")
     return response.status, answer
+
+
+def download(
+    address: str,
+    context: ssl.SSLContext,
+    path: str,
+    into: IO[bytes],
+    *,
+    headers: Mapping[str, str] | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> tuple[int, bytes]:
+    """Returns the status of one GET; a body of status 200 was written into the file, any other one is returned.
+
+    Raises:
+        WrongCaError, NetworkError: as `request`; also when the body ends too early.
+    """
+    host, _, port = address.rpartition(":")
+    connection = http.client.HTTPSConnection(host.strip("[]"), int(port), timeout=timeout_s, context=context)
+    try:
+        connection.request("GET", path, headers=dict(headers or {}))
+        response = connection.getresponse()
+        if response.status != 200:
+            return response.status, response.read(MAX_ANSWER_BYTES)
+        left = response.length
+        while chunk := response.read(CHUNK_BYTES):
+            into.write(chunk)
+            left = None if left is None else left - len(chunk)
+    except ssl.SSLCertVerificationError as error:
+        raise _untrusted(address, error) from None
+    except (OSError, http.client.HTTPException) as error:
+        raise NetworkError(f"{address} cannot be reached: {_reason(error)}") from None
+    finally:
+        connection.close()
+    if left:
+        raise NetworkError(f"{address} broke off {left} bytes before the end")
+    return 200, b""
 
 
 def _hello(value: Json, *, skew_s: float) -> Hello:

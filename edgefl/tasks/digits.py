@@ -6,6 +6,7 @@ import numpy as np
 
 from edgefl.tasks.classification import ClassificationTask, checked_choice
 from edgefl.tasks.numpy_learner import DenseModel
+from edgefl.tasks.onnx_steps import drawn_as, scaled
 from edgefl.types import Array
 
 SIZES = {"mlp": (64, 64, 10), "logistic": (64, 10)}
@@ -23,6 +24,7 @@ def digits(*, model: str = "mlp") -> ClassificationTask:
     )
 
 
+@drawn_as(scaled(1.0 / MAX_PIXEL))
 def _unit_pixels(images: Array) -> Array:
     scaled: Array = images.astype(np.float32)
     scaled /= MAX_PIXEL

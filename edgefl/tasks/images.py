@@ -12,6 +12,7 @@ from edgefl.tasks import layout, networks
 from edgefl.tasks.classification import ClassificationTask, Model, checked_choice
 from edgefl.tasks.module_models import ModuleModel, is_module_name, resized_images
 from edgefl.tasks.numpy_learner import DenseModel
+from edgefl.tasks.onnx_steps import Graph, deviation, drawn_as, reduced, reshaped, scaled
 from edgefl.tasks.torch_learner import TorchModel
 from edgefl.types import Array, Scalar
 
@@ -54,6 +55,15 @@ def fashion_mnist(
     return _task(options, _fashion_pixels, FASHION_LABELS)
 
 
+def _draw_standardised(graph: Graph, images: str) -> str:
+    pixels = scaled(1.0 / MAX_PIXEL, shape=(NUM_PIXELS,))(graph, images)
+    centred = graph.add("Sub", pixels, reduced(graph, "ReduceMean", pixels, 1))
+    floor = graph.constant(np.float32(1.0 / np.sqrt(NUM_PIXELS)))
+    spread = graph.add("Max", deviation(graph, centred, 1), floor)
+    return reshaped(graph, graph.add("Div", centred, spread), (1, SIDE, SIDE))
+
+
+@drawn_as(_draw_standardised)
 def standardised_images(images: Array) -> Array:
     """Returns [n, 1, 28, 28] float32, each image with mean 0 and variance 1 (an empty one stays 0)."""
     pixels: Array = images.astype(np.float32).reshape(len(images), -1) / MAX_PIXEL
@@ -134,12 +144,20 @@ def _whole(task: str, option: str, value: object, least: int, most: int) -> int:
     return value
 
 
+@drawn_as(scaled(1.0 / MAX_PIXEL))
 def _unit_pixels(images: Array) -> Array:
     scaled: Array = images.astype(np.float32)
     scaled /= MAX_PIXEL
     return scaled
 
 
+def _draw_fashion(graph: Graph, images: str) -> str:
+    pixels = scaled(1.0 / MAX_PIXEL, shape=(1, SIDE, SIDE))(graph, images)
+    centred = graph.add("Sub", pixels, graph.constant(np.float32(FASHION_MEAN)))
+    return graph.add("Div", centred, graph.constant(np.float32(FASHION_STD)))
+
+
+@drawn_as(_draw_fashion)
 def _fashion_pixels(images: Array) -> Array:
     pixels = _unit_pixels(images).reshape(-1, 1, SIDE, SIDE)
     pixels -= FASHION_MEAN

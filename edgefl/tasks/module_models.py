@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from edgefl.errors import ConfigError, TaskError
+from edgefl.tasks.onnx_steps import Graph, drawn_as, steps_of
 from edgefl.tasks.torch_learner import TorchLearner, import_torch, module_shapes
 from edgefl.types import Array, Shapes, derived_seed
 
@@ -109,6 +110,16 @@ def is_module_name(model: object) -> bool:
 def resized_images(prepare: Callable[[Array], Array], *, channels: int, size: int) -> Callable[[Array], Array]:
     """Returns `prepare`, whose result is [n, 1, h, w], followed by a resize to `size` and a copy for each channel."""
 
+    def draw(graph: Graph, images: str) -> str:
+        before = steps_of(prepare)
+        if before is None:
+            raise TaskError("the task's prepare function cannot be drawn as ONNX nodes")
+        pixels = before(graph, images)
+        sizes = graph.constant([size, size], dtype="int64")
+        resized = graph.add("Resize", pixels, "", "", sizes, mode="linear", axes=[2, 3])
+        return graph.add("Concat", *[resized] * channels, axis=1)
+
+    @drawn_as(draw)
     def prepared(images: Array) -> Array:
         backend = import_torch()
         pixels = prepare(images)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from edgefl.tasks.classification import ClassificationTask, Model, checked_choic
 from edgefl.tasks.module_models import ModuleModel, is_module_name
 from edgefl.tasks.motion_windows import CHANNELS, WINDOW
 from edgefl.tasks.numpy_learner import DenseModel
+from edgefl.tasks.onnx_steps import Graph, deviation, drawn_as, reduced, reshaped
 from edgefl.tasks.torch_learner import TorchModel
 from edgefl.types import Array, Scalar
 
@@ -45,6 +47,47 @@ def motionsense(*, model: str = "cnn") -> ClassificationTask:
     )
 
 
+def _draw_standardised(graph: Graph, windows: str) -> str:
+    centred = graph.add("Sub", windows, graph.constant(MEAN[:, None]))
+    return graph.add("Div", centred, graph.constant(STD[:, None]))
+
+
+def _draw_features(graph: Graph, windows: str) -> str:
+    value = _draw_standardised(graph, windows)
+    mean = reduced(graph, "ReduceMean", value, 2)
+    parts = [
+        mean,
+        deviation(graph, graph.add("Sub", value, mean), 2),
+        reduced(graph, "ReduceMin", value, 2),
+        reduced(graph, "ReduceMax", value, 2),
+        _draw_roughness(graph, value),
+        _draw_energies(graph, value),
+    ]
+    return reshaped(graph, graph.add("Concat", *parts, axis=2), (NUM_FEATURES,))
+
+
+def _draw_roughness(graph: Graph, value: str) -> str:
+    def part(start: int, stop: int) -> str:
+        bounds = (graph.constant([number], dtype="int64") for number in (start, stop, 2))
+        return graph.add("Slice", value, *bounds)
+
+    steps = graph.add("Abs", graph.add("Sub", part(1, WINDOW), part(0, WINDOW - 1)))
+    return reduced(graph, "ReduceMean", steps, 2)
+
+
+def _draw_energies(graph: Graph, value: str) -> str:
+    """Adds the Fourier transform as two matrix products: onnxruntime has none that every board can run."""
+    angles = 2.0 * np.pi * np.outer(np.arange(WINDOW), np.arange(BAND_EDGES[-1])) / WINDOW
+    waves = [graph.add("MatMul", value, graph.constant(wave)) for wave in (np.cos(angles), np.sin(angles))]
+    power = graph.add("Add", *(graph.add("Mul", wave, wave) for wave in waves))
+    steps = np.arange(BAND_EDGES[-1])
+    in_band = np.stack([(start <= steps) & (steps < stop) for start, stop in pairwise(BAND_EDGES)], axis=1)
+    bands = graph.add("MatMul", power, graph.constant(in_band / WINDOW))
+    logs = graph.add("Log", graph.add("Add", bands, graph.constant(np.float32(1e-3))))
+    return graph.add("Mul", logs, graph.constant(np.float32(0.25)))
+
+
+@drawn_as(_draw_standardised)
 def standardised_windows(windows: Array) -> Array:
     """Returns [n, 9, 128] float32, each channel at mean 0 and variance 1 over the training trials."""
     scaled: Array = windows.astype(np.float32)
@@ -53,6 +96,7 @@ def standardised_windows(windows: Array) -> Array:
     return scaled
 
 
+@drawn_as(_draw_features)
 def window_features(windows: Array) -> Array:
     """Returns [n, 135] float32: per channel mean, deviation, extremes, roughness and log energies by frequency."""
     scaled = standardised_windows(windows)

@@ -8,7 +8,8 @@ import numpy as np
 
 from edgefl.errors import ConfigError
 from edgefl.tasks.accelerators import checked_accelerator
-from edgefl.tasks.numpy_learner import copy_checked
+from edgefl.tasks.numpy_learner import Prepare, copy_checked
+from edgefl.tasks.onnx_steps import Graph
 from edgefl.types import Array, Dataset, Learner, Scalar, Shapes, Tensors, TensorSpec, derived_rng
 
 DEFAULT_SIZE_BYTES = 1_000_000
@@ -66,6 +67,19 @@ class NoopLearner:
 
     def read(self) -> dict[str, Array]:
         return {name: value.copy() for name, value in self._parameters.items()}
+
+    @property
+    def prepare(self) -> Prepare:
+        """What leaves raw inputs as they are."""
+        return lambda inputs: inputs.astype(np.float32)
+
+    def logits(self, inputs: Array) -> Array:
+        """Returns zeros, [n, 1]."""
+        return np.zeros((len(inputs), 1), np.float32)
+
+    def draw(self, graph: Graph, features: str, example: Array) -> str:  # noqa: ARG002 the shapes are known
+        """Adds the model to an ONNX graph and returns the name of its logits."""
+        return graph.add("Mul", features, graph.constant(np.float32(0.0)))
 
     def gradient(self, batch: Dataset) -> float:  # noqa: ARG002 the gradients are zero and stay so
         return 0.0

@@ -11,6 +11,7 @@ import numpy as np
 from edgefl.errors import TaskError
 from edgefl.tasks import layout
 from edgefl.tasks.accelerators import checked_accelerator
+from edgefl.tasks.onnx_steps import Graph
 from edgefl.types import Array, Dataset, Shapes, Tensors
 
 Prepare = Callable[[Array], Array]
@@ -69,6 +70,25 @@ class NumpyLearner:
 
     def read(self) -> dict[str, Array]:
         return {name: value.copy() for name, value in self._parameters.items()}
+
+    @property
+    def prepare(self) -> Prepare:
+        """What turns raw inputs into features."""
+        return self._prepare
+
+    def logits(self, inputs: Array) -> Array:
+        """Returns what the model says of raw inputs, [n, classes]."""
+        return self._forward(inputs)[-1]
+
+    def draw(self, graph: Graph, features: str, example: Array) -> str:  # noqa: ARG002 the shapes are known
+        """Adds the model to an ONNX graph and returns the name of its logits."""
+        value = graph.add("Flatten", features, axis=1)
+        for weight, bias in self._layers:
+            tensors = (graph.constant(self._parameters[name], name=name) for name in (weight, bias))
+            value = graph.add("Gemm", value, *tensors, transB=1)
+            if (weight, bias) != self._layers[-1]:
+                value = graph.add("Relu", value)
+        return value
 
     def gradient(self, batch: Dataset) -> float:
         with np.errstate(over="ignore", invalid="ignore"):  # a diverged model is the coordinator's to judge

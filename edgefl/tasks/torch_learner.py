@@ -10,6 +10,7 @@ import numpy as np
 
 from edgefl.errors import TaskError
 from edgefl.tasks.accelerators import checked_accelerator
+from edgefl.tasks.onnx_steps import Graph
 from edgefl.types import Array, Dataset, Shapes, TensorKind, Tensors, TensorSpec
 
 if TYPE_CHECKING:
@@ -102,6 +103,23 @@ class TorchLearner:
 
     def read(self) -> dict[str, Array]:
         return {name: np.array(tensor.cpu().numpy()) for name, tensor in self._tensors.items()}
+
+    @property
+    def prepare(self) -> Callable[[Array], Array]:
+        """What turns raw inputs into what the module takes."""
+        return self._prepare
+
+    def logits(self, inputs: Array) -> Array:
+        """Returns what the model says of raw inputs, [n, classes]."""
+        self._module.eval()
+        with self._torch.no_grad():
+            return np.array(self._logits(inputs).cpu().numpy())
+
+    def draw(self, graph: Graph, features: str, example: Array) -> str:
+        """Adds the model to an ONNX graph and returns the name of its logits; raises as `onnx_torch.draw_module`."""
+        from edgefl.tasks.onnx_torch import draw_module  # noqa: PLC0415 it imports this module
+
+        return draw_module(self._module, graph, features, example)
 
     def reseed(self, seed: int) -> None:
         """Seeds what is random in the module (dropout): torch has one generator for it, that of the process."""
