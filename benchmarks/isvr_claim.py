@@ -15,8 +15,9 @@ so that all are equally flattered. Accuracies are on all 10,000 test images: of 
 nodes themselves on average, and of the worst. Intervals are of 95 %, margins are paired by seed.
 
 Parts: `logistic` as above; `codecs` along the edges of ADMM-ISVR; `loss` of messages, each method tuned for it;
-`cnn`, the small one of the image tasks, over `--cnn-rounds` and with `--cnn-batch`; `paper`, the published logistic rows (8 of 10 classes,
-learning rate 0.002, L2 0.01), where **plain local DSGD shows no drift**, so that they say nothing for ISVR.
+`cnn`, the small one of the image tasks, over `--cnn-rounds` and with `--cnn-batch`; `paper`, the published logistic
+rows (8 of 10 classes, learning rate 0.002, L2 0.01), where **plain local DSGD shows no drift**, so that they say
+nothing for ISVR.
 
 Cells in the `--out` folder are not run again, so a run that was stopped goes on where it was; `--known` runs nothing
 and prints what is there, of what `--rates`, `--decays`, `--graphs`, `--parts` and `--variants` leave.
