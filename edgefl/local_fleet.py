@@ -162,7 +162,14 @@ class LocalFleet:
 
     def history(self, kind: str, **filters: object) -> list[Json]:
         """Returns rows as `edgefl history KIND --format json` gives them."""
-        rows: list[Json] = self.operator().get(f"/edgefl/v1/history/{kind}", filters)["rows"]
+        path, operator = f"/edgefl/v1/history/{kind}", self.operator()
+        if filters.get("limit"):
+            return list(operator.get(path, filters)["rows"])
+        rows: list[Json] = []
+        after: str | None = ""
+        while after is not None:
+            page = operator.get(path, {**filters, "after": after})
+            rows, after = [*rows, *page["rows"]], page["next"]
         return rows
 
     def model_file(self, sha256: str) -> Path:

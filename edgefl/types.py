@@ -302,7 +302,11 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateMetrics:
-    """What a device measured about one assignment; bytes are counted on the wire, never estimated."""
+    """What a device measured about one assignment; bytes are counted on the wire, never estimated.
+
+    The last five say how its board was meanwhile, each None where it cannot tell: the highest temperature, all that
+    held it back (the words of a heartbeat), the weakest signal, the rate of the link, and the energy that it took.
+    """
 
     iterations: int = 0
     num_examples: int = 0
@@ -313,6 +317,11 @@ class UpdateMetrics:
     bytes_up: int = 0
     bytes_down: int = 0
     extra: Mapping[str, float] = field(default_factory=dict)
+    max_temperature_c: float | None = None
+    throttled: str | None = None
+    signal_dbm: float | None = None
+    link_bits_per_s: float | None = None
+    energy_j: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

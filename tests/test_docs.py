@@ -64,7 +64,7 @@ def fill(store: Store, run_id: str, at: float) -> None:
             UpdateRow(
                 assignment_id=device, device_id=device, round=7, base_version=6, iterations=4, num_examples=10,
                 bytes_up=num_bytes, bytes_down=2 * num_bytes, compute_s=compute_s, send_s=0.5, wait_s=wait_s,
-                loss=1.0, received_at=at + 2,
+                loss=1.0, received_at=at + 2, max_temperature_c=81.5 if device == "slow" else None,
             )
             for device, compute_s, wait_s, num_bytes in made
         ],
@@ -123,7 +123,7 @@ def test_store_md_describes_every_view_and_column_of_a_fresh_store_and_no_other(
 
 
 def test_the_columns_of_the_history_are_columns_of_the_views(database: Path) -> None:
-    for kind in ("rounds", "updates", "devices", "heartbeats"):
+    for kind in ("runs", "rounds", "slow", "updates", "devices", "heartbeats"):
         there = {str(row[1]) for row in select(database, f"PRAGMA table_info(v_{kind})")}
         assert set(COLUMNS[kind]) <= there, kind
 

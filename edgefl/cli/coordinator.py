@@ -66,6 +66,13 @@ def init(root: Path | None, hosts: tuple[str, ...], port: int | None, fleet: str
     help="A fleet of more devices than this has no series of its own for each in /metrics; 0 for none ever.",
 )
 @alert_options
+@click.option(
+    "--keep-history",
+    "keep_history_days",
+    type=click.FloatRange(min=1),
+    metavar="DAYS",
+    help="Forget updates of runs that ended earlier, and five-minute heartbeats [default: keep all].",
+)
 def start(  # noqa: PLR0913, PLR0917 one argument per option
     root: Path | None,
     host: str,
@@ -77,6 +84,7 @@ def start(  # noqa: PLR0913, PLR0917 one argument per option
     device_metrics: int,
     webhook: str | None,
     secret: str | None,
+    keep_history_days: float | None,
 ) -> None:
     """Run the coordinator until SIGTERM or Ctrl-C."""
     from edgefl.assembly import assemble  # noqa: PLC0415 fast start
@@ -97,6 +105,7 @@ def start(  # noqa: PLR0913, PLR0917 one argument per option
             test_shards=shards,
             device_metrics=device_metrics,
             alerts=alert_settings(directory, webhook, secret),
+            keep_history_days=keep_history_days,
         ),
         assemble,
         lambda held: _remember_port(held, port),

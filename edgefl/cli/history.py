@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-import os
+import itertools
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import click
 
+from edgefl.cli.history_files import export
 from edgefl.cli.history_plot import plot
-from edgefl.cli.render import format_option, known_columns, print_rows
-from edgefl.errors import NetworkError, UsageError
-from edgefl.storage.columns import COLUMNS, OF_NODES
+from edgefl.cli.history_source import Source, source_of, source_options
+from edgefl.cli.history_why import why
+from edgefl.cli.render import format_option, known_columns, print_pages, print_rows
+from edgefl.errors import UsageError
+from edgefl.storage.columns import BY, COLUMNS, NOT_NEWEST, OF_NODES, SUMMED, columns_of
 from edgefl.summary import node_figures
 from edgefl.types import Json
 
-DATABASE_NAME = "edgefl.db"
 DEFAULT_LIMIT = 100
 
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])\Z")
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _HELP = {
+    "runs": "One row a run: how it ended, what became of its assignments, what it cost.",
+    "accuracy": "How good the model of a run was, by round, time and bytes; the newest run if none is named.",
+    "slow": "The slowest rounds, whom each waited for, and what that device was at.",
+    "stale": "Who was stale: by device, day or run.",
+    "dropouts": "Who was lost, late, refused or failed: by device, day or run.",
+    "traffic": "Bytes up and down: by device, day or run.",
+    "energy": "What the boards took, where they tell: by device, day or run.",
     "rounds": "One row a round: version, updates, loss, accuracy and who measured it, bytes.",
     "updates": "One row an assignment: staleness, examples, seconds, bytes, loss, outcome.",
     "devices": "One row a device: presence, and what it computed and sent.",
@@ -34,6 +42,13 @@ _HELP = {
 }
 # A table fits on a screen; json and csv give every column of `COLUMNS`, but those of nodes only where there are any.
 _TABLE = {
+    "runs": ("run_id", "name", "status", "rounds", "accuracy", "seconds", "num_used", "num_late", "num_lost",
+             "num_refused", "num_failed", "bytes_up", "bytes_down"),
+    "accuracy": ("run_id", "round", "at_s", "bytes_up", "bytes_down", "accuracy", "loss", "train_loss", "source",
+                 "node_accuracy", "worst_node_accuracy"),
+    "slow": ("run_id", "round", "seconds", "waited_for", "waited_s", "outcome", "iterations", "compute_s", "send_s",
+             "max_temperature_c", "throttled", "signal_dbm", "link_bits_per_s"),
+    **{kind: COLUMNS[kind] for kind in sorted(SUMMED)},
     "rounds": ("run_id", "round", "version", "closed_at", "num_devices", "num_updates", "train_loss", "loss",
                "accuracy", "source", "node_accuracy", "worst_node_accuracy", "disagreement", "bytes_up",
                "bytes_down"),
@@ -50,19 +65,13 @@ _TABLE = {
 _DERIVED = {"rounds": ("disagreement",)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
-    """What to ask for; `directory` and `url` say where."""
-
-    kind: str
-    filters: Mapping[str, Any]
-    directory: Path | None
-    url: str | None
-
-
 @click.group(name="history")
 def command() -> None:
-    """Ask what happened: rounds, updates, devices, heartbeats, events, evaluations."""
+    """Ask what happened: runs, rounds, updates, devices, who was slow, stale or lost, bytes, energy."""
+
+
+command.add_command(why)
+command.add_command(export)
 
 
 def parse_time(text: str, *, now: float) -> float:
@@ -82,99 +91,65 @@ def parse_time(text: str, *, now: float) -> float:
     return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
 
 
-def _fetch(request: _Request) -> list[Json]:
-    if request.directory is None and (request.url or _has_operator_file()):
-        return _ask(request)
-    from edgefl.coordinator.directory import default_directory  # noqa: PLC0415 fast start
-
-    return _read(request, request.directory or default_directory())
-
-
-def _asked(limit: int | None, fmt: str) -> int | None:
-    """Returns how many rows to ask for: programs get all; a table one more than it shows, to know that it was cut."""
-    return limit if fmt != "table" else (limit or DEFAULT_LIMIT) + 1
-
-
-def _fitting(kind: str, rows: list[Json], limit: int) -> list[Json]:
-    if len(rows) <= limit:
-        return rows
-    # Devices come by name, everything else oldest first.
-    which, kept = ("first", rows[:limit]) if kind == "devices" else ("newest", rows[-limit:])
-    click.echo(f"only the {which} {limit} rows are shown; --limit N shows more", err=True)
-    return kept
+def _show_table(source: Source, kind: str, filters: dict[str, Any]) -> None:
+    limit = filters["limit"] or DEFAULT_LIMIT
+    # One row more than is shown, to know that it was cut.
+    rows = source.newest(kind, {**filters, "limit": limit + 1})
+    if len(rows) > limit:
+        is_newest = kind not in NOT_NEWEST or filters.get("by") in BY[1:]
+        which, rows = ("newest", rows[-limit:]) if is_newest else ("first", rows[:limit])
+        click.echo(f"only the {which} {limit} rows are shown; --limit N shows more", err=True)
+    rows = [{**row, **node_figures(row)} for row in rows]
+    chosen = columns_of(kind, filters.get("by") or BY[0])
+    names = [name for name in _TABLE[kind] if kind not in SUMMED or name in chosen]
+    print_rows(rows, known_columns(rows, names, OF_NODES), "table", kind=kind)
 
 
-def _columns(kind: str, rows: list[Json], fmt: str) -> list[str]:
-    every = _TABLE[kind] if fmt == "table" else (*COLUMNS[kind], *_DERIVED.get(kind, ()))
-    return known_columns(rows, every, OF_NODES)
-
-
-def _has_operator_file() -> bool:
-    from edgefl.client import operator_path  # noqa: PLC0415 only when no directory was named
-
-    path = operator_path()
-    return "EDGEFL_URL" in os.environ or path.exists() or any(path.parent.glob("operator.*.toml"))
-
-
-def _read(request: _Request, directory: Path) -> list[Json]:
-    from edgefl.storage.queries import history  # noqa: PLC0415 SQLAlchemy is slow to load
-    from edgefl.storage.store import Store  # noqa: PLC0415 likewise
-
-    with Store.open(directory.expanduser() / DATABASE_NAME, read_only=True) as store:
-        return history(store, request.kind, **request.filters)
-
-
-def _ask(request: _Request) -> list[Json]:
-    from edgefl.client import Operator  # noqa: PLC0415 only commands that talk need it
-
-    try:
-        answer = Operator.from_options(request.url).get(f"/edgefl/v1/history/{request.kind}", request.filters)
-    except NetworkError as error:
-        raise NetworkError(f"{error}; --dir DIR reads the store of a coordinator that does not run") from error
-    rows = answer.get("rows")
-    if not isinstance(rows, list):
-        raise NetworkError("the coordinator answered without rows; update edgefl on the older side")
-    return rows
+def _show_all(source: Source, kind: str, filters: dict[str, Any], fmt: str) -> None:
+    if filters["limit"]:
+        pages: Iterator[list[Json]] = iter([source.newest(kind, filters)])
+    else:
+        pages = source.pages(kind, filters)
+    pages = ([{**row, **node_figures(row)} for row in page] for page in pages)
+    first, second = next(pages, []), next(pages, None)
+    names = (*columns_of(kind, filters.get("by") or BY[0]), *_DERIVED.get(kind, ()))
+    # A long history is printed as it comes: it may yet tell of nodes.
+    names = names if second is not None else tuple(known_columns(first, names, OF_NODES))
+    print_pages(itertools.chain([first], [second] if second is not None else [], pages), names, fmt, kind=kind)
 
 
 def _add(kind: str) -> None:
     @click.option("--run", help="A run's id or the beginning of it, its name, or `latest`; default: all runs.")
     @click.option("--device", help="One device; default: all.")
-    @click.option("--since", help="From then on: an age (2h, 7d) or an ISO date and time.")
+    @click.option("--since", help="From then on: an age (2h, 7d) or an ISO date and time; sums go by whole days.")
     @click.option("--until", help="Before then.")
+    @click.option(
+        "--where",
+        multiple=True,
+        help="Rows that hold to a condition on a column: staleness>3, outcome=lost, reason~disk, accuracy!=null.",
+    )
     @click.option(
         "--limit",
         type=click.IntRange(min=1),
         help=f"Newest rows [default: {DEFAULT_LIMIT} in a table, all in json and csv].",
     )
-    @click.option("--dir", "directory", type=click.Path(path_type=Path), help="Read the store in this directory.")
-    @click.option("--url", help="Ask this coordinator.")
+    @source_options
     @format_option
-    def show(  # noqa: PLR0913 the options of one command
-        *,
-        run: str | None,
-        device: str | None,
-        since: str | None,
-        until: str | None,
-        limit: int | None,
-        directory: Path | None,
-        url: str | None,
-        fmt: str,
+    def show(
+        *, since: str | None, until: str | None, directory: Path | None, url: str | None, fmt: str, **filters: Any
     ) -> None:
-        if directory is not None and url is not None:
-            raise UsageError("--dir reads a store and --url asks a coordinator; give one of them")
-        now = datetime.now(tz=UTC).timestamp()
-        filters = {
-            "run": run, "device": device, "limit": _asked(limit, fmt),
-            "since": None if since is None else parse_time(since, now=now),
-            "until": None if until is None else parse_time(until, now=now),
-        }  # fmt: skip
-        rows = _fetch(_Request(kind=kind, filters=filters, directory=directory, url=url))
+        source, now = source_of(directory, url), datetime.now(tz=UTC).timestamp()
+        filters["since"] = None if since is None else parse_time(since, now=now)
+        filters["until"] = None if until is None else parse_time(until, now=now)
         if fmt == "table":
-            rows = _fitting(kind, rows, limit or DEFAULT_LIMIT)
-        rows = [{**row, **node_figures(row)} for row in rows]
-        print_rows(rows, _columns(kind, rows, fmt), fmt, kind=kind)
+            _show_table(source, kind, filters)
+        else:
+            _show_all(source, kind, filters, fmt)
 
+    if kind in SUMMED:
+        show = click.option("--by", type=click.Choice(BY), default=BY[0], show_default=True, help="What to sum by.")(
+            show
+        )
     command.command(kind, help=_HELP[kind])(show)
 
 

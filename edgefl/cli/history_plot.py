@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from edgefl.cli.history_source import DATABASE_NAME, rows_of, source_of, source_options
 from edgefl.errors import EdgeflError, NetworkError, UsageError
 from edgefl.history.plots.names import AXES, ENDINGS, KINDS, check_matplotlib
 from edgefl.types import Json
@@ -38,8 +38,7 @@ _HELP = "\b\n" + "\n".join(f"{name:15}{text}" for name, text in KINDS.items())
     help="These rounds alone, such as 10:40 or 90: [default: all; timeline: the newest 20].",
 )
 @click.option("--title", default="", help="Above the sheet.")
-@click.option("--dir", "directory", type=click.Path(path_type=Path), help="Read the store in this directory.")
-@click.option("--url", help="Ask this coordinator.")
+@source_options
 def plot(  # noqa: PLR0913 the options of one command
     *,
     kind: str | None,
@@ -56,8 +55,6 @@ def plot(  # noqa: PLR0913 the options of one command
         raise UsageError(f"--out must end with {', '.join(ENDINGS)}, got {out}")
     if not out.parent.is_dir():
         raise UsageError(f"--out lies in {out.parent}, which is no directory; make it first")
-    if directory is not None and url is not None:
-        raise UsageError("--dir reads a store and --url asks a coordinator; give one of them")
     check_matplotlib()
     from edgefl.history.plots.sheets import Wish, draw  # noqa: PLC0415 matplotlib is slow to load
     from edgefl.history.plots.style import encoded  # noqa: PLC0415 likewise
@@ -81,25 +78,17 @@ def plot(  # noqa: PLR0913 the options of one command
 
 @contextlib.contextmanager
 def _source(directory: Path | None, url: str | None) -> Iterator[Source]:
-    if directory is None and (url or _has_operator_file()):
+    found = source_of(directory, url)
+    if found.directory is None:
         from edgefl.client import Operator  # noqa: PLC0415 only commands that talk need it
 
         yield OperatorSource(Operator.from_options(url))
         return
-    from edgefl.coordinator.directory import default_directory  # noqa: PLC0415 fast start
     from edgefl.history.store_source import StoreSource  # noqa: PLC0415 SQLAlchemy is slow to load
-    from edgefl.storage.store import DATABASE_NAME, Store  # noqa: PLC0415 likewise
+    from edgefl.storage.store import Store  # noqa: PLC0415 likewise
 
-    path = (directory or default_directory()).expanduser() / DATABASE_NAME
-    with Store.open(path, read_only=True) as store:
+    with Store.open(found.directory.expanduser() / DATABASE_NAME, read_only=True) as store:
         yield StoreSource(store, lambda record: batch_size(record.task, record.strategy, record.config))
-
-
-def _has_operator_file() -> bool:
-    from edgefl.client import operator_path  # noqa: PLC0415 only when no directory was named
-
-    path = operator_path()
-    return "EDGEFL_URL" in os.environ or path.exists() or any(path.parent.glob("operator.*.toml"))
 
 
 class OperatorSource:
@@ -127,13 +116,13 @@ class OperatorSource:
     ) -> list[Json]:
         filters = {"run": run, "since": since, "until": until, "limit": limit}
         if limit is not None:
-            return _rows(self._get(f"/edgefl/v1/history/{kind}", filters))
+            return rows_of(self._get(f"/edgefl/v1/history/{kind}", filters))
         # A coordinator that gives pages says what comes next; one that does not gives all rows at once.
         rows: list[Json] = []
         after: str | None = ""
         while after is not None:
             answer = self._get(f"/edgefl/v1/history/{kind}", {**filters, "after": after})
-            rows += _rows(answer)
+            rows += rows_of(answer)
             after = answer.get("next")
         return rows
 
@@ -142,13 +131,6 @@ class OperatorSource:
             return self._operator.get(path, filters)
         except NetworkError as error:
             raise NetworkError(f"{error}; --dir DIR reads the store of a coordinator that does not run") from error
-
-
-def _rows(answer: Json) -> list[Json]:
-    rows = answer.get("rows")
-    if not isinstance(rows, list):
-        raise NetworkError("the coordinator answered without rows; update edgefl on the older side")
-    return rows
 
 
 def batch_size(task: str, strategy: str, config: Mapping[str, Any]) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
+import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, TypeVar
@@ -56,6 +57,24 @@ def print_rows(
         _print_rich(rows, columns, title)
     else:
         _print_plain(rows, columns, title)
+
+
+def print_pages(pages: Iterable[Rows], columns: Sequence[str], fmt: str, *, kind: str) -> None:
+    """Prints rows to stdout as they come, as json or csv; the text is that of `print_rows`."""
+    if fmt == "csv":
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer.writerow(columns)
+        for page in pages:
+            writer.writerows([_csv_cell(row.get(name)) for name in columns] for row in page)
+        return
+    head = json.dumps({"v": JSON_VERSION, "kind": kind, "rows": []}, indent=2)
+    click.echo(head.removesuffix("]\n}"), nl=False)
+    separator = ""
+    for row in (row for page in pages for row in page):
+        text = json.dumps({name: row.get(name) for name in columns}, indent=2, ensure_ascii=False)
+        click.echo(f"{separator}\n{textwrap.indent(text, '    ')}", nl=False)
+        separator = ","
+    click.echo("\n  ]\n}" if separator else "]\n}")
 
 
 def known_columns(rows: Rows, columns: Sequence[str], optional: Collection[str]) -> list[str]:

@@ -13,10 +13,11 @@ from fastapi import APIRouter, Body, Depends
 from edgefl import __version__
 from edgefl.config import RunConfig, parse_run
 from edgefl.coordinator.access import Guard
+from edgefl.coordinator.history_api import add_history
 from edgefl.coordinator.roster import Roster
 from edgefl.coordinator.runs import RunWorker
 from edgefl.protocol import PROTOCOL_VERSION
-from edgefl.storage.queries import find_run, history
+from edgefl.storage.queries import find_run
 from edgefl.storage.records import RunRecord
 from edgefl.storage.store import Store
 from edgefl.summary import node_figures
@@ -73,18 +74,7 @@ def operator_router(
         facts = store.capabilities().get(device)
         return {"v": PROTOCOL_VERSION, **row, "capabilities": dict(facts.facts) if facts else {}}
 
-    @router.get("/edgefl/v1/history/{kind}", dependencies=reads)
-    def past(
-        kind: str,
-        run: str | None = None,
-        device: str | None = None,
-        since: float | None = None,
-        until: float | None = None,
-        limit: int | None = None,
-    ) -> Json:
-        rows = history(store, kind, run=run, device=device, since=since, until=until, limit=limit)
-        return {**_rows(rows), "kind": kind}
-
+    add_history(router, store, reads)
     return router
 
 

@@ -17,6 +17,7 @@ from edgefl.types import Progress
 log = logging.getLogger(__name__)
 
 PRUNE_EVERY_S = 3600.0
+DAY_S = 86_400.0
 
 
 class Diary:
@@ -28,6 +29,7 @@ class Diary:
         clock: Unix seconds.
         on_progress: told of progress reports, which are not kept.
         on_heartbeat: told of heartbeats of known devices.
+        keep_history_days: how long updates of runs that are over and five-minute rows are kept; None is for ever.
     """
 
     def __init__(
@@ -38,7 +40,9 @@ class Diary:
         clock: Callable[[], float],
         on_progress: Callable[[Progress], None],
         on_heartbeat: Callable[[str, Heartbeat], None],
+        keep_history_days: float | None = None,
     ) -> None:
+        self._keep_history_days = keep_history_days
         self._store, self._roster, self._clock = store, roster, clock
         self._on_progress, self._on_heartbeat = on_progress, on_heartbeat
         self._heartbeats: list[HeartbeatRow] = []
@@ -92,6 +96,8 @@ class Diary:
         if now >= self._next_prune:
             self._next_prune = now + PRUNE_EVERY_S
             self._store.prune_heartbeats(now)
+            if self._keep_history_days is not None:
+                self._store.prune_history(now - self._keep_history_days * DAY_S)
 
     def _heartbeat(self, device_id: str, heartbeat: Heartbeat) -> None:
         if self._roster.info(device_id) is None:

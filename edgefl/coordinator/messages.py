@@ -7,8 +7,10 @@ answer, a recall or a report from an earlier run never takes it for one of this 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 from edgefl.protocol import finite
@@ -16,6 +18,15 @@ from edgefl.types import Assignment, Evaluated, Evaluation, Json, UpdateMetrics
 
 MAX_COUNT = 2**53
 """Counts beyond this are no counts: JSON numbers are exact up to here."""
+PLAUSIBLE = MappingProxyType(
+    {
+        "max_temperature_c": (-40.0, 150.0),
+        "signal_dbm": (-200.0, 0.0),
+        "link_bits_per_s": (0.0, 1e12),
+        "energy_j": (0.0, 1e12),
+    }
+)
+"""What a device may say of its board; anything else is taken for not known."""
 
 
 def wire_id(run_id: str, assignment_id: str) -> str:
@@ -58,7 +69,23 @@ def update_metrics(metrics: Json, *, turnaround_s: float, bytes_up: int, bytes_d
         bytes_up=bytes_up,
         bytes_down=bytes_down,
         extra={name: value for name, value in numbers.items() if value is not None},
+        **_vitals(metrics.get("vitals")),
     )
+
+
+def _vitals(told: Any) -> dict[str, Any]:
+    """Returns how the board says that it was; what makes no sense is not worth refusing an update for."""
+    if not isinstance(told, Mapping):
+        return {}
+    vitals: dict[str, Any] = {}
+    for name, (least, most) in PLAUSIBLE.items():
+        value = finite(told.get(name))
+        if value is not None and least <= value <= most:
+            vitals[name] = value
+    throttled = told.get("throttled")
+    if isinstance(throttled, str) and re.fullmatch(r"[a-z,-]{1,100}", throttled):
+        vitals["throttled"] = throttled
+    return vitals
 
 
 def evaluated(order: Evaluation, metrics: Json, source: str) -> Evaluated:

@@ -199,6 +199,7 @@ class Recorder:
                 base_version=order.base_version,
                 outcome=lost.outcome,
                 reason=lost.reason,
+                ended_at=self._clock(),
             )
             self._ledger.update([row])
 
@@ -223,7 +224,7 @@ class Recorder:
         return self._unused.pop(assignment_id)
 
     def _update_row(self, update: Update) -> UpdateRow:
-        metrics = update.metrics
+        metrics, now = update.metrics, self._clock()
         return UpdateRow(
             assignment_id=update.assignment_id,
             device_id=update.device_id,
@@ -236,7 +237,13 @@ class Recorder:
             compute_s=metrics.compute_s,
             send_s=metrics.send_s,
             loss=metrics.loss,
-            received_at=self._clock(),
+            received_at=now,
+            ended_at=now,
+            max_temperature_c=metrics.max_temperature_c,
+            throttled=metrics.throttled,
+            signal_dbm=metrics.signal_dbm,
+            link_bits_per_s=metrics.link_bits_per_s,
+            energy_j=metrics.energy_j,
             metrics=dict(metrics.extra),
         )
 

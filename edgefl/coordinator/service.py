@@ -67,6 +67,7 @@ class StartOptions:
     heartbeat_s: float = _DEFAULTS.heartbeat_s
     device_metrics: int = _DEFAULTS.device_metrics
     alerts: AlertSettings | None = None  # None for those of the directory
+    keep_history_days: float | None = _DEFAULTS.keep_history_days
 
     @property
     def has_external_broker(self) -> bool:
@@ -151,6 +152,7 @@ class Coordinator:
             clock=time.time,
             on_progress=self._post,
             on_heartbeat=self._call_back,
+            keep_history_days=options.keep_history_days,
         )
         self._closers.callback(self._last_flush)
         self._superlink = SuperLink(on_reply=self._post, on_contact=self._roster.note_contact)

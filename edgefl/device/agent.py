@@ -18,6 +18,7 @@ from typing import Any
 
 from edgefl import __version__
 from edgefl.device.accelerator import chosen_accelerator
+from edgefl.device.assignment_vitals import AssignmentVitals
 from edgefl.device.bell import Bell
 from edgefl.device.broker_carrier import BrokerCarrier
 from edgefl.device.capabilities import probe
@@ -84,6 +85,7 @@ class Agent:
             life=state.next_session_no(),
             on_progress=self._report_progress,
             make_carrier=self._make_carrier,
+            board=AssignmentVitals(),
         )
         self._supernode = SuperNode(
             private_key_pem=state.key.read_bytes(),

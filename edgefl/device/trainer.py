@@ -18,6 +18,7 @@ from edgefl.compression.decoding import decode_body
 from edgefl.compression.delta import apply_delta
 from edgefl.compression.feedback import uses_feedback
 from edgefl.decentralised.mailbag import unpack_mail
+from edgefl.device.assignment_vitals import AssignmentVitals
 from edgefl.device.jobs import Job, job_of
 from edgefl.device.node_runner import MakeCarrier
 from edgefl.device.node_work import NeedsDenseError, NodeWork
@@ -66,6 +67,7 @@ class Trainer:
         on_progress: told after every iteration of a plan that asks for it.
         life: grows with every start of the device, 1 or more; nodes of a graph number their messages by it.
         make_carrier: for nodes of a graph whose messages the coordinator does not carry.
+        board: looks at the board while it works; None does not.
     """
 
     def __init__(  # noqa: PLR0913 a composition root hands over its parts by name
@@ -80,7 +82,9 @@ class Trainer:
         on_progress: ProgressSink,
         life: int = 1,
         make_carrier: MakeCarrier | None = None,
+        board: AssignmentVitals | None = None,
     ) -> None:
+        self._board = board
         self._device_id, self._role, self._state_dir = device_id, role, state_dir
         self._on_progress = on_progress
         self._tasks = WarmTasks(shards, accelerator=accelerator, threads=threads)
@@ -135,7 +139,7 @@ class Trainer:
 
     def train(self, header: Json, body: bytes) -> tuple[Json, bytes]:
         """Returns metrics and the encoded displacement for one assignment; of a node of a graph its messages, too."""
-        return self._answer(header, body, self._train)
+        return self._answer(header, body, self._felt)
 
     def evaluate(self, header: Json, body: bytes) -> tuple[Json, bytes]:
         """Returns loss and accuracy of the model in `body`."""
@@ -172,6 +176,19 @@ class Trainer:
             with self._lock:
                 self._recalled.pop(str(header.get("assignment")), None)
         return {**reply, **metrics}, result
+
+    def _felt(self, job: Job, warm: WarmTask, body: bytes) -> tuple[Json, bytes]:
+        """Trains, and tells beside the other metrics how the board was meanwhile."""
+        if self._board is None:
+            return self._train(job, warm, body)
+        self._board.begin()
+        self._board.look()
+        reply, result = self._train(job, warm, body)
+        return {**reply, "metrics": {**reply["metrics"], "vitals": self._board.end()}}, result
+
+    def _look(self) -> None:
+        if self._board is not None:
+            self._board.look()
 
     def _train(self, job: Job, warm: WarmTask, body: bytes) -> tuple[Json, bytes]:
         self._nodes.begin_run(job.run)
@@ -225,6 +242,7 @@ class Trainer:
         def on_iteration(iteration: int, seconds_per_iteration: float) -> bool:
             nonlocal reported_s
             self._now = job.run, job.assignment_id, iteration
+            self._look()
             if self._abandoned:
                 raise AbandonedError
             if plan.report_progress and time.monotonic() - reported_s >= REPORT_EVERY_S:
@@ -239,6 +257,7 @@ class Trainer:
 
         def is_recalled(iterations: int) -> bool:
             self._now = job.run, job.assignment_id, iterations
+            self._look()
             if self._abandoned:
                 raise AbandonedError
             return job.assignment_id in self._recalled

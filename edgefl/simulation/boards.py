@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.random import Generator
@@ -184,6 +185,18 @@ class Board:
             is_throttled=self.throttle is not None and self.throttle.factor_at(now_s) > 1.0,
             battery_fraction=value_at(profile.battery, now_s),
         )
+
+    def felt(self, from_s: float, to_s: float) -> dict[str, Any]:
+        """Returns the metrics of an update that say how the board was, by how it was at the beginning and the end."""
+        seen = [vitals for at_s in (from_s, to_s) if (vitals := self.vitals(at_s)) is not None]
+        heat = [vitals.temperature_c for vitals in seen if vitals.temperature_c is not None]
+        if not seen:
+            return {}
+        is_throttled = any(vitals.is_throttled for vitals in seen)
+        return {
+            "max_temperature_c": max(heat, default=None),
+            "throttled": ("throttled" if is_throttled else "ok") if self.throttle is not None else None,
+        }
 
     def _pace(self, plan: LocalPlan, limit: int | None) -> Pace:
         iteration_s = self.iteration_s(plan.batch_size)

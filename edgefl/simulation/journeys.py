@@ -181,6 +181,7 @@ class Journeys:
             send_s=max(0.0, now_s - work.given_s - compute_s),
             bytes_up=trained.num_bytes,
             bytes_down=work.sent_bytes,
+            **work.board.felt(work.started_s, work.due_s),
         )
 
     def _recalled(self, work: Work) -> None:

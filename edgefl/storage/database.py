@@ -20,12 +20,14 @@ from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 
 from edgefl.errors import StoreError, StoreTooNewError
 from edgefl.storage.failures import explained
+from edgefl.storage.rebuilding import rebuild_derived
 
-SCHEMA_REVISION = "0003"
+SCHEMA_REVISION = "0004"
 """The newest revision in `migrations/`; a test compares them."""
 BUSY_TIMEOUT_S = 10.0
 SWITCH_PAUSE_S = 0.02
 _VERSION_TABLE = "alembic_version"
+_FIRST_WITH_SUMS = "0004"
 
 
 class Database:
@@ -122,8 +124,10 @@ class Database:
             )
         with self._writers[True].begin() as connection:
             # Another process may have upgraded it while we waited for the lock; Alembic then finds nothing to do.
-            _revision(connection, self.where)
+            before = _revision(connection, self.where)
             _upgrade(connection)
+            if before is not None and before < _FIRST_WITH_SUMS:
+                rebuild_derived(connection)
 
 
 def sqlite_file(url_or_path: str | Path) -> Path | None:

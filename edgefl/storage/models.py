@@ -101,11 +101,19 @@ class Round(Base):
     """One round; `version` is the model's after it, `loss` the mean training loss by examples.
 
     Where devices have models of their own, `node_accuracy` is the mean over them, each counting alike. `facts` are
-    figures of the strategy.
+    figures of the strategy. `waited_for` is the device that a synchronous round waited for, and `waited_s` for how
+    long; see `waits`.
     """
 
     __tablename__ = "rounds"
-    __table_args__ = (UniqueConstraint("run_id", "round", name="uq_rounds"), Index("ix_rounds_started", "started_at"))
+    __table_args__ = (
+        UniqueConstraint("run_id", "round", name="uq_rounds"),
+        Index("ix_rounds_started", "started_at"),
+        Index("ix_rounds_run", "run_id", "started_at"),
+        Index("ix_rounds_seconds", "seconds"),
+        Index("ix_rounds_run_seconds", "run_id", "seconds"),
+        Index("ix_rounds_waited", "waited_for", "seconds"),
+    )
 
     id: Mapped[int] = mapped_column(Counter, primary_key=True)
     run_id: Mapped[str] = mapped_column(ForeignKey("runs.run_id"))
@@ -121,6 +129,10 @@ class Round(Base):
     node_accuracy: Mapped[float | None]
     worst_node_accuracy: Mapped[float | None]
     facts: Mapped[dict[str, Any] | None]
+    seconds: Mapped[float | None]
+    waited_for: Mapped[str | None]
+    waited_s: Mapped[float | None]
+    waited_update_id: Mapped[int | None]
 
 
 class Update(Base):
@@ -128,15 +140,18 @@ class Update(Base):
 
     `outcome` is NULL while it is outstanding, else used, late, refused, failed or lost. `applied_version` is the
     version that the update was applied to, `staleness` its distance from `base_version`. `codec` is the one that the
-    assignment asked for.
+    assignment asked for. `ended_at` is when it came, or was given up. What the board felt like while it worked
+    stands in the row itself, because heartbeats are not kept for long.
     """
 
     __tablename__ = "updates"
     __table_args__ = (
         UniqueConstraint("run_id", "assignment_id", name="uq_updates"),
-        Index("ix_updates_round", "run_id", "round"),
-        Index("ix_updates_device", "device_id", "run_id"),
+        Index("ix_updates_round", "run_id", "round", "device_id"),
+        Index("ix_updates_device", "device_id", "dispatched_at"),
+        Index("ix_updates_run", "run_id", "dispatched_at"),
         Index("ix_updates_dispatched", "dispatched_at"),
+        Index("ix_updates_outcome", "outcome", "dispatched_at"),
     )
 
     id: Mapped[int] = mapped_column(Counter, primary_key=True)
@@ -161,6 +176,12 @@ class Update(Base):
     dispatched_at: Mapped[float | None]
     received_at: Mapped[float | None]
     metrics: Mapped[dict[str, Any]]
+    ended_at: Mapped[float | None]
+    max_temperature_c: Mapped[float | None]
+    throttled: Mapped[str | None]
+    signal_dbm: Mapped[float | None]
+    link_bits_per_s: Mapped[float | None]
+    energy_j: Mapped[float | None]
 
 
 class Evaluation(Base):
@@ -174,6 +195,8 @@ class Evaluation(Base):
         UniqueConstraint("run_id", "assignment_id", name="uq_evaluations"),
         Index("ix_evaluations_round", "run_id", "round", "source"),
         Index("ix_evaluations_at", "at"),
+        Index("ix_evaluations_run", "run_id", "at"),
+        Index("ix_evaluations_device", "device_id", "at"),
     )
 
     id: Mapped[int] = mapped_column(Counter, primary_key=True)
@@ -197,7 +220,11 @@ class Heartbeat(Base):
     """What a board felt like when a heartbeat arrived (`at`, the coordinator's clock); kept for a day."""
 
     __tablename__ = "heartbeats"
-    __table_args__ = (Index("ix_heartbeats_device", "device_id", "at"), Index("ix_heartbeats_at", "at", "device_id"))
+    __table_args__ = (
+        Index("ix_heartbeats_device", "device_id", "at"),
+        Index("ix_heartbeats_at", "at", "device_id"),
+        Index("ix_heartbeats_run", "run", "at", "device_id"),
+    )
 
     id: Mapped[int] = mapped_column(Counter, primary_key=True)
     device_id: Mapped[str]
@@ -226,7 +253,10 @@ class Heartbeat5Min(Base):
     """
 
     __tablename__ = "heartbeats_5min"
-    __table_args__ = (Index("ix_heartbeats_5min_at", "at", "device_id"),)
+    __table_args__ = (
+        Index("ix_heartbeats_5min_at", "at", "device_id"),
+        Index("ix_heartbeats_5min_run", "run", "at", "device_id"),
+    )
 
     device_id: Mapped[str] = mapped_column(primary_key=True)
     at: Mapped[float] = mapped_column(primary_key=True)
@@ -249,7 +279,11 @@ class Event(Base):
     """Something worth remembering: a join, a loss, a refusal, a restart."""
 
     __tablename__ = "events"
-    __table_args__ = (Index("ix_events_at", "at"), Index("ix_events_run", "run_id", "at"))
+    __table_args__ = (
+        Index("ix_events_at", "at"),
+        Index("ix_events_run", "run_id", "at"),
+        Index("ix_events_device", "device_id", "at"),
+    )
 
     id: Mapped[int] = mapped_column(Counter, primary_key=True)
     at: Mapped[float]
@@ -275,3 +309,64 @@ class Checkpoint(Base):
     bytes_file: Mapped[int]
     accuracy: Mapped[float | None]
     at: Mapped[float]
+
+
+class Sums:
+    """What is summed up over assignments, so that nobody has to read a million rows; `totals` keeps it right.
+
+    `num_stale` counts updates with a staleness above 0; `energy_j` is NULL where no board told any.
+    """
+
+    num_assignments: Mapped[int]
+    num_used: Mapped[int]
+    num_late: Mapped[int]
+    num_lost: Mapped[int]
+    num_refused: Mapped[int]
+    num_failed: Mapped[int]
+    num_stale: Mapped[int]
+    sum_staleness: Mapped[int]
+    max_staleness: Mapped[int | None]
+    iterations: Mapped[int]
+    num_examples: Mapped[int]
+    compute_s: Mapped[float]
+    send_s: Mapped[float]
+    wait_s: Mapped[float]
+    bytes_up: Mapped[int]
+    bytes_down: Mapped[int]
+    max_temperature_c: Mapped[float | None]
+    energy_j: Mapped[float | None]
+
+
+class Total(Sums, Base):
+    """Sums by run, device and day (`2026-01-31`, UTC, of the dispatch; empty where that is not known)."""
+
+    __tablename__ = "totals"
+    __table_args__ = (Index("ix_totals_device", "device_id", "day"), Index("ix_totals_day", "day", "device_id"))
+
+    run_id: Mapped[str] = mapped_column(primary_key=True)
+    device_id: Mapped[str] = mapped_column(primary_key=True)
+    day: Mapped[str] = mapped_column(primary_key=True)
+
+
+class RunTotal(Sums, Base):
+    """Sums by run."""
+
+    __tablename__ = "run_totals"
+
+    run_id: Mapped[str] = mapped_column(primary_key=True)
+
+
+class DeviceTotal(Sums, Base):
+    """Sums by device."""
+
+    __tablename__ = "device_totals"
+
+    device_id: Mapped[str] = mapped_column(primary_key=True)
+
+
+class DayTotal(Sums, Base):
+    """Sums by day."""
+
+    __tablename__ = "day_totals"
+
+    day: Mapped[str] = mapped_column(primary_key=True)

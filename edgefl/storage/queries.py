@@ -1,76 +1,105 @@
-"""What happened: rows of history, oldest first, in the columns of `COLUMNS`."""
+"""What happened: rows of history in the columns of `COLUMNS`, all of them, the newest, or page by page."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict, Unpack
 
-from sqlalchemy import JSON, Connection, Select, and_, case, column, func, literal, select, table, union_all
-from sqlalchemy.sql.selectable import TableClause
+from sqlalchemy import Connection, select
 
 from edgefl.errors import NotFoundError, UsageError
-from edgefl.storage.columns import COLUMNS
-from edgefl.storage.models import Device, Evaluation, Event, Heartbeat, Heartbeat5Min, Run, Update
+from edgefl.storage.columns import BY, COLUMNS, SUMMED, columns_of
+from edgefl.storage.models import Run
+from edgefl.storage.row_queries import ROW_QUERIES
 from edgefl.storage.store import Store
-from edgefl.types import Json, Outcome
+from edgefl.storage.sum_queries import SUM_QUERIES
+from edgefl.storage.wanted import PLACES, Question, Wanted, parse_place, place_text
+from edgefl.storage.where import parse_conditions
+from edgefl.types import Json
 
 LATEST = "latest"
-_SUMS = ("compute_s", "send_s", "wait_s", "bytes_up", "bytes_down")
+PAGE_ROWS = 5_000
+EARLIEST, LATEST_TIME = -62_135_596_800.0, 253_402_300_799.0
+"""The years 1 to 9999."""
+_QUESTIONS = {**ROW_QUERIES, **SUM_QUERIES}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Filter:
-    run_id: str | None
+class Filters(TypedDict, total=False):
+    """What rows of history can be chosen by; what is left out or None chooses all.
+
+    run: a run's id, the beginning of one, its name (the newest run of that name), or `latest`.
+    device: a device id; for slow rounds, the device that they waited for.
+    since: rows from this time on, unix seconds; for devices, those seen since; sums go by whole days.
+    until: rows before this time.
+    limit: how many rows at most.
+    where: conditions such as `staleness>3`; all of them hold.
+    by: what sums are by, of `BY`.
+    """
+
+    run: str | None
     device: str | None
     since: float | None
     until: float | None
     limit: int | None
-
-    def within(self, when: Any) -> list[Any]:
-        bounds = []
-        if self.since is not None:
-            bounds.append(when >= self.since)
-        if self.until is not None:
-            bounds.append(when < self.until)
-        return bounds
+    where: Sequence[str]
+    by: str | None
 
 
-def history(  # noqa: PLR0913 the filters of one command
-    store: Store,
-    kind: str,
-    *,
-    run: str | None = None,
-    device: str | None = None,
-    since: float | None = None,
-    until: float | None = None,
-    limit: int | None = None,
-) -> list[Json]:
-    """Returns the newest rows of one kind, oldest of them first; devices by name.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """Some rows; `next` is the place after which there may be more, None at the end."""
+
+    rows: list[Json]
+    next: str | None
+
+
+def history(store: Store, kind: str, **filters: Unpack[Filters]) -> list[Json]:
+    """Returns the newest rows of one kind, oldest of them first; devices by name, slow rounds slowest first.
+
+    Raises:
+        UsageError: there is no such kind, or a filter makes no sense.
+        NotFoundError: no such run.
+    """
+    with store.database.read() as connection:
+        wanted = _wanted(connection, kind, filters)
+        rows, question = _rows(connection, kind, wanted)
+    if question.is_timeline:
+        rows.reverse()
+    return _named(rows, kind, wanted)
+
+
+def history_page(store: Store, kind: str, after: str, **filters: Unpack[Filters]) -> Page:
+    """Returns the rows behind a place, oldest first (slow rounds slowest first), no more than `PAGE_ROWS`.
 
     Args:
         store: where to look.
         kind: a key of `COLUMNS`.
-        run: a run's id, the beginning of one, its name (the newest run of that name), or `latest`.
-        device: a device id.
-        since: rows from this time on, unix seconds; for devices, those seen since.
-        until: rows before this time.
-        limit: how many rows at most.
+        after: empty for the first page, else what the page before called `next`.
+        filters: see `Filters`; a limit can only make the page smaller.
 
     Raises:
-        UsageError: there is no such kind, or the limit is not positive.
+        UsageError: as `history`; or the place is none.
         NotFoundError: no such run.
     """
-    if kind not in COLUMNS:
-        raise UsageError(f"history has no {kind!r}; it has {', '.join(COLUMNS)}")
-    if limit is not None and limit < 1:
-        raise UsageError(f"limit must be at least 1, got {limit}")
+    size = min(filters.get("limit") or PAGE_ROWS, PAGE_ROWS)
     with store.database.read() as connection:
-        run_id = None if run is None else _find_run(connection, run)
-        wanted = _Filter(run_id=run_id, device=device, since=since, until=until, limit=limit)
-        rows = connection.execute(_QUERIES[kind](wanted).limit(limit)).mappings().all()
-    ordered = rows if kind == "devices" else reversed(rows)
-    return [{name: row[name] for name in COLUMNS[kind]} for row in ordered]
+        wanted = replace(_wanted(connection, kind, filters), after=parse_place(after), limit=size)
+        if kind in SUMMED or kind in {"devices", "accuracy"}:  # as many as there are devices, days or rounds of a run
+            wanted = replace(wanted, limit=None)
+        rows, question = _rows(connection, kind, wanted)
+    is_last = wanted.limit is None or len(rows) < wanted.limit or not question.is_paged
+    place = None if is_last or not rows else place_text([rows[-1][name] for name in PLACES])
+    return Page(rows=_named(rows, kind, wanted), next=place)
+
+
+def history_pages(store: Store, kind: str, **filters: Unpack[Filters]) -> Iterator[list[Json]]:
+    """Yields all rows page by page, so that a long history never lies in memory whole."""
+    after: str | None = ""
+    while after is not None:
+        page = history_page(store, kind, after, **filters)
+        yield page.rows
+        after = page.next
 
 
 def find_run(store: Store, text: str) -> str:
@@ -81,6 +110,44 @@ def find_run(store: Store, text: str) -> str:
     """
     with store.database.read() as connection:
         return _find_run(connection, text)
+
+
+def _wanted(connection: Connection, kind: str, filters: Filters) -> Wanted:
+    by, limit, run = filters.get("by") or BY[0], filters.get("limit"), filters.get("run")
+    if kind not in COLUMNS:
+        raise UsageError(f"history has no {kind!r}; it has {', '.join(COLUMNS)}")
+    if limit is not None and limit < 1:
+        raise UsageError(f"limit must be at least 1, got {limit}")
+    if by not in BY or (filters.get("by") and kind not in SUMMED):
+        raise UsageError(f"{', '.join(sorted(SUMMED))} can be by {', '.join(BY)}; got {kind} by {by!r}")
+    for name in ("since", "until"):
+        at = filters.get(name)
+        if at is not None and not EARLIEST <= at <= LATEST_TIME:  # type: ignore[operator] # both are numbers
+            raise UsageError(f"{name} must be a time in unix seconds, got {at!r}")
+    where = parse_conditions(kind, by, filters.get("where") or ())
+    if kind == "accuracy":
+        run = run or LATEST
+        if filters.get("device"):
+            raise UsageError("the accuracy is the model's, not a device's; `edgefl history evaluations` has theirs")
+    return Wanted(
+        run_id=None if run is None else _find_run(connection, run),
+        device=filters.get("device"),
+        since=filters.get("since"),
+        until=filters.get("until"),
+        limit=limit,
+        where=where,
+        by=by,
+    )
+
+
+def _rows(connection: Connection, kind: str, wanted: Wanted) -> tuple[list[Any], Question]:
+    question = _QUESTIONS[kind](connection, wanted)
+    return list(connection.execute(question.query).mappings()), question
+
+
+def _named(rows: Sequence[Any], kind: str, wanted: Wanted) -> list[Json]:
+    names = columns_of(kind, wanted.by)
+    return [{name: row[name] for name in names} for row in rows]
 
 
 def _find_run(connection: Connection, text: str) -> str:
@@ -97,93 +164,3 @@ def _find_run(connection: Connection, text: str) -> str:
         if found:
             return str(found[0])
     raise NotFoundError("there is no run yet" if text == LATEST else f"no run {text!r}; `edgefl run list` shows them")
-
-
-def _view(name: str, kind: str) -> TableClause:
-    return table(name, *(column(entry, JSON if entry == "facts" else None) for entry in COLUMNS[kind]))
-
-
-def _rounds(wanted: _Filter) -> Select[Any]:
-    view = _view("v_rounds", "rounds")
-    query = select(view).where(*wanted.within(view.c.started_at))
-    if wanted.run_id is not None:
-        query = query.where(view.c.run_id == wanted.run_id)
-    if wanted.device is not None:
-        of_device = select(Update.run_id).where(
-            Update.run_id == view.c.run_id, Update.round == view.c.round, Update.device_id == wanted.device
-        )
-        query = query.where(of_device.exists())
-    return query.order_by(view.c.started_at.desc(), view.c.round.desc())
-
-
-def _updates(wanted: _Filter) -> Select[Any]:
-    query = select(Update.__table__).where(*wanted.within(func.coalesce(Update.dispatched_at, Update.received_at)))
-    return _narrowed(query, wanted, Update.__table__).order_by(Update.id.desc())
-
-
-def _evaluations(wanted: _Filter) -> Select[Any]:
-    query = select(Evaluation.__table__).where(*wanted.within(Evaluation.at))
-    return _narrowed(query, wanted, Evaluation.__table__).order_by(Evaluation.at.desc(), Evaluation.id.desc())
-
-
-def _events(wanted: _Filter) -> Select[Any]:
-    query = select(Event.__table__).where(*wanted.within(Event.at))
-    return _narrowed(query, wanted, Event.__table__).order_by(Event.at.desc(), Event.id.desc())
-
-
-def _heartbeats(wanted: _Filter) -> Select[Any]:
-    # Not from v_heartbeats: each half is cut by its own index before they are put together.
-    halves = [
-        _newest_heartbeats(Heartbeat.__table__, literal(1), wanted),
-        _newest_heartbeats(Heartbeat5Min.__table__, Heartbeat5Min.num_heartbeats, wanted),
-    ]
-    rows = union_all(*(select(half.subquery()) for half in halves)).subquery()
-    return select(rows).order_by(rows.c.at.desc(), rows.c.device_id.desc())
-
-
-def _newest_heartbeats(rows: Any, count: Any, wanted: _Filter) -> Select[Any]:
-    others = (rows.c[name] for name in COLUMNS["heartbeats"] if name != "num_heartbeats")
-    query = select(*others, count.label("num_heartbeats")).where(*wanted.within(rows.c.at))
-    if wanted.run_id is not None:
-        query = query.where(rows.c.run == wanted.run_id)
-    if wanted.device is not None:
-        query = query.where(rows.c.device_id == wanted.device)
-    return query.order_by(rows.c.at.desc(), rows.c.device_id.desc()).limit(wanted.limit)
-
-
-def _devices(wanted: _Filter) -> Select[Any]:
-    devices = Device.__table__
-    in_run = [] if wanted.run_id is None else [Update.run_id == wanted.run_id]
-    joined = and_(Update.device_id == Device.device_id, *in_run)
-    query = (
-        select(
-            devices,
-            func.count(Update.id).label("num_assignments"),
-            func.count(case((Update.outcome == str(Outcome.USED), 1))).label("num_used"),
-            *(func.coalesce(func.sum(Update.__table__.columns[name]), 0).label(name) for name in _SUMS),
-        )
-        .join(Update, joined, isouter=wanted.run_id is None)
-        .where(*wanted.within(Device.last_seen_at))
-        .group_by(Device.device_id)
-    )
-    if wanted.device is not None:
-        query = query.where(Device.device_id == wanted.device)
-    return query.order_by(Device.device_id)
-
-
-def _narrowed(query: Select[Any], wanted: _Filter, rows: Any) -> Select[Any]:
-    if wanted.run_id is not None:
-        query = query.where(rows.c.run_id == wanted.run_id)
-    if wanted.device is not None:
-        query = query.where(rows.c.device_id == wanted.device)
-    return query
-
-
-_QUERIES: dict[str, Callable[[_Filter], Select[Any]]] = {
-    "rounds": _rounds,
-    "updates": _updates,
-    "devices": _devices,
-    "heartbeats": _heartbeats,
-    "events": _events,
-    "evaluations": _evaluations,
-}

@@ -175,6 +175,12 @@ class UpdateRow:
     wait_s: float | None = None
     loss: float | None = None
     received_at: float | None = None
+    ended_at: float | None = None
+    max_temperature_c: float | None = None
+    throttled: str | None = None
+    signal_dbm: float | None = None
+    link_bits_per_s: float | None = None
+    energy_j: float | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -21,7 +21,9 @@ from edgefl.storage.records import (
     RunStatus,
     UpdateRow,
 )
+from edgefl.storage.totals import affected, counted
 from edgefl.storage.upsert import insert_new, upsert
+from edgefl.storage.waits import wait_of_round
 from edgefl.types import Json, Outcome
 
 NO_UPDATES: Mapping[str, Any] = MappingProxyType(
@@ -127,8 +129,21 @@ class RunRows:
         """
         with self._database.write() as connection:
             sums = _round_sums(connection, run_id, Update.round == number).get(number, NO_UPDATES)
+            wait = wait_of_round(connection, run_id, number, closed_at)
             where = (Round.run_id == run_id, Round.round == number)
-            closed = update(Round).where(*where).values(version=version, closed_at=closed_at, **sums)
+            closed = (
+                update(Round)
+                .where(*where)
+                .values(
+                    version=version,
+                    closed_at=closed_at,
+                    seconds=closed_at - Round.started_at,
+                    waited_for=wait.device_id if wait else None,
+                    waited_s=wait.seconds if wait else None,
+                    waited_update_id=wait.update_id if wait else None,
+                    **sums,
+                )
+            )
             if not connection.execute(closed).rowcount:
                 raise NotFoundError(f"no round {number} of run {run_id!r} is open")
             rounds = case((Run.rounds < number, number), else_=Run.rounds)
@@ -164,14 +179,15 @@ class RunRows:
     def record_dispatches(self, run_id: str, rows: Sequence[DispatchRow]) -> None:
         """Keeps assignments that go out."""
         values = [{"run_id": run_id, "metrics": {}, **columns_of(row)} for row in rows]
-        with self._database.write() as connection:
+        with self._database.write() as connection, counted(connection, run_id, affected(rows)):
             insert_new(connection, Update, values, ("run_id", "assignment_id"))
 
     def record_updates(self, run_id: str, rows: Sequence[UpdateRow]) -> None:
         """Keeps what came of assignments, over what was known of them."""
-        values = [{"run_id": run_id, **columns_of(row)} for row in rows]
-        with self._database.write() as connection:
-            upsert(connection, Update, values, ("run_id", "assignment_id"))
+        # A row that was never dispatched has its time all the same: history goes by it.
+        values = [{"run_id": run_id, "dispatched_at": row.received_at, **columns_of(row)} for row in rows]
+        with self._database.write() as connection, counted(connection, run_id, affected(rows)):
+            upsert(connection, Update, values, ("run_id", "assignment_id"), keeps=("dispatched_at",))
 
     def mark_applied(
         self, run_id: str, assignment_ids: Sequence[str], *, applied_version: int, round_number: int | None = None
@@ -189,7 +205,7 @@ class RunRows:
             .values(**values)
         )
         if assignment_ids:
-            with self._database.write() as connection:
+            with self._database.write() as connection, counted(connection, run_id, assignment_ids):
                 connection.execute(statement, [{"applied": assignment_id} for assignment_id in assignment_ids])
 
     def record_evaluations(self, run_id: str, rows: Sequence[EvaluationRow]) -> None:

@@ -10,12 +10,13 @@ from typing import Self
 from edgefl.storage.database import Database
 from edgefl.storage.fleet_rows import FleetRows
 from edgefl.storage.heartbeat_rows import HeartbeatRows
+from edgefl.storage.retention import Retention
 from edgefl.storage.run_rows import RunRows
 
 DATABASE_NAME = "edgefl.db"
 
 
-class Store(FleetRows, RunRows, HeartbeatRows):
+class Store(FleetRows, RunRows, HeartbeatRows, Retention):
     """Everything that is remembered; safe to use from several threads and next to other processes."""
 
     def __init__(self, database: Database) -> None:

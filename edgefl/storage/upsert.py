@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, Executable
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.sql.elements import ColumnElement
 
@@ -18,11 +19,19 @@ Merge = Callable[[Any, Any], ColumnElement[Any]]
 def insert_new(connection: Connection, model: type[Base], rows: Rows, keys: Sequence[str]) -> None:
     """Inserts the rows whose `keys` are not there yet; a replayed row changes nothing."""
     if rows:
-        connection.execute(_insert(connection, model).on_conflict_do_nothing(index_elements=list(keys)), list(rows))
+        connection.execute(
+            _insert(connection.dialect.name, model).on_conflict_do_nothing(index_elements=list(keys)), list(rows)
+        )
 
 
 def upsert(
-    connection: Connection, model: type[Base], rows: Rows, keys: Sequence[str], *, merge: Merge | None = None
+    connection: Connection,
+    model: type[Base],
+    rows: Rows,
+    keys: Sequence[str],
+    *,
+    merge: Merge | None = None,
+    keeps: Sequence[str] = (),
 ) -> None:
     """Inserts rows; where `keys` are there already, the other columns that the rows have are replaced.
 
@@ -32,19 +41,24 @@ def upsert(
         rows: all with the same columns.
         keys: the columns of a unique constraint.
         merge: turns (stored column, new value) into what is kept; the new value if None.
+        keeps: columns of which a row that is there already keeps what it has.
     """
-    if not rows:
-        return
-    statement = _insert(connection, model)
-    columns = model.__table__.columns
-    kept = {
-        name: merge(columns[name], statement.excluded[name]) if merge else statement.excluded[name]
-        for name in rows[0]
-        if name not in keys
-    }
-    connection.execute(statement.on_conflict_do_update(index_elements=list(keys), set_=kept), list(rows))
+    if rows:
+        changing = tuple(name for name in rows[0] if name not in keys and name not in keeps)
+        connection.execute(_upsert(connection.dialect.name, model, tuple(keys), changing, merge), list(rows))
 
 
-def _insert(connection: Connection, model: type[Base]) -> sqlite.Insert | postgresql.Insert:
+# To build such a statement takes far longer than to run it; there are about ten.
+@cache
+def _upsert(
+    dialect: str, model: type[Base], keys: tuple[str, ...], changing: tuple[str, ...], merge: Merge | None
+) -> Executable:
+    statement = _insert(dialect, model)
+    columns, new = model.__table__.columns, statement.excluded
+    kept = {name: merge(columns[name], new[name]) if merge else new[name] for name in changing}
+    return statement.on_conflict_do_update(index_elements=list(keys), set_=kept)
+
+
+def _insert(dialect: str, model: type[Base]) -> sqlite.Insert | postgresql.Insert:
     table: Any = model.__table__
-    return postgresql.insert(table) if connection.dialect.name == "postgresql" else sqlite.insert(table)
+    return postgresql.insert(table) if dialect == "postgresql" else sqlite.insert(table)

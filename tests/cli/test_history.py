@@ -11,9 +11,10 @@ from click.testing import CliRunner
 
 from edgefl.cli.history import command, parse_time
 from edgefl.cli.main import main
-from edgefl.cli.render import human, human_bytes, print_rows
+from edgefl.cli.render import human, human_bytes, print_pages, print_rows
 from edgefl.errors import UsageError
-from edgefl.storage.columns import COLUMNS, OF_NODES
+from edgefl.storage import queries
+from edgefl.storage.columns import COLUMNS, OF_NODES, columns_of
 from edgefl.storage.records import EvaluationRow, UpdateRow
 from edgefl.storage.store import Store
 from edgefl.types import Outcome
@@ -77,7 +78,7 @@ def test_csv_has_the_columns_of_json(ask, kind):
     rows = json.loads(ask(kind, "--format", "json").stdout)["rows"]
     assert len(lines) == len(rows)
     assert all(tuple(line) == tuple(row) for line, row in zip(lines, rows, strict=True))
-    assert all(list(row) == [name for name in COLUMNS[kind] if name not in OF_NODES] for row in rows)
+    assert all(list(row) == [name for name in columns_of(kind, "device") if name not in OF_NODES] for row in rows)
 
 
 def test_a_table_away_from_a_terminal_is_aligned_and_has_units(ask):
@@ -266,3 +267,72 @@ def test_evaluations_name_whose_model_they_are_of_where_there_are_several(ask, w
     rows = json.loads(ask("evaluations", "--run", "run-2", "--format", "json").stdout)["rows"]
     assert [(row["accuracy"], row["subject"]) for row in rows] == [(0.875, ""), (0.0, "pi-1")]
     assert "subject" in ask("evaluations", "--run", "run-2").stdout.splitlines()[0]
+
+
+def test_a_condition_chooses_rows_and_a_bad_one_is_one_line(ask, directory, capsys):
+    answer = json.loads(ask("updates", "--where", "loss<1", "--where", "run_id=run-2", "--format", "json").stdout)
+    assert [row["run_id"] for row in answer["rows"]] == ["run-2"]
+    with pytest.raises(SystemExit) as end:
+        main(["history", "updates", "--where", "nonsense=1", "--dir", str(directory)])
+    assert end.value.code == 2
+    assert "cannot be chosen by 'nonsense'; they have run_id, round" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("by", "keys"), [("device", ["pi-1"]), ("day", ["1970-01-01"]), ("run", ["run-1", "run-2"])])
+def test_sums_are_by_what_is_asked_for(ask, by, keys):
+    rows = json.loads(ask("traffic", "--by", by, "--format", "json").stdout)["rows"]
+    assert [next(iter(row.values())) for row in rows] == keys
+    assert sum(row["bytes_up"] for row in rows) == 2 * 1_234_567
+    table = ask("traffic", "--by", by).stdout.splitlines()
+    assert table[0].split("  ")[0] == {"device": "device id", "day": "day", "run": "run id"}[by]
+    assert len(table) == 1 + len(keys)
+
+
+def test_why_is_a_sentence_or_facts(ask):
+    sentence = ask("why", "run-2", "1").stdout
+    assert sentence.startswith(("Round 1 took 2.0 s", "Round 1 waited"))
+    told = json.loads(ask("why", "latest", "1", "--format", "json").stdout)
+    assert (told["v"], told["run_id"], told["round"], told["sentence"]) == (1, "run-2", 1, sentence.rstrip("\n"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["why", "nothing", "1"], 40, "no run 'nothing'"),
+        (["why", "run-1", "9"], 40, "has no round 9"),
+        (["why", "run-1", "first"], 2, "not a valid integer"),
+        (["accuracy", "--device", "pi-1"], 2, "the accuracy is the model's"),
+        (["traffic", "--by", "week"], 2, "is not one of"),
+    ],
+)
+def test_questions_that_make_no_sense_are_one_line_and_an_exit_code(directory, capsys, arguments, code, words):
+    with pytest.raises(SystemExit) as end:
+        main(["history", *arguments, "--dir", str(directory)])
+    assert end.value.code == code
+    assert words in capsys.readouterr().err
+
+
+def test_export_writes_a_folder_and_says_how_many_runs(ask, directory):
+    out = directory / "files"
+    assert ask("export", str(out)).stdout == f"wrote 2 runs to {out}\n"
+    assert (out / "run-1/devices/pi-1.csv").is_file()
+    assert ask("export", str(out), "--run", "latest", "--force").stdout == f"wrote 1 run to {out}\n"
+
+
+def test_a_history_of_many_pages_is_printed_whole_and_in_order(ask, directory, monkeypatch):
+    monkeypatch.setattr(queries, "PAGE_ROWS", 7)
+    with Store.open(directory / "edgefl.db") as store, store.batch():
+        for number in range(20):
+            store.record_event("note", f"event {number}", at=10.0 + number // 3)
+    rows = json.loads(ask("events", "--format", "json").stdout)["rows"]
+    assert [row["message"] for row in rows[1:]] == [f"event {number}" for number in range(20)]
+    lines = list(csv.DictReader(io.StringIO(ask("events", "--format", "csv").stdout)))
+    assert [line["message"] for line in lines[1:]] == [f"event {number}" for number in range(20)]
+
+
+@pytest.mark.parametrize("rows", [[], [{"a": 1}], [{"a": 1, "b": [{"c": "\u00e9"}]}, {"a": None, "b": {}}]])
+def test_json_that_is_printed_as_it_comes_is_the_json_of_all_at_once(capsys, rows):
+    print_rows(rows, ("a", "b"), "json", kind="k")
+    at_once = capsys.readouterr().out
+    print_pages([rows[:1], rows[1:]], ("a", "b"), "json", kind="k")
+    assert capsys.readouterr().out == at_once

@@ -347,6 +347,32 @@ def test_what_a_device_measured_besides_is_kept(book):
     assert book.rows("updates")[0]["metrics"] == {"gap": 0.5}
 
 
+def test_how_a_board_was_is_kept_with_its_update_until_it_is_used_and_after(book):
+    vitals = {
+        "max_temperature_c": 83.2, "throttled": "throttled", "signal_dbm": -80.0, "link_bits_per_s": 6e6,
+        "energy_j": 5.0,
+    }  # fmt: skip
+    book.order(0, "a")
+    book.receive(update(0, "a", **vitals))
+    book.recorder.commit()
+    for _ in ("received", "used"):
+        (row,) = book.rows("updates")
+        assert {name: row[name] for name in vitals} == vitals
+        assert row["ended_at"] == row["received_at"] == 1000.0
+        if row["outcome"] is None:
+            book.recorder.aggregated(1, ["v0-a"], None)
+            book.recorder.commit()
+
+
+def test_an_assignment_that_is_given_up_ends_when_it_is(book):
+    book.order(0, "a")
+    book.now_s = 30.0
+    book.receive(Lost(device_id="a", assignment_id="v0-a", outcome=Outcome.LOST, reason="gone"))
+    book.recorder.commit()
+    (row,) = book.rows("updates")
+    assert (row["received_at"], row["ended_at"]) == (None, 1030.0)
+
+
 def test_a_device_that_is_flagged_is_an_event_once_with_the_reason(book):
     for version in range(3):
         book.order(version, "a", "b")

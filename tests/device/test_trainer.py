@@ -10,6 +10,8 @@ import pytest
 from edgefl.compression.codec import make_codec
 from edgefl.compression.decoding import decode_body
 from edgefl.compression.delta import encode_delta
+from edgefl.device.assignment_vitals import AssignmentVitals
+from edgefl.device.link_quality import LinkQuality
 from edgefl.device.trainer import AbandonedError, Trainer
 from edgefl.tasks.cards import ShardCard
 from edgefl.tasks.registry import make_task
@@ -572,3 +574,20 @@ def test_a_damaged_delta_is_an_error_and_leaves_the_model_that_is_held(device):
     assert "CodecError" in header["error"]
     assert "needs_dense" not in header
     assert device.train(body=delta, version=1, base=0)[1] == device.train(body=whole, version=1)[1]
+
+
+def test_an_update_tells_how_the_board_was_while_it_was_made(tmp_path, shard):
+    zone = tmp_path / "sys/class/thermal/thermal_zone0"
+    zone.mkdir(parents=True)
+    (zone / "type").write_text("cpu-thermal")
+    (zone / "temp").write_text("83200")
+    device = Device(tmp_path, {"digits": str(shard)})
+    silent, _ = device.train()
+    device.trainer = Trainer(
+        device_id="pi", role="trainer", shards=lambda: {"digits": str(shard)}, accelerator="cpu", threads=1,
+        state_dir=tmp_path, on_progress=lambda *_: None,
+        board=AssignmentVitals(tmp_path, quality=lambda _: LinkQuality(signal_dbm=-70.0)),
+    )  # fmt: skip
+    told, _ = device.train(assignment="r/a-2")
+    assert "vitals" not in silent["metrics"]
+    assert told["metrics"]["vitals"] == {"max_temperature_c": 83.2, "signal_dbm": -70.0}

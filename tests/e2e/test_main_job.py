@@ -144,3 +144,17 @@ def test_a_device_process_has_no_torch_and_stays_small(job: Job) -> None:
         assert "torch" not in (process / "maps").read_text()
         pss_kb = int(re.search(r"^Pss:\s+(\d+)", (process / "smaps_rollup").read_text(), re.MULTILINE)[1])
         assert pss_kb < 85_000
+
+
+def test_sums_and_reasons_of_a_live_coordinator_are_those_of_its_rows(job: Job) -> None:
+    rows = job.sql(
+        f"SELECT device_id, sum(bytes_up) AS bytes_up FROM updates WHERE run_id = '{job.run_id}' GROUP BY device_id"
+    )
+    told = job.fleet.history("traffic", run=job.run_id)
+    assert [(row["device_id"], row["bytes_up"]) for row in told] == [tuple(row) for row in rows]
+    why = job.fleet.operator().get("/edgefl/v1/history/why", {"run": "main", "round": 3})
+    assert why["sentence"].startswith("Round 3 waited ")
+    assert sorted(row["device_id"] for row in why["devices"]) == TRAINERS
+    (slowest,) = job.fleet.history("slow", run=job.run_id, limit=1)
+    assert slowest["waited_for"] in TRAINERS
+    assert slowest["seconds"] == max(row["seconds"] for row in job.fleet.history("rounds", run=job.run_id))

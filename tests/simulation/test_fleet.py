@@ -171,6 +171,15 @@ def test_a_throttled_board_takes_longer_from_then_on() -> None:
     assert virtual.view().vitals["d0"].is_throttled is True
 
 
+def test_an_update_tells_how_its_board_was_as_far_as_its_profile_says() -> None:
+    hot = replace(BOARD, throttling=((2.5, 3.0),), temperature_c=((0.0, 50.0), (3.0, 83.0), (8.0, 60.0)))
+    virtual = fleet([board(profile=hot), board(1)])
+    virtual.dispatch([order("a"), order("b", "d1")], Source())
+    told = {event.device_id: event.metrics for _, event in until(virtual, 50.0) if isinstance(event, Update)}
+    assert (told["d0"].max_temperature_c, told["d0"].throttled) == (60.0, "throttled")
+    assert (told["d1"].max_temperature_c, told["d1"].throttled, told["d1"].energy_j) == (None, None, None)
+
+
 def test_a_congested_link_takes_longer() -> None:
     virtual = fleet([board(profile=replace(BOARD, congestion=((0.0, 4.0), (3.0, 1.0))))])
     virtual.dispatch([order("a")], Source())

@@ -273,7 +273,7 @@ def test_two_programs_may_open_a_new_store_at_once(tmp_path):
         assert process.returncode == 0
 
 
-@pytest.mark.parametrize("revision", ["0001", "0002"])
+@pytest.mark.parametrize("revision", ["0001", "0002", "0003"])
 def test_a_store_of_an_earlier_revision_is_upgraded_with_its_rows(tmp_path, revision):
     path = tmp_path / "edgefl.db"
     config = Config()
@@ -288,12 +288,12 @@ def test_a_store_of_an_earlier_revision_is_upgraded_with_its_rows(tmp_path, revi
             " VALUES ('r', 'n', 'digits', 'fedavg', '{}', 'finished', 1.0, 1, 1, 7)"
         )
         connection.exec_driver_sql(
-            "INSERT INTO rounds (run_id, round, started_at, num_devices, num_updates, bytes_up, bytes_down)"
-            " VALUES ('r', 1, 1.0, 1, 1, 5, 6)"
+            "INSERT INTO rounds (run_id, round, started_at, closed_at, num_devices, num_updates, bytes_up,"
+            " bytes_down) VALUES ('r', 1, 1.0, 9.0, 1, 1, 5, 6)"
         )
         connection.exec_driver_sql(
-            "INSERT INTO updates (run_id, round, assignment_id, device_id, base_version, metrics)"
-            " VALUES ('r', 1, 'a', 'd', 0, '{}')"
+            "INSERT INTO updates (run_id, round, assignment_id, device_id, base_version, metrics, bytes_up,"
+            " received_at) VALUES ('r', 1, 'a', 'd', 0, '{}', 5, 8.0)"
         )
         connection.exec_driver_sql(
             "INSERT INTO evaluations (run_id, assignment_id, round, version, device_id, source, loss, accuracy,"
@@ -307,6 +307,9 @@ def test_a_store_of_an_earlier_revision_is_upgraded_with_its_rows(tmp_path, revi
             rows = connection.exec_driver_sql("SELECT run_name, device_id, codec FROM v_updates").all()
         assert [tuple(row) for row in rows] == [("n", "d", None)]
         (round_,), (evaluation,) = history(store, "rounds"), history(store, "evaluations")
+        (traffic,) = history(store, "traffic", by="day")
     assert (round_["accuracy"], round_["source"], round_["bytes_up"]) == (0.75, "device", 5)
     assert (round_["node_accuracy"], round_["worst_node_accuracy"], round_["facts"]) == (None, None, None)
     assert (evaluation["accuracy"], evaluation["subject"]) == (0.75, "")
+    assert (round_["seconds"], round_["waited_for"], round_["waited_s"]) == (8.0, "d", 0.0)
+    assert (traffic["day"], traffic["bytes_up"]) == ("1970-01-01", 5)

@@ -5,9 +5,11 @@ import sqlite3
 import pytest
 
 from edgefl.errors import NotFoundError, UsageError
-from edgefl.storage.columns import COLUMNS
-from edgefl.storage.queries import find_run, history
-from edgefl.storage.records import HeartbeatRow
+from edgefl.storage import queries
+from edgefl.storage.columns import COLUMNS, NOT_NEWEST, columns_of
+from edgefl.storage.queries import find_run, history, history_page, history_pages
+from edgefl.storage.records import HeartbeatRow, UpdateRow
+from edgefl.types import Outcome
 
 
 @pytest.fixture
@@ -40,10 +42,10 @@ def column(rows, name):
 
 
 def test_every_kind_has_its_columns_in_their_order(lived):
-    for kind, columns in COLUMNS.items():
+    for kind in COLUMNS:
         rows = history(lived, kind)
         assert rows
-        assert all(tuple(row) == columns for row in rows)
+        assert all(tuple(row) == columns_of(kind, "device") for row in rows)
 
 
 def test_agrees_with_sql(lived):
@@ -110,7 +112,7 @@ def test_sums_of_devices_are_those_of_the_chosen_run(lived):
     assert (row["device_id"], row["bytes_up"], row["num_used"]) == ("b", 7, 1)
 
 
-@pytest.mark.parametrize("kind", sorted(set(COLUMNS) - {"devices"}))
+@pytest.mark.parametrize("kind", sorted(set(COLUMNS) - NOT_NEWEST))
 def test_a_limit_keeps_the_newest_and_shows_the_oldest_of_them_first(lived, kind):
     everything = history(lived, kind)
     assert history(lived, kind, limit=1) == everything[-1:]
@@ -175,3 +177,124 @@ def test_figures_of_a_round_come_back_as_they_were_written(store, run_id):
         (0.5, 0.25, {"x": 1.5}),
         (None, None, None),
     ]
+
+
+@pytest.mark.parametrize("kind", sorted(COLUMNS))
+@pytest.mark.parametrize("size", [1, 2])
+def test_pages_hold_every_row_once_in_their_order(lived, monkeypatch, kind, size):
+    everything = history(lived, kind)
+    monkeypatch.setattr(queries, "PAGE_ROWS", size)
+    pages = list(history_pages(lived, kind))
+    assert [row for page in pages for row in page] == everything
+    if kind in {"rounds", "updates", "slow", "heartbeats", "events", "evaluations", "runs"}:
+        assert all(len(page) <= size for page in pages)
+
+
+def test_pages_of_rows_of_one_instant_lose_none(store, monkeypatch):
+    for number in range(7):
+        store.record_event("note", str(number), at=5.0)
+    monkeypatch.setattr(queries, "PAGE_ROWS", 2)
+    told = [row["message"] for page in history_pages(store, "events") for row in page]
+    assert told == [str(number) for number in range(7)]
+
+
+@pytest.mark.parametrize("place", ["x", "[1]", "[1,2,3]", '["a",1]', "[1,[2]]", "[NaN,1]", "9" * 500, "[" * 300])
+def test_a_place_that_is_none_is_a_usage_error(store, place):
+    with pytest.raises(UsageError, match="a place in the history"):
+        history_page(store, "events", place)
+
+
+@pytest.mark.parametrize(
+    ("kind", "filters", "words"),
+    [
+        ("updates", {"by": "day"}, "can be by device, day, run; got updates by 'day'"),
+        ("traffic", {"by": "week"}, "by 'week'"),
+        ("accuracy", {"device": "a"}, "the accuracy is the model's"),
+        ("traffic", {"since": float("nan")}, "since must be a time"),
+        ("traffic", {"until": 1e300}, "until must be a time"),
+    ],
+)
+def test_a_filter_that_makes_no_sense_is_a_usage_error(lived, kind, filters, words):
+    with pytest.raises(UsageError, match=words):
+        history(lived, kind, **filters)
+
+
+def test_traffic_is_by_device_day_or_run_of_whatever_is_chosen(lived):
+    def traffic(**filters):
+        return [
+            tuple(row[name] for name in (next(iter(row)), "bytes_up")) for row in history(lived, "traffic", **filters)
+        ]
+
+    assert traffic() == [("a", 200), ("b", 107)]
+    assert traffic(run="run-1") == [("a", 200), ("b", 100)]
+    assert traffic(device="b", by="run") == [("run-1", 100), ("run-2", 7)]
+    assert traffic(by="run") == [("run-1", 300), ("run-2", 7)]
+    assert traffic(by="day") == [("1970-01-01", 307)]
+    assert traffic(by="day", run="run-2") == [("1970-01-01", 7)]
+    assert traffic(since=86_400.0) == []
+    assert traffic(until=86_400.0) == [("a", 200), ("b", 107)]
+    assert traffic(where=["bytes_up>150"]) == [("a", 200)]
+
+
+def test_accuracy_is_against_rounds_seconds_and_bytes_so_far_of_the_newest_run_or_the_named(lived):
+    names = ("round", "at_s", "bytes_up", "bytes_down", "accuracy")
+    rows = [tuple(row[name] for name in names) for row in history(lived, "accuracy", run="run-1")]
+    assert rows == [(1, 3.0, 200, 400, pytest.approx(0.7)), (2, 13.0, 300, 600, 0.9)]
+    assert [row["run_id"] for row in history(lived, "accuracy")] == ["run-2"]
+    assert [row["bytes_up"] for row in history(lived, "accuracy", run="run-1", limit=1)] == [300]
+
+
+def test_slow_rounds_come_slowest_first_with_what_each_waited_for(store, run_id):
+    for number, took_s in enumerate((4.0, 9.0, 2.0), start=1):
+        store.open_round(run_id, number, started_at=100.0 * number)
+        rows = [
+            UpdateRow(
+                assignment_id=f"{number}{device}", device_id=device, round=number, base_version=number,
+                applied_version=number, outcome=Outcome.USED, compute_s=ended_s, ended_at=100.0 * number + ended_s,
+                received_at=100.0 * number + ended_s, throttled="throttled",
+            )
+            for device, ended_s in (("quick", 1.0), (f"slow-{number}", took_s))
+        ]  # fmt: skip
+        store.record_updates(run_id, rows)
+        store.close_round(run_id, number, version=number, closed_at=100.0 * number + took_s)
+    names = ("round", "seconds", "waited_for", "waited_s", "compute_s", "throttled")
+    rows = [tuple(row[name] for name in names) for row in history(store, "slow", limit=2)]
+    assert rows == [(2, 9.0, "slow-2", 8.0, 9.0, "throttled"), (1, 4.0, "slow-1", 3.0, 4.0, "throttled")]
+    assert column(history(store, "slow", device="slow-3"), "round") == [3]
+
+
+def test_dropouts_and_staleness_are_counted_by_device(store, run_id):
+    outcomes = {"a": Outcome.USED, "b": Outcome.LOST, "c": Outcome.LATE, "d": Outcome.USED}
+    rows = [
+        UpdateRow(
+            assignment_id=name, device_id="pi", round=1, base_version=0, outcome=outcome, received_at=1.0,
+            staleness={"a": 0, "d": 4}.get(name),
+        )
+        for name, outcome in outcomes.items()
+    ]  # fmt: skip
+    store.record_updates(run_id, rows)
+    (dropped,), (stale,) = history(store, "dropouts"), history(store, "stale")
+    assert (dropped["num_assignments"], dropped["num_lost"], dropped["num_late"]) == (4, 1, 1)
+    assert dropped["dropout_fraction"] == 0.5
+    assert (stale["num_stale"], stale["mean_staleness"], stale["stale_fraction"], stale["max_staleness"]) == (
+        1,
+        2,
+        0.5,
+        4,
+    )
+
+
+def test_rounds_of_a_device_are_found_among_few_runs_and_among_many(store):
+    for number in range(25):
+        run_id = store.submit(f"many-{number}", submitted_at=float(number))
+        store.record_round(run_id, 1, ["often", "other"] if number != 7 else ["often", "once"], at=100.0 * number)
+    assert column(history(store, "rounds", device="once"), "run_id") == ["many-7"]
+    assert len(history(store, "rounds", device="often")) == 25
+    assert history(store, "rounds", device="ghost") == []
+
+
+def test_heartbeats_of_a_device_in_a_run_are_found(lived):
+    lived.record_heartbeats(
+        [HeartbeatRow(device_id="a", at=at, seq=1, session_no=1, uptime_s=1.0) for at in (999.0, 1002.0, 1009.0)]
+    )
+    assert column(history(lived, "heartbeats", run="run-1", device="a"), "at") == [1000.0, 1005.0]

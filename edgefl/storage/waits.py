@@ -1,0 +1,52 @@
+"""Whom a round waited for, and how long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, select
+
+from edgefl.storage.models import Update
+from edgefl.types import Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """The assignment that ended last, and the seconds from when half of them had ended until it did."""
+
+    update_id: int
+    device_id: str
+    seconds: float
+
+
+def wait_of_round(connection: Connection, run_id: str, number: int, closed_at: float) -> Wait | None:
+    """Returns what `wait_of` says of a round that is in the store."""
+    columns = (
+        Update.id, Update.assignment_id, Update.device_id, Update.outcome, Update.base_version,
+        Update.applied_version, Update.dispatched_at, Update.ended_at,
+    )  # fmt: skip
+    query = select(*columns).where(Update.run_id == run_id, Update.round == number)
+    return wait_of(connection.execute(query).all(), closed_at)
+
+
+def wait_of(rows: Sequence[Any], closed_at: float) -> Wait | None:
+    """Returns whom a synchronous round waited for; None for one that takes updates as they come.
+
+    A round is synchronous when all that it used was asked for with one model and applied to the same one. Whatever
+    came after it had closed was not waited for.
+    """
+    used = [row for row in rows if row.outcome == Outcome.USED]
+    if len({version for row in used for version in (row.base_version, row.applied_version)}) > 1:
+        return None
+    ended = sorted(
+        (row for row in rows if row.ended_at is not None and row.ended_at <= closed_at),
+        key=lambda row: (row.ended_at, row.assignment_id),
+    )
+    if not ended:
+        return None
+    last, half = ended[-1], ended[(len(ended) - 1) // 2]
+    since = half.ended_at if len(ended) > 1 else last.dispatched_at
+    seconds = 0.0 if since is None else max(0.0, last.ended_at - since)
+    return Wait(update_id=last.id, device_id=last.device_id, seconds=seconds)

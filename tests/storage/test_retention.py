@@ -1,0 +1,47 @@
+"""What is forgotten, and what stays."""
+
+import pytest
+
+from edgefl.storage import retention
+from edgefl.storage.queries import history
+from edgefl.storage.records import HeartbeatRow, RunStatus
+
+DAY = 86_400.0
+
+
+@pytest.fixture
+def lived(store, monkeypatch):
+    monkeypatch.setattr(retention, "UPDATES_AT_ONCE", 2)
+    for run_id, status, at in (
+        ("old", RunStatus.FINISHED, 10 * DAY), ("new", RunStatus.STOPPED, 90 * DAY),
+        ("cut-off", RunStatus.INTERRUPTED, 10 * DAY), ("on", RunStatus.RUNNING, 10 * DAY),
+    ):  # fmt: skip
+        store.submit(run_id, submitted_at=at)
+        store.record_round(run_id, 1, ["a", "b", "c"], at=at)
+        store.evaluate(run_id, 1, "coordinator", at=at)
+        store.set_run_status(run_id, status, at=at + 9)
+    for at in (10 * DAY, 90 * DAY):
+        store.record_heartbeats([HeartbeatRow(device_id="a", at=at, seq=1, session_no=1, uptime_s=1.0)])
+    store.prune_heartbeats(100 * DAY)
+    return store
+
+
+def runs_of(store, kind):
+    return sorted({row["run_id"] for row in history(store, kind)})
+
+
+def test_updates_of_runs_that_ended_before_go_and_all_others_stay(lived):
+    assert lived.prune_history(50 * DAY) == 3 + 1
+    assert runs_of(lived, "updates") == ["cut-off", "new", "on"]
+    assert [row["at"] for row in history(lived, "heartbeats")] == [90 * DAY]
+    assert lived.prune_history(50 * DAY) == 0
+
+
+def test_sums_rounds_and_evaluations_stay(lived):
+    kinds = ("runs", "rounds", "evaluations", "accuracy", "slow", "traffic", "dropouts", "stale")
+    before = {kind: history(lived, kind, run="old") for kind in kinds}
+    lived.prune_history(50 * DAY)
+    after = {kind: history(lived, kind, run="old") for kind in kinds}
+    gone = dict.fromkeys(("outcome", "iterations", "compute_s", "send_s", "bytes_up", "bytes_down"))
+    assert after.pop("slow") == [{**row, **gone} for row in before.pop("slow")]
+    assert after == before
