@@ -363,6 +363,25 @@ def parse_run(mapping: Mapping[str, Any]) -> RunConfig:
     return from_mapping(RunConfig, mapping, path="")
 
 
+def parse_run_text(text: str) -> RunConfig:
+    """Returns the run file in a TOML text that lies in no folder, such as one that was pasted.
+
+    Raises:
+        ConfigError: as `parse_run`; or it is no TOML, or names a file by a path that is not absolute.
+    """
+    try:
+        config = parse_run(tomllib.loads(text))
+    except ValueError as error:
+        raise ConfigError(f"the run file is not TOML: {error}") from None
+    named = {"run.init": config.run.init}
+    named |= {f"strategy.{name}": str(value) for name, value in config.strategy.options.items()}
+    for key, path in named.items():
+        is_file = path is not None and (key == "run.init" or path.endswith(".json"))
+        if path is not None and is_file and not Path(path).is_absolute():
+            raise ConfigError(f"{key} must be an absolute path on the coordinator's machine here, got {path!r}")
+    return config
+
+
 def from_mapping(cls: type[T], mapping: Mapping[str, Any], path: str = "run") -> T:
     """Returns the frozen dataclass `cls` filled from a table of TOML or JSON values.
 

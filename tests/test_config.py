@@ -17,6 +17,7 @@ from edgefl.config import (
     from_mapping,
     load_run,
     parse_run,
+    parse_run_text,
 )
 from edgefl.errors import ConfigError
 from edgefl.types import Scalar
@@ -335,3 +336,18 @@ def test_paths_of_a_simulation_are_meant_from_the_run_file_s_folder(tmp_path: Pa
     assert section.profile_file == str(tmp_path / "boards.toml")
     assert section.faults == "/a/faults.toml"
     assert section.data == str(tmp_path / "data")
+
+
+def test_a_pasted_run_file_may_name_files_by_absolute_paths_only():
+    text = '[run]\ntask = "digits"\ninit = "{}"\n[strategy]\nname = "dsgd"\ngraph = "{}"\n'
+    config = parse_run_text(text.format("/models/m.safetensors", "/graphs/ring.json"))
+    assert config.run.init == "/models/m.safetensors"
+    with pytest.raises(ConfigError, match=r"run\.init must be an absolute path .* got 'm\.safetensors'"):
+        parse_run_text(text.format("m.safetensors", "ring"))
+    with pytest.raises(ConfigError, match=r"strategy\.graph must be an absolute path .* got 'ring\.json'"):
+        parse_run_text(text.format("/models/m.safetensors", "ring.json"))
+
+
+def test_a_pasted_text_that_is_no_toml_is_said_to_be_none():
+    with pytest.raises(ConfigError, match="the run file is not TOML"):
+        parse_run_text("[run")

@@ -28,11 +28,13 @@ from edgefl.compression.registry import STAGES
 from edgefl.config import parse_run
 from edgefl.coordinator import access, broker, bus, live_fleet, outstanding, presence, superlink
 from edgefl.coordinator.api import operator_router
+from edgefl.coordinator.dashboard import dashboard_router
 from edgefl.coordinator.downlink import KEEP, NO_MODEL
 from edgefl.coordinator.enrolment import enrolment_router
 from edgefl.coordinator.messages import order_header
 from edgefl.coordinator.metrics import metrics_router
 from edgefl.coordinator.models_api import model_router
+from edgefl.coordinator.page_api import page_router
 from edgefl.device import peer_frames, peer_listener, peer_queue
 from edgefl.device.direct import PeerPace
 from edgefl.protocol import (
@@ -105,6 +107,8 @@ def served() -> dict[str, str]:
         operator_router(**parts, viewer=viewer, operator=operator),  # type: ignore[arg-type]
         metrics_router(bytes, viewer),
         model_router(store=None, folder=Path(), viewer=viewer),  # type: ignore[arg-type]
+        page_router(None, viewer=viewer, operator=operator),  # type: ignore[arg-type]
+        dashboard_router(),
     ]
     found = {f"POST /v1/fleet/{name}": "device" for name in superlink._HANDLERS}
     for route in (route for router in routers for route in router.routes):
@@ -119,12 +123,8 @@ def test_protocol_md_lists_every_route_and_who_may_call_it() -> None:
     told = {name: row[1] for row in rows(part(PROTOCOL, "HTTPS")) for name in code(row[0]) if " /" in name}
     assert told == served()
     room = Path(superlink.__file__).parent
-    assert {path.stem for path in room.glob("*.py") if "APIRouter(" in path.read_text()} == {
-        "api",
-        "enrolment",
-        "metrics",
-        "models_api",
-    }
+    routers = {path.stem for path in room.glob("*.py") if "APIRouter(" in path.read_text()}
+    assert routers == {"api", "dashboard", "enrolment", "metrics", "models_api", "page_api"}
 
 
 def test_protocol_md_lists_every_status_that_an_error_can_have() -> None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 COLUMNS = (
     "device_id",
     "presence",
+    "drained",
     "silent_s",
     "role",
     "groups",
@@ -31,7 +32,7 @@ url_option = click.option("--url", metavar="URL", help="The coordinator [default
 
 @click.group("devices")
 def command() -> None:
-    """List and inspect the devices of a fleet."""
+    """List and inspect the devices of a fleet, and let them rest."""
 
 
 @command.command("list")
@@ -57,6 +58,30 @@ def show(*, device: str, url: str | None, fmt: str) -> None:
     facts = [{"fact": name, "value": found.get(name)} for name in COLUMNS]
     capabilities = [{"fact": name, "value": value} for name, value in found["capabilities"].items()]
     print_rows([*facts, *capabilities], ("fact", "value"), fmt)
+
+
+@command.command()
+@click.argument("device")
+@url_option
+def drain(*, device: str, url: str | None) -> None:
+    """Let DEVICE finish what it has and give it no more, until it is resumed; restarts change nothing."""
+    _post(device, "drain", url)
+    click.echo(f"{device} gets no more work; to change that: edgefl devices resume {device}")
+
+
+@command.command()
+@click.argument("device")
+@url_option
+def resume(*, device: str, url: str | None) -> None:
+    """Give DEVICE, which was drained, work again."""
+    _post(device, "resume", url)
+    click.echo(f"{device} gets work again")
+
+
+def _post(device: str, action: str, url: str | None) -> None:
+    from edgefl.client import Operator, named_path  # noqa: PLC0415 fast start
+
+    Operator.from_options(url).post(f"{named_path('devices', device)}/{action}")
 
 
 def _get(path: str, url: str | None) -> Json:

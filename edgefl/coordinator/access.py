@@ -82,17 +82,38 @@ def error_response(error: EdgeflError) -> JSONResponse:
     return JSONResponse(content, status_code=status, headers=headers)
 
 
+def rights(directory: CoordinatorDirectory, *, listen_host: str) -> Callable[[Request], tuple[bool, bool]]:
+    """Returns what tells whether who asks may read, and whether they may act; it refuses nobody."""
+    acts, reads = directory.operator_sha256, (*directory.operator_sha256, *directory.viewer_sha256)
+    open_to_all = is_loopback(listen_host)
+
+    def judge(request: Request) -> tuple[bool, bool]:
+        digest = _shown(request)
+        return open_to_all or _is_among(digest, reads), _is_among(digest, acts)
+
+    return judge
+
+
 def _guard(accepted: Sequence[str], wanted: str, *, open_to_all: bool) -> Guard:
     def check(request: Request) -> None:
         if open_to_all:
             return
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not token:
+        digest = _shown(request)
+        if digest is None:
             raise NotAllowedError(f"this needs {wanted}; on the coordinator's machine: edgefl coordinator init")
-        digest = token_hash(token[:MAX_TOKEN_CHARS])
-        # All are compared, whichever fits, so that the time says nothing.
-        if not sum(hmac.compare_digest(digest, known) for known in accepted):
+        if not _is_among(digest, accepted):
             log.warning("refused a wrong access token for %s", request.url.path)
             raise NotAllowedError(f"the access token is wrong; this needs {wanted}")
 
     return check
+
+
+def _shown(request: Request) -> str | None:
+    """Returns the hash of the bearer token that the request shows, if it shows one."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return token_hash(token[:MAX_TOKEN_CHARS]) if scheme.lower() == "bearer" and token else None
+
+
+def _is_among(digest: str | None, accepted: Sequence[str]) -> bool:
+    # All are compared, whichever fits, so that the time says nothing.
+    return digest is not None and bool(sum(hmac.compare_digest(digest, known) for known in accepted))

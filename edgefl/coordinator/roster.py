@@ -68,6 +68,7 @@ class _Entry:
     node_id: int
     boot_id: str = ""
     seconds_per_iteration: float | None = None
+    is_drained: bool = False
 
 
 class Roster:
@@ -167,8 +168,27 @@ class Roster:
         """Returns a device if it can be given work now."""
         with self._lock:
             entry = self._entries.get(device_id)
-            is_able = entry is not None and self._presence.state(device_id) in _ABLE
+            is_able = entry is not None and not entry.is_drained and self._presence.state(device_id) in _ABLE
             return entry.info if entry is not None and is_able else None
+
+    def is_drained(self, device_id: str) -> bool:
+        """Returns whether an operator wants the device to get no more work, whatever it says itself."""
+        entry = self._entries.get(device_id)
+        return entry is not None and entry.is_drained
+
+    def set_drained(self, device_id: str, *, drained: bool) -> None:
+        """Gives a device no more work, or work again; nothing where there is no such device."""
+        with self._lock:
+            entry = self._entries.get(device_id)
+            if entry is None or entry.is_drained == drained:
+                return
+            entry.is_drained = drained
+        self._tell([Changed(device_id=device_id)])
+
+    def speed_of(self, device_id: str) -> float | None:
+        """Returns how many seconds an iteration of a device took lately."""
+        entry = self._entries.get(device_id)
+        return entry.seconds_per_iteration if entry else None
 
     def facts(self) -> list[dict[str, Any]]:
         """Returns one row per device for the operator: presence, last heartbeat, shards."""
@@ -182,6 +202,7 @@ class Roster:
                     {
                         "device_id": device_id,
                         "presence": str(record.state) if record else "never seen",
+                        "drained": entry.is_drained,
                         "silent_s": round(record.silent_s, 1) if record else None,
                         "temperature_c": heartbeat.temperature_c if heartbeat else None,
                         "run": heartbeat.run if heartbeat else None,

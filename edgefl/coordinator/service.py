@@ -12,24 +12,32 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
+from fastapi import APIRouter
+
 from edgefl.config import AlertSettings, CoordinatorSettings, RunConfig
 from edgefl.coordinator import pki
-from edgefl.coordinator.access import is_loopback, require_operator, require_viewer
+from edgefl.coordinator.access import is_loopback, require_operator, require_viewer, rights
 from edgefl.coordinator.alert_watch import AlertSources, AlertWatch
 from edgefl.coordinator.api import operator_router
 from edgefl.coordinator.broker import Broker, BrokerAddress, BrokerTls, connect_host
 from edgefl.coordinator.brokers import make_broker
 from edgefl.coordinator.bus import Bus
+from edgefl.coordinator.curve_book import CurveBook
+from edgefl.coordinator.dashboard import dashboard_router
 from edgefl.coordinator.device_series import device_series
 from edgefl.coordinator.device_state import check_device_state, check_messages
 from edgefl.coordinator.diary import Diary
 from edgefl.coordinator.directory import CoordinatorDirectory
+from edgefl.coordinator.draining import Draining
 from edgefl.coordinator.enrolment import BrokerSite, EnrolmentService, enrolment_router
 from edgefl.coordinator.evaluator import EvaluatorProcess
+from edgefl.coordinator.feed import Feed
+from edgefl.coordinator.feed_state import FeedState
 from edgefl.coordinator.fleet_collector import FleetCollector, Sources
 from edgefl.coordinator.kept_models import sweep_models
 from edgefl.coordinator.metrics import Metrics, metrics_router
 from edgefl.coordinator.models_api import model_router
+from edgefl.coordinator.page_api import PageSite, page_router
 from edgefl.coordinator.presence import Presence
 from edgefl.coordinator.refusals import Refusals
 from edgefl.coordinator.roster import Roster
@@ -42,6 +50,7 @@ from edgefl.errors import EdgeflError
 from edgefl.processes import on_stop_signal
 from edgefl.protocol import EVALUATOR_NAME, Command, CommandKind, Heartbeat, checked_address
 from edgefl.storage.database import sqlite_file
+from edgefl.storage.news import last_seen
 from edgefl.storage.records import RunStatus
 from edgefl.storage.store import Store
 from edgefl.types import Json, Progress
@@ -128,6 +137,7 @@ class Coordinator:
             self._refusals.update()
             if self._worker is not None:
                 self._worker.flush()
+            self._feed.update()
         if self._fatal is not None:
             raise self._fatal
 
@@ -157,7 +167,12 @@ class Coordinator:
         self._closers.callback(self._last_flush)
         self._superlink = SuperLink(on_reply=self._post, on_contact=self._roster.note_contact)
         self._restore_devices()
+        self._draining = Draining(self._store, self._roster, self._send_command, time.time)
+        self._draining.restore()
+        self._feed = Feed(FeedState(store=self._store, roster=self._roster), last_seen=lambda: last_seen(self._store))
+        self._roster.listen(self._feed.heard)
         self._bus = self._open_bus()
+        self._draining.listen()
         self._metrics = Metrics()
         self._meter = RunMeter(self._metrics.registry)
         self._worker = worker = self._make_worker(self._bus)
@@ -343,11 +358,32 @@ class Coordinator:
             operator,
             model_router(store=self._store, folder=directory.models, viewer=viewer),
             metrics_router(self._metrics.text, viewer),
+            self._page(),
+            dashboard_router(),
         ]
         app = make_app(self._superlink.api, routers)
         web = WebServer(self._metrics.counting(app), directory, listener)
         web.start()
         self._closers.callback(web.stop)
+        self._closers.callback(self._feed.close)  # first: open feeds would hold up the server's end
+
+    def _page(self) -> APIRouter:
+        directory, host = self._directory, self._options.host
+        site = PageSite(
+            directory=directory,
+            store=self._store,
+            feed=self._feed,
+            curves=CurveBook(self._store),
+            draining=self._draining,
+            check=self._check,
+            rights=rights(directory, listen_host=host),
+        )
+        return page_router(
+            site, viewer=require_viewer(directory, listen_host=host), operator=require_operator(directory)
+        )
+
+    def _send_command(self, device_id: str, command: Command) -> None:
+        self._bus.command(device_id, command)
 
     def _outside_host(self) -> str | None:
         """Returns the broker's host for devices when it is not this machine, which they know by their own names."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import json
 import subprocess
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from edgefl.errors import RunFailedError
 from edgefl.local_fleet import LocalFleet
 from edgefl.local_run import cut_devices
 
@@ -53,6 +55,21 @@ def test_show_gives_the_capabilities_too(fleet: LocalFleet) -> None:
     table = fleet.command("devices", "show", "device-01")
     assert "presence" in table
     assert "cores" in table
+
+
+def test_a_device_is_drained_and_resumed(fleet: LocalFleet) -> None:
+    def rest(state: str, words: tuple[str, ...]) -> None:
+        assert "device-01" in fleet.command("devices", *words, "device-01")
+        until_s = time.monotonic() + 20
+        while fleet.presence()["device-01"] != state:
+            assert time.monotonic() < until_s, f"the device never was {state}"
+            time.sleep(0.05)
+
+    rest("draining", ("drain",))
+    assert _rows(fleet.command("devices", "list", "--format", "json"))["device-01"]["drained"] is True
+    rest("online", ("resume",))
+    with pytest.raises(RunFailedError, match="no device 'nobody'"):
+        fleet.command("devices", "drain", "nobody")
 
 
 def test_a_name_of_no_device_or_run_is_one_line(fleet: LocalFleet) -> None:

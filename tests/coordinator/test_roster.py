@@ -274,3 +274,15 @@ def test_what_was_told_at_the_join_is_known_before_the_device_speaks(fleet):
     assert fleet.roster.info("pi-2").blocks == {"digits": (0, 1)}
     fleet.roster.add("pi-2", node_id=9, role="trainer", groups=(), examples={"digits": 5}, facts={})
     assert fleet.roster.info("pi-2").blocks == {}
+
+
+def test_a_drained_device_is_no_worker_and_its_change_is_told_once(fleet):
+    fleet.say("pi")
+    fleet.take()
+    fleet.roster.set_drained("pi", drained=True)
+    fleet.roster.set_drained("pi", drained=True)
+    fleet.roster.set_drained("nobody", drained=True)
+    assert fleet.take() == [Changed(device_id="pi")]
+    assert (names(fleet), fleet.roster.is_drained("pi"), fleet.roster.is_drained("nobody")) == ([], True, False)
+    fleet.add("pi", 7)
+    assert fleet.roster.is_drained("pi"), "joining again with the same key changes nothing"

@@ -1,0 +1,118 @@
+// The page as a whole: one feed, one view at a time, chosen by what follows the # of the address.
+
+import { Feed, token } from "./api.js";
+import { deviceView } from "./device.js";
+import { afterLogIn, askForToken, learnAccess, logOut } from "./dialogs.js";
+import { framed, h, replace, setText } from "./dom.js";
+import { fleetView } from "./fleet.js";
+import { joinView, startView } from "./forms.js";
+import { courseOf, listen, model, take, tell } from "./model.js";
+import { nowView } from "./now.js";
+import { runView } from "./run.js";
+import { runsView } from "./runs.js";
+
+const HIDDEN_MS = 20000;
+const TITLES = { "": "Now", fleet: "Fleet", runs: "Runs", join: "Join", start: "Start a run" };
+const STATES = { live: "live", reconnecting: "reconnecting", refused: "log in to read", paused: "paused" };
+
+const main = document.getElementById("main");
+const stateOf = document.getElementById("link");
+const session = document.getElementById("log-in");
+let view = null;
+
+function route() {
+  return location.hash.replace(/^#\/?/, "").split("?")[0].split("/").map(decodeURIComponent);
+}
+
+function show() {
+  const [name, id] = route();
+  for (const entry of document.querySelectorAll("nav a")) {
+    const part = entry.getAttribute("href").slice(2);
+    const isHere = part === name || (part === "fleet" && name === "devices") || (part === "runs" && name === "start");
+    if (isHere) entry.setAttribute("aria-current", "page");
+    else entry.removeAttribute("aria-current");
+  }
+  document.title = `${TITLES[name] ?? id ?? "Now"} · edgefl`;
+  if (!model.reads) {
+    view = null;
+    replace(main, h("h1", {}, "edgefl"), h("p", {}, "Reading this fleet needs a viewer or operator token."), h("p", {}, h("button", { type: "button", class: "primary", onclick: () => askForToken("Reading this fleet needs a token.") }, "Log in")));
+    return;
+  }
+  // A run and a device ask for what they show by themselves; the other views wait for the fleet.
+  if (!model.isLoaded && !(id && ["runs", "devices"].includes(name))) return;
+  if (name === "fleet") view = fleetView(main);
+  else if (name === "devices" && id) view = deviceView(main, id);
+  else if (name === "runs" && id) view = runView(main, id);
+  else if (name === "runs") view = runsView(main);
+  else if (name === "start") view = startView(main);
+  else if (name === "join") view = joinView(main);
+  else view = nowView(main);
+}
+
+function showSession() {
+  setText(document.getElementById("fleet-name"), model.fleet || "edgefl");
+  setText(session, token() ? "Log out" : "Log in");
+}
+
+const feed = new Feed({
+  onMessage: take,
+  onState(state) {
+    stateOf.className = `link ${state}`;
+    setText(stateOf, STATES[state]);
+  },
+});
+
+const refresh = framed(() => view?.update());
+
+listen((what) => {
+  if (what === "access") showSession();
+  if (what === "all" && !view) show();
+  else refresh();
+});
+
+async function begin() {
+  try {
+    await learnAccess();
+  } catch {
+    setTimeout(begin, 2000);
+    return;
+  }
+  showSession();
+  const [name, id] = route();
+  // Its charts need not wait for the fleet.
+  if (model.reads && name === "runs" && id) courseOf(id);
+  if (model.reads) feed.start();
+  else stateOf.textContent = STATES.refused;
+  show();
+}
+
+afterLogIn(() => {
+  view = null;
+  showSession();
+  if (model.reads) {
+    feed.start();
+    if (model.isLoaded) show();
+  } else {
+    feed.stop();
+    model.isLoaded = false;
+    show();
+  }
+});
+
+session.addEventListener("click", () => (token() ? logOut() : askForToken("To start and stop runs, drain devices and make tokens.")));
+addEventListener("hashchange", () => {
+  show();
+  main.focus({ preventScroll: true });
+  scrollTo(0, 0);
+});
+
+let hiding = null;
+document.addEventListener("visibilitychange", () => {
+  clearTimeout(hiding);
+  if (document.hidden) hiding = setTimeout(() => feed.stop(), HIDDEN_MS);
+  else if (model.reads) feed.start();
+});
+
+// Durations of what goes on grow by themselves.
+setInterval(() => { if (model.liveRun && !document.hidden) tell("time"); }, 1000);
+begin();

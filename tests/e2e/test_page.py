@@ -1,0 +1,346 @@
+"""The page in a real browser, over a real fleet: a run from its file to its accuracy, a token, a rest, a phone."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgefl.client import load_operator_file
+from edgefl.config import parse_run
+from edgefl.local_fleet import LocalFleet
+from edgefl.storage.store import Store
+
+CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
+ARGUMENTS = (
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+)  # fmt: skip
+RUN_FILE = """[run]
+task = "digits"
+name = "from the page"
+rounds = 12
+[devices]
+min = 2
+"""
+EVIL = "<img src=x onerror=document.title='broken'>"
+EVIL_DEVICE = "<script>document.title='broken'</script>"
+VIEWS = ("", "fleet", "runs", "runs/latest", "devices/device-01", "start", "join")
+
+pytestmark = pytest.mark.skipif(not Path(CHROMIUM).exists(), reason="chromium is not installed")
+
+
+@dataclass
+class Screen:
+    """One tab of its own session, and everything that its console complained of."""
+
+    page: Any
+    url: str
+    complaints: list[str] = field(default_factory=list)
+
+    def open(self, view: str = "") -> None:
+        self.page.goto(f"{self.url}/#/{view}")
+        self.page.wait_for_selector("main h1, main h2", state="attached")
+
+    def log_in(self, token: str) -> None:
+        self.page.get_by_role("button", name="Log in").click()
+        self.page.get_by_label("Access token").fill(token)
+        self.page.get_by_role("dialog").get_by_role("button", name="Log in").click()
+        self.page.get_by_role("button", name="Log out").wait_for()
+
+
+@dataclass
+class House:
+    """A fleet and a browser."""
+
+    fleet: LocalFleet
+    browser: Any
+    open_contexts: list[Any] = field(default_factory=list)
+
+    @property
+    def token(self) -> str:
+        return load_operator_file(self.fleet.root / "config" / "edgefl" / "operator.toml").operator_token
+
+    def screen(self, width: int = 1280, height: int = 800, **options: Any) -> Screen:
+        context = self.browser.new_context(
+            ignore_https_errors=True, viewport={"width": width, "height": height}, **options
+        )
+        self.open_contexts.append(context)
+        screen = Screen(page=context.new_page(), url=f"https://127.0.0.1:{self.fleet.port}")
+        screen.page.set_default_timeout(20_000)
+        screen.page.on("console", lambda said: screen.complaints.append(said.text) if said.type == "error" else None)
+        screen.page.on("pageerror", lambda error: screen.complaints.append(str(error)))
+        return screen
+
+
+@pytest.fixture(scope="module")
+def house(tools: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    from playwright.sync_api import sync_playwright  # noqa: PLC0415 only where there is a browser
+
+    root = tmp_path_factory.mktemp("page")
+    shards = {"digits": str(tools.test_shard)}
+    with tools.fleet(root, tools.devices(2), test_shards=shards) as fleet, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(ARGUMENTS))
+        yield House(fleet, browser)
+        browser.close()
+    assert not tools.tracebacks(root)
+
+
+@pytest.fixture
+def screens(house: House) -> Iterator[House]:
+    """The house; what a test opens is closed after it, and nothing on it may have gone wrong."""
+    yield house
+    while house.open_contexts:
+        house.open_contexts.pop().close()
+
+
+def test_a_run_is_started_watched_and_read_on_the_page(screens: House) -> None:
+    screen = screens.screen()
+    screen.open("runs")
+    page = screen.page
+    screen.log_in(screens.token)
+    page.get_by_role("link", name="Start a run").click()
+    page.get_by_label("Run file (TOML)").fill(RUN_FILE)
+    page.get_by_role("button", name="Check only").click()
+    page.get_by_text("This run file can be run.").wait_for()
+    page.get_by_role("button", name="Start the run").click()
+    page.get_by_role("heading", name="from the page finished").wait_for(timeout=60_000)
+    page.locator("dt", has_text="Rounds").locator("+ dd", has_text="12 of 12").wait_for()
+    (run,) = [
+        row for row in screens.fleet.operator().get("/edgefl/v1/runs")["rows"] if row["name"] == "from the page"
+    ]
+    assert page.locator("dt", has_text="Accuracy").locator("+ dd").inner_text() == f"{run['accuracy']:.4f}"
+    assert run["accuracy"] > 0.8
+    curve = page.get_by_role("img", name=re.compile("^Accuracy, accuracy by round"))
+    assert f"newest {run['accuracy']:.4g}"[:11] in curve.get_attribute("aria-label")
+    page.wait_for_function("() => document.querySelectorAll('.timeline rect.compute').length === 24")
+    curve.focus()
+    page.keyboard.press("End")
+    page.get_by_text(f"round 12: global model {run['accuracy']:.4f}").wait_for()
+    page.get_by_role("button", name="Time").click()
+    page.get_by_role("img", name=re.compile("^Accuracy, accuracy by time")).wait_for()
+    assert screen.complaints == []
+
+
+def test_a_page_that_is_open_follows_a_run_without_asking_again(screens: House) -> None:
+    screen = screens.screen()
+    screen.open()
+    screen.page.locator(".link.live").wait_for()
+    asked: list[str] = []
+    screen.page.on("request", lambda request: asked.append(request.url.partition("/edgefl/v1/")[2]))
+    config = {"run": {"task": "digits", "name": "followed", "rounds": 25}, "devices": {"min": 2}}
+    run_id = screens.fleet.submit(parse_run(config))
+    screen.page.get_by_role("heading", name=re.compile("followed finished")).wait_for(timeout=60_000)
+    screen.page.get_by_text("25 of 25").wait_for()
+    assert "feed" not in asked
+    assert len([path for path in asked if run_id in path]) <= 5, (
+        "its course is loaded at first and at the end, and told meanwhile"
+    )
+
+
+def test_nothing_is_done_without_the_operator_s_token(screens: House) -> None:
+    screen = screens.screen()
+    screen.open("join")
+    page = screen.page
+    page.get_by_role("button", name="Make a token").click()
+    page.get_by_role("dialog").get_by_text("This needs the operator token.").wait_for()
+    page.get_by_label("Access token").fill("wrong")
+    page.get_by_role("dialog").get_by_role("button", name="Log in").click()
+    page.get_by_text("not one of this coordinator's").wait_for()
+    ask = """async ([path, token]) => (await fetch('/edgefl/v1/' + path, { method: 'POST',
+        headers: { 'Content-Type': 'application/json', ...(token && { Authorization: 'Bearer ' + token }) },
+        body: '{}' })).status"""
+    for path in ("tokens", "runs", "run-files", "devices/device-01/drain", "runs/latest/stop"):
+        assert [page.evaluate(ask, [path, token]) for token in ("", "wrong")] == [401, 401], path
+    assert page.locator("img.qr").count() == 0
+
+
+def test_a_token_is_shown_once_with_its_command_and_a_qr_code(screens: House) -> None:
+    screen = screens.screen()
+    screen.open("join")
+    screen.log_in(screens.token)
+    page = screen.page
+    page.get_by_label("How many boards").fill("3")
+    page.get_by_role("button", name="Make a token").click()
+    picture = page.get_by_role("img", name="QR code of the command that joins")
+    picture.wait_for()
+    assert page.locator(".join-line").inner_text().startswith("edgefl device join 127.0.0.1:")
+    page.wait_for_function("() => document.querySelector('img.qr').naturalWidth > 100")
+    with Store.open(screens.fleet.database, read_only=True) as store:
+        assert 3 in {token.uses_left for token in store.tokens()}
+    assert screen.complaints == []
+
+
+def test_a_device_is_drained_and_given_work_again(screens: House) -> None:
+    screen = screens.screen()
+    screen.open("devices/device-02")
+    screen.log_in(screens.token)
+    page = screen.page
+    page.get_by_role("button", name="Drain").click()
+    page.get_by_role("heading", name="device-02 draining").wait_for()
+    assert screens.fleet.presence()["device-02"] == "draining"
+    config = {"run": {"task": "digits", "rounds": 2}}
+    run_id = screens.fleet.submit(parse_run(config))
+    screens.fleet.wait_run(run_id)
+    assert {row["device_id"] for row in screens.fleet.history("updates", run=run_id)} == {"device-01"}
+    page.get_by_role("button", name="Give it work again").click()
+    page.get_by_role("heading", name="device-02 online").wait_for()
+    assert screens.fleet.presence()["device-02"] == "online"
+    assert screen.complaints == []
+
+
+def test_a_run_is_stopped_after_a_question(screens: House) -> None:
+    config = {"run": {"task": "digits", "name": "endless", "rounds": 1_000_000}}
+    run_id = screens.fleet.submit(parse_run(config))
+    screen = screens.screen()
+    screen.open(f"runs/{run_id}")
+    screen.log_in(screens.token)
+    page = screen.page
+    page.get_by_role("button", name="Stop", exact=True).click()
+    page.get_by_role("dialog").get_by_role("button", name="Stop the run").click()
+    page.get_by_role("heading", name="endless stopped").wait_for(timeout=30_000)
+    assert screens.fleet.operator().get(f"/edgefl/v1/runs/{run_id}")["status"] == "stopped"
+
+
+def test_what_is_called_like_markup_stays_text(screens: House) -> None:
+    with Store.open(screens.fleet.database) as store:
+        store.add_run(
+            run_id="z-evil", name=EVIL, task=EVIL, strategy=EVIL, config={"run": {"name": EVIL}}, seed=1,
+            submitted_at=1.0,
+        )  # fmt: skip
+        store.set_run_status("z-evil", store.run("z-evil").status.FAILED, at=2.0, reason=EVIL)
+        store.record_event("device-gone", EVIL, at=9e9, device_id=EVIL_DEVICE)
+    screen = screens.screen()
+    try:
+        for view in ("", "runs", "runs/z-evil"):
+            screen.open(view)
+            screen.page.get_by_text("<img src=x").first.wait_for()
+            assert screen.page.locator("main img, main script").count() == 0
+        screen.open()
+        screen.page.get_by_text(EVIL_DEVICE).first.wait_for()
+        assert "broken" not in screen.page.title()
+    finally:
+        with Store.open(screens.fleet.database) as store, store.database.write() as connection:
+            connection.exec_driver_sql("DELETE FROM events WHERE at > 8e9")
+    assert screen.complaints == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_shows_every_view_without_scrolling_sideways_and_readable(screens: House, scheme: str) -> None:
+    screen = screens.screen(360, 740, color_scheme=scheme)
+    for view in VIEWS:
+        screen.open(view)
+        screen.page.wait_for_function("() => !document.querySelector('main').innerText.includes('Loading')")
+        width, low = screen.page.evaluate(f"[document.documentElement.scrollWidth, ({LOW_CONTRAST})()]")
+        assert width <= 360, view
+        assert low == [], view
+    assert screen.complaints == []
+
+
+# Every text against the ground that it stands on, by the rule of WCAG 2.1 for AA.
+LOW_CONTRAST = """() => {
+  const canvas = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
+  const rgba = (colour) => {
+    canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
+    return [...canvas.getImageData(0, 0, 1, 1).data];
+  };
+  const light = (colour) => {
+    const [r, g, b] = colour.map((part) => part / 255).map((part) => part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const ground = (element) => {
+    for (let at = element; at; at = at.parentElement) {
+      const colour = rgba(getComputedStyle(at).backgroundColor);
+      if (colour[3] > 200) return colour;
+    }
+    return rgba(getComputedStyle(document.documentElement).backgroundColor);
+  };
+  const low = [];
+  for (const element of document.querySelectorAll('body *')) {
+    const text = [...element.childNodes].filter((node) => node.nodeType === 3).map((node) => node.data.trim()).join('');
+    if (!text || !element.getClientRects().length || element.closest('.unseen, .skip, option, noscript')) continue;
+    const style = getComputedStyle(element);
+    const [a, b] = [light(rgba(element.namespaceURI.endsWith('svg') ? style.fill : style.color)), light(ground(element))];
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (ratio < 4.5) low.push(`${text.slice(0, 30)}: ${ratio.toFixed(2)}`);
+  }
+  return low;
+}"""  # noqa: E501 one program
+
+
+def test_the_keyboard_reaches_everything_that_can_be_clicked(screens: House) -> None:
+    screen = screens.screen()
+    screen.open("fleet")
+    page = screen.page
+    page.get_by_role("link", name="device-02").wait_for()
+    wanted = page.evaluate(
+        "[...document.querySelectorAll('a[href], button, input')].filter(e => e.getClientRects().length).length"
+    )
+    reached, outlines = set(), set()
+    for _ in range(wanted + 5):
+        page.keyboard.press("Tab")
+        place, outline = page.evaluate(
+            "[[...document.querySelectorAll('*')].indexOf(document.activeElement),"
+            " document.activeElement === document.body ? 'nowhere' : "
+            "getComputedStyle(document.activeElement).outlineStyle]"
+        )
+        reached.add(place)
+        outlines.add(outline)
+    assert len(reached) >= wanted
+    assert "none" not in outlines, "the focus can be seen everywhere"
+    clickable = page.evaluate("[...document.querySelectorAll('[onclick]')].length")
+    assert clickable == 0
+    heading = page.get_by_role("button", name="Temp.")
+    heading.focus()
+    page.keyboard.press("Enter")
+    assert page.locator("th[aria-sort='descending']").inner_text().startswith("Temp.")
+
+
+def test_the_page_comes_back_after_its_coordinator(screens: House) -> None:
+    screen = screens.screen()
+    screen.open("fleet")
+    screen.page.locator(".link.live").wait_for()
+    screens.fleet.end("coordinator")
+    screen.page.locator(".link.reconnecting").wait_for()
+    screens.fleet.start_coordinator()
+    screen.page.locator(".link.live").wait_for(timeout=40_000)
+    screens.fleet.wait_present(2)
+    screen.page.get_by_role("row", name=re.compile("device-01 online")).wait_for(timeout=30_000)
+
+
+def test_beyond_loopback_the_page_asks_for_a_token_before_it_shows_anything(screens: House, tmp_path: Path) -> None:
+    root = tmp_path / "c"
+    fleet = LocalFleet(root=root, devices=())
+    where = ("--dir", str(fleet.directory))
+    fleet.command("coordinator", "init", *where, "--host", "127.0.0.1", "--port", str(fleet.port))
+    known = load_operator_file(root / "config" / "edgefl" / "operator.toml")
+    process = fleet.popen(
+        ["coordinator", "start", *where, "--host", "0.0.0.0", "--broker-port", str(fleet.broker_port)],
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        fleet._wait(fleet._answers, "the coordinator to answer")
+        context = screens.browser.new_context(ignore_https_errors=True)
+        screens.open_contexts.append(context)
+        screen = Screen(page=context.new_page(), url=f"https://127.0.0.1:{fleet.port}")
+        screen.open("fleet")
+        screen.page.get_by_text("needs a viewer or operator token").wait_for()
+        screen.page.get_by_role("main").get_by_role("button", name="Log in").click()
+        screen.page.get_by_label("Access token").fill(known.viewer_token)
+        screen.page.get_by_role("dialog").get_by_role("button", name="Log in").click()
+        screen.page.get_by_text("No device has joined yet.").wait_for()
+        screen.page.evaluate("location.hash = '#/join'")
+        screen.page.get_by_role("button", name="Make a token").click()
+        screen.page.get_by_text("This needs the operator token.").wait_for()
+        assert json.loads(screen.page.evaluate("JSON.stringify(Object.keys(localStorage))")) == []
+        assert screen.page.evaluate("document.cookie") == ""
+    finally:
+        process.terminate()
+        process.wait()
