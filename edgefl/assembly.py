@@ -24,6 +24,7 @@ from edgefl.strategies.registry import BUILT_IN, make_strategy, settings_of
 from edgefl.strategies.rounds import RoundRules
 from edgefl.strategies.server_optimizers import ServerOptimizer
 from edgefl.tally import Goal, RoundCount
+from edgefl.tasks.backends import needs_torch
 from edgefl.tasks.registry import make_task
 from edgefl.types import Array, Indices, Json, Scalar, Shapes, Strategy, Task, TensorKind, Tensors, derived_rng
 
@@ -41,6 +42,7 @@ class Assembled:
         encode_changes: (model, what changed, version) -> a body for devices that hold an older model, None where the
             whole one is hardly larger; None itself where the run file asks for whole models.
         decode: body of an update -> displacement.
+        needs_torch: devices without torch can neither train nor evaluate the task.
     """
 
     config: RunConfig
@@ -54,6 +56,7 @@ class Assembled:
     encode: Callable[[Tensors, int], bytes]
     encode_changes: Callable[[Tensors, Indices, int], bytes | None] | None
     decode: Callable[[bytes], Tensors]
+    needs_torch: bool = False
 
 
 def assemble(config: RunConfig, run_id: str) -> Assembled:
@@ -105,6 +108,7 @@ def assemble(config: RunConfig, run_id: str) -> Assembled:
         encode=encode,
         encode_changes=encode_changes if sends_changes else None,
         decode=lambda body: decode_body(body, shapes),
+        needs_torch=needs_torch(task),
     )
 
 

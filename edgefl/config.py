@@ -164,15 +164,18 @@ class GuardSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelsSection:
-    """`[models]`: which models of a live run stay: the last one always.
+    """`[models]`: which models of a live run stay, and what becomes of the last one.
 
-    Of those that were evaluated the last `keep_last` stay, the best by accuracy with `keep_best`, and one of every
-    `keep_every` rounds; 0 for none of these.
+    The last one always stays. Of those that were evaluated the last `keep_last` stay, the best by accuracy with
+    `keep_best`, and one of every `keep_every` rounds; 0 for none of these. With `auto_deploy` the last one goes to
+    the devices when the run has finished, to `canary` of them first.
     """
 
     keep_last: int = field(default=3, metadata={"at_least": 1})
     keep_best: bool = True
     keep_every: int = field(default=0, metadata={"at_least": 0})
+    auto_deploy: bool = False
+    canary: int = field(default=0, metadata={"at_least": 0})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

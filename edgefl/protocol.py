@@ -32,6 +32,8 @@ PEER_PORT = 8884
 """Where a device listens for its neighbours unless its join said otherwise."""
 MAX_PEER_BYTES = 16 * 1024 * 1024 - 1024
 """The largest message from device to device, in bytes: with its MQTT headers it is a packet that brokers take."""
+MAX_MODEL_BYTES = 512 * 1024 * 1024
+"""The largest model file that a device fetches to deploy it."""
 MAX_RETAINED_PEER_BYTES = 64 * 1024 * 1024
 """What a device lets the broker keep for its receivers together, in bytes."""
 
@@ -189,6 +191,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "float | None": (int, float, _NONE),
     "list[str]": (list,),
     "Json": (dict,),
+    "Json | None": (dict, _NONE),
 }
 
 
@@ -214,7 +217,10 @@ class Status(_Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat(_Message):
-    """`heartbeat`: what a board feels like, every five seconds. Fractions lie in 0-1."""
+    """`heartbeat`: what a board feels like, every five seconds. Fractions lie in 0-1.
+
+    `model` is the SHA-256 of the deployed model that it runs, `deployment` what became of the last deployment.
+    """
 
     seq: int
     session_no: int
@@ -232,6 +238,8 @@ class Heartbeat(_Message):
     assignment: str | None = None
     iteration: int | None = None
     holding: list[str] = field(default_factory=list)
+    model: str | None = None
+    deployment: Json | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,11 +267,16 @@ class CommandKind(StrEnum):
     END = "end"
     RELOAD = "reload"
     LOG_LEVEL = "log-level"
+    DEPLOY = "deploy"
+    ROLLBACK = "rollback"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command(_Message):
-    """`command`: idempotent by `id`; `argument` is an assignment id, a run id (`end`) or a log level."""
+    """`command`: idempotent by `id`.
+
+    `argument` is an assignment id, a run id (`end`), a log level, or a deployment id (`deploy` and `rollback`).
+    """
 
     id: str
     kind: str

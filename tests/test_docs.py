@@ -13,6 +13,7 @@ from markdown_pages import code, part, rows
 
 from edgefl.coordinator import presence
 from edgefl.storage.columns import COLUMNS
+from edgefl.storage.deployment_records import DeploymentStatus, DeviceStage
 from edgefl.storage.heartbeat_rows import BUCKET_S, RAW_S
 from edgefl.storage.records import DispatchRow, EvaluationRow, HeartbeatRow, RunStatus, UpdateRow
 from edgefl.storage.store import Store
@@ -160,7 +161,7 @@ def test_every_query_of_store_md_is_tried_above() -> None:
 
 
 def test_store_md_names_every_status_outcome_and_presence() -> None:
-    for word in (*RunStatus, *Outcome, *presence.DeviceState):
+    for word in (*RunStatus, *Outcome, *presence.DeviceState, *DeploymentStatus, *DeviceStage):
         assert f"`{word}`" in part(STORE, "Tables"), word
 
 
@@ -190,7 +191,7 @@ def test_no_text_names_a_path_of_the_machine_that_it_was_written_on() -> None:
         "/sys/",
         "/path/to/",
     )
-    a_route = ("/v1/", "/edgefl/", "/healthz", "/metrics")
+    a_route = ("/v1/", "/edgefl/", "/healthz", "/metrics", "/predict", "/model/")
     shipped = [*DOCS, ROOT / "Makefile", *(path for path in (ROOT / "provisioning").rglob("*") if path.is_file())]
     for path in shipped:
         for found in re.findall(r"(?<![\w./~…:>})*+-])/[a-z][\w.+-]*(?:/[\w.+-]*)*", path.read_text()):

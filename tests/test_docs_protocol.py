@@ -26,16 +26,17 @@ from edgefl.assembly import assemble
 from edgefl.compression import wire
 from edgefl.compression.registry import STAGES
 from edgefl.config import parse_run
-from edgefl.coordinator import access, broker, bus, live_fleet, outstanding, presence, superlink
+from edgefl.coordinator import access, broker, bus, deployments, live_fleet, outstanding, presence, rollout, superlink
 from edgefl.coordinator.api import operator_router
 from edgefl.coordinator.dashboard import dashboard_router
+from edgefl.coordinator.deployment_api import deployment_router
 from edgefl.coordinator.downlink import KEEP, NO_MODEL
 from edgefl.coordinator.enrolment import enrolment_router
 from edgefl.coordinator.messages import order_header
 from edgefl.coordinator.metrics import metrics_router
 from edgefl.coordinator.models_api import model_router
 from edgefl.coordinator.page_api import page_router
-from edgefl.device import peer_frames, peer_listener, peer_queue
+from edgefl.device import inference_server, model_fetch, model_store, peer_frames, peer_listener, peer_queue
 from edgefl.device.direct import PeerPace
 from edgefl.protocol import (
     CHUNK_BYTES,
@@ -45,6 +46,7 @@ from edgefl.protocol import (
     INLINE_BODY_BYTES,
     MAX_BODY_BYTES,
     MAX_JSON_BYTES,
+    MAX_MODEL_BYTES,
     MAX_PEER_BYTES,
     MAX_RETAINED_PEER_BYTES,
     MAX_TOKEN_CHARS,
@@ -98,6 +100,10 @@ def operator() -> None:
     """Stands for the guard of those who may act."""
 
 
+def device() -> None:
+    """Stands for the guard of devices, which sign."""
+
+
 def served() -> dict[str, str]:
     """Every route of the HTTPS port, and who may call it."""
     # The routes are looked at, not called, so nothing has to stand behind them.
@@ -109,12 +115,20 @@ def served() -> dict[str, str]:
         model_router(store=None, folder=Path(), viewer=viewer),  # type: ignore[arg-type]
         page_router(None, viewer=viewer, operator=operator),  # type: ignore[arg-type]
         dashboard_router(),
+        deployment_router(  # type: ignore[call-arg]
+            store=None,
+            deployments=None,
+            viewer=viewer,
+            operator=operator,
+            device=device,  # type: ignore[arg-type]
+        ),
     ]
     found = {f"POST /v1/fleet/{name}": "device" for name in superlink._HANDLERS}
     for route in (route for router in routers for route in router.routes):
         assert isinstance(route, APIRoute)
         guards = [item.dependency for item in route.dependencies]
-        who = "operator" if operator in guards else "viewer" if viewer in guards else "anyone"
+        known = {operator: "operator", viewer: "viewer", device: "device"}
+        who = next((name for guard, name in known.items() if guard in guards), "anyone")
         found |= {f"{method} {route.path}": who for method in route.methods or ()}
     return found
 
@@ -124,12 +138,22 @@ def test_protocol_md_lists_every_route_and_who_may_call_it() -> None:
     assert told == served()
     room = Path(superlink.__file__).parent
     routers = {path.stem for path in room.glob("*.py") if "APIRouter(" in path.read_text()}
-    assert routers == {"api", "dashboard", "enrolment", "metrics", "models_api", "page_api"}
+    assert routers == {"api", "dashboard", "deployment_api", "enrolment", "metrics", "models_api", "page_api"}
 
 
 def test_protocol_md_lists_every_status_that_an_error_can_have() -> None:
     told = {int(row[0]) for row in rows(part(PROTOCOL, "HTTPS")) if row[0].isdigit()}
     assert told == {*access.STATUS.values(), 422}
+
+
+def test_protocol_md_describes_every_key_of_an_offer_and_of_what_a_device_says_of_it() -> None:
+    offers, reports = tables(part(PROTOCOL, "Deployments"))
+    offer = {item.name for item in fields(model_fetch.Offer)} - {"num_bytes"} | {"bytes"}
+    assert {name for row in offers for name in code(row[0])} == offer
+    report = {item.name for item in fields(model_store.Report)} | {"runs"}
+    assert {name for row in reports for name in code(row[0])} == report
+    (states,) = [set(code(row[1])) for row in reports if row[0] == "`state`"]
+    assert states == {*deployments.AT_WORK, *map(str, rollout.REPORTED)}
 
 
 def test_protocol_md_describes_every_key_of_an_instruction_and_no_other() -> None:
@@ -239,6 +263,10 @@ def test_protocol_md_describes_the_frames_from_board_to_board() -> None:
         ("Limits", f"{MAX_TOKEN_CHARS} characters"),
         ("Limits", f"{live_fleet.EVALUATION_DEADLINE_S:g} s"),
         ("Limits", f"{live_fleet.MAX_REASON_CHARS} characters"),
+        ("Limits", f"deploys | {MAX_MODEL_BYTES // 2**20} MiB"),
+        ("Limits", f"`edgefl device serve` | {inference_server.MAX_BODY_BYTES // 2**20} MiB"),
+        ("Deployments", f"leave {model_fetch.SPARE_BYTES // 2**20} MiB"),
+        ("Deployments", f"every {deployments.TELL_AGAIN_S:g} s"),
         ("Work", f"{INLINE_BODY_BYTES // 1024} KiB"),
         ("Work", f"{CHUNK_BYTES // 2**20} MiB"),
         ("Work", f"{REPLY_SALT_BYTES} bytes"),

@@ -45,6 +45,7 @@ ROOMS = {
 # The operator's client and the fleet of this machine serve the command line and `edgefl.run` alike.
 ROOMS |= {
     "client": SEAMS | {"protocol", "device"},
+    "board_models": SEAMS | {"storage", "tasks"},
     "local_fleet": SEAMS | {"client", "config", "processes"},
     "local_run": SEAMS | {"assembly", "config", "local_fleet", "summary", "tasks"},
 }

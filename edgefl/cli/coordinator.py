@@ -88,6 +88,7 @@ def start(  # noqa: PLR0913, PLR0917 one argument per option
 ) -> None:
     """Run the coordinator until SIGTERM or Ctrl-C."""
     from edgefl.assembly import assemble  # noqa: PLC0415 fast start
+    from edgefl.board_models import export_for_boards  # noqa: PLC0415 likewise
     from edgefl.coordinator.directory import default_directory, load_directory  # noqa: PLC0415 likewise
     from edgefl.coordinator.service import StartOptions, serve  # noqa: PLC0415 likewise
 
@@ -109,6 +110,7 @@ def start(  # noqa: PLR0913, PLR0917 one argument per option
         ),
         assemble,
         lambda held: _remember_port(held, port),
+        export_for_boards,
     )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
+from edgefl.cli.device_inference import infer, serve
 from edgefl.errors import DataError, NetworkError, NotFoundError, NotJoinedError, UsageError, WrongCaError
 from edgefl.protocol import PEER_PORT, JoinToken, checked_address
 
@@ -122,7 +123,7 @@ def join(  # noqa: PLR0913, PLR0917 one argument per option
         accelerator=accelerator,
         threads=threads,
         peer_port=peer_port,
-        facts=_facts(named),
+        facts=_facts(named, role),
     )
     state = join_fleet(token, wishes, root=root or default_state_dir(), addresses=addresses)
     click.echo(f"joined fleet {state.device.fleet} as {state.device_id} ({state.device.role}); state in {state.root}")
@@ -165,6 +166,10 @@ def status(root: Path | None, style: str) -> None:
         click.echo(json.dumps({"v": 1, **facts}))
         return
     _print_facts(facts)
+
+
+command.add_command(infer)
+command.add_command(serve)
 
 
 @command.group()
@@ -292,13 +297,15 @@ def _reachable(state: DeviceState) -> dict[str, Any]:
     return {"coordinator": None, "unreachable": reasons}
 
 
-def _facts(shards: Mapping[str, str]) -> dict[str, Any]:
+def _facts(shards: Mapping[str, str], role: str) -> dict[str, Any]:
     """Returns what the coordinator is to know from the first moment on, as the agent reports it later."""
     from edgefl.device.capabilities import probe as look  # noqa: PLC0415 fast start
+    from edgefl.device.training_facts import training_facts  # noqa: PLC0415 likewise
     from edgefl.device.warm_tasks import WarmTasks  # noqa: PLC0415 likewise
 
     blocks = WarmTasks(lambda: shards, accelerator="cpu", threads=1).blocks()
-    return {**look(), "blocks": blocks} if blocks else look()
+    facts = {**look(), **training_facts(role, shards)}
+    return {**facts, "blocks": blocks} if blocks else facts
 
 
 def _print_facts(facts: Mapping[str, Any]) -> None:

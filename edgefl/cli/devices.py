@@ -23,9 +23,12 @@ COLUMNS = (
     "iteration",
     "temperature_c",
     "seconds_per_iteration",
+    "model",
     "version",
     "joined_at",
 )
+
+SHOWN_DIGITS = 12
 
 url_option = click.option("--url", metavar="URL", help="The coordinator [default: the one in operator.toml].")
 
@@ -40,7 +43,10 @@ def command() -> None:
 @format_option
 def list_(*, url: str | None, fmt: str) -> None:
     """List the devices with presence, shards and what they are at."""
-    print_rows(_get("/edgefl/v1/devices", url)["rows"], COLUMNS, fmt, kind="devices")
+    rows = _get("/edgefl/v1/devices", url)["rows"]
+    if fmt == "table":
+        rows = [{**row, "model": (row.get("model") or "")[:SHOWN_DIGITS]} for row in rows]
+    print_rows(rows, COLUMNS, fmt, kind="devices")
 
 
 @command.command()

@@ -22,7 +22,7 @@ COMMANDS = {
     "doctor": "Look for problems on this machine, with remedies",
     "export": "Take a run elsewhere: a plain Flower app",
     "history": "Ask what happened: rounds, updates, devices, heartbeats, events",
-    "model": "List, export and evaluate the models that runs have kept",
+    "model": "List, export and evaluate the models that runs have kept; deploy them",
     "run": "Submit, watch and stop training runs",
     "simulate": "Run on a virtual fleet, in virtual time",
     "strategies": "List the strategies, begin one of your own",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgefl.cli.model_data import ModelData, part_option
+from edgefl.cli.model_deploy import deploy, deployments
 from edgefl.cli.model_source import load_model, model_source, source_options
 from edgefl.cli.render import format_option, human, human_bytes, print_rows
 from edgefl.errors import NotFoundError, UsageError
@@ -37,11 +38,15 @@ run_option = click.option("--run", help="A run's id or the beginning of it, its 
 
 @click.group("model")
 def command() -> None:
-    """List, export and evaluate the models that runs have kept.
+    """List, export and evaluate the models that runs have kept; deploy them to devices.
 
     MODEL is the beginning of a SHA-256, RUN:ROUND, RUN:best or RUN:latest; best, latest or a round alone are of
     --run, or of the newest run.
     """
+
+
+command.add_command(deploy)
+command.add_command(deployments)
 
 
 @command.command("list")

@@ -98,6 +98,7 @@ def submit_run(store: Store, worker: RunWorker, config: RunConfig) -> RunRecord:
 def device_rows(store: Store, roster: Roster) -> list[Json]:
     """Returns one row per device: what the store knows, over it what is true now."""
     now = {row["device_id"]: row for row in roster.facts()}
+    running, heartbeats = store.running_models(), roster.heartbeats()
     return [
         {
             "device_id": record.device_id,
@@ -107,6 +108,7 @@ def device_rows(store: Store, roster: Roster) -> list[Json]:
             "version": record.version,
             "joined_at": record.joined_at,
             "last_seen_at": record.last_seen_at,
+            "model": heard.model if (heard := heartbeats.get(record.device_id)) else running.get(record.device_id),
             **now.get(record.device_id, {}),
         }
         for record in store.devices()

@@ -23,6 +23,7 @@ class FleetRun:
         encode: (model, version) -> body for the devices.
         decode: body -> displacement; raises CodecError.
         encode_changes: for devices that keep the model they were sent; None when everybody always gets the whole one.
+        needs_torch: devices without it take no part: they can only use finished models.
     """
 
     run_id: str
@@ -34,6 +35,7 @@ class FleetRun:
     encode: Callable[[Tensors, int], bytes]
     decode: Callable[[bytes], Tensors]
     encode_changes: EncodeChanges | None = None
+    needs_torch: bool = False
 
 
 class Participants:
@@ -46,6 +48,8 @@ class Participants:
     def accepts(self, info: DeviceInfo) -> bool:
         """Returns whether the device may be given work of this run."""
         run = self._run
+        if run.needs_torch and not has_torch(info):
+            return False
         if info.role == Role.EVALUATOR:
             return run.task in info.tasks
         is_member = self._members is None or info.device_id in self._members
@@ -64,3 +68,9 @@ def is_meant(info: DeviceInfo, *, task: str, groups: Sequence[str], names: Seque
         and (not groups or not set(groups).isdisjoint(info.groups))
         and (not names or info.device_id in names)
     )
+
+
+def has_torch(info: DeviceInfo) -> bool:
+    """Returns whether a device has torch; one that does not say is taken to have what it needs."""
+    backends = info.capabilities.get("backends")
+    return not isinstance(backends, list) or "torch" in backends

@@ -59,6 +59,8 @@ class Assembled(Protocol):
     @property
     def header(self) -> Json: ...
     @property
+    def needs_torch(self) -> bool: ...
+    @property
     def encode(self) -> Callable[[Tensors, int], bytes]: ...
     @property
     def encode_changes(self) -> EncodeChanges | None: ...
@@ -71,7 +73,10 @@ Assemble = Callable[[RunConfig, str], Assembled]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSite:
-    """What a run works with."""
+    """What a run works with.
+
+    `on_finished` is told of a run that has reached its end, in the transaction that says so.
+    """
 
     directory: CoordinatorDirectory
     store: Store
@@ -80,6 +85,7 @@ class RunSite:
     bell: Bell
     assemble: Assemble
     meter: RunMeter = field(default_factory=RunMeter)
+    on_finished: Callable[[str, RunConfig], None] = lambda _run_id, _config: None
 
 
 @dataclass(slots=True)
@@ -299,7 +305,7 @@ class RunWorker:
             version = strategy.version(state)
             self._tell_end(run_id)
             keeper.finish(version, assembled.rounds.of(version), state, strategy.model(state), models)
-            self._finish(recorder, run_id, reason)
+            self._finish(recorder, run_id, assembled.config, reason)
             log.info("run %s is over: %s", run_id, reason)
 
     def _resumed(self, run_id: str, strategy: Strategy[Any], first: Any) -> Any:
@@ -320,11 +326,15 @@ class RunWorker:
             command = Command(id=uuid.uuid4().hex, kind=CommandKind.END, argument=run_id)
             self._site.bell.command(info.device_id, command)
 
-    def _finish(self, recorder: Recorder, run_id: str, reason: str) -> None:
+    def _finish(self, recorder: Recorder, run_id: str, config: RunConfig, reason: str) -> None:
         recorder.finish()
         with self._lock:
             was_stopped = self._active is not None and self._active.stop_reason == reason
-            self._set_status(run_id, RunStatus.STOPPED if was_stopped else RunStatus.FINISHED, reason)
+            # One transaction: a coordinator that dies here has both, the end and what follows it, or neither.
+            with self._site.store.batch(durable=True):
+                self._set_status(run_id, RunStatus.STOPPED if was_stopped else RunStatus.FINISHED, reason)
+                if not was_stopped:
+                    self._site.on_finished(run_id, config)
             self._active = None
 
     def _open_fleet(self, run_id: str, assembled: Assembled, ledger: Ledger) -> LiveFleet:
@@ -339,6 +349,7 @@ class RunWorker:
             encode=assembled.encode,
             encode_changes=assembled.encode_changes,
             decode=assembled.decode,
+            needs_torch=assembled.needs_torch,
         )
         link = site.superlink.open_run()
         fleet = LiveFleet(run=run, link=link, roster=site.roster, bell=site.bell, clock=time.monotonic)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from fastapi import APIRouter
+from starlette.requests import Request
 
 from edgefl.config import AlertSettings, CoordinatorSettings, RunConfig
 from edgefl.coordinator import pki
@@ -24,6 +25,9 @@ from edgefl.coordinator.brokers import make_broker
 from edgefl.coordinator.bus import Bus
 from edgefl.coordinator.curve_book import CurveBook
 from edgefl.coordinator.dashboard import dashboard_router
+from edgefl.coordinator.deployment_api import deployment_router, require_device
+from edgefl.coordinator.deployment_files import Export
+from edgefl.coordinator.deployments import Deployments
 from edgefl.coordinator.device_series import device_series
 from edgefl.coordinator.device_state import check_device_state, check_messages
 from edgefl.coordinator.diary import Diary
@@ -45,8 +49,9 @@ from edgefl.coordinator.run_meter import RunMeter
 from edgefl.coordinator.runs import Assemble, RunSite, RunWorker
 from edgefl.coordinator.superlink import Reply, SuperLink
 from edgefl.coordinator.tokens import TokenTerms, make_token
+from edgefl.coordinator.trainers import check_trainers
 from edgefl.coordinator.web import WebServer, listen, make_app
-from edgefl.errors import EdgeflError
+from edgefl.errors import EdgeflError, TaskError
 from edgefl.processes import on_stop_signal
 from edgefl.protocol import EVALUATOR_NAME, Command, CommandKind, Heartbeat, checked_address
 from edgefl.storage.database import sqlite_file
@@ -98,16 +103,24 @@ class Coordinator:
         options: how it was called.
         assemble: makes the parts of a run.
         settle: called when the directory is held and the port listened on; returns the directory, possibly changed.
+        export: makes the file of a model that devices deploy.
     """
 
     def __init__(
-        self, directory: CoordinatorDirectory, options: StartOptions, assemble: Assemble, settle: Settle = _as_it_is
+        self,
+        directory: CoordinatorDirectory,
+        options: StartOptions,
+        assemble: Assemble,
+        settle: Settle = _as_it_is,
+        export: Export | None = None,
     ) -> None:
         self._directory, self._options, self._assemble, self._settle = directory, options, assemble, settle
+        self._export = export or _no_export
         self._evaluator_token_id: str | None = None
         self._stopping = threading.Event()
         self._fatal: EdgeflError | None = None
         self._worker: RunWorker | None = None
+        self._deployments: Deployments | None = None
         self._closers = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -175,16 +188,29 @@ class Coordinator:
         self._draining.listen()
         self._metrics = Metrics()
         self._meter = RunMeter(self._metrics.registry)
-        self._worker = worker = self._make_worker(self._bus)
+        self._deployments = deployments = self._make_deployments(self._bus)
+        self._worker = worker = self._make_worker(self._bus, deployments)
         self._watch_metrics()
-        self._open_web(listener, worker)
+        self._open_web(listener, worker, deployments)
         self._open_alerts()
+        deployments.start()
+        self._closers.callback(deployments.stop)
         worker.start()
         self._closers.callback(worker.stop)
         self._open_evaluator()
         log.info("fleet %s at https://%s:%d", directory.fleet, options.host, options.port)
 
-    def _make_worker(self, bus: Bus) -> RunWorker:
+    def _make_deployments(self, bus: Bus) -> Deployments:
+        return Deployments(
+            store=self._store,
+            roster=self._roster,
+            directory=self._directory,
+            commander=bus,
+            export=self._export,
+            on_fatal=self._die,
+        )
+
+    def _make_worker(self, bus: Bus, deployments: Deployments) -> RunWorker:
         site = RunSite(
             directory=self._directory,
             store=self._store,
@@ -193,6 +219,7 @@ class Coordinator:
             bell=bus,
             assemble=self._assemble,
             meter=self._meter,
+            on_finished=deployments.after_run,
         )
         return RunWorker(site, on_fatal=self._die)
 
@@ -241,6 +268,8 @@ class Coordinator:
 
         Likewise ends a node that nobody listens to any more, since it is flagged.
         """
+        if self._deployments is not None:
+            self._deployments.heard(device_id, heartbeat)
         worker, assignment, run = self._worker, heartbeat.assignment, heartbeat.run
         if worker is None or run is None:
             return
@@ -334,7 +363,7 @@ class Coordinator:
             for info in self._roster.workers():
                 bus.ring(info.device_id)
 
-    def _open_web(self, listener: socket.socket, worker: RunWorker) -> None:
+    def _open_web(self, listener: socket.socket, worker: RunWorker, deployments: Deployments) -> None:
         directory, options = self._directory, self._options
         site = BrokerSite(port=self._broker_address.port, host=self._outside_host())
         service = EnrolmentService(
@@ -344,19 +373,27 @@ class Coordinator:
             broker=site,
             evaluator_token=lambda: self._evaluator_token_id,
         )
+        viewer, acting = require_viewer(directory, listen_host=options.host), require_operator(directory)
         operator = operator_router(
             store=self._store,
             roster=self._roster,
             worker=worker,
             check=self._check,
-            viewer=require_viewer(directory, listen_host=options.host),
-            operator=require_operator(directory),
+            viewer=viewer,
+            operator=acting,
         )
-        viewer = require_viewer(directory, listen_host=options.host)
+        deploying = deployment_router(
+            store=self._store,
+            deployments=deployments,
+            viewer=viewer,
+            operator=acting,
+            device=require_device(self._signed_by),
+        )
         routers = [
             enrolment_router(service),
             operator,
             model_router(store=self._store, folder=directory.models, viewer=viewer),
+            deploying,
             metrics_router(self._metrics.text, viewer),
             self._page(),
             dashboard_router(),
@@ -390,9 +427,15 @@ class Coordinator:
         host = self._broker_address.host
         return host if self._options.has_external_broker and not is_loopback(host) else None
 
+    def _signed_by(self, request: Request) -> str | None:
+        """Returns the device that has signed a request; a device that was removed signs for nobody."""
+        node_id = self._superlink.api.node_of(request)
+        return None if node_id is None else self._roster.device_of(node_id)
+
     def _check(self, config: RunConfig) -> Json:
         assembled = self._assemble(config, "check")
         check_messages(assembled.strategy, assembled.model)
+        check_trainers(config, self._roster, needs_torch=assembled.needs_torch)
         return check_device_state(config, assembled.strategy, assembled.model, self._roster)
 
     def _open_evaluator(self) -> None:
@@ -438,15 +481,23 @@ def _expiries(directory: CoordinatorDirectory) -> dict[str, float]:
     return {name: pki.expires_at(path.read_bytes()) for name, path in files.items()}
 
 
+def _no_export(task: str, _options: object, _model: Path, _out: Path) -> None:
+    raise TaskError(f"this coordinator cannot export models of task {task}")
+
+
 def serve(
-    directory: CoordinatorDirectory, options: StartOptions, assemble: Assemble, settle: Settle = _as_it_is
+    directory: CoordinatorDirectory,
+    options: StartOptions,
+    assemble: Assemble,
+    settle: Settle = _as_it_is,
+    export: Export | None = None,
 ) -> None:
     """Runs a coordinator until SIGTERM or SIGINT; the arguments are those of `Coordinator`.
 
     Raises:
         EdgeflError: it could not start, or cannot go on.
     """
-    coordinator = Coordinator(directory, options, assemble, settle)
+    coordinator = Coordinator(directory, options, assemble, settle, export)
     with on_stop_signal(coordinator.stop), coordinator:
         coordinator.wait()
         log.info("stopping")

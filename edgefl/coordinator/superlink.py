@@ -438,6 +438,13 @@ class FleetApi:
                 self.traffic.answered(node_id, len(content))
             await respond(send, status, content)
 
+    def node_of(self, request: Request) -> int | None:
+        """Returns the node that has signed a request to another part of the application, or None."""
+        node_id = self._node_of(request)
+        if node_id is not None:
+            self._on_contact(node_id)
+        return node_id
+
     def _node_of(self, request: Request) -> int | None:
         """Returns the node that has signed the request's headers: what can be known before the body is read."""
         try:

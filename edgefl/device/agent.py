@@ -26,11 +26,14 @@ from edgefl.device.carrier import Carrier, OnPeerMessage
 from edgefl.device.direct import DirectCarrier
 from edgefl.device.heartbeat import Activity, Heart
 from edgefl.device.link import Link, LinkCallbacks, LinkIdentity, LinkTls
+from edgefl.device.model_fetch import Source
+from edgefl.device.model_updates import ModelUpdates
 from edgefl.device.node_runner import addresses_of
 from edgefl.device.outbox import Outbox
 from edgefl.device.state import DeviceState
 from edgefl.device.supernode import Answer, RefusedError, SuperNode, UnauthorisedError
 from edgefl.device.trainer import AbandonedError, Trainer
+from edgefl.device.training_facts import training_facts
 from edgefl.device.trust import Hello, pinned_context, say_hello
 from edgefl.device.vitals import Vitals
 from edgefl.errors import EdgeflError, NetworkError, StoreError
@@ -95,6 +98,12 @@ class Agent:
             evaluate=self._trainer.evaluate,
         )
         self._outbox: Outbox[tuple[str, Any]] = Outbox(self._send, self._bell.ring)
+        self._models = ModelUpdates(
+            state,
+            source=self._model_source,
+            on_change=self._models_changed,
+            rng=derived_rng("models", state.device_id, time.time_ns()),
+        )
         self._link = self._new_link()
         self._heart = Heart(
             self._publish_heartbeat,
@@ -122,6 +131,7 @@ class Agent:
         """Works until `stop`; survives every loss of the coordinator and of the broker."""
         self._link.start()
         self._heart.start()
+        self._models.start()
         self._trainer.go_on()
         backoff_s = FIRST_BACKOFF_S
         try:
@@ -140,6 +150,7 @@ class Agent:
                     self._stopping.wait(backoff_s * self._rng.uniform(0.5, 1.0))
                     backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
         finally:
+            self._models.stop()
             self._outbox.close(SEND_WITHIN_S)
             self._trainer.close()
             self._heart.stop()
@@ -249,6 +260,8 @@ class Agent:
             iteration=iteration,
             holding=held,
             clock_skew_s=round(self._skew_s, 3),
+            model=self._models.model,
+            deployment=self._models.report,
         )
 
     def _publish_heartbeat(self, heartbeat: Heartbeat) -> bool:
@@ -262,8 +275,26 @@ class Agent:
             facts = self._reported[1] if self._reported else probe()
             self._reported = stamp, facts
             blocks = self._trainer.blocks()
-            told = {**facts, **({"blocks": blocks} if blocks else {}), **self._peer_facts()}
+            device = self._state.device
+            own = {**training_facts(device.role, device.shards), **self._peer_facts()}
+            told = {**facts, **({"blocks": blocks} if blocks else {}), **own}
             self._link.publish_capabilities(Capabilities(facts=told, shards=self._trainer.examples()))
+
+    def _models_changed(self) -> None:
+        """Tells the fleet, and looks after the coordinator: it may have moved while a model was fetched."""
+        self._heart.beat_now()
+        self._bell.ring()
+
+    def _model_source(self) -> Source:
+        """Returns where models are fetched now, signed with the coordinator's time.
+
+        Raises:
+            NetworkError: the coordinator is away.
+        """
+        address = self._address
+        if address is None:
+            raise NetworkError("the coordinator is away")
+        return Source(address=address, trust=self._trust, headers=self._supernode.signed_headers())
 
     def _peer_facts(self) -> Json:
         """Returns at which address neighbours can reach this board: the one that it reaches its coordinator from."""
@@ -355,6 +386,10 @@ class Agent:
                 self._trainer.recall(command.argument)
             case CommandKind.END if command.argument:
                 self._trainer.end_run(command.argument)
+            case CommandKind.DEPLOY if command.argument:
+                self._models.deploy(command.argument)
+            case CommandKind.ROLLBACK if command.argument:
+                self._models.roll_back(command.argument)
             case CommandKind.DRAIN | CommandKind.RESUME:
                 self._link.set_draining(draining=command.kind == CommandKind.DRAIN)
                 if command.kind == CommandKind.DRAIN:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from edgefl.device.vitals import VitalSigns
 from edgefl.protocol import HEARTBEAT_JITTER, HEARTBEAT_S, Heartbeat
-from edgefl.types import derived_rng
+from edgefl.types import Json, derived_rng
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +25,8 @@ class Activity:
     iteration: int | None = None
     holding: tuple[str, ...] = ()
     clock_skew_s: float | None = None
+    model: str | None = None
+    deployment: Json | None = None
 
 
 class Heart:
@@ -106,4 +108,6 @@ class Heart:
             assignment=activity.assignment,
             iteration=activity.iteration,
             holding=list(activity.holding),
+            model=activity.model,
+            deployment=activity.deployment,
         )

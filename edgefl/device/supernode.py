@@ -80,16 +80,17 @@ class _Signer:
         self._key, self._clock = private_key, clock
         self._public = base64.b64encode(public_key_to_bytes(private_key.public_key())).decode()
 
-    def intercept(self, context: Any, call_next: Callable[[Any], httpx.Response]) -> httpx.Response:
+    def headers(self) -> dict[str, str]:
         stamp = dt.datetime.fromtimestamp(self._clock(), tz=dt.UTC).isoformat()
         signature = sign_message(self._key, stamp.encode("ascii"))
-        context.request.headers.update(
-            {
-                FLEET_HTTP_PUBLIC_KEY_HEADER: self._public,
-                TIMESTAMP_HEADER: stamp,
-                FLEET_HTTP_SIGNATURE_HEADER: base64.b64encode(signature).decode(),
-            }
-        )
+        return {
+            FLEET_HTTP_PUBLIC_KEY_HEADER: self._public,
+            TIMESTAMP_HEADER: stamp,
+            FLEET_HTTP_SIGNATURE_HEADER: base64.b64encode(signature).decode(),
+        }
+
+    def intercept(self, context: Any, call_next: Callable[[Any], httpx.Response]) -> httpx.Response:
+        context.request.headers.update(self.headers())
         return call_next(context)
 
 
@@ -141,6 +142,10 @@ class SuperNode:
     def arriving(self) -> str | None:
         """Returns the assignment that was pulled and is not answered yet; its model may still be on the way."""
         return self._arriving
+
+    def signed_headers(self) -> dict[str, str]:
+        """Returns headers that prove who asks, good for five minutes of the coordinator's time."""
+        return _Signer(self._key, self._clock).headers()
 
     def connect(self, address: str) -> None:
         """Activates this device at a coordinator.

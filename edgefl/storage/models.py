@@ -370,3 +370,54 @@ class DayTotal(Sums, Base):
     __tablename__ = "day_totals"
 
     day: Mapped[str] = mapped_column(primary_key=True)
+
+
+class Deployment(Base):
+    """A model on its way to devices. `devices` names them, NULL means every device with a shard for the task.
+
+    `model` is the SHA-256 of its safetensors file, `onnx_sha256` that of the file that devices fetch.
+    """
+
+    __tablename__ = "deployments"
+    __table_args__ = (Index("ix_deployments_status", "status", "created_at"),)
+
+    deployment_id: Mapped[str] = mapped_column(primary_key=True)
+    run_id: Mapped[str | None]
+    model: Mapped[str]
+    task: Mapped[str]
+    options: Mapped[dict[str, Any]]
+    devices: Mapped[list[str] | None]
+    canary: Mapped[int]
+    canary_s: Mapped[float]
+    tolerance: Mapped[float]
+    min_accuracy: Mapped[float]
+    test_fraction: Mapped[float]
+    status: Mapped[str]
+    reason: Mapped[str | None]
+    onnx_sha256: Mapped[str | None]
+    bytes_file: Mapped[int | None]
+    created_at: Mapped[float]
+    canary_until: Mapped[float | None]
+    finished_at: Mapped[float | None]
+
+
+class DeploymentDevice(Base):
+    """One device of a deployment; accuracies, of the new model and of the one before, are on its own data."""
+
+    __tablename__ = "deployment_devices"
+    __table_args__ = (
+        UniqueConstraint("deployment_id", "device_id", name="uq_deployment_devices"),
+        Index("ix_deployment_devices_device", "device_id", "state"),
+        Index("ix_deployment_devices_state", "state"),
+    )
+
+    id: Mapped[int] = mapped_column(Counter, primary_key=True)
+    deployment_id: Mapped[str] = mapped_column(ForeignKey("deployments.deployment_id"))
+    device_id: Mapped[str]
+    part: Mapped[str]
+    state: Mapped[str]
+    reason: Mapped[str | None]
+    accuracy: Mapped[float | None]
+    former_accuracy: Mapped[float | None]
+    num_examples: Mapped[int | None]
+    reported_at: Mapped[float | None]

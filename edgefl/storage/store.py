@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from edgefl.storage.database import Database
+from edgefl.storage.deployment_rows import DeploymentRows
 from edgefl.storage.fleet_rows import FleetRows
 from edgefl.storage.heartbeat_rows import HeartbeatRows
 from edgefl.storage.retention import Retention
@@ -16,7 +17,7 @@ from edgefl.storage.run_rows import RunRows
 DATABASE_NAME = "edgefl.db"
 
 
-class Store(FleetRows, RunRows, HeartbeatRows, Retention):
+class Store(FleetRows, RunRows, HeartbeatRows, DeploymentRows, Retention):
     """Everything that is remembered; safe to use from several threads and next to other processes."""
 
     def __init__(self, database: Database) -> None:

@@ -1,0 +1,385 @@
+"""Models on their way to real devices: taken, refused, taken back, and finished after a crash of anybody."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgefl.config import parse_run
+from edgefl.local_fleet import LocalDevice, LocalFleet
+
+FINAL = {"done", "failed", "superseded"}
+HERE = Path(__file__).parent
+
+
+@dataclass
+class Models:
+    """A fleet of three, a model that has learnt, and one that was made worse on purpose."""
+
+    fleet: LocalFleet
+    tools: Any
+    good: str
+    better: str
+    worse: str
+    ids: list[str] = field(default_factory=list)
+
+    def deploy(self, run: str, **wish: Any) -> str:
+        found = self.fleet.operator().post("/edgefl/v1/deployments", {"model": run, **wish})
+        self.ids.append(found["deployment_id"])
+        return self.ids[-1]
+
+    def show(self, deployment: str) -> Any:
+        return self.fleet.operator().get(f"/edgefl/v1/deployments/{deployment}")
+
+    def stages(self, deployment: str) -> dict[str, str]:
+        return {row["device_id"]: row["state"] for row in self.show(deployment)["each"]}
+
+    def wait(self, deployment: str) -> Any:
+        return self.tools.eventually(
+            lambda: (found := self.show(deployment))["status"] in FINAL and found,
+            30,
+            f"the end of {deployment}: {self.show(deployment)}",
+        )
+
+    def runs(self) -> dict[str, str]:
+        rows = self.fleet.operator().get("/edgefl/v1/devices")["rows"]
+        return {row["device_id"]: row["model"] for row in rows}
+
+    def model(self, run: str) -> str:
+        return str(self.fleet.operator().get(f"/edgefl/v1/runs/{run}")["model"])
+
+    def until_all_run(self, run: str) -> None:
+        model = self.model(run)
+        self.tools.eventually(lambda: set(self.runs().values()) == {model}, 30, f"all run {model}: {self.runs()}")
+
+    def note(self, device: str) -> Any:
+        return json.loads((self.fleet.root / device / "models" / "current.json").read_text())
+
+
+def run_file(rounds: int, learning_rate: float = 0.5, **sections: Any) -> Any:
+    run = {"task": "digits", "rounds": rounds, "seed": 7, "evaluate_on": "none"}
+    return parse_run({"run": run, "strategy": {"learning_rate": learning_rate}, "devices": {"min": 3}, **sections})
+
+
+@pytest.fixture(scope="module")
+def models(tools: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
+    root = tmp_path_factory.mktemp("deployments")
+    with tools.fleet(root, tools.devices(3)) as fleet:
+        made = {}
+        for name, config in {
+            "good": run_file(6),
+            "better": run_file(7),
+            "worse": run_file(1, learning_rate=1e-9),
+        }.items():
+            made[name] = fleet.submit(config)
+            fleet.wait_run(made[name])
+        yield Models(fleet, tools, **made)
+    assert not tools.tracebacks(root)
+
+
+@pytest.fixture
+def settled(models: Models) -> Models:
+    """The fleet when all of it runs the good model."""
+    models.wait(models.deploy(models.good, tolerance=1.0))
+    models.until_all_run(models.good)
+    return models
+
+
+def test_a_model_goes_to_canaries_first_and_then_to_all(models: Models) -> None:
+    found = models.wait(models.deploy(models.good, canary=1, tolerance=1.0))
+    assert (found["status"], found["counts"]) == ("done", {"running": 3})
+    assert [row["part"] for row in found["each"]].count("canary") == 1
+    assert all(row["accuracy"] > 0.8 and row["num_examples"] > 20 for row in found["each"])
+    models.until_all_run(models.good)
+    table = models.fleet.command("devices", "list")
+    assert table.count(models.model(models.good)[:12]) == 3
+
+
+def test_every_device_refuses_a_model_that_was_made_worse_and_keeps_its_own(settled: Models) -> None:
+    found = settled.wait(settled.deploy(settled.worse))
+    assert (found["status"], found["counts"]) == ("failed", {"refused": 3})
+    assert "no device took it; device-01: accuracy 0." in found["reason"]
+    for row in found["each"]:
+        assert row["accuracy"] + 0.4 < row["former_accuracy"]
+        assert re.search(r"the model before has [01]\.\d+ there \(tolerance 0\.02\)", row["reason"])
+        assert settled.note(row["device_id"])["current"]["model"] == settled.model(settled.good)
+    settled.until_all_run(settled.good)
+    told = settled.fleet.popen(["model", "deploy", settled.worse, "--to", "device-01", "--watch"])
+    assert (
+        f"failed: no device took it; device-01: {found['each'][0]['reason']}"
+        in told.communicate(timeout=60)[0].decode()
+    )
+    assert told.returncode == 41
+    settled.ids.append(
+        json.loads(settled.fleet.command("model", "deployments", "--format", "json"))["rows"][-1]["deployment_id"]
+    )
+    table = settled.fleet.command("model", "deployments", settled.ids[-1])
+    assert re.search(r"device-01\s+rest\s+refused", table)
+
+
+def test_a_canary_that_refuses_ends_it_and_the_others_never_hear_of_it(settled: Models) -> None:
+    found = settled.wait(settled.deploy(settled.worse, canary=1))
+    (canary,) = [row for row in found["each"] if row["part"] == "canary"]
+    assert found["status"] == "failed"
+    assert found["reason"].startswith(f"canary {canary['device_id']}: accuracy 0.")
+    assert found["counts"] == {"refused": 1, "superseded": 2}
+    settled.until_all_run(settled.good)
+
+
+def test_a_canary_that_says_nothing_takes_the_others_back_and_gives_up_itself_later(settled: Models) -> None:
+    silent = settled.fleet.processes["device-02"]
+    silent.send_signal(signal.SIGSTOP)
+    try:
+        found = settled.wait(settled.deploy(settled.better, canary=3, canary_s=12.0, tolerance=1.0))
+    finally:
+        silent.send_signal(signal.SIGCONT)
+    assert (found["status"], found["reason"]) == ("failed", "canary device-02 did not report within 12 s")
+    deployment = found["deployment_id"]
+    settled.tools.eventually(lambda: set(settled.stages(deployment).values()) == {"reverted"}, 40, "all went back")
+    settled.until_all_run(settled.good)
+
+
+def test_a_device_that_was_away_gets_it_when_it_returns(settled: Models) -> None:
+    settled.fleet.end("device-03")
+    deployment = settled.deploy(settled.better, tolerance=1.0)
+    others = {"device-01": "running", "device-02": "running", "device-03": "told"}
+    settled.tools.eventually(lambda: settled.stages(deployment) == others, 30)
+    assert settled.show(deployment)["status"] == "rolling"
+    settled.fleet.start_device("device-03")
+    assert settled.wait(deployment)["counts"] == {"running": 3}
+    settled.until_all_run(settled.better)
+
+
+def test_a_coordinator_that_is_killed_in_the_middle_goes_on_with_it(settled: Models) -> None:
+    deployment = settled.deploy(settled.better, canary=1, tolerance=1.0)
+    settled.fleet.kill("coordinator")
+    settled.fleet.start_coordinator()
+    assert settled.wait(deployment)["counts"] == {"running": 3}
+
+
+def test_a_newer_deployment_takes_the_place_of_one_that_waits(settled: Models) -> None:
+    settled.fleet.end("device-03")
+    first = settled.deploy(settled.better, tolerance=1.0)
+    settled.tools.eventually(lambda: list(settled.stages(first).values()).count("running") == 2, 30)
+    second = settled.deploy(settled.good, tolerance=1.0, devices=["device-03"])
+    settled.fleet.start_device("device-03")
+    assert settled.wait(second)["counts"] == {"running": 1}
+    assert settled.wait(first)["counts"] == {"running": 2, "superseded": 1}
+    good, better = settled.model(settled.good), settled.model(settled.better)
+    expected = {"device-01": better, "device-02": better, "device-03": good}
+    settled.tools.eventually(lambda: settled.runs() == expected, 20)
+
+
+def test_a_server_answers_every_request_while_models_change(settled: Models) -> None:
+    state = settled.fleet.root / "device-01"
+    arguments = ["device", "serve", "--state", str(state), "--port", "0"]
+    process = settled.fleet.popen(arguments, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
+    port = int(process.stdout.readline().decode().rsplit(":", 1)[1])
+    stopping, seen, failures = threading.Event(), set(), []
+
+    def ask() -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        body = json.dumps({"rows": [[[0] * 8] * 8]})
+        while not stopping.is_set():
+            connection.request("POST", "/predict", body=body)
+            answer = connection.getresponse()
+            told = json.loads(answer.read())
+            seen.add(told.get("model"))
+            if answer.status != 200:
+                failures.append(told)
+        connection.close()
+
+    client = threading.Thread(target=ask)
+    client.start()
+    better, good = settled.model(settled.better), settled.model(settled.good)
+    settled.wait(settled.deploy(settled.better, tolerance=1.0, devices=["device-01"]))
+    settled.tools.eventually(lambda: better in seen, 20)
+    stopping.set()
+    client.join()
+    assert (failures, seen) == ([], {good, better})
+    process.terminate()
+    assert process.wait(10) == 0
+    process.stdout.close()
+
+
+def test_what_only_devices_may_fetch_is_refused_to_others(settled: Models) -> None:
+    from edgefl.errors import NotAllowedError  # noqa: PLC0415 only here
+
+    for path in ("offer", "model"):
+        with pytest.raises(NotAllowedError, match="only a device that has joined"):
+            settled.fleet.operator().get(f"/edgefl/v1/deployments/{settled.ids[-1]}/{path}")
+
+
+def test_a_run_that_asks_for_it_deploys_its_model_when_it_has_finished(models: Models) -> None:
+    run = models.fleet.submit(run_file(4, models={"auto_deploy": True, "canary": 1}))
+    models.fleet.wait_run(run)
+    rows = models.fleet.operator().get("/edgefl/v1/deployments")["rows"]
+    (row,) = [row for row in rows if row["run_id"] == run]
+    assert (row["canary"], row["model"]) == (1, models.model(run))
+    assert models.wait(row["deployment_id"])["status"] in {"done", "failed"}
+
+
+class SlowWay:
+    """A way to the coordinator that lets through so many bytes a second of what comes down, once it is told to."""
+
+    def __init__(self, port: int) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._to, self.bytes_per_s = port, 0
+        self._pause, self._ends = threading.Event(), [self._listener]
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def close(self) -> None:
+        self._pause.set()
+        for end in self._ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        for end in self._ends:
+            end.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # the end of it
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(("127.0.0.1", self._to))
+                self._ends += [near, far]
+                for source, sink, is_down in ((near, far, False), (far, near, True)):
+                    self._threads.append(threading.Thread(target=self._pump, args=(source, sink, is_down)))
+                    self._threads[-1].start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, is_down: bool) -> None:
+        with suppress(OSError):
+            while data := source.recv(1024 if self.bytes_per_s and is_down else 65536):
+                if self.bytes_per_s and is_down:
+                    self._pause.wait(len(data) / self.bytes_per_s)
+                sink.sendall(data)
+        for end in (source, sink):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def slow_way(fleet: LocalFleet, device: str) -> Iterator[SlowWay]:
+    """Leads one device to the coordinator by a slow way alone."""
+    way = SlowWay(fleet.port)
+    fleet.end(device)
+    note = fleet.root / device / "device.json"
+    before = json.loads(note.read_text())
+    note.write_text(json.dumps({**before, "addresses": [f"127.0.0.1:{way.port}", *before["addresses"]]}))
+    fleet.start_device(device)
+    try:
+        yield way
+    finally:
+        way.close()
+
+
+def test_a_device_that_is_killed_while_it_fetches_goes_on_when_it_starts_again(settled: Models) -> None:
+    fleet = settled.fleet
+    with slow_way(fleet, "device-02") as way:
+        settled.tools.eventually(lambda: fleet.presence()["device-02"] == "online")
+        fresh = fleet.submit(run_file(5))  # no board has this model yet
+        fleet.wait_run(fresh)
+        way.bytes_per_s = 4000
+        deployment = settled.deploy(fresh, tolerance=1.0, devices=["device-02"])
+        folder = fleet.root / "device-02" / "models"
+        settled.tools.eventually(lambda: parts(folder), 30, "a part of the model")
+        fleet.kill("device-02")
+        assert settled.note("device-02")["pending"] == deployment
+        assert settled.note("device-02")["current"]["model"] == settled.model(settled.good)
+        kept = parts(folder)
+        assert kept
+        way.bytes_per_s = 0
+        fleet.start_device("device-02")
+        assert settled.wait(deployment)["counts"] == {"running": 1}
+    settled.tools.eventually(lambda: settled.runs()["device-02"] == settled.model(fresh), 20)
+    assert not list(folder.glob("*.part"))
+
+
+def parts(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("*.part") if path.stat().st_size]
+
+
+def test_a_device_that_is_killed_while_it_checks_decides_when_it_starts_again(settled: Models) -> None:
+    """The check is slowed by a device that is stopped as soon as it says that it checks."""
+    deployment = settled.deploy(settled.better, tolerance=1.0, devices=["device-01"])
+    note = settled.fleet.root / "device-01" / "models" / "current.json"
+    settled.tools.eventually(lambda: json.loads(note.read_text())["pending"] == deployment, 20)
+    settled.fleet.kill("device-01")
+    assert settled.note("device-01")["current"] is not None
+    settled.fleet.start_device("device-01")
+    assert settled.wait(deployment)["counts"] == {"running": 1}
+
+
+def test_a_device_that_joins_later_gets_the_model_of_the_fleet(settled: Models) -> None:
+    late = LocalDevice(name="late", shards={"digits": str(settled.tools.shards[3])})
+    settled.fleet.add_device(late)
+    good = settled.model(settled.good)
+    settled.tools.eventually(lambda: settled.runs().get("late") == good, 30)
+    settled.fleet.end("late")
+
+
+def without_torch(tools: Any, shards: Path) -> LocalDevice:
+    blocked = f"{HERE / 'without_torch'}{os.pathsep}{tools.environment['PYTHONPATH']}"
+    program = ("env", f"PYTHONPATH={blocked}", sys.executable, "-m", "edgefl.cli.main")
+    return LocalDevice(name="small", shards={"mnist": str(shards)}, program=program)
+
+
+def test_boards_without_torch_say_so_and_get_no_training_of_a_task_that_needs_it(tools: Any, tmp_path: Path) -> None:
+    shards = tmp_path / "images"
+    write_images(shards)
+    with tools.fleet(tmp_path / "fleet", [without_torch(tools, shards)]) as fleet:
+        facts = fleet.operator().get("/edgefl/v1/devices/small")["capabilities"]
+        assert (facts["trains"], facts["backends"]) == (False, ["numpy"])
+        assert facts["trains_reason"].startswith("torch is not installed, and mnist needs it")
+        (tmp_path / "cnn.toml").write_text('[run]\ntask = "mnist"\nrounds = 1\n')
+        process = fleet.popen(["run", "submit", str(tmp_path / "cnn.toml")])
+        output = process.communicate(timeout=60)[0].decode()
+        assert process.returncode == 5
+        assert "no device can train task mnist: small have no torch" in output
+        config = {"run": {"task": "mnist", "rounds": 1, "evaluate_on": "none"}, "task": {"model": "logistic"}}
+        run = fleet.submit(parse_run(config))  # what needs no torch it trains
+        assert fleet.wait_run(run)["rounds"] == 1
+    assert not tools.tracebacks(tmp_path)
+
+
+def test_a_board_without_torch_judges_and_runs_a_model_that_needed_torch(tools: Any, tmp_path: Path) -> None:
+    shards = tmp_path / "images"
+    write_images(shards)
+    large = LocalDevice(name="large", shards={"mnist": str(shards)})
+    with tools.fleet(tmp_path / "fleet", [without_torch(tools, shards), large]) as fleet:
+        run = fleet.submit(parse_run({"run": {"task": "mnist", "rounds": 2}, "task": {"model": "cnn-small"}}))
+        fleet.wait_run(run)
+        assert {row["device_id"] for row in fleet.history("updates", run=run)} == {"large"}
+        assert {row["device_id"] for row in fleet.history("evaluations", run=run)} == {"large"}
+        fleet.command("model", "deploy", run, "--watch")
+        state = str(tmp_path / "fleet" / "small")
+        infer = ("device", "infer", "--state", state, "--input", str(shards), "--format", "json")
+        assert '"class"' in fleet.command(*infer)
+    assert not tools.tracebacks(tmp_path)
+
+
+def write_images(folder: Path) -> None:
+    import numpy as np  # noqa: PLC0415 only here
+
+    folder.mkdir()
+    rng = np.random.default_rng(7)
+    inputs, labels = rng.integers(0, 256, (60, 28, 28), dtype=np.uint8), rng.integers(0, 10, 60)
+    np.savez(folder / "monday.npz", inputs=inputs, labels=labels)

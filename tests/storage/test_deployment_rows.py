@@ -1,0 +1,91 @@
+"""Deployments in the store: what is kept, found again, and superseded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from edgefl.errors import NotFoundError
+from edgefl.storage.deployment_records import DeploymentRecord, DeploymentStatus, DeviceStage
+from edgefl.storage.records import CheckpointRow
+from edgefl.storage.store import Store
+
+
+def made(name: str, at: float, **changes: Any) -> DeploymentRecord:
+    values: dict[str, Any] = {
+        "run_id": "r", "model": name * 64, "task": "digits", "options": {"model": "mlp"}, "devices": None,
+        "canary": 1, "canary_s": 60.0, "tolerance": 0.02, "min_accuracy": 0.0, "test_fraction": 0.1,
+        "status": DeploymentStatus.PREPARING,
+    }  # fmt: skip
+    return DeploymentRecord(deployment_id=f"2026-{name}", created_at=at, **{**values, **changes})
+
+
+def stages(store: Store, name: str) -> dict[str, str]:
+    return {row.device_id: str(row.state) for row in store.deployment_devices(f"2026-{name}")}
+
+
+def test_what_was_kept_comes_back(store: Any) -> None:
+    record = made("a", 1.0, devices=("pi-1",))
+    store.add_deployment(record, ["pi-1"])
+    assert store.deployment("2026-a") == record
+    store.set_deployment("2026-a", status=DeploymentStatus.CANARY, onnx_sha256="ff", bytes_file=7, canary_until=9.0)
+    found = store.deployment("2026-a")
+    assert (found.status, found.onnx_sha256, found.bytes_file) == (DeploymentStatus.CANARY, "ff", 7)
+
+
+def test_a_deployment_is_found_by_the_beginning_of_its_id_if_that_is_plain(store: Any) -> None:
+    store.add_deployment(made("a", 1.0), [])
+    assert store.deployment("20").deployment_id == "2026-a"
+    store.add_deployment(made("b", 2.0), [])
+    with pytest.raises(NotFoundError, match="several deployments begin with '2026-'"):
+        store.deployment("2026-")
+    with pytest.raises(NotFoundError, match="no deployment 'x%'"):
+        store.deployment("x%")
+
+
+def test_a_newer_deployment_supersedes_what_a_device_has_not_answered_and_only_that(store: Any) -> None:
+    store.add_deployment(made("a", 1.0), ["held", "told", "runs", "other"])
+    store.set_deployment_devices(
+        "2026-a", {"told": {"state": DeviceStage.TOLD}, "runs": {"state": DeviceStage.RUNNING}}
+    )
+    store.add_deployment(made("b", 2.0), ["held", "told", "runs"])
+    assert stages(store, "a") == {"held": "superseded", "told": "superseded", "runs": "running", "other": "held"}
+    assert set(stages(store, "b").values()) == {"held"}
+    assert [row.deployment_id for row in store.device_deployments("runs")] == ["2026-b", "2026-a"]
+
+
+def test_open_are_those_that_go_on_and_those_that_a_device_still_owes_something(store: Any) -> None:
+    for number, (name, status) in enumerate([("a", "done"), ("b", "failed"), ("c", "rolling"), ("d", "done")]):
+        store.add_deployment(made(name, number, status=DeploymentStatus(status)), [name])
+    store.set_deployment_devices("2026-b", {"b": {"state": DeviceStage.REVERTING}})
+    store.set_deployment_devices("2026-d", {"d": {"state": DeviceStage.TOLD}})
+    assert [record.deployment_id for record in store.open_deployments()] == ["2026-b", "2026-c", "2026-d"]
+
+
+def test_a_device_runs_the_model_of_the_newest_deployment_that_it_switched_to(store: Any) -> None:
+    for number, name in enumerate("abc"):
+        store.add_deployment(made(name, number), ["pi"])
+    for name, state in (("a", DeviceStage.RUNNING), ("b", DeviceStage.RUNNING), ("c", DeviceStage.REFUSED)):
+        store.set_deployment_devices(f"2026-{name}", {"pi": {"state": state}})
+    assert store.running_models() == {"pi": "b" * 64}
+    assert store.deployment_counts()["2026-c"] == {"refused": 1}
+
+
+def test_adding_a_device_twice_changes_nothing(store: Any) -> None:
+    store.add_deployment(made("a", 1.0), ["pi"])
+    store.set_deployment_devices("2026-a", {"pi": {"state": DeviceStage.RUNNING}})
+    store.add_deployment_devices("2026-a", ["pi", "new"], DeviceStage.TOLD)
+    assert stages(store, "a") == {"pi": "running", "new": "told"}
+
+
+def test_a_kept_model_is_found_by_the_beginning_of_its_sha256(store: Any) -> None:
+    store.submit("r1")
+    for number, sha256 in enumerate(["aa" * 32, "ab" * 32]):
+        store.record_checkpoint(
+            "r1", CheckpointRow(version=1, round=1, last_record=number, sha256=sha256, bytes_file=1, at=1.0)
+        )
+    assert store.find_checkpoint("aaaa") == ("aa" * 32, "r1")
+    assert store.find_checkpoint("ff") is None
+    with pytest.raises(NotFoundError, match="several models"):
+        store.find_checkpoint("a")

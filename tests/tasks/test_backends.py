@@ -1,0 +1,38 @@
+"""Which tasks need torch, told without importing it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from edgefl.tasks.backends import backends, needs_torch
+from edgefl.tasks.registry import make_task
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("digits", {}, False),
+        ("mnist", {}, True),
+        ("mnist", {"model": "logistic"}, False),
+        ("fashion-mnist", {"model": "resnet18-gn"}, True),
+        ("mnist", {"model": "torchvision.models:resnet18", "channels": 3}, True),
+        ("motionsense", {}, True),
+        ("motionsense", {"model": "mlp"}, False),
+        ("noop", {}, False),
+    ],
+)
+def test_a_task_needs_torch_by_its_model(name: str, options: dict[str, Any], expected: bool) -> None:
+    assert needs_torch(make_task(name, options)) is expected
+
+
+def test_a_task_of_the_user_s_own_may_say_it() -> None:
+    said: Any = SimpleNamespace(needs_torch=True)
+    silent: Any = SimpleNamespace()
+    assert (needs_torch(said), needs_torch(silent)) == (True, False)
+
+
+def test_numpy_is_always_there() -> None:
+    assert backends()[0] == "numpy"
