@@ -17,6 +17,7 @@ from edgefl.compression.measuring import expected_bytes
 from edgefl.compression.specs import with_layers
 from edgefl.config import RunConfig
 from edgefl.errors import ConfigError
+from edgefl.protocol import layout_of
 from edgefl.strategies.checked import make_checked
 from edgefl.strategies.evaluation import EvaluationSchedule
 from edgefl.strategies.gate import Guard, Selection, StrategyGate
@@ -38,6 +39,8 @@ class Assembled:
         model: the first global model, shared tensors only.
         strategy, goal, evaluate, rounds, gate: for `loop.drive`.
         header: what every device is told with each order: task, options, seed.
+        layout: tells the task's model from another one.
+        shapes: of the tensors that are shared.
         encode: (model, version) -> one body for all devices.
         encode_changes: (model, what changed, version) -> a body for devices that hold an older model, None where the
             whole one is hardly larger; None itself where the run file asks for whole models.
@@ -53,6 +56,8 @@ class Assembled:
     rounds: RoundCount
     gate: StrategyGate
     header: Json
+    layout: str
+    shapes: Shapes
     encode: Callable[[Tensors, int], bytes]
     encode_changes: Callable[[Tensors, Indices, int], bytes | None] | None
     decode: Callable[[bytes], Tensors]
@@ -105,6 +110,8 @@ def assemble(config: RunConfig, run_id: str) -> Assembled:
             "test_fraction": config.run.local_test_fraction,
             "residuals": config.compression.residuals,
         },
+        layout=layout_of(task.shapes()),
+        shapes=shapes,
         encode=encode,
         encode_changes=encode_changes if sends_changes else None,
         decode=lambda body: decode_body(body, shapes),

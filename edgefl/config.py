@@ -22,6 +22,7 @@ from edgefl.types import Json, Scalar
 T = TypeVar("T")
 EvaluateOn = Literal["auto", "coordinator", "devices", "evaluator", "none"]
 JoinPolicy = Literal["anytime", "start"]
+RequirePolicy = Literal["any", "all"]
 RescuePolicy = Literal["go-on", "ask-again", "none"]
 ResidualPolicy = Literal["periodic", "durable"]
 UnwellPolicy = Literal["smaller", "rest", "ignore"]
@@ -117,6 +118,9 @@ class DevicesSection:
     are asked in a round. Boards with less memory than `min_memory_bytes`, or without an accelerator when that is
     asked for, are left out. One that is throttled, hotter than `max_temperature_c` or on less battery than
     `min_battery` is `unwell`: it gets a smaller budget, rests, or is treated like any other.
+
+    Before the first work every device says whether it can, and makes itself ready, within `ready_s`. `require` of
+    them must be ready, a number or `all` that are meant, or the run fails; with `any` it begins with those that are.
     """
 
     groups: tuple[str, ...] = ()
@@ -130,6 +134,8 @@ class DevicesSection:
     min_battery: float = field(default=0.2, metadata={"at_least": 0, "at_most": 1})
     unwell: UnwellPolicy = "smaller"
     join: JoinPolicy = "anytime"
+    require: int | RequirePolicy = field(default="any", metadata={"at_least": 1})
+    ready_s: float = field(default=30.0, metadata={"above": 0, "at_most": 3600})
 
     def __post_init__(self) -> None:
         if self.count is not None and self.fraction is not None:
@@ -445,7 +451,14 @@ def _value(value: object, kind: Any, item: Field[Any], path: str) -> Any:
     if get_origin(kind) in (UnionType, Union):
         if value is None and NoneType in get_args(kind):
             return None
-        (kind,) = (option for option in get_args(kind) if option is not NoneType)
+        options = [option for option in get_args(kind) if option is not NoneType]
+        fitting = [option for option in options if _fits(value, option)]
+        if len(options) > 1 and not (fitting and _within_if_number(value, item.metadata)):
+            said = " or ".join(_expected(option, item.metadata if option is int else {}) for option in options)
+            raise ConfigError(f"{path} must be {said}, got {value!r}")
+        if len(options) > 1:
+            return value
+        (kind,) = options
     if is_dataclass(kind) and isinstance(kind, type):
         return from_mapping(kind, _table(value, path), path)
     if get_origin(kind) is Mapping:
@@ -488,6 +501,10 @@ def _within(value: Any, bounds: Mapping[str, Any]) -> bool:
         and ("below" not in bounds or value < bounds["below"])
         and ("at_most" not in bounds or value <= bounds["at_most"])
     )
+
+
+def _within_if_number(value: Any, bounds: Mapping[str, Any]) -> bool:
+    return isinstance(value, str) or _within(value, bounds)
 
 
 def _expected(kind: Any, bounds: Mapping[str, Any]) -> str:

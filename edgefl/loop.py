@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Generic
 
 from edgefl.errors import StrategyError
-from edgefl.tally import Goal, RoundCount, Tally
+from edgefl.tally import Earlier, Goal, RoundCount, Tally
 from edgefl.types import (
     Assignment,
     Decision,
@@ -34,6 +34,8 @@ from edgefl.types import (
 
 DRAIN_S = 60.0
 """How long the loop waits for what is in flight after the goal is reached, and then for the last evaluation."""
+
+_NOTHING = Earlier()
 
 EvaluationRule = Callable[[int, int, FleetView, bool, Collection[str]], Sequence[Evaluation]]
 """(version, round that it ended, view, is this the last one, devices with models of their own) -> what to ask for."""
@@ -141,6 +143,8 @@ def drive(  # noqa: PLR0913 the parts of a run, by name
     evaluate: EvaluationRule,
     rounds: RoundCount | None = None,
     gate: Gate | None = None,
+    earlier: Earlier = _NOTHING,
+    left: Callable[[S], None] = lambda _: None,
 ) -> tuple[S, str]:
     """Runs a strategy on a fleet until the goal is reached.
 
@@ -153,6 +157,8 @@ def drive(  # noqa: PLR0913 the parts of a run, by name
         evaluate: asked at the end of every round.
         rounds: how many versions are a round; one when None.
         gate: who may be asked and whose updates are let in; everybody when None.
+        earlier: what a run that goes on has counted before.
+        left: given the state when the fleet raises instead of bringing events; it is whole then.
 
     Returns:
         The last state and why the run ended.
@@ -162,6 +168,7 @@ def drive(  # noqa: PLR0913 the parts of a run, by name
     """
     source = _Source(strategy, state)
     tally = Tally(version=source.version, rounds=rounds or RoundCount())
+    tally.go_on(earlier)
     gate = gate or OpenGate()
     drain: _Drain | None = None
 
@@ -200,10 +207,19 @@ def drive(  # noqa: PLR0913 the parts of a run, by name
             decision = drain.recalls(view)
         give(*orders, *decision.orders)
         until_s = tally.next_wake_s(goal, view.now_s + decision.next_wake_s, is_over=drain is not None)
-        for event in journal.received([_let_in(event, gate) for event in fleet.wait(until_s)]):
+        for event in journal.received([_let_in(event, gate) for event in _waited(fleet, until_s, source, left)]):
             _note(event, tally, gate)
             if isinstance(event, Update) and not (drain is not None and drain.keeps_model):
                 source.state = strategy.receive(source.state, event)
+
+
+def _waited(fleet: Fleet, until_s: float, source: _Source[S], left: Callable[[S], None]) -> Sequence[Event]:
+    """Returns what the fleet brings; when it raises instead, the state is handed over first."""
+    try:
+        return fleet.wait(until_s)
+    except BaseException:
+        left(source.state)
+        raise
 
 
 def _adjusted(decision: Decision, gate: Gate, view: FleetView) -> Decision:

@@ -17,7 +17,7 @@ from enum import StrEnum
 from typing import Any, Self
 
 from edgefl.errors import EdgeflError, NetworkError, TokenInvalidError, UsageError, VersionError
-from edgefl.types import Json
+from edgefl.types import Json, Shapes
 
 PROTOCOL_VERSION = 1
 MAX_JSON_BYTES = 64 * 1024
@@ -81,9 +81,10 @@ class Topic(StrEnum):
     BELL = "bell"
     COMMAND = "command"
     PROGRESS = "progress"
+    ANSWER = "answer"
 
 
-FROM_DEVICE = (Topic.STATUS, Topic.HEARTBEAT, Topic.CAPABILITIES, Topic.PROGRESS)
+FROM_DEVICE = (Topic.STATUS, Topic.HEARTBEAT, Topic.CAPABILITIES, Topic.PROGRESS, Topic.ANSWER)
 TO_DEVICE = (Topic.BELL, Topic.COMMAND)
 
 
@@ -269,18 +270,37 @@ class CommandKind(StrEnum):
     LOG_LEVEL = "log-level"
     DEPLOY = "deploy"
     ROLLBACK = "rollback"
+    BEAT = "beat"
+    LOGS = "logs"
+
+
+class Phase(StrEnum):
+    """What a device is asked before a run begins: can you, and then: make yourself ready."""
+
+    CAN = "can"
+    PREPARE = "prepare"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command(_Message):
     """`command`: idempotent by `id`.
 
-    `argument` is an assignment id, a run id (`end`), a log level, or a deployment id (`deploy` and `rollback`).
+    `argument` is an assignment id, a run id (`end`), a log level, a deployment id (`deploy` and `rollback`), or JSON
+    (`logs`).
     """
 
     id: str
     kind: str
     argument: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandAnswer(_Message):
+    """`answer`: what a device says to the command of this id; `error` in place of `content` when it cannot."""
+
+    id: str
+    content: Json = field(default_factory=dict)
+    error: str | None = None
 
 
 TOKEN_PREFIX = "efl1."  # noqa: S105 the format's mark, no secret
@@ -388,6 +408,12 @@ def certificate_fingerprint(cert_pem: bytes) -> str:
     except ValueError as error:
         raise NetworkError(f"not a certificate: {error}") from None
     return hashlib.sha256(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).hexdigest()
+
+
+def layout_of(shapes: Shapes) -> str:
+    """Returns what tells one model from another: a hash of names, shapes, types and kinds of all tensors."""
+    said = [[spec.name, list(spec.shape), spec.dtype, str(spec.kind), spec.shared] for spec in shapes]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
 
 
 def error_code(error: EdgeflError) -> str:

@@ -67,6 +67,15 @@ class Goal:
     accuracy_over: int = 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Earlier:
+    """What a run that goes on had counted before: updates, bytes, and seconds since its first work."""
+
+    updates: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+
 @dataclass(slots=True)
 class Scoreboard:
     """`accuracy` is that of the newest version that everybody who was asked has evaluated, or been lost over.
@@ -121,6 +130,7 @@ class Tally:
     updates: int = 0
     bytes: int = 0
     started_s: float | None = None
+    earlier_s: float = 0.0
     stop_reason: str | None = None
     scores: Scoreboard = field(default_factory=Scoreboard)
     nodes: NodeScores = field(default_factory=NodeScores)
@@ -133,11 +143,15 @@ class Tally:
         """Whether somebody evaluates, the global model or one of a device."""
         return bool(self.scores.outstanding or self.nodes.outstanding)
 
+    def go_on(self, earlier: Earlier) -> None:
+        """Counts on from what was counted before."""
+        self.updates, self.bytes, self.earlier_s = earlier.updates, earlier.bytes, earlier.seconds
+
     def give(self, orders: Sequence[Order], now_s: float) -> None:
         self.scores.ask(orders)
         self.nodes.ask(orders)
         if self.started_s is None and (asked := {o.device_id for o in orders if isinstance(o, Assignment)}):
-            self.started_s = now_s
+            self.started_s = now_s - self.earlier_s
             self.rounds.begin(len(asked))
 
     def note(self, event: Event) -> None:

@@ -300,12 +300,18 @@ class Outcome(StrEnum):
     LOST = "lost"
 
 
+AHEAD = ("bytes_up_ahead", "bytes_down_ahead")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateMetrics:
     """What a device measured about one assignment; bytes are counted on the wire, never estimated.
 
     The last five say how its board was meanwhile, each None where it cannot tell: the highest temperature, all that
     held it back (the words of a heartbeat), the weakest signal, the rate of the link, and the energy that it took.
+
+    Those that were spent before the run are part of the first update's, and stand in `extra` under the names of
+    `AHEAD`: `send_s` was not spent on them.
     """
 
     iterations: int = 0
@@ -478,7 +484,7 @@ class Strategy(Protocol[S]):
     else arrived was late. A strategy whose result may not depend on who answered first folds in assignment
     order: an update's tensors stay in the journal until they are read.
 
-    Eight attributes are optional. `versions_per_round` (1 when absent) says how many versions the history groups to a
+    Nine attributes are optional. `versions_per_round` (1 when absent) says how many versions the history groups to a
     round; None leaves it to the run file, and else to the number of devices that are asked first. `bytes_per_device`
     (0 when absent) is a method that tells, for the bytes of one model, how many the state keeps for each device.
     `finish(state) -> state` is told once that nothing more will be assigned: what is still in flight may be closed
@@ -486,7 +492,8 @@ class Strategy(Protocol[S]):
     where each has one: they are evaluated beside the global model. `facts(state)` are figures of the newest version
     for the history, such as how far the devices' models lie apart. With `has_nodes` plans
     make devices nodes of a graph, which send models, not displacements. With `goes_on_alone` they train on while the
-    coordinator is away: its run is taken up again by itself, from `resumed(state)`, which forgets what was out.
+    coordinator is away, and its run is taken up again by itself. A run that is taken up again goes on from
+    `resumed(state)`, which forgets what was out; where there is none, from the state as it is.
     """
 
     def init(self, model: Tensors) -> S: ...

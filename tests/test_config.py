@@ -351,3 +351,18 @@ def test_a_pasted_run_file_may_name_files_by_absolute_paths_only():
 def test_a_pasted_text_that_is_no_toml_is_said_to_be_none():
     with pytest.raises(ConfigError, match="the run file is not TOML"):
         parse_run_text("[run")
+
+
+@pytest.mark.parametrize("require", ["any", "all", 3])
+def test_as_many_devices_may_be_required_as_a_run_file_says(require: object) -> None:
+    config = parse_run({"run": {"task": "digits"}, "devices": {"require": require}})
+    assert config.devices.require == require
+    assert RunConfig.from_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize("require", ["most", 0, -1, True, 2.5, ["all"]])
+def test_what_is_no_number_of_required_devices_is_refused(require: object) -> None:
+    with pytest.raises(
+        ConfigError, match=r"devices.require must be a whole number at least 1 or one of 'any', 'all'"
+    ):
+        parse_run({"run": {"task": "digits"}, "devices": {"require": require}})

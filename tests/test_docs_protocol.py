@@ -26,17 +26,31 @@ from edgefl.assembly import assemble
 from edgefl.compression import wire
 from edgefl.compression.registry import STAGES
 from edgefl.config import parse_run
-from edgefl.coordinator import access, broker, bus, deployments, live_fleet, outstanding, presence, rollout, superlink
+from edgefl.coordinator import (
+    access,
+    broker,
+    bus,
+    deployments,
+    door,
+    live_fleet,
+    outstanding,
+    presence,
+    questions,
+    rollout,
+    superlink,
+)
 from edgefl.coordinator.api import operator_router
 from edgefl.coordinator.dashboard import dashboard_router
 from edgefl.coordinator.deployment_api import deployment_router
-from edgefl.coordinator.downlink import KEEP, NO_MODEL
+from edgefl.coordinator.downlink import KEEP, NO_MODEL, PREPARED
 from edgefl.coordinator.enrolment import enrolment_router
+from edgefl.coordinator.jobs_api import jobs_router
+from edgefl.coordinator.lives import Lives
 from edgefl.coordinator.messages import order_header
 from edgefl.coordinator.metrics import metrics_router
 from edgefl.coordinator.models_api import model_router
 from edgefl.coordinator.page_api import page_router
-from edgefl.device import inference_server, model_fetch, model_store, peer_frames, peer_listener, peer_queue
+from edgefl.device import inference_server, logbook, model_fetch, model_store, peer_frames, peer_listener, peer_queue
 from edgefl.device.direct import PeerPace
 from edgefl.protocol import (
     CHUNK_BYTES,
@@ -55,6 +69,7 @@ from edgefl.protocol import (
     REPLY_SALT_BYTES,
     Capabilities,
     Command,
+    CommandAnswer,
     CommandKind,
     Heartbeat,
     ProgressReport,
@@ -70,7 +85,7 @@ PROTOCOL = (Path(__file__).parents[1] / "docs" / "protocol.md").read_text()
 def test_protocol_md_describes_every_topic_with_its_writer_quality_and_fields() -> None:
     messages = {
         Topic.STATUS: Status, Topic.HEARTBEAT: Heartbeat, Topic.CAPABILITIES: Capabilities,
-        Topic.PROGRESS: ProgressReport, Topic.COMMAND: Command,
+        Topic.PROGRESS: ProgressReport, Topic.COMMAND: Command, Topic.ANSWER: CommandAnswer,
     }  # fmt: skip
     told = {code(row[0])[0]: row for row in rows(part(PROTOCOL, "MQTT")) if len(row) == 5}
     assert told.pop(f"{PEER}/OTHER")[2:4] == ["1", "yes"]
@@ -122,6 +137,7 @@ def served() -> dict[str, str]:
             operator=operator,
             device=device,  # type: ignore[arg-type]
         ),
+        jobs_router(store=None, worker=None, questions=None, plan=None, viewer=viewer, operator=operator),  # type: ignore[arg-type]
     ]
     found = {f"POST /v1/fleet/{name}": "device" for name in superlink._HANDLERS}
     for route in (route for router in routers for route in router.routes):
@@ -138,7 +154,16 @@ def test_protocol_md_lists_every_route_and_who_may_call_it() -> None:
     assert told == served()
     room = Path(superlink.__file__).parent
     routers = {path.stem for path in room.glob("*.py") if "APIRouter(" in path.read_text()}
-    assert routers == {"api", "dashboard", "deployment_api", "enrolment", "metrics", "models_api", "page_api"}
+    assert routers == {
+        "api",
+        "dashboard",
+        "deployment_api",
+        "enrolment",
+        "jobs_api",
+        "metrics",
+        "models_api",
+        "page_api",
+    }
 
 
 def test_protocol_md_lists_every_status_that_an_error_can_have() -> None:
@@ -160,15 +185,21 @@ def test_protocol_md_describes_every_key_of_an_instruction_and_no_other() -> Non
     instructions, _ = tables(part(PROTOCOL, "Work"))
     plan = LocalPlan(iterations=1, options={"a": 1})
     order = Assignment(assignment_id="a1", device_id="d1", base_version=0, plan=plan, block=0)
-    of_model = {**KEEP, "base": 0, **NO_MODEL, "mail": []}  # where the downlink sends what changed, or messages
-    told_order = {**order_header("r1", order), **of_model}
+    of_model = {
+        **KEEP,
+        "base": 0,
+        **NO_MODEL,
+        "mail": [],
+        PREPARED: 0,
+    }  # where the downlink sends what changed, or messages
+    told_order = {**order_header(Lives("r1"), order), **of_model}
     sent = {**assemble(parse_run({"run": {"task": "digits"}}), "r1").header, **told_order}
     assert {name for row in instructions for name in code(row[0])} == set(sent)
     (told,) = [code(row[1]) for row in instructions if row[0] == "`plan`"]
     assert set(told) - {"train"} == {item.name for item in fields(LocalPlan)} - {"inbox"}
     evaluation = Evaluation(assignment_id="e1", device_id="d1", version=0, round=0)
     only_train = {row[0].strip("`") for row in instructions if row[1].startswith("`train` only")}
-    assert only_train == set(told_order) - set(order_header("r1", evaluation))
+    assert only_train == set(told_order) - set(order_header(Lives("r1"), evaluation))
 
 
 def ask(door: Any, path: str, body: dict[str, Any] | None = None) -> Any:
@@ -262,6 +293,11 @@ def test_protocol_md_describes_the_frames_from_board_to_board() -> None:
         ("Limits", f"{wire.MAX_NAME_BYTES} bytes"),
         ("Limits", f"{MAX_TOKEN_CHARS} characters"),
         ("Limits", f"{live_fleet.EVALUATION_DEADLINE_S:g} s"),
+        ("Limits", f"log | {logbook.PAGE_BYTES // 1024} KiB"),
+        ("Limits", f"{logbook.MAX_MESSAGE_CHARS} characters"),
+        ("Limits", f"{1 + logbook.KEPT_FILES} files of {logbook.MAX_FILE_BYTES // 1024} KiB"),
+        ("Limits", f"question | {questions.ANSWER_WITHIN_S:g} s"),
+        ("Work", f"after {door.BUSY_AFTER_S:g} s is sent `beat`"),
         ("Limits", f"{live_fleet.MAX_REASON_CHARS} characters"),
         ("Limits", f"deploys | {MAX_MODEL_BYTES // 2**20} MiB"),
         ("Limits", f"`edgefl device serve` | {inference_server.MAX_BODY_BYTES // 2**20} MiB"),

@@ -14,7 +14,7 @@ from edgefl.loop import DRAIN_S, OpenGate, drive
 from edgefl.strategies.evaluation import EvaluationSchedule
 from edgefl.strategies.registry import make_strategy
 from edgefl.strategies.rounds import RoundRules
-from edgefl.tally import GIVE_UP_AFTER, Goal, RoundCount, Scoreboard, Tally
+from edgefl.tally import GIVE_UP_AFTER, Earlier, Goal, RoundCount, Scoreboard, Tally
 from edgefl.types import (
     Assignment,
     Decision,
@@ -561,6 +561,48 @@ def test_an_exception_of_the_fleet_ends_the_loop_at_once():
     fleet.at(0.5, interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(fleet)
+
+
+def test_whoever_interrupts_the_loop_is_given_the_state_to_go_on_with():
+    fleet, strategy, left = ScriptedFleet({"a": 1.0, "b": 3.0}), make_strategy("fedavg", {}, RoundRules()), []
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    fleet.at(7.5, interrupted)  # in the third round, when one of two has answered
+    arguments = {"journal": fleet.journal, "goal": Goal(rounds=3), "evaluate": EvaluationSchedule(who="none")}
+    with pytest.raises(KeyboardInterrupt):
+        drive(strategy, strategy.init({"w": np.zeros(2)}), fleet=fleet, left=left.append, **arguments)
+    (state,) = left
+    assert state.version == 2
+    again = ScriptedFleet({"a": 1.0, "b": 3.0})
+    arguments["journal"] = again.journal
+    state, reason = drive(strategy, strategy.resumed(state), fleet=again, **arguments)
+    assert (state.model["w"].tolist(), reason) == ([3.0, 3.0], "rounds reached 3")
+    assert [order.assignment_id for order in again.given(Assignment)] == ["v2-a1-a", "v2-a1-b"]
+
+
+@pytest.mark.parametrize(
+    ("earlier", "goal", "rounds"),
+    [
+        (Earlier(updates=4), Goal(updates=6), 1),
+        (Earlier(bytes=500), Goal(bytes=700), 1),
+        (Earlier(seconds=10.0), Goal(seconds=13.0), 1),
+        (Earlier(), Goal(updates=6), 3),
+    ],
+)
+def test_goals_count_on_from_what_was_counted_before(earlier, goal, rounds):
+    fleet, strategy = ScriptedFleet({"a": 1.0, "b": 3.0}), make_strategy("fedavg", {}, RoundRules())
+    state, _ = drive(
+        strategy,
+        strategy.init({"w": np.zeros(2)}),
+        fleet=fleet,
+        journal=fleet.journal,
+        goal=goal,
+        evaluate=EvaluationSchedule(who="none"),
+        earlier=earlier,
+    )
+    assert state.version == rounds
 
 
 def test_the_loop_never_asks_to_wait_for_a_negative_time():

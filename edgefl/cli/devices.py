@@ -68,6 +68,20 @@ def show(*, device: str, url: str | None, fmt: str) -> None:
 
 @command.command()
 @click.argument("device")
+@click.option("--run", "run", metavar="RUN", help="Only what was logged while it worked for this run.")
+@click.option("--since", metavar="WHEN", help="An age such as 2h, or a date and time (UTC).")
+@click.option("--follow", "follows", is_flag=True, help="Go on printing what comes, until Ctrl-C.")
+@url_option
+@format_option
+def logs(*, device: str, run: str | None, since: str | None, follows: bool, url: str | None, fmt: str) -> None:
+    """Print what a device has logged: its own bounded log, fetched from the board."""
+    from edgefl.cli.device_logs import print_logs  # noqa: PLC0415 fast start
+
+    print_logs(device, run=run, since=since, follows=follows, url=url, fmt=fmt)
+
+
+@command.command()
+@click.argument("device")
 @url_option
 def drain(*, device: str, url: str | None) -> None:
     """Let DEVICE finish what it has and give it no more, until it is resumed; restarts change nothing."""

@@ -1,4 +1,4 @@
-"""`edgefl run`: submit a run file, watch it, stop it."""
+"""`edgefl run`: submit a run file, watch it, stop it, take it up again."""
 
 from __future__ import annotations
 
@@ -8,36 +8,53 @@ from typing import TYPE_CHECKING, Any, Self
 
 import click
 
-from edgefl.cli.render import format_option, print_rows
-from edgefl.errors import RunFailedError
+from edgefl.cli.render import format_option, known_columns, print_rows
+from edgefl.errors import NetworkError, RunFailedError, UsageError
 from edgefl.summary import NODE_FIGURES, accuracy_in_words
 
 if TYPE_CHECKING:
     from edgefl.types import Json
 
+WAITED = ("priority", "queue_position")
 COLUMNS = ("run_id", "name", "task", "strategy", "status", "rounds", "accuracy", "submitted_at", "reason")
 FINAL = frozenset({"finished", "stopped", "failed", "interrupted"})
 POLL_S = 0.5
 LINE_EVERY_S = 60.0
+PATIENCE_S = 60.0
 
 url_option = click.option("--url", metavar="URL", help="The coordinator [default: the one in operator.toml].")
 
 
 @click.group("run")
 def command() -> None:
-    """Submit, watch and stop training runs."""
+    """Submit, watch, stop and resume training runs."""
 
 
 @command.command()
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--watch", "watches", is_flag=True, help="Stay and show how it goes.")
+@click.option("--wait", "waits", is_flag=True, help="Stay silently; exit code 0 when it finished, else 41.")
+@click.option(
+    "--priority", type=int, default=0, show_default=True, help="Of the runs that wait the highest begins first."
+)
+@click.option("--dry-run", is_flag=True, help="Only say who would take part, and what a round would cost.")
 @url_option
 @format_option
-def submit(*, file: Path, watches: bool, url: str | None, fmt: str) -> None:
+def submit(  # noqa: PLR0913 the options of one command
+    *, file: Path, watches: bool, waits: bool, priority: int, dry_run: bool, url: str | None, fmt: str
+) -> None:
     """Queue the run that FILE (TOML) describes and print its id."""
     from edgefl.config import load_run  # noqa: PLC0415 fast start
 
-    run = _operator(url).post("/edgefl/v1/runs", {"config": load_run(file).to_json()})
+    if watches and waits:
+        raise UsageError("--watch shows how the run goes and --wait says nothing; give one of them")
+    config = load_run(file).to_json()
+    if dry_run:
+        from edgefl.cli.plan import print_plan  # noqa: PLC0415 fast start
+
+        print_plan(_operator(url).post("/edgefl/v1/runs/plan", {"config": config}), fmt)
+        return
+    run = _operator(url).post("/edgefl/v1/runs", {"config": config, "priority": priority})
     if run.get("state_bytes"):
         click.echo(f"{run['strategy']} keeps {run['state_bytes']} bytes for {run['state_devices']} devices", err=True)
     if fmt == "table":
@@ -46,14 +63,21 @@ def submit(*, file: Path, watches: bool, url: str | None, fmt: str) -> None:
         print_rows([run], COLUMNS, fmt, kind="runs")
     if watches:
         _watch(run["run_id"], url)
+    if waits:
+        _wait(run["run_id"], url)
 
 
 @command.command("list")
 @url_option
 @format_option
 def list_(*, url: str | None, fmt: str) -> None:
-    """List the runs, oldest first."""
-    print_rows(_operator(url).get("/edgefl/v1/runs")["rows"], COLUMNS, fmt, kind="runs")
+    """List the runs, oldest first; those that wait with their place in the queue."""
+    rows = _operator(url).get("/edgefl/v1/runs")["rows"]
+    columns = (*COLUMNS, *WAITED)
+    shown = known_columns(rows, columns, ("queue_position",)) if fmt == "table" else columns
+    if fmt == "table" and not any(row.get("priority") for row in rows):
+        shown = [name for name in shown if name != "priority"]
+    print_rows(rows, shown, fmt, kind="runs")
 
 
 @command.command()
@@ -63,7 +87,7 @@ def list_(*, url: str | None, fmt: str) -> None:
 def show(*, run: str, url: str | None, fmt: str) -> None:
     """Show one run and its settings; RUN is an id, the beginning of one, a name, or `latest`."""
     found = _operator(url).get(_path(run))
-    columns = (*COLUMNS, *(name for name in NODE_FIGURES if name in found))
+    columns = (*COLUMNS, "priority", "resumes", *(name for name in NODE_FIGURES if name in found))
     if fmt != "table":
         print_rows([found], (*columns, "config"), fmt, kind="runs")
         return
@@ -93,6 +117,34 @@ def stop(*, run: str, url: str | None) -> None:
     """End a run after what is in flight; its model and history stay."""
     found = _operator(url).post(f"{_path(run)}/stop")
     click.echo(f"{found['run_id']} {found['status']}")
+
+
+@command.command()
+@click.argument("run", default="latest")
+@url_option
+def resume(*, run: str, url: str | None) -> None:
+    """Let a run that was interrupted or stopped go on from its newest checkpoint, when its turn comes."""
+    found = _operator(url).post(f"{_path(run)}/resume")
+    click.echo(f"{found['run_id']} {found['status']}")
+
+
+def _wait(run_id: str, url: str | None) -> None:
+    """Returns once a run has finished; a coordinator that is away for a moment is waited for.
+
+    Raises:
+        RunFailedError: it ended otherwise.
+    """
+    operator, path, heard_s = _operator(url), _path(run_id), time.monotonic()
+    found: Json = {"status": ""}
+    while found["status"] not in FINAL:
+        try:
+            found, heard_s = operator.get(path), time.monotonic()
+        except NetworkError:
+            if time.monotonic() - heard_s > PATIENCE_S:
+                raise
+        time.sleep(POLL_S)
+    if found["status"] != "finished":
+        raise RunFailedError(f"run {found['run_id']} {found['status']}: {found['reason']}")
 
 
 def _watch(run: str, url: str | None) -> None:

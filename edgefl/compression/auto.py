@@ -21,7 +21,7 @@ from edgefl.compression.feedback import uses_feedback
 from edgefl.compression.registry import AUTO
 from edgefl.compression.specs import BETWEEN_LAYERS
 from edgefl.errors import CodecError
-from edgefl.types import Assignment, Event, Lost, Outcome, Update
+from edgefl.types import AHEAD, Assignment, Event, Lost, Outcome, Update
 
 CANDIDATES = (
     "ef|fp16",
@@ -156,10 +156,12 @@ class AutoCodec:
 
     def _learn(self, way: _Way, update: Update, rung: int, deadline_s: float | None) -> None:
         metrics = update.metrics
-        if metrics.bytes_up <= 0 or not (math.isfinite(metrics.send_s) and math.isfinite(metrics.compute_s)):
+        ahead_up, ahead_down = (int(metrics.extra.get(name, 0)) for name in AHEAD)
+        up, down = metrics.bytes_up - ahead_up, metrics.bytes_down - ahead_down
+        if up <= 0 or not (math.isfinite(metrics.send_s) and math.isfinite(metrics.compute_s)):
             return
-        self.sizes[rung] += (1 - MEMORY) * (metrics.bytes_up - self.sizes[rung])
-        way.note(up=metrics.bytes_up, down=metrics.bytes_down, seconds=metrics.send_s, compute_s=metrics.compute_s)
+        self.sizes[rung] += (1 - MEMORY) * (up - self.sizes[rung])
+        way.note(up=up, down=max(0, down), seconds=metrics.send_s, compute_s=metrics.compute_s)
         per_byte, rest_s = way.costs()
         allowed_s = self.share * rest_s
         if deadline_s is not None:

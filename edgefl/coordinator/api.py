@@ -16,6 +16,7 @@ from edgefl.coordinator.access import Guard
 from edgefl.coordinator.history_api import add_history
 from edgefl.coordinator.roster import Roster
 from edgefl.coordinator.runs import RunWorker
+from edgefl.errors import UsageError
 from edgefl.protocol import PROTOCOL_VERSION
 from edgefl.storage.queries import find_run
 from edgefl.storage.records import RunRecord
@@ -24,6 +25,8 @@ from edgefl.summary import node_figures
 from edgefl.types import Json
 
 Check = Callable[[RunConfig], Json]
+
+MAX_PRIORITY = 1000
 
 
 def operator_router(
@@ -43,25 +46,29 @@ def operator_router(
 
     @router.get("/edgefl/v1/runs", dependencies=reads)
     def runs() -> Json:
-        return _rows([_run(record) for record in reversed(store.runs())])
+        places = {record.run_id: place for place, record in enumerate(store.queued_runs(), 1)}
+        return _rows([{**run_json(r), "queue_position": places.get(r.run_id)} for r in reversed(store.runs())])
 
     @router.post("/edgefl/v1/runs", dependencies=acts)
-    def submit(config: Annotated[dict[str, Any], Body(embed=True)]) -> Json:
+    def submit(
+        config: Annotated[dict[str, Any], Body(embed=True)], priority: Annotated[int, Body(embed=True)] = 0
+    ) -> Json:
         checked = parse_run(config)
-        return {**check(checked), **_run(submit_run(store, worker, checked))}
+        _check_priority(priority)
+        return {**check(checked), **run_json(submit_run(store, worker, checked, priority))}
 
     @router.get("/edgefl/v1/runs/{run}", dependencies=reads)
     def show(run: str) -> Json:
         record = store.run(find_run(store, run))
         kept = store.checkpoints(record.run_id)
         figures = node_figures(store.newest_node_round(record.run_id))
-        return {**_run(record), "model": kept[0].sha256 if kept else None, **figures}
+        return {**run_json(record), "model": kept[0].sha256 if kept else None, **figures}
 
     @router.post("/edgefl/v1/runs/{run}/stop", dependencies=acts)
     def stop(run: str) -> Json:
         run_id = find_run(store, run)
         worker.stop_run(run_id, "stopped by the operator")
-        return _run(store.run(run_id))
+        return run_json(store.run(run_id))
 
     @router.get("/edgefl/v1/devices", dependencies=reads)
     def devices() -> Json:
@@ -78,7 +85,7 @@ def operator_router(
     return router
 
 
-def submit_run(store: Store, worker: RunWorker, config: RunConfig) -> RunRecord:
+def submit_run(store: Store, worker: RunWorker, config: RunConfig, priority: int = 0) -> RunRecord:
     """Queues a run that has been checked."""
     now = time.time()
     run_id = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{uuid.uuid4().hex[:6]}"
@@ -90,9 +97,15 @@ def submit_run(store: Store, worker: RunWorker, config: RunConfig) -> RunRecord:
         config=config.to_json(),
         seed=config.run.seed,
         submitted_at=now,
+        priority=priority,
     )
     worker.wake()
     return record
+
+
+def _check_priority(priority: int) -> None:
+    if abs(priority) > MAX_PRIORITY:
+        raise UsageError(f"priority must lie in {-MAX_PRIORITY} to {MAX_PRIORITY}, got {priority}")
 
 
 def device_rows(store: Store, roster: Roster) -> list[Json]:
@@ -115,7 +128,8 @@ def device_rows(store: Store, roster: Roster) -> list[Json]:
     ]
 
 
-def _run(record: RunRecord) -> Json:
+def run_json(record: RunRecord) -> Json:
+    """Returns a run as the API tells it."""
     return {"v": PROTOCOL_VERSION, **asdict(record), "config": dict(record.config)}
 
 

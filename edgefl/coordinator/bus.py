@@ -24,7 +24,7 @@ KEEP_ALIVE_S = 4
 MAX_RECONNECT_DELAY_S = 2
 LOG_EVERY_S = 60.0
 
-QOS = {Topic.STATUS: 1, Topic.CAPABILITIES: 1, Topic.HEARTBEAT: 0, Topic.PROGRESS: 0}
+QOS = {Topic.STATUS: 1, Topic.CAPABILITIES: 1, Topic.HEARTBEAT: 0, Topic.PROGRESS: 0, Topic.ANSWER: 1}
 
 OnMessage = Callable[[str, Topic, bytes], None]
 OnConnection = Callable[[bool], None]

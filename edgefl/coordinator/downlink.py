@@ -22,6 +22,8 @@ KEPT_BYTES = 64 * 1024 * 1024
 
 KEEP: Json = {"keep": True}
 NO_MODEL: Json = {"model": False}
+PREPARED = "prepared"
+"""The model is not in the body: the device has fetched that of this version when it prepared for the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +47,37 @@ class Downlink:
         self._kept: OrderedDict[int, bytes] = OrderedDict()
         self._source: ModelSource | None = None
         self._newest_bytes: tuple[int, bytes] | None = None
+        self._prepared: dict[str, int] = {}
 
-    def mail(self, order: Assignment | Evaluation, source: ModelSource) -> ModelMail:
-        """Returns the newest model as this order's device needs it."""
+    def look_at(self, source: ModelSource) -> None:
+        """Says where the newest model is."""
         self._source = source
         if source.version != self._version:
             self._version, self._whole, self._of_device, self._deltas = source.version, None, None, {}
+
+    def first(self) -> tuple[int, PreparedBody]:
+        """Returns the newest version and its whole model, for devices that prepare for a run."""
+        assert self._source is not None
+        return self._source.version, self._newest(self._source)
+
+    def note_prepared(self, device_id: str, version: int) -> None:
+        """Says that a device has fetched the whole model of a version ahead of its first work."""
+        self._prepared[device_id] = version
+
+    def mail(self, order: Assignment | Evaluation, source: ModelSource) -> ModelMail:
+        """Returns the newest model as this order's device needs it; nothing of it where it was fetched before."""
+        self.look_at(source)
+        prepared = self._prepared.pop(order.device_id, None) if isinstance(order, Assignment) else None
+        if prepared != source.version or not isinstance(order, Assignment) or order.plan.node is not None:
+            return self._mail(order, source)
+        if self._run.encode_changes is not None:
+            self._held[order.device_id] = source.version
+            self._keep(source)
+        told, body = pack_mail(order.plan.inbox, b"")
+        header: Json = {"mail": told} if order.plan.inbox else (KEEP if self._run.encode_changes else {})
+        return ModelMail(body=prepare_body(body), header={**header, PREPARED: prepared})
+
+    def _mail(self, order: Assignment | Evaluation, source: ModelSource) -> ModelMail:
         if isinstance(order, Assignment) and order.plan.node is not None:
             return self._with_messages(order, with_model=order.sends_model)
         if isinstance(order, Evaluation) and order.subject:
@@ -73,6 +100,12 @@ class Downlink:
         """
         if order.plan.node is not None:
             return self._with_messages(order, with_model=True)
+        source = self._source
+        is_newest = source is not None and source.version == order.base_version
+        if order.plan.inbox:
+            return self._with_messages(order, with_model=True) if is_newest else None
+        if self._run.encode_changes is None:
+            return ModelMail(body=self._newest(source)) if source is not None and is_newest else None
         body = self._kept.get(order.base_version)
         if body is None:
             return None
@@ -89,6 +122,7 @@ class Downlink:
     def forget(self, device_id: str) -> None:
         """Says that nobody knows which model a device holds: it gets a whole one next."""
         self._held.pop(device_id, None)
+        self._prepared.pop(device_id, None)
 
     def _subject(self, device_id: str, source: ModelSource) -> PreparedBody:
         """Returns a device's own model; only the last one is kept, since all who evaluate it are asked at once."""

@@ -26,8 +26,12 @@ class EventRow:
 
 @dataclass(slots=True)
 class Rows:
-    """What waits to be written, by round: `opened` (time, devices asked), `closed` (version, time), `figures`."""
+    """What waits to be written, by round: `opened` (time, devices asked), `closed` (version, time), `figures`.
 
+    `again` are assignments that are given a second time: what is known of them goes.
+    """
+
+    again: list[str] = field(default_factory=list)
     dispatches: list[DispatchRow] = field(default_factory=list)
     updates: dict[str, UpdateRow] = field(default_factory=dict)
     evaluations: list[EvaluationRow] = field(default_factory=list)
@@ -47,6 +51,7 @@ class Rows:
         for number, known in newer.figures.items():
             figures[number] = figures.get(number, RoundFigures()) | known
         return Rows(
+            again=[*self.again, *newer.again],
             dispatches=[*self.dispatches, *newer.dispatches],
             updates=self.updates | newer.updates,
             evaluations=[*self.evaluations, *newer.evaluations],
@@ -73,8 +78,13 @@ class Ledger:
         self._staged, self._ready = Rows(), Rows()
         self._lock, self._writing = threading.Lock(), threading.Lock()
 
-    def dispatch(self, rows: Sequence[DispatchRow]) -> None:
-        """Takes assignments that go out; the first of a round opens it."""
+    def dispatch(self, rows: Sequence[DispatchRow], *, may_repeat: bool = False) -> None:
+        """Takes assignments that go out; the first of a round opens it.
+
+        With `may_repeat` some may have gone out before the run was taken up again; only this time counts.
+        """
+        if may_repeat:
+            self._staged.again += [row.assignment_id for row in rows]
         self._staged.dispatches += rows
         for row in rows:
             opened_at, num_devices = self._staged.opened.get(row.round, (row.dispatched_at, 0))
@@ -142,6 +152,7 @@ class Ledger:
         with store.batch():
             for number, (opened_at, num_devices) in rows.opened.items():
                 store.open_round(run_id, number, started_at=opened_at, num_devices=num_devices)
+            store.forget_updates(run_id, rows.again)
             store.record_dispatches(run_id, rows.dispatches)
             store.record_updates(run_id, list(rows.updates.values()))
             store.record_evaluations(run_id, rows.evaluations)

@@ -11,9 +11,11 @@ import queue
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from edgefl.coordinator.downlink import Downlink
+from edgefl.coordinator.door import Door, Note, Terms
+from edgefl.coordinator.downlink import PREPARED, Downlink
 from edgefl.coordinator.live_view import LiveView
-from edgefl.coordinator.messages import evaluated, order_header, update_metrics, wire_id
+from edgefl.coordinator.lives import Lives
+from edgefl.coordinator.messages import evaluated, order_header, update_metrics
 from edgefl.coordinator.outstanding import Bell, Mail, Outstanding, Pending
 from edgefl.coordinator.participants import FleetRun
 from edgefl.coordinator.presence import DeviceState, Flapping, Transition
@@ -63,15 +65,47 @@ _Item = Reply | RosterEvent | Progress | Stop | InterruptedRunError | _Unsendabl
 
 
 class LiveFleet:
-    """Implements `Fleet` for one run. `post` may be called from any thread, all else from the run's."""
+    """Implements `Fleet` for one run. `post` may be called from any thread, all else from the run's.
 
-    def __init__(self, *, run: FleetRun, link: Mail, roster: Roster, bell: Bell, clock: Callable[[], float]) -> None:
+    Args:
+        run, link, roster, bell: the run, its messages, and the devices.
+        clock: seconds, monotone.
+        terms: what devices are asked before they get work; nothing when None.
+        note: keeps an event of a device.
+    """
+
+    def __init__(  # noqa: PLR0913 the parts of a run, by name
+        self,
+        *,
+        run: FleetRun,
+        link: Mail,
+        roster: Roster,
+        bell: Bell,
+        clock: Callable[[], float],
+        terms: Terms | None = None,
+        note: Note = lambda _kind, _device, _message: None,
+    ) -> None:
         self.roster, self.clock = roster, clock
+        self._lives = run.lives or Lives(run.run_id)
         self._run = run
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._out = Outstanding(mail=link, bell=bell, node_of=roster.node_of, on_unsendable=self._note_unsendable)
         self._downlink = Downlink(run)
-        self._view = LiveView(run, roster, clock)
+        self._door = None
+        if terms is not None:
+            self._door = Door(
+                run=run,
+                terms=terms,
+                mail=link,
+                bell=bell,
+                roster=roster,
+                clock=clock,
+                note=note,
+                model=self._downlink.first,
+                on_prepared=self._downlink.note_prepared,
+            )
+        self._has_begun = False
+        self._view = LiveView(run, roster, clock, admits=self._door.admits if self._door else lambda _: True)
         self._end_listening = roster.listen(self._queue.put)
 
     def post(self, item: Reply | Progress | Stop | InterruptedRunError) -> None:
@@ -80,6 +114,8 @@ class LiveFleet:
     def close(self) -> None:
         """Stops listening, recalls what is out, and closes the run in Flower's books."""
         self._end_listening()
+        if self._door is not None:
+            self._door.close()
         self._view.close()
         self._out.close()
 
@@ -88,21 +124,22 @@ class LiveFleet:
 
     def dispatch(self, orders: Sequence[Order], source: ModelSource) -> None:
         """Sends every order and rings the bells; one that cannot be sent comes back as `Lost`."""
+        self._downlink.look_at(source)
         for order in orders:
             if isinstance(order, Recall):
-                self._out.recall(wire_id(self._run.run_id, order.assignment_id), order.device_id)
+                self._out.recall(self._lives.known(order.assignment_id), order.device_id)
                 continue
             if isinstance(order, Assignment):
                 self._view.give(order)
             self._give(order, source)
 
     def _give(self, order: Assignment | Evaluation, source: ModelSource) -> None:
-        now_s, mail = self.clock(), self._downlink.mail(order, source)
+        now_s, mail, header = self.clock(), self._downlink.mail(order, source), order_header(self._lives, order)
         deadline_s = order.deadline_s if isinstance(order, Assignment) else EVALUATION_DEADLINE_S
         pending = Pending(
-            key=wire_id(self._run.run_id, order.assignment_id),
+            key=header["assignment"],
             order=order,
-            header={**self._run.header, **order_header(self._run.run_id, order)},
+            header={**self._run.header, **header},
             body=mail.body,
             given_s=now_s,
             deadline_s=None if deadline_s is None else now_s + deadline_s,
@@ -119,19 +156,42 @@ class LiveFleet:
 
         Raises:
             InterruptedRunError: the coordinator stops.
+            RunFailedError: fewer devices are ready than the run requires.
         """
         while True:
-            events = self._overdue()
+            events = [*self._overdue(), *self._at_the_door()]
             arrived = self._arrived(0.0 if events else self._next_wake_s(until_s) - self.clock())
             # Replies first: what a device no longer holds may have been answered in the same breath.
             for item in sorted(arrived, key=lambda item: not isinstance(item, Reply)):
                 events += self._understood(item)
+            events += self._at_the_door()
             if events or self.clock() >= until_s:
                 return events
 
     def _next_wake_s(self, until_s: float) -> float:
-        deadline_s = self._out.next_deadline_s()
-        return until_s if deadline_s is None else min(until_s, deadline_s)
+        times = (self._out.next_deadline_s(), self._door.next_deadline_s() if self._door is not None else None)
+        return min([until_s, *(time_s for time_s in times if time_s is not None)])
+
+    def _at_the_door(self) -> list[Event]:
+        """Asks who has not been asked yet, and lets in who is ready.
+
+        Not before the run waits for the first time: only then it hears answers, and knows its model.
+        """
+        if self._door is None:
+            return []
+        if not self._has_begun:
+            self._has_begun = True
+            for info in self.roster.workers():
+                if self._view.accepts(info.device_id):
+                    self._door.meet(info.device_id)
+        admitted = self._door.turn()
+        for device_id in admitted:
+            self._view.let_in(device_id)
+        return [Joined(device_id=device_id) for device_id in admitted]
+
+    def _meet(self, device_id: str) -> None:
+        if self._door is not None and self._has_begun and self._view.accepts(device_id):
+            self._door.meet(device_id)
 
     def _arrived(self, timeout_s: float) -> list[_Item]:
         items: list[_Item] = []
@@ -165,6 +225,7 @@ class LiveFleet:
                 return self._noticed(item)
 
     def _noticed(self, event: RosterEvent) -> list[Event]:
+        self._tell_door(event)
         match event:
             case Transition(after=DeviceState.GONE | DeviceState.OFFLINE):
                 return self._lose_all(event.device_id, f"device {event.after}: {event.reason}")
@@ -182,12 +243,29 @@ class LiveFleet:
                 pass
         return []
 
+    def _tell_door(self, event: RosterEvent) -> None:
+        if self._door is None:
+            return
+        match event:
+            case Transition(after=DeviceState.GONE | DeviceState.OFFLINE | DeviceState.DRAINING) | Removed():
+                self._door.leave(event.device_id)
+            case Transition(after=DeviceState.ONLINE, before=before) if before is DeviceState.LATE:
+                pass
+            case Transition(after=DeviceState.ONLINE) | Added() | Changed():
+                self._meet(event.device_id)
+            case Restarted():
+                self._door.restarted(event.device_id)
+            case Holding():
+                self._door.heard(event.device_id, event.assignment_ids, event.at_s)
+            case _:
+                pass
+
     def _restarted(self, device_id: str) -> list[Event]:
         """Gives a new agent the work of the one before; the model that it held is gone."""
         self._downlink.forget(device_id)
         events: list[Event] = []
         for pending in self._out.of(device_id):
-            if "base" in pending.model:
+            if "base" in pending.model or PREPARED in pending.model:
                 events += self._send_whole(pending, "its agent restarted")
             else:
                 self._out.send_again(pending, "its agent restarted")
@@ -232,12 +310,8 @@ class LiveFleet:
 
     def _replied(self, reply: Reply) -> list[Event]:
         """Turns a reply into an event; one that nobody waits for (a repeat, a late one) is dropped."""
-        device_id, named = self.roster.device_of(reply.node_id), str(reply.header.get("assignment"))
-        pending = self._out.get(named)
-        if pending is None or pending.order.device_id != device_id:
-            pending = self._out.answered_by(reply.instruction_id)
-        if pending is None or pending.order.device_id != device_id:
-            log.info("dropped a reply of %s for %.80s: nobody waits for it", device_id, named)
+        pending = self._answered(reply)
+        if pending is None:
             return []
         if reply.header.get("needs_dense") is True and reply.instruction_id != pending.instruction_id:
             return []  # about a message before the newest, which is on its way
@@ -251,6 +325,19 @@ class LiveFleet:
             return [self._lose(pending, Outcome.REFUSED, f"unusable reply: {error}")]
         self._settle(pending)
         return [event]
+
+    def _answered(self, reply: Reply) -> Pending | None:
+        """Returns the order that a reply is about; None where it was for the door, or nobody waits for it."""
+        device_id, named = self.roster.device_of(reply.node_id), str(reply.header.get("assignment"))
+        if self._door is not None and device_id is not None and self._door.answered(device_id, reply):
+            return None
+        pending = self._out.get(named)
+        if pending is None or pending.order.device_id != device_id:
+            pending = self._out.answered_by(reply.instruction_id)
+        if pending is None or pending.order.device_id != device_id:
+            log.info("dropped a reply of %s for %.80s: nobody waits for it", device_id, named)
+            return None
+        return pending
 
     def _event(self, pending: Pending, reply: Reply) -> Update | Evaluated:
         order, header = pending.order, reply.header
@@ -267,6 +354,7 @@ class LiveFleet:
             turnaround_s=self.clock() - pending.given_s,
             bytes_up=reply.bytes_up,
             bytes_down=reply.bytes_down,
+            ahead=self._door.take_bytes(order.device_id) if self._door is not None else (0, 0),
         )
         if metrics.iterations > 0:
             self.roster.note_speed(order.device_id, metrics.compute_s / metrics.iterations)
@@ -285,7 +373,8 @@ class LiveFleet:
 
 def _is_whole(pending: Pending) -> bool:
     """Says whether an order's message held the whole model."""
-    return "base" not in pending.model and pending.model.get("model") is not False
+    part = {"base", PREPARED} & set(pending.model)
+    return not part and pending.model.get("model") is not False
 
 
 def _unpacked(order: Assignment, header: Json, body: bytes) -> tuple[tuple[EdgeMessage, ...], bytes]:

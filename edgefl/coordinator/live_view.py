@@ -19,8 +19,15 @@ class LiveView:
     thread of the run. Speeds are those of this run: another model or batch would say nothing.
     """
 
-    def __init__(self, run: FleetRun, roster: Roster, clock: Callable[[], float]) -> None:
-        self._roster, self._clock = roster, clock
+    def __init__(
+        self,
+        run: FleetRun,
+        roster: Roster,
+        clock: Callable[[], float],
+        *,
+        admits: Callable[[str], bool] = lambda _: True,
+    ) -> None:
+        self._roster, self._clock, self._admits = roster, clock, admits
         self._participants = Participants(run)
         self._devices: dict[str, DeviceInfo] = {}
         self._idle: list[str] = []
@@ -69,6 +76,16 @@ class LiveView:
             self._look_at(device_id)
         return self
 
+    def accepts(self, device_id: str) -> bool:
+        """Returns whether a trainer is there and meant by the run."""
+        info = self._roster.worker(device_id)
+        return info is not None and info.role == Role.TRAINER and self._participants.accepts(info)
+
+    def let_in(self, device_id: str) -> None:
+        """Looks again at a device that may work now."""
+        with self._lock:
+            self._stale.add(device_id)
+
     def give(self, order: Assignment) -> None:
         """Notes that a device has got work."""
         self._participants.begin(self._devices)
@@ -103,7 +120,8 @@ class LiveView:
 
     def _look_at(self, device_id: str) -> None:
         info = self._roster.worker(device_id)
-        if info is not None and self._participants.accepts(info):
+        is_in = info is not None and (info.role == Role.EVALUATOR or self._admits(device_id))
+        if info is not None and is_in and self._participants.accepts(info):
             self._devices[device_id] = info
         else:
             self._devices.pop(device_id, None)

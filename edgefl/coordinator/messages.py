@@ -13,8 +13,9 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
+from edgefl.coordinator.lives import Lives
 from edgefl.protocol import finite
-from edgefl.types import Assignment, Evaluated, Evaluation, Json, UpdateMetrics
+from edgefl.types import AHEAD, Assignment, Evaluated, Evaluation, Json, UpdateMetrics
 
 MAX_COUNT = 2**53
 """Counts beyond this are no counts: JSON numbers are exact up to here."""
@@ -29,14 +30,9 @@ PLAUSIBLE = MappingProxyType(
 """What a device may say of its board; anything else is taken for not known."""
 
 
-def wire_id(run_id: str, assignment_id: str) -> str:
-    """Returns the id that devices know an assignment by."""
-    return f"{run_id}/{assignment_id}"
-
-
-def order_header(run_id: str, order: Assignment | Evaluation) -> Json:
-    """Returns what a device is told of one order, besides what it is told of the run."""
-    header: Json = {"assignment": wire_id(run_id, order.assignment_id)}
+def order_header(lives: Lives, order: Assignment | Evaluation) -> Json:
+    """Returns what a device is told of one order that is given now, besides what it is told of the run."""
+    header: Json = {"assignment": lives.given(order.assignment_id)}
     if isinstance(order, Evaluation):
         return {**header, "version": order.version}
     if order.block is not None:
@@ -47,12 +43,16 @@ def order_header(run_id: str, order: Assignment | Evaluation) -> Json:
         "version": order.base_version,
         "plan": plan,
         "codec": order.codec or "dense",
-        "settled": [wire_id(run_id, assignment_id) for assignment_id in order.settled],
+        "settled": [lives.known(assignment_id) for assignment_id in order.settled],
     }
 
 
-def update_metrics(metrics: Json, *, turnaround_s: float, bytes_up: int, bytes_down: int) -> UpdateMetrics:
+def update_metrics(
+    metrics: Json, *, turnaround_s: float, bytes_up: int, bytes_down: int, ahead: tuple[int, int] = (0, 0)
+) -> UpdateMetrics:
     """Returns what the device measured; as sending time, all of the turnaround that was not computing.
+
+    `ahead` are bytes up and down that it spent before the run; they are counted here.
 
     Raises:
         KeyError, TypeError, ValueError: a measurement is missing or makes no sense.
@@ -60,14 +60,15 @@ def update_metrics(metrics: Json, *, turnaround_s: float, bytes_up: int, bytes_d
     compute_s = _number(metrics["compute_s"])
     extra = metrics.get("extra")
     numbers = {str(name): finite(value) for name, value in extra.items()} if isinstance(extra, Mapping) else {}
+    numbers |= {name: float(value) or None for name, value in zip(AHEAD, ahead, strict=True)}
     return UpdateMetrics(
         iterations=_count(metrics["iterations"]),
         num_examples=_count(metrics["num_examples"]),
         loss=finite(metrics.get("loss")),
         compute_s=compute_s,
         send_s=max(0.0, turnaround_s - compute_s),
-        bytes_up=bytes_up,
-        bytes_down=bytes_down,
+        bytes_up=bytes_up + ahead[0],
+        bytes_down=bytes_down + ahead[1],
         extra={name: value for name, value in numbers.items() if value is not None},
         **_vitals(metrics.get("vitals")),
     )

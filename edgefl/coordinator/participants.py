@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from edgefl.coordinator.lives import Lives
 from edgefl.types import DeviceInfo, Indices, Json, Role, Tensors
 
 EncodeChanges = Callable[[Tensors, Indices, int], bytes | None]
@@ -24,6 +25,7 @@ class FleetRun:
         decode: body -> displacement; raises CodecError.
         encode_changes: for devices that keep the model they were sent; None when everybody always gets the whole one.
         needs_torch: devices without it take no part: they can only use finished models.
+        lives: under which ids devices know its assignments; None for a run in its first life.
     """
 
     run_id: str
@@ -36,6 +38,7 @@ class FleetRun:
     decode: Callable[[bytes], Tensors]
     encode_changes: EncodeChanges | None = None
     needs_torch: bool = False
+    lives: Lives | None = None
 
 
 class Participants:

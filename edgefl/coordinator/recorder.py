@@ -57,6 +57,8 @@ class Recorder:
         checkpoint: called with (version, state) after every aggregation.
         flagged: the devices that are not asked any more because their updates were refused too often.
         facts: asked at the end of every round.
+        earlier: updates that came before the run was taken up again, and were not used yet; None for a run that
+            begins.
     """
 
     def __init__(  # noqa: PLR0913 the parts of a run, by name
@@ -70,6 +72,7 @@ class Recorder:
         checkpoint: Callable[[int, object], None],
         flagged: Callable[[], Collection[str]] = frozenset,
         facts: Facts = no_facts,
+        earlier: Sequence[UpdateRow] | None = None,
     ) -> None:
         self._wal, self._ledger, self._count = wal, ledger, rounds
         self._clock, self._monotonic, self._checkpoint = clock, monotonic, checkpoint
@@ -80,6 +83,9 @@ class Recorder:
         self._opened_s: dict[int, float] = {}
         self._open = _OpenRound()
         self._scores, self._nodes = Scoreboard(), NodeScores()
+        self._goes_on = earlier is not None
+        for row in earlier or ():
+            self._unused[row.assignment_id] = row, self._monotonic()
 
     def received(self, events: Sequence[Event]) -> Sequence[Event]:
         for event in events:
@@ -108,6 +114,7 @@ class Recorder:
         for order in assignments:
             number = self._count.of(order.base_version + 1)
             self._asked[order.assignment_id] = order
+            self._unused.pop(order.assignment_id, None)  # given a second time
             self._opened_s.setdefault(number, self._monotonic())
             rows.append(
                 DispatchRow(
@@ -119,7 +126,7 @@ class Recorder:
                     codec=order.codec or "dense",
                 )
             )
-        self._ledger.dispatch(rows)
+        self._ledger.dispatch(rows, may_repeat=self._goes_on)
 
     def aggregated(self, version: int, assignment_ids: Sequence[str], state: object) -> None:
         self._wal.aggregated(version, assignment_ids)

@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from edgefl.config import RunConfig
+from edgefl.coordinator.admission import terms_of
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.facts import facts_of
 from edgefl.coordinator.keeper import Keeper
 from edgefl.coordinator.kept_models import ModelKeeper
-from edgefl.coordinator.ledger import Ledger
+from edgefl.coordinator.ledger import EventRow, Ledger
 from edgefl.coordinator.live_fleet import Bell, FleetRun, InterruptedRunError, LiveFleet
 from edgefl.coordinator.model_journal import ModelJournal
 from edgefl.coordinator.participants import EncodeChanges
 from edgefl.coordinator.recorder import Recorder
+from edgefl.coordinator.resuming import Resumed, check_resumable, resumed_state
 from edgefl.coordinator.roster import Roster
 from edgefl.coordinator.run_meter import RunMeter
 from edgefl.coordinator.superlink import Reply, SuperLink
@@ -28,13 +30,13 @@ from edgefl.errors import EdgeflError, JournalError, RunFailedError, StoreError,
 from edgefl.files import write_whole
 from edgefl.loop import EvaluationRule, drive
 from edgefl.protocol import Command, CommandKind
-from edgefl.storage.checkpoints import checkpoints, load_state
 from edgefl.storage.journal import WalJournal
 from edgefl.storage.records import RunRecord, RunStatus
+from edgefl.storage.rewinding import RESUMED
 from edgefl.storage.store import Store
 from edgefl.strategies.gate import StrategyGate
 from edgefl.tally import Goal, RoundCount
-from edgefl.types import Json, Progress, Stop, Strategy, Tensors
+from edgefl.types import Json, Progress, Shapes, Stop, Strategy, Tensors
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +62,10 @@ class Assembled(Protocol):
     def header(self) -> Json: ...
     @property
     def needs_torch(self) -> bool: ...
+    @property
+    def layout(self) -> str: ...
+    @property
+    def shapes(self) -> Shapes: ...
     @property
     def encode(self) -> Callable[[Tensors, int], bytes]: ...
     @property
@@ -185,6 +191,23 @@ class RunWorker:
             if self._active.fleet is not None:
                 self._active.fleet.post(Stop(reason=reason))
 
+    def resume_run(self, run_id: str) -> None:
+        """Lets a run that was interrupted or stopped wait for its turn again, to go on from its newest checkpoint.
+
+        Raises:
+            UsageError: it is not over, or there is nothing to go on with.
+            JournalError: its checkpoint cannot be read.
+        """
+        record, site = self._site.store.run(run_id), self._site
+        check_resumable(record, site.directory, lambda: site.assemble(RunConfig.from_json(record.config), run_id))
+        with self._lock:
+            if site.store.run(run_id).status is not record.status:
+                raise UsageError(f"run {run_id} has just been taken up or stopped by somebody else")
+            with site.store.batch(durable=True):
+                site.store.queue_again(run_id)
+                site.store.record_event(RESUMED, f"was {record.status}", at=time.time(), run_id=run_id)
+        self.wake()
+
     def stop(self) -> None:
         """Interrupts the active run, so that it can be taken up again, and ends the thread."""
         self._stopping.set()
@@ -207,7 +230,7 @@ class RunWorker:
                 return
 
     def _take(self) -> RunRecord | None:
-        """Makes the run that has waited longest the active one."""
+        """Makes the first run of the queue the active one."""
         with self._lock:
             record = self._site.store.next_queued_run()
             if record is not None:
@@ -221,7 +244,7 @@ class RunWorker:
         run_id = record.run_id
         log.info("run %s (%s, %s) begins", run_id, record.task, record.strategy)
         try:
-            self._drive(run_id, self._assembled(record))
+            self._drive(record, self._assembled(record))
         except InterruptedRunError as error:
             self._end(run_id, RunStatus.INTERRUPTED, str(error))
         except (StoreError, JournalError):
@@ -258,19 +281,21 @@ class RunWorker:
             store.record_event(f"run-{status}", reason, at=now, run_id=run_id)
         self._site.meter.ended(run_id, status, reason)
 
-    def _drive(self, run_id: str, assembled: Assembled) -> None:
-        site, strategy = self._site, assembled.strategy
+    def _drive(self, record: RunRecord, assembled: Assembled) -> None:
+        site, strategy, run_id = self._site, assembled.strategy, record.run_id
         goes_on_alone = bool(getattr(strategy, "goes_on_alone", False))
         ledger = Ledger(site.store, run_id, site.meter.note)
         folder = site.directory.runs / run_id / "journal"
         with WalJournal(folder, assembled.decode, time_sync=site.meter.time_sync) as wal:
             keeper = Keeper(site.directory, run_id, wal=wal, ledger=ledger, every_version=goes_on_alone)
             models = ModelKeeper(site.directory.models, site.store, run_id, assembled.config.models)
-            state = strategy.init(assembled.model)
+            before = self._begun(record, assembled, wal)
+            state = before.state
             if goes_on_alone:
-                state = self._resumed(run_id, strategy, state)
                 write_whole(self._mark(run_id), b"")
+            if goes_on_alone or record.resumes:
                 keeper.checkpoint(state)  # so that another life of the coordinator gives other ids
+            left: list[Any] = []
             recorder = Recorder(
                 wal=wal,
                 ledger=ledger,
@@ -280,8 +305,9 @@ class RunWorker:
                 checkpoint=keeper.after,
                 flagged=lambda: assembled.gate.guard.flagged,
                 facts=facts_of(strategy),
+                earlier=before.unused if record.resumes else None,
             )
-            fleet = self._open_fleet(run_id, assembled, ledger)
+            fleet = self._open_fleet(assembled, ledger, before)
             try:
                 state, reason = drive(
                     strategy,
@@ -292,12 +318,16 @@ class RunWorker:
                     evaluate=assembled.evaluate,
                     rounds=assembled.rounds,
                     gate=assembled.gate,
+                    earlier=before.earlier,
+                    left=left.append,
                 )
             except (StoreError, JournalError):
                 raise
-            except Exception:
+            except Exception as error:
                 recorder.commit()  # what the last turn brought is history too
                 ledger.finish()
+                if isinstance(error, InterruptedRunError) and left:
+                    keeper.checkpoint(left[-1])
                 raise
             finally:
                 self._close_fleet(fleet)
@@ -308,14 +338,12 @@ class RunWorker:
             self._finish(recorder, run_id, assembled.config, reason)
             log.info("run %s is over: %s", run_id, reason)
 
-    def _resumed(self, run_id: str, strategy: Strategy[Any], first: Any) -> Any:
-        """Returns the state that an earlier coordinator has kept of a run, else the first one."""
-        folder = self._site.directory.runs / run_id / "checkpoints"
-        if not checkpoints(folder):
-            return first
-        log.info("run %s goes on from its last checkpoint", run_id)
-        resumed: Any = strategy
-        return resumed.resumed(load_state(folder, type(first)))
+    def _begun(self, record: RunRecord, assembled: Assembled, wal: WalJournal) -> Resumed:
+        """Returns what a run begins with, or goes on with; a checkpoint that cannot be used ends it alone."""
+        try:
+            return resumed_state(record, assembled, self._site.directory, self._site.store, wal)
+        except JournalError as error:
+            raise RunFailedError(str(error)) from error
 
     def _tell_end(self, run_id: str) -> None:
         """Tells devices that go on by themselves that a run is over; who does not hear it rests at its limit."""
@@ -337,8 +365,9 @@ class RunWorker:
                     self._site.on_finished(run_id, config)
             self._active = None
 
-    def _open_fleet(self, run_id: str, assembled: Assembled, ledger: Ledger) -> LiveFleet:
-        config, site = assembled.config, self._site
+    def _open_fleet(self, assembled: Assembled, ledger: Ledger, before: Resumed) -> LiveFleet:
+        config, site, lives = assembled.config, self._site, before.lives
+        run_id = lives.run_id
         run = FleetRun(
             run_id=run_id,
             task=config.run.task,
@@ -350,9 +379,16 @@ class RunWorker:
             encode_changes=assembled.encode_changes,
             decode=assembled.decode,
             needs_torch=assembled.needs_torch,
+            lives=lives,
         )
-        link = site.superlink.open_run()
-        fleet = LiveFleet(run=run, link=link, roster=site.roster, bell=site.bell, clock=time.monotonic)
+
+        def note(kind: str, device_id: str, message: str) -> None:
+            ledger.event(EventRow(kind=kind, device_id=device_id, message=message, at=time.time()))
+
+        link, terms = site.superlink.open_run(), terms_of(assembled, before.devices)
+        fleet = LiveFleet(
+            run=run, link=link, roster=site.roster, bell=site.bell, clock=time.monotonic, terms=terms, note=note
+        )
         with self._lock:
             self._active = self._active or _Active(run_id=run_id)
             self._active.fleet, self._active.ledger, self._active.gate = fleet, ledger, assembled.gate

@@ -38,11 +38,14 @@ from edgefl.coordinator.evaluator import EvaluatorProcess
 from edgefl.coordinator.feed import Feed
 from edgefl.coordinator.feed_state import FeedState
 from edgefl.coordinator.fleet_collector import FleetCollector, Sources
+from edgefl.coordinator.jobs_api import jobs_router
 from edgefl.coordinator.kept_models import sweep_models
 from edgefl.coordinator.metrics import Metrics, metrics_router
 from edgefl.coordinator.models_api import model_router
 from edgefl.coordinator.page_api import PageSite, page_router
+from edgefl.coordinator.planning import plan_run
 from edgefl.coordinator.presence import Presence
+from edgefl.coordinator.questions import Questions
 from edgefl.coordinator.refusals import Refusals
 from edgefl.coordinator.roster import Roster
 from edgefl.coordinator.run_meter import RunMeter
@@ -53,7 +56,7 @@ from edgefl.coordinator.trainers import check_trainers
 from edgefl.coordinator.web import WebServer, listen, make_app
 from edgefl.errors import EdgeflError, TaskError
 from edgefl.processes import on_stop_signal
-from edgefl.protocol import EVALUATOR_NAME, Command, CommandKind, Heartbeat, checked_address
+from edgefl.protocol import EVALUATOR_NAME, Command, CommandKind, Heartbeat, Topic, checked_address
 from edgefl.storage.database import sqlite_file
 from edgefl.storage.news import last_seen
 from edgefl.storage.records import RunStatus
@@ -121,6 +124,7 @@ class Coordinator:
         self._fatal: EdgeflError | None = None
         self._worker: RunWorker | None = None
         self._deployments: Deployments | None = None
+        self._questions: Questions | None = None
         self._closers = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -188,10 +192,11 @@ class Coordinator:
         self._draining.listen()
         self._metrics = Metrics()
         self._meter = RunMeter(self._metrics.registry)
+        self._questions = Questions(self._bus, self._roster)
         self._deployments = deployments = self._make_deployments(self._bus)
         self._worker = worker = self._make_worker(self._bus, deployments)
         self._watch_metrics()
-        self._open_web(listener, worker, deployments)
+        self._open_web(listener, worker, self._questions, deployments)
         self._open_alerts()
         deployments.start()
         self._closers.callback(deployments.stop)
@@ -347,7 +352,7 @@ class Coordinator:
             self._broker_address,
             own,
             directory.fleet,
-            self._diary.message,
+            self._heard,
             lambda connected: self._bus_changed(bus, is_connected=connected),
         )
         bus.connect()
@@ -356,6 +361,14 @@ class Coordinator:
             log.warning("the broker does not answer yet; devices poll meanwhile")
         return bus
 
+    def _heard(self, device_id: str, kind: Topic, payload: bytes) -> None:
+        """Takes an MQTT message; before all of this stands nobody has asked anything."""
+        if kind is Topic.ANSWER:
+            if self._questions is not None:
+                self._questions.answered(device_id, payload)
+            return
+        self._diary.message(device_id, kind, payload)
+
     def _bus_changed(self, bus: Bus, *, is_connected: bool) -> None:
         """Tells presence; and rings every bell when the bus is back, for those that nobody heard meanwhile."""
         self._roster.note_bus(connected=is_connected)
@@ -363,7 +376,9 @@ class Coordinator:
             for info in self._roster.workers():
                 bus.ring(info.device_id)
 
-    def _open_web(self, listener: socket.socket, worker: RunWorker, deployments: Deployments) -> None:
+    def _open_web(
+        self, listener: socket.socket, worker: RunWorker, questions: Questions, deployments: Deployments
+    ) -> None:
         directory, options = self._directory, self._options
         site = BrokerSite(port=self._broker_address.port, host=self._outside_host())
         service = EnrolmentService(
@@ -374,6 +389,14 @@ class Coordinator:
             evaluator_token=lambda: self._evaluator_token_id,
         )
         viewer, acting = require_viewer(directory, listen_host=options.host), require_operator(directory)
+        jobs = jobs_router(
+            store=self._store,
+            worker=worker,
+            questions=questions,
+            plan=self._plan,
+            viewer=viewer,
+            operator=acting,
+        )
         operator = operator_router(
             store=self._store,
             roster=self._roster,
@@ -391,6 +414,7 @@ class Coordinator:
         )
         routers = [
             enrolment_router(service),
+            jobs,
             operator,
             model_router(store=self._store, folder=directory.models, viewer=viewer),
             deploying,
@@ -437,6 +461,9 @@ class Coordinator:
         check_messages(assembled.strategy, assembled.model)
         check_trainers(config, self._roster, needs_torch=assembled.needs_torch)
         return check_device_state(config, assembled.strategy, assembled.model, self._roster)
+
+    def _plan(self, config: RunConfig) -> Json:
+        return plan_run(self._assemble(config, "plan"), self._roster, self._store)
 
     def _open_evaluator(self) -> None:
         shards = self._options.test_shards

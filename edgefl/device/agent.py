@@ -26,12 +26,14 @@ from edgefl.device.carrier import Carrier, OnPeerMessage
 from edgefl.device.direct import DirectCarrier
 from edgefl.device.heartbeat import Activity, Heart
 from edgefl.device.link import Link, LinkCallbacks, LinkIdentity, LinkTls
+from edgefl.device.logbook import Logbook
 from edgefl.device.model_fetch import Source
 from edgefl.device.model_updates import ModelUpdates
 from edgefl.device.node_runner import addresses_of
 from edgefl.device.outbox import Outbox
 from edgefl.device.state import DeviceState
 from edgefl.device.supernode import Answer, RefusedError, SuperNode, UnauthorisedError
+from edgefl.device.telling import LOGS, tell_logs
 from edgefl.device.trainer import AbandonedError, Trainer
 from edgefl.device.training_facts import training_facts
 from edgefl.device.trust import Hello, pinned_context, say_hello
@@ -75,6 +77,7 @@ class Agent:
         self._finished: OrderedDict[str, Answer] = OrderedDict()
         self._address: str | None = None
         self._reported: tuple[object, Json] | None = None
+        self._answering: tuple[str, str] | None = None
         self._carrier: BrokerCarrier | None = None
         self._rng = derived_rng("agent", state.device_id, time.time_ns())
         self._trust = pinned_context(state.ca.read_bytes())
@@ -112,6 +115,15 @@ class Agent:
             interval_s=heartbeat_s,
             seed=state.device_id,
         )
+
+    def keep_log(self) -> None:
+        """Writes the log of this process into the state directory too, for the coordinator to ask for."""
+        try:
+            book = Logbook(self._state.root / LOGS, now=self._log_tag, clock=self._clock)
+        except OSError as error:
+            log.warning("keeps no log of its own: %s", error)
+            return
+        logging.getLogger().addHandler(book)
 
     def stop(self) -> None:
         """Ends the agent soon; what it is training is abandoned."""
@@ -200,6 +212,7 @@ class Agent:
         while not self._stopping.is_set():
             self._bell.wait(self._poll_s)
             self._outbox.check()
+            self._trainer.tidy()
             if not self._stopping.is_set() and not self._work_once():
                 self._report_capabilities()
 
@@ -216,11 +229,13 @@ class Agent:
         assignment = str(instruction.header.get("assignment"))
         for used in instruction.header.get("settled", ()):
             self._finished.pop(used, None)
+        self._answering = str(instruction.header.get("run")), assignment
         known = self._finished.get(assignment)
         if known is not None:
             reply = self._supernode.reply_to(instruction, known)
         else:
             reply = self._supernode.answer(instruction)
+        self._answering = None
         del instruction  # the model in it need not wait until the answer is through
         self._outbox.put((assignment, reply))
         return True
@@ -236,7 +251,8 @@ class Agent:
     def _remembering(self, train: Any) -> Any:
         def remembered(header: Json, body: bytes) -> Answer:
             answer: Answer = train(header, body)
-            if "error" not in answer[0]:
+            _log_work(answer[0])
+            if "error" not in answer[0] and "phase" not in header:
                 self._finished[str(header["assignment"])] = answer
                 while len(self._finished) > KEPT_ANSWERS:
                     self._finished.popitem(last=False)
@@ -263,6 +279,10 @@ class Agent:
             model=self._models.model,
             deployment=self._models.report,
         )
+
+    def _log_tag(self) -> tuple[str, str] | None:
+        now = self._trainer.now or self._answering
+        return (now[0], now[1]) if now is not None else None
 
     def _publish_heartbeat(self, heartbeat: Heartbeat) -> bool:
         return self._link.publish_heartbeat(heartbeat)
@@ -381,19 +401,23 @@ class Agent:
             self._bell.ring()
 
     def _obey(self, command: Command) -> None:
+        of_something = {
+            CommandKind.RECALL: self._trainer.recall,
+            CommandKind.END: self._trainer.end_run,
+            CommandKind.DEPLOY: self._models.deploy,
+            CommandKind.ROLLBACK: self._models.roll_back,
+        }
         match command.kind:
-            case CommandKind.RECALL if command.argument:
-                self._trainer.recall(command.argument)
-            case CommandKind.END if command.argument:
-                self._trainer.end_run(command.argument)
-            case CommandKind.DEPLOY if command.argument:
-                self._models.deploy(command.argument)
-            case CommandKind.ROLLBACK if command.argument:
-                self._models.roll_back(command.argument)
+            case kind if kind in of_something and command.argument:
+                of_something[CommandKind(kind)](command.argument)
             case CommandKind.DRAIN | CommandKind.RESUME:
                 self._link.set_draining(draining=command.kind == CommandKind.DRAIN)
                 if command.kind == CommandKind.DRAIN:
                     self._trainer.rest()
+            case CommandKind.BEAT:
+                self._heart.beat_now()
+            case CommandKind.LOGS:
+                tell_logs(self._state.root, command, self._link.publish_answer)
             case CommandKind.RELOAD:
                 self._reported = None
                 self._bell.ring()
@@ -406,6 +430,7 @@ class Agent:
 def run_agent(state: DeviceState) -> None:
     """Runs the agent of a joined device until SIGTERM or SIGINT."""
     agent = Agent(state)
+    agent.keep_log()
 
     def stop() -> None:
         agent.stop()
@@ -417,6 +442,22 @@ def run_agent(state: DeviceState) -> None:
     with on_stop_signal(stop):
         agent.run()
     log.info("%s has left the fleet for now", state.device_id)
+
+
+def _log_work(told: Json) -> None:
+    """Leaves one line about what was done; a failure has its own already."""
+    if isinstance(metrics := told.get("metrics"), dict):
+        log.info(
+            "%s: %s iterations, loss %.4g, %.3g s",
+            told.get("assignment"), metrics.get("iterations"), _number(metrics.get("loss")),
+            _number(metrics.get("compute_s")),
+        )  # fmt: skip
+    elif told.get("ready") is True:
+        log.info("%s: ready", told.get("assignment"))
+
+
+def _number(value: object) -> float:
+    return value if isinstance(value, int | float) else float("nan")
 
 
 def _listening(address: str) -> tuple[str, int]:

@@ -26,6 +26,7 @@ from edgefl.protocol import (
     MAX_PEER_BYTES,
     Capabilities,
     Command,
+    CommandAnswer,
     Heartbeat,
     PresenceState,
     ProgressReport,
@@ -180,6 +181,14 @@ class Link:
                 return False
             self._last_progress_s = now_s
         session.publish(Topic.PROGRESS, report.dump())
+        return True
+
+    def publish_answer(self, answer: CommandAnswer) -> bool:
+        """Sends what the coordinator has asked for; returns False, and forgets it, while down."""
+        session = self._current()
+        if session is None:
+            return False
+        session.publish(Topic.ANSWER, answer.dump(), qos=1)
         return True
 
     def publish_peer(self, receiver: str, payload: bytes, *, retain: bool = True) -> bool:

@@ -22,6 +22,7 @@ from edgefl.device.assignment_vitals import AssignmentVitals
 from edgefl.device.jobs import Job, job_of
 from edgefl.device.node_runner import MakeCarrier
 from edgefl.device.node_work import NeedsDenseError, NodeWork
+from edgefl.device.readiness import NotHeldError, Readiness
 from edgefl.device.residents import load_resident, save_resident
 from edgefl.device.run_memory import RunMemory
 from edgefl.device.warm_tasks import WarmTask, WarmTasks
@@ -93,6 +94,9 @@ class Trainer:
         self._nodes = NodeWork(
             device_id, state_dir, life=life, tasks=self._tasks, make_carrier=make_carrier, working=self._working
         )
+        self._readiness = Readiness(
+            state_dir, self._tasks, working=self._working, is_at=lambda run: (self._nodes.now or ("", 0))[0] == run
+        )
         self._recalled: OrderedDict[str, None] = OrderedDict()
         self._abandoned = False
         self._lock = threading.Lock()
@@ -126,19 +130,29 @@ class Trainer:
         self._nodes.go_on()
 
     def end_run(self, run: str) -> None:
-        """Says that a run is over: a node that goes on by itself stops."""
+        """Says that a run is over, or does not begin: a node that goes on by itself stops, a model is forgotten."""
+        self._readiness.forget(run)
         self._nodes.end_run(run)
 
     def rest(self) -> None:
         """Says that this board is to be left alone: a node that goes on by itself stops until it gets work again."""
         self._nodes.rest()
 
+    def tidy(self) -> None:
+        """Lets go of what nobody has asked for in time; called now and then by the thread that trains."""
+        self._readiness.tidy()
+
     def shard_stamps(self) -> object:
         """Returns a value that changes when any shard does."""
         return self._tasks.stamps()
 
     def train(self, header: Json, body: bytes) -> tuple[Json, bytes]:
-        """Returns metrics and the encoded displacement for one assignment; of a node of a graph its messages, too."""
+        """Returns metrics and the encoded displacement for one assignment; of a node of a graph its messages, too.
+
+        To a question that comes before a run, whether this board is ready; see `Readiness`.
+        """
+        if "phase" in header:
+            return self._readiness.answer(header, body)
         return self._answer(header, body, self._felt)
 
     def evaluate(self, header: Json, body: bytes) -> tuple[Json, bytes]:
@@ -161,10 +175,10 @@ class Trainer:
             job = job_of(self._device_id, header)
             self._now = job.run, job.assignment_id, 0
             with self._working:
-                metrics, result = work(job, self._tasks.of(header), body)
+                metrics, result = work(job, self._tasks.of(header), self._readiness.completed(header, body))
         except AbandonedError:
             raise
-        except NeedsDenseError as error:
+        except (NeedsDenseError, NotHeldError) as error:
             log.info("assignment %s: %s", header.get("assignment"), error)
             return {**reply, "error": str(error), "needs_dense": True}, b""
         except Exception as error:  # the boundary of one assignment: the board must be there for the next

@@ -86,6 +86,12 @@ def memory_fraction(root: Path) -> float | None:
     return None if not total or available is None else min(1.0, max(0.0, 1 - available / total))
 
 
+def memory_available_bytes(root: Path = Path("/")) -> int | None:
+    """Returns what programs may still take of the board's memory; None where it is not told."""
+    available = _kilobytes(root / "proc/meminfo").get("MemAvailable")
+    return None if available is None else available * 1024
+
+
 def memory_bytes(root: Path) -> int | None:
     """Returns the PSS of this process (shared pages divided by their users), or its RSS where that is not told."""
     size = _kilobytes(root / "proc/self/smaps_rollup").get("Pss")

@@ -76,7 +76,11 @@ class Capabilities(Base):
 
 
 class Run(Base):
-    """One training job; `config` is the whole run file, `rounds`, `version` and `accuracy` how far it is."""
+    """One training job; `config` is the whole run file, `rounds`, `version` and `accuracy` how far it is.
+
+    Of those that wait the one of the highest `priority` begins first. `resumes` counts how often it was taken up
+    again by hand.
+    """
 
     __tablename__ = "runs"
     __table_args__ = (Index("ix_runs_status", "status", "submitted_at"),)
@@ -95,6 +99,8 @@ class Run(Base):
     version: Mapped[int]
     accuracy: Mapped[float | None]
     seed: Mapped[int]
+    priority: Mapped[int] = mapped_column(server_default="0")
+    resumes: Mapped[int] = mapped_column(server_default="0")
 
 
 class Round(Base):

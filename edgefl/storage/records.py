@@ -129,6 +129,8 @@ class RunRecord:
     version: int
     accuracy: float | None
     seed: int
+    priority: int = 0
+    resumes: int = 0
 
 
 class RoundFigures(TypedDict, total=False):

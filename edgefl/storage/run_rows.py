@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, bindparam, case, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, bindparam, case, delete, func, insert, select, update
 
 from edgefl.errors import NotFoundError, StoreError
 from edgefl.storage.database import Database
@@ -48,6 +48,7 @@ class RunRows:
         config: Mapping[str, Any],
         seed: int,
         submitted_at: float,
+        priority: int = 0,
     ) -> RunRecord:
         """Returns the new run, queued.
 
@@ -57,6 +58,7 @@ class RunRows:
         values = {
             "run_id": run_id, "name": name, "task": task, "strategy": strategy, "config": storable(config),
             "status": str(RunStatus.QUEUED), "submitted_at": submitted_at, "rounds": 0, "version": 0, "seed": seed,
+            "priority": priority, "resumes": 0,
         }  # fmt: skip
         with self._database.write(durable=True) as connection:
             if _run_row(connection, run_id) is not None:
@@ -90,10 +92,43 @@ class RunRows:
         with self._database.read() as connection:
             return int(connection.execute(query).scalar_one())
 
+    def queued_runs(self) -> list[RunRecord]:
+        """Returns the runs that wait, in the order in which they begin: by priority, then by time."""
+        query = (
+            select(Run.__table__)
+            .where(Run.status == str(RunStatus.QUEUED))
+            .order_by(Run.priority.desc(), Run.submitted_at, Run.run_id)
+        )
+        with self._database.read() as connection:
+            return [_run_record(row) for row in connection.execute(query)]
+
     def next_queued_run(self) -> RunRecord | None:
-        """Returns the run that has waited longest, if any waits."""
-        queued = self.runs(status=RunStatus.QUEUED)
-        return queued[-1] if queued else None
+        """Returns the run that begins next, if any waits."""
+        queued = self.queued_runs()
+        return queued[0] if queued else None
+
+    def queue_again(self, run_id: str) -> None:
+        """Lets a run that had ended wait once more, and counts that.
+
+        Raises:
+            NotFoundError: no such run.
+        """
+        values = {
+            "status": str(RunStatus.QUEUED), "reason": None, "finished_at": None, "resumes": Run.resumes + 1,
+        }  # fmt: skip
+        self._change_run(run_id, values, durable=True)
+
+    def forget_updates(self, run_id: str, assignment_ids: Sequence[str]) -> None:
+        """Takes out what is known of assignments that are given a second time."""
+        statement = delete(Update.__table__).where(  # type: ignore[arg-type] # as in `mark_applied`
+            Update.run_id == run_id, Update.assignment_id == bindparam("again")
+        )
+        if assignment_ids:
+            with (
+                self._database.write() as connection,
+                counted(connection, run_id, assignment_ids, takes_back=True),
+            ):
+                connection.execute(statement, [{"again": assignment_id} for assignment_id in assignment_ids])
 
     def set_run_status(self, run_id: str, status: RunStatus, *, at: float, reason: str | None = None) -> None:
         """Moves a run to `status`; the first RUNNING sets when it started, a final one when it finished.

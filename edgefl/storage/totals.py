@@ -44,12 +44,17 @@ _ByKey = dict[tuple[str, ...], _Sums]
 
 
 @contextmanager
-def counted(connection: Connection, run_id: str, assignment_ids: Sequence[str]) -> Iterator[None]:
-    """Changes the sums by what the block does to the rows of these assignments, in the same transaction."""
+def counted(
+    connection: Connection, run_id: str, assignment_ids: Sequence[str], *, takes_back: bool = False
+) -> Iterator[None]:
+    """Changes the sums by what the block does to the rows of these assignments, in the same transaction.
+
+    With `takes_back` those that the block deletes count as never given; else sums keep what rows that go have added.
+    """
     before = _rows(connection, run_id, assignment_ids)
     yield
     after = _rows(connection, run_id, assignment_ids)
-    _apply(connection, run_id, before, after)
+    _apply(connection, run_id, before, after, takes_back=takes_back)
 
 
 def rebuild(connection: Connection) -> None:
@@ -89,10 +94,19 @@ def _rows(connection: Connection, run_id: str, assignment_ids: Sequence[str]) ->
 
 
 def _apply(
-    connection: Connection, run_id: str, before: Mapping[str, Row[Any]], after: Mapping[str, Row[Any]]
+    connection: Connection,
+    run_id: str,
+    before: Mapping[str, Row[Any]],
+    after: Mapping[str, Row[Any]],
+    *,
+    takes_back: bool,
 ) -> None:
     changes: _ByKey = defaultdict(_nothing)
     lowered = set()
+    for assignment_id in before.keys() - after.keys() if takes_back else ():
+        gone = before[assignment_id]
+        _add(changes[_key(run_id, gone)], gone, -1)
+        lowered.add(_key(run_id, gone))
     for assignment_id, row in after.items():
         old = before.get(assignment_id)
         if old is not None and tuple(old) == tuple(row):

@@ -283,6 +283,15 @@ class Asynchronous(Generic[A]):
             elif self.is_averaged(name, tensor) or not is_float(tensor):
                 add(tensor, checked(arrival, name, tensor))
 
+    def resumed(self, state: A) -> A:
+        """Returns the state after the coordinator was away: nothing is out, and nobody has been lost over it."""
+        for seat in state.seats.by_device.values():
+            if seat.assignment_id:
+                self._let_go(state, seat.base_version)
+            seat.assignment_id, seat.losses = "", 0
+        state.seats.resting.clear()
+        return state
+
     def model(self, state: A) -> Tensors:
         return state.model
 

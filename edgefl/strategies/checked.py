@@ -107,6 +107,8 @@ class Checked:
         return bool(getattr(self.strategy, "goes_on_alone", False))
 
     def resumed(self, state: Any) -> Any:
+        if not hasattr(self.strategy, "resumed"):
+            return self._checked_state("resumed", state)  # what is out is in nobody's `busy`, and so lost
         return self._checked_state("resumed", self._call("resumed", state))
 
     def bytes_per_device(self, model_bytes: int) -> int:

@@ -116,6 +116,11 @@ class Buffered(Asynchronous[BufferState]):
         state.is_over = True
         return state
 
+    def resumed(self, state: BufferState) -> BufferState:
+        state = Asynchronous.resumed(self, state)
+        state.is_over = False
+        return state
+
     def aggregate(self, state: BufferState) -> BufferState:
         """Moves the model by the buffer; running means become the weighted mean of the devices' own."""
         mean = {

@@ -197,6 +197,12 @@ class Synchronous(Generic[R]):
         state.is_over = True
         return state
 
+    def resumed(self, state: R) -> R:
+        """Returns the state after the coordinator was away: the rounds that were open are asked for again."""
+        state.open.clear()
+        state.attempt, state.is_over = 0, False
+        return state
+
     def model(self, state: R) -> Tensors:
         return state.model
 

@@ -215,5 +215,5 @@ def test_a_run_without_them_is_shown_as_ever(edgefl: Any, run_file: Any) -> None
     ended = edgefl("run", "submit", run_file("plain", rounds=1), "--watch")
     assert ended.err.splitlines()[-1].startswith("plain finished: round 1 of 1, accuracy 0.")
     (row,) = edgefl("run", "show", "plain", "--format", "json").rows()
-    assert set(row) == {*COLUMNS, "config"}
+    assert set(row) == {*COLUMNS, "priority", "resumes", "config"}
     assert "of the nodes" not in edgefl("run", "show", "plain").out

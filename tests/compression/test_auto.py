@@ -268,3 +268,18 @@ def test_auto_needs_two_codecs_or_more(line):
 def test_codecs_with_and_without_feedback_do_not_mix():
     with pytest.raises(CodecError, match=r"all of its codecs begin with ef\| or none does, got ef\|int8 and fp16"):
         make_auto({"fp16": 1000, "ef|int8": 500})
+
+
+def test_bytes_that_were_spent_before_the_run_say_nothing_of_the_uplink():
+    ahead = {"bytes_up_ahead": 5000.0, "bytes_down_ahead": 90_000.0}
+    learnt = []
+    for extra, up, down in (({}, 600, 1), (ahead, 5600, 90_001)):
+        auto = make_auto(dict.fromkeys(CANDIDATES, 600))
+        plan = LocalPlan(iterations=1)
+        order = Assignment(assignment_id="a", device_id="pi", base_version=0, plan=plan, codec=auto.specs[0])
+        auto.adjust(order)
+        metrics = UpdateMetrics(compute_s=1.0, send_s=1.0, bytes_up=up, bytes_down=down, extra=extra)
+        update = Update(assignment_id="a", device_id="pi", base_version=0, tensors={}, metrics=metrics)
+        auto.note(update, None)
+        learnt.append((auto.ways["pi"], auto.sizes))
+    assert learnt[0] == learnt[1]

@@ -45,13 +45,13 @@ def bus(running, certificates, coordinator):
     bus.close()
 
 
-def test_it_hears_the_four_topics_of_every_device(bus, running, coordinator, mqtt_tools):
+def test_it_hears_the_five_topics_of_every_device(bus, running, coordinator, mqtt_tools):
     for name in ("pi-1", "pi-2"):
         device = running.client(name)
         device.publish(f"{ROOT}/{name}/status", Status(state="online", boot_id="b", session_no=1).dump())
-        for kind in ("heartbeat", "capabilities", "progress"):
+        for kind in ("heartbeat", "capabilities", "progress", "answer"):
             device.publish(f"{ROOT}/{name}/{kind}", kind.encode())
-    mqtt_tools.eventually(lambda: len(coordinator.messages) == 8)
+    mqtt_tools.eventually(lambda: len(coordinator.messages) == 10)
     heard = {(device_id, kind) for device_id, kind, _ in coordinator.messages}
     assert heard == {(name, kind) for name in ("pi-1", "pi-2") for kind in Topic if kind not in ("bell", "command")}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,23 +76,47 @@ def test_a_frozen_device_costs_its_deadline_and_no_more(three: LocalFleet, tools
     assert tools.used(three, again, "device-03"), "the device is itself again"
 
 
-def test_a_failing_device_ends_no_run(three: LocalFleet, tools: Any, tmp_path: Path) -> None:
-    shard = tmp_path / "broken.npz"
+@contextlib.contextmanager
+def _own_shard(three: LocalFleet, tools: Any, folder: Path) -> Iterator[Path]:
+    """The third device's shard of the gated task, to be damaged."""
+    shard = folder / "broken.npz"
     shard.write_bytes(tools.shards[2].read_bytes())
     shard.with_suffix(".json").write_bytes(tools.shards[2].with_suffix(".json").read_bytes())
     state = str(three.root / "device-03")
     three.command("device", "shard", "add", tools.gated, str(shard), "--state", state)
-    shard.write_bytes(shard.read_bytes()[:1000])
     try:
-        run_id = three.submit(tools.gated_run(rounds=2, min=2))
-        assert three.wait_run(run_id)["status"] == "finished"
+        yield shard
     finally:
         three.command("device", "shard", "add", tools.gated, str(tools.shards[2]), "--state", state)
         three.end("device-03")  # else it says only at its next poll that the shard is whole again
-    rows = [row for row in three.history("updates", run=run_id) if row["device_id"] == "device-03"]
-    assert {row["outcome"] for row in rows} == {"failed"}
-    assert "damaged" in rows[0]["reason"]
+
+
+def test_a_device_whose_shard_is_damaged_is_left_out_and_ends_no_run(
+    three: LocalFleet, tools: Any, tmp_path: Path
+) -> None:
+    with _own_shard(three, tools, tmp_path) as shard:
+        shard.write_bytes(shard.read_bytes()[:1000])
+        run_id = three.submit(tools.gated_run(rounds=2, min=2))
+        assert three.wait_run(run_id)["status"] == "finished"
+    events = [row for row in three.history("events", run=run_id) if row["kind"] == "device-left-out"]
+    assert [row["device_id"] for row in events] == ["device-03"]
+    assert "damaged" in events[0]["message"]
+    assert not three.history("updates", run=run_id, device="device-03")
     assert len(tools.used(three, run_id)) == 2 * 2
+
+
+def test_a_device_that_fails_in_the_middle_ends_no_run(three: LocalFleet, tools: Any, tmp_path: Path) -> None:
+    gate = tools.gate(tmp_path / "gate")
+    with _own_shard(three, tools, tmp_path) as shard:
+        run_id = three.submit(tools.gated_run(gate, rounds=3, min=3))
+        _in_the_middle(three, tools, gate, "device-01", "device-02", "device-03")
+        shard.write_bytes(shard.read_bytes()[:1000])
+        gate.open()
+        assert three.wait_run(run_id)["status"] == "finished"
+    rows = three.history("updates", run=run_id, device="device-03")
+    assert [row["outcome"] for row in rows] == ["used", "failed", "failed"]
+    assert "damaged" in rows[1]["reason"]
+    assert len(tools.used(three, run_id)) == 3 + 2 + 2
 
 
 def test_a_device_that_comes_late_trains_only_where_the_run_says_so(

@@ -516,3 +516,11 @@ def test_an_exception_while_devices_are_looked_at_is_told_with_the_method(method
     setattr(checked.strategy, method, raises(ValueError("no such luck")))
     with pytest.raises(StrategyError, match=f"strategy mine:Median: {method} raised ValueError: no such luck"):
         getattr(checked, method)(State())
+
+
+def test_a_strategy_that_does_not_say_how_to_go_on_goes_on_from_its_state():
+    checked, state = Checked(strategy=Mean(), name=NAME), State()
+    assert checked.resumed(state) is state
+    checked.strategy.resumed = lambda _: OtherState()
+    with pytest.raises(StrategyError, match="strategy mine:Median: resumed returned"):
+        checked.resumed(state)

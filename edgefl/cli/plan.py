@@ -1,0 +1,41 @@
+"""How `edgefl run submit --dry-run` looks."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import click
+
+from edgefl.cli.render import JSON_VERSION, human, known_columns, print_rows
+
+if TYPE_CHECKING:
+    from edgefl.types import Json
+
+COLUMNS = (
+    "device_id", "takes_part", "examples", "iterations", "seconds", "codec", "bytes_up", "bytes_down", "measured_in",
+    "reason",
+)  # fmt: skip
+_OPTIONAL = ("codec", "measured_in", "reason")
+
+
+def print_plan(plan: Json, fmt: str) -> None:
+    """Prints a plan: for people with its sums and what is assumed; as JSON whole; as CSV its rows."""
+    if fmt == "json":
+        click.echo(json.dumps({**plan, "v": JSON_VERSION, "kind": "plan"}, indent=2, ensure_ascii=False))
+        return
+    if fmt == "csv":
+        print_rows(plan["rows"], COLUMNS, fmt)
+        return
+    goal = " or ".join(f"{name} {value:g}" for name, value in plan["goal"].items())
+    click.echo(
+        f"{plan['task']} with {plan['strategy']} until {goal}; a model of {human('bytes_', plan['model_bytes'])}"
+    )
+    print_rows(plan["rows"], known_columns(plan["rows"], COLUMNS, _OPTIONAL))
+    seconds = "not known" if plan["seconds"] is None else f"{human('', plan['seconds'])} s"
+    click.echo(
+        f"a round: {plan['num_devices']} devices, {human('bytes_', plan['bytes_up'])} up, "
+        f"{human('bytes_', plan['bytes_down'])} down, computing {seconds}"
+    )
+    for line in plan["assumed"]:
+        click.echo(f"assumed: {line}")

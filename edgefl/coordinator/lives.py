@@ -1,0 +1,42 @@
+"""The lives of a run: every resume begins another, and devices take no assignment of one for that of another.
+
+Strategies count their assignments on from the checkpoint, so an id may be given a second time, for other work. On the
+wire the life stands before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+FIRST = 0
+
+
+def wire_id(run_id: str, assignment_id: str, life: int = FIRST) -> str:
+    """Returns the id that devices know an assignment by."""
+    return f"{run_id}/{assignment_id}" if life == FIRST else f"{run_id}/{life}/{assignment_id}"
+
+
+class Lives:
+    """Says under which id devices know an assignment of this run.
+
+    Args:
+        run_id: of the run.
+        number: of its present life, 0 for the first.
+        before: the lives of assignments that were given before this one; the first where nothing is said.
+    """
+
+    def __init__(self, run_id: str, number: int = FIRST, before: Mapping[str, int] | None = None) -> None:
+        self.run_id, self.number = run_id, number
+        self._before = dict(before or {})
+        self._given: set[str] = set()
+
+    def given(self, assignment_id: str) -> str:
+        """Returns the id of an assignment that is given now."""
+        if self.number != FIRST:
+            self._given.add(assignment_id)
+        return wire_id(self.run_id, assignment_id, self.number)
+
+    def known(self, assignment_id: str) -> str:
+        """Returns the id of an assignment that was given at any time, the newest where there were several."""
+        life = self.number if assignment_id in self._given else self._before.get(assignment_id, FIRST)
+        return wire_id(self.run_id, assignment_id, life)

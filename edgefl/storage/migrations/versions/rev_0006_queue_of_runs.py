@@ -1,0 +1,16 @@
+"""The queue of runs: which begins first, and how often a run was taken up again."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0006"
+down_revision = "0005"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    for name in ("priority", "resumes"):
+        op.add_column("runs", sa.Column(name, sa.BigInteger(), nullable=False, server_default="0"))

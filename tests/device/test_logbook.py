@@ -1,0 +1,134 @@
+"""The device's own log: what is in it, what never is, and how it is read."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from edgefl.device import logbook
+from edgefl.device.logbook import FILE_NAME, Logbook, page, without_secrets
+from edgefl.errors import UsageError
+
+LOG = logging.getLogger("tests.logbook")
+
+
+@pytest.fixture
+def at() -> list[tuple[str, str] | None]:
+    return [None]
+
+
+@pytest.fixture
+def book(tmp_path: Path, at: list[tuple[str, str] | None]) -> Iterator[Logbook]:
+    made = Logbook(tmp_path / "logs", now=lambda: at[0], clock=lambda: 1000.5)
+    LOG.addHandler(made)
+    LOG.setLevel(logging.DEBUG)
+    yield made
+    LOG.removeHandler(made)
+    made.close()
+
+
+def test_a_line_says_when_what_and_which_assignment_it_is_about(
+    book: Logbook, at: list[tuple[str, str] | None], tmp_path: Path
+) -> None:
+    LOG.info("hello %s", "there")
+    at[0] = "run-1", "run-1/a"
+    LOG.warning("ouch")
+    first, second = page(tmp_path / "logs", {})["lines"]
+    assert first == {"n": 1, "at": 1000.5, "level": "INFO", "logger": "tests.logbook", "message": "hello there"}
+    assert (second["n"], second["run"], second["assignment"]) == (2, "run-1", "run-1/a")
+
+
+def test_a_traceback_is_part_of_the_line(book: Logbook, tmp_path: Path) -> None:
+    try:
+        int("no such thing")
+    except ValueError:
+        LOG.exception("it failed")
+    (line,) = page(tmp_path / "logs", {})["lines"]
+    assert line["message"].startswith("it failed\nTraceback")
+    assert "ValueError: invalid literal" in line["message"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "joined with efl1.SECRET_of-a-token now",
+        "Authorization: Bearer SECRET",
+        "-----BEGIN EC PRIVATE KEY-----\nSECRET\n-----END EC PRIVATE KEY-----",
+        "-----BEGIN PRIVATE KEY-----\nSECRET",
+        '{"secret": "SECRET"}',
+        "secret=SECRET",
+    ],
+)
+def test_what_gives_a_right_is_crossed_out_before_it_is_written(book: Logbook, tmp_path: Path, text: str) -> None:
+    LOG.info("%s", text)
+    written = (tmp_path / "logs" / FILE_NAME).read_text()
+    assert "SECRET" not in written
+    assert "[crossed out]" in written
+    assert "SECRET" not in without_secrets(text)
+
+
+def test_a_page_has_what_is_asked_for_and_nothing_else(
+    book: Logbook, at: list[tuple[str, str] | None], tmp_path: Path
+) -> None:
+    for number in range(6):
+        at[0] = (f"run-{number % 2}", "a")
+        LOG.info("%d", number)
+    folder = tmp_path / "logs"
+    assert [line["message"] for line in page(folder, {"run": "run-1"})["lines"]] == ["1", "3", "5"]
+    assert [line["message"] for line in page(folder, {"after": 4})["lines"]] == ["4", "5"]
+    assert page(folder, {"since": 2000})["lines"] == []
+    with pytest.raises(UsageError, match="after must be a number, got 'x'"):
+        page(folder, {"after": "x"})
+
+
+def test_all_pages_together_are_the_log_and_each_fits_into_a_message(book: Logbook, tmp_path: Path) -> None:
+    for number in range(100):
+        LOG.info("%d %s", number, "ä" * 1000)
+    found, after = [], 0
+    while True:
+        part = page(tmp_path / "logs", {"after": after})
+        assert len(json.dumps(part).encode()) < 64 * 1024
+        found += part["lines"]
+        after = found[-1]["n"]
+        if not part["has_more"]:
+            break
+    assert [int(line["message"].split()[0]) for line in found] == list(range(100))
+
+
+def test_the_log_is_bounded_and_its_numbers_go_on_after_a_restart(
+    book: Logbook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "logs"
+    for _ in range(700):
+        LOG.info("%s", "x" * 3900)
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    assert size <= (1 + logbook.KEPT_FILES) * logbook.MAX_FILE_BYTES
+    last = max(line["n"] for line in logbook.read_lines(folder))
+    assert last == 700
+    again = Logbook(folder)
+    LOG.removeHandler(book)
+    LOG.addHandler(again)
+    LOG.info("after")
+    LOG.removeHandler(again)
+    again.close()
+    assert [line["message"] for line in page(folder, {"after": last})["lines"]] == ["after"]
+
+
+def test_a_torn_line_is_left_out(book: Logbook, tmp_path: Path) -> None:
+    LOG.info("whole")
+    with (tmp_path / "logs" / FILE_NAME).open("a") as file:
+        file.write('{"n": 2, "mess')
+    assert [line["message"] for line in page(tmp_path / "logs", {})["lines"]] == ["whole"]
+
+
+def test_a_message_that_cannot_be_made_does_not_end_what_logs(
+    book: Logbook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    LOG.info("%d", "no number")
+    LOG.info("goes on")
+    assert [line["message"] for line in page(tmp_path / "logs", {})["lines"]][-1] == "goes on"

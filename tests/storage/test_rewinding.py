@@ -1,0 +1,185 @@
+"""A run's rows are taken back to a checkpoint: no gap, and no update counted twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from edgefl.storage.journal_records import Aggregated
+from edgefl.storage.queries import history
+from edgefl.storage.records import CheckpointRow, DispatchRow, EvaluationRow, RunStatus, UpdateRow
+from edgefl.storage.rewinding import REASON, RESUMED, Mark, rewind, versions_per_round
+from edgefl.storage.store import Store
+from edgefl.storage.totals import KEYS, rebuild
+from edgefl.types import Assignment, Decision, Evaluation, LocalPlan, Outcome
+
+RUN = "r"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store.open(tmp_path / "edgefl.db") as opened:
+        opened.add_run(run_id=RUN, name="n", task="digits", strategy="fedavg", config={}, seed=7, submitted_at=1.0)
+        yield opened
+
+
+def give(store: Store, number: int, *ids: str, at: float) -> None:
+    store.open_round(RUN, number, started_at=at)
+    rows = [
+        DispatchRow(assignment_id=name, device_id=name[-4:], round=number, base_version=number - 1, dispatched_at=at)
+        for name in ids
+    ]
+    store.record_dispatches(RUN, rows)
+
+
+def use(store: Store, number: int, *ids: str, at: float) -> None:
+    receive(store, number, *ids, at=at, outcome=Outcome.USED, applied_version=number - 1, staleness=0, wait_s=0.1)
+    store.close_round(RUN, number, version=number, closed_at=at)
+    store.record_evaluations(RUN, [score(number)])
+
+
+def receive(store: Store, number: int, *ids: str, at: float, **values: Any) -> None:
+    store.record_updates(
+        RUN,
+        [
+            UpdateRow(
+                assignment_id=name, device_id=name[-4:], round=number, base_version=number - 1, num_examples=8,
+                iterations=2, bytes_up=10, bytes_down=20, loss=0.5, received_at=at, **values,
+            )
+            for name in ids
+        ],
+    )  # fmt: skip
+
+
+def score(version: int) -> EvaluationRow:
+    return EvaluationRow(
+        assignment_id=f"e{version}", round=version, version=version, device_id="eval", source="coordinator",
+        loss=0.1, accuracy=0.9, num_examples=5, at=1.0, bytes_up=1, bytes_down=2,
+    )  # fmt: skip
+
+
+def given(*ids: str) -> Decision:
+    plan = LocalPlan(iterations=1)
+    orders = [Assignment(assignment_id=name, device_id="pi-1", base_version=2, plan=plan) for name in ids]
+    return Decision(orders=(*orders, Evaluation(assignment_id="e3", device_id="eval", version=3, round=3)))
+
+
+def filled(store: Store) -> None:
+    """Three rounds of two devices, the third under way in the fourth."""
+    for number in (1, 2, 3):
+        ids = [f"v{number - 1}-{name}" for name in ("pi-1", "pi-2")]
+        give(store, number, *ids, at=10.0 * number)
+        use(store, number, *ids, at=10.0 * number + 5)
+    give(store, 4, "v3-pi-1", "v3-pi-2", at=40.0)
+    receive(store, 4, "v3-pi-1", at=41.0)
+
+
+def test_what_was_given_behind_the_checkpoint_is_gone(store: Store) -> None:
+    filled(store)
+    behind = [given("v2-pi-1", "v2-pi-2"), Aggregated(version=3, assignment_ids=("v2-pi-1", "v2-pi-2"))]
+    so_far = rewind(store, RUN, Mark(version=2, closed=2), [*behind, given("v3-pi-1", "v3-pi-2")])
+    assert [row["round"] for row in history(store, "rounds")] == [1, 2]
+    assert [row["assignment_id"] for row in history(store, "updates")] == [
+        "v0-pi-1", "v0-pi-2", "v1-pi-1", "v1-pi-2",
+    ]  # fmt: skip
+    assert [row["version"] for row in history(store, "evaluations")] == [1, 2]
+    assert (store.run(RUN).rounds, store.run(RUN).version) == (2, 2)
+    assert so_far.devices == ("pi-1", "pi-2")
+    assert (so_far.updates, so_far.bytes, so_far.seconds, so_far.unused) == (4, 4 * 30 + 2 * 3, 10.0, ())
+
+
+def test_what_was_out_at_the_checkpoint_is_lost_and_what_had_come_is_handed_over(store: Store) -> None:
+    filled(store)
+    so_far = rewind(store, RUN, Mark(version=3, closed=3), [])
+    rows = {row["assignment_id"]: row for row in history(store, "updates")}
+    assert (rows["v3-pi-2"]["outcome"], rows["v3-pi-2"]["reason"]) == (Outcome.LOST, REASON)
+    assert [row.assignment_id for row in so_far.unused] == ["v3-pi-1"]
+    assert [row["round"] for row in history(store, "rounds")] == [1, 2, 3]
+
+
+def test_an_update_that_was_used_behind_the_checkpoint_is_unused_again(store: Store) -> None:
+    filled(store)
+    used = Aggregated(version=3, assignment_ids=("v2-pi-1", "v2-pi-2"))
+    so_far = rewind(store, RUN, Mark(version=2, closed=2), [used])
+    assert {row.assignment_id for row in so_far.unused} == {"v2-pi-1", "v2-pi-2", "v3-pi-1"}
+    assert [(row.outcome, row.applied_version, row.staleness) for row in so_far.unused] == [(None, None, None)] * 3
+    assert so_far.updates == 4
+
+
+def test_a_round_that_was_open_at_the_checkpoint_is_open_again(store: Store) -> None:
+    filled(store)
+    rewind(store, RUN, Mark(version=5, closed=1, open_round=2), [])
+    rows = history(store, "rounds")
+    assert [(row["round"], row["closed_at"] is None) for row in rows] == [(1, False), (2, True)]
+
+
+def test_without_a_checkpoint_nothing_is_left(store: Store) -> None:
+    filled(store)
+    so_far = rewind(store, RUN, Mark(version=0, closed=0), [], keeps_nothing=True)
+    assert (so_far.updates, so_far.bytes) == (0, 0)
+    assert not any(history(store, kind) for kind in ("rounds", "updates", "evaluations"))
+
+
+@pytest.mark.parametrize("keeps_nothing", [False, True])
+def test_sums_follow_the_rows_back(store: Store, keeps_nothing: bool) -> None:
+    filled(store)
+    behind = [given("v2-pi-1", "v3-pi-1", "v3-pi-2"), Aggregated(version=3, assignment_ids=("v2-pi-1", "v2-pi-2"))]
+    rewind(store, RUN, Mark(version=2, closed=2), behind, keeps_nothing=keeps_nothing)
+    kept = sums_of(store)
+    with store.database.write() as connection:
+        rebuild(connection)
+    assert kept == sums_of(store)
+    assert bool(kept) is not keeps_nothing
+
+
+def sums_of(store: Store) -> list[tuple[Any, ...]]:
+    with store.database.read() as connection:
+        rows = [row for table in KEYS for row in connection.execute(select(table.__table__))]
+    return [tuple(round(value, 9) if isinstance(value, float) else value for value in row) for row in rows]
+
+
+def test_models_of_versions_that_are_made_again_are_not_named_any_more(store: Store) -> None:
+    for version in (2, 3):
+        kept = CheckpointRow(
+            version=version, round=version, last_record=version, sha256="ab" * 32, bytes_file=1, at=1.0
+        )
+        store.record_checkpoint(RUN, kept)
+    rewind(store, RUN, Mark(version=2, closed=2), [])
+    assert [row.version for row in store.checkpoints(RUN)] == [2]
+
+
+def test_rounds_are_as_long_as_the_first_one_was(store: Store) -> None:
+    assert versions_per_round(store, RUN) is None
+    give(store, 1, "a-pi-1", at=1.0)
+    store.close_round(RUN, 1, version=4, closed_at=2.0)
+    assert versions_per_round(store, RUN) == 4
+
+
+def test_assignments_are_told_apart_by_the_life_in_which_they_were_given(store: Store) -> None:
+    filled(store)
+    assert rewind(store, RUN, Mark(version=3, closed=3), []).lives == ()
+    store.record_event(RESUMED, "", at=15.0, run_id=RUN)
+    store.record_event(RESUMED, "", at=25.0, run_id=RUN)
+    lives = dict(rewind(store, RUN, Mark(version=3, closed=3), []).lives)
+    assert (lives.get("v0-pi-1"), lives["v1-pi-1"], lives["v2-pi-1"]) == (None, 1, 2)
+
+
+def test_of_the_runs_that_wait_the_highest_priority_and_then_the_oldest_begins(store: Store) -> None:
+    for number, priority in enumerate((0, 5, 5, -1), 2):
+        store.add_run(
+            run_id=f"r{number}", name="n", task="digits", strategy="fedavg", config={}, seed=7,
+            submitted_at=float(number), priority=priority,
+        )  # fmt: skip
+    assert [record.run_id for record in store.queued_runs()] == ["r3", "r4", "r", "r2", "r5"]
+    assert store.next_queued_run() == store.run("r3")
+
+
+def test_a_run_that_is_queued_again_counts_that_and_has_no_end(store: Store) -> None:
+    store.set_run_status(RUN, RunStatus.STOPPED, at=5.0, reason="because")
+    store.queue_again(RUN)
+    record = store.run(RUN)
+    assert (record.status, record.reason, record.finished_at, record.resumes) == (RunStatus.QUEUED, None, None, 1)
