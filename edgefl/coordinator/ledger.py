@@ -16,10 +16,10 @@ from edgefl.storage.store import Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventRow:
-    """Something that happened to a device in this run."""
+    """Something that happened in this run, to a device or to no one in particular."""
 
     kind: str
-    device_id: str
+    device_id: str | None
     message: str
     at: float
 

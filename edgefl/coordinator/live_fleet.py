@@ -21,6 +21,7 @@ from edgefl.coordinator.participants import FleetRun
 from edgefl.coordinator.presence import DeviceState, Flapping, Transition
 from edgefl.coordinator.roster import Added, Changed, Holding, Removed, Restarted, Roster, RosterEvent
 from edgefl.coordinator.superlink import Reply
+from edgefl.coordinator.waiting import Waiting
 from edgefl.decentralised.mailbag import unpack_mail
 from edgefl.errors import CodecError, EdgeflError, NetworkError
 from edgefl.types import (
@@ -71,7 +72,7 @@ class LiveFleet:
         run, link, roster, bell: the run, its messages, and the devices.
         clock: seconds, monotone.
         terms: what devices are asked before they get work; nothing when None.
-        note: keeps an event of a device.
+        note: keeps an event of a device, or of the run where it names none.
     """
 
     def __init__(  # noqa: PLR0913 the parts of a run, by name
@@ -105,6 +106,7 @@ class LiveFleet:
                 on_prepared=self._downlink.note_prepared,
             )
         self._has_begun = False
+        self._waiting = Waiting(run, clock, lambda kind, message: note(kind, "", message))
         self._view = LiveView(run, roster, clock, admits=self._door.admits if self._door else lambda _: True)
         self._end_listening = roster.listen(self._queue.put)
 
@@ -159,6 +161,9 @@ class LiveFleet:
             RunFailedError: fewer devices are ready than the run requires.
         """
         while True:
+            has_work = bool(self._view.busy) or self._out.next_deadline_s() is not None
+            if self._waiting.look(self._view.idle, has_work=has_work):
+                return []  # so that it is kept now
             events = [*self._overdue(), *self._at_the_door()]
             arrived = self._arrived(0.0 if events else self._next_wake_s(until_s) - self.clock())
             # Replies first: what a device no longer holds may have been answered in the same breath.
@@ -169,7 +174,8 @@ class LiveFleet:
                 return events
 
     def _next_wake_s(self, until_s: float) -> float:
-        times = (self._out.next_deadline_s(), self._door.next_deadline_s() if self._door is not None else None)
+        door_s = self._door.next_deadline_s() if self._door is not None else None
+        times = (self._out.next_deadline_s(), door_s, self._waiting.next_look_s())
         return min([until_s, *(time_s for time_s in times if time_s is not None)])
 
     def _at_the_door(self) -> list[Event]:

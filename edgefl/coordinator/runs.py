@@ -383,7 +383,7 @@ class RunWorker:
         )
 
         def note(kind: str, device_id: str, message: str) -> None:
-            ledger.event(EventRow(kind=kind, device_id=device_id, message=message, at=time.time()))
+            ledger.event(EventRow(kind=kind, device_id=device_id or None, message=message, at=time.time()))
 
         link, terms = site.superlink.open_run(), terms_of(assembled, before.devices)
         fleet = LiveFleet(
