@@ -113,9 +113,11 @@ def read_gradient(path: Path) -> Gradient:
         raise DataError(
             f"gradient {path} is damaged, or holds objects or types that NumPy has not (bfloat16, float8): {error}"
         ) from None
-    strange = [name for name, array in found.items() if getattr(array, "dtype", np.dtype("O")).kind not in "fiub"]
+    # A library that adds types to NumPy may have been imported: then bfloat16 and float8 can be read, but not used.
+    types = {name: getattr(array, "dtype", np.dtype("O")) for name, array in found.items()}
+    strange = [f"{name} of {dtype}" for name, dtype in types.items() if dtype.kind not in "fiub"]
     if strange or not found:
-        raise DataError(f"gradient {path} must hold arrays of numbers, got {strange or 'none'}")
+        raise DataError(f"gradient {path} must hold arrays of numbers of NumPy's, got {', '.join(strange) or 'none'}")
     arrays = {name: array.astype(array.dtype.newbyteorder("="), copy=False) for name, array in found.items()}
     shapes = tuple(TensorSpec(name=name, shape=array.shape, dtype=str(array.dtype)) for name, array in arrays.items())
     return Gradient(tensors=arrays, shapes=shapes, source=path.name)

@@ -93,6 +93,13 @@ def test_what_files_of_others_may_hold_is_told_in_one_line(tmp_path, name, conte
     assert "\n" not in str(error.value)
 
 
+def test_types_that_a_library_adds_to_numpy_are_named_too(tmp_path):
+    pytest.importorskip("ml_dtypes")
+    (tmp_path / "a.safetensors").write_bytes(header_of("BF16", "[2]", 4))
+    with pytest.raises(DataError, match="bfloat16"):
+        read_gradient(tmp_path / "a.safetensors")
+
+
 def test_an_array_that_was_saved_without_a_name_is_told(tmp_path):
     with (tmp_path / "mine.npz").open("wb") as file:
         np.save(file, np.zeros(3))
