@@ -16,6 +16,8 @@ from edgefl.errors import StoreError, StoreFullError
 
 FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 TEMPORARY_SUFFIX = ".tmp"
+DATABASE_NAME = "edgefl.db"
+"""The store, in the directory of a coordinator or of a simulation."""
 _CHUNK_BYTES = 1 << 20
 
 

@@ -19,7 +19,7 @@ from edgefl.coordinator.directory import default_directory
 from edgefl.coordinator.facts import facts_of, no_facts
 from edgefl.coordinator.simulated_book import OnChange, RunBook
 from edgefl.errors import ConfigError
-from edgefl.files import make_private_directory
+from edgefl.files import DATABASE_NAME, make_private_directory
 from edgefl.local_run import count_devices, default_scheme
 from edgefl.loop import drive
 from edgefl.protocol import EVALUATOR_NAME
@@ -31,7 +31,7 @@ from edgefl.simulation.fleet import VirtualFleet
 from edgefl.simulation.profiles import profile_names
 from edgefl.simulation.training import Training
 from edgefl.storage.queries import history
-from edgefl.storage.store import DATABASE_NAME, Store
+from edgefl.storage.store import Store
 from edgefl.strategies.evaluation import EvaluationSchedule
 from edgefl.strategies.gate import Guard, StrategyGate
 from edgefl.summary import node_figures, run_in_words

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgefl.cli.history_source import DATABASE_NAME, rows_of, source_of, source_options
+from edgefl.cli.history_source import rows_of, source_of, source_options
 from edgefl.errors import EdgeflError, NetworkError, UsageError
+from edgefl.files import DATABASE_NAME
 from edgefl.history.plots.names import AXES, ENDINGS, KINDS, check_matplotlib
 from edgefl.types import Json
 

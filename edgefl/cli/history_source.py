@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import click
 
 from edgefl.errors import NetworkError, UsageError
+from edgefl.files import DATABASE_NAME
 from edgefl.types import Json
 
-DATABASE_NAME = "edgefl.db"
 _PATH = "/edgefl/v1/history"
 
 Function = TypeVar("Function", bound=Callable[..., Any])

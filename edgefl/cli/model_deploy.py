@@ -50,7 +50,7 @@ def deploy(  # noqa: PLR0913 one argument per option
     url: str | None,
     fmt: str,
 ) -> None:
-    """Bring MODEL to the devices: the beginning of a model's SHA-256, or a run (id, name, `latest`).
+    """Bring MODEL to the devices: a model's SHA-256 or its beginning, RUN, RUN:ROUND, RUN:best, best or latest.
 
     Each device fetches it, compares it with the model before on its own data, and switches or keeps that one.
     """

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import click
 
 from edgefl.errors import NetworkError, NotFoundError, UsageError
+from edgefl.files import DATABASE_NAME
 
 if TYPE_CHECKING:
     from edgefl.types import Array, Json
 
-DATABASE_NAME = "edgefl.db"
 EVALUATOR = "evaluator"
 
 Function = TypeVar("Function", bound=Callable[..., Any])

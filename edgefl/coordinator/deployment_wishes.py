@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from edgefl.coordinator.roster import Roster
 from edgefl.errors import ConfigError, NotFoundError, UsageError
 from edgefl.protocol import EVALUATOR_NAME
-from edgefl.storage.queries import find_run
-from edgefl.storage.store import Store
 from edgefl.types import DeviceInfo
 
 CANARY_S = 600.0
 TOLERANCE = 0.02
-_SHA256_PREFIX = re.compile(r"[0-9a-f]{6,64}\Z")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +19,7 @@ class DeploymentWish:
     """What an operator asks for.
 
     Attributes:
-        model: SHA-256 of a kept model or its beginning (6 digits or more), or a run (id, name, `latest`).
+        model: a kept model, as `storage.model_rows.find_model` understands it.
         devices: by name; None for every device with a shard for the model's task.
         canary: how many get it first; 0 for all at once.
         canary_s: how long these have to report that they run it.
@@ -46,21 +42,6 @@ class DeploymentWish:
         for name, value in (("tolerance", self.tolerance), ("min_accuracy", self.min_accuracy)):
             if not 0 <= value <= 1:
                 raise ConfigError(f"{name} must be an accuracy in 0 to 1, got {value}")
-
-
-def chosen_model(store: Store, text: str) -> tuple[str, str]:
-    """Returns the SHA-256 of the model that a person means, and its run.
-
-    Raises:
-        NotFoundError: there is none, or several could be meant.
-    """
-    if _SHA256_PREFIX.match(text) and (found := store.find_checkpoint(text)):
-        return found
-    run_id = find_run(store, text)
-    kept = store.checkpoints(run_id)
-    if not kept:
-        raise NotFoundError(f"run {run_id} has no kept model yet; deploy it when it has finished")
-    return kept[0].sha256, run_id
 
 
 def targets(roster: Roster, task: str, names: Sequence[str] | None) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from edgefl.config import RunConfig
 from edgefl.coordinator.deployment_files import Export, make_file, prune_files
-from edgefl.coordinator.deployment_wishes import DeploymentWish, can_use, chosen_model, targets
+from edgefl.coordinator.deployment_wishes import DeploymentWish, can_use, targets
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.presence import PRESENT
 from edgefl.coordinator.rollout import REPORTED, Step, advance, begin, failed
@@ -25,6 +25,7 @@ from edgefl.storage.deployment_records import (
     DeploymentStatus,
     DeviceStage,
 )
+from edgefl.storage.model_rows import find_model
 from edgefl.storage.store import Store
 from edgefl.types import DeviceInfo, Json
 
@@ -94,7 +95,8 @@ class Deployments:
             NotFoundError: no such model, run or device.
             UsageError: no device could use it.
         """
-        model, run_id = chosen_model(self._store, wish.model)
+        found = find_model(self._store, wish.model)
+        model, run_id = found["sha256"], found["run_id"]
         config = RunConfig.from_json(self._store.run(run_id).config)
         names = targets(self._roster, config.run.task, wish.devices)
         record = DeploymentRecord(
@@ -122,7 +124,7 @@ class Deployments:
         if not config.models.auto_deploy:
             return
         try:
-            self.submit(DeploymentWish(model=run_id, canary=config.models.canary))
+            self.submit(DeploymentWish(model=f"{run_id}:latest", canary=config.models.canary))
         except StoreError:
             raise
         except EdgeflError as error:
@@ -175,16 +177,28 @@ class Deployments:
             self._wake.clear()
             try:
                 self._take_news()
-                for record in self._store.open_deployments():
-                    if not self._stopping.is_set():
-                        self._step(record)
+                stumbled = [record for record in self._store.open_deployments() if not self._stepped(record)]
                 self._adopt()
             except StoreError as error:
                 self._on_fatal(error)
                 return
-            except Exception:  # the boundary of the thread: the next deployment must still be carried out
-                log.exception("a deployment stumbled; it is tried again")
+            except Exception:  # the boundary of the thread: what comes next must still be carried out
+                log.exception("the deployments stumbled; they are looked at again")
+                stumbled = []
+            if stumbled:
                 self._stopping.wait(TICK_S)
+
+    def _stepped(self, record: DeploymentRecord) -> bool:
+        """Goes on with one deployment; returns whether that went well."""
+        try:
+            if not self._stopping.is_set():
+                self._step(record)
+        except StoreError:
+            raise
+        except Exception:  # the boundary of one deployment: the others must still be carried out
+            log.exception("deployment %s stumbled; it is tried again", record.deployment_id)
+            return False
+        return True
 
     def _take_news(self) -> None:
         with self._lock:
@@ -197,7 +211,7 @@ class Deployments:
         said = heartbeat.deployment or {}
         rows = self._store.device_deployments(device_id)
         row = next((row for row in rows if row.deployment_id == said.get("id")), None)
-        state = said.get("state")
+        state = said.get("state") if isinstance(said.get("state"), str) else None
         if row is not None and state in set(REPORTED) and row.state is REPORTED[DeviceStage(state)]:
             self._report(row, DeviceStage(state), said)
             return
@@ -282,7 +296,9 @@ class Deployments:
             if kind is None or heartbeat is None or self._roster.state(row.device_id) not in PRESENT:
                 continue
             key, said = (f"{kind}-{deployment_id}", row.device_id), heartbeat.deployment or {}
-            is_at_it = kind is CommandKind.DEPLOY and said.get("id") == deployment_id and said.get("state") in AT_WORK
+            is_at_it = (
+                kind is CommandKind.DEPLOY and said.get("id") == deployment_id and str(said.get("state")) in AT_WORK
+            )
             if not is_at_it and now_s - self._told_s.get(key, -TELL_AGAIN_S) >= TELL_AGAIN_S:
                 self._told_s[key] = now_s
                 # A new id each time: an agent that forgot, or was not ready, must not take it for one that is done.

@@ -34,6 +34,10 @@ MAX_REASON_CHARS = 300
 NAMED = 10
 
 
+class NotReadyError(RunFailedError):
+    """Too few devices are ready, and the run has given nothing out."""
+
+
 class Event(StrEnum):
     """What the history keeps of a door."""
 
@@ -187,7 +191,7 @@ class Door:
         """Returns who may work from now on.
 
         Raises:
-            RunFailedError: fewer are ready than the run requires, or nobody can do it.
+            NotReadyError: fewer are ready than the run requires, or nobody can do it.
         """
         now_s = self.clock()
         self._begun_s = now_s if self._begun_s is None else self._begun_s
@@ -254,7 +258,7 @@ class Door:
             self.note(Event.LEFT_OUT, device_id, reason)
         said = "; ".join(f"{device_id}: {reason}" for device_id, reason in [*lacking.items()][:NAMED])
         more = f"; and {len(lacking) - NAMED} more" if len(lacking) > NAMED else ""
-        raise RunFailedError(f"the run has not begun, {what}: {said or 'none is there'}{more}")
+        raise NotReadyError(f"the run has not begun, {what}: {said or 'none is there'}{more}")
 
     def _tell_start(self) -> None:
         lacking = self._guests.lacking() if self.run.names or self.run.groups else {}

@@ -114,6 +114,8 @@ class Feed:
             self._build()
         except EdgeflError as error:  # the fleet goes on without those who look at it
             log.warning("the page's feed has a gap: %s", error)
+            with self._building:
+                self._epoch = ""  # what was taken and never told: all get a snapshot next
 
     def close(self) -> None:
         """Ends all streams; new ones are refused."""

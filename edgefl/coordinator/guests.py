@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from edgefl.coordinator.participants import FleetRun
+from edgefl.coordinator.participants import NO_TORCH, FleetRun, has_torch
 from edgefl.coordinator.roster import Roster
 from edgefl.protocol import Phase
-from edgefl.types import Role
+from edgefl.types import DeviceInfo, Role
 
 
 class Stand(StrEnum):
@@ -74,13 +74,13 @@ class Guests:
             for info in trainers
             if (not run.groups or not set(run.groups).isdisjoint(info.groups))
             and (not run.names or info.device_id in run.names)
-            and (run.groups or run.task in info.tasks)
+            and (run.groups or not self._why_never(info))
         )
 
     def stand_of(self, device_id: str) -> Stand | None:
         """Returns how far a device is; None for one that may still come."""
         guest, info = self.by_device.get(device_id), self.roster.info(device_id)
-        if guest is None and (info is None or info.role != Role.TRAINER or self.run.task not in info.tasks):
+        if guest is None and (info is None or self._why_never(info)):
             return Stand.REFUSED
         return guest.stand if guest is not None else None
 
@@ -92,8 +92,14 @@ class Guests:
             return guest.reason or (f"it is busy with {guest.work}" if guest.is_busy else late)
         if info is None:
             return "there is no such device in the fleet"
+        return self._why_never(info) or f"it is {self.roster.standing(device_id) or 'not there'}"
+
+    def _why_never(self, info: DeviceInfo) -> str:
+        """Returns why a device could not take part even if it were there; empty where it could."""
         if info.role != Role.TRAINER:
             return f"it is an {info.role}, and trains nothing"
         if self.run.task not in info.tasks:
             return f"it has no shard for task {self.run.task!r}; on the board: edgefl device shard add"
-        return f"it is {self.roster.state(device_id) or 'not there'}"
+        if self.run.needs_torch and not has_torch(info):
+            return NO_TORCH
+        return ""

@@ -257,6 +257,8 @@ class LiveFleet:
                 self._door.leave(event.device_id)
             case Transition(after=DeviceState.ONLINE, before=before) if before is DeviceState.LATE:
                 pass
+            case Changed() if self.roster.is_drained(event.device_id):
+                self._door.leave(event.device_id)
             case Transition(after=DeviceState.ONLINE) | Added() | Changed():
                 self._meet(event.device_id)
             case Restarted():

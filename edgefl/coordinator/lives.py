@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from edgefl.storage.rewinding import REMEMBERED
+
 FIRST = 0
 
 
@@ -28,15 +30,18 @@ class Lives:
     def __init__(self, run_id: str, number: int = FIRST, before: Mapping[str, int] | None = None) -> None:
         self.run_id, self.number = run_id, number
         self._before = dict(before or {})
-        self._given: set[str] = set()
+        self._given: dict[str, None] = {}
 
     def given(self, assignment_id: str) -> str:
         """Returns the id of an assignment that is given now."""
         if self.number != FIRST:
-            self._given.add(assignment_id)
+            self._given.pop(assignment_id, None)
+            self._given[assignment_id] = None
+            if len(self._given) > REMEMBERED:
+                del self._given[next(iter(self._given))]
         return wire_id(self.run_id, assignment_id, self.number)
 
     def known(self, assignment_id: str) -> str:
-        """Returns the id of an assignment that was given at any time, the newest where there were several."""
+        """Returns the id of an assignment that was given lately, the newest where there were several."""
         life = self.number if assignment_id in self._given else self._before.get(assignment_id, FIRST)
         return wire_id(self.run_id, assignment_id, life)

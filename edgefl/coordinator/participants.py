@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from edgefl.coordinator.lives import Lives
 from edgefl.types import DeviceInfo, Indices, Json, Role, Tensors
 
+NO_TORCH = "it has no torch, and can only use finished models; on the board: install edgefl[train]"
 EncodeChanges = Callable[[Tensors, Indices, int], bytes | None]
 """(model, what changed, version) -> body that turns an older model into this one; None where the whole is smaller."""
 

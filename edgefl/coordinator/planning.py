@@ -15,6 +15,7 @@ from edgefl.compression.edges import edge_shapes
 from edgefl.compression.measuring import expected_bytes
 from edgefl.config import RunConfig
 from edgefl.coordinator.admission import MODELS_IN_MEMORY, model_size
+from edgefl.coordinator.participants import NO_TORCH, has_torch
 from edgefl.coordinator.roster import Roster
 from edgefl.storage.speeds import seconds_per_iteration
 from edgefl.storage.store import Store
@@ -62,6 +63,8 @@ class Plannable(Protocol):
     def goal(self) -> Goal: ...
     @property
     def encode(self) -> Any: ...
+    @property
+    def needs_torch(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +124,8 @@ def _why_not(info: DeviceInfo, run: Plannable, roster: Roster) -> str:
         (bool(devices.names) and info.device_id not in devices.names, "the run file names others"),
         (bool(devices.groups) and set(devices.groups).isdisjoint(info.groups), "it is in none of the groups"),
         (task not in info.tasks, f"it has no shard for task {task!r}"),
-        (roster.worker(info.device_id) is None, f"it is {roster.state(info.device_id) or 'away'}"),
+        (run.needs_torch and not has_torch(info), NO_TORCH),
+        (roster.worker(info.device_id) is None, f"it is {roster.standing(info.device_id) or 'away'}"),
         (not selection.fits(info), "it has too little memory or no accelerator, see [devices]"),
         (isinstance(memory, int) and memory < needed, f"it has too little memory: the run needs {needed} bytes"),
     )

@@ -16,10 +16,9 @@ from pathlib import Path, PurePosixPath
 from edgefl.coordinator.backup import FORMAT, MANIFEST, BackedUpFile, Manifest
 from edgefl.coordinator.directory import CoordinatorDirectory, load_directory
 from edgefl.errors import NotFoundError, StoreError, StoreTooNewError, UsageError
-from edgefl.files import make_private_directory, store_error, sync_directory
+from edgefl.files import DATABASE_NAME, make_private_directory, store_error, sync_directory
 from edgefl.storage.database import SCHEMA_REVISION
 from edgefl.storage.snapshot import check_database
-from edgefl.storage.store import DATABASE_NAME
 
 MAX_MANIFEST_BYTES = 256 * 1024 * 1024
 _BLOCK_BYTES = 1 << 20

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,10 +13,10 @@ from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.lives import Lives
 from edgefl.errors import JournalError, UsageError
 from edgefl.storage.checkpoints import Checkpoint, checkpoints, load_state
-from edgefl.storage.journal import WalJournal
+from edgefl.storage.journal import WalJournal, journal_entries
 from edgefl.storage.journal_records import Entry
 from edgefl.storage.records import RunRecord, RunStatus, UpdateRow
-from edgefl.storage.rewinding import Mark, rewind, versions_per_round
+from edgefl.storage.rewinding import Mark, SoFar, counted_so_far, rewind, versions_per_round
 from edgefl.storage.store import Store
 from edgefl.tally import Earlier, RoundCount
 from edgefl.types import Strategy, Tensors
@@ -40,7 +41,8 @@ class Resumable(Protocol):
 class Resumed:
     """What a run begins or goes on with: the state, under which ids it gives work, and what was counted before.
 
-    `devices` took part in the newest round; they are given a moment to come back.
+    `goes_on` says that there was something before; `devices` took part in the newest round, and are given a moment to
+    come back.
     """
 
     state: Any
@@ -48,6 +50,7 @@ class Resumed:
     earlier: Earlier = field(default_factory=Earlier)
     unused: tuple[UpdateRow, ...] = ()
     devices: tuple[str, ...] = ()
+    goes_on: bool = False
 
 
 def check_resumable(record: RunRecord, directory: CoordinatorDirectory, assemble: Callable[[], Resumable]) -> None:
@@ -67,8 +70,8 @@ def check_resumable(record: RunRecord, directory: CoordinatorDirectory, assemble
     made = assemble()
     if saved is not None:
         load_state(_folder(directory, record.run_id), _state_class(made), saved)
-        with WalJournal(directory.runs / record.run_id / "journal", lambda _: {}) as wal:
-            _behind(wal, saved)
+        # Only read: to open it for writing would cut what somebody who was faster has begun to append.
+        _behind(lambda after: journal_entries(directory.runs / record.run_id / "journal", after=after), saved)
 
 
 def resumed_state(
@@ -90,19 +93,26 @@ def resumed_state(
     state = first if saved is None else _loaded(strategy, directory, run_id, type(first), saved)
     if went_on_alone:
         log.info("run %s goes on from its last checkpoint", run_id)
-        return Resumed(state=state, lives=Lives(run_id))
+        return Resumed(
+            state=state, lives=Lives(run_id), earlier=_earlier(counted_so_far(store, run_id)), goes_on=True
+        )
     _know_rounds(made.rounds, state, store, run_id)
     mark = _mark(made.rounds, strategy.version(state))
-    behind = [] if saved is None else _behind(wal, saved)
-    so_far = rewind(store, run_id, mark, behind, keeps_nothing=saved is None)
+    behind = [] if saved is None else _behind(lambda after: wal.entries(after=after), saved)
+    so_far = rewind(store, run_id, mark, behind, now=time.time(), keeps_nothing=saved is None)
     log.info("run %s goes on behind version %d, round %d", run_id, mark.version, mark.closed)
     return Resumed(
         state=state,
         lives=Lives(run_id, record.resumes, dict(so_far.lives)),
-        earlier=Earlier(updates=so_far.updates, bytes=so_far.bytes, seconds=so_far.seconds),
+        earlier=_earlier(so_far),
         unused=so_far.unused,
         devices=so_far.devices,
+        goes_on=saved is not None,
     )
+
+
+def _earlier(so_far: SoFar) -> Earlier:
+    return Earlier(updates=so_far.updates, bytes=so_far.bytes, seconds=so_far.seconds)
 
 
 def _loaded(
@@ -113,13 +123,13 @@ def _loaded(
     return state if forget_what_was_out is None else forget_what_was_out(state)
 
 
-def _behind(wal: WalJournal, saved: Checkpoint) -> list[Entry]:
-    """Returns what the journal has behind a checkpoint."""
+def _behind(entries: Callable[[int], Iterator[tuple[int, Entry]]], saved: Checkpoint) -> list[Entry]:
+    """Returns what the journal has behind a checkpoint; `entries` reads it behind a record."""
     try:
-        return [entry for _, entry in wal.entries(after=saved.last_record)]
+        return [entry for _, entry in entries(saved.last_record)]
     except JournalError:
         # A run that came to its end let go of all files but the newest, that with the checkpoint's own mark as well.
-        return [entry for _, entry in wal.entries(after=saved.last_record + 1)]
+        return [entry for _, entry in entries(saved.last_record + 1)]
 
 
 def _state_class(made: Resumable) -> type[Any]:

@@ -176,6 +176,10 @@ class Roster:
         entry = self._entries.get(device_id)
         return entry is not None and entry.is_drained
 
+    def standing(self, device_id: str) -> str:
+        """Returns in a word how a device is, empty if it was never seen; what an operator wants comes first."""
+        return str(DeviceState.DRAINING) if self.is_drained(device_id) else str(self.state(device_id) or "")
+
     def set_drained(self, device_id: str, *, drained: bool) -> None:
         """Gives a device no more work, or work again; nothing where there is no such device."""
         with self._lock:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from edgefl.config import RunConfig
 from edgefl.coordinator.admission import terms_of
 from edgefl.coordinator.directory import CoordinatorDirectory
+from edgefl.coordinator.door import NotReadyError
 from edgefl.coordinator.facts import facts_of
 from edgefl.coordinator.keeper import Keeper
 from edgefl.coordinator.kept_models import ModelKeeper
@@ -108,7 +109,8 @@ class _Active:
 class RunWorker:
     """Drives runs in one thread; replies and progress are posted to it from others.
 
-    A run's status changes under one lock, so that a stop is neither lost nor overtakes the end of its run.
+    A run's status changes under one lock, so that a stop is neither lost nor overtakes the end of its run. Whoever
+    holds it waits for the store, so what devices send is passed on without it.
 
     Args:
         site: what runs work with.
@@ -143,16 +145,15 @@ class RunWorker:
 
     def is_active(self, run_id: str) -> bool:
         """Returns whether this run is being driven now."""
-        with self._lock:
-            return self._active is not None and self._active.run_id == run_id
+        active = self._active
+        return active is not None and active.run_id == run_id
 
     def bars(self, run_id: str, device_id: str) -> bool:
         """Returns whether a device of the active run is asked no more, since its updates were refused too often."""
-        with self._lock:
-            active = self._active
-            if active is None or active.run_id != run_id or active.gate is None:
-                return False
-            return device_id in active.gate.barred
+        active = self._active
+        if active is None or active.run_id != run_id or active.gate is None:
+            return False
+        return device_id in active.gate.barred
 
     def goes_on(self, run_id: str) -> bool:
         """Returns whether the devices of a run go on by themselves, until it is taken up again."""
@@ -160,14 +161,15 @@ class RunWorker:
 
     def post(self, item: Reply | Progress | InterruptedRunError) -> None:
         """Hands an item to the active run, if there is one."""
-        with self._lock:
-            if self._active is not None and self._active.fleet is not None:
-                self._active.fleet.post(item)
+        active = self._active
+        fleet = active.fleet if active is not None else None
+        if fleet is not None:
+            fleet.post(item)
 
     def flush(self) -> None:
         """Writes the rows of the active run that wait; called now and then."""
-        with self._lock:
-            ledger = self._active.ledger if self._active is not None else None
+        active = self._active
+        ledger = active.ledger if active is not None else None
         if ledger is not None:
             ledger.flush()
 
@@ -288,9 +290,10 @@ class RunWorker:
         folder = site.directory.runs / run_id / "journal"
         with WalJournal(folder, assembled.decode, time_sync=site.meter.time_sync) as wal:
             keeper = Keeper(site.directory, run_id, wal=wal, ledger=ledger, every_version=goes_on_alone)
-            models = ModelKeeper(site.directory.models, site.store, run_id, assembled.config.models)
             before = self._begun(record, assembled, wal)
             state = before.state
+            # After the rewind: what was kept behind the checkpoint is kept no longer.
+            models = ModelKeeper(site.directory.models, site.store, run_id, assembled.config.models)
             if goes_on_alone:
                 write_whole(self._mark(run_id), b"")
             if goes_on_alone or record.resumes:
@@ -326,8 +329,12 @@ class RunWorker:
             except Exception as error:
                 recorder.commit()  # what the last turn brought is history too
                 ledger.finish()
-                if isinstance(error, InterruptedRunError) and left:
+                # Boards that are away must not cost a run what it has reached: it can be taken up once more.
+                waits = isinstance(error, NotReadyError) and before.goes_on
+                if left and (waits or isinstance(error, InterruptedRunError)):
                     keeper.checkpoint(left[-1])
+                if waits:
+                    raise InterruptedRunError(str(error)) from error
                 raise
             finally:
                 self._close_fleet(fleet)

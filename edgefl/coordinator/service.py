@@ -49,7 +49,7 @@ from edgefl.coordinator.questions import Questions
 from edgefl.coordinator.refusals import Refusals
 from edgefl.coordinator.roster import Roster
 from edgefl.coordinator.run_meter import RunMeter
-from edgefl.coordinator.runs import Assemble, RunSite, RunWorker
+from edgefl.coordinator.runs import Assemble, Assembled, RunSite, RunWorker
 from edgefl.coordinator.superlink import Reply, SuperLink
 from edgefl.coordinator.tokens import TokenTerms, make_token
 from edgefl.coordinator.trainers import check_trainers
@@ -457,13 +457,17 @@ class Coordinator:
         return None if node_id is None else self._roster.device_of(node_id)
 
     def _check(self, config: RunConfig) -> Json:
-        assembled = self._assemble(config, "check")
-        check_messages(assembled.strategy, assembled.model)
-        check_trainers(config, self._roster, needs_torch=assembled.needs_torch)
-        return check_device_state(config, assembled.strategy, assembled.model, self._roster)
+        return self._checked(self._assemble(config, "check"))
+
+    def _checked(self, run: Assembled) -> Json:
+        check_messages(run.strategy, run.model)
+        check_trainers(run.config, self._roster, needs_torch=run.needs_torch)
+        return check_device_state(run.config, run.strategy, run.model, self._roster)
 
     def _plan(self, config: RunConfig) -> Json:
-        return plan_run(self._assemble(config, "plan"), self._roster, self._store)
+        """Returns what a run would do, once it is sure that it would be let in."""
+        run = self._assemble(config, "plan")
+        return {**self._checked(run), **plan_run(run, self._roster, self._store)}
 
     def _open_evaluator(self) -> None:
         shards = self._options.test_shards

@@ -139,6 +139,12 @@ class NodeRunner:
             with contextlib.suppress(OSError):
                 self._path.unlink(missing_ok=True)
 
+    def expect(self, run: str) -> None:
+        """Says that a run begins, or goes on after it was over: its orders count again."""
+        with self._lock:
+            while run in self._ended:
+                self._ended.remove(run)
+
     def kept_order(self) -> Json | None:
         """Returns the order that an earlier life of this device was at work on, None when there is none."""
         try:

@@ -128,6 +128,10 @@ class NodeWork:
         """Says that a run is over: a node that goes on by itself stops soon."""
         threading.Thread(target=self._runner.end, args=(run,), name="end of run", daemon=True).start()
 
+    def expect(self, run: str) -> None:
+        """Says that a run begins, or goes on after it was over."""
+        self._runner.expect(run)
+
     def rest(self) -> None:
         """Stops a node that goes on by itself until there is an assignment for it again."""
         threading.Thread(target=self._runner.pause, name="rest", daemon=True).start()

@@ -152,6 +152,7 @@ class Trainer:
         To a question that comes before a run, whether this board is ready; see `Readiness`.
         """
         if "phase" in header:
+            self._nodes.expect(str(header.get("run")))
             return self._readiness.answer(header, body)
         return self._answer(header, body, self._felt)
 

@@ -15,7 +15,7 @@ from edgefl.storage.deployment_records import (
     DeploymentStatus,
     DeviceStage,
 )
-from edgefl.storage.models import Checkpoint, Deployment, DeploymentDevice
+from edgefl.storage.models import Deployment, DeploymentDevice
 from edgefl.storage.plain import columns_of, storable
 from edgefl.storage.upsert import insert_new
 
@@ -141,23 +141,6 @@ class DeploymentRows:
         )
         with self._database.read() as connection:
             return {str(row.device_id): str(row.model) for row in connection.execute(query)}
-
-    def find_checkpoint(self, sha256_prefix: str) -> tuple[str, str] | None:
-        """Returns model and newest run of a kept model, by the beginning of its SHA-256; None when there is none.
-
-        Raises:
-            NotFoundError: several models begin so.
-        """
-        query = (
-            select(Checkpoint.sha256, Checkpoint.run_id)
-            .where(Checkpoint.sha256.startswith(sha256_prefix, autoescape=True))
-            .order_by(Checkpoint.at.desc(), Checkpoint.id.desc())
-        )
-        with self._database.read() as connection:
-            found = connection.execute(query).all()
-        if len({sha256 for sha256, _ in found}) > 1:
-            raise NotFoundError(f"several models begin with {sha256_prefix!r}; say more of it")
-        return (str(found[0][0]), str(found[0][1])) if found else None
 
 
 def _record(row: Row[Any]) -> DeploymentRecord:

@@ -129,9 +129,7 @@ class WalJournal:
 
     def entries(self, *, after: int = 0) -> Iterator[tuple[int, Entry]]:
         """Yields record number and content of what was appended behind record `after`."""
-        for record in read_journal(self._directory, after=after):
-            path, start = record.path, record.offset
-            yield record.number, entry_of(record, self._decode, body_reader(path, start))
+        return journal_entries(self._directory, self._decode, after=after)
 
     def prune(self, through: int) -> None:
         """Removes the files that hold no record behind `through`; updates in them can no longer be read."""
@@ -264,6 +262,12 @@ class WalJournal:
         self._handle, self._path, self._salt = handle, path, header.salt
         self._end = self._synced = end
         self._next_record = next_record
+
+
+def journal_entries(directory: Path, decode: Decode = lambda _: {}, *, after: int = 0) -> Iterator[tuple[int, Entry]]:
+    """Yields what `WalJournal.entries` does, without opening the journal: somebody may be writing it."""
+    for record in read_journal(directory, after=after):
+        yield record.number, entry_of(record, decode, body_reader(record.path, record.offset))
 
 
 def _scanned(path: Path, *, is_newest: bool) -> FileScan:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from sqlalchemy import Column, Connection, String, cast, delete, func, select
+from sqlalchemy import Column, Connection, String, cast, delete, func, or_, select
 
 from edgefl.errors import NotFoundError
 from edgefl.storage.models import Base, Checkpoint, Run
@@ -61,7 +61,8 @@ def find_model(store: Store, text: str, run: str | None = None) -> Json:
 
     Args:
         store: where to look.
-        text: the beginning of a SHA-256, `RUN:ROUND`, `RUN:latest` or `RUN:best`; without `RUN:` of `run`.
+        text: the beginning of a SHA-256, `RUN:ROUND`, `RUN:latest` or `RUN:best`; without `RUN:` of `run`; a run
+            alone stands for its latest.
         run: a run as `find_run` understands it; None for the newest that has a model.
 
     Raises:
@@ -79,7 +80,12 @@ def find_model(store: Store, text: str, run: str | None = None) -> Json:
         return _of_run(rows, run, wanted)
     if run is not None and _ROUND.match(wanted) and len(wanted) < MIN_PREFIX:
         return _of_run(kept_models(store, run), run, wanted)
-    return _of_prefix(kept_models(store, run), wanted, run)
+    found = _of_prefix(kept_models(store, run), wanted)
+    if found is None and run is None and wanted and (run_id := _named_run(store, wanted)) is not None:
+        return _of_run(kept_models(store, run_id), wanted, LATEST)
+    if found is None:
+        raise NotFoundError(_no_model(wanted, run))
+    return found
 
 
 def keep_models(store: Store, run_id: str, rows: Sequence[CheckpointRow], dropped: Collection[int]) -> None:
@@ -153,20 +159,31 @@ def _of_run(rows: Sequence[Json], run: str | None, which: str) -> Json:
     return found[-1]
 
 
-def _of_prefix(rows: Sequence[Json], text: str, run: str | None) -> Json:
-    if not _PREFIX.match(text):
-        raise NotFoundError(
-            f"no model {text!r}: a model is the beginning of its SHA-256 ({MIN_PREFIX} digits or more), RUN:ROUND, "
-            "RUN:best, RUN:latest, best or latest"
-        )
-    found = [row for row in rows if row["sha256"].startswith(text)]
+def _of_prefix(rows: Sequence[Json], text: str) -> Json | None:
+    """Returns the newest model whose SHA-256 begins so, if there is one; raises where there are several."""
+    found = [row for row in rows if row["sha256"].startswith(text)] if _PREFIX.match(text) else []
     different = sorted({row["sha256"] for row in found})
     if len(different) > 1:
         raise NotFoundError(
             f"several models begin with {text!r}, among them {different[0][:16]} and {different[1][:16]}; "
             "say more of it"
         )
-    if not found:
+    return found[-1] if found else None
+
+
+def _named_run(store: Store, text: str) -> str | None:
+    """Returns the run that is called so, None where there is none; raises where several are."""
+    named = or_(Run.name == text, Run.run_id.startswith(text, autoescape=True))
+    with store.database.read() as connection:
+        is_there = connection.execute(select(Run.run_id).where(named).limit(1)).first() is not None
+    return find_run(store, text) if is_there else None
+
+
+def _no_model(text: str, run: str | None) -> str:
+    if _PREFIX.match(text):
         of = "" if run is None else f" of run {run!r}"
-        raise NotFoundError(f"no kept model{of} begins with {text!r}; `edgefl model list` shows them")
-    return found[-1]
+        return f"no kept model{of} begins with {text!r}; `edgefl model list` shows them"
+    return (
+        f"no model {text!r}: a model is the beginning of its SHA-256 ({MIN_PREFIX} digits or more), a run, "
+        "RUN:ROUND, RUN:best, RUN:latest, best or latest"
+    )

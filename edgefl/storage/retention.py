@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import delete, func, select
+from sqlalchemy import delete, exists, func, select
 
 from edgefl.storage.database import Database
 from edgefl.storage.models import Heartbeat5Min, Run, Update
@@ -43,7 +43,9 @@ class Retention:
 
     def _prune_updates(self, run_id: str) -> int:
         pruned = 0
-        some = select(Update.id).where(Update.run_id == run_id).limit(UPDATES_AT_ONCE)
+        # Asked each time: somebody may take the run up again meanwhile.
+        is_over = exists().where(Run.run_id == run_id, Run.status.in_(_FINAL))
+        some = select(Update.id).where(Update.run_id == run_id, is_over).limit(UPDATES_AT_ONCE)
         while True:
             with self._database.write() as connection:
                 gone = connection.execute(delete(Update).where(Update.id.in_(some))).rowcount

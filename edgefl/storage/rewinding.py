@@ -13,7 +13,7 @@ from typing import Any
 from sqlalchemy import Connection, bindparam, delete, func, select, update
 
 from edgefl.storage.journal_records import Aggregated, Entry
-from edgefl.storage.models import Checkpoint, Evaluation, Event, Round, Run, Update
+from edgefl.storage.models import Checkpoint, Evaluation, Event, Round, Run, RunTotal, Update
 from edgefl.storage.records import UpdateRow
 from edgefl.storage.store import Store
 from edgefl.storage.totals import counted
@@ -23,6 +23,8 @@ from edgefl.types import Evaluation as EvaluationOrder
 RESUMED = "run-resumed"
 """The event that every resume leaves; its time tells the assignments of one life of the run from the next."""
 REASON = "the run was interrupted"
+REMEMBERED = 50_000
+"""The lives of so many newest assignments are known; devices are told of no older ones any more."""
 _OUT = (Update.outcome.is_(None), Update.received_at.is_(None))
 _UNUSED = {"outcome": None, "applied_version": None, "staleness": None, "wait_s": None}
 
@@ -62,7 +64,9 @@ def versions_per_round(store: Store, run_id: str) -> int | None:
         return connection.execute(query).scalar()
 
 
-def rewind(store: Store, run_id: str, mark: Mark, behind: Iterable[Entry], *, keeps_nothing: bool = False) -> SoFar:
+def rewind(
+    store: Store, run_id: str, mark: Mark, behind: Iterable[Entry], *, now: float, keeps_nothing: bool = False
+) -> SoFar:
     """Takes the rows of a run back to a checkpoint.
 
     Args:
@@ -70,6 +74,7 @@ def rewind(store: Store, run_id: str, mark: Mark, behind: Iterable[Entry], *, ke
         run_id: of the run.
         mark: the checkpoint.
         behind: what the journal has behind it.
+        now: Unix seconds; a round that is opened again goes on from here.
         keeps_nothing: there is no checkpoint: the run begins anew.
 
     Returns:
@@ -85,7 +90,7 @@ def rewind(store: Store, run_id: str, mark: Mark, behind: Iterable[Entry], *, ke
             changed = [*given, *(used - given), *_all_of(connection, run_id, *_OUT)]
             with counted(connection, run_id, list(dict.fromkeys(changed)), takes_back=True):
                 _take_back(connection, run_id, given, used - given)
-            _reopen(connection, run_id, mark)
+            _reopen(connection, run_id, mark, now)
         # Files of models that are now of the future go when the coordinator looks for those that nobody names.
         later = () if keeps_nothing else (Checkpoint.version > mark.version,)
         connection.execute(delete(Checkpoint).where(Checkpoint.run_id == run_id, *later))
@@ -128,31 +133,39 @@ def _all_of(connection: Connection, run_id: str, *where: Any) -> list[str]:
     return [str(name) for name in connection.execute(query).scalars()]
 
 
-def _reopen(connection: Connection, run_id: str, mark: Mark) -> None:
+def _reopen(connection: Connection, run_id: str, mark: Mark, now: float) -> None:
     mine = Round.run_id == run_id
     last = mark.closed if mark.open_round is None else mark.open_round
     connection.execute(delete(Round).where(mine, Round.round > last))
     if mark.open_round is not None:
+        ended = select(func.max(Update.ended_at)).where(Update.run_id == run_id, Update.round == mark.open_round)
+        begun = select(Round.started_at).where(mine, Round.round == mark.open_round)
+        ended_at, begun_at = connection.execute(ended).scalar() or 0.0, connection.execute(begun).scalar() or now
+        # While the run stood still its round did not last: it begins as much before now as it had lasted by then.
+        started = now - max(0.0, ended_at - begun_at)
         opened = update(Round).where(mine, Round.round == mark.open_round)
         connection.execute(
             opened.values(
-                closed_at=None, version=None, seconds=None, waited_for=None, waited_s=None, waited_update_id=None
+                started_at=started, closed_at=None, version=None, seconds=None, waited_for=None, waited_s=None,
+                waited_update_id=None,
             )
-        )
+        )  # fmt: skip
+
+
+def counted_so_far(store: Store, run_id: str) -> SoFar:
+    """Returns what a run has counted that goes on where it is."""
+    with store.database.read() as connection:
+        return _so_far(connection, run_id)
 
 
 def _so_far(connection: Connection, run_id: str) -> SoFar:
-    mine, used = Update.run_id == run_id, Update.outcome == str(Outcome.USED)
-    num_used = connection.execute(select(func.count()).select_from(Update).where(mine, used)).scalar() or 0
-    num_bytes = sum(
-        connection.execute(
-            select(func.coalesce(func.sum(table.bytes_up), 0) + func.coalesce(func.sum(table.bytes_down), 0)).where(
-                table.run_id == run_id
-            )
-        ).scalar()
-        or 0
-        for table in (Update, Evaluation)
-    )
+    # The sums, not the rows: those of a run that ended long ago may be gone.
+    sums = connection.execute(
+        select(RunTotal.num_used, RunTotal.bytes_up + RunTotal.bytes_down).where(RunTotal.run_id == run_id)
+    ).first()
+    num_used, num_bytes = sums or (0, 0)
+    evaluated = select(func.sum(Evaluation.bytes_up), func.sum(Evaluation.bytes_down))
+    num_bytes += sum(value or 0 for value in connection.execute(evaluated.where(Evaluation.run_id == run_id)).one())
     length_s = func.coalesce(func.sum(Round.closed_at - Round.started_at), 0.0)
     closed = (Round.run_id == run_id, Round.closed_at.is_not(None))
     return SoFar(
@@ -188,4 +201,5 @@ def _lives(connection: Connection, run_id: str) -> Sequence[tuple[str, int]]:
     given = select(Update.assignment_id, Update.dispatched_at).where(
         Update.run_id == run_id, Update.dispatched_at >= resumed[0]
     )
+    given = given.order_by(Update.dispatched_at.desc()).limit(REMEMBERED)
     return [(name, sum(at <= (given_at or 0.0) for at in resumed)) for name, given_at in connection.execute(given)]

@@ -185,11 +185,16 @@ class RunRows:
             connection.execute(update(Run).where(Run.run_id == run_id).values(rounds=rounds, version=version))
 
     def sum_rounds(self, run_id: str) -> None:
-        """Takes the sums of every round from its updates anew: some of them come after their round has closed."""
+        """Takes the sums of every round from its updates anew: some of them come after their round has closed.
+
+        A round whose updates are not kept any more keeps its sums.
+        """
         mine = Round.run_id == run_id
         with self._database.write() as connection:
             sums = _round_sums(connection, run_id)
-            for number in connection.execute(select(Round.round).where(mine)).scalars().all():
+            for number, num_updates in connection.execute(select(Round.round, Round.num_updates).where(mine)).all():
+                if number not in sums and num_updates:
+                    continue
                 values = sums.get(number, NO_UPDATES)
                 connection.execute(update(Round).where(mine, Round.round == number).values(**values))
 

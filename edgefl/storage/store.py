@@ -14,8 +14,6 @@ from edgefl.storage.heartbeat_rows import HeartbeatRows
 from edgefl.storage.retention import Retention
 from edgefl.storage.run_rows import RunRows
 
-DATABASE_NAME = "edgefl.db"
-
 
 class Store(FleetRows, RunRows, HeartbeatRows, DeploymentRows, Retention):
     """Everything that is remembered; safe to use from several threads and next to other processes."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy import Connection, select
 
-from edgefl.storage.models import Update
+from edgefl.storage.models import Round, Update
 from edgefl.types import Outcome
 
 
@@ -28,14 +28,17 @@ def wait_of_round(connection: Connection, run_id: str, number: int, closed_at: f
         Update.applied_version, Update.dispatched_at, Update.ended_at,
     )  # fmt: skip
     query = select(*columns).where(Update.run_id == run_id, Update.round == number)
-    return wait_of(connection.execute(query).all(), closed_at)
+    started = select(Round.started_at).where(Round.run_id == run_id, Round.round == number)
+    started_at = connection.execute(started).scalar() or 0.0
+    return wait_of(connection.execute(query).all(), closed_at, started_at)
 
 
-def wait_of(rows: Sequence[Any], closed_at: float) -> Wait | None:
+def wait_of(rows: Sequence[Any], closed_at: float, started_at: float = 0.0) -> Wait | None:
     """Returns whom a synchronous round waited for; None for one that takes updates as they come.
 
     A round is synchronous when all that it used was asked for with one model and applied to the same one. Whatever
-    came after it had closed was not waited for.
+    came after it had closed was not waited for. The wait does not begin before the round: a run that was taken up
+    again may have had updates for it long before.
     """
     used = [row for row in rows if row.outcome == Outcome.USED]
     if len({version for row in used for version in (row.base_version, row.applied_version)}) > 1:
@@ -48,5 +51,5 @@ def wait_of(rows: Sequence[Any], closed_at: float) -> Wait | None:
         return None
     last, half = ended[-1], ended[(len(ended) - 1) // 2]
     since = half.ended_at if len(ended) > 1 else last.dispatched_at
-    seconds = 0.0 if since is None else max(0.0, last.ended_at - since)
+    seconds = 0.0 if since is None else max(0.0, last.ended_at - max(since, started_at))
     return Wait(update_id=last.id, device_id=last.device_id, seconds=seconds)

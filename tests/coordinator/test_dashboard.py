@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from fastapi import FastAPI
 
 from edgefl.coordinator.access import show_errors
 from edgefl.coordinator.dashboard import FOLDER, INDEX, dashboard_router, load_assets
+from edgefl.coordinator.resuming import RESUMABLE
 
 ASSETS = load_assets()
 
@@ -82,3 +84,9 @@ def test_no_file_needs_another_network_or_makes_markup_of_text(name: str) -> Non
     assert not re.search(r"https?://|\b(?:innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval)\b", text)
     if name.endswith(".html"):
         assert not re.search(r"<script(?![^>]*src=)|\sstyle=|\son\w+=", text)
+
+
+def test_the_page_offers_to_resume_exactly_those_runs_that_can_be() -> None:
+    line = re.search(r"const canResume = (\[[^\]]*\])", (FOLDER / "run.js").read_text())
+    assert line is not None
+    assert set(json.loads(line[1])) == {str(status) for status in RESUMABLE}

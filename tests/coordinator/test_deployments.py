@@ -44,7 +44,7 @@ class Fleet:
             run_id="r1", name="first", task="digits", strategy="fedavg", config=config.to_json(), seed=7,
             submitted_at=1.0,
         )  # fmt: skip
-        row = CheckpointRow(version=1, round=1, last_record=1, sha256=MODEL, bytes_file=1, at=1.0)
+        row = CheckpointRow(version=1, round=1, last_record=1, sha256=MODEL, bytes_file=1, at=1.0, accuracy=0.5)
         self.store.record_checkpoint("r1", row)
 
     def add(self, name: str, *, tasks: tuple[str, ...] = ("digits",), is_online: bool = True) -> None:
@@ -170,12 +170,14 @@ def test_a_report_that_makes_no_sense_changes_nothing(fleet: Fleet, nonsense: di
     fleet.add("a")
     record = fleet.start().submit(wish())
     eventually(lambda: fleet.commands)
-    deployments = fleet.running[0]
-    told = {"id": record.deployment_id, "runs": None, "accuracy": "high", **nonsense}
-    deployments.heard("a", Heartbeat(seq=99, session_no=1, uptime_s=1.0, deployment=told))
+    fleet.say("a", nonsense["state"], nonsense.get("id", record.deployment_id), accuracy="high")
+    fleet.add("b")
+    eventually(lambda: fleet.heard("b"))
+    fleet.say("b", "running", record.deployment_id, record.deployment_id)
+    eventually(lambda: fleet.stages(record.deployment_id) == {"a": "told", "b": "running"})
     fleet.say("a", "running", record.deployment_id, record.deployment_id, accuracy="high", num_examples=True)
-    eventually(lambda: fleet.stages(record.deployment_id) == {"a": "running"})
-    (row,) = fleet.store.deployment_devices(record.deployment_id)
+    eventually(lambda: fleet.stages(record.deployment_id)["a"] == "running")
+    row, _ = fleet.store.deployment_devices(record.deployment_id)
     assert (row.accuracy, row.num_examples) == (None, None)
 
 
@@ -209,7 +211,7 @@ def test_a_device_that_runs_something_else_than_it_should_is_told_again(fleet: F
     record = fleet.start().submit(wish())
     eventually(lambda: fleet.commands)
     fleet.say("a", "running", record.deployment_id, record.deployment_id)
-    eventually(lambda: fleet.stages(record.deployment_id) == {"a": "running"})
+    eventually(lambda: fleet.stages(record.deployment_id)["a"] == "running")
     fleet.running[0]._told_s.clear()
     fleet.say("a")  # a state directory that was put back, say
     eventually(lambda: fleet.heard("a") == 2)
@@ -283,8 +285,8 @@ def test_a_device_that_joins_later_is_told_of_the_newest_deployment_for_everybod
 @pytest.mark.parametrize(
     ("changes", "kind", "expected"),
     [
-        ({"model": "nothing"}, NotFoundError, "no run 'nothing'"),
-        ({"model": "ffffff"}, NotFoundError, "no run 'ffffff'"),
+        ({"model": "nothing"}, NotFoundError, "no model 'nothing'"),
+        ({"model": "ffffff"}, NotFoundError, "no kept model begins with 'ffffff'"),
         ({"devices": ("nobody",)}, NotFoundError, "no device 'nobody'"),
         ({"devices": ("other",)}, UsageError, "other has no shard for task digits"),
     ],
@@ -300,10 +302,10 @@ def test_what_cannot_be_deployed_is_one_line(
     assert fleet.store.deployments() == []
 
 
-def test_a_model_is_found_by_its_sha256_or_its_run(fleet: Fleet) -> None:
+def test_a_model_is_found_by_whatever_shows_it(fleet: Fleet) -> None:
     fleet.add("a")
     deployments = fleet.start()
-    for model in (MODEL, MODEL[:6], "r1", "first", "latest"):
+    for model in (MODEL, MODEL[:4], "r1", "first", "latest", "r1:1", "first:latest", "r1:best", "best"):
         assert deployments.submit(wish(model=model)).model == MODEL
 
 

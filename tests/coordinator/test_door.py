@@ -76,7 +76,9 @@ class Source:
 class Site:
     """Devices pi-1, pi-2, … with shards of digits, and a run that asks them by `terms`."""
 
-    def __init__(self, number: int = 2, *, names: tuple[str, ...] = (), **terms: Any) -> None:
+    def __init__(
+        self, number: int = 2, *, names: tuple[str, ...] = (), needs_torch: bool = False, **terms: Any
+    ) -> None:
         self.jumped_s, self.mail, self.bell, self.notes = 0.0, Mail(), Bell(), list[tuple[str, str, str]]()
         self.presence = Presence()
         self.roster = Roster(self.presence, self.clock)
@@ -93,6 +95,7 @@ class Site:
             join_at_start=False,
             encode=lambda model, version: self.codec.encode(model, derived_rng(version)),
             decode=lambda body: decode_body(body, SHAPES),
+            needs_torch=needs_torch,
             lives=Lives(RUN),
         )
         self.fleet = LiveFleet(
@@ -318,6 +321,43 @@ def test_a_required_device_that_is_away_is_waited_for_and_then_named() -> None:
     site.jumped_s += 1.5
     with pytest.raises(RunFailedError, match=r"pi-2: it is (not there|never seen|gone|offline)"):
         site.events()
+
+
+def test_a_required_device_that_is_drained_is_said_to_be_so() -> None:
+    site = Site(require="all", ready_s=10.0)
+    site.pass_all("pi-1")
+    site.roster.set_drained("pi-2", drained=True)
+    site.events()
+    site.jumped_s += 10.5
+    with pytest.raises(RunFailedError, match="pi-2: it is draining"):
+        site.events()
+
+
+def test_one_that_was_ready_and_is_drained_before_the_start_gets_no_work() -> None:
+    site = Site(require=2, ready_s=10.0)
+    site.events()
+    site.answer("pi-1", "can")
+    site.events()
+    site.answer("pi-1", "prepare")
+    site.events()
+    site.roster.set_drained("pi-1", drained=True)
+    site.events()
+    site.answer("pi-2", "can")
+    site.events()
+    site.answer("pi-2", "prepare")
+    site.events()
+    assert list(site.fleet.view().idle) == [], "one of two is ready"
+
+
+def test_boards_without_torch_are_not_waited_for_unless_they_are_named() -> None:
+    without = Capabilities(facts={"backends": ["numpy"]}, shards={"digits": 10})
+    site = Site(require="all", needs_torch=True, ready_s=10.0)
+    site.roster.note_capabilities("pi-2", without)
+    assert site.pass_all("pi-1") == ["pi-1"]
+    named = Site(names=("pi-1", "pi-2"), require="all", needs_torch=True, ready_s=10.0)
+    named.roster.note_capabilities("pi-2", without)
+    with pytest.raises(RunFailedError, match="pi-2: it has no torch, and can only use finished models"):
+        named.events()
 
 
 def test_a_required_device_that_comes_in_time_lets_the_run_begin() -> None:

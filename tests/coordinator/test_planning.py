@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from edgefl.config import parse_run
 from edgefl.coordinator.planning import plan_run
 from edgefl.coordinator.presence import Presence
 from edgefl.coordinator.roster import Roster
-from edgefl.protocol import Status
+from edgefl.protocol import Capabilities, Status
 from edgefl.storage.records import UpdateRow
 from edgefl.storage.store import Store
 from edgefl.types import Json, Outcome
@@ -63,6 +64,17 @@ def test_it_names_who_takes_part_and_why_others_do_not(roster: Roster, store: St
     assert named["judge"]["reason"] == "it is an evaluator, and trains nothing"
     assert named["pi-9"]["reason"] == "there is no such device in the fleet"
     assert rows(plan(roster, store, devices={"groups": ["lab"]}))["pi-1"]["reason"] == "it is in none of the groups"
+
+
+def test_a_drained_board_and_one_without_torch_are_said_to_be_so(roster: Roster, store: Store) -> None:
+    roster.set_drained("pi-2", drained=True)
+    assert rows(plan(roster, store))["pi-2"]["reason"] == "it is draining"
+    roster.note_capabilities(
+        "pi-1", Capabilities(facts={"backends": ["numpy"]}, shards={"digits": 9, "digits-cnn": 9})
+    )
+    assert rows(plan(roster, store))["pi-1"]["takes_part"]
+    needy = replace(assemble(parse_run({"run": {"task": "digits", "rounds": 2}}), "plan"), needs_torch=True)
+    assert "it has no torch" in rows(plan_run(needy, roster, store))["pi-1"]["reason"]
 
 
 def test_bytes_are_those_of_encoded_bodies(roster: Roster, store: Store) -> None:

@@ -17,9 +17,9 @@ from edgefl.errors import EdgeflError, JournalError, UsageError
 from edgefl.storage.checkpoints import save_state
 from edgefl.storage.journal import WalJournal
 from edgefl.storage.journal_records import CheckpointMark
-from edgefl.storage.records import RunRecord, RunStatus
+from edgefl.storage.records import RunRecord, RunStatus, UpdateRow
 from edgefl.storage.store import Store
-from edgefl.types import DeviceInfo, Progress, Speed, Update, UpdateMetrics, Vitals
+from edgefl.types import DeviceInfo, Outcome, Progress, Speed, Update, UpdateMetrics, Vitals
 
 NAMES = ("pi-1", "pi-2")
 
@@ -169,3 +169,34 @@ def test_a_run_that_begins_has_its_first_state_and_plain_ids(store: Store, direc
         first = resumed_state(run, begun, directory, store, wal)
     assert (begun.strategy.version(first.state), first.lives.given("a")) == (0, f"{run.run_id}/a")
     assert (first.unused, first.earlier.updates) == ((), 0)
+
+
+def test_to_ask_whether_a_run_can_go_on_leaves_its_journal_to_whoever_writes_it(
+    store: Store, directory: CoordinatorDirectory
+) -> None:
+    run = record(store)
+    checkpoint(directory, run.run_id, advanced(made(), 2))
+    newest = max((directory.runs / run.run_id / "journal").iterdir())
+    with newest.open("ab") as file:
+        file.write(b"half a record that somebody is writing")
+    before = newest.read_bytes()
+    check_resumable(run, directory, made)
+    assert newest.read_bytes() == before
+
+
+def test_a_run_whose_devices_went_on_counts_on_from_what_it_had(
+    store: Store, directory: CoordinatorDirectory
+) -> None:
+    run, first = record(store, RunStatus.RUNNING), made("ad-psgd", carrier="peer")
+    store.open_round(run.run_id, 1, started_at=10.0)
+    row = UpdateRow(
+        assignment_id="a", device_id="pi-1", round=1, base_version=0, outcome=Outcome.USED, applied_version=0,
+        bytes_up=30, bytes_down=12, received_at=15.0,
+    )  # fmt: skip
+    store.record_updates(run.run_id, [row])
+    store.close_round(run.run_id, 1, version=2, closed_at=18.0)
+    checkpoint(directory, run.run_id, first.strategy.init(first.model))
+    with WalJournal(directory.runs / run.run_id / "journal", lambda _: {}) as wal:
+        resumed = resumed_state(run, made("ad-psgd", carrier="peer"), directory, store, wal)
+    assert resumed.goes_on
+    assert (resumed.earlier.updates, resumed.earlier.bytes, resumed.earlier.seconds) == (1, 42, 8.0)

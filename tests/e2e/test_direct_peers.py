@@ -42,3 +42,31 @@ def test_three_devices_train_in_step_over_direct_links(tools: Any, tmp_path: Pat
         assert sum(row["facts"]["messages"] for row in rounds) == 3 * 30
         assert rounds[-1]["accuracy"] > 0.5
     assert not tools.tracebacks(fleet.root)
+
+
+def test_a_run_of_nodes_that_was_stopped_goes_on_where_it_was(tools: Any, tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text(
+        json.dumps({"hosts": [{"name": name, "addr": "127.0.0.1", "port": free_port()} for name in NAMES]})
+    )
+    strategy = {
+        "name": "k-gt", "graph": "complete", "carrier": "direct", "hosts": str(hosts), "learning_rate": 0.1,
+        "exchanges_per_round": 40,
+    }  # fmt: skip
+    run = {"run": {"task": "digits", "rounds": 8}, "strategy": strategy, "devices": {"min": 3}}
+    with tools.fleet(tmp_path / "fleet", tools.devices(3)) as fleet:
+        run_id = fleet.submit(parse_run(run))
+
+        def rounds() -> int:
+            return int(fleet.operator().get(f"/edgefl/v1/runs/{run_id}")["rounds"])
+
+        tools.eventually(lambda: rounds() >= 2, what="two rounds")
+        fleet.operator().post(f"/edgefl/v1/runs/{run_id}/stop")
+        tools.eventually(lambda: tools.status(fleet, run_id) == "stopped")
+        assert rounds() < 8
+        fleet.operator().post(f"/edgefl/v1/runs/{run_id}/resume")
+        assert fleet.wait_run(run_id)["status"] == "finished"
+        closed = [row["round"] for row in fleet.history("rounds", run=run_id) if row["closed_at"]]
+        assert closed == list(range(1, 9))
+        assert not [row for row in fleet.history("events", run=run_id) if row["kind"] == "assignment-lost"]
+    assert not tools.tracebacks(fleet.root)

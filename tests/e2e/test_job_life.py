@@ -108,6 +108,48 @@ def test_an_interrupted_run_goes_on_to_its_goal_as_if_nothing_had_been(
     assert shown["model"] == fleet.wait_run(fleet.submit(config))["model"], "another run of the same seed"
 
 
+def test_a_run_that_goes_on_waits_for_boards_that_it_requires_and_loses_nothing(
+    fleet: LocalFleet, tools: Any
+) -> None:
+    config = tools.gated_run(pace_s=0.02, iterations=2, rounds=20, min=2)
+    config = replace(config, devices=replace(config.devices, names=BOTH, require="all", ready_s=3))
+    run_id = fleet.submit(config)
+    tools.eventually(lambda: fleet.operator().get(f"/edgefl/v1/runs/{run_id}")["rounds"] >= 2, what="two rounds")
+    fleet.operator().post(f"/edgefl/v1/runs/{run_id}/stop")
+    tools.eventually(lambda: tools.status(fleet, run_id) == "stopped")
+    assert fleet.end("device-02") == 0
+    assert edgefl(fleet, "run", "resume", run_id)[0] == 0
+    tools.eventually(lambda: tools.status(fleet, run_id) == "interrupted", what="the door is shut")
+    assert "device-02: it is offline" in fleet.operator().get(f"/edgefl/v1/runs/{run_id}")["reason"]
+    fleet.start_device("device-02")
+    fleet.wait_present(4)
+    assert edgefl(fleet, "run", "resume", run_id)[0] == 0
+    assert fleet.wait_run(run_id)["status"] == "finished"
+    assert [row["round"] for row in fleet.history("rounds", run=run_id)] == list(range(1, 21))
+
+
+def test_models_of_rounds_that_are_done_again_are_kept_again(fleet: LocalFleet, tools: Any) -> None:
+    run = {"task": "digits", "rounds": 10_000, "evaluate_on": "coordinator"}
+    run_id = fleet.submit(parse_run({"run": run, "devices": {"names": [*BOTH], "min": 2}}))
+
+    def rounds() -> int:
+        return int(fleet.operator().get(f"/edgefl/v1/runs/{run_id}")["rounds"])
+
+    tools.eventually(lambda: rounds() >= 30, what="thirty rounds")
+    fleet.kill("coordinator")  # before the first checkpoint: all of them are done again
+    fleet.start_coordinator()
+    fleet.wait_present(4)
+    assert edgefl(fleet, "run", "resume", run_id)[0] == 0
+    tools.eventually(lambda: 3 <= rounds() < 30, what="three rounds once more")
+    fleet.operator().post(f"/edgefl/v1/runs/{run_id}/stop")
+    tools.eventually(lambda: tools.status(fleet, run_id) == "stopped")
+    last = rounds()
+    kept = fleet.operator().get("/edgefl/v1/models", {"run": run_id})["rows"]
+    assert last < 30
+    assert [row["round"] for row in kept if row["latest"]] == [last]
+    assert all(row["round"] <= last and fleet.model_file(row["sha256"]).exists() for row in kept)
+
+
 def test_an_asynchronous_run_goes_on_without_a_gap_and_counts_nothing_twice(fleet: LocalFleet, tools: Any) -> None:
     config = tools.gated_run(pace_s=0.05, iterations=2, updates=90, updates_per_round=3)
     config = replace(config, strategy=replace(config.strategy, name="asgd"))
@@ -180,6 +222,11 @@ def test_a_dry_run_queues_nothing_and_says_who_takes_part(fleet: LocalFleet, tmp
     assert rows["device-01"]["seconds"] > 0
     assert rows["device-01"]["bytes_down"] > plan["model_bytes"] > 20 * rows["device-01"]["bytes_up"]
     assert len(fleet.operator().get("/edgefl/v1/runs")["rows"]) == before
+    file.write_text('[run]\ntask = "digits"\nmax_state_bytes = 9\n[strategy]\nname = "dc-asgd"\n')
+    refusals = [edgefl(fleet, "run", "submit", file, *dry) for dry in (["--dry-run"], [])]
+    assert refusals[0] == refusals[1] != (0, "", "")
+    assert "the run may have 9 bytes" in refusals[0][2]
+    file.write_text('[run]\ntask = "digits"\nrounds = 2\n[compression]\nup = "topk:0.01"\n')
     table = edgefl(fleet, "run", "submit", file, "--dry-run")[1]
     assert "it has no shard for task 'digits'" in table
     assert "a round: 2 devices" in table

@@ -8,7 +8,6 @@ import pytest
 
 from edgefl.errors import NotFoundError
 from edgefl.storage.deployment_records import DeploymentRecord, DeploymentStatus, DeviceStage
-from edgefl.storage.records import CheckpointRow
 from edgefl.storage.store import Store
 
 
@@ -77,15 +76,3 @@ def test_adding_a_device_twice_changes_nothing(store: Any) -> None:
     store.set_deployment_devices("2026-a", {"pi": {"state": DeviceStage.RUNNING}})
     store.add_deployment_devices("2026-a", ["pi", "new"], DeviceStage.TOLD)
     assert stages(store, "a") == {"pi": "running", "new": "told"}
-
-
-def test_a_kept_model_is_found_by_the_beginning_of_its_sha256(store: Any) -> None:
-    store.submit("r1")
-    for number, sha256 in enumerate(["aa" * 32, "ab" * 32]):
-        store.record_checkpoint(
-            "r1", CheckpointRow(version=1, round=1, last_record=number, sha256=sha256, bytes_file=1, at=1.0)
-        )
-    assert store.find_checkpoint("aaaa") == ("aa" * 32, "r1")
-    assert store.find_checkpoint("ff") is None
-    with pytest.raises(NotFoundError, match="several models"):
-        store.find_checkpoint("a")

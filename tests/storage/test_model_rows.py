@@ -56,6 +56,8 @@ def test_of_one_run_only_its_own(two_runs):
         ("latest", "first", 3),
         ("latest", None, 9),
         ("1", "first", 1),
+        ("first", None, 3),
+        ("run-2", None, 9),
         ("1234", None, 9),
         (" 0002 ", None, 2),
     ],
@@ -76,6 +78,8 @@ def test_a_person_s_words_find_the_model(two_runs, text, run, version):
         ("second:best", None, "no model whose accuracy is known"),
         ("without:latest", None, "run 'without' has no kept model yet"),
         ("nobody:best", None, "no run 'nobody'"),
+        ("without", None, "run 'without' has no kept model yet"),
+        ("run-", None, "several runs begin with 'run-'"),
         ("first:worst", None, "no model 'first:worst'"),
     ],
 )

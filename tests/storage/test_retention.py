@@ -45,3 +45,19 @@ def test_sums_rounds_and_evaluations_stay(lived):
     gone = dict.fromkeys(("outcome", "iterations", "compute_s", "send_s", "bytes_up", "bytes_down"))
     assert after.pop("slow") == [{**row, **gone} for row in before.pop("slow")]
     assert after == before
+
+
+def test_a_run_that_is_taken_up_again_keeps_the_sums_of_rounds_whose_updates_are_gone(lived):
+    lived.prune_history(100 * DAY)
+    before = history(lived, "rounds", run="new")
+    lived.queue_again("new")
+    lived.record_round("new", 2, ["a", "b"], at=101 * DAY)
+    lived.sum_rounds("new")
+    first, second = history(lived, "rounds", run="new")
+    assert [first] == before
+    assert (first["num_updates"], second["num_updates"]) == (3, 2)
+
+
+def test_of_a_run_that_is_taken_up_again_meanwhile_nothing_more_goes(lived):
+    assert lived._prune_updates("on") == 0, "as a run that was over a moment ago"
+    assert lived._prune_updates("new") == 3

@@ -12,12 +12,13 @@ from sqlalchemy import select
 from edgefl.storage.journal_records import Aggregated
 from edgefl.storage.queries import history
 from edgefl.storage.records import CheckpointRow, DispatchRow, EvaluationRow, RunStatus, UpdateRow
-from edgefl.storage.rewinding import REASON, RESUMED, Mark, rewind, versions_per_round
+from edgefl.storage.rewinding import REASON, RESUMED, Mark, counted_so_far, rewind, versions_per_round
 from edgefl.storage.store import Store
 from edgefl.storage.totals import KEYS, rebuild
 from edgefl.types import Assignment, Decision, Evaluation, LocalPlan, Outcome
 
 RUN = "r"
+NOW = 50.0
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ def filled(store: Store) -> None:
 def test_what_was_given_behind_the_checkpoint_is_gone(store: Store) -> None:
     filled(store)
     behind = [given("v2-pi-1", "v2-pi-2"), Aggregated(version=3, assignment_ids=("v2-pi-1", "v2-pi-2"))]
-    so_far = rewind(store, RUN, Mark(version=2, closed=2), [*behind, given("v3-pi-1", "v3-pi-2")])
+    so_far = rewind(store, RUN, Mark(version=2, closed=2), [*behind, given("v3-pi-1", "v3-pi-2")], now=NOW)
     assert [row["round"] for row in history(store, "rounds")] == [1, 2]
     assert [row["assignment_id"] for row in history(store, "updates")] == [
         "v0-pi-1", "v0-pi-2", "v1-pi-1", "v1-pi-2",
@@ -94,7 +95,7 @@ def test_what_was_given_behind_the_checkpoint_is_gone(store: Store) -> None:
 
 def test_what_was_out_at_the_checkpoint_is_lost_and_what_had_come_is_handed_over(store: Store) -> None:
     filled(store)
-    so_far = rewind(store, RUN, Mark(version=3, closed=3), [])
+    so_far = rewind(store, RUN, Mark(version=3, closed=3), [], now=NOW)
     rows = {row["assignment_id"]: row for row in history(store, "updates")}
     assert (rows["v3-pi-2"]["outcome"], rows["v3-pi-2"]["reason"]) == (Outcome.LOST, REASON)
     assert [row.assignment_id for row in so_far.unused] == ["v3-pi-1"]
@@ -104,7 +105,7 @@ def test_what_was_out_at_the_checkpoint_is_lost_and_what_had_come_is_handed_over
 def test_an_update_that_was_used_behind_the_checkpoint_is_unused_again(store: Store) -> None:
     filled(store)
     used = Aggregated(version=3, assignment_ids=("v2-pi-1", "v2-pi-2"))
-    so_far = rewind(store, RUN, Mark(version=2, closed=2), [used])
+    so_far = rewind(store, RUN, Mark(version=2, closed=2), [used], now=NOW)
     assert {row.assignment_id for row in so_far.unused} == {"v2-pi-1", "v2-pi-2", "v3-pi-1"}
     assert [(row.outcome, row.applied_version, row.staleness) for row in so_far.unused] == [(None, None, None)] * 3
     assert so_far.updates == 4
@@ -112,14 +113,14 @@ def test_an_update_that_was_used_behind_the_checkpoint_is_unused_again(store: St
 
 def test_a_round_that_was_open_at_the_checkpoint_is_open_again(store: Store) -> None:
     filled(store)
-    rewind(store, RUN, Mark(version=5, closed=1, open_round=2), [])
+    rewind(store, RUN, Mark(version=5, closed=1, open_round=2), [], now=NOW)
     rows = history(store, "rounds")
     assert [(row["round"], row["closed_at"] is None) for row in rows] == [(1, False), (2, True)]
 
 
 def test_without_a_checkpoint_nothing_is_left(store: Store) -> None:
     filled(store)
-    so_far = rewind(store, RUN, Mark(version=0, closed=0), [], keeps_nothing=True)
+    so_far = rewind(store, RUN, Mark(version=0, closed=0), [], now=NOW, keeps_nothing=True)
     assert (so_far.updates, so_far.bytes) == (0, 0)
     assert not any(history(store, kind) for kind in ("rounds", "updates", "evaluations"))
 
@@ -128,7 +129,7 @@ def test_without_a_checkpoint_nothing_is_left(store: Store) -> None:
 def test_sums_follow_the_rows_back(store: Store, keeps_nothing: bool) -> None:
     filled(store)
     behind = [given("v2-pi-1", "v3-pi-1", "v3-pi-2"), Aggregated(version=3, assignment_ids=("v2-pi-1", "v2-pi-2"))]
-    rewind(store, RUN, Mark(version=2, closed=2), behind, keeps_nothing=keeps_nothing)
+    rewind(store, RUN, Mark(version=2, closed=2), behind, now=NOW, keeps_nothing=keeps_nothing)
     kept = sums_of(store)
     with store.database.write() as connection:
         rebuild(connection)
@@ -148,7 +149,7 @@ def test_models_of_versions_that_are_made_again_are_not_named_any_more(store: St
             version=version, round=version, last_record=version, sha256="ab" * 32, bytes_file=1, at=1.0
         )
         store.record_checkpoint(RUN, kept)
-    rewind(store, RUN, Mark(version=2, closed=2), [])
+    rewind(store, RUN, Mark(version=2, closed=2), [], now=NOW)
     assert [row.version for row in store.checkpoints(RUN)] == [2]
 
 
@@ -161,10 +162,10 @@ def test_rounds_are_as_long_as_the_first_one_was(store: Store) -> None:
 
 def test_assignments_are_told_apart_by_the_life_in_which_they_were_given(store: Store) -> None:
     filled(store)
-    assert rewind(store, RUN, Mark(version=3, closed=3), []).lives == ()
+    assert rewind(store, RUN, Mark(version=3, closed=3), [], now=NOW).lives == ()
     store.record_event(RESUMED, "", at=15.0, run_id=RUN)
     store.record_event(RESUMED, "", at=25.0, run_id=RUN)
-    lives = dict(rewind(store, RUN, Mark(version=3, closed=3), []).lives)
+    lives = dict(rewind(store, RUN, Mark(version=3, closed=3), [], now=NOW).lives)
     assert (lives.get("v0-pi-1"), lives["v1-pi-1"], lives["v2-pi-1"]) == (None, 1, 2)
 
 
@@ -183,3 +184,22 @@ def test_a_run_that_is_queued_again_counts_that_and_has_no_end(store: Store) -> 
     store.queue_again(RUN)
     record = store.run(RUN)
     assert (record.status, record.reason, record.finished_at, record.resumes) == (RunStatus.QUEUED, None, None, 1)
+
+
+def test_a_round_that_goes_on_did_not_last_while_the_run_stood_still(store: Store) -> None:
+    filled(store)
+    receive(store, 4, "v3-pi-1", at=41.0, ended_at=41.0)
+    rewind(store, RUN, Mark(version=5, closed=3, open_round=4), [], now=90_000.0)
+    store.close_round(RUN, 4, version=6, closed_at=90_002.0)
+    assert history(store, "rounds")[-1]["seconds"] == pytest.approx(1.0 + 2.0)
+
+
+def test_what_a_run_has_counted_outlasts_its_updates(store: Store) -> None:
+    filled(store)
+    store.set_run_status(RUN, RunStatus.STOPPED, at=50.0)
+    before = counted_so_far(store, RUN)
+    store.prune_history(60.0)
+    assert history(store, "updates") == []
+    after = rewind(store, RUN, Mark(version=3, closed=3), [], now=NOW)
+    assert (after.updates, after.bytes, after.seconds) == (before.updates, before.bytes, before.seconds)
+    assert after.updates == 6

@@ -59,6 +59,11 @@ def test_a_round_that_takes_updates_as_they_come_waits_for_nobody(change):
     assert told([*ROUND, replace(Row("d", 50.0), **change)]) is None
 
 
+def test_nobody_was_waited_for_before_the_round_began():
+    wait = wait_of([Row("a", 2.0), Row("b", 3.0), Row("c", 90_043.0)], 90_050.0, 90_000.0)
+    assert (wait.device_id, wait.seconds) == ("c", 43.0)
+
+
 def test_a_round_without_assignments_waited_for_nobody():
     assert told([]) is None
     assert told([Row("a", None, outcome=None, applied_version=None)]) is None

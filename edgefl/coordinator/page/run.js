@@ -103,7 +103,7 @@ export function runActions(run, redraw) {
     }
   });
   const canStop = ["queued", "running", "interrupted"].includes(run.status);
-  const canResume = ["interrupted", "stopped", "failed"].includes(run.status) && run.can_resume !== false && !refused.has(run.run_id);
+  const canResume = ["interrupted", "stopped"].includes(run.status) && !refused.has(run.run_id);
   return h("p", { class: "actions" },
     canResume ? button("Resume", resume, { class: "primary" }) : null,
     canStop ? button("Stop", () => confirm(`Stop ${run.name}?`, "It ends after what is in flight; its model and its history stay.", { text: "Stop the run", action: stop })) : null);
