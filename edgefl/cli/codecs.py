@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from edgefl.cli.listing import ListedGroup
 from edgefl.cli.render import format_option, print_rows
 from edgefl.errors import EdgeflError, UsageError
 
@@ -26,7 +27,7 @@ BENCH_COLUMNS = (
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-@click.group("codecs")
+@click.group("codecs", cls=ListedGroup)
 def command() -> None:
     """List the codecs, measure them on a gradient."""
 

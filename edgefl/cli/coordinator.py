@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from edgefl.cli import upkeep
+from edgefl.cli.listing import ListedGroup
 from edgefl.cli.upkeep import alert_options, alert_settings, dir_argument, dir_option
 from edgefl.errors import DataError, UsageError
 
@@ -23,7 +24,7 @@ format_option = click.option(
 )
 
 
-@click.group()
+@click.group(cls=ListedGroup)
 def command() -> None:
     """Set up and run the coordinator, make join tokens."""
 

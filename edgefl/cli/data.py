@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from edgefl.cli.listing import ListedGroup
+
 if TYPE_CHECKING:
     from edgefl.tasks.cards import ShardCard
 
@@ -15,7 +17,7 @@ FORMAT_VERSION = 1
 PIPE_WIDTH = 160
 
 
-@click.group("data")
+@click.group("data", cls=ListedGroup)
 def command() -> None:
     """Cut a data set into shards for experiments. Real boards bring data of their own."""
 

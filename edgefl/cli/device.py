@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from edgefl.cli.device_inference import infer, serve
+from edgefl.cli.listing import ListedGroup
 from edgefl.errors import DataError, NetworkError, NotFoundError, NotJoinedError, UsageError, WrongCaError
 from edgefl.protocol import PEER_PORT, JoinToken, checked_address
 
@@ -35,7 +36,7 @@ state_option = click.option(
 )
 
 
-@click.group()
+@click.group(cls=ListedGroup)
 def command() -> None:
     """Join a board to a fleet and run its agent."""
 
@@ -172,7 +173,7 @@ command.add_command(infer)
 command.add_command(serve)
 
 
-@command.group()
+@command.group(cls=ListedGroup)
 def shard() -> None:
     """Say where this board's data lies, and look at it."""
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from edgefl.cli.render import format_option, print_rows
+from edgefl.cli.listing import ListedGroup
+from edgefl.cli.render import format_option, human, print_rows
 
 if TYPE_CHECKING:
     from edgefl.types import Json
@@ -29,11 +30,13 @@ COLUMNS = (
 )
 
 SHOWN_DIGITS = 12
+_OPTIONAL = ("drained", "groups", "run", "iteration", "temperature_c", "model")
+_ONLY_SHOWN = ("seconds_per_iteration", "joined_at")
 
 url_option = click.option("--url", metavar="URL", help="The coordinator [default: the one in operator.toml].")
 
 
-@click.group("devices")
+@click.group("devices", cls=ListedGroup)
 def command() -> None:
     """List and inspect the devices of a fleet, and let them rest."""
 
@@ -42,11 +45,13 @@ def command() -> None:
 @url_option
 @format_option
 def list_(*, url: str | None, fmt: str) -> None:
-    """List the devices with presence, shards and what they are at."""
-    rows = _get("/edgefl/v1/devices", url)["rows"]
+    """List the devices with presence, shards, what they are at and the model they run; `show` and JSON say more."""
+    rows, columns = _get("/edgefl/v1/devices", url)["rows"], list(COLUMNS)
     if fmt == "table":
         rows = [{**row, "model": (row.get("model") or "")[:SHOWN_DIGITS]} for row in rows]
-    print_rows(rows, COLUMNS, fmt, kind="devices")
+        unused = {name for name in _OPTIONAL if not any(row.get(name) for row in rows)}
+        columns = [name for name in COLUMNS if name not in unused and name not in _ONLY_SHOWN]
+    print_rows(rows, columns, fmt, kind="devices")
 
 
 @command.command()
@@ -61,8 +66,9 @@ def show(*, device: str, url: str | None, fmt: str) -> None:
     if fmt != "table":
         print_rows([found], (*COLUMNS, "capabilities"), fmt, kind="devices")
         return
-    facts = [{"fact": name, "value": found.get(name)} for name in COLUMNS]
-    capabilities = [{"fact": name, "value": value} for name, value in found["capabilities"].items()]
+    # The name of a fact says its unit, so a time is printed as a time here.
+    facts = [{"fact": name, "value": human(name, found.get(name))} for name in COLUMNS]
+    capabilities = [{"fact": name, "value": human(name, value)} for name, value in found["capabilities"].items()]
     print_rows([*facts, *capabilities], ("fact", "value"), fmt)
 
 

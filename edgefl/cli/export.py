@@ -6,8 +6,10 @@ from pathlib import Path
 
 import click
 
+from edgefl.cli.listing import ListedGroup
 
-@click.group("export")
+
+@click.group("export", cls=ListedGroup)
 def command() -> None:
     """Take a run elsewhere."""
 

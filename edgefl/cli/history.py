@@ -15,6 +15,7 @@ from edgefl.cli.history_files import export
 from edgefl.cli.history_plot import plot
 from edgefl.cli.history_source import Source, source_of, source_options
 from edgefl.cli.history_why import why
+from edgefl.cli.listing import ListedGroup
 from edgefl.cli.render import format_option, known_columns, print_pages, print_rows
 from edgefl.errors import UsageError
 from edgefl.storage.columns import BY, COLUMNS, NOT_NEWEST, OF_NODES, SUMMED, columns_of
@@ -65,7 +66,7 @@ _TABLE = {
 _DERIVED = {"rounds": ("disagreement",)}
 
 
-@click.group(name="history")
+@click.group(name="history", cls=ListedGroup)
 def command() -> None:
     """Ask what happened: runs, rounds, updates, devices, who was slow, stale or lost, bytes, energy."""
 
@@ -119,7 +120,9 @@ def _show_all(source: Source, kind: str, filters: dict[str, Any], fmt: str) -> N
 
 
 def _add(kind: str) -> None:
-    @click.option("--run", help="A run's id or the beginning of it, its name, or `latest`; default: all runs.")
+    @click.option(
+        "--run", metavar="RUN", help="A run's id or the beginning of it, its name, or `latest`; default: all runs."
+    )
     @click.option("--device", help="One device; default: all.")
     @click.option("--since", help="From then on: an age (2h, 7d) or an ISO date and time; sums go by whole days.")
     @click.option("--until", help="Before then.")

@@ -11,7 +11,9 @@ from edgefl.cli.history_source import source_of, source_options
 
 @click.command(name="export")
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--run", help="A run's id or the beginning of it, its name, or `latest`; default: all runs.")
+@click.option(
+    "--run", metavar="RUN", help="A run's id or the beginning of it, its name, or `latest`; default: all runs."
+)
 @click.option("--force", is_flag=True, help="Replace an earlier export.")
 @source_options
 def export(*, folder: Path, run: str | None, force: bool, directory: Path | None, url: str | None) -> None:

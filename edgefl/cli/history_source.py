@@ -21,9 +21,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def source_options(function: Function) -> Function:
     """Adds `--dir` and `--url`; the command gets them as `directory` and `url`."""
-    function = click.option("--url", help="Ask this coordinator.")(function)
+    function = click.option("--url", metavar="URL", help="Ask this coordinator [default: the one in operator.toml].")(
+        function
+    )
     path = click.Path(path_type=Path)
-    return click.option("--dir", "directory", type=path, help="Read the store in this directory.")(function)
+    return click.option("--dir", "directory", type=path, help="Read the store in this coordinator's directory.")(
+        function
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

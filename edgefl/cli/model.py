@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from edgefl.cli.listing import ListedGroup
 from edgefl.cli.model_data import ModelData, part_option
 from edgefl.cli.model_deploy import deploy, deployments
 from edgefl.cli.model_source import load_model, model_source, source_options
@@ -33,10 +34,10 @@ SUFFIXES = {"onnx": (".onnx",), "torch": (".pt", ".pth"), "safetensors": (".safe
 SHORT = 12
 FILE_MODE = 0o644
 
-run_option = click.option("--run", help="A run's id or the beginning of it, its name, or `latest`.")
+run_option = click.option("--run", metavar="RUN", help="A run's id or the beginning of it, its name, or `latest`.")
 
 
-@click.group("model")
+@click.group("model", cls=ListedGroup)
 def command() -> None:
     """List, export and evaluate the models that runs have kept; deploy them to devices.
 

@@ -16,6 +16,9 @@ COLUMNS = (
     "device_id", "takes_part", "examples", "iterations", "seconds", "codec", "bytes_up", "bytes_down", "measured_in",
     "reason",
 )  # fmt: skip
+_GOALS = {
+    "rounds": "{} rounds", "updates": "{} updates", "seconds": "{} s", "bytes": "{} bytes", "accuracy": "accuracy {}",
+}  # fmt: skip
 _OPTIONAL = ("codec", "measured_in", "reason")
 
 
@@ -27,14 +30,15 @@ def print_plan(plan: Json, fmt: str) -> None:
     if fmt == "csv":
         print_rows(plan["rows"], COLUMNS, fmt)
         return
-    goal = " or ".join(f"{name} {value:g}" for name, value in plan["goal"].items())
+    goal = " or ".join(_GOALS.get(name, f"{name} {{}}").format(f"{value:g}") for name, value in plan["goal"].items())
     click.echo(
         f"{plan['task']} with {plan['strategy']} until {goal}; a model of {human('bytes_', plan['model_bytes'])}"
     )
     print_rows(plan["rows"], known_columns(plan["rows"], COLUMNS, _OPTIONAL))
     seconds = "not known" if plan["seconds"] is None else f"{human('', plan['seconds'])} s"
+    devices = "1 device" if plan["num_devices"] == 1 else f"{plan['num_devices']} devices"
     click.echo(
-        f"a round: {plan['num_devices']} devices, {human('bytes_', plan['bytes_up'])} up, "
+        f"a round: {devices}, {human('bytes_', plan['bytes_up'])} up, "
         f"{human('bytes_', plan['bytes_down'])} down, computing {seconds}"
     )
     for line in plan["assumed"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -54,7 +55,7 @@ def print_rows(
         writer.writerow(columns)
         writer.writerows([_csv_cell(row.get(name)) for name in columns] for row in rows)
     elif sys.stdout.isatty():
-        _print_rich(rows, columns, title)
+        _print_fitted(rows, columns, title)
     else:
         _print_plain(rows, columns, title)
 
@@ -116,17 +117,15 @@ def human_bytes(count: float) -> str:
     return f"{size:.3g} {_BYTE_UNITS[-1]}"
 
 
-def _print_rich(rows: Rows, columns: Sequence[str], title: str | None) -> None:
-    from rich.console import Console  # noqa: PLC0415 slow to load, only for terminals
-    from rich.table import Table  # noqa: PLC0415 likewise
-    from rich.text import Text  # noqa: PLC0415 likewise
+def _print_fitted(rows: Rows, columns: Sequence[str], title: str | None) -> None:
+    from edgefl.cli.fitting import fitted  # noqa: PLC0415 fast start
 
-    table = Table(title=title, title_justify="left")
-    for name, numeric in zip(columns, _numeric(rows, columns), strict=True):
-        table.add_column(_heading(name), justify="right" if numeric else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(human(name, row.get(name))) for name in columns))
-    Console().print(table)
+    if title:
+        click.secho(title, bold=True)
+    cells = [[human(name, row.get(name)) for name in columns] for row in rows]
+    width = shutil.get_terminal_size().columns
+    for line in fitted([_heading(name) for name in columns], cells, _numeric(rows, columns), width):
+        click.echo(line)
 
 
 def _print_plain(rows: Rows, columns: Sequence[str], title: str | None) -> None:

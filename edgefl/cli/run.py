@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import click
 
-from edgefl.cli.render import format_option, known_columns, print_rows
+from edgefl.cli.listing import ListedGroup
+from edgefl.cli.render import format_option, human, known_columns, print_rows
 from edgefl.errors import NetworkError, RunFailedError, UsageError
 from edgefl.summary import NODE_FIGURES, accuracy_in_words
 
@@ -25,7 +26,7 @@ PATIENCE_S = 60.0
 url_option = click.option("--url", metavar="URL", help="The coordinator [default: the one in operator.toml].")
 
 
-@click.group("run")
+@click.group("run", cls=ListedGroup)
 def command() -> None:
     """Submit, watch, stop and resume training runs."""
 
@@ -56,7 +57,8 @@ def submit(  # noqa: PLR0913 the options of one command
         return
     run = _operator(url).post("/edgefl/v1/runs", {"config": config, "priority": priority})
     if run.get("state_bytes"):
-        click.echo(f"{run['strategy']} keeps {run['state_bytes']} bytes for {run['state_devices']} devices", err=True)
+        kept = human("state_bytes", run["state_bytes"])
+        click.echo(f"{run['strategy']} keeps {kept} for {run['state_devices']} devices", err=True)
     if fmt == "table":
         click.echo(run["run_id"])
     else:
@@ -92,11 +94,11 @@ def show(*, run: str, url: str | None, fmt: str) -> None:
         print_rows([found], (*columns, "config"), fmt, kind="runs")
         return
     settings = [
-        {"setting": f"{section}.{name}", "value": value}
+        {"setting": f"{section}.{name}", "value": human(name, value)}
         for section, table in found["config"].items()
         for name, value in table.items()
     ]
-    facts = [{"setting": name, "value": found[name]} for name in columns]
+    facts = [{"setting": name, "value": human(name, found[name])} for name in columns]
     print_rows([*facts, *settings], ("setting", "value"), fmt)
     if words := accuracy_in_words(found):
         click.echo(words)
@@ -106,7 +108,7 @@ def show(*, run: str, url: str | None, fmt: str) -> None:
 @click.argument("run", default="latest")
 @url_option
 def watch(*, run: str, url: str | None) -> None:
-    """Show how a run goes until it is over; exit code 41 when it failed."""
+    """Show how RUN (default: the newest) goes until it is over; exit code 41 when it failed or was interrupted."""
     _watch(run, url)
 
 
@@ -114,7 +116,7 @@ def watch(*, run: str, url: str | None) -> None:
 @click.argument("run", default="latest")
 @url_option
 def stop(*, run: str, url: str | None) -> None:
-    """End a run after what is in flight; its model and history stay."""
+    """End RUN (default: the newest) after what is in flight; its model and history stay."""
     found = _operator(url).post(f"{_path(run)}/stop")
     click.echo(f"{found['run_id']} {found['status']}")
 
@@ -123,7 +125,7 @@ def stop(*, run: str, url: str | None) -> None:
 @click.argument("run", default="latest")
 @url_option
 def resume(*, run: str, url: str | None) -> None:
-    """Let a run that was interrupted or stopped go on from its newest checkpoint, when its turn comes."""
+    """Let RUN (default: the newest), which was interrupted or stopped, go on from its newest checkpoint."""
     found = _operator(url).post(f"{_path(run)}/resume")
     click.echo(f"{found['run_id']} {found['status']}")
 

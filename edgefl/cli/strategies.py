@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from edgefl.cli.listing import ListedGroup
 from edgefl.cli.render import format_option, print_rows
 from edgefl.errors import DataError, EdgeflError, UsageError
 
@@ -23,7 +24,7 @@ NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
 TEMPLATE = {"{}.py": "strategy.py.txt", "test_{}.py": "test_strategy.py.txt"}
 
 
-@click.group("strategies")
+@click.group("strategies", cls=ListedGroup)
 def command() -> None:
     """List the strategies, begin one of your own."""
 

@@ -101,7 +101,7 @@ class Door:
     _bytes: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._guests = Guests(run=self.run, roster=self.roster, ready_s=self.terms.ready_s)
+        self._guests = Guests(run=self.run, roster=self.roster, ready_s=self.terms.ready_s, clock=self.clock)
 
     def admits(self, device_id: str) -> bool:
         """Returns whether a device may be given work."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -52,11 +53,12 @@ class Guest:
 
 @dataclass(slots=True, kw_only=True)
 class Guests:
-    """All who stand there, and who should; `ready_s` is how long one may take."""
+    """All who stand there, and who should; `ready_s` is how long one may take on `clock`."""
 
     run: FleetRun
     roster: Roster
     ready_s: float
+    clock: Callable[[], float]
     by_device: dict[str, Guest] = field(default_factory=dict)
 
     def lacking(self) -> dict[str, str]:
@@ -88,8 +90,9 @@ class Guests:
         """Returns why a device that is not ready is not."""
         guest, info = self.by_device.get(device_id), self.roster.info(device_id)
         if guest is not None:
-            late = f"it has not answered within {self.ready_s:g} s ({guest.phase})"
-            return guest.reason or (f"it is busy with {guest.work}" if guest.is_busy else late)
+            is_late = self.clock() >= guest.asked_s + self.ready_s
+            silent = f"it has not answered within {self.ready_s:g} s" if is_late else "it has not answered yet"
+            return guest.reason or (f"it is busy with {guest.work}" if guest.is_busy else f"{silent} ({guest.phase})")
         if info is None:
             return "there is no such device in the fleet"
         return self._why_never(info) or f"it is {self.roster.standing(device_id) or 'not there'}"

@@ -18,7 +18,7 @@ EXTREMES = ("accuracy", "loss", "train_loss", "seconds", "node_accuracy")
 _SOURCES = {"coordinator": 0, "evaluator": 1, "device": 2}
 _COLUMNS = (
     "round", "started_at", "closed_at", "num_devices", "num_updates", "train_loss", "bytes_up", "bytes_down",
-    "node_accuracy", "worst_node_accuracy", "seconds",
+    "node_accuracy", "worst_node_accuracy", "seconds", "disagreement",
 )  # fmt: skip
 _SCORES = ("loss", "accuracy")
 
@@ -79,7 +79,7 @@ def _rows(store: Store, run_id: str, after: int) -> list[Row]:
         select(
             Round.round, Round.started_at, Round.closed_at, Round.num_devices, Round.num_updates, Round.loss,
             Round.bytes_up, Round.bytes_down, Round.node_accuracy, Round.worst_node_accuracy,
-            Round.closed_at - Round.started_at,
+            Round.closed_at - Round.started_at, Round.facts["disagreement"].as_float(),
         )
         .where(Round.run_id == run_id, Round.round > after, Round.closed_at.is_not(None))
         .order_by(Round.round)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import click
+import click.testing
 import pytest
 
 from edgefl import __version__, errors
@@ -36,6 +37,13 @@ def test_every_command_has_a_module_and_a_help_text_for_each_of_its_parts(name: 
             assert isinstance(found, click.Group)
             found = found.commands[word]
         assert found.get_short_help_str(), leaf
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_a_group_says_what_each_command_does_in_a_whole_sentence(name: str) -> None:
+    command = importlib.import_module(f"edgefl.cli.{name}").command
+    text = click.testing.CliRunner().invoke(command, ["--help"]).stdout
+    assert "..." not in text.partition("Commands:")[2]
 
 
 def test_help_lists_every_command() -> None:

@@ -180,7 +180,7 @@ def test_submit_says_what_the_strategy_keeps_for_the_devices_and_refuses_too_muc
     path = tmp_path / "compensated.toml"
     path.write_text('[run]\ntask = "digits"\nrounds = 1\n[strategy]\nname = "dc-asgd"\n')
     ended = edgefl("run", "submit", path, "--watch")
-    assert (ended.code, "dc-asgd keeps" in ended.err, "bytes for 2 devices" in ended.err) == (0, True, True)
+    assert (ended.code, "dc-asgd keeps" in ended.err, "B for 2 devices" in ended.err) == (0, True, True)
     path.write_text('[run]\ntask = "digits"\nmax_state_bytes = 1000\n[strategy]\nname = "dc-asgd"\n')
     refused = edgefl("run", "submit", path)
     assert refused.code == 3

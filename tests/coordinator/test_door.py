@@ -312,6 +312,14 @@ def test_when_all_are_required_one_refusal_ends_the_run_at_once_and_the_others_f
     assert "pi-2" not in {device for device, kind, _ in site.bell.commands if kind == "end"}
 
 
+def test_a_run_that_fails_at_once_blames_no_device_for_a_time_that_has_not_passed() -> None:
+    site = Site(2, require="all", ready_s=10.0)
+    site.events()
+    site.answer("pi-2", "can", ready=False, reason="no shard")
+    with pytest.raises(RunFailedError, match=r"pi-1: it has not answered yet \(can\); pi-2: no shard"):
+        site.events()
+
+
 def test_a_required_device_that_is_away_is_waited_for_and_then_named() -> None:
     site = Site(1, require="all", ready_s=10.0)
     site.add("pi-2", 102, online=False)

@@ -140,6 +140,7 @@ def test_a_canary_that_refuses_ends_it_and_the_others_never_hear_of_it(settled: 
     settled.until_all_run(settled.good)
 
 
+@pytest.mark.slow
 def test_a_canary_that_says_nothing_takes_the_others_back_and_gives_up_itself_later(settled: Models) -> None:
     silent = settled.fleet.processes["device-02"]
     silent.send_signal(signal.SIGSTOP)
@@ -171,6 +172,7 @@ def test_a_coordinator_that_is_killed_in_the_middle_goes_on_with_it(settled: Mod
     assert settled.wait(deployment)["counts"] == {"running": 3}
 
 
+@pytest.mark.slow
 def test_a_newer_deployment_takes_the_place_of_one_that_waits(settled: Models) -> None:
     settled.fleet.end("device-03")
     first = settled.deploy(settled.better, tolerance=1.0)
@@ -291,6 +293,7 @@ def slow_way(fleet: LocalFleet, device: str) -> Iterator[SlowWay]:
         way.close()
 
 
+@pytest.mark.slow
 def test_a_device_that_is_killed_while_it_fetches_goes_on_when_it_starts_again(settled: Models) -> None:
     fleet = settled.fleet
     with slow_way(fleet, "device-02") as way:
@@ -328,6 +331,7 @@ def test_a_device_that_is_killed_while_it_checks_decides_when_it_starts_again(se
     assert settled.wait(deployment)["counts"] == {"running": 1}
 
 
+@pytest.mark.slow
 def test_a_device_that_joins_later_gets_the_model_of_the_fleet(settled: Models) -> None:
     late = LocalDevice(name="late", shards={"digits": str(settled.tools.shards[3])})
     settled.fleet.add_device(late)
@@ -360,6 +364,7 @@ def test_boards_without_torch_say_so_and_get_no_training_of_a_task_that_needs_it
     assert not tools.tracebacks(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_board_without_torch_judges_and_runs_a_model_that_needed_torch(tools: Any, tmp_path: Path) -> None:
     shards = tmp_path / "images"
     write_images(shards)

@@ -150,6 +150,7 @@ def test_models_of_rounds_that_are_done_again_are_kept_again(fleet: LocalFleet, 
     assert all(row["round"] <= last and fleet.model_file(row["sha256"]).exists() for row in kept)
 
 
+@pytest.mark.slow
 def test_an_asynchronous_run_goes_on_without_a_gap_and_counts_nothing_twice(fleet: LocalFleet, tools: Any) -> None:
     config = tools.gated_run(pace_s=0.05, iterations=2, updates=90, updates_per_round=3)
     config = replace(config, strategy=replace(config.strategy, name="asgd"))

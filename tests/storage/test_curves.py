@@ -8,7 +8,7 @@ import pytest
 
 from edgefl.storage.curves import course, curve, kept_places
 from edgefl.storage.queries import history
-from edgefl.storage.records import DispatchRow, EvaluationRow, UpdateRow
+from edgefl.storage.records import DispatchRow, EvaluationRow, RoundFigures, UpdateRow
 from edgefl.storage.spans import newest_rounds, spans
 from edgefl.storage.store import Store
 
@@ -75,6 +75,12 @@ def test_a_thinned_curve_keeps_its_ends_its_extremes_and_its_totals(store: Store
     assert rounds == sorted(rounds)
     for row in rows:
         assert (row["total_up"], row["total_down"]) == (20 * row["round"], 40 * row["round"])
+
+
+def test_a_curve_says_how_far_the_devices_models_lie_apart_where_that_is_known(store: Store) -> None:
+    store.set_round_figures("r", 7, RoundFigures(facts={"disagreement": 0.25}))
+    rows = {row["round"]: row for row in curve(store, "r", 40)[1]}
+    assert (rows[7]["disagreement"], rows[8]["disagreement"]) == (0.25, None)
 
 
 def test_a_curve_of_enough_points_is_whole_and_one_of_no_rounds_empty(store: Store) -> None:

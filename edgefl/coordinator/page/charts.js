@@ -3,7 +3,7 @@
 import { extent, linear, niceTicks, timeTicks } from "./axes.js";
 import { framed, h, replace, s } from "./dom.js";
 
-const MARGIN = { top: 10, right: 14, bottom: 38, left: 46 };
+const MARGIN = { top: 10, right: 14, bottom: 38, left: 52 };
 const LETTER_PX = 6.4;
 const TICK_PX = { x: 84, y: 42 };
 
@@ -49,7 +49,7 @@ export class LineChart {
     const ys = padded(extent(points.map((point) => point[1])), y, 0.06);
     const yTicks = niceTicks(ys[0], ys[1], (this.height - MARGIN.top - MARGIN.bottom) / TICK_PX.y);
     const labels = yTicks.map((tick) => y.format(tick));
-    this.left = Math.max(MARGIN.left, 26 + LETTER_PX * Math.max(...labels.map((text) => text.length)));
+    this.left = Math.max(MARGIN.left, 31 + LETTER_PX * Math.max(...labels.map((text) => text.length)));
     const xTicks = (x.isTime ? timeTicks : niceTicks)(xs[0], xs[1], (width - this.left - MARGIN.right) / TICK_PX.x)
       .filter((tick) => !x.isWhole || Number.isInteger(tick));
     this.toX = linear(xs, [this.left, width - MARGIN.right]);

@@ -12,6 +12,7 @@ import { facts } from "./run.js";
 
 const NUM_BEATS = 720;
 const NUM_ROWS = 25;
+const SHOWN_DIGITS = 12;
 
 function number(text) {
   return h("td", { class: "number" }, text);
@@ -29,12 +30,14 @@ export function deviceView(root, deviceId) {
   let shown = "";
   let seen = "";
   let lastEvent = null;
+  let deployed = null;
   const path = `devices/${encodeURIComponent(deviceId)}`;
   replace(root, h("p", { class: "quiet" }, "Loading…"));
   get(path).then((found) => {
     const rows = Object.entries({ examples: found.examples, version: found.version, "joined at": moment(found.joined_at), ...found.capabilities })
       .filter(([, value]) => value !== null && value !== "").map(([name, value]) => h("tr", {}, h("th", { scope: "row" }, words(name)), h("td", { class: "break" }, plain(value))));
     replace(abilities, rows);
+    deployed = found.model ? found.model.slice(0, SHOWN_DIGITS) : null;
     replace(root, head, numbers, h("div", { class: "charts" }, heat.element, load.element),
       h("section", {}, h("h2", {}, "Newest assignments"), done), h("section", {}, h("h2", {}, "Events"), events),
       h("details", {}, h("summary", {}, "What it is and can do"), h("div", { class: "scroll" }, h("table", { class: "settings" }, abilities))));
@@ -67,7 +70,7 @@ export function deviceView(root, deviceId) {
       h("tbody", {}, [...rows].reverse().map((row) => h("tr", {}, h("th", { scope: "row" }, link(["runs", row.run_id], model.runs.get(row.run_id)?.name ?? row.run_id)),
         number(count(row.round)), h("td", { class: row.outcome && row.outcome !== "used" ? "warn" : null, title: row.reason }, row.outcome ?? "outstanding"),
         number(seconds(row.compute_s)), number(seconds(row.send_s)), number(seconds(row.wait_s)), number(bytes(row.bytes_up)), number(bytes(row.bytes_down)),
-        number(row.loss === null ? "–" : row.loss.toFixed(3))))))));
+        number(row.loss === null ? "–" : row.loss.toPrecision(3))))))));
   }
 
   function draw() {
@@ -89,12 +92,13 @@ export function deviceView(root, deviceId) {
       replace(head, h("div", {}, h("h1", {}, deviceId, " ", presence(row)), h("p", { class: "minor" }, row.model ?? "")),
         h("p", { class: "actions" }, row.presence === "never seen" && !isDrained ? null : button(isDrained ? "Give it work again" : "Drain", go, { class: isDrained ? "primary" : null })));
     }
-    const now = JSON.stringify(row);
+    const now = JSON.stringify([row, deployed]);
     if (now === seen) return;
     seen = now;
     replace(numbers, facts([["At work on", work(row)], ["Temperature", temperature(row)], ["Held back by", row.throttled?.replaceAll(",", ", ") ?? "nothing"], ["CPU", percent(row.cpu_fraction)], ["Memory", percent(row.memory_fraction)],
       ["Power", row.power_w === undefined ? null : `${row.power_w.toFixed(1)} W`], ["Battery", row.battery_fraction === undefined ? null : percent(row.battery_fraction)],
-      ["An iteration", row.seconds_per_iteration ? seconds(row.seconds_per_iteration) : null], ["Role", row.role], ["Groups", row.groups?.join(", ") ?? null], ["Tasks", row.tasks?.join(", ") ?? "no shard"]]));
+      ["An iteration", row.seconds_per_iteration ? seconds(row.seconds_per_iteration) : null], ["Role", row.role], ["Groups", row.groups?.join(", ") ?? null], ["Tasks", row.tasks?.join(", ") ?? "no shard"],
+      ["Deployed model", deployed]]));
   }
 
   function update() {

@@ -11,6 +11,7 @@ import { TimeLine } from "./timeline.js";
 
 const ACCURACY = { label: "accuracy", format: (value) => digits(value, 3), exact: (value) => value.toFixed(4), least: 0, most: 1 };
 const LOSS = { label: "loss", format: (value) => digits(value, 3), exact: (value) => value.toFixed(4), least: 0 };
+const APART = { label: "distance to their mean", format: (value) => digits(value, 3), exact: (value) => value.toPrecision(3), min: 0 };
 const X = {
   rounds: { text: "Rounds", of: (row) => row.round, axis: { label: "round", name: "round", format: (value) => count(value), isWhole: true } },
   time: { text: "Time", of: (row, first) => row.closed_at - first, axis: { label: "time since the first round began", name: "after", format: (value) => seconds(value), isTime: true, min: 0 } },
@@ -26,11 +27,14 @@ export class RunCharts {
     this.loss = isShort ? null : new LineChart("Loss");
     this.traffic = new LineChart("Traffic", { height: 200 });
     this.pace = isShort ? null : new LineChart("Seconds a round", { height: 200 });
+    // Only where devices have models of their own is there anything to disagree about.
+    this.apart = isShort ? null : new LineChart("Disagreement of the devices' models", { height: 200 });
+    if (this.apart) this.apart.element.hidden = true;
     this.line = new TimeLine();
     this.note = h("p", { class: "error" });
     const choices = Object.entries(X).map(([key, { text }]) => button(text, () => { this.x = key; this.draw(); }, { "data-x": key }));
     this.choice = h("div", { class: "choice", role: "group", "aria-label": "Against what the curves are drawn" }, choices);
-    const charts = [this.curve, this.loss, this.traffic, this.pace].filter(Boolean);
+    const charts = [this.curve, this.loss, this.traffic, this.pace, this.apart].filter(Boolean);
     this.element = h("div", {}, h("div", { class: "bar" }, h("span", { class: "quiet" }, "Against"), this.choice), this.note,
       h("div", { class: "charts" }, charts.map((chart) => chart.element)), this.line.element);
   }
@@ -40,6 +44,9 @@ export class RunCharts {
     setText(this.note, course.error);
     if (!course.isLoaded) return;
     const rows = courseRows(course);
+    const status = model.runs.get(this.runId)?.status ?? "queued";
+    // A run that ended before its first round has nothing to draw, and never will.
+    this.element.hidden = !rows.length && !["queued", ...LIVE].includes(status);
     const x = X[this.x];
     const first = rows[0]?.started_at ?? 0;
     for (const entry of this.choice.children) entry.setAttribute("aria-pressed", String(entry.dataset.x === this.x));
@@ -52,6 +59,10 @@ export class RunCharts {
     this.loss?.show({ x: x.axis, y: LOSS, series: [{ name: "test", tone: "a", points: points("loss") }, { name: "training", tone: "b", isDashed: true, points: points("train_loss") }] });
     this.traffic.show({ x: x.axis, y: { label: "bytes in all", format: bytes, min: 0 }, series: [{ name: "up, from devices", tone: "a", points: points("total_up") }, { name: "down, to devices", tone: "b", isDashed: true, points: points("total_down") }] });
     this.pace?.show({ x: x.axis, y: { label: "time of a round", format: seconds, min: 0 }, series: [{ name: "round", tone: "a", points: points("seconds") }] });
+    if (this.apart) {
+      this.apart.element.hidden = !rows.some((row) => (row.disagreement ?? null) !== null);
+      this.apart.show({ x: x.axis, y: APART, series: [{ name: "disagreement", tone: "a", points: points("disagreement") }] });
+    }
     this.line.show(course.spans, course.numDevices);
   }
 }
@@ -67,7 +78,7 @@ export function runFacts(run) {
   return facts([
     ["Rounds", progress(run)],
     ["Accuracy", accuracy(run.accuracy)],
-    ["Lasted", seconds(lasted(run))],
+    ["Lasted", seconds(lasted(run, newest))],
     ["Last round", newest ? seconds(newest.seconds) : null],
     ["Up", newest ? bytes(newest.total_up) : null],
     ["Down", newest ? bytes(newest.total_down) : null],

@@ -11,9 +11,10 @@ export function status(run) {
   return h("span", { class: `status ${run.status}` }, run.status);
 }
 
-export function lasted(run) {
-  if (!run.started_at) return null;
-  return (run.finished_at ?? (LIVE.includes(run.status) ? nowS() : null) ?? run.started_at) - run.started_at;
+// A run whose coordinator was killed has no end; then its newest round says how far it came.
+export function lasted(run, newest = null) {
+  const end = run.finished_at ?? (LIVE.includes(run.status) ? nowS() : null) ?? newest?.closed_at;
+  return run.started_at && end ? end - run.started_at : null;
 }
 
 export function progress(run) {
