@@ -13,10 +13,11 @@ import click
 
 from edgefl.cli.history_files import export
 from edgefl.cli.history_plot import plot
-from edgefl.cli.history_source import Source, source_of, source_options
+from edgefl.cli.history_source import Source, source_of
 from edgefl.cli.history_why import why
 from edgefl.cli.listing import ListedGroup
 from edgefl.cli.render import format_option, known_columns, print_pages, print_rows
+from edgefl.cli.whence import source_options
 from edgefl.errors import UsageError
 from edgefl.storage.columns import BY, COLUMNS, NOT_NEWEST, OF_NODES, SUMMED, columns_of
 from edgefl.summary import node_figures

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgefl.cli.history_source import rows_of, source_of, source_options
-from edgefl.errors import EdgeflError, NetworkError, UsageError
+from edgefl.cli.history_source import Source as Asked
+from edgefl.cli.history_source import source_of
+from edgefl.cli.whence import ask, source_options
+from edgefl.errors import EdgeflError, UsageError
 from edgefl.files import DATABASE_NAME
 from edgefl.history.plots.names import AXES, ENDINGS, KINDS, check_matplotlib
 from edgefl.types import Json
 
 if TYPE_CHECKING:
-    from edgefl.client import Operator
     from edgefl.history.series import RunHead, Source
 
 _HELP = "\b\n" + "\n".join(f"{name:15}{text}" for name, text in KINDS.items())
@@ -81,28 +82,26 @@ def plot(  # noqa: PLR0913 the options of one command
 def _source(directory: Path | None, url: str | None) -> Iterator[Source]:
     found = source_of(directory, url)
     if found.directory is None:
-        from edgefl.client import Operator  # noqa: PLC0415 only commands that talk need it
-
-        yield OperatorSource(Operator.from_options(url))
+        yield OperatorSource(found)
         return
     from edgefl.history.store_source import StoreSource  # noqa: PLC0415 SQLAlchemy is slow to load
     from edgefl.storage.store import Store  # noqa: PLC0415 likewise
 
-    with Store.open(found.directory.expanduser() / DATABASE_NAME, read_only=True) as store:
+    with Store.open(found.directory / DATABASE_NAME, read_only=True) as store:
         yield StoreSource(store, lambda record: batch_size(record.task, record.strategy, record.config))
 
 
 class OperatorSource:
     """A `Source` of the history that asks a coordinator over HTTPS."""
 
-    def __init__(self, operator: Operator) -> None:
-        self._operator = operator
+    def __init__(self, asked: Asked) -> None:
+        self._asked = asked
 
     def run(self, text: str) -> RunHead:
         from edgefl.client import named_path  # noqa: PLC0415 only commands that talk need it
         from edgefl.history.series import RunHead  # noqa: PLC0415 numpy is slow to load
 
-        record = self._get(named_path("runs", text))
+        record = ask(self._asked.url, named_path("runs", text), what="store")
         known = batch_size(record["task"], record["strategy"], record.get("config") or {})
         return RunHead(run_id=record["run_id"], name=record["name"], strategy=record["strategy"], batch_size=known)
 
@@ -117,21 +116,8 @@ class OperatorSource:
     ) -> list[Json]:
         filters = {"run": run, "since": since, "until": until, "limit": limit}
         if limit is not None:
-            return rows_of(self._get(f"/edgefl/v1/history/{kind}", filters))
-        # A coordinator that gives pages says what comes next; one that does not gives all rows at once.
-        rows: list[Json] = []
-        after: str | None = ""
-        while after is not None:
-            answer = self._get(f"/edgefl/v1/history/{kind}", {**filters, "after": after})
-            rows += rows_of(answer)
-            after = answer.get("next")
-        return rows
-
-    def _get(self, path: str, filters: Mapping[str, Any] | None = None) -> Json:
-        try:
-            return self._operator.get(path, filters)
-        except NetworkError as error:
-            raise NetworkError(f"{error}; --dir DIR reads the store of a coordinator that does not run") from error
+            return self._asked.newest(kind, filters)
+        return [row for page in self._asked.pages(kind, filters) for row in page]
 
 
 def batch_size(task: str, strategy: str, config: Mapping[str, Any]) -> int | None:

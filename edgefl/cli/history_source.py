@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import click
-
-from edgefl.errors import NetworkError, UsageError
+from edgefl.cli.whence import ask, directory_of
+from edgefl.errors import NetworkError
 from edgefl.files import DATABASE_NAME
 from edgefl.types import Json
 
 _PATH = "/edgefl/v1/history"
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def source_options(function: Function) -> Function:
-    """Adds `--dir` and `--url`; the command gets them as `directory` and `url`."""
-    function = click.option("--url", metavar="URL", help="Ask this coordinator [default: the one in operator.toml].")(
-        function
-    )
-    path = click.Path(path_type=Path)
-    return click.option("--dir", "directory", type=path, help="Read the store in this coordinator's directory.")(
-        function
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,15 +60,10 @@ class Source:
 
     def _database(self) -> Path:
         assert self.directory is not None
-        return self.directory.expanduser() / DATABASE_NAME
+        return self.directory / DATABASE_NAME
 
     def _get(self, kind: str, params: Mapping[str, Any]) -> Json:
-        from edgefl.client import Operator  # noqa: PLC0415 only commands that talk need it
-
-        try:
-            return Operator.from_options(self.url).get(f"{_PATH}/{kind}", params)
-        except NetworkError as error:
-            raise NetworkError(f"{error}; --dir DIR reads the store of a coordinator that does not run") from error
+        return ask(self.url, f"{_PATH}/{kind}", params, what="store")
 
 
 def source_of(directory: Path | None, url: str | None) -> Source:
@@ -92,20 +72,7 @@ def source_of(directory: Path | None, url: str | None) -> Source:
     Raises:
         UsageError: both are named.
     """
-    if directory is not None and url is not None:
-        raise UsageError("--dir reads a store and --url asks a coordinator; give one of them")
-    if directory is None and not url and not _has_operator_file():
-        from edgefl.coordinator.directory import default_directory  # noqa: PLC0415 fast start
-
-        directory = default_directory()
-    return Source(directory=directory, url=url)
-
-
-def _has_operator_file() -> bool:
-    from edgefl.client import operator_path  # noqa: PLC0415 only when no directory was named
-
-    path = operator_path()
-    return "EDGEFL_URL" in os.environ or path.exists() or any(path.parent.glob("operator.*.toml"))
+    return Source(directory=directory_of(directory, url), url=url)
 
 
 def rows_of(answer: Json) -> list[Json]:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from edgefl.cli.history_source import source_of, source_options
+from edgefl.cli.history_source import source_of
+from edgefl.cli.whence import source_options
 
 
 @click.command(name="why")

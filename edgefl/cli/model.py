@@ -10,8 +10,9 @@ import click
 from edgefl.cli.listing import ListedGroup
 from edgefl.cli.model_data import ModelData, part_option
 from edgefl.cli.model_deploy import deploy, deployments
-from edgefl.cli.model_source import load_model, model_source, source_options
+from edgefl.cli.model_source import load_model, model_source
 from edgefl.cli.render import format_option, human, human_bytes, print_rows
+from edgefl.cli.whence import source_options
 from edgefl.errors import NotFoundError, UsageError
 
 if TYPE_CHECKING:

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
-import click
-
-from edgefl.errors import NetworkError, NotFoundError, UsageError
+from edgefl.cli.whence import ask, directory_of
+from edgefl.errors import NotFoundError
 from edgefl.files import DATABASE_NAME
 
 if TYPE_CHECKING:
     from edgefl.types import Array, Json
 
 EVALUATOR = "evaluator"
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class ModelSource(Protocol):
@@ -31,32 +28,14 @@ class ModelSource(Protocol):
         """Gives the model's safetensors file, named by its SHA-256, while the block lasts."""
 
 
-def source_options(function: Function) -> Function:
-    """Adds `--dir` and `--url`; the command gets `directory` and `url`, which `model_source` takes."""
-    directory = click.option(
-        "--dir",
-        "directory",
-        type=click.Path(path_type=Path, file_okay=False),
-        help="Read the models in this coordinator's directory.",
-    )
-    url = click.option("--url", metavar="URL", help="Ask this coordinator [default: the one in operator.toml].")
-    return directory(url(function))
-
-
 def model_source(directory: Path | None, url: str | None) -> ModelSource:
     """Returns where to look: in a directory, else at a coordinator; without either the one that this user knows.
 
     Raises:
         UsageError: both are given.
     """
-    from edgefl.client import Operator, knows_coordinator  # noqa: PLC0415 fast start
-    from edgefl.coordinator.directory import default_directory  # noqa: PLC0415 likewise
-
-    if directory is not None and url is not None:
-        raise UsageError("--dir reads a coordinator's directory and --url asks a coordinator; give one of them")
-    if directory is None and (url or knows_coordinator()):
-        return _Running(operator=Operator.from_options(url))
-    return _Stopped(directory=(directory or default_directory()).expanduser())
+    found = directory_of(directory, url)
+    return _Running(url=url) if found is None else _Stopped(directory=found)
 
 
 def load_model(source: ModelSource, row: Json) -> dict[str, Array]:
@@ -83,7 +62,7 @@ def coordinator_shard(directory: Path | None, task: str) -> Path | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Running:
-    operator: Any
+    url: str | None
 
     def rows(self, run: str | None) -> list[Json]:
         rows: list[Json] = self._get("/edgefl/v1/models", run)["rows"]
@@ -96,16 +75,14 @@ class _Running:
     def file(self, sha256: str) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="edgefl-") as folder:
             path = Path(folder) / f"{sha256}.safetensors"
+            from edgefl.client import Operator  # noqa: PLC0415 fast start
+
             with path.open("wb") as into:
-                self.operator.download(f"{_path(sha256)}/file", into)
+                Operator.from_options(self.url).download(f"{_path(sha256)}/file", into)
             yield path
 
     def _get(self, path: str, run: str | None) -> Json:
-        try:
-            answer: Json = self.operator.get(path, {"run": run})
-        except NetworkError as error:
-            raise NetworkError(f"{error}; --dir DIR reads the models of a coordinator that does not run") from error
-        return answer
+        return ask(self.url, path, {"run": run}, what="models")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

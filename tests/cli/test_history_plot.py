@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 
 from edgefl.cli.history import command
 from edgefl.cli.history_plot import OperatorSource, batch_size
+from edgefl.cli.history_source import Source
 from edgefl.cli.main import main
 from edgefl.cli.operator import grant_access
 from edgefl.coordinator.directory import init_directory
@@ -192,8 +193,10 @@ class Pages:
         return {"rows": rows, "next": str(behind) if behind < len(self.numbers) else None}
 
 
-def test_a_coordinator_that_gives_pages_is_asked_until_the_last() -> None:
-    source = OperatorSource(Pages(1, 2, 3, 4, 5))  # type: ignore[arg-type] # the part of an operator that is used
+def test_a_coordinator_that_gives_pages_is_asked_until_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = Pages(1, 2, 3, 4, 5)
+    monkeypatch.setattr("edgefl.client.Operator.from_options", lambda _url: pages)
+    source = OperatorSource(Source(directory=None, url="https://localhost:9443"))
     assert [row["round"] for row in source.rows("updates", run="r")] == [1, 2, 3, 4, 5]
     assert [row["round"] for row in source.rows("updates", run="r", limit=3)] == [3, 4, 5]
     with pytest.raises(NetworkError, match="answered without rows"):
