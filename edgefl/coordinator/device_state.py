@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from edgefl.config import RunConfig
+from edgefl.coordinator.admission import model_size
 from edgefl.coordinator.participants import is_meant
 from edgefl.coordinator.roster import Roster
 from edgefl.errors import ConfigError
 from edgefl.protocol import MAX_PEER_BYTES
-from edgefl.types import DeviceInfo, Json, Role, Tensor, Tensors
+from edgefl.types import DeviceInfo, Json, Role, Tensors
 
 
 def check_device_state(config: RunConfig, strategy: Any, model: Tensors, roster: Roster) -> Json:
@@ -49,7 +49,7 @@ def check_messages(strategy: Any, model: Tensors) -> None:
         ConfigError: it is more than a message may have.
     """
     declared = getattr(strategy, "bytes_per_message", None)
-    needed = 0 if declared is None else int(declared(_model_bytes(model)))
+    needed = 0 if declared is None else int(declared(model_size(model)))
     if needed > MAX_PEER_BYTES:
         raise ConfigError(
             f"devices send each other messages of at most {_readable(MAX_PEER_BYTES)}, this run's have "
@@ -60,17 +60,13 @@ def check_messages(strategy: Any, model: Tensors) -> None:
 def bytes_per_device(strategy: Any, model: Tensors) -> int:
     """Returns how many bytes the strategy declares to keep for each device."""
     declared = getattr(strategy, "bytes_per_device", None)
-    return 0 if declared is None else int(declared(_model_bytes(model)))
+    return 0 if declared is None else int(declared(model_size(model)))
 
 
 def _is_meant(info: DeviceInfo, config: RunConfig) -> bool:
     devices = config.devices
     chosen = is_meant(info, task=config.run.task, groups=devices.groups, names=devices.names)
     return info.role == Role.TRAINER and chosen
-
-
-def _model_bytes(model: Mapping[str, Tensor]) -> int:
-    return sum(getattr(tensor, "nbytes", 0) for tensor in model.values())
 
 
 def _readable(num_bytes: int) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from edgefl.config import RunConfig
-from edgefl.coordinator.admission import terms_of
+from edgefl.coordinator.admission import Admitting, terms_of
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.door import NotReadyError
 from edgefl.coordinator.facts import facts_of
@@ -22,8 +22,9 @@ from edgefl.coordinator.ledger import EventRow, Ledger
 from edgefl.coordinator.live_fleet import Bell, FleetRun, InterruptedRunError, LiveFleet
 from edgefl.coordinator.model_journal import ModelJournal
 from edgefl.coordinator.participants import EncodeChanges
+from edgefl.coordinator.planning import Plannable
 from edgefl.coordinator.recorder import Recorder
-from edgefl.coordinator.resuming import Resumed, check_resumable, resumed_state
+from edgefl.coordinator.resuming import Resumable, Resumed, check_resumable, resumed_state
 from edgefl.coordinator.roster import Roster
 from edgefl.coordinator.run_meter import RunMeter
 from edgefl.coordinator.superlink import Reply, SuperLink
@@ -36,37 +37,20 @@ from edgefl.storage.records import RunRecord, RunStatus
 from edgefl.storage.rewinding import RESUMED
 from edgefl.storage.store import Store
 from edgefl.strategies.gate import StrategyGate
-from edgefl.tally import Goal, RoundCount
-from edgefl.types import Json, Progress, Shapes, Stop, Strategy, Tensors
+from edgefl.types import Json, Progress, Stop, Tensors
 
 log = logging.getLogger(__name__)
 
 
-class Assembled(Protocol):
+class Assembled(Admitting, Plannable, Resumable, Protocol):
     """What `assembly.assemble` makes of a run file."""
 
     @property
-    def config(self) -> RunConfig: ...
-    @property
-    def model(self) -> Tensors: ...
-    @property
-    def strategy(self) -> Strategy[Any]: ...
-    @property
-    def goal(self) -> Goal: ...
-    @property
     def evaluate(self) -> EvaluationRule: ...
-    @property
-    def rounds(self) -> RoundCount: ...
-    @property
-    def gate(self) -> StrategyGate: ...
     @property
     def header(self) -> Json: ...
     @property
     def needs_torch(self) -> bool: ...
-    @property
-    def layout(self) -> str: ...
-    @property
-    def shapes(self) -> Shapes: ...
     @property
     def encode(self) -> Callable[[Tensors, int], bytes]: ...
     @property

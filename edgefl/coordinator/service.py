@@ -12,20 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from fastapi import APIRouter
-from starlette.requests import Request
-
 from edgefl.config import AlertSettings, CoordinatorSettings, RunConfig
 from edgefl.coordinator import pki
-from edgefl.coordinator.access import is_loopback, require_operator, require_viewer, rights
+from edgefl.coordinator.access import is_loopback
 from edgefl.coordinator.alert_watch import AlertSources, AlertWatch
-from edgefl.coordinator.api import operator_router
 from edgefl.coordinator.broker import Broker, BrokerAddress, BrokerTls, connect_host
 from edgefl.coordinator.brokers import make_broker
 from edgefl.coordinator.bus import Bus
-from edgefl.coordinator.curve_book import CurveBook
-from edgefl.coordinator.dashboard import dashboard_router
-from edgefl.coordinator.deployment_api import deployment_router, require_device
 from edgefl.coordinator.deployment_files import Export
 from edgefl.coordinator.deployments import Deployments
 from edgefl.coordinator.device_series import device_series
@@ -33,21 +26,20 @@ from edgefl.coordinator.device_state import check_device_state, check_messages
 from edgefl.coordinator.diary import Diary
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.draining import Draining
-from edgefl.coordinator.enrolment import BrokerSite, EnrolmentService, enrolment_router
+from edgefl.coordinator.enrolment import BrokerSite, EnrolmentService
 from edgefl.coordinator.evaluator import EvaluatorProcess
 from edgefl.coordinator.feed import Feed
 from edgefl.coordinator.feed_state import FeedState
 from edgefl.coordinator.fleet_collector import FleetCollector, Sources
-from edgefl.coordinator.jobs_api import jobs_router
 from edgefl.coordinator.kept_models import sweep_models
-from edgefl.coordinator.metrics import Metrics, metrics_router
-from edgefl.coordinator.models_api import model_router
-from edgefl.coordinator.page_api import PageSite, page_router
+from edgefl.coordinator.membership import Membership
+from edgefl.coordinator.metrics import Metrics
 from edgefl.coordinator.planning import plan_run
 from edgefl.coordinator.presence import Presence
 from edgefl.coordinator.questions import Questions
 from edgefl.coordinator.refusals import Refusals
 from edgefl.coordinator.roster import Roster
+from edgefl.coordinator.routes import Answering, all_routers
 from edgefl.coordinator.run_meter import RunMeter
 from edgefl.coordinator.runs import Assemble, Assembled, RunSite, RunWorker
 from edgefl.coordinator.superlink import Reply, SuperLink
@@ -183,7 +175,8 @@ class Coordinator:
         )
         self._closers.callback(self._last_flush)
         self._superlink = SuperLink(on_reply=self._post, on_contact=self._roster.note_contact)
-        self._restore_devices()
+        self._members = Membership(self._store, self._superlink, self._roster)
+        self._members.restore()
         self._draining = Draining(self._store, self._roster, self._send_command, time.time)
         self._draining.restore()
         self._feed = Feed(FeedState(store=self._store, roster=self._roster), last_seen=lambda: last_seen(self._store))
@@ -288,48 +281,6 @@ class Coordinator:
         else:  # a node that goes on by itself
             self._bus.command(device_id, Command(id=f"end-{run}", kind=CommandKind.END, argument=run))
 
-    def _restore_devices(self) -> None:
-        told = self._store.capabilities()
-        for record in self._store.devices():
-            if record.node_id is None:
-                self._enrolled(record.device_id, record.public_key)
-            else:
-                self._superlink.state.restore_node(record.node_id, record.public_key)
-                self._roster.add(
-                    record.device_id,
-                    node_id=record.node_id,
-                    role=record.role,
-                    groups=record.groups,
-                    examples=record.examples,
-                    facts=told[record.device_id].facts if record.device_id in told else None,
-                )
-
-    def _enrolled(self, device_id: str, public_key: bytes) -> None:
-        """Gives a device that has just joined its place in Flower and in the roster; it may ask for that twice."""
-        record, told = self._store.device(device_id), self._store.capabilities().get(device_id)
-        examples = dict(told.shards) if told else dict(record.examples)
-        node_id = self._superlink.register(public_key, device_id)
-        if record.node_id is None:
-            self._forget_former(device_id, node_id)
-            with self._store.batch(durable=True):
-                self._store.set_node_id(device_id, node_id)
-                self._store.update_device(device_id, examples=examples)
-                self._store.record_event("device-joined", f"as {record.role}", at=time.time(), device_id=device_id)
-        self._roster.add(
-            device_id,
-            node_id=node_id,
-            role=record.role,
-            groups=record.groups,
-            examples=examples,
-            facts=told.facts if told else None,
-        )
-
-    def _forget_former(self, device_id: str, node_id: int) -> None:
-        """Takes out an earlier device of this name: it was removed, and the new one counts its sessions anew."""
-        former = self._roster.remove(device_id)
-        if former is not None and former != node_id:
-            self._superlink.state.forget_node(former)
-
     def _open_bus(self) -> Bus:
         directory, options = self._directory, self._options
         tls = BrokerTls(ca=directory.ca_cert, cert=directory.server_cert, key=directory.server_key)
@@ -379,69 +330,36 @@ class Coordinator:
     def _open_web(
         self, listener: socket.socket, worker: RunWorker, questions: Questions, deployments: Deployments
     ) -> None:
-        directory, options = self._directory, self._options
-        site = BrokerSite(port=self._broker_address.port, host=self._outside_host())
-        service = EnrolmentService(
-            directory=directory,
+        enrolment = EnrolmentService(
+            directory=self._directory,
             store=self._store,
-            on_enrolled=self._enrolled,
-            broker=site,
+            on_enrolled=self._members.enrolled,
+            broker=BrokerSite(port=self._broker_address.port, host=self._outside_host()),
             evaluator_token=lambda: self._evaluator_token_id,
         )
-        viewer, acting = require_viewer(directory, listen_host=options.host), require_operator(directory)
-        jobs = jobs_router(
-            store=self._store,
-            worker=worker,
-            questions=questions,
-            plan=self._plan,
-            viewer=viewer,
-            operator=acting,
+        routers = all_routers(
+            Answering(
+                host=self._options.host,
+                directory=self._directory,
+                store=self._store,
+                roster=self._roster,
+                members=self._members,
+                worker=worker,
+                questions=questions,
+                deployments=deployments,
+                draining=self._draining,
+                feed=self._feed,
+                metrics=self._metrics,
+                enrolment=enrolment,
+                check=self._check,
+                plan=self._plan,
+            )
         )
-        operator = operator_router(
-            store=self._store,
-            roster=self._roster,
-            worker=worker,
-            check=self._check,
-            viewer=viewer,
-            operator=acting,
-        )
-        deploying = deployment_router(
-            store=self._store,
-            deployments=deployments,
-            viewer=viewer,
-            operator=acting,
-            device=require_device(self._signed_by),
-        )
-        routers = [
-            enrolment_router(service),
-            jobs,
-            operator,
-            model_router(store=self._store, folder=directory.models, viewer=viewer),
-            deploying,
-            metrics_router(self._metrics.text, viewer),
-            self._page(),
-            dashboard_router(),
-        ]
         app = make_app(self._superlink.api, routers)
-        web = WebServer(self._metrics.counting(app), directory, listener)
+        web = WebServer(self._metrics.counting(app), self._directory, listener)
         web.start()
         self._closers.callback(web.stop)
         self._closers.callback(self._feed.close)  # first: open feeds would hold up the server's end
-
-    def _page(self) -> APIRouter:
-        directory, host = self._directory, self._options.host
-        site = PageSite(
-            directory=directory,
-            store=self._store,
-            feed=self._feed,
-            curves=CurveBook(self._store),
-            draining=self._draining,
-            check=self._check,
-            rights=rights(directory, listen_host=host),
-        )
-        return page_router(
-            site, viewer=require_viewer(directory, listen_host=host), operator=require_operator(directory)
-        )
 
     def _send_command(self, device_id: str, command: Command) -> None:
         self._bus.command(device_id, command)
@@ -450,11 +368,6 @@ class Coordinator:
         """Returns the broker's host for devices when it is not this machine, which they know by their own names."""
         host = self._broker_address.host
         return host if self._options.has_external_broker and not is_loopback(host) else None
-
-    def _signed_by(self, request: Request) -> str | None:
-        """Returns the device that has signed a request; a device that was removed signs for nobody."""
-        node_id = self._superlink.api.node_of(request)
-        return None if node_id is None else self._roster.device_of(node_id)
 
     def _check(self, config: RunConfig) -> Json:
         return self._checked(self._assemble(config, "check"))
@@ -480,8 +393,7 @@ class Coordinator:
         token = None
         if not has_joined:
             if EVALUATOR_NAME in known:  # its state directory is gone, and with it the key that holds the name
-                self._store.remove_device(EVALUATOR_NAME, at=time.time())
-                self._superlink.remove(self._roster.remove(EVALUATOR_NAME))
+                self._members.remove(EVALUATOR_NAME)
             terms = TokenTerms(ttl_s=EVALUATOR_TOKEN_TTL_S, role="evaluator")
             made = make_token(self._store, self._directory, terms, now=time.time())
             self._evaluator_token_id, token = made.token_id, made.text()

@@ -10,11 +10,12 @@ import http.client
 import socket
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, Any
 
-from edgefl.errors import NetworkError, WrongCaError
+from edgefl.errors import NetworkError, StoreError, WrongCaError
 from edgefl.protocol import certificate_fingerprint, dump_json, error_from_code, load_json
 from edgefl.types import Json
 
@@ -111,19 +112,11 @@ def request(  # noqa: PLR0913 one argument per part of a request
         WrongCaError: the server's certificate is not from the context's CA; nothing was sent.
         NetworkError: no answer, or one of more than `max_bytes`.
     """
-    host, _, port = address.rpartition(":")
-    connection = http.client.HTTPSConnection(host.strip("[]"), int(port), timeout=timeout_s, context=context)
     kind = {"Content-Type": "application/json"} if body is not None else {}
-    try:
+    with _connected(address, context, timeout_s) as connection:
         connection.request(method, path, body=body, headers={**kind, **(headers or {})})
         response = connection.getresponse()
         answer = response.read(max_bytes + 1)
-    except ssl.SSLCertVerificationError as error:
-        raise _untrusted(address, error) from None
-    except (OSError, http.client.HTTPException) as error:
-        raise NetworkError(f"{address} cannot be reached: {_reason(error)}") from None
-    finally:
-        connection.close()
     if len(answer) > max_bytes:
         raise NetworkError(f"{address} answers more than {max_bytes} bytes")
     return response.status, answer
@@ -142,27 +135,43 @@ def download(
 
     Raises:
         WrongCaError, NetworkError: as `request`; also when the body ends too early.
+        StoreError: the file cannot be written.
     """
-    host, _, port = address.rpartition(":")
-    connection = http.client.HTTPSConnection(host.strip("[]"), int(port), timeout=timeout_s, context=context)
-    try:
+    with _connected(address, context, timeout_s) as connection:
         connection.request("GET", path, headers=dict(headers or {}))
         response = connection.getresponse()
         if response.status != 200:
             return response.status, response.read(MAX_ANSWER_BYTES)
         left = response.length
         while chunk := response.read(CHUNK_BYTES):
-            into.write(chunk)
+            _write(into, chunk)
             left = None if left is None else left - len(chunk)
+    if left:
+        raise NetworkError(f"{address} broke off {left} bytes before the end")
+    return 200, b""
+
+
+@contextmanager
+def _connected(address: str, context: ssl.SSLContext, timeout_s: float) -> Iterator[http.client.HTTPSConnection]:
+    """Gives a connection to HOST:PORT and closes it; what the network does wrong in the block is a `NetworkError`."""
+    host, _, port = address.rpartition(":")
+    connection = http.client.HTTPSConnection(host.strip("[]"), int(port), timeout=timeout_s, context=context)
+    try:
+        yield connection
     except ssl.SSLCertVerificationError as error:
         raise _untrusted(address, error) from None
     except (OSError, http.client.HTTPException) as error:
         raise NetworkError(f"{address} cannot be reached: {_reason(error)}") from None
     finally:
         connection.close()
-    if left:
-        raise NetworkError(f"{address} broke off {left} bytes before the end")
-    return 200, b""
+
+
+def _write(into: IO[bytes], chunk: bytes) -> None:
+    """Keeps a fault of the disk from passing for one of the network."""
+    try:
+        into.write(chunk)
+    except OSError as error:
+        raise StoreError(f"{into.name} cannot be written: {error.strerror or error}") from None
 
 
 def _hello(value: Json, *, skew_s: float) -> Hello:

@@ -18,7 +18,7 @@ from edgefl.cli.main import main
 from edgefl.cli.model import COLUMNS, command
 from edgefl.config import parse_run
 from edgefl.coordinator import pki
-from edgefl.errors import NetworkError, NotFoundError, WrongCaError
+from edgefl.errors import NetworkError, NotFoundError, StoreError, WrongCaError
 from edgefl.files import sha256_of_file
 from edgefl.local_fleet import LocalFleet
 from edgefl.local_run import cut_devices
@@ -278,6 +278,8 @@ def test_a_download_names_what_is_wrong(trained: Trained, tmp_path: Path) -> Non
         with pytest.raises(WrongCaError, match="nothing was sent"):
             replace(operator, ca_pem=other_ca()).download("/edgefl/v1/models/best/file", into)
     assert (tmp_path / "file").stat().st_size == 0
+    with Path("/dev/full").open("wb", buffering=0) as full, pytest.raises(StoreError, match="/dev/full cannot be"):
+        operator.download("/edgefl/v1/models/best/file", full)
 
 
 def other_ca() -> str:

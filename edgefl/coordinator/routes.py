@@ -1,0 +1,99 @@
+"""All that a coordinator answers over HTTPS beside Flower: puts the routers of its parts together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fastapi import APIRouter
+
+from edgefl.config import RunConfig
+from edgefl.coordinator.access import require_operator, require_viewer, rights
+from edgefl.coordinator.api import operator_router
+from edgefl.coordinator.curve_book import CurveBook
+from edgefl.coordinator.dashboard import dashboard_router
+from edgefl.coordinator.deployment_api import deployment_router, require_device
+from edgefl.coordinator.deployments import Deployments
+from edgefl.coordinator.directory import CoordinatorDirectory
+from edgefl.coordinator.draining import Draining
+from edgefl.coordinator.enrolment import EnrolmentService, enrolment_router
+from edgefl.coordinator.feed import Feed
+from edgefl.coordinator.jobs_api import jobs_router
+from edgefl.coordinator.membership import Membership
+from edgefl.coordinator.metrics import Metrics, metrics_router
+from edgefl.coordinator.models_api import model_router
+from edgefl.coordinator.page_api import PageSite, page_router
+from edgefl.coordinator.questions import Questions
+from edgefl.coordinator.roster import Roster
+from edgefl.coordinator.runs import RunWorker
+from edgefl.storage.store import Store
+from edgefl.types import Json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answering:
+    """The parts that answer; `host` is what the coordinator listens on.
+
+    `check` raises an EdgeflError for a run file that cannot work and returns what is to be said of one that can;
+    `plan` also returns what the run would do.
+    """
+
+    host: str
+    directory: CoordinatorDirectory
+    store: Store
+    roster: Roster
+    members: Membership
+    worker: RunWorker
+    questions: Questions
+    deployments: Deployments
+    draining: Draining
+    feed: Feed
+    metrics: Metrics
+    enrolment: EnrolmentService
+    check: Callable[[RunConfig], Json]
+    plan: Callable[[RunConfig], Json]
+
+
+def all_routers(parts: Answering) -> list[APIRouter]:
+    """Returns the routers; the last one takes what no other knows."""
+    directory, store, worker = parts.directory, parts.store, parts.worker
+    viewer, operator = require_viewer(directory, listen_host=parts.host), require_operator(directory)
+    page = PageSite(
+        directory=directory,
+        store=store,
+        feed=parts.feed,
+        curves=CurveBook(store),
+        draining=parts.draining,
+        check=parts.check,
+        rights=rights(directory, listen_host=parts.host),
+    )
+    return [
+        enrolment_router(parts.enrolment),
+        jobs_router(
+            store=store,
+            worker=worker,
+            questions=parts.questions,
+            plan=parts.plan,
+            viewer=viewer,
+            operator=operator,
+        ),
+        operator_router(
+            store=store,
+            roster=parts.roster,
+            worker=worker,
+            check=parts.check,
+            viewer=viewer,
+            operator=operator,
+        ),
+        model_router(store=store, folder=directory.models, viewer=viewer),
+        deployment_router(
+            store=store,
+            deployments=parts.deployments,
+            viewer=viewer,
+            operator=operator,
+            device=require_device(parts.members.signed_by),
+        ),
+        metrics_router(parts.metrics.text, viewer),
+        page_router(page, viewer=viewer, operator=operator),
+        dashboard_router(),
+    ]
