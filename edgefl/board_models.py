@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from edgefl.types import Scalar
+from edgefl.child_process import answer_once, ask_child
+from edgefl.storage.checkpoints import load_model_file
+from edgefl.types import Json, Scalar
 
 
 def export_for_boards(task: str, options: Mapping[str, Scalar], model: Path, out: Path) -> None:
@@ -18,15 +18,20 @@ def export_for_boards(task: str, options: Mapping[str, Scalar], model: Path, out
     Raises:
         EdgeflError: the task cannot be exported here, or the model is not of this task.
     """
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as child:
-        child.submit(_export, task, dict(options), model, out).result()
+    question = {"task": task, "options": dict(options), "model": str(model), "out": str(out)}
+    ask_child(__name__, question, what="exporting the model")
 
 
-def _export(task: str, options: Mapping[str, Scalar], model: Path, out: Path) -> None:
-    from edgefl.storage.checkpoints import load_model_file  # noqa: PLC0415 in the child alone
-    from edgefl.tasks.onnx_export import export_onnx  # noqa: PLC0415 likewise
+def _export(asked: Json) -> Json:
+    from edgefl.tasks.onnx_export import export_onnx  # noqa: PLC0415 in the child alone
     from edgefl.tasks.registry import make_task  # noqa: PLC0415 likewise
 
+    model, options = Path(asked["model"]), asked["options"]
     tensors = load_model_file(model)
-    export_onnx(make_task(task, options), tensors, out, options=options, model_sha256=model.stem)
+    task = make_task(asked["task"], options)
+    export_onnx(task, tensors, Path(asked["out"]), options=options, model_sha256=model.stem)
+    return {}
+
+
+if __name__ == "__main__":
+    answer_once(_export)

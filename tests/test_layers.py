@@ -28,13 +28,15 @@ ROOMS = {
     "loop": SEAMS | {"tally"},
     "files": {"errors"},
     "processes": set(),
+    "child_process": SEAMS | {"processes"},
     "strategies": SEAMS | {"decentralised"},
     "compression": SEAMS,
     "decentralised": SEAMS,
     "storage": SEAMS | {"files"},
     "tasks": SEAMS | {"config", "decentralised", "files"},
     "device": SEAMS
-    | {"config", "files", "findings", "processes", "protocol", "compression", "decentralised", "tasks"},
+    | {"child_process", "config", "files", "findings", "processes", "protocol"}
+    | {"compression", "decentralised", "tasks"},
     "simulation": SEAMS | {"config", "compression", "decentralised", "tasks"},
     "history": SEAMS | {"storage"},
     "adapters": SEAMS | {"config", "strategies", "tasks"},
@@ -45,7 +47,7 @@ ROOMS = {
 # The operator's client and the fleet of this machine serve the command line and `edgefl.run` alike.
 ROOMS |= {
     "client": SEAMS | {"protocol", "device"},
-    "board_models": SEAMS | {"storage", "tasks"},
+    "board_models": SEAMS | {"child_process", "storage", "tasks"},
     "local_fleet": SEAMS | {"client", "config", "processes"},
     "local_run": SEAMS | {"assembly", "config", "local_fleet", "summary", "tasks"},
 }

@@ -5,18 +5,15 @@ The child also gives its memory back: an agent that only trains holds no onnxrun
 
 from __future__ import annotations
 
-import json
 import logging
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from edgefl.child_process import answer_once, ask_child
 from edgefl.device.onnx_model import OnnxModel, features
 from edgefl.errors import DataError, EdgeflError
-from edgefl.processes import end_with_parent
 from edgefl.tasks.registry import make_task
 from edgefl.tasks.splits import local_split
 from edgefl.types import Dataset, Role
@@ -55,28 +52,10 @@ def check_apart(question: Question, *, within_s: float = CHECK_WITHIN_S) -> Scor
     Raises:
         DataError: the model cannot be used; the text says why.
     """
-    asked = json.dumps(asdict(question)).encode()
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", MODULE],
-            input=asked,
-            capture_output=True,
-            timeout=within_s,
-            check=False,
-            preexec_fn=end_with_parent,
-        )
-    except subprocess.TimeoutExpired:
-        raise DataError(f"checking the model took more than {within_s:g} s") from None
-    try:
-        answer = json.loads(done.stdout)
-        if "error" in answer:
-            raise DataError(str(answer["error"]))
-        return Scores(**answer)
-    except (ValueError, TypeError):
-        said = done.stderr.decode(errors="replace").strip().splitlines()
-        raise DataError(
-            f"checking the model ended with code {done.returncode}: {said[-1] if said else 'no word'}"
-        ) from None
+        return Scores(**ask_child(MODULE, asdict(question), what="checking the model", within_s=within_s))
+    except EdgeflError as error:
+        raise DataError(str(error)) from None
 
 
 def check(question: Question) -> Scores:
@@ -115,14 +94,5 @@ def _accuracy(model: OnnxModel, data: Dataset) -> float:
     return model.accuracy(Dataset(inputs=features(model, data.inputs), labels=data.labels))
 
 
-def main() -> None:
-    """Answers one question on the standard input."""
-    try:
-        answer = asdict(check(Question(**json.load(sys.stdin))))
-    except Exception as error:  # noqa: BLE001 the boundary of the process: the agent needs one line, whatever it was
-        answer = {"error": str(error) if isinstance(error, EdgeflError) else f"{type(error).__name__}: {error}"}
-    sys.stdout.write(json.dumps(answer))
-
-
 if __name__ == "__main__":
-    main()
+    answer_once(lambda question: asdict(check(Question(**question))))

@@ -86,8 +86,10 @@ def test_a_check_that_takes_too_long_is_ended(question: Question) -> None:
         check_apart(question, within_s=0.05)
 
 
-def test_a_child_that_dies_is_a_reason_and_no_crash(question: Question, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", "/nowhere")
-    monkeypatch.setenv("PYTHONHOME", "/nowhere")
-    with pytest.raises(DataError, match="checking the model ended with code"):
-        check_apart(question)
+def test_a_child_that_dies_is_a_reason_and_no_crash(
+    question: Question, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dying_task.py").write_text("import os\nos.abort()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(DataError, match="checking the model ended with code -6"):
+        check_apart(replace(question, task="dying_task:Task"))

@@ -111,10 +111,15 @@ class Tools:
         return [row for row in rows if row["outcome"] == "used"]
 
     @staticmethod
-    def tracebacks(root: Path) -> list[str]:
-        """Every log that holds a traceback, with it."""
-        texts = {path: path.read_text(errors="replace") for path in root.rglob("*.log")}
-        return [f"{path}:\n{text}" for path, text in texts.items() if "Traceback" in text]
+    def check_logs(root: Path) -> None:
+        """Fails when a log below `root` holds a traceback, and shows it."""
+        found = []
+        for path in sorted(root.rglob("*.log")):
+            lines = path.read_text(errors="replace").splitlines()
+            starts = [number for number, line in enumerate(lines) if "Traceback" in line]
+            found += ["\n".join([f"{path}:", *lines[max(0, at - 1) : at + 40]]) for at in starts]
+        if found:
+            pytest.fail("\n\n".join(found))
 
 
 @pytest.fixture(scope="session")

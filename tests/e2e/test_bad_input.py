@@ -44,7 +44,7 @@ def fleet(tools: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loca
     root = tmp_path_factory.mktemp("bad-input")
     with tools.fleet(root, []) as running:
         yield running
-    assert not tools.tracebacks(root)
+    tools.check_logs(root)
 
 
 @pytest.fixture
@@ -239,7 +239,7 @@ def test_a_coordinator_waits_for_a_broker_that_is_down(tools: Any, tmp_path: Pat
         assert fleet.operator().get("/healthz")["status"] == "ok"
         assert "the broker does not answer yet" in (tmp_path / "coordinator.log").read_text()
         assert fleet.end("coordinator") == 0
-    assert not tools.tracebacks(tmp_path)
+    tools.check_logs(tmp_path)
 
 
 def test_a_broker_that_makes_no_sense_is_told(edgefl: Call, prepared: Path) -> None:

@@ -94,7 +94,7 @@ def site(request: Any, tools: Any, tmp_path: Path) -> Iterator[tuple[LocalFleet,
     finally:
         broker.kill()
         broker.communicate()
-    assert not tools.tracebacks(root)
+    tools.check_logs(root)
 
 
 def _works(fleet: LocalFleet) -> None:

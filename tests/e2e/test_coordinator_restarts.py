@@ -28,7 +28,7 @@ def fleet(tools: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loca
         assert [running.processes[name].poll() for name in NAMES] == [None, None], "devices outlive the coordinator"
         pids = [running.processes[name].pid for name in NAMES]
         assert len(set(pids)) == 2
-    assert not tools.tracebacks(root)
+    tools.check_logs(root)
 
 
 def _sound(fleet: LocalFleet) -> sqlite3.Connection:

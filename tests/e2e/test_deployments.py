@@ -88,7 +88,7 @@ def models(tools: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mod
             made[name] = fleet.submit(config)
             fleet.wait_run(made[name])
         yield Models(fleet, tools, **made)
-    assert not tools.tracebacks(root)
+    tools.check_logs(root)
 
 
 @pytest.fixture
@@ -361,7 +361,7 @@ def test_boards_without_torch_say_so_and_get_no_training_of_a_task_that_needs_it
         config = {"run": {"task": "mnist", "rounds": 1, "evaluate_on": "none"}, "task": {"model": "logistic"}}
         run = fleet.submit(parse_run(config))  # what needs no torch it trains
         assert fleet.wait_run(run)["rounds"] == 1
-    assert not tools.tracebacks(tmp_path)
+    tools.check_logs(tmp_path)
 
 
 @pytest.mark.slow
@@ -378,7 +378,7 @@ def test_a_board_without_torch_judges_and_runs_a_model_that_needed_torch(tools: 
         state = str(tmp_path / "fleet" / "small")
         infer = ("device", "infer", "--state", state, "--input", str(shards), "--format", "json")
         assert '"class"' in fleet.command(*infer)
-    assert not tools.tracebacks(tmp_path)
+    tools.check_logs(tmp_path)
 
 
 def write_images(folder: Path) -> None:

@@ -41,7 +41,7 @@ def test_three_devices_train_in_step_over_direct_links(tools: Any, tmp_path: Pat
         # In step: nobody goes on before it has heard of both neighbours, whichever way the messages take.
         assert sum(row["facts"]["messages"] for row in rounds) == 3 * 30
         assert rounds[-1]["accuracy"] > 0.5
-    assert not tools.tracebacks(fleet.root)
+    tools.check_logs(fleet.root)
 
 
 def test_a_run_of_nodes_that_was_stopped_goes_on_where_it_was(tools: Any, tmp_path: Path) -> None:
@@ -69,4 +69,4 @@ def test_a_run_of_nodes_that_was_stopped_goes_on_where_it_was(tools: Any, tmp_pa
         closed = [row["round"] for row in fleet.history("rounds", run=run_id) if row["closed_at"]]
         assert closed == list(range(1, 9))
         assert not [row for row in fleet.history("events", run=run_id) if row["kind"] == "assignment-lost"]
-    assert not tools.tracebacks(fleet.root)
+    tools.check_logs(fleet.root)

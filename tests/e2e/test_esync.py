@@ -25,7 +25,7 @@ def fleet(tools: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loca
     root = tmp_path_factory.mktemp("esync")
     with tools.fleet(root, tools.paced(root / "shards", *PACES_S.values())) as running:
         yield running
-    assert not tools.tracebacks(root)
+    tools.check_logs(root)
 
 
 def _run(tools: Any, name: str, *, rounds: int = ROUNDS, **strategy: Any) -> RunConfig:

@@ -73,7 +73,7 @@ def test_a_full_disk_ends_the_coordinator_with_one_line_and_loses_nothing(
     told = [line for line in lines if line.startswith("edgefl: ")]
     assert len(told) == 1
     assert "no room" in told[0]
-    assert not tools.tracebacks(fleet.root)
+    tools.check_logs(fleet.root)
 
     filler.unlink()
     fleet.start_coordinator()
@@ -94,7 +94,7 @@ def test_a_full_disk_is_noticed_without_a_run_too(fleet: LocalFleet, tools: Any,
     _fill(small_disk)
     assert fleet.processes["coordinator"].wait(60) == 11
     assert "no room" in fleet.log_tail("coordinator", 1)
-    assert not tools.tracebacks(fleet.root)
+    tools.check_logs(fleet.root)
 
 
 @pytest.mark.parametrize("fleet", [0], indirect=True)

@@ -26,7 +26,7 @@ def fleet(tools: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loca
     devices = [*tools.devices(2, "digits", tools.gated), *tools.devices(1, tools.gated, start=3)]
     with tools.fleet(root, devices, test_shards={"digits": str(tools.test_shard)}) as running:
         yield running
-    assert not tools.tracebacks(root)
+    tools.check_logs(root)
 
 
 def digits(**sections: Any) -> RunConfig:

@@ -52,7 +52,7 @@ def job(request: pytest.FixtureRequest, tools: Any, tmp_path_factory: pytest.Tem
         for waiting in (run_id, devices_run_id):
             assert fleet.wait_run(waiting)["status"] == "finished"
         yield Job(fleet, run_id, devices_run_id)
-    assert not tools.tracebacks(root)
+    tools.check_logs(root)
 
 
 def test_the_model_learns(job: Job) -> None:

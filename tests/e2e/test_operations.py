@@ -35,7 +35,7 @@ def fleet(tools: Any, receiver: Receiver, tmp_path_factory: pytest.TempPathFacto
         running.wait_present(3)
         yield running
         assert [running.processes[name].poll() for name in NAMES] == [None, None]
-    assert not tools.tracebacks(root)
+    tools.check_logs(root)
 
 
 def run_of(rounds: int) -> Any:

@@ -90,7 +90,7 @@ def house(tools: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hous
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(ARGUMENTS))
         yield House(fleet, browser)
         browser.close()
-    assert not tools.tracebacks(root)
+    tools.check_logs(root)
 
 
 @pytest.fixture

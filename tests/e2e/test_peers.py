@@ -64,7 +64,7 @@ def site(tools: Any, root: Path, shards: Sequence[Path], *programs: Sequence[str
     finally:
         broker.terminate()
         broker.communicate(timeout=20)
-    assert not tools.tracebacks(root)
+    tools.check_logs(root)
 
 
 def run_file(**strategy: Any) -> RunConfig:

@@ -21,7 +21,7 @@ def fleet(tools: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loca
     devices = [LocalDevice(name=path.stem, shards={"digits": str(path)}) for path in paths]
     with tools.fleet(root, devices) as running:
         yield running
-    assert not tools.tracebacks(root)
+    tools.check_logs(root)
 
 
 def test_the_model_is_the_same_bit_for_bit_when_a_holder_of_its_blocks_is_gone(fleet: LocalFleet, tools: Any) -> None:
