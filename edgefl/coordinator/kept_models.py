@@ -72,6 +72,7 @@ class ModelKeeper:
         self._waiting: dict[int, _Waiting] = {}
         self._changed: set[int] = set()
         self._awaited: dict[int, None] = {}
+        self._needed_bytes = 0  # of a model that `take` has no room for
         self._error: EdgeflError | None = None
         self._closing = False
         self._lock = threading.Condition()
@@ -94,7 +95,11 @@ class ModelKeeper:
         )
         with self._lock:
             self._raise_error()
-            self._lock.wait_for(lambda: self._error or self._has_room(waiting.num_bytes))
+            if not self._has_room(waiting.num_bytes):
+                self._needed_bytes = waiting.num_bytes
+                self._lock.notify_all()
+                self._lock.wait_for(lambda: self._error or self._has_room(waiting.num_bytes))
+                self._needed_bytes = 0
             self._waiting[version] = waiting
             if self._rule.keep_best:
                 self._awaited[version] = None
@@ -172,7 +177,7 @@ class ModelKeeper:
                     self._lock.notify_all()
                 return
             with self._lock:
-                self._lock.wait_for(lambda: self._closing or not self._has_room(0), timeout=self._write_every_s)
+                self._lock.wait_for(self._is_urgent, timeout=self._write_every_s)
 
     def _write(self) -> None:
         """Writes what waits and what is known of it, then lets go of what the rule does not keep."""
@@ -216,6 +221,9 @@ class ModelKeeper:
     def _has_room(self, num_bytes: int) -> bool:
         waiting = sum(waiting.num_bytes for waiting in self._waiting.values())
         return not waiting or waiting + num_bytes <= self._max_waiting_bytes
+
+    def _is_urgent(self) -> bool:
+        return self._closing or not self._has_room(self._needed_bytes)
 
     def _raise_error(self) -> None:
         if self._error is not None:
