@@ -104,18 +104,27 @@ def test_a_new_strategy_works_and_its_test_passes_as_written(edgefl, tmp_path):
     assert "2 passed" in done.stdout
 
 
-def test_a_new_strategy_is_formatted_and_typed_and_short(edgefl, tmp_path, monkeypatch):
+def checked(command, file):
+    arguments = [sys.executable, "-m", *command, str(file)]
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_new_strategy_is_formatted_and_short(edgefl, tmp_path, monkeypatch):
     edgefl("strategies", "new", "own", "--out", tmp_path)
     own = tmp_path / "own.py"
     lines = [line for line in own.read_text().split('"""')[2].splitlines() if line.strip()]
     assert len(lines) < 25
-    for command in (["ruff", "format", "--check"], ["mypy", "--strict"]):
-        arguments = [sys.executable, "-m", *command, str(own)]
-        done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+    checked(["ruff", "format", "--check"], own)
     monkeypatch.syspath_prepend(tmp_path)
     assert make_strategy("own:Own", {"trim": 2, "epochs": 2}, RoundRules()).init({}) is not None
     sys.modules.pop("own", None)
+
+
+@pytest.mark.slow
+def test_a_new_strategy_is_strictly_typed(edgefl, tmp_path):
+    edgefl("strategies", "new", "own", "--out", tmp_path)
+    checked(["mypy", "--strict"], tmp_path / "own.py")
 
 
 def test_what_is_there_is_not_overwritten(edgefl, tmp_path):

@@ -142,6 +142,7 @@ def test_a_device_that_falls_silent_is_gone_after_three_heartbeats_and_back_when
     mqtt_tools.eventually(is_state(coordinator, "pi-1", DeviceState.ONLINE), 20)
 
 
+@pytest.mark.slow
 def test_a_device_that_falls_silent_is_gone_within_20_seconds(coordinator_of, device_of, mqtt_tools):
     coordinator = coordinator_of(heartbeat_s=5.0)
     process = device_of("pi-1", heartbeat_s=5.0)
