@@ -10,6 +10,8 @@ PYTHON ?=
 PIP_FLAGS ?=
 ARGS ?=
 
+# Tests wait a good deal, for fleets of processes: one more at a time than there are cores.
+WORKERS := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
 
@@ -30,7 +32,7 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/edgefl demo $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)

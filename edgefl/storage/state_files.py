@@ -10,9 +10,10 @@ import base64
 import json
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from functools import cache
 from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 import numpy as np
@@ -135,8 +136,13 @@ def _content(content: bytes) -> Any:
     return value
 
 
-def _classes(root: type[Any]) -> dict[str, type[Any]]:
+def _classes(root: type[Any]) -> Mapping[str, type[Any]]:
     """Returns the dataclasses that the annotations of `root` can reach, by name."""
+    return _reached(cast(Hashable, root))
+
+
+@cache
+def _reached(root: Any) -> Mapping[str, type[Any]]:
     found: dict[str, type[Any]] = {}
     expanded: set[type[Any]] = set()
     todo: list[Any] = [root]

@@ -107,6 +107,7 @@ def test_a_folder_that_cannot_be_made_is_said_in_one_line(tmp_path: Path) -> Non
     assert done.stderr == "edgefl: /dev/null/demo cannot be written: Not a directory\n"
 
 
+@pytest.mark.slow
 def test_the_last_rounds_of_an_asynchronous_demo_do_not_push_out_the_first(tmp_path: Path) -> None:
     done = _demo(tmp_path, "--strategy", "asgd", "--rounds", "2", "--devices", "3", "--broker", "embedded")
     assert done.returncode == 0, done.stderr

@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import apart_strategy
 import pytest
 
+from edgefl.cli.main import main
+
 RUN = '[run]\ntask = "digits"\nrounds = 2\n[task]\nmodel = "logistic"\n[simulation]\nprofiles = ["pi-5"]\n'
 
 
-def edgefl(*words: object, home: Path) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(apart_strategy.TESTS), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, "-m", "edgefl.cli.main", "-q", *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={**os.environ, "PYTHONPATH": path, "XDG_DATA_HOME": str(home), "XDG_CONFIG_HOME": str(home / "config")},
-    )
+Call = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def edgefl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.syspath_prepend(apart_strategy.TESTS)
+
+    def call(*words: object) -> subprocess.CompletedProcess[str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(["-q", *map(str, words)])
+        out, err = capsys.readouterr()
+        return subprocess.CompletedProcess(words, int(ended.value.code or 0), out, err)
+
+    return call
 
 
 @pytest.fixture
@@ -34,50 +42,50 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_it_prints_the_rounds_and_where_to_ask_for_more(file: Path, tmp_path: Path) -> None:
-    done = edgefl("simulate", file, "--devices", 3, "--profile", "pi-4", "--profile", "pi-zero-2w", home=tmp_path)
+def test_it_prints_the_rounds_and_where_to_ask_for_more(edgefl: Call, file: Path, tmp_path: Path) -> None:
+    done = edgefl("simulate", file, "--devices", 3, "--profile", "pi-4", "--profile", "pi-zero-2w")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[1].split()[:4] == ["round", "num", "updates", "accuracy"]
     assert [line.split()[:2] for line in lines[2:4]] == [["1", "3"], ["2", "3"]]
     assert "virtual time:" in lines[4]
     query = lines[5].removeprefix("query it: edgefl ").split()
-    asked = edgefl(*query, "--format", "json", home=tmp_path)
+    asked = edgefl(*query, "--format", "json")
     assert len(json.loads(asked.stdout)["rows"]) == 2 * 3
     assert (tmp_path / "edgefl" / "simulations" / "edgefl.db").exists()
 
 
-def test_json_has_the_rounds_in_full_and_nothing_else(file: Path, tmp_path: Path) -> None:
-    done = edgefl("simulate", file, "--dir", tmp_path / "d", "--seed", 3, "--format", "json", home=tmp_path)
+def test_json_has_the_rounds_in_full_and_nothing_else(edgefl: Call, file: Path, tmp_path: Path) -> None:
+    done = edgefl("simulate", file, "--dir", tmp_path / "d", "--seed", 3, "--format", "json")
     rows = json.loads(done.stdout)["rows"]
     assert [row["round"] for row in rows] == [1, 2]
     assert rows[1]["ended_s"] == pytest.approx(rows[0]["seconds"] + rows[1]["seconds"])
 
 
-def test_without_training_there_is_no_accuracy(file: Path, tmp_path: Path) -> None:
+def test_without_training_there_is_no_accuracy(edgefl: Call, file: Path, tmp_path: Path) -> None:
     words = ("simulate", file, "--devices", 200, "--bookkeeping-only", "--dir", tmp_path / "d", "--format", "json")
-    done = edgefl(*words, home=tmp_path)
+    done = edgefl(*words)
     rows = json.loads(done.stdout)["rows"]
     assert [row["num_updates"] for row in rows] == [200, 200]
     assert {row["accuracy"] for row in rows} == {None}
 
 
-def test_faults_are_taken_from_a_script(file: Path, tmp_path: Path) -> None:
+def test_faults_are_taken_from_a_script(edgefl: Call, file: Path, tmp_path: Path) -> None:
     (tmp_path / "faults.toml").write_text('[[fault]]\ndevice = "device-01"\nat_s = 0\nkind = "kill"\n')
     words = ("simulate", file, "--devices", 3, "--dir", tmp_path / "d", "--format", "json")
-    done = edgefl(*words, "--faults", tmp_path / "faults.toml", home=tmp_path)
+    done = edgefl(*words, "--faults", tmp_path / "faults.toml")
     assert [row["num_updates"] for row in json.loads(done.stdout)["rows"]] == [2, 2]
 
 
-def test_the_profiles_are_listed_with_their_sources(tmp_path: Path) -> None:
-    table = edgefl("simulate", "--list-profiles", home=tmp_path).stdout
+def test_the_profiles_are_listed_with_their_sources(edgefl: Call, tmp_path: Path) -> None:
+    table = edgefl("simulate", "--list-profiles").stdout
     assert all(
         name in table for name in ("pi-zero-2w", "pi-3b-plus", "pi-4", "pi-5", "jetson-nano", "jetson-orin-nano")
     )
     assert "estimated: speed" in table
     (tmp_path / "mine.toml").write_text('[profile.mine]\nspeed = 3\nsource.speed = "measured: by me"\n')
     words = ("simulate", "--list-profiles", "--profile", tmp_path / "mine.toml", "--format", "json")
-    rows = {row["name"]: row for row in json.loads(edgefl(*words, home=tmp_path).stdout)["rows"]}
+    rows = {row["name"]: row for row in json.loads(edgefl(*words).stdout)["rows"]}
     assert rows["mine"]["source"] == {"speed": "measured: by me"}
 
 
@@ -94,19 +102,21 @@ def test_the_profiles_are_listed_with_their_sources(tmp_path: Path) -> None:
     ],
 )
 def test_what_makes_no_sense_is_one_line(
-    words: tuple[str, ...], code: int, message: str, file: Path, tmp_path: Path
+    edgefl: Call, words: tuple[str, ...], code: int, message: str, file: Path, tmp_path: Path
 ) -> None:
     placed = [str(file) if word == "run.toml" else word for word in words]
-    done = edgefl("simulate", *placed, home=tmp_path)
+    done = edgefl("simulate", *placed)
     assert done.returncode == code
     assert done.stdout == ""
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_the_nodes_of_a_run_that_has_them_are_shown_and_told_at_the_end(file: Path, tmp_path: Path) -> None:
+def test_the_nodes_of_a_run_that_has_them_are_shown_and_told_at_the_end(
+    edgefl: Call, file: Path, tmp_path: Path
+) -> None:
     file.write_text(f'{RUN}[strategy]\nname = "{apart_strategy.NAME}"\n')
-    done = edgefl("simulate", file, "--devices", 2, "--scheme", "iid", home=tmp_path)
+    done = edgefl("simulate", file, "--devices", 2, "--scheme", "iid")
     assert done.returncode == 0, done.stderr
     _, heading, *_, last, words, _, _ = done.stdout.splitlines()
     names = "round num updates accuracy node accuracy worst node accuracy disagreement loss"
@@ -118,5 +128,5 @@ def test_the_nodes_of_a_run_that_has_them_are_shown_and_told_at_the_end(file: Pa
     assert [float(number) for number in told.groups()] == pytest.approx(
         [float(average), float(nodes), float(worst)], abs=1e-4
     )
-    asked = edgefl("simulate", file, "--devices", 2, "--scheme", "iid", "--format", "json", home=tmp_path)
+    asked = edgefl("simulate", file, "--devices", 2, "--scheme", "iid", "--format", "json")
     assert json.loads(asked.stdout)["rows"][-1]["disagreement"] == 0.5

@@ -47,43 +47,53 @@ def fleet(tools: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loca
     tools.check_logs(root)
 
 
-@pytest.fixture
-def edgefl(tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
-    """Types a command in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*words: object, **variables: str) -> Ended:
-        own = {"XDG_CONFIG_HOME": str(tmp_path / "config"), "XDG_DATA_HOME": str(tmp_path / "data")}
-        done = subprocess.run(
-            [sys.executable, "-m", "edgefl.cli.main", *map(str, words)],
-            env={**tools.environment, **own, **variables},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        return Ended(done.returncode, done.stdout, done.stderr)
-
-    return call
+def apart(environment: dict[str, str], words: tuple[object, ...]) -> Ended:
+    done = subprocess.run(
+        [sys.executable, "-m", "edgefl.cli.main", *map(str, words)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return Ended(done.returncode, done.stdout, done.stderr)
 
 
 @pytest.fixture
-def asks(
-    fleet: LocalFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Call:
-    """Types a command as the fleet's operator; in this process, since there are many."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(fleet.root / "config"))
+def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Types a command in this process, since there are many."""
 
     def call(*words: object, **variables: str) -> Ended:
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main(list(map(str, words)))
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            capsys.readouterr()
+            with pytest.raises(SystemExit) as ended:
+                main(list(map(str, words)))
         return Ended(int(ended.value.code or 0), *capsys.readouterr())
 
     return call
+
+
+@pytest.fixture
+def edgefl(tools: Any, typed: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
+    """Types a command in an empty folder; what would stay, or has other packages, in a process of its own."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: object, **variables: str) -> Ended:
+        own = {"XDG_CONFIG_HOME": str(tmp_path / "config"), "XDG_DATA_HOME": str(tmp_path / "data"), **variables}
+        if words[1] == "start" or "PYTHONPATH" in own:
+            return apart({**tools.environment, **own}, words)
+        return typed(*words, **own)
+
+    return call
+
+
+@pytest.fixture
+def asks(fleet: LocalFleet, typed: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
+    """Types a command as the fleet's operator."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *words, **variables: typed(*words, **{"XDG_CONFIG_HOME": str(fleet.root / "config"), **variables})
 
 
 @pytest.mark.parametrize(

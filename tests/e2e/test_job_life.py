@@ -168,13 +168,13 @@ def test_an_asynchronous_run_goes_on_without_a_gap_and_counts_nothing_twice(flee
 
 
 def test_a_stopped_run_goes_on_and_a_finished_one_does_not(fleet: LocalFleet, tools: Any) -> None:
-    run_id = fleet.submit(tools.gated_run(pace_s=0.02, iterations=2, rounds=8, min=2))
+    run_id = fleet.submit(tools.gated_run(pace_s=0.1, iterations=2, rounds=20, min=2))
     tools.eventually(lambda: fleet.operator().get(f"/edgefl/v1/runs/{run_id}")["rounds"] >= 2, what="two rounds")
     fleet.operator().post(f"/edgefl/v1/runs/{run_id}/stop")
     tools.eventually(lambda: tools.status(fleet, run_id) == "stopped")
     assert edgefl(fleet, "run", "resume", run_id)[0] == 0
     assert fleet.wait_run(run_id)["status"] == "finished"
-    assert [row["round"] for row in fleet.history("rounds", run=run_id)] == list(range(1, 9))
+    assert [row["round"] for row in fleet.history("rounds", run=run_id)] == list(range(1, 21))
     code, _, err = edgefl(fleet, "run", "resume", run_id)
     assert code == 2
     assert "is finished; only a run that was interrupted or stopped can be resumed" in err

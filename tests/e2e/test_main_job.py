@@ -35,7 +35,7 @@ class Job:
             connection.close()
 
 
-@pytest.fixture(scope="module", params=["mosquitto", "embedded"])
+@pytest.fixture(scope="module", params=["mosquitto", pytest.param("embedded", marks=pytest.mark.slow)])
 def job(request: pytest.FixtureRequest, tools: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     if request.param == "mosquitto" and mosquitto_path() is None:
         pytest.skip("mosquitto is not installed")

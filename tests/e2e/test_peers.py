@@ -139,15 +139,15 @@ def test_five_devices_come_to_a_good_model_under_a_coordinator_that_is_killed_an
 ) -> None:
     with site(tools, tmp_path / "fleet", shards) as fleet:
         config = run_file()
-        run_id = fleet.submit(replace(config, run=replace(config.run, rounds=12)))
+        run_id = fleet.submit(replace(config, run=replace(config.run, rounds=6)))
         tools.eventually(lambda: closed(fleet, run_id), 60, "a round")
         fleet.kill("coordinator")
         fleet.start_coordinator()
         run = fleet.wait_run(run_id)
-        assert (run["status"], run["reason"]) == ("finished", "rounds reached 12")
+        assert (run["status"], run["reason"]) == ("finished", "rounds reached 6")
         rounds = closed(fleet, run_id)
-        assert [row["round"] for row in rounds] == list(range(1, 13))
-        assert [row["facts"]["nodes"] for row in rounds] == [5] * 12
+        assert [row["round"] for row in rounds] == list(range(1, 7))
+        assert [row["facts"]["nodes"] for row in rounds] == [5] * 6
         assert rounds[-1]["accuracy"] > 0.6
         assert rounds[-1]["worst_node_accuracy"] is not None
         assert {row["bytes_down"] for row in fleet.history("updates", run=run_id) if row["round"] > 3} < {

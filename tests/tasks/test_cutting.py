@@ -65,6 +65,7 @@ def test_motionsense_in_numpy_reaches_92_percent_on_held_out_trials(tmp_path, mo
     assert accuracies[-1] >= 0.92
 
 
+@pytest.mark.slow
 def test_motionsense_cnn_reaches_88_percent_in_two_rounds(tmp_path):
     pytest.importorskip("torch", reason="the train extra is not installed")
     data = real_data("motionsense")
