@@ -1,13 +1,12 @@
 """A whole fleet on this machine: one coordinator and several devices, each a process of its own, in one folder.
 
 The demo, `edgefl.run` and the end-to-end tests use it. Nothing in it is special: it types the commands that a user
-would type, with a configuration folder of its own.
+would type, and asks for what the page asks for, with a configuration folder of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -220,9 +219,7 @@ class LocalFleet:
     def _join(self, devices: Sequence[LocalDevice]) -> None:
         if not devices:
             return
-        made = self.command("coordinator", "token", "--dir", str(self.directory), "--uses", str(len(devices)),
-                            "--format", "json")  # fmt: skip
-        token = json.loads(made)["token"]
+        token = self.operator().post("/edgefl/v1/tokens", {"uses": len(devices)})["token"]
         joins = [(device, self._start_join(device, token)) for device in devices]
         failures = []
         for device, process in joins:

@@ -49,6 +49,7 @@ def test_what_it_returns_cannot_be_changed(result: RunResult) -> None:
         result.status = "other"  # type: ignore[misc] # that is what is tested
 
 
+@pytest.mark.slow
 def test_it_takes_a_run_file_and_shards_that_there_are(result: RunResult, tmp_path: Path) -> None:
     cut = cut_devices("digits", "iid", 2, tmp_path / "shards", None, 7)
     file = tmp_path / "run.toml"

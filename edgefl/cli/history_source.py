@@ -47,8 +47,8 @@ class Source:
         with Store.open(self._database(), read_only=True) as store:
             yield from history_pages(store, kind, **filters)
 
-    def why(self, run: str, number: int) -> Json:
-        """Returns why a round took as long as it did."""
+    def why(self, run: str, number: int | None) -> Json:
+        """Returns why a round took as long as it did, the one that took longest without a number."""
         if self.directory is None:
             return self._get("why", {"run": run, "round": number})
         from edgefl.history.why import explain  # noqa: PLC0415 SQLAlchemy is slow to load

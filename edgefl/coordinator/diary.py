@@ -29,7 +29,8 @@ class Diary:
         clock: Unix seconds.
         on_progress: told of progress reports, which are not kept.
         on_heartbeat: told of heartbeats of known devices.
-        keep_history_days: how long updates of runs that are over and five-minute rows are kept; None is for ever.
+        keep_history_days: how long updates of runs that are over, five-minute rows, and who came and went, are
+            kept; None is for ever.
     """
 
     def __init__(

@@ -168,7 +168,8 @@ def _vitals(heartbeat: Heartbeat) -> Json:
         rounded[name] = None if value is None else round(round(value / step) * step, 2)
     throttled = heartbeat.throttled if heartbeat.throttled not in (None, "ok") else None
     run = heartbeat.run if heartbeat.assignment or heartbeat.iteration is not None else None
-    return {**rounded, "throttled": throttled, "run": run, "iteration": heartbeat.iteration}
+    work = {"run": run, "iteration": heartbeat.iteration}
+    return {**rounded, **work, "throttled": throttled, "deployed": heartbeat.model}
 
 
 def _seen(row: Json, at: float | None) -> Json:

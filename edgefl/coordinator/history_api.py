@@ -23,7 +23,7 @@ def add_history(router: APIRouter, store: Store, reads: Sequence[Any]) -> None:
     """Adds the routes; `reads` are the dependencies that let those through who may read."""
 
     @router.get("/edgefl/v1/history/why", dependencies=reads)
-    def why(run: str, round: int) -> Json:  # noqa: A002 the parameter's name in the URL
+    def why(run: str, round: int | None = None) -> Json:  # noqa: A002 the parameter's name in the URL
         return {"v": PROTOCOL_VERSION, **explain(round_facts(store, run, round))}
 
     @router.get("/edgefl/v1/history/{kind}", dependencies=reads)

@@ -22,13 +22,14 @@ class RoundFacts:
     assignments: list[Json]
 
 
-def round_facts(store: Store, run: str, number: int) -> RoundFacts:
-    """Returns the facts of a round; `run` as `find_run` has it.
+def round_facts(store: Store, run: str, number: int | None = None) -> RoundFacts:
+    """Returns the facts of a round, of the one that took longest without a number; `run` as `find_run` has it.
 
     Raises:
         NotFoundError: there is no such run, or it has no such round.
     """
     run_id = find_run(store, run)
+    number = _slowest(store, run_id) if number is None else number
     of_round = (Update.run_id == run_id, Update.round == number)
     with store.database.read() as connection:
         its_run = connection.execute(select(Run.__table__).where(Run.run_id == run_id)).mappings().one()
@@ -40,3 +41,12 @@ def round_facts(store: Store, run: str, number: int) -> RoundFacts:
     assignments = [dict(one) for one in rows]
     assignments.sort(key=lambda one: (one["ended_at"] is None, one["ended_at"] or 0.0, one["assignment_id"]))
     return RoundFacts(run=dict(its_run), round=dict(row), assignments=assignments)
+
+
+def _slowest(store: Store, run_id: str) -> int:
+    query = select(Round.round).where(Round.run_id == run_id, Round.seconds.is_not(None))
+    with store.database.read() as connection:
+        number = connection.execute(query.order_by(Round.seconds.desc(), Round.round).limit(1)).scalar()
+    if number is None:
+        raise NotFoundError(f"run {run_id} has closed no round yet")
+    return int(number)

@@ -293,6 +293,7 @@ def test_why_is_a_sentence_or_facts(ask):
     assert sentence.startswith(("Round 1 took 2.0 s", "Round 1 waited"))
     told = json.loads(ask("why", "latest", "1", "--format", "json").stdout)
     assert (told["v"], told["run_id"], told["round"], told["sentence"]) == (1, "run-2", 1, sentence.rstrip("\n"))
+    assert ask("why", "run-2").stdout == sentence, "of the round that took longest"
 
 
 @pytest.mark.parametrize(

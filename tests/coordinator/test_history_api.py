@@ -70,6 +70,7 @@ def test_why_answers_with_sentence_and_facts(get: Get) -> None:
     answer = get("why", run="latest", round=1).json()
     assert (answer["v"], answer["run_id"], answer["seconds"]) == (1, "run-1", 2.0)
     assert answer["sentence"] == "Round 1 took 2.0 s and got no update."
+    assert get("why", run="latest").json() == answer, "the round that took longest"
 
 
 @pytest.mark.parametrize(
@@ -82,6 +83,7 @@ def test_why_answers_with_sentence_and_facts(get: Get) -> None:
         ("events", {"by": "day"}, 400, "can be by"),
         ("nonsense", {}, 400, "history has no"),
         ("why", {"run": "run-1", "round": 5}, 404, "has no round 5"),
+        ("why", {"run": "nothing"}, 404, "no run 'nothing'"),
     ],
 )
 def test_bad_questions_are_named(get: Get, kind: str, params: dict[str, Any], status: int, words: str) -> None:

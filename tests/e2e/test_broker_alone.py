@@ -72,7 +72,7 @@ class Talker:
         return self.sessions
 
 
-@pytest.fixture(params=["mosquitto", "embedded"])
+@pytest.fixture(params=["mosquitto", pytest.param("embedded", marks=pytest.mark.slow)])
 def site(request: Any, tools: Any, tmp_path: Path) -> Iterator[tuple[LocalFleet, Any, int]]:
     """A broker in a process of its own, a coordinator that is told where it is, and a device agent."""
     if request.param == "mosquitto" and mosquitto_path() is None:

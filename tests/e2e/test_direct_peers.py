@@ -44,6 +44,7 @@ def test_three_devices_train_in_step_over_direct_links(tools: Any, tmp_path: Pat
     tools.check_logs(fleet.root)
 
 
+@pytest.mark.slow
 def test_a_run_of_nodes_that_was_stopped_goes_on_where_it_was(tools: Any, tmp_path: Path) -> None:
     hosts = tmp_path / "hosts.json"
     hosts.write_text(

@@ -2,6 +2,7 @@
 
 import pytest
 
+from edgefl.coordinator.presence import DeviceState
 from edgefl.storage import retention
 from edgefl.storage.queries import history
 from edgefl.storage.records import HeartbeatRow, RunStatus
@@ -11,7 +12,7 @@ DAY = 86_400.0
 
 @pytest.fixture
 def lived(store, monkeypatch):
-    monkeypatch.setattr(retention, "UPDATES_AT_ONCE", 2)
+    monkeypatch.setattr(retention, "ROWS_AT_ONCE", 2)
     for run_id, status, at in (
         ("old", RunStatus.FINISHED, 10 * DAY), ("new", RunStatus.STOPPED, 90 * DAY),
         ("cut-off", RunStatus.INTERRUPTED, 10 * DAY), ("on", RunStatus.RUNNING, 10 * DAY),
@@ -61,3 +62,18 @@ def test_a_run_that_is_taken_up_again_keeps_the_sums_of_rounds_whose_updates_are
 def test_of_a_run_that_is_taken_up_again_meanwhile_nothing_more_goes(lived):
     assert lived._prune_updates("on") == 0, "as a run that was over a moment ago"
     assert lived._prune_updates("new") == 3
+
+
+def test_who_came_and_went_long_ago_goes_and_every_other_event_stays(store, monkeypatch):
+    monkeypatch.setattr(retention, "ROWS_AT_ONCE", 2)
+    for at in (10 * DAY, 90 * DAY):
+        for kind in ("device-online", "device-gone", "device-restarted", "device-joined", "drain-asked"):
+            store.record_event(kind, "", at=at, device_id="a")
+    assert store.prune_history(50 * DAY) == 3
+    left = [(row["kind"], row["at"] / DAY) for row in history(store, "events")]
+    assert left[:2] == [("device-joined", 10), ("drain-asked", 10)]
+    assert len(left) == 2 + 5
+
+
+def test_the_kinds_that_go_are_those_that_presence_writes():
+    assert {f"device-{state}" for state in DeviceState} <= set(retention.CAME_AND_WENT)

@@ -4,7 +4,7 @@ import { get, post } from "./api.js";
 import { LineChart } from "./charts.js";
 import { act } from "./dialogs.js";
 import { button, h, link, replace, toast } from "./dom.js";
-import { bytes, clock, count, exactClock, moment, percent, plain, seconds, words } from "./format.js";
+import { bytes, clock, count, exactClock, moment, percent, plain, seconds, shortHash, words } from "./format.js";
 import { presence, temperature, work } from "./fleet.js";
 import { model } from "./model.js";
 import { eventList } from "./now.js";
@@ -12,7 +12,6 @@ import { facts } from "./run.js";
 
 const NUM_BEATS = 720;
 const NUM_ROWS = 25;
-const SHOWN_DIGITS = 12;
 
 function number(text) {
   return h("td", { class: "number" }, text);
@@ -37,7 +36,7 @@ export function deviceView(root, deviceId) {
     const rows = Object.entries({ examples: found.examples, version: found.version, "joined at": moment(found.joined_at), ...found.capabilities })
       .filter(([, value]) => value !== null && value !== "").map(([name, value]) => h("tr", {}, h("th", { scope: "row" }, words(name)), h("td", { class: "break" }, plain(value))));
     replace(abilities, rows);
-    deployed = found.model ? found.model.slice(0, SHOWN_DIGITS) : null;
+    deployed = found.model ? shortHash(found.model) : null;
     replace(root, head, numbers, h("div", { class: "charts" }, heat.element, load.element),
       h("section", {}, h("h2", {}, "Newest assignments"), done), h("section", {}, h("h2", {}, "Events"), events),
       h("details", {}, h("summary", {}, "What it is and can do"), h("div", { class: "scroll" }, h("table", { class: "settings" }, abilities))));

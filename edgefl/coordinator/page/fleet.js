@@ -1,7 +1,7 @@
 // The fleet: who is there, how warm, held back by what, at which work.
 
 import { button, h, link, replace, s, setText } from "./dom.js";
-import { celsius, moment, percent, seconds } from "./format.js";
+import { celsius, moment, percent, seconds, shortHash } from "./format.js";
 import { HOT_C, model, troubleOf } from "./model.js";
 import { Table } from "./tables.js";
 
@@ -59,6 +59,7 @@ export function deviceColumns() {
     { key: "throttled", title: "Held back by", class: "wide", value: (row) => row.throttled ?? null, cell: (row) => (row.throttled ? h("span", { class: "warn" }, row.throttled.replaceAll(",", ", ")) : "–") },
     { key: "cpu", title: "CPU", class: "wide", isNumber: true, value: (row) => row.cpu_fraction ?? null, cell: (row) => percent(row.cpu_fraction) },
     { key: "memory", title: "Memory", class: "wide", isNumber: true, value: (row) => row.memory_fraction ?? null, cell: (row) => percent(row.memory_fraction) },
+    { key: "deployed", title: "Runs model", class: "wide", value: (row) => row.deployed ?? null, cell: (row) => shortHash(row.deployed) },
     { key: "power", title: "Power", class: "wide", isNumber: true, value: (row) => row.power_w ?? null, cell: power },
   ];
 }

@@ -66,6 +66,11 @@ export function words(slug) {
   return String(slug).replaceAll("-", " ").replaceAll("_", " ");
 }
 
+// Enough of a SHA-256 to tell models of one fleet apart.
+export function shortHash(sha256) {
+  return sha256 ? sha256.slice(0, 12) : "–";
+}
+
 // Any value of a run's settings or a board's capabilities, in one line.
 export function plain(value) {
   if (value === null || value === undefined) return "–";
