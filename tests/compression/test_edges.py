@@ -179,7 +179,7 @@ def test_two_bits_a_number_lead_to_the_exact_optimum(method: str, loss: float) -
     shapes = (TensorSpec(name="w", shape=(10,)),)
     for node in run.nodes.values():
         Coded(Engine(node, EdgeCodec(TWO_BITS, shapes, epoch=1), rng()))
-    assert run.run(3200).error(QUADRATICS.optimum()) < 3e-7  # the codec's own precision is that of float32
+    assert run.run(2400).error(QUADRATICS.optimum()) < 3e-7  # the codec's own precision is that of float32
 
 
 class Coded:

@@ -34,7 +34,7 @@ def network(method: str, spec: str = "ring", period: int = 8, **options: object)
     ],
 )
 def test_plain_averaging_ends_beside_the_optimum(method: str, period: int, spec: str, expected: float) -> None:
-    assert expected / 10 < network(method, spec, period).run(6000).error(OPTIMUM) < expected * 10
+    assert expected / 10 < network(method, spec, period).run(3000).error(OPTIMUM) < expected * 10
 
 
 @pytest.mark.parametrize(("spec", "expected"), [("ring", 0.95), ("paper-random", 0.83)])
@@ -60,7 +60,7 @@ def test_corrected_averaging_reaches_the_optimum(method: str, period: int, spec:
 
 @pytest.mark.parametrize(("method", "period"), [("gradient-tracking", 1), ("d2", 1), ("k-gt", 8)])
 def test_a_lower_learning_rate_leaves_the_optimum_where_it_is(method: str, period: int) -> None:
-    run = network(method, "ring", period).run(8000)
+    run = network(method, "ring", period).run(4000)
     run.learning_rate /= 4
     assert run.run(2000).error(OPTIMUM) < 1e-9
 

@@ -98,6 +98,7 @@ def fleet(tools: Any, tmp_path: Path) -> Iterator[FleetWithSlowDevice]:
     tools.check_logs(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_device_with_a_slow_uplink_gets_a_harder_codec_and_the_history_tells_which(
     fleet: FleetWithSlowDevice, tools: Any
 ) -> None:
