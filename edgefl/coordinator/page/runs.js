@@ -27,7 +27,7 @@ const COLUMNS = [
   { key: "status", title: "Status", value: (row) => row.status, cell: (row) => h("span", {}, status(row), row.reason && !LIVE.includes(row.status) ? h("span", { class: "minor block wide-text" }, row.reason) : null) },
   { key: "task", title: "Task", class: "wide", value: (row) => row.task, cell: (row) => row.task },
   { key: "strategy", title: "Strategy", class: "wide", value: (row) => row.strategy, cell: (row) => row.strategy },
-  { key: "rounds", title: "Rounds", isNumber: true, value: (row) => row.rounds, cell: progress },
+  { key: "rounds", title: "Rounds", class: "wraps", isNumber: true, value: (row) => row.rounds, cell: progress },
   { key: "accuracy", title: "Accuracy", isNumber: true, value: (row) => row.accuracy, cell: (row) => accuracy(row.accuracy) },
   { key: "lasted", title: "Lasted", class: "wide", isNumber: true, value: lasted, cell: (row) => seconds(lasted(row)) },
   { key: "submitted", title: "Submitted", class: "wide", isNumber: true, value: (row) => row.submitted_at, cell: (row) => moment(row.submitted_at) },
