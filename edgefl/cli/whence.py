@@ -25,7 +25,7 @@ def source_options(function: Function) -> Function:
 def directory_of(directory: Path | None, url: str | None) -> Path | None:
     """Returns the directory to read, None for asking a coordinator.
 
-    That is what is named, else the coordinator that this user knows, else the usual directory.
+    That is what is named, else the coordinator that this user knows, else the usual directory if it is there.
 
     Raises:
         UsageError: both are named.
@@ -38,7 +38,10 @@ def directory_of(directory: Path | None, url: str | None) -> Path | None:
         return None
     from edgefl.coordinator.directory import default_directory  # noqa: PLC0415 fast start
 
-    return (directory or default_directory()).expanduser()
+    usual = default_directory()
+    if directory is None and not usual.exists():
+        return None  # to be told that this user knows no coordinator, as by every other command
+    return (directory or usual).expanduser()
 
 
 def ask(url: str | None, path: str, params: Mapping[str, Any] | None = None, *, what: str) -> Json:

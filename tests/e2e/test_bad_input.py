@@ -159,8 +159,9 @@ def test_a_wrong_operator_token_is_refused(asks: Call, tmp_path: Path) -> None:
     assert "token" in ended.line
 
 
-def test_without_an_operator_file_the_line_says_where_it_belongs(edgefl: Call, tmp_path: Path) -> None:
-    ended = edgefl("run", "list")
+@pytest.mark.parametrize("words", ["run list", "history rounds", "history why latest", "model list"])
+def test_without_an_operator_file_the_line_says_where_it_belongs(edgefl: Call, tmp_path: Path, words: str) -> None:
+    ended = edgefl(*words.split())
     assert ended.code == 37
     assert str(tmp_path / "config" / "edgefl" / "operator.toml") in ended.line
 
