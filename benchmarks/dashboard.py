@@ -1,4 +1,4 @@
-"""The page's two figures: how soon a large fleet is on the screen, and what open pages cost a round.
+"""How soon a large fleet is on the screen or scraped, and what open pages cost a round.
 
     python benchmarks/dashboard.py [--devices 1000] [--rounds 10000] [--pages 20] [--turns 3] [--json]
 
@@ -6,16 +6,18 @@ Load: a coordinator with so many devices and a run of so many rounds in its stor
 seconds; a fresh headless Chromium context each time, from the request to the drawn view. Rounds: a coordinator and
 four device processes train digits in turns with no page and with so many readers of the feed open (in one process of
 their own, reading all they are sent); ratio of the medians, and the coordinator's CPU time a round, which other
-programs on the machine change less.
+programs on the machine change less. Scrapes: /metrics of the large fleet over one HTTPS connection, beside /healthz.
 """
 
 from __future__ import annotations
 
 import argparse
+import http.client
 import itertools
 import json
 import os
 import shutil
+import ssl
 import statistics
 import subprocess
 import sys
@@ -35,6 +37,7 @@ from edgefl.local_run import cut_devices
 from edgefl.storage.store import Store
 
 HERE = Path(__file__).parent
+SCRAPES = 60
 RUN_ID = "20260101-000000-aaaaaa"
 CHROMIUM_ARGUMENTS = (
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -56,6 +59,8 @@ def main() -> int:
         found: dict[str, Any] = {}
         if not arguments.only or arguments.only == "load":
             found["load_ms"] = measure_load(root / "load", arguments.devices, arguments.rounds, arguments.turns)
+        if not arguments.only or arguments.only == "scrapes":
+            found["scrape_ms"] = measure_scrapes(root / "scrapes", arguments.devices)
         if not arguments.only or arguments.only == "rounds":
             found["rounds"] = measure_rounds(root / "rounds", arguments.pages, arguments.turns, arguments.run_rounds)
     finally:
@@ -106,6 +111,25 @@ def measure_load(root: Path, num_devices: int, num_rounds: int, turns: int) -> d
                 found[name].append(round(page.evaluate("window.drawnMs"), 1))
                 context.close()
         browser.close()
+    return found
+
+
+def measure_scrapes(root: Path, num_devices: int) -> dict[str, list[float]]:
+    """Returns, by path, the milliseconds of each request."""
+    found: dict[str, list[float]] = {"/healthz": [], "/metrics": []}
+    with crowded(root, num_devices, 10) as fleet:
+        known = load_operator_file(fleet.root / "config" / "edgefl" / "operator.toml")
+        context = ssl.create_default_context(cadata=known.ca_pem)
+        connection = http.client.HTTPSConnection("127.0.0.1", fleet.port, timeout=60, context=context)
+        for _ in range(SCRAPES):
+            for path, times in found.items():
+                begun_s = time.perf_counter()
+                connection.request("GET", path, headers={"Authorization": f"Bearer {known.operator_token}"})
+                body = connection.getresponse().read()
+                times.append(round(1000 * (time.perf_counter() - begun_s), 2))
+                if path == "/metrics" and body.count(b"edgefl_device_present{") != num_devices:
+                    raise SystemExit(f"/metrics tells of {body.count(b'edgefl_device_present{')} devices")
+        connection.close()
     return found
 
 
@@ -175,7 +199,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--pages", type=int, default=20)
     parser.add_argument("--run-rounds", type=int, default=150, help="rounds of a run [%(default)s]")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--only", choices=["load", "rounds"])
+    parser.add_argument("--only", choices=["load", "scrapes", "rounds"])
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
 
@@ -186,6 +210,11 @@ def _text(found: dict[str, Any], arguments: argparse.Namespace) -> str:
         lines.append(
             f"load of {name} with {arguments.devices} devices and {arguments.rounds} rounds: median "
             f"{statistics.median(values):.0f} ms, {min(values):.0f} to {max(values):.0f}"
+        )
+    for path, values in found.get("scrape_ms", {}).items():
+        lines.append(
+            f"{path} with {arguments.devices} devices: median {statistics.median(values):.1f} ms, 95th percentile "
+            f"{statistics.quantiles(values, n=20)[-1]:.1f} ms"
         )
     if rounds := found.get("rounds"):
         for pages, values in rounds["round_s"].items():
