@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from edgefl.device.link_quality import LinkQuality, link_quality
-from edgefl.device.vitals import NOT_THROTTLED, THROTTLED_BITS, power_w, temperature_c, throttled
+from edgefl.device.vitals import NOT_THROTTLED, THROTTLED_BITS, Board, power_w, temperature_c, throttled
 from edgefl.types import Json
 
 LOOK_EVERY_S = 1.0
@@ -33,6 +33,7 @@ class AssignmentVitals:
         quality: Callable[[Path], LinkQuality] = link_quality,
     ) -> None:
         self._root, self._clock, self._quality = root, clock, quality
+        self._board = Board(root, clock=clock)
         self.begin()
 
     def begin(self) -> None:
@@ -69,15 +70,15 @@ class AssignmentVitals:
     def _look(self) -> None:
         now_s, before_s = self._clock(), self._looked_s
         self._looked_s = now_s
-        self._note(self._temperatures, temperature_c(self._root))
-        troubles = throttled(self._root)
+        self._note(self._temperatures, temperature_c(self._board))
+        troubles = throttled(self._board)
         if troubles is not None:
             self._tells_throttling = True
             self._troubles |= set(troubles.split(",")) - {NOT_THROTTLED}
         quality = self._quality(self._root)
         self._note(self._signals, quality.signal_dbm)
         self._note(self._rates, quality.link_bits_per_s)
-        before_w, self._power_w = self._power_w, power_w(self._root)
+        before_w, self._power_w = self._power_w, power_w(self._board)
         if before_s is not None and before_w is not None and self._power_w is not None:
             spent_j = (now_s - before_s) * (before_w + self._power_w) / 2
             self._energy_j = (self._energy_j or 0.0) + spent_j

@@ -7,7 +7,8 @@ does not say is None. All paths hang off a root, so that a tree of files can sta
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,26 @@ PLAUSIBLE_C = (-40.0, 150.0)
 NOT_THROTTLED = "ok"
 # The bits of the Raspberry Pi firmware's get_throttled that speak of now; 16 to 19 say the same of the past.
 THROTTLED_BITS = {0: "under-voltage", 1: "frequency-capped", 2: "throttled", 3: "soft-temperature-limit"}
+
+
+LOOK_AGAIN_S = 60.0
+"""Sensors are searched for so often: their drivers may come late, and a search takes longer than all readings."""
+
+
+class Board:
+    """The files of a board; remembers for a minute where its sensors are."""
+
+    def __init__(self, root: Path = Path("/"), *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.root, self._clock = root, clock
+        self._found: dict[str, tuple[float, list[Path]]] = {}
+
+    def paths(self, pattern: str) -> list[Path]:
+        """Returns what matches below the root, sorted, as it was at most a minute ago."""
+        now_s = self._clock()
+        known = self._found.get(pattern)
+        if known is None or now_s - known[0] >= LOOK_AGAIN_S:
+            known = self._found[pattern] = now_s, sorted(self.root.glob(pattern))
+        return known[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,40 +60,40 @@ class Vitals:
 
     def __init__(self, state_dir: Path, *, root: Path = Path("/")) -> None:
         self._state_dir = state_dir
-        self._root = root
+        self._root, self._board = root, Board(root)
         self._cpu = _cpu_counters(root)
 
     def read(self) -> VitalSigns:
         before, self._cpu = self._cpu, _cpu_counters(self._root)
         return VitalSigns(
             uptime_s=_uptime_s(self._root),
-            temperature_c=temperature_c(self._root),
-            throttled=throttled(self._root),
+            temperature_c=temperature_c(self._board),
+            throttled=throttled(self._board),
             cpu_fraction=_load(before, self._cpu),
             memory_fraction=memory_fraction(self._root),
             memory_bytes=memory_bytes(self._root),
             disk_free_bytes=_disk_free_bytes(self._state_dir),
-            battery_fraction=battery_fraction(self._root),
-            power_w=power_w(self._root),
+            battery_fraction=battery_fraction(self._board),
+            power_w=power_w(self._board),
         )
 
 
-def temperature_c(root: Path) -> float | None:
+def temperature_c(board: Board) -> float | None:
     """Returns the processor's temperature; where no zone is called so, the hottest of all."""
-    zones = dict(_thermal_zones(root))
+    zones = dict(_thermal_zones(board))
     for kind in ZONE_TYPES:
         if kind in zones:
             return zones[kind]
     return max(zones.values(), default=None)
 
 
-def throttled(root: Path) -> str | None:
+def throttled(board: Board) -> str | None:
     """Returns `ok`, or what holds the board back now (comma-separated); None when the board does not say."""
-    for path in sorted(root.glob("sys/devices/platform/soc*/**/get_throttled")):
+    for path in board.paths("sys/devices/platform/soc*/**/get_throttled"):
         bits = _number(path, base=16)
         if bits is not None:
             return ",".join(name for bit, name in THROTTLED_BITS.items() if bits >> bit & 1) or NOT_THROTTLED
-    for hwmon in _hwmons(root, "rpi_volt"):
+    for hwmon in _hwmons(board, "rpi_volt"):
         alarm = _number(hwmon / "in0_lcrit_alarm")
         if alarm is not None:
             return THROTTLED_BITS[0] if alarm else NOT_THROTTLED
@@ -100,9 +121,9 @@ def memory_bytes(root: Path) -> int | None:
     return None if size is None else size * 1024
 
 
-def battery_fraction(root: Path) -> float | None:
+def battery_fraction(board: Board) -> float | None:
     """Returns the charge of the board's own battery, not that of a mouse."""
-    for supply in sorted(root.glob("sys/class/power_supply/*")):
+    for supply in board.paths("sys/class/power_supply/*"):
         if _text(supply / "type") != "Battery" or _text(supply / "scope") == "Device":
             continue
         percent = _number(supply / "capacity")
@@ -111,12 +132,12 @@ def battery_fraction(root: Path) -> float | None:
     return None
 
 
-def power_w(root: Path) -> float | None:
+def power_w(board: Board) -> float | None:
     """Returns the power that the board draws, from the INA3221 monitors of a Jetson.
 
     VDD_IN is the whole board where it exists (Orin Nano, NX); otherwise the rails add up (AGX).
     """
-    rails = dict(rail for hwmon in _hwmons(root, "ina3221") for rail in _rails(hwmon))
+    rails = dict(rail for hwmon in _hwmons(board, "ina3221") for rail in _rails(hwmon))
     return rails.get("VDD_IN", sum(rails.values())) if rails else None
 
 
@@ -130,16 +151,16 @@ def _rails(hwmon: Path) -> Iterator[tuple[str, float]]:
             yield label, millivolts * milliamperes / 1e6
 
 
-def _thermal_zones(root: Path) -> Iterator[tuple[str, float]]:
-    for zone in sorted(root.glob("sys/class/thermal/thermal_zone*")):
+def _thermal_zones(board: Board) -> Iterator[tuple[str, float]]:
+    for zone in board.paths("sys/class/thermal/thermal_zone*"):
         kind, millidegrees = _text(zone / "type"), _number(zone / "temp")
         # A Jetson's zones of units that are switched off cannot be read, or read as -256.
         if kind and millidegrees is not None and PLAUSIBLE_C[0] <= millidegrees / 1000 <= PLAUSIBLE_C[1]:
             yield kind, millidegrees / 1000
 
 
-def _hwmons(root: Path, name: str) -> list[Path]:
-    return [path for path in sorted(root.glob("sys/class/hwmon/*")) if _text(path / "name") == name]
+def _hwmons(board: Board, name: str) -> list[Path]:
+    return [path for path in board.paths("sys/class/hwmon/*") if _text(path / "name") == name]
 
 
 def _cpu_counters(root: Path) -> tuple[int, int] | None:

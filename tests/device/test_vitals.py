@@ -7,6 +7,8 @@ import os
 import pytest
 
 from edgefl.device.vitals import (
+    LOOK_AGAIN_S,
+    Board,
     Vitals,
     battery_fraction,
     memory_bytes,
@@ -51,18 +53,18 @@ def test_a_board_that_says_nothing_gives_none_for_everything(tmp_path):
 
 def test_a_raspberry_pi_tells_the_temperature_of_its_processor(board):
     root = board({**thermal(0, "cpu-thermal", 48312), **thermal(1, "rp1_adc", 61000)})
-    assert temperature_c(root) == 48.312
+    assert temperature_c(Board(root)) == 48.312
 
 
 def test_a_jetson_tells_its_junction_and_skips_zones_that_are_asleep(board):
     root = board(
         {**thermal(0, "gpu-thermal", -256000), **thermal(1, "cv0-thermal", ""), **thermal(2, "tj-thermal", 52500)}
     )
-    assert temperature_c(root) == 52.5
+    assert temperature_c(Board(root)) == 52.5
 
 
 def test_an_unknown_board_tells_its_hottest_zone(board):
-    assert temperature_c(board({**thermal(0, "a", 40000), **thermal(1, "b", 45000)})) == 45.0
+    assert temperature_c(Board(board({**thermal(0, "a", 40000), **thermal(1, "b", 45000)}))) == 45.0
 
 
 @pytest.mark.parametrize(
@@ -76,13 +78,13 @@ def test_an_unknown_board_tells_its_hottest_zone(board):
 )
 def test_the_firmware_of_a_raspberry_pi_tells_what_holds_it_back_now(board, bits, said):
     root = board({"sys/devices/platform/soc/soc:firmware/get_throttled": f"{bits}\n"})
-    assert throttled(root) == said
+    assert throttled(Board(root)) == said
 
 
 @pytest.mark.parametrize(("alarm", "said"), [("0", "ok"), ("1", "under-voltage")])
 def test_the_voltage_monitor_tells_it_where_the_firmware_does_not(board, alarm, said):
     hwmon = "sys/class/hwmon/hwmon2"
-    assert throttled(board({f"{hwmon}/name": "rpi_volt\n", f"{hwmon}/in0_lcrit_alarm": f"{alarm}\n"})) == said
+    assert throttled(Board(board({f"{hwmon}/name": "rpi_volt\n", f"{hwmon}/in0_lcrit_alarm": f"{alarm}\n"}))) == said
 
 
 def test_the_load_is_the_difference_of_two_readings(board):
@@ -120,7 +122,7 @@ def test_the_battery_is_the_boards_and_not_that_of_a_mouse(board):
             f"{supply}/ups/capacity": "83\n",
         }
     )
-    assert battery_fraction(root) == 0.83
+    assert battery_fraction(Board(root)) == 0.83
 
 
 def rail(hwmon, number, label, millivolts, milliamperes):
@@ -135,7 +137,7 @@ def rail(hwmon, number, label, millivolts, milliamperes):
 
 def test_an_orin_nano_draws_what_its_input_rail_says(board):
     root = board({**rail("hwmon1", 1, "VDD_IN", 5000, 1200), **rail("hwmon1", 2, "VDD_SOC", 5000, 300)})
-    assert power_w(root) == pytest.approx(6.0)
+    assert power_w(Board(root)) == pytest.approx(6.0)
 
 
 def test_an_agx_draws_the_sum_of_its_rails(board):
@@ -146,7 +148,7 @@ def test_an_agx_draws_the_sum_of_its_rails(board):
             **rail("hwmon2", 1, "VIN_SYS_5V0", 5000, 400),
         }
     )
-    assert power_w(root) == pytest.approx(5.8)
+    assert power_w(Board(root)) == pytest.approx(5.8)
 
 
 def test_a_damaged_reading_is_none(board):
@@ -162,3 +164,16 @@ def test_this_machine_can_be_read(tmp_path):
     assert 1_000_000 < signs.memory_bytes < 100_000_000_000
     disk = os.statvfs(tmp_path)
     assert signs.disk_free_bytes == pytest.approx(disk.f_bavail * disk.f_frsize, rel=0.1)
+
+
+def test_sensors_are_searched_for_once_a_minute_and_read_each_time(board):
+    now_s = 100.0
+    found = Board(board({}), clock=lambda: now_s)
+    assert temperature_c(found) is None
+    board(thermal(0, "cpu-thermal", 40000))
+    now_s += LOOK_AGAIN_S - 1
+    assert temperature_c(found) is None
+    now_s += 1
+    assert temperature_c(found) == 40.0
+    board(thermal(0, "cpu-thermal", 50000))
+    assert temperature_c(found) == 50.0, "a reading is of now"
