@@ -150,14 +150,12 @@ class Ledger:
     def _write(self, rows: Rows) -> None:
         store, run_id = self._store, self._run_id
         with store.batch():
-            for number, (opened_at, num_devices) in rows.opened.items():
-                store.open_round(run_id, number, started_at=opened_at, num_devices=num_devices)
+            store.open_rounds(run_id, rows.opened)
             store.forget_updates(run_id, rows.again)
             store.record_dispatches(run_id, rows.dispatches)
             store.record_updates(run_id, list(rows.updates.values()))
             store.record_evaluations(run_id, rows.evaluations)
-            for number, (version, closed_at) in rows.closed.items():
-                store.close_round(run_id, number, version=version, closed_at=closed_at)
+            store.close_rounds(run_id, rows.closed)
             for number, figures in rows.figures.items():
                 store.set_round_figures(run_id, number, figures)
             for event in rows.events:

@@ -6,7 +6,7 @@ from sqlalchemy import Connection, func, select, update
 
 from edgefl.storage.models import Round, Update
 from edgefl.storage.totals import rebuild
-from edgefl.storage.waits import wait_of_round
+from edgefl.storage.waits import wait_columns, waits_of_rounds
 
 
 def rebuild_derived(connection: Connection) -> None:
@@ -20,11 +20,6 @@ def rebuild_derived(connection: Connection) -> None:
     rebuild(connection)
     closed = select(Round.id, Round.run_id, Round.round, Round.started_at, Round.closed_at)
     for row in connection.execute(closed.where(Round.closed_at.is_not(None))).all():
-        wait = wait_of_round(connection, row.run_id, row.round, row.closed_at)
-        values = {
-            "seconds": row.closed_at - row.started_at,
-            "waited_for": wait.device_id if wait else None,
-            "waited_s": wait.seconds if wait else None,
-            "waited_update_id": wait.update_id if wait else None,
-        }
+        waits = waits_of_rounds(connection, row.run_id, {row.round: row.started_at}, {row.round: row.closed_at})
+        values = {"seconds": row.closed_at - row.started_at, **wait_columns(waits.get(row.round))}
         connection.execute(update(Round).where(Round.id == row.id).values(**values))

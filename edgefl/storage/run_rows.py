@@ -23,7 +23,7 @@ from edgefl.storage.records import (
 )
 from edgefl.storage.totals import affected, counted
 from edgefl.storage.upsert import insert_new, upsert
-from edgefl.storage.waits import wait_of_round
+from edgefl.storage.waits import wait_columns, waits_of_rounds
 from edgefl.types import Json, Outcome
 
 NO_UPDATES: Mapping[str, Any] = MappingProxyType(
@@ -149,39 +149,58 @@ class RunRows:
 
     def open_round(self, run_id: str, number: int, *, started_at: float, num_devices: int = 0) -> None:
         """Starts a round, unless it was started before."""
-        row = {
-            "run_id": run_id, "round": number, "started_at": started_at, "num_devices": num_devices,
-            "num_updates": 0, "bytes_up": 0, "bytes_down": 0,
-        }  # fmt: skip
+        self.open_rounds(run_id, {number: (started_at, num_devices)})
+
+    def open_rounds(self, run_id: str, opened: Mapping[int, tuple[float, int]]) -> None:
+        """Starts rounds, each with when and how many devices, unless they were started before."""
+        rows = [
+            {
+                "run_id": run_id, "round": number, "started_at": started_at, "num_devices": num_devices,
+                "num_updates": 0, "bytes_up": 0, "bytes_down": 0,
+            }
+            for number, (started_at, num_devices) in opened.items()
+        ]  # fmt: skip
         with self._database.write() as connection:
-            insert_new(connection, Round, [row], ("run_id", "round"))
+            insert_new(connection, Round, rows, ("run_id", "round"))
 
     def close_round(self, run_id: str, number: int, *, version: int, closed_at: float) -> None:
-        """Ends a round: its sums are taken from its updates, and the run's `rounds` and `version` follow.
+        """Ends one round; as `close_rounds`."""
+        self.close_rounds(run_id, {number: (version, closed_at)})
+
+    def close_rounds(self, run_id: str, closed: Mapping[int, tuple[int, float]]) -> None:
+        """Ends rounds, each with its version and when: sums are taken from updates, the run's `rounds` follow.
+
+        The run's `version` is that of the last one.
 
         Raises:
-            NotFoundError: the round was never opened.
+            NotFoundError: one of them was never opened.
         """
+        if not closed:
+            return
         with self._database.write() as connection:
-            sums = _round_sums(connection, run_id, Update.round == number).get(number, NO_UPDATES)
-            wait = wait_of_round(connection, run_id, number, closed_at)
-            where = (Round.run_id == run_id, Round.round == number)
-            closed = (
-                update(Round)
-                .where(*where)
-                .values(
-                    version=version,
-                    closed_at=closed_at,
-                    seconds=closed_at - Round.started_at,
-                    waited_for=wait.device_id if wait else None,
-                    waited_s=wait.seconds if wait else None,
-                    waited_update_id=wait.update_id if wait else None,
-                    **sums,
-                )
-            )
-            if not connection.execute(closed).rowcount:
-                raise NotFoundError(f"no round {number} of run {run_id!r} is open")
-            rounds = case((Run.rounds < number, number), else_=Run.rounds)
+            begun = select(Round.round, Round.started_at).where(Round.run_id == run_id, Round.round.in_(list(closed)))
+            started: dict[int, float] = {row.round: row.started_at for row in connection.execute(begun)}
+            for number in closed:
+                if number not in started:
+                    raise NotFoundError(f"no round {number} of run {run_id!r} is open")
+            sums = _round_sums(connection, run_id, Update.round.in_(list(closed)))
+            waits = waits_of_rounds(connection, run_id, started, {number: at for number, (_, at) in closed.items()})
+            rows = [
+                {
+                    "of_round": number,
+                    "version": version,
+                    "closed_at": at,
+                    "seconds": at - started[number],
+                    **wait_columns(waits.get(number)),
+                    **sums.get(number, NO_UPDATES),
+                }
+                for number, (version, at) in closed.items()
+            ]
+            table: Any = Round.__table__
+            one = update(table).where(table.c.run_id == run_id, table.c.round == bindparam("of_round"))
+            connection.execute(one, rows)  # which name the columns that change
+            newest, (version, _) = max(closed), list(closed.values())[-1]
+            rounds = case((Run.rounds < newest, newest), else_=Run.rounds)
             connection.execute(update(Run).where(Run.run_id == run_id).values(rounds=rounds, version=version))
 
     def sum_rounds(self, run_id: str) -> None:

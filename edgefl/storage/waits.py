@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Connection, select
 
-from edgefl.storage.models import Round, Update
+from edgefl.storage.models import Update
 from edgefl.types import Outcome
 
 
@@ -21,16 +21,26 @@ class Wait:
     seconds: float
 
 
-def wait_of_round(connection: Connection, run_id: str, number: int, closed_at: float) -> Wait | None:
-    """Returns what `wait_of` says of a round that is in the store."""
+def waits_of_rounds(
+    connection: Connection, run_id: str, started: Mapping[int, float], closed: Mapping[int, float]
+) -> dict[int, Wait]:
+    """Returns what `wait_of` says of rounds that are in the store, by number; `started` and `closed` say when."""
     columns = (
-        Update.id, Update.assignment_id, Update.device_id, Update.outcome, Update.base_version,
+        Update.round, Update.id, Update.assignment_id, Update.device_id, Update.outcome, Update.base_version,
         Update.applied_version, Update.dispatched_at, Update.ended_at,
     )  # fmt: skip
-    query = select(*columns).where(Update.run_id == run_id, Update.round == number)
-    started = select(Round.started_at).where(Round.run_id == run_id, Round.round == number)
-    started_at = connection.execute(started).scalar() or 0.0
-    return wait_of(connection.execute(query).all(), closed_at, started_at)
+    rows: dict[int, list[Any]] = {number: [] for number in closed}
+    for row in connection.execute(select(*columns).where(Update.run_id == run_id, Update.round.in_(list(closed)))):
+        rows[row.round].append(row)
+    waits = {number: wait_of(rows[number], at, started[number]) for number, at in closed.items()}
+    return {number: wait for number, wait in waits.items() if wait is not None}
+
+
+def wait_columns(wait: Wait | None) -> dict[str, Any]:
+    """Returns what a round's row says of whom it waited for."""
+    if wait is None:
+        return {"waited_for": None, "waited_s": None, "waited_update_id": None}
+    return {"waited_for": wait.device_id, "waited_s": wait.seconds, "waited_update_id": wait.update_id}
 
 
 def wait_of(rows: Sequence[Any], closed_at: float, started_at: float = 0.0) -> Wait | None:

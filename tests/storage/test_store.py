@@ -387,3 +387,32 @@ def test_the_newest_round_with_nodes_is_not_the_newest_round(store, run_id):
         store.set_round_figures(run_id, number, {"node_accuracy": number / 4, "worst_node_accuracy": 0.0})
     assert store.newest_node_round(run_id)["node_accuracy"] == 0.5
     assert store.newest_node_round("another") == {}
+
+
+def test_rounds_closed_at_once_are_as_if_closed_one_by_one(store):
+    rows = {}
+    for run_id in ("one-by-one", "at-once"):
+        store.submit(run_id)
+        for number, devices in ((1, ["a", "b"]), (2, []), (3, ["a"])):
+            store.record_round(run_id, number, devices, at=1000.0 * number)
+        closed = {number: (number + 10, 1000.0 * number + 7) for number in (2, 3, 1)}
+        if run_id == "at-once":
+            store.close_rounds(run_id, closed)
+        else:
+            for number, (version, at) in closed.items():
+                store.close_round(run_id, number, version=version, closed_at=at)
+        columns = (
+            "round, version, started_at, closed_at, seconds, num_devices, num_updates, loss, bytes_up, waited_for"
+        )
+        rows[run_id] = sql(store, f"SELECT {columns}, waited_s FROM rounds WHERE run_id = '{run_id}' ORDER BY round")
+        assert (store.run(run_id).rounds, store.run(run_id).version) == (3, 11)
+    assert rows["at-once"] == rows["one-by-one"]
+    assert [row[:5] for row in rows["at-once"]] == [(n, n + 10, 1000.0 * n, 1000.0 * n + 7, 7.0) for n in (1, 2, 3)]
+
+
+def test_of_rounds_that_are_not_all_open_none_is_closed(store, run_id):
+    store.open_round(run_id, 1, started_at=1.0)
+    with pytest.raises(NotFoundError, match="no round 2"):
+        store.close_rounds(run_id, {1: (1, 2.0), 2: (2, 3.0)})
+    assert sql(store, "SELECT closed_at FROM rounds") == [(None,)]
+    store.close_rounds(run_id, {})
