@@ -238,7 +238,8 @@ def test_a_full_disk_ends_the_run_with_the_store_s_error(store: Store, folder: P
 
 
 def test_models_that_wait_are_bounded_and_the_run_waits_for_the_disk_instead(store: Store, keep: Any) -> None:
-    keeper = keep(keep_every=1, pace={"max_waiting_bytes": 40})  # two of these models
+    # Two of these models fit, and the writer would pause for a minute if nobody woke it.
+    keeper = keep(keep_every=1, pace={"max_waiting_bytes": 40, "write_every_s": 60.0})
     most = 0
     for version in range(1, 30):
         keeper.take(version, version, version, model(version))

@@ -69,9 +69,8 @@ def test_a_round_without_assignments_waited_for_nobody():
     assert told([Row("a", None, outcome=None, applied_version=None)]) is None
 
 
-def test_closing_a_round_writes_its_seconds_and_whom_it_waited_for(store, run_id):
-    store.open_round(run_id, 1, started_at=10.0)
-    for name, ended_at in (("a", 12.0), ("b", 13.0), ("c", 53.0)):
+def assigned(store, run_id, **ended):
+    for name, ended_at in ended.items():
         dispatch = DispatchRow(assignment_id=name, device_id=name, round=1, base_version=0, dispatched_at=10.0)
         store.record_dispatches(run_id, [dispatch])
         row = UpdateRow(
@@ -79,7 +78,22 @@ def test_closing_a_round_writes_its_seconds_and_whom_it_waited_for(store, run_id
             received_at=ended_at, ended_at=ended_at,
         )  # fmt: skip
         store.record_updates(run_id, [row])
-    store.close_round(run_id, 1, version=1, closed_at=54.0)
+
+
+def closed(store, run_id, at):
+    store.close_round(run_id, 1, version=1, closed_at=at)
     with store.database.read() as connection:
         row = connection.exec_driver_sql("SELECT seconds, waited_for, waited_s, waited_update_id FROM rounds").one()
-    assert tuple(row) == (44.0, "c", 40.0, 3)
+    return tuple(row)
+
+
+def test_closing_a_round_writes_its_seconds_and_whom_it_waited_for(store, run_id):
+    store.open_round(run_id, 1, started_at=10.0)
+    assigned(store, run_id, a=12.0, b=13.0, c=53.0)
+    assert closed(store, run_id, 54.0) == (44.0, "c", 40.0, 3)
+
+
+def test_a_round_of_a_run_that_was_taken_up_again_waited_for_nobody_before(store, run_id):
+    store.open_round(run_id, 1, started_at=50.0)
+    assigned(store, run_id, a=12.0, b=13.0, c=53.0)
+    assert closed(store, run_id, 54.0) == (4.0, "c", 3.0, 3)
