@@ -108,8 +108,8 @@ class RunWorker:
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._work, name="runs", daemon=True)
 
-    def start(self) -> None:
-        """Marks what an earlier coordinator left running as interrupted, and takes up the queue.
+    def recover(self) -> None:
+        """Marks what an earlier coordinator left running as interrupted; to be called before anybody may ask.
 
         A run whose devices went on meanwhile is queued again.
         """
@@ -121,6 +121,9 @@ class RunWorker:
                     self._set_status(record.run_id, RunStatus.QUEUED, "its devices went on without a coordinator")
                 elif status is not RunStatus.INTERRUPTED:
                     self._set_status(record.run_id, RunStatus.INTERRUPTED, "its coordinator ended without a word")
+
+    def start(self) -> None:
+        """Takes up the queue."""
         self._thread.start()
 
     def wake(self) -> None:

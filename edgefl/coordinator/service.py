@@ -188,6 +188,7 @@ class Coordinator:
         self._questions = Questions(self._bus, self._roster)
         self._deployments = deployments = self._make_deployments(self._bus)
         self._worker = worker = self._make_worker(self._bus, deployments)
+        worker.recover()
         self._watch_metrics()
         self._open_web(listener, worker, self._questions, deployments)
         self._open_alerts()

@@ -14,6 +14,7 @@ from edgefl.assembly import assemble
 from edgefl.coordinator.brokers import mosquitto_path
 from edgefl.coordinator.directory import CoordinatorDirectory, init_directory
 from edgefl.coordinator.service import Coordinator, StartOptions
+from edgefl.coordinator.web import WebServer
 from edgefl.errors import PortInUseError, StoreError
 from edgefl.local_fleet import free_port
 from edgefl.storage.records import RunStatus
@@ -79,7 +80,17 @@ def test_a_second_coordinator_on_the_same_directory_is_refused_and_changes_nothi
     assert settled == [directory]
 
 
-def test_a_run_that_an_earlier_coordinator_left_is_interrupted(directory: CoordinatorDirectory) -> None:
+def test_a_run_that_an_earlier_coordinator_left_is_interrupted_before_anybody_can_ask(
+    directory: CoordinatorDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, seen = WebServer.start, []
+
+    def start(server: WebServer) -> None:
+        with Store.open(directory.database, read_only=True) as store:
+            seen.append(store.run("r1").status)
+        opened(server)
+
+    monkeypatch.setattr(WebServer, "start", start)
     with Store.open(directory.database) as store:
         store.add_run(
             run_id="r1", name="n", task="digits", strategy="fedavg", config={"run": {"task": "digits"}}, seed=7,
@@ -88,6 +99,7 @@ def test_a_run_that_an_earlier_coordinator_left_is_interrupted(directory: Coordi
         store.set_run_status("r1", RunStatus.RUNNING, at=2.0)
     with Coordinator(directory, _options(directory), assemble):
         pass
+    assert seen == [RunStatus.INTERRUPTED]
     connection = sqlite3.connect(directory.database)
     assert connection.execute("SELECT status FROM runs").fetchall() == [("interrupted",)]
     assert connection.execute("SELECT kind FROM events").fetchall() == [("run-interrupted",)]
