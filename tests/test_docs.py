@@ -182,8 +182,14 @@ def test_links_lead_somewhere(path: Path) -> None:
 def test_no_text_names_a_path_of_the_machine_that_it_was_written_on() -> None:
     a_board_s = (
         "/home/pi/",
-        "/var/lib/edgefl/",
+        "/var/",
         "/opt/edgefl/",
+        "/opt/nvidia/",
+        "/bin/",
+        "/boot/",
+        "/run/",
+        "/srv/",
+        "/data/",
         "/etc/",
         "/usr/",
         "/dev/",

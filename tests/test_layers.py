@@ -115,7 +115,7 @@ CLOCKS = {"now", "utcnow", "today"}
 def room_of(file: str) -> str:
     """The room of a path inside the package, such as coordinator/bus.py."""
     first = file.partition("/")[0].removesuffix(".py")
-    return "edgefl" if first in {"__init__", "__main__"} else first
+    return {"__init__": "edgefl", "__main__": "cli"}.get(first, first)
 
 
 def imported(tree: ast.AST, file: str) -> Iterator[tuple[int, str]]:

@@ -23,6 +23,7 @@ COMMANDS = {
     "export": "Take a run elsewhere: a plain Flower app",
     "history": "Ask what happened: rounds, updates, devices, heartbeats, events",
     "model": "List, export and evaluate the models that runs have kept; deploy them",
+    "provision": "Make boards into devices: cards, images, hosts that run already",
     "run": "Submit, watch, stop and resume training runs",
     "simulate": "Run on a virtual fleet, in virtual time",
     "strategies": "List the strategies, begin one of your own",

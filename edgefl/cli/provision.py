@@ -1,0 +1,12 @@
+"""`edgefl provision`: from a blank card, or a board that runs already, to a device of the fleet."""
+
+from __future__ import annotations
+
+import click
+
+from edgefl.cli.listing import ListedGroup
+
+
+@click.group(cls=ListedGroup)
+def command() -> None:
+    """Make boards into devices: cards, images, hosts that run already."""

@@ -1,0 +1,39 @@
+"""The payload: one folder `edgefl/` with everything that a board needs, the same for every way of bringing it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from edgefl.provision import sources
+
+FOLDER = "edgefl"
+MANIFEST = "manifest.json"
+SCRIPTS = ("board/firstboot.sh", "board/install.sh")
+SECRET = frozenset({"join.json"})
+"""What is not named in the manifest: it is taken away once it was used."""
+
+
+def payload(join_file: str, extra: Mapping[str, bytes | Path] | None = None) -> dict[str, bytes | Path]:
+    """Returns path -> content of all files below `edgefl/`, the manifest included.
+
+    Args:
+        join_file: the text of `join.json`.
+        extra: more files, such as wheels, signers or drop-ins, by their path below the folder.
+    """
+    files: dict[str, bytes | Path] = {"join.json": join_file.encode(), **(extra or {})}
+    files |= {Path(name).name: sources.path(name) for name in SCRIPTS}
+    files |= {f"units/{unit.name}": unit for unit in sorted(sources.path("units").glob("edgefl-*"))}
+    files[MANIFEST] = manifest({name: content for name, content in files.items() if name not in SECRET})
+    return files
+
+
+def manifest(files: Mapping[str, bytes | Path]) -> bytes:
+    """Returns the manifest: SHA-256 and size of every file, by its path below the folder."""
+    told = {}
+    for name, content in sorted(files.items()):
+        body = content if isinstance(content, bytes) else content.read_bytes()
+        told[name] = {"sha256": hashlib.sha256(body).hexdigest(), "bytes": len(body)}
+    return (json.dumps({"v": 1, "files": told}, indent=2) + "\n").encode()
