@@ -24,7 +24,7 @@ help:
 	@echo "make test       run the tests that take seconds"
 	@echo "make test-slow  run the tests that take minutes"
 	@echo "make fuzz       feed a million damaged bodies to the decoders (Linux on x86-64; minutes)"
-	@echo "make check      format, lint and strict types"
+	@echo "make check      format, lint, strict types; insecure code, vulnerable packages, secrets in logs"
 	@echo "make bench      measure the figures that the README quotes (hours; EDGEFL_DATA says where data is)"
 	@echo "make clean      remove the environment and what tools left behind"
 
@@ -44,6 +44,9 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive edgefl
+	$(BIN)/python tests/checks/audit_packages.py
+	$(BIN)/python -m pytest -n 0 tests/e2e/test_log_secrets.py
 
 bench: $(VENV)/.installed-dev
 	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python "$$file"; done
