@@ -314,6 +314,19 @@ class AlertSettings:
             raise ConfigError("alerts.webhook must be a URL such as https://HOST/PATH")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CertificateSettings:
+    """`[certificates]` in the coordinator's `settings.toml`: for how many days what it signs is good.
+
+    Attributes:
+        client_days: a device's certificate; the device renews it by itself at two thirds of that.
+        server_days: the coordinator's own ones; it renews them likewise.
+    """
+
+    client_days: float = field(default=90.0, metadata={"at_least": 1, "at_most": 7300})
+    server_days: float = field(default=730.0, metadata={"at_least": 1, "at_most": 7300})
+
+
 def _is_web_url(text: str) -> bool:
     try:
         parts = urlsplit(text)

@@ -13,7 +13,8 @@ EdgeflError                  1   anything below, or nothing more exact
 ├── JournalError             13  a damaged journal or checkpoint
 ├── NetworkError             20  a peer cannot be reached or answers nonsense
 │   ├── PortInUseError       21  the address is taken
-│   └── BrokerError          22  no usable MQTT broker
+│   ├── BrokerError          22  no usable MQTT broker
+│   └── TooManyTriesError    23  refused for a while, after too many wrong tries
 ├── JoinError                30  the coordinator refused the join
 │   ├── TokenInvalidError    31  no such token
 │   ├── TokenExpiredError    32  the token's lifetime is over
@@ -89,6 +90,10 @@ class PortInUseError(NetworkError):
 
 class BrokerError(NetworkError):
     exit_code = 22
+
+
+class TooManyTriesError(NetworkError):
+    exit_code = 23
 
 
 class JoinError(EdgeflError):

@@ -272,6 +272,7 @@ class CommandKind(StrEnum):
     ROLLBACK = "rollback"
     BEAT = "beat"
     LOGS = "logs"
+    RENEW = "renew"
 
 
 class Phase(StrEnum):

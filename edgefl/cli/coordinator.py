@@ -204,7 +204,7 @@ def readdress(root: Path | None, port: int | None, hosts: tuple[str, ...]) -> No
     click.echo("a running coordinator uses the new certificate after a restart")
 
 
-for _later in (upkeep.backup, upkeep.restore, upkeep.alert_test, upkeep.grafana):
+for _later in (upkeep.backup, upkeep.restore, upkeep.rotate, upkeep.alert_test, upkeep.grafana):
     command.add_command(_later)
 
 

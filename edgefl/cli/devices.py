@@ -38,7 +38,7 @@ url_option = click.option("--url", metavar="URL", help="The coordinator [default
 
 @click.group("devices", cls=ListedGroup)
 def command() -> None:
-    """List and inspect the devices of a fleet, and let them rest."""
+    """List and inspect the devices of a fleet, let them rest, take them out."""
 
 
 @command.command("list")
@@ -102,6 +102,15 @@ def resume(*, device: str, url: str | None) -> None:
     """Give DEVICE, which was drained, work again."""
     _post(device, "resume", url)
     click.echo(f"{device} gets work again")
+
+
+@command.command()
+@click.argument("device")
+@url_option
+def remove(*, device: str, url: str | None) -> None:
+    """Take DEVICE out of the fleet: its key and certificate count no more, its history stays, its name is free."""
+    _post(device, "remove", url)
+    click.echo(f"{device} is out; to let it in again: edgefl coordinator token, and join anew on the board")
 
 
 def _post(device: str, action: str, url: str | None) -> None:

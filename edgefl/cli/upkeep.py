@@ -1,4 +1,4 @@
-"""What keeps a coordinator safe and watched: `edgefl coordinator backup`, `restore`, `alert-test` and `grafana`."""
+"""What keeps a coordinator safe and watched: `edgefl coordinator backup`, `restore`, `rotate` and the like."""
 
 from __future__ import annotations
 
@@ -98,6 +98,17 @@ def alert_test(root: Path | None, webhook: str | None, secret: str | None) -> No
     condition = Condition(kind=TEST, subject="coordinator", message="this is a test, nothing is wrong")
     post(hook, Alert(alert_id=uuid.uuid4().hex, condition=condition, started_at=time.time()).body(directory.fleet))
     click.echo(f"{hook.host} took the test alert")
+
+
+@click.command()
+@click.option("--url", metavar="URL", help="The coordinator [default: the one in operator.toml].")
+def rotate(*, url: str | None) -> None:
+    """Have every certificate and key of the fleet renewed now, the coordinator's own included; nobody joins again."""
+    from edgefl.client import Operator  # noqa: PLC0415 fast start
+
+    asked = Operator.from_options(url).post("/edgefl/v1/certificates/rotate")["devices"]
+    click.echo(f"the coordinator's certificates are new; devices asked to renew theirs: {len(asked)}")
+    click.echo("those that are away now do so when they are back; the fleet's CA stays")
 
 
 @click.command()

@@ -23,6 +23,7 @@ from edgefl.errors import (
     NotAllowedError,
     NotFoundError,
     StoreError,
+    TooManyTriesError,
     VersionError,
 )
 from edgefl.protocol import PROTOCOL_VERSION, error_code
@@ -37,6 +38,7 @@ STATUS: Mapping[type[EdgeflError], int] = {
     VersionError: 426,
     JoinError: 403,
     StoreError: 503,
+    TooManyTriesError: 429,
     NetworkError: 400,
 }
 MAX_TOKEN_CHARS = 200

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import ssl
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -44,6 +44,14 @@ class BrokerAddress:
     tls: BrokerTls | None = None
 
 
+OnDenied = Callable[[str, str], None]
+"""Told who tried what in vain; the name is empty where no certificate has proven it."""
+
+
+def nobody_is_told(_who: str, _what: str) -> None:
+    """Takes what was denied and forgets it."""
+
+
 class Broker(Protocol):
     """A broker that the coordinator starts and stops."""
 
@@ -60,8 +68,14 @@ class Broker(Protocol):
 
     def alive(self) -> bool: ...
 
-    def refuse(self, names: Collection[str]) -> None:
-        """Sets the identities that are shut out although their certificates are good: removed devices."""
+    def refuse(self, names: Collection[str], serials: Collection[str] = ()) -> None:
+        """Shuts out identities and certificates that are good by themselves: removed devices, and what was renewed.
+
+        Whoever is connected under one of the names is dropped. Serials are hexadecimal.
+        """
+
+    def reload(self) -> None:
+        """Takes the server's certificate from its files again; connections that are open stay."""
 
 
 def may_write(fleet: str, identity: str, name: str) -> bool:

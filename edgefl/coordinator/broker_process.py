@@ -7,11 +7,13 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
-from edgefl.coordinator.broker import BrokerAddress, BrokerTls
+from edgefl.coordinator.broker import Broker, BrokerAddress, BrokerTls
 from edgefl.coordinator.brokers import make_broker
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.refusals import Refusals
+from edgefl.coordinator.rotation import own_serial
 from edgefl.errors import StoreError
 from edgefl.processes import on_stop_signal
 from edgefl.storage.store import Store
@@ -54,20 +56,37 @@ def serve_broker(
             tls=BrokerTls(ca=directory.ca_cert, cert=directory.server_cert, key=directory.server_key),
             host=options.host,
             port=options.port,
+            authority=directory.authority(),
         )
-        refusals = Refusals(broker, store)
+        refusals = Refusals(broker, store, own=lambda: own_serial(directory))
         refusals.update()
         address = broker.start()
         closers.callback(broker.stop)
         log.info("broker of fleet %s at %s:%d", directory.fleet, options.host, options.port)
         on_ready(address)
-        _keep_refusing(refusals, stopping)
+        _keep_refusing(refusals, ServerCertificate(broker, directory.server_cert), stopping)
         log.info("stopping")
 
 
-def _keep_refusing(refusals: Refusals, stopping: threading.Event) -> None:
+class ServerCertificate:
+    """Has the broker take up the server's certificate when a coordinator has renewed it."""
+
+    def __init__(self, broker: Broker, path: Path) -> None:
+        self._broker, self._path = broker, path
+        self._shown = path.read_bytes()
+
+    def look(self) -> None:
+        with contextlib.suppress(OSError):  # it is put back from a backup just now
+            there = self._path.read_bytes()
+            if there != self._shown:
+                self._shown = there
+                self._broker.reload()
+
+
+def _keep_refusing(refusals: Refusals, certificate: ServerCertificate, stopping: threading.Event) -> None:
     was_read = True
     while not stopping.wait(REFUSE_EVERY_S):
+        certificate.look()
         try:
             refusals.update()
         except StoreError as error:

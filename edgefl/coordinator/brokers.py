@@ -5,13 +5,24 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from edgefl.coordinator.broker import Broker, BrokerTls
+from edgefl.coordinator.broker import Broker, BrokerTls, OnDenied, nobody_is_told
 from edgefl.coordinator.external_broker import external_broker
 from edgefl.coordinator.mosquitto import Mosquitto
+from edgefl.coordinator.pki import KeyPair
 from edgefl.errors import BrokerError, ConfigError
 
 
-def make_broker(spec: str, *, directory: Path, fleet: str, tls: BrokerTls, host: str, port: int) -> Broker:
+def make_broker(  # noqa: PLR0913 one keyword per fact
+    spec: str,
+    *,
+    directory: Path,
+    fleet: str,
+    tls: BrokerTls,
+    host: str,
+    port: int,
+    authority: KeyPair | None = None,
+    on_denied: OnDenied = nobody_is_told,
+) -> Broker:
     """Returns the broker that `spec` names, not yet started.
 
     Args:
@@ -23,6 +34,8 @@ def make_broker(spec: str, *, directory: Path, fleet: str, tls: BrokerTls, host:
         tls: the CA of the fleet, and the server's certificate and key.
         host: the address to listen on.
         port: the port to listen on.
+        authority: the CA with its key; without it mosquitto refuses names alone, and drops nobody.
+        on_denied: told who tried what in vain; called in a thread of the broker.
 
     Raises:
         ConfigError: the spec makes no sense.
@@ -32,14 +45,17 @@ def make_broker(spec: str, *, directory: Path, fleet: str, tls: BrokerTls, host:
         return external_broker(spec)
     program = mosquitto_path() if spec in {"auto", "mosquitto"} else None
     if program is not None:
-        return Mosquitto(program, directory=directory, fleet=fleet, tls=tls, host=host, port=port)
+        return Mosquitto(
+            program, directory=directory, fleet=fleet, tls=tls, host=host, port=port, authority=authority,
+            on_denied=on_denied,
+        )  # fmt: skip
     if spec == "mosquitto":
         raise BrokerError("mosquitto is not installed; install it, or use the embedded broker")
     if spec not in {"auto", "embedded"}:
         raise ConfigError(f"broker must be auto, mosquitto, embedded or mqtts://HOST:PORT, got {spec!r}")
     from edgefl.coordinator.embedded_broker import EmbeddedBroker  # noqa: PLC0415 - amqtt is slow to import
 
-    return EmbeddedBroker(fleet=fleet, tls=tls, host=host, port=port)
+    return EmbeddedBroker(fleet=fleet, tls=tls, host=host, port=port, on_denied=on_denied)
 
 
 def mosquitto_path() -> str | None:

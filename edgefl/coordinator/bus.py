@@ -54,7 +54,8 @@ class Bus:
         self._client = mqtt.Client(
             CallbackAPIVersion.VERSION2, client_id=COORDINATOR_NAME, clean_session=True, protocol=mqtt.MQTTv311
         )
-        self._client.tls_set_context(client_context(address.tls or tls))
+        self._tls, self._context = address.tls or tls, client_context(address.tls or tls)
+        self._client.tls_set_context(self._context)
         self._client.reconnect_delay_set(1, MAX_RECONNECT_DELAY_S)
         self._client.on_connect = self._connected
         self._client.on_disconnect = self._disconnected
@@ -72,6 +73,10 @@ class Bus:
 
     def is_connected(self) -> bool:
         return self._is_connected.is_set()
+
+    def reload(self) -> None:
+        """Shows the certificate that is in the files now, from the next connection on."""
+        self._context.load_cert_chain(self._tls.cert, self._tls.key)
 
     def ring(self, device_id: str) -> None:
         """Tells a device that work is waiting; lost while the bus is down, devices ask now and then anyway."""

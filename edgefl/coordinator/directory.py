@@ -17,9 +17,9 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from edgefl.config import AlertSettings, from_mapping
+from edgefl.config import AlertSettings, CertificateSettings, from_mapping
 from edgefl.coordinator import pki
 from edgefl.coordinator.local_addresses import local_addresses
 from edgefl.errors import ConfigError, NotJoinedError, StoreError
@@ -29,6 +29,8 @@ from edgefl.protocol import COORDINATOR_NAME, certificate_fingerprint, checked_s
 DEFAULT_FLEET = "fleet"
 DEFAULT_PORT = 8000
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+Settings = TypeVar("Settings", AlertSettings, CertificateSettings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,7 @@ class CoordinatorDirectory:
     operator_sha256: tuple[str, ...] = field(default=(), repr=False)
     viewer_sha256: tuple[str, ...] = field(default=(), repr=False)
     alerts: AlertSettings = field(default_factory=AlertSettings)
+    certificates: CertificateSettings = field(default_factory=CertificateSettings)
 
     @property
     def settings(self) -> Path:
@@ -165,7 +168,7 @@ def init_directory(
     make_private_directory(root)
     authority = pki.create_authority(directory.fleet)
     server = pki.issue_server(authority, _names(directory.hosts))
-    client = pki.issue_client(authority, COORDINATOR_NAME)
+    client = pki.issue_client(authority, COORDINATOR_NAME, days=directory.certificates.server_days)
     _write_pair(directory.ca_cert, directory.ca_key, authority)
     _write_pair(directory.client_cert, directory.client_key, client)
     _write_pair(directory.server_cert, directory.server_key, server)
@@ -211,6 +214,14 @@ def readdress(root: Path, hosts: Sequence[str], *, port: int | None = None) -> C
     return changed
 
 
+def issue_own(directory: CoordinatorDirectory) -> None:
+    """Makes the server's certificate and the coordinator's own one anew, with new keys."""
+    days = directory.certificates.server_days
+    client = pki.issue_client(directory.authority(), COORDINATOR_NAME, days=days)
+    _write_pair(directory.client_cert, directory.client_key, client)
+    _issue_server(directory)
+
+
 def add_access(directory: CoordinatorDirectory) -> tuple[CoordinatorDirectory, str, str]:
     """Returns the directory with one more operator and one more viewer token, and these two as plain text."""
     operator, viewer = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
@@ -245,7 +256,8 @@ def _init_again(
 
 
 def _issue_server(directory: CoordinatorDirectory) -> None:
-    server = pki.issue_server(directory.authority(), _names(directory.hosts))
+    days = directory.certificates.server_days
+    server = pki.issue_server(directory.authority(), _names(directory.hosts), days=days)
     _write_pair(directory.server_cert, directory.server_key, server)
 
 
@@ -281,10 +293,17 @@ def _write_settings(directory: CoordinatorDirectory) -> None:
         "operator_sha256": list(directory.operator_sha256),
         "viewer_sha256": list(directory.viewer_sha256),
     }
-    usual = asdict(AlertSettings())
-    alerts = {key: value for key, value in asdict(directory.alerts).items() if value != usual[key]}
-    text = _toml(values) + ("\n[alerts]\n" + _toml(alerts) if alerts else "")
+    tables: dict[str, Any] = {"alerts": directory.alerts, "certificates": directory.certificates}
+    text = _toml(values) + "".join(
+        _table(name, asdict(table), asdict(type(table)())) for name, table in tables.items()
+    )
     write_whole(directory.settings, text.encode())
+
+
+def _table(name: str, values: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
+    """Returns a TOML table of what is not as usual, nothing where all is."""
+    changed = {key: value for key, value in values.items() if value != usual[key]}
+    return f"\n[{name}]\n{_toml(changed)}" if changed else ""
 
 
 def _toml(values: Mapping[str, Any]) -> str:
@@ -296,7 +315,7 @@ def _from_settings(root: Path, value: Mapping[str, Any]) -> CoordinatorDirectory
     for key, kind in known.items():
         if not isinstance(value.get(key), kind):
             raise ConfigError(f"{root / 'settings.toml'}: {key} must be a {kind.__name__}, got {value.get(key)!r}")
-    if unknown := sorted(set(value) - set(known) - {"alerts"}):
+    if unknown := sorted(set(value) - set(known) - {"alerts", "certificates"}):
         raise ConfigError(f"{root / 'settings.toml'}: unknown key {unknown[0]!r}, known are {', '.join(known)}")
     return CoordinatorDirectory(
         root=root,
@@ -305,12 +324,13 @@ def _from_settings(root: Path, value: Mapping[str, Any]) -> CoordinatorDirectory
         port=value["port"],
         operator_sha256=tuple(value["operator_sha256"]),
         viewer_sha256=tuple(value["viewer_sha256"]),
-        alerts=_alerts(root, value.get("alerts", {})),
+        alerts=_section(root, AlertSettings, value.get("alerts", {}), "alerts"),
+        certificates=_section(root, CertificateSettings, value.get("certificates", {}), "certificates"),
     )
 
 
-def _alerts(root: Path, value: Any) -> AlertSettings:
+def _section(root: Path, kind: type[Settings], value: Any, name: str) -> Settings:
     try:
-        return from_mapping(AlertSettings, value, "alerts")
+        return from_mapping(kind, value, name)
     except ConfigError as error:
         raise ConfigError(f"{root / 'settings.toml'}: {error}") from None

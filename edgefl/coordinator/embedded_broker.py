@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import ssl
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
-from edgefl.coordinator.broker import BrokerAddress, BrokerTls, connect_host
+from edgefl.coordinator.broker import BrokerAddress, BrokerTls, OnDenied, connect_host, nobody_is_told
 from edgefl.coordinator.mended_amqtt import CONNECT_TIMEOUT_S, MendedBroker
 from edgefl.errors import BrokerError, EdgeflError
 
@@ -29,13 +30,16 @@ class EmbeddedBroker:
         host: str = "127.0.0.1",
         port: int,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        on_denied: OnDenied = nobody_is_told,
     ) -> None:
+        self._on_denied = on_denied
         self._connect_timeout_s = connect_timeout_s
         self._fleet = fleet
         self._tls = tls
         self._host = host
         self._port = port
         self._refused: frozenset[str] = frozenset()
+        self._revoked: frozenset[str] = frozenset()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._broker: MendedBroker | None = None
@@ -68,11 +72,20 @@ class EmbeddedBroker:
     def alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive() and self._failure is None
 
-    def refuse(self, names: Collection[str]) -> None:
-        self._refused = frozenset(names)
-        if self._broker is not None and self._loop is not None:
+    def refuse(self, names: Collection[str], serials: Collection[str] = ()) -> None:
+        self._refused, self._revoked = frozenset(names), frozenset(serials)
+        if self._broker is not None:
+            self._call(self._broker.shut_out, self._refused, self._revoked)
+
+    def reload(self) -> None:
+        if self._broker is not None:
+            self._call(self._broker.reload)
+
+    def _call(self, function: Callable[..., None], *arguments: object) -> None:
+        """Has the broker's own thread do it."""
+        if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # stopped meanwhile
-                self._loop.call_soon_threadsafe(self._broker.shut_out, self._refused)
+                self._loop.call_soon_threadsafe(function, *arguments)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -92,11 +105,13 @@ class EmbeddedBroker:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._loop.set_exception_handler(_log_quietly)
+        self._loop.set_exception_handler(self._log_quietly)
         self._stop = asyncio.Event()
-        broker = MendedBroker(fleet=self._fleet, tls=self._tls, bind=(self._host, self._port))
+        broker = MendedBroker(
+            fleet=self._fleet, tls=self._tls, bind=(self._host, self._port), on_denied=self._on_denied
+        )
         broker.connect_timeout_s = self._connect_timeout_s
-        broker.shut_out(self._refused)
+        broker.shut_out(self._refused, self._revoked)
         await broker.start()
         self._broker = broker
         self._started.set()
@@ -106,7 +121,8 @@ class EmbeddedBroker:
             self._broker = None
             await broker.shutdown()
 
-
-def _log_quietly(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    # Failed handshakes and connections that break: every port scan makes some.
-    log.debug("broker: %s", context.get("message"), exc_info=context.get("exception"))
+    def _log_quietly(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        # Failed handshakes and connections that break: every port scan makes some.
+        log.debug("broker: %s", context.get("message"), exc_info=context.get("exception"))
+        if isinstance(context.get("exception"), ssl.SSLError):
+            self._on_denied("", "a connection with a certificate that does not count")

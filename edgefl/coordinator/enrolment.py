@@ -24,6 +24,7 @@ from edgefl import __version__
 from edgefl.coordinator import pki
 from edgefl.coordinator.access import error_response
 from edgefl.coordinator.directory import CoordinatorDirectory, token_hash
+from edgefl.coordinator.own_certificates import DAY_S, renewal_window
 from edgefl.coordinator.tokens import ROLES
 from edgefl.errors import EdgeflError, JoinError, NameTakenError, NetworkError
 from edgefl.protocol import (
@@ -35,6 +36,7 @@ from edgefl.protocol import (
     checked_slug,
     load_json,
 )
+from edgefl.storage.certificate_rows import note_issued
 from edgefl.storage.store import Store
 from edgefl.types import Json
 
@@ -97,8 +99,11 @@ class EnrolmentService:
         return self._authority.cert_pem
 
     def hello(self) -> Json:
-        """Returns what every board asks at connect: the time, the version, and where everything is."""
-        return {"v": PROTOCOL_VERSION, "time": self._clock(), "version": self._version, **self._site()}
+        """Returns what every board asks at connect: the time, the version, where everything is, what to renew."""
+        now = self._clock()
+        earliest, latest = renewal_window(self._directory.certificates.client_days * DAY_S, now)
+        told = {"time": now, "version": self._version, "certificates": {"earliest": earliest, "latest": latest}}
+        return {"v": PROTOCOL_VERSION, **told, **self._site()}
 
     def enroll(self, body: bytes) -> Json:
         """Returns the answer to a board that may join.
@@ -114,7 +119,8 @@ class EnrolmentService:
         if request.name in RESERVED_NAMES or is_foreign:
             raise NameTakenError(f"the name {request.name!r} is reserved; choose another: --name NAME")
         now = self._clock()
-        cert_pem = pki.sign_request(self._authority, request.csr_pem, request.name)
+        days = self._directory.certificates.client_days
+        cert_pem = pki.sign_request(self._authority, request.csr_pem, request.name, days=days)
         device = self._store.enroll_device(
             token_id=request.token_id,
             secret_sha256=request.secret_sha256,
@@ -124,6 +130,13 @@ class EnrolmentService:
             role=request.role,
             certificate=lambda: pki.serial(cert_pem),
             version=request.version,
+        )
+        note_issued(
+            self._store,
+            serial=pki.serial(cert_pem),
+            ends_at=pki.expires_at(cert_pem),
+            at=now,
+            device_id=request.name,
         )
         self._store.record_capabilities(request.name, request.facts, request.shards, at=now)
         self._on_enrolled(request.name, request.public_key)

@@ -45,7 +45,10 @@ class ExternalBroker:
             return False
         return True
 
-    def refuse(self, names: Collection[str]) -> None:
+    def reload(self) -> None:
+        """Leaves it alone: `edgefl coordinator broker` sees by itself when the certificate has changed."""
+
+    def refuse(self, names: Collection[str], serials: Collection[str] = ()) -> None:  # noqa: ARG002 see `Broker`
         """Says that this is up to whoever runs the broker."""
         if names:
             log.warning(

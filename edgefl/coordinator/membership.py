@@ -8,6 +8,8 @@ from starlette.requests import Request
 
 from edgefl.coordinator.roster import Roster
 from edgefl.coordinator.superlink import SuperLink
+from edgefl.errors import NotFoundError
+from edgefl.storage.certificate_rows import REMOVED
 from edgefl.storage.store import Store
 
 
@@ -54,9 +56,26 @@ class Membership:
             facts=told.facts if told else None,
         )
 
+    def rekeyed(self, device_id: str, public_key: bytes) -> None:
+        """Lets a device sign with another key from now on, and with the one before no more."""
+        node_id = self._roster.node_of(device_id)
+        if node_id is not None:
+            self._superlink.state.change_key(node_id, public_key)
+
     def remove(self, device_id: str) -> None:
-        """Takes a device out; its name is free again."""
-        self._store.remove_device(device_id, at=time.time())
+        """Takes a device out; its name is free again.
+
+        Raises:
+            NotFoundError: the fleet has no such device.
+        """
+        if self._roster.info(device_id) is None:
+            raise NotFoundError(f"no device {device_id!r} in the fleet; `edgefl devices list` shows them")
+        now = time.time()
+        with self._store.batch(durable=True):
+            self._store.remove_device(device_id, at=now)
+            self._store.record_event(
+                REMOVED, "its certificate and its key count no more", at=now, device_id=device_id
+            )
         self._superlink.remove(self._roster.remove(device_id))
 
     def signed_by(self, request: Request) -> str | None:

@@ -34,7 +34,15 @@ from amqtt.mqtt.disconnect import DisconnectPacket
 from amqtt.mqtt.protocol.broker_handler import BrokerProtocolHandler
 from amqtt.session import Session
 
-from edgefl.coordinator.broker import MAX_MESSAGE_BYTES, BrokerTls, may_read, may_write, port_error
+from edgefl.coordinator.broker import (
+    MAX_MESSAGE_BYTES,
+    BrokerTls,
+    OnDenied,
+    may_read,
+    may_write,
+    nobody_is_told,
+    port_error,
+)
 from edgefl.errors import BrokerError, EdgeflError
 
 log = logging.getLogger(__name__)
@@ -125,22 +133,35 @@ class MendedHandler(BrokerProtocolHandler):  # type: ignore[misc] # amqtt is not
 class MendedBroker(AmqttBroker):  # type: ignore[misc] # amqtt is not typed
     """amqtt's broker with TLS identities, our access rules, and the mends that the module's head lists."""
 
-    def __init__(self, *, fleet: str, tls: BrokerTls, bind: tuple[str, int]) -> None:
+    def __init__(
+        self, *, fleet: str, tls: BrokerTls, bind: tuple[str, int], on_denied: OnDenied = nobody_is_told
+    ) -> None:
         # No plugins: they would come by name from a string; the two that matter are methods below.
         super().__init__(BrokerConfig(listeners={LISTENER: ListenerConfig(bind="{}:{}".format(*bind))}, plugins={}))
         self.connect_timeout_s = CONNECT_TIMEOUT_S
         self._fleet = fleet
         self._tls = tls
         self._bind = bind
+        self._on_denied = on_denied
+        self._context: ssl.SSLContext | None = None
         self._refused: frozenset[str] = frozenset()
+        self._revoked: frozenset[str] = frozenset()
         self._running: dict[str, tuple[asyncio.Task[Any], asyncio.WriteTransport]] = {}
         self._connections: set[asyncio.Task[Any]] = set()
 
-    def shut_out(self, names: Collection[str]) -> None:
-        """Ends the connections of these identities and lets them in no more."""
-        self._refused = frozenset(names)
+    def shut_out(self, names: Collection[str], serials: Collection[str] = ()) -> None:
+        """Ends the connections of these identities and lets them in no more, nor these certificates."""
+        self._refused, self._revoked = frozenset(names), frozenset(serials)
         for name in self._refused & set(self._running):
             self._running[name][1].abort()
+
+    def reload(self) -> None:
+        """Shows the certificate that is in the files now to whoever connects from now on."""
+        if self._context is not None:
+            try:
+                self._context.load_cert_chain(self._tls.cert, self._tls.key)
+            except OSError as error:  # ssl.SSLError is one
+                log.warning("the broker goes on with its old certificate: %s", error)
 
     async def shutdown(self) -> None:
         """Closes everything, sends no wills, and leaves no task behind."""
@@ -156,7 +177,7 @@ class MendedBroker(AmqttBroker):  # type: ignore[misc] # amqtt is not typed
         self._sessions.clear()
 
     async def _start_listeners(self) -> None:
-        context = _server_context(self._tls)
+        self._context = context = _server_context(self._tls)
         host, port = self._bind
         try:
             instance = await asyncio.start_server(
@@ -198,8 +219,11 @@ class MendedBroker(AmqttBroker):  # type: ignore[misc] # amqtt is not typed
     async def _initialize_client_session(
         self, reader: ReaderAdapter, writer: WriterAdapter, remote_address: str, remote_port: int
     ) -> tuple[MendedHandler, Session]:
-        identity = _identity(writer.get_ssl_info())
-        if not identity or identity in self._refused:
+        identity, serial = _identity(writer.get_ssl_info())
+        if not identity or identity in self._refused or serial in self._revoked:
+            self._on_denied(
+                identity, f"a connection from {remote_address}: it was removed, or renewed its certificate"
+            )
             raise AMQTTError(f"{remote_address}:{remote_port}: {identity!r} is not let in")
         handler, session = await MendedHandler.init_from_connect(reader, writer, self.plugins_manager)
         await self._take_over(identity, writer.transport)
@@ -242,7 +266,11 @@ class MendedBroker(AmqttBroker):  # type: ignore[misc] # amqtt is not typed
 
     async def _topic_filtering(self, session: Session, topic: str, action: Action) -> bool:
         allowed = may_write if action == Action.PUBLISH else may_read
-        return session.username not in self._refused and allowed(self._fleet, session.username or "", topic)
+        who = session.username or ""
+        is_allowed = who not in self._refused and allowed(self._fleet, who, topic)
+        if not is_allowed and action != Action.RECEIVE:
+            self._on_denied(who, f"{action.value.upper()} to {topic!r}")
+        return is_allowed
 
     async def _publish_retained_messages_for_subscription(
         self, subscription: tuple[str, int], session: Session
@@ -274,9 +302,9 @@ def _server_context(tls: BrokerTls) -> ssl.SSLContext:
     return context
 
 
-def _identity(connection: ssl.SSLObject | None) -> str:
-    """Returns the common name of the client's certificate, or an empty string."""
-    certificate = connection.getpeercert() if connection is not None else None
-    subject: Any = (certificate or {}).get("subject", ())
-    names = [value for part in subject for key, value in part if key == "commonName"]
-    return str(names[0]) if len(names) == 1 else ""
+def _identity(connection: ssl.SSLObject | None) -> tuple[str, str]:
+    """Returns the common name of the client's certificate, or an empty string, and its serial in hexadecimal."""
+    certificate: Any = (connection.getpeercert() if connection is not None else None) or {}
+    names = [value for part in certificate.get("subject", ()) for key, value in part if key == "commonName"]
+    serial = f"{int(certificate.get('serialNumber', '0'), 16):x}"
+    return (str(names[0]) if len(names) == 1 else ""), serial

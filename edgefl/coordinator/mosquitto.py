@@ -16,14 +16,19 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
+from edgefl.coordinator import pki
 from edgefl.coordinator.broker import (
     MAX_MESSAGE_BYTES,
     BrokerAddress,
     BrokerTls,
+    OnDenied,
     acl_file,
     check_port_is_free,
     connect_host,
+    nobody_is_told,
 )
+from edgefl.coordinator.dropping import drop_client
+from edgefl.coordinator.mosquitto_log import TYPES, MosquittoLog
 from edgefl.errors import BrokerError, EdgeflError, StoreError
 from edgefl.files import make_private_directory, write_whole
 
@@ -33,7 +38,6 @@ START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
 RESTART_DELAYS_S = (0.2, 1.0, 2.0, 5.0, 10.0)
 HEALTHY_AFTER_S = 30.0
-MAX_LOG_BYTES = 1_000_000
 MAX_QUEUED_BYTES = 16 * MAX_MESSAGE_BYTES
 
 # Run by a Python of its own instead of preexec_fn, which is not safe in a process with threads. The signal comes
@@ -52,20 +56,33 @@ os.execv(sys.argv[2], sys.argv[2:])
 class Mosquitto:
     """Runs `program` with a configuration in `directory`; see `edgefl.coordinator.broker.Broker`."""
 
-    def __init__(self, program: str, *, directory: Path, fleet: str, tls: BrokerTls, host: str, port: int) -> None:
+    def __init__(  # noqa: PLR0913 one keyword per fact
+        self,
+        program: str,
+        *,
+        directory: Path,
+        fleet: str,
+        tls: BrokerTls,
+        host: str,
+        port: int,
+        authority: pki.KeyPair | None = None,
+        on_denied: OnDenied = nobody_is_told,
+    ) -> None:
         self._program = program
+        self._authority = authority
         self._directory = directory
         self._fleet = fleet
         self._tls = tls
         self._host = host
         self._port = port
         self._refused: frozenset[str] = frozenset()
+        self._revoked: frozenset[str] = frozenset()
+        self._log = MosquittoLog(directory / "mosquitto.log", on_denied)
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping = threading.Event()
         self._first_start = threading.Event()
         self._failure: EdgeflError | None = None
         self._supervisor: threading.Thread | None = None
-        self._log_start = 0
 
     def start(self) -> BrokerAddress:
         check_port_is_free(self._host, self._port)
@@ -89,14 +106,21 @@ class Mosquitto:
         process = self._process
         return process is not None and process.poll() is None
 
-    def refuse(self, names: Collection[str]) -> None:
-        self._refused = frozenset(names)
+    def refuse(self, names: Collection[str], serials: Collection[str] = ()) -> None:
+        new = frozenset(names) - self._refused
+        self._refused, self._revoked = frozenset(names), frozenset(serials)
         if self._supervisor is None:
             return  # `start` writes the rules
-        write_whole(self._acl_path, acl_file(self._fleet, self._refused).encode())
+        self._write_rules()
+        self.reload()
+        if self._authority is not None and self.alive():
+            for name in sorted(new):
+                drop_client(connect_host(self._host), self._port, name, authority=self._authority, ca=self._tls.ca)
+
+    def reload(self) -> None:
         process = self._process
         if process is not None and process.poll() is None:
-            process.send_signal(signal.SIGHUP)  # reads the ACL again
+            process.send_signal(signal.SIGHUP)  # reads the rules and the certificates again
 
     @property
     def pid(self) -> int | None:
@@ -109,8 +133,8 @@ class Mosquitto:
         return self._directory / "acl"
 
     @property
-    def _log_path(self) -> Path:
-        return self._directory / "mosquitto.log"
+    def _crl_path(self) -> Path:
+        return self._directory / "crl.pem"
 
     @property
     def _config_path(self) -> Path:
@@ -119,12 +143,18 @@ class Mosquitto:
     def _write_files(self) -> None:
         try:
             make_private_directory(self._directory)
-            if self._log_path.exists() and self._log_path.stat().st_size > MAX_LOG_BYTES:
-                self._log_path.replace(self._log_path.with_suffix(".log.1"))
-            write_whole(self._acl_path, acl_file(self._fleet, self._refused).encode())
+            self._write_rules()
             write_whole(self._config_path, self._config().encode())
         except (OSError, StoreError) as error:
             raise BrokerError(f"the broker's files cannot be written to {self._directory}: {error}") from None
+
+    def _write_rules(self) -> None:
+        write_whole(self._acl_path, acl_file(self._fleet, self._refused).encode())
+        if self._authority is not None:
+            # mosquitto keeps every list that it ever read; the one of the highest number counts.
+            before = self._crl_path.read_bytes() if self._crl_path.exists() else b""
+            number = pki.revocation_number(before) + 1
+            write_whole(self._crl_path, pki.revocation_list(self._authority, self._revoked, number=number))
 
     def _config(self) -> str:
         lines = [
@@ -133,10 +163,8 @@ class Mosquitto:
             "per_listener_settings false",
             "allow_anonymous false",
             "persistence false",
-            f"log_dest file {self._log_path.resolve()}",
-            "log_type error",
-            "log_type warning",
-            "log_type notice",
+            "log_dest stderr",
+            *(f"log_type {kind}" for kind in TYPES),
             "log_timestamp_format %Y-%m-%dT%H:%M:%S",
             f"message_size_limit {MAX_MESSAGE_BYTES}",
             # By default a thousand messages, whatever their size, wait for a device that does not read.
@@ -150,6 +178,7 @@ class Mosquitto:
             f"cafile {self._tls.ca.resolve()}",
             f"certfile {self._tls.cert.resolve()}",
             f"keyfile {self._tls.key.resolve()}",
+            *([f"crlfile {self._crl_path.resolve()}"] if self._authority is not None else []),
             "tls_version tlsv1.2",
             "require_certificate true",
             "use_identity_as_username true",
@@ -197,10 +226,10 @@ class Mosquitto:
     def _spawn(self) -> subprocess.Popen[bytes]:
         command = [self._program, "-c", str(self._config_path.resolve())]
         wrapper = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())]
-        with self._log_path.open("ab") as output:
-            self._log_start = output.seek(0, os.SEEK_END)
-            # In a group of its own, so that Ctrl-C on the terminal reaches the coordinator alone: devices that are
-            # told to stop still need the broker.
+        output = self._log.open()
+        # In a group of its own, so that Ctrl-C on the terminal reaches the coordinator alone: devices that are
+        # told to stop still need the broker.
+        try:
             return subprocess.Popen(
                 wrapper + command,
                 stdin=subprocess.DEVNULL,
@@ -208,6 +237,8 @@ class Mosquitto:
                 stderr=output,
                 process_group=0,
             )
+        finally:
+            os.close(output)
 
     def _wait_until_up(self, process: subprocess.Popen[bytes]) -> None:
         deadline_s = time.monotonic() + START_TIMEOUT_S
@@ -232,12 +263,10 @@ class Mosquitto:
         return True
 
     def _last_log_line(self) -> str:
-        try:
-            with self._log_path.open(errors="replace") as file:
-                file.seek(self._log_start)
-                lines = file.read().splitlines()
-        except OSError:
-            lines = []
+        """Returns why it has ended, or does not answer: then it is ended for good."""
+        if self._process is not None:
+            _end(self._process)
+        lines = self._log.lines()
         # OpenSSL's own lines follow the one that says which file it was about.
         told = [line for line in lines if re.search(r"\bError: ", line)] or lines or ["it left no message"]
         return told[-1].strip()

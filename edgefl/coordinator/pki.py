@@ -5,8 +5,8 @@ basicConstraints and keyUsage and a key identifier, every leaf names the CA's ke
 
 Dates: certificates are valid from 1970-01-01. A board without a clock battery starts there (or at the build date of
 its system) and must still be able to join, and a certificate that is valid from its making would lock out every
-board whose clock is a little behind. They end with the CA, in 20 years: a device is shut out by removing it, not by
-waiting, and no fleet stops because nobody was near to renew.
+board whose clock is a little behind. The CA ends in 20 years; what it signs ends in days (`[certificates]`) and is
+renewed long before, by whoever holds it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import datetime as dt
 import ipaddress
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from cryptography import x509
@@ -28,8 +28,11 @@ from edgefl.protocol import certificate_fingerprint
 
 VALID_FROM = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 CA_YEARS = 20
+CLIENT_DAYS = 90.0
+SERVER_DAYS = 730.0
 # A coordinator whose own clock stands in 1970 must not make a CA that ends in 1990.
 EARLIEST_NOW = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
+CRL_EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 MAX_CN = 64
 HOST_NAME = re.compile(r"[a-z0-9_](?:[a-z0-9_.-]{0,251}[a-z0-9_])?\Z")
 
@@ -46,17 +49,16 @@ def create_authority(fleet: str) -> KeyPair:
     """Returns a new self-signed CA (EC P-256) for a fleet."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = _name(f"edgefl {fleet} CA")
-    now = max(dt.datetime.now(dt.UTC), EARLIEST_NOW).replace(microsecond=0)
     builder = (
-        _builder(name, name, key.public_key(), now + dt.timedelta(days=CA_YEARS * 365 + 5))
+        _builder(name, name, key.public_key(), _now() + dt.timedelta(days=CA_YEARS * 365 + 5))
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_key_usage(key_cert_sign=True, crl_sign=True), critical=True)
     )
     return _pair(key, builder.sign(key, hashes.SHA256()))
 
 
-def issue_server(authority: KeyPair, hosts: Sequence[str]) -> KeyPair:
-    """Returns a server certificate that is good for every name and address in `hosts`.
+def issue_server(authority: KeyPair, hosts: Sequence[str], *, days: float = SERVER_DAYS) -> KeyPair:
+    """Returns a server certificate that is good for every name and address in `hosts`, for so many days.
 
     Raises:
         UsageError: `hosts` is empty or holds something that is neither a name nor an address.
@@ -65,19 +67,18 @@ def issue_server(authority: KeyPair, hosts: Sequence[str]) -> KeyPair:
         raise UsageError("a server certificate needs at least one host name or address, got none")
     key = ec.generate_private_key(ec.SECP256R1())
     alternatives = x509.SubjectAlternativeName([_general_name(host) for host in dict.fromkeys(hosts)])
-    return _pair(
-        key, _sign_leaf(authority, key.public_key(), hosts[0], alternatives, ExtendedKeyUsageOID.SERVER_AUTH)
-    )
+    leaf = _Leaf(name=hosts[0], alternatives=alternatives, usage=ExtendedKeyUsageOID.SERVER_AUTH, days=days)
+    return _pair(key, _sign_leaf(authority, key.public_key(), leaf))
 
 
-def issue_client(authority: KeyPair, name: str) -> KeyPair:
+def issue_client(authority: KeyPair, name: str, *, days: float = CLIENT_DAYS) -> KeyPair:
     """Returns a client certificate whose common name is `name`: what both brokers take as the identity."""
     key = ec.generate_private_key(ec.SECP256R1())
-    return _pair(key, _sign_client(authority, key.public_key(), name))
+    return _pair(key, _sign_client(authority, key.public_key(), name, days))
 
 
-def sign_request(authority: KeyPair, csr_pem: bytes, name: str) -> bytes:
-    """Returns a client certificate (PEM) for the key of a certificate request.
+def sign_request(authority: KeyPair, csr_pem: bytes, name: str, *, days: float = CLIENT_DAYS) -> bytes:
+    """Returns a client certificate (PEM) for the key of a certificate request, for so many days.
 
     Of the request only the key is used; its subject and wishes are ignored.
 
@@ -85,7 +86,38 @@ def sign_request(authority: KeyPair, csr_pem: bytes, name: str) -> bytes:
         JoinError: the request is damaged, its signature does not prove that the sender has the key, or the key is
             not EC P-256 or P-384.
     """
-    return _pem(_sign_client(authority, request_key(csr_pem), name))
+    return _pem(_sign_client(authority, request_key(csr_pem), name, days))
+
+
+def revocation_list(authority: KeyPair, serials: Iterable[str], *, number: int) -> bytes:
+    """Returns the list (CRL, PEM) of certificates that count no more, by their serials in hexadecimal.
+
+    Of two lists OpenSSL believes the one of the later date, and none of a date to come; so the `number` is the date,
+    in seconds from 1970: whatever the clocks do, the higher number is the newer list.
+    """
+    issuer, key = _load_certificate(authority.cert_pem), _load_key(authority.key_pem)
+    identifier = issuer.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+    builder = (
+        x509.CertificateRevocationListBuilder()
+        .issuer_name(issuer.subject)
+        .last_update(CRL_EPOCH + dt.timedelta(seconds=number))
+        .next_update(issuer.not_valid_after_utc)
+        .add_extension(x509.CRLNumber(number), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False)
+    )
+    for text in sorted(serials):
+        revoked = x509.RevokedCertificateBuilder().serial_number(int(text, 16)).revocation_date(CRL_EPOCH)
+        builder = builder.add_revoked_certificate(revoked.build())
+    return builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+
+def revocation_number(crl_pem: bytes) -> int:
+    """Returns the number of a revocation list, 0 for what is none."""
+    try:
+        crl = x509.load_pem_x509_crl(crl_pem)
+        return int(crl.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number)
+    except (ValueError, x509.ExtensionNotFound):
+        return 0
 
 
 def request_key(csr_pem: bytes) -> ec.EllipticCurvePublicKey:
@@ -118,38 +150,61 @@ def expires_at(cert_pem: bytes) -> float:
     return _load_certificate(cert_pem).not_valid_after_utc.timestamp()
 
 
+def issuing_time(now: float) -> float:
+    """Returns `now` (unix seconds) as certificates are dated: a clock that stands in 1970 is not believed."""
+    return max(now, EARLIEST_NOW.timestamp())
+
+
+def belong_together(cert_pem: bytes, key_pem: bytes) -> bool:
+    """Returns whether a certificate is for this private key; False also when one of them cannot be read."""
+    try:
+        return _load_certificate(cert_pem).public_key() == _load_key(key_pem).public_key()
+    except ConfigError:
+        return False
+
+
 def server_hosts(cert_pem: bytes) -> tuple[str, ...]:
     """Returns the names and addresses that a server certificate is good for."""
     names = _load_certificate(cert_pem).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     return tuple(str(name.value) for name in names)
 
 
-def _sign_client(authority: KeyPair, key: ec.EllipticCurvePublicKey, name: str) -> x509.Certificate:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Leaf:
+    """What a certificate that is no CA says, besides its key."""
+
+    name: str
+    alternatives: x509.SubjectAlternativeName
+    usage: x509.ObjectIdentifier
+    days: float
+
+
+def _sign_client(authority: KeyPair, key: ec.EllipticCurvePublicKey, name: str, days: float) -> x509.Certificate:
     if not name or len(name) > MAX_CN:
         raise UsageError(f"a certificate name must have 1 to {MAX_CN} characters, got {len(name)}")
     alternatives = x509.SubjectAlternativeName([x509.DNSName(name)])
-    return _sign_leaf(authority, key, name, alternatives, ExtendedKeyUsageOID.CLIENT_AUTH)
+    usage = ExtendedKeyUsageOID.CLIENT_AUTH
+    return _sign_leaf(authority, key, _Leaf(name=name, alternatives=alternatives, usage=usage, days=days))
 
 
-def _sign_leaf(
-    authority: KeyPair,
-    key: ec.EllipticCurvePublicKey,
-    common_name: str,
-    alternatives: x509.SubjectAlternativeName,
-    usage: x509.ObjectIdentifier,
-) -> x509.Certificate:
+def _sign_leaf(authority: KeyPair, key: ec.EllipticCurvePublicKey, leaf: _Leaf) -> x509.Certificate:
     issuer = _load_certificate(authority.cert_pem)
     issuer_key = _load_key(authority.key_pem)
     identifier = issuer.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+    valid_to = min(_now() + dt.timedelta(days=leaf.days), issuer.not_valid_after_utc)
     builder = (
-        _builder(_name(common_name), issuer.subject, key, issuer.not_valid_after_utc)
+        _builder(_name(leaf.name), issuer.subject, key, valid_to)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_key_usage(digital_signature=True), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
-        .add_extension(alternatives, critical=False)
+        .add_extension(x509.ExtendedKeyUsage([leaf.usage]), critical=False)
+        .add_extension(leaf.alternatives, critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False)
     )
     return builder.sign(issuer_key, hashes.SHA256())
+
+
+def _now() -> dt.datetime:
+    return max(dt.datetime.now(dt.UTC), EARLIEST_NOW).replace(microsecond=0)
 
 
 def _builder(

@@ -10,6 +10,7 @@ from fastapi import APIRouter
 from edgefl.config import RunConfig
 from edgefl.coordinator.access import require_operator, require_viewer, rights
 from edgefl.coordinator.api import operator_router
+from edgefl.coordinator.certificates_api import certificates_router
 from edgefl.coordinator.curve_book import CurveBook
 from edgefl.coordinator.dashboard import dashboard_router
 from edgefl.coordinator.deployment_api import deployment_router, require_device
@@ -24,7 +25,9 @@ from edgefl.coordinator.metrics import Metrics, metrics_router
 from edgefl.coordinator.models_api import model_router
 from edgefl.coordinator.page_api import PageSite, page_router
 from edgefl.coordinator.questions import Questions
+from edgefl.coordinator.renewal import RenewalService, renewal_router
 from edgefl.coordinator.roster import Roster
+from edgefl.coordinator.rotation import Rotation
 from edgefl.coordinator.runs import RunWorker
 from edgefl.storage.store import Store
 from edgefl.types import Json
@@ -35,7 +38,7 @@ class Answering:
     """The parts that answer; `host` is what the coordinator listens on.
 
     `check` raises an EdgeflError for a run file that cannot work and returns what is to be said of one that can;
-    `plan` also returns what the run would do.
+    `plan` also returns what the run would do; `remove` takes a device out of the fleet.
     """
 
     host: str
@@ -50,6 +53,9 @@ class Answering:
     feed: Feed
     metrics: Metrics
     enrolment: EnrolmentService
+    renewal: RenewalService
+    rotation: Rotation
+    remove: Callable[[str], None]
     check: Callable[[RunConfig], Json]
     plan: Callable[[RunConfig], Json]
 
@@ -67,8 +73,11 @@ def all_routers(parts: Answering) -> list[APIRouter]:
         check=parts.check,
         rights=rights(directory, listen_host=parts.host),
     )
+    device = require_device(parts.members.signed_by)
     return [
         enrolment_router(parts.enrolment),
+        renewal_router(parts.renewal, device=device),
+        certificates_router(rotation=parts.rotation, remove=parts.remove, operator=operator),
         jobs_router(
             store=store,
             worker=worker,
@@ -91,7 +100,7 @@ def all_routers(parts: Answering) -> list[APIRouter]:
             deployments=parts.deployments,
             viewer=viewer,
             operator=operator,
-            device=require_device(parts.members.signed_by),
+            device=device,
         ),
         metrics_router(parts.metrics.text, viewer),
         page_router(page, viewer=viewer, operator=operator),

@@ -34,11 +34,14 @@ from edgefl.coordinator.fleet_collector import FleetCollector, Sources
 from edgefl.coordinator.kept_models import sweep_models
 from edgefl.coordinator.membership import Membership
 from edgefl.coordinator.metrics import Metrics
+from edgefl.coordinator.own_certificates import renew_own
 from edgefl.coordinator.planning import plan_run
 from edgefl.coordinator.presence import Presence
 from edgefl.coordinator.questions import Questions
 from edgefl.coordinator.refusals import Refusals
+from edgefl.coordinator.renewal import RenewalService
 from edgefl.coordinator.roster import Roster
+from edgefl.coordinator.rotation import Rotation, note_own, own_serial
 from edgefl.coordinator.routes import Answering, all_routers
 from edgefl.coordinator.run_meter import RunMeter
 from edgefl.coordinator.runs import Assemble, Assembled, RunSite, RunWorker
@@ -115,6 +118,7 @@ class Coordinator:
         self._stopping = threading.Event()
         self._fatal: EdgeflError | None = None
         self._worker: RunWorker | None = None
+        self._web: WebServer | None = None
         self._deployments: Deployments | None = None
         self._questions: Questions | None = None
         self._closers = contextlib.ExitStack()
@@ -144,6 +148,7 @@ class Coordinator:
             self._roster.tick()
             self._diary.flush()
             self._refusals.update()
+            self._rotation.look()
             if self._worker is not None:
                 self._worker.flush()
             self._feed.update()
@@ -161,8 +166,12 @@ class Coordinator:
         listener = listen(options.host, options.port)
         self._closers.callback(listener.close)
         self._directory = directory = self._settle(self._directory)
+        former = own_serial(directory)
+        has_renewed = renew_own(directory, now=time.time())
         self._store = Store.open(options.store_url or directory.database)
         self._closers.callback(self._store.close)
+        if has_renewed:
+            note_own(directory, self._store, former=former, now=time.time())
         sweep_models(directory.models, self._store, now=time.time())
         self._roster = Roster(Presence(heartbeat_s=options.heartbeat_s), time.monotonic)
         self._diary = Diary(
@@ -183,6 +192,14 @@ class Coordinator:
         self._roster.listen(self._feed.heard)
         self._bus = self._open_bus()
         self._draining.listen()
+        self._rotation = Rotation(
+            directory=directory,
+            store=self._store,
+            roster=self._roster,
+            send=self._send_command,
+            on_own=self._take_own,
+        )
+        self._rotation.listen()
         self._metrics = Metrics()
         self._meter = RunMeter(self._metrics.registry)
         self._questions = Questions(self._bus, self._roster)
@@ -292,10 +309,11 @@ class Coordinator:
             tls=tls,
             host=options.host,
             port=options.broker_port,
+            authority=directory.authority(),
         )
         if not options.has_external_broker:
             self._closers.enter_context(directory.broker_locked())
-        self._refusals = Refusals(self._broker, self._store)
+        self._refusals = Refusals(self._broker, self._store, own=lambda: own_serial(directory))
         self._refusals.update()
         self._broker_address: BrokerAddress = self._broker.start()
         self._closers.callback(self._broker.stop)
@@ -338,6 +356,9 @@ class Coordinator:
             broker=BrokerSite(port=self._broker_address.port, host=self._outside_host()),
             evaluator_token=lambda: self._evaluator_token_id,
         )
+        renewal = RenewalService(
+            directory=self._directory, store=self._store, on_renewed=self._renewed, clock=time.time
+        )
         routers = all_routers(
             Answering(
                 host=self._options.host,
@@ -352,15 +373,35 @@ class Coordinator:
                 feed=self._feed,
                 metrics=self._metrics,
                 enrolment=enrolment,
+                renewal=renewal,
+                rotation=self._rotation,
+                remove=self._remove,
                 check=self._check,
                 plan=self._plan,
             )
         )
         app = make_app(self._superlink.api, routers)
-        web = WebServer(self._metrics.counting(app), self._directory, listener)
+        self._web = web = WebServer(self._metrics.counting(app), self._directory, listener)
         web.start()
         self._closers.callback(web.stop)
         self._closers.callback(self._feed.close)  # first: open feeds would hold up the server's end
+
+    def _renewed(self, device_id: str, public_key: bytes) -> None:
+        self._members.rekeyed(device_id, public_key)
+        self._rotation.renewed(device_id)
+
+    def _remove(self, device_id: str) -> None:
+        """Takes a device out everywhere: Flower at once, and the broker, which is told with the next flush."""
+        self._members.remove(device_id)
+        self._bus.forget(device_id)
+        log.info("%s was removed from the fleet", device_id)
+
+    def _take_own(self) -> None:
+        """Takes up certificates of the coordinator that are new."""
+        self._broker.reload()
+        self._bus.reload()
+        if self._web is not None:
+            self._web.reload()
 
     def _send_command(self, device_id: str, command: Command) -> None:
         self._bus.command(device_id, command)

@@ -221,6 +221,14 @@ class EdgeLinkState(InMemoryLinkState):
             self.node_public_key_to_node_id[public_key] = node_id
             self.owner_to_node_ids.setdefault(NOOP_FLWR_AID, set()).add(node_id)
 
+    def change_key(self, node_id: int, public_key: bytes) -> None:
+        """Gives a device another key, in whose place it stays; the one before gets 401 from now on."""
+        with self.lock:
+            node = self.nodes[node_id]
+            self.node_public_key_to_node_id.pop(node.public_key, None)
+            node.public_key = public_key
+            self.node_public_key_to_node_id[public_key] = node_id
+
     def forget_node(self, node_id: int) -> None:
         """Removes a device; its key gets 401 from now on and may be registered again later."""
         with self.lock:

@@ -65,6 +65,12 @@ def listen(host: str, port: int) -> socket.socket:
 class _Server(uvicorn.Server):
     """Ends when the requests under way are answered: boards keep idle connections open, and would hold up the end."""
 
+    loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self.loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for server in self.servers:
             server.close()
@@ -91,7 +97,7 @@ class WebServer:
             lifespan="off",
             ws="none",
         )
-        self._server, self._listener = _Server(config), listener
+        self._server, self._listener, self._directory = _Server(config), listener, directory
         self._thread = threading.Thread(target=self._run, name="https", daemon=True)
 
     def start(self) -> None:
@@ -105,6 +111,14 @@ class WebServer:
                 break
             waited.wait(0.02)
         raise NetworkError("the HTTPS server did not start; see the log above")
+
+    def reload(self) -> None:
+        """Shows the server's certificate that is in the files now to whoever connects from now on."""
+        context, loop = self._server.config.ssl, self._server.loop
+        if context is not None and loop is not None:
+            # In the loop's own thread no handshake is in the middle of it.
+            files = str(self._directory.server_cert), str(self._directory.server_key)
+            loop.call_soon_threadsafe(lambda: context.load_cert_chain(*files))
 
     def stop(self) -> None:
         self._server.should_exit = True

@@ -31,6 +31,7 @@ from edgefl.device.model_fetch import Source
 from edgefl.device.model_updates import ModelUpdates
 from edgefl.device.node_runner import addresses_of
 from edgefl.device.outbox import Outbox
+from edgefl.device.renewal import Renewal
 from edgefl.device.state import DeviceState
 from edgefl.device.supernode import Answer, RefusedError, SuperNode, UnauthorisedError
 from edgefl.device.telling import LOGS, tell_logs
@@ -100,6 +101,7 @@ class Agent:
             train=self._remembering(self._trainer.train),
             evaluate=self._trainer.evaluate,
         )
+        self._renewal = Renewal(state, self._trust, clock=self._clock)
         self._outbox: Outbox[tuple[str, Any]] = Outbox(self._send, self._bell.ring)
         self._models = ModelUpdates(
             state,
@@ -181,7 +183,8 @@ class Agent:
                 hello = say_hello(address, self._trust)
                 self._skew_s = hello.skew_s
                 check_version(__version__, hello.version)
-                self._supernode.connect(address)
+                self._renewal.heard(hello)
+                self._activate(address)
             except EdgeflError as error:
                 failures.append(f"{address}: {error}")
                 continue
@@ -194,6 +197,33 @@ class Agent:
             self._bell.ring()  # work may be waiting
             return
         raise NetworkError(f"no coordinator at {'; '.join(failures) or 'any known address'}")
+
+    def _activate(self, address: str) -> None:
+        """Takes its place in Flower; with the key of a renewal whose answer was lost, if the other counts no more."""
+        try:
+            self._supernode.connect(address)
+        except UnauthorisedError:
+            if not self._renewal.recover(address):
+                raise
+            self._take_certificate()
+            self._supernode.connect(address)
+
+    def _renew(self, address: str) -> bool:
+        """Returns whether it has renewed its certificate, since that was time, and has to connect anew."""
+        self._renewal.look(address, is_link_up=self._link.is_connected())
+        if not self._renewal.is_due():
+            return False
+        self._outbox.pause()  # what is under way is signed with the old key
+        if not self._renewal.renew(address):
+            self._outbox.open()
+            return False
+        self._take_certificate()
+        self._address = None
+        return True
+
+    def _take_certificate(self) -> None:
+        self._supernode.use_key(self._state.key.read_bytes())
+        self._link.renew(LinkTls(ca=self._state.ca, cert=self._state.cert, key=self._state.key))
 
     def _remember_addresses(self, address: str, hello: Hello) -> None:
         """Keeps what the coordinator says of itself; a card without room does not stop the work."""
@@ -213,6 +243,8 @@ class Agent:
             self._bell.wait(self._poll_s)
             self._outbox.check()
             self._trainer.tidy()
+            if self._address is not None and self._renew(self._address):
+                return
             if not self._stopping.is_set() and not self._work_once():
                 self._report_capabilities()
 
@@ -414,6 +446,9 @@ class Agent:
                 self._link.set_draining(draining=command.kind == CommandKind.DRAIN)
                 if command.kind == CommandKind.DRAIN:
                     self._trainer.rest()
+            case CommandKind.RENEW:
+                self._renewal.ask()
+                self._bell.ring()
             case CommandKind.BEAT:
                 self._heart.beat_now()
             case CommandKind.LOGS:

@@ -15,12 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
-
 from edgefl import __version__
+from edgefl.device.keys import certificate_in, new_key, public_pem, request_pem
 from edgefl.device.state import (
     DeviceState,
     JoinedDevice,
@@ -32,7 +28,7 @@ from edgefl.device.state import (
 )
 from edgefl.device.trust import Hello, fetch_ca, pinned_context, post_json, say_hello
 from edgefl.errors import JoinError, NetworkError, VersionError, WrongCaError
-from edgefl.protocol import PEER_PORT, JoinToken, certificate_fingerprint, checked_slug
+from edgefl.protocol import PEER_PORT, JoinToken, checked_slug
 from edgefl.types import Json
 
 log = logging.getLogger(__name__)
@@ -91,7 +87,7 @@ def join(token: JoinToken, wishes: JoinWishes, *, root: Path, addresses: Sequenc
     with _key(root, token, wishes.name) as key_pem:
         answer = _ask(site, token, wishes, key_pem)
         device = _joined(answer, site, token, wishes)
-        cert_pem = _certificate(answer, key_pem)
+        cert_pem = certificate_in(answer, key_pem)
         return save_joined(root, device, key_pem=key_pem, cert_pem=cert_pem, ca_pem=site.ca_pem)
 
 
@@ -154,7 +150,7 @@ def _key(root: Path, token: JoinToken, name: str) -> Iterator[bytes]:
         yield pending.key_pem
         return
     made = _missing_folders(root)
-    key_pem = _new_key()
+    key_pem = new_key()
     try:
         save_pending(root, PendingJoin(key_pem=key_pem, name=name, ca_fingerprint=token.ca_fingerprint))
         yield key_pem
@@ -176,8 +172,8 @@ def _ask(site: Site, token: JoinToken, wishes: JoinWishes, key_pem: bytes) -> Js
         "secret": token.secret,
         "name": wishes.name,
         "role": wishes.role,
-        "csr": _request_pem(key_pem, wishes.name).decode(),
-        "public_key": _public_pem(key_pem).decode(),
+        "csr": request_pem(key_pem, wishes.name).decode(),
+        "public_key": public_pem(key_pem).decode(),
         "capabilities": {"facts": wishes.facts, "shards": dict(wishes.examples)},
         "version": __version__,
     }
@@ -202,44 +198,3 @@ def _joined(answer: Json, site: Site, token: JoinToken, wishes: JoinWishes) -> J
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise NetworkError(f"{site.address} answers nonsense to a join: {error!r}") from None
-
-
-def _certificate(answer: Json, key_pem: bytes) -> bytes:
-    cert_pem = str(answer.get("certificate", "")).encode()
-    own = (
-        _load_key(key_pem)
-        .public_key()
-        .public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
-    )
-    digest = hashes.Hash(hashes.SHA256())
-    digest.update(own)
-    if certificate_fingerprint(cert_pem) != digest.finalize().hex():
-        raise NetworkError("the coordinator answered with a certificate for another key")
-    return cert_pem
-
-
-def _new_key() -> bytes:
-    return ec.generate_private_key(ec.SECP256R1()).private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-
-
-def _load_key(key_pem: bytes) -> ec.EllipticCurvePrivateKey:
-    key = serialization.load_pem_private_key(key_pem, password=None)
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise JoinError("the key in the state directory is no EC key; remove the directory and join anew")
-    return key
-
-
-def _public_pem(key_pem: bytes) -> bytes:
-    return (
-        _load_key(key_pem)
-        .public_key()
-        .public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
-    )
-
-
-def _request_pem(key_pem: bytes, name: str) -> bytes:
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    request = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(_load_key(key_pem), hashes.SHA256())
-    return request.public_bytes(serialization.Encoding.PEM)

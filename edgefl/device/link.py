@@ -138,6 +138,13 @@ class Link:
             self._thread.join(CONNECT_TIMEOUT_S + GOODBYE_TIMEOUT_S)
             self._thread = None
 
+    def renew(self, tls: LinkTls) -> None:
+        """Shows another certificate, and connects anew for it; to the fleet the device stays there."""
+        self._context = link_context(tls)
+        session = self._current()
+        if session is not None:
+            session.client.disconnect()  # no will, and no goodbye either
+
     def is_connected(self) -> bool:
         return self._is_connected.is_set()
 

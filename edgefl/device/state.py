@@ -93,7 +93,12 @@ class DeviceState:
 
     @property
     def cert(self) -> Path:
-        return self.root / "cert.pem"
+        """The certificate: of the join, or since it was renewed behind the key, so that both change in one write."""
+        try:
+            is_behind_key = b"BEGIN CERTIFICATE" in self.key.read_bytes()
+        except OSError:
+            is_behind_key = False
+        return self.key if is_behind_key else self.root / "cert.pem"
 
     @property
     def key(self) -> Path:
@@ -110,6 +115,17 @@ class DeviceState:
     def set_shard(self, task: str, path: str) -> None:
         """Remembers where the data for `task` lies."""
         self.change(shards={**DeviceState.load(self.root).device.shards, task: path})
+
+    @property
+    def pending_key(self) -> Path:
+        """The key of a renewal whose answer is not here yet; the coordinator may know it already."""
+        return self.root / ".renewal.pem"
+
+    def take_certificate(self, *, key_pem: bytes, cert_pem: bytes) -> None:
+        """Goes on with another certificate and its key; cut off at any instant it has the old pair or the new one."""
+        write_whole(self.key, key_pem.rstrip() + b"\n" + cert_pem)
+        for former in (self.root / "cert.pem", self.pending_key):
+            former.unlink(missing_ok=True)
 
     def next_session_no(self) -> int:
         """Returns a number larger than every one before, also those before a power cut."""

@@ -94,6 +94,11 @@ class _Signer:
         return call_next(context)
 
 
+def signed_headers(private_key_pem: bytes, clock: Callable[[], float]) -> dict[str, str]:
+    """Returns headers that prove who asks, signed with this key."""
+    return _Signer(bytes_to_private_key(private_key_pem), clock).headers()
+
+
 class _Client(FleetHttpClient):
     """Flower's client on a connection that stays open, ignores proxies and trusts only our CA."""
 
@@ -146,6 +151,11 @@ class SuperNode:
     def signed_headers(self) -> dict[str, str]:
         """Returns headers that prove who asks, good for five minutes of the coordinator's time."""
         return _Signer(self._key, self._clock).headers()
+
+    def use_key(self, private_key_pem: bytes) -> None:
+        """Signs with another key from the next `connect` on."""
+        self.close()
+        self._key = bytes_to_private_key(private_key_pem)
 
     def connect(self, address: str) -> None:
         """Activates this device at a coordinator.

@@ -27,7 +27,11 @@ TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """What the coordinator says at connect; `skew_s` is its clock minus ours, to about half a round trip."""
+    """What the coordinator says at connect; `skew_s` is its clock minus ours, to about half a round trip.
+
+    A certificate that ends before the first or after the second time of `certificates` is to be renewed; None where
+    the coordinator is older than that.
+    """
 
     version: str
     fleet: str
@@ -35,6 +39,7 @@ class Hello:
     broker_port: int
     broker_host: str | None
     skew_s: float
+    certificates: tuple[float, float] | None = None
 
 
 def fetch_ca(address: str, ca_fingerprint: str, *, timeout_s: float = TIMEOUT_S) -> bytes:
@@ -88,11 +93,17 @@ def say_hello(address: str, context: ssl.SSLContext, *, timeout_s: float = TIMEO
 
 
 def post_json(
-    address: str, context: ssl.SSLContext, path: str, value: Mapping[str, Any], *, timeout_s: float = TIMEOUT_S
+    address: str,
+    context: ssl.SSLContext,
+    path: str,
+    value: Mapping[str, Any],
+    *,
+    headers: Mapping[str, str] | None = None,
+    timeout_s: float = TIMEOUT_S,
 ) -> Json:
     """Returns the JSON answer to a POST; an error that the coordinator names is raised as that error."""
     body = dump_json(value)
-    return _json(address, *request(address, context, "POST", path, body=body, timeout_s=timeout_s))
+    return _json(address, *request(address, context, "POST", path, body=body, headers=headers, timeout_s=timeout_s))
 
 
 def request(  # noqa: PLR0913 one argument per part of a request
@@ -175,7 +186,7 @@ def _write(into: IO[bytes], chunk: bytes) -> None:
 
 
 def _hello(value: Json, *, skew_s: float) -> Hello:
-    broker = value["broker"]
+    broker, window = value["broker"], value.get("certificates")
     return Hello(
         version=str(value["version"]),
         fleet=str(value["fleet"]),
@@ -183,6 +194,7 @@ def _hello(value: Json, *, skew_s: float) -> Hello:
         broker_port=int(broker["port"]),
         broker_host=None if broker.get("host") is None else str(broker["host"]),
         skew_s=skew_s,
+        certificates=None if window is None else (float(window["earliest"]), float(window["latest"])),
     )
 
 
