@@ -30,6 +30,7 @@ ServerOptimizerName = Literal["none", "momentum", "adagrad", "adam", "yogi"]
 
 DEFAULT_ROUNDS = 10
 DEFAULT_STATE_BYTES = 8 * 1024**3
+MAX_NAME_CHARS = 120
 MAX_SEED = 2**63 - 1
 _REST = "rest"
 
@@ -333,6 +334,21 @@ def _is_web_url(text: str) -> bool:
         return parts.scheme in {"http", "https"} and bool(parts.hostname) and (parts.port or 1) > 0
     except ValueError:
         return False
+
+
+def check_run_name(name: str | None) -> None:
+    """Checks a run's name, which is only ever shown, so that nobody takes it for a path.
+
+    Raises:
+        ConfigError: it holds what has a meaning in paths or on terminals, or is longer than a line.
+    """
+    if name is None:
+        return
+    is_path = "/" in name or "\\" in name or name.strip(" .") == ""
+    if is_path or not name.isprintable() or len(name) > MAX_NAME_CHARS:
+        raise ConfigError(
+            f"run.name must be 1 to {MAX_NAME_CHARS} printable characters without slashes, got {name[:40]!r}"
+        )
 
 
 def load_run(path: str | Path) -> RunConfig:

@@ -27,7 +27,9 @@ CHUNK_BYTES = 8 * 1024 * 1024
 REPLY_SALT_BYTES = 16
 """Every chunk of a reply starts with so many bytes that no other chunk has: equal chunks would be one object."""
 MAX_BODY_BYTES = 512 * 1024 * 1024
-"""The largest request body that the coordinator reads, in bytes."""
+"""The largest body of a reply, in bytes; it comes in pieces."""
+MAX_REQUEST_BYTES = 4 * 1024 * 1024
+"""The largest request to the Fleet API that is not such a piece: a header, a small body, the names of the pieces."""
 PEER_PORT = 8884
 """Where a device listens for its neighbours unless its join said otherwise."""
 MAX_PEER_BYTES = 16 * 1024 * 1024 - 1024

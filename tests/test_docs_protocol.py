@@ -40,6 +40,7 @@ from edgefl.coordinator import (
     superlink,
 )
 from edgefl.coordinator.api import operator_router
+from edgefl.coordinator.certificates_api import certificates_router
 from edgefl.coordinator.dashboard import dashboard_router
 from edgefl.coordinator.deployment_api import deployment_router
 from edgefl.coordinator.downlink import KEEP, NO_MODEL, PREPARED
@@ -50,6 +51,7 @@ from edgefl.coordinator.messages import order_header
 from edgefl.coordinator.metrics import metrics_router
 from edgefl.coordinator.models_api import model_router
 from edgefl.coordinator.page_api import page_router
+from edgefl.coordinator.renewal import renewal_router
 from edgefl.device import inference_server, logbook, model_fetch, model_store, peer_frames, peer_listener, peer_queue
 from edgefl.device.direct import PeerPace
 from edgefl.protocol import (
@@ -62,6 +64,7 @@ from edgefl.protocol import (
     MAX_JSON_BYTES,
     MAX_MODEL_BYTES,
     MAX_PEER_BYTES,
+    MAX_REQUEST_BYTES,
     MAX_RETAINED_PEER_BYTES,
     MAX_TOKEN_CHARS,
     PEER,
@@ -130,6 +133,8 @@ def served() -> dict[str, str]:
         model_router(store=None, folder=Path(), viewer=viewer),  # type: ignore[arg-type]
         page_router(None, viewer=viewer, operator=operator),  # type: ignore[arg-type]
         dashboard_router(),
+        renewal_router(None, device=device),  # type: ignore[arg-type]
+        certificates_router(rotation=None, remove=str, operator=operator),  # type: ignore[arg-type]
         deployment_router(  # type: ignore[call-arg]
             store=None,
             deployments=None,
@@ -156,6 +161,7 @@ def test_protocol_md_lists_every_route_and_who_may_call_it() -> None:
     routers = {path.stem for path in room.glob("*.py") if "APIRouter(" in path.read_text()}
     assert routers == {
         "api",
+        "certificates_api",
         "dashboard",
         "deployment_api",
         "enrolment",
@@ -163,6 +169,7 @@ def test_protocol_md_lists_every_route_and_who_may_call_it() -> None:
         "metrics",
         "models_api",
         "page_api",
+        "renewal",
     }
 
 
@@ -287,7 +294,8 @@ def test_protocol_md_describes_the_frames_from_board_to_board() -> None:
         ("Limits", f"{broker.MAX_MESSAGE_BYTES // 2**20} MiB"),
         ("Limits", f"| {(MAX_PEER_BYTES + 1024) // 2**20} MiB less 1 KiB"),
         ("Limits", f"all others together | {MAX_RETAINED_PEER_BYTES // 2**20} MiB"),
-        ("Limits", f"`/v1/fleet/` | {MAX_BODY_BYTES // 2**20} MiB"),
+        ("Limits", f"a reply of a device, in pieces | {MAX_BODY_BYTES // 2**20} MiB"),
+        ("Limits", f"a request to `/v1/fleet/` | {MAX_REQUEST_BYTES // 2**20} MiB"),
         ("Limits", f"codec body | {wire.MAX_PAYLOAD_BYTES // 2**20} MiB"),
         ("Limits", f"{wire.MAX_TENSORS // 1000} {wire.MAX_TENSORS % 1000}"),
         ("Limits", f"{wire.MAX_NAME_BYTES} bytes"),

@@ -9,12 +9,16 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
+from edgefl.coordinator.attempts import Note, network_of, nobody_notes
 from edgefl.coordinator.directory import CoordinatorDirectory, token_hash
+from edgefl.coordinator.throttle import Throttle
 from edgefl.errors import (
     EdgeflError,
     JoinError,
@@ -42,22 +46,32 @@ STATUS: Mapping[type[EdgeflError], int] = {
     NetworkError: 400,
 }
 MAX_TOKEN_CHARS = 200
+MAX_PATH_CHARS = 100
 
 Guard = Callable[[Request], None]
 
 
-def require_operator(directory: CoordinatorDirectory) -> Guard:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """What is done about wrong access tokens: they are slowed down, and told of."""
+
+    throttle: Throttle = field(default_factory=lambda: Throttle(monotonic=time.monotonic))
+    note: Note = nobody_notes
+
+
+def require_operator(directory: CoordinatorDirectory, *, watch: Watch | None = None) -> Guard:
     """Returns a FastAPI dependency that lets only operators through; others get `NotAllowedError`."""
-    return _guard(directory.operator_sha256, "an operator token", open_to_all=False)
+    return _guard(directory.operator_sha256, "an operator token", open_to_all=False, watch=watch or Watch())
 
 
-def require_viewer(directory: CoordinatorDirectory, *, listen_host: str) -> Guard:
+def require_viewer(directory: CoordinatorDirectory, *, listen_host: str, watch: Watch | None = None) -> Guard:
     """Returns a FastAPI dependency that lets operators and viewers through.
 
     When the coordinator listens on loopback only, everyone who can connect may read.
     """
     accepted = (*directory.operator_sha256, *directory.viewer_sha256)
-    return _guard(accepted, "a viewer or operator token", open_to_all=is_loopback(listen_host))
+    is_open = is_loopback(listen_host)
+    return _guard(accepted, "a viewer or operator token", open_to_all=is_open, watch=watch or Watch())
 
 
 def is_loopback(host: str) -> bool:
@@ -96,16 +110,24 @@ def rights(directory: CoordinatorDirectory, *, listen_host: str) -> Callable[[Re
     return judge
 
 
-def _guard(accepted: Sequence[str], wanted: str, *, open_to_all: bool) -> Guard:
+def _guard(accepted: Sequence[str], wanted: str, *, open_to_all: bool, watch: Watch) -> Guard:
     def check(request: Request) -> None:
         if open_to_all:
             return
         digest = _shown(request)
+        if _is_among(digest, accepted):
+            return
+        address = network_of(request.client.host if request.client else None)
+        path = request.url.path[:MAX_PATH_CHARS]
         if digest is None:
+            if request.method != "GET":  # a page before its log-in asks for much that it may not read
+                watch.note("action without access token", address, path)
             raise NotAllowedError(f"this needs {wanted}; on the coordinator's machine: edgefl coordinator init")
-        if not _is_among(digest, accepted):
-            log.warning("refused a wrong access token for %s", request.url.path)
-            raise NotAllowedError(f"the access token is wrong; this needs {wanted}")
+        watch.note("access token", address, f"{path}: a wrong one; this needs {wanted}")
+        watch.throttle.check(address)
+        watch.throttle.failed(address)
+        log.warning("refused a wrong access token for %s", path)
+        raise NotAllowedError(f"the access token is wrong; this needs {wanted}")
 
     return check
 

@@ -8,15 +8,16 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Depends
+from fastapi import APIRouter, Body, Depends, Request
 
 from edgefl import __version__
-from edgefl.config import RunConfig, parse_run
+from edgefl.config import RunConfig, check_run_name, parse_run
 from edgefl.coordinator.access import Guard
+from edgefl.coordinator.attempts import Note, network_of, nobody_notes
 from edgefl.coordinator.history_api import add_history
 from edgefl.coordinator.roster import Roster
 from edgefl.coordinator.runs import RunWorker
-from edgefl.errors import UsageError
+from edgefl.errors import ConfigError, UsageError
 from edgefl.protocol import PROTOCOL_VERSION
 from edgefl.storage.queries import find_run
 from edgefl.storage.records import RunRecord
@@ -29,13 +30,21 @@ Check = Callable[[RunConfig], Json]
 MAX_PRIORITY = 1000
 
 
-def operator_router(
-    *, store: Store, roster: Roster, worker: RunWorker, check: Check, viewer: Guard, operator: Guard
+def operator_router(  # noqa: PLR0913 one keyword per neighbour
+    *,
+    store: Store,
+    roster: Roster,
+    worker: RunWorker,
+    check: Check,
+    viewer: Guard,
+    operator: Guard,
+    note: Note = nobody_notes,
 ) -> APIRouter:
     """Returns the routes.
 
     `check` raises an EdgeflError for a run file that cannot work, before it is queued, and returns what is to be said
-    of one that can; `viewer` and `operator` let those through who may read and who may act.
+    of one that can; `viewer` and `operator` let those through who may read and who may act; `note` is
+    told of run files whose name could be meant as a path.
     """
     router = APIRouter()
     reads, acts = [Depends(viewer)], [Depends(operator)]
@@ -51,9 +60,16 @@ def operator_router(
 
     @router.post("/edgefl/v1/runs", dependencies=acts)
     def submit(
-        config: Annotated[dict[str, Any], Body(embed=True)], priority: Annotated[int, Body(embed=True)] = 0
+        request: Request,
+        config: Annotated[dict[str, Any], Body(embed=True)],
+        priority: Annotated[int, Body(embed=True)] = 0,
     ) -> Json:
         checked = parse_run(config)
+        try:
+            check_run_name(checked.run.name)
+        except ConfigError as error:
+            note("run file", network_of(request.client.host if request.client else None), str(error))
+            raise
         _check_priority(priority)
         return {**check(checked), **run_json(submit_run(store, worker, checked, priority))}
 

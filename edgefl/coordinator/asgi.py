@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -73,12 +74,16 @@ async def read_capped(request: Request, receive: Receive, limit_bytes: int = MAX
             return b"".join(pieces)
 
 
-def capped(app: ASGIApp, limit_bytes: int) -> ASGIApp:
-    """Returns the app with bodies cut off at the limit, before anything of them is parsed or anybody is known."""
+def capped(app: ASGIApp, limit_bytes: int, on_over: Callable[[Request], None] = lambda _: None) -> ASGIApp:
+    """Returns the app with bodies cut off at the limit, before anything of them is parsed or anybody is known.
+
+    `on_over` is told of requests that were cut off.
+    """
 
     async def guard(scope: Scope, receive: Receive, send: Send) -> None:
         declared = Request(scope).headers.get("content-length", "0") if scope["type"] == "http" else "0"
         if not declared.isdigit() or int(declared) > limit_bytes:
+            on_over(Request(scope))
             await respond(send, 413, error_json(f"body over {limit_bytes} bytes"))
             return
         size = 0
@@ -87,7 +92,10 @@ def capped(app: ASGIApp, limit_bytes: int) -> ASGIApp:
             nonlocal size
             event = await receive()
             size += len(event.get("body", b""))
-            return event if size <= limit_bytes else {"type": "http.disconnect"}
+            if size <= limit_bytes:
+                return event
+            on_over(Request(scope))
+            return {"type": "http.disconnect"}
 
         await app(scope, counted, send)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from edgefl.coordinator.attempts import Attempts
 from edgefl.coordinator.broker import Broker, BrokerAddress, BrokerTls
 from edgefl.coordinator.brokers import make_broker
 from edgefl.coordinator.directory import CoordinatorDirectory
@@ -16,6 +18,7 @@ from edgefl.coordinator.refusals import Refusals
 from edgefl.coordinator.rotation import own_serial
 from edgefl.errors import StoreError
 from edgefl.processes import on_stop_signal
+from edgefl.protocol import is_slug
 from edgefl.storage.store import Store
 
 log = logging.getLogger(__name__)
@@ -49,6 +52,7 @@ def serve_broker(
     with on_stop_signal(stopping.set), contextlib.ExitStack() as closers:
         closers.enter_context(directory.broker_locked())
         store = closers.enter_context(Store.open(options.store_url or directory.database))
+        attempts = Attempts(store=store, clock=time.time, monotonic=time.monotonic, is_device=is_slug)
         broker = make_broker(
             options.kind,
             directory=directory.broker,
@@ -57,6 +61,7 @@ def serve_broker(
             host=options.host,
             port=options.port,
             authority=directory.authority(),
+            on_denied=lambda who, what: attempts.note("mqtt", who, what),
         )
         refusals = Refusals(broker, store, own=lambda: own_serial(directory))
         refusals.update()
@@ -64,7 +69,7 @@ def serve_broker(
         closers.callback(broker.stop)
         log.info("broker of fleet %s at %s:%d", directory.fleet, options.host, options.port)
         on_ready(address)
-        _keep_refusing(refusals, ServerCertificate(broker, directory.server_cert), stopping)
+        _keep_refusing(refusals, attempts, ServerCertificate(broker, directory.server_cert), stopping)
         log.info("stopping")
 
 
@@ -83,12 +88,15 @@ class ServerCertificate:
                 self._broker.reload()
 
 
-def _keep_refusing(refusals: Refusals, certificate: ServerCertificate, stopping: threading.Event) -> None:
+def _keep_refusing(
+    refusals: Refusals, attempts: Attempts, certificate: ServerCertificate, stopping: threading.Event
+) -> None:
     was_read = True
     while not stopping.wait(REFUSE_EVERY_S):
         certificate.look()
         try:
             refusals.update()
+            attempts.flush()
         except StoreError as error:
             # The devices need the broker whatever becomes of the store.
             if was_read:

@@ -23,10 +23,20 @@ from starlette.concurrency import run_in_threadpool
 from edgefl import __version__
 from edgefl.coordinator import pki
 from edgefl.coordinator.access import error_response
+from edgefl.coordinator.attempts import Note, network_of, nobody_notes
 from edgefl.coordinator.directory import CoordinatorDirectory, token_hash
 from edgefl.coordinator.own_certificates import DAY_S, renewal_window
+from edgefl.coordinator.throttle import Throttle
 from edgefl.coordinator.tokens import ROLES
-from edgefl.errors import EdgeflError, JoinError, NameTakenError, NetworkError
+from edgefl.errors import (
+    EdgeflError,
+    JoinError,
+    NameTakenError,
+    NetworkError,
+    TokenInvalidError,
+    TooManyTriesError,
+    UsageError,
+)
 from edgefl.protocol import (
     EVALUATOR_NAME,
     MAX_JSON_BYTES,
@@ -34,6 +44,7 @@ from edgefl.protocol import (
     RESERVED_NAMES,
     check_version,
     checked_slug,
+    error_code,
     load_json,
 )
 from edgefl.storage.certificate_rows import note_issued
@@ -152,9 +163,11 @@ class EnrolmentService:
         }
 
 
-def enrolment_router(service: EnrolmentService) -> APIRouter:
-    """Returns the three routes; they need no access token."""
-    router = APIRouter(prefix="/edgefl/v1")
+def enrolment_router(
+    service: EnrolmentService, *, throttle: Throttle | None = None, note: Note = nobody_notes
+) -> APIRouter:
+    """Returns the three routes; they need no access token. `note` is told of joins that were refused."""
+    router, guard = APIRouter(prefix="/edgefl/v1"), throttle or Throttle(monotonic=time.monotonic)
 
     @router.get("/ca")
     async def ca() -> Response:
@@ -166,14 +179,31 @@ def enrolment_router(service: EnrolmentService) -> APIRouter:
 
     @router.post("/enroll")
     async def enroll(request: Request) -> JSONResponse:
+        address = network_of(request.client.host if request.client else None)
         try:
+            guard.check(address)
             body = await read_capped(request)
             return JSONResponse(await run_in_threadpool(service.enroll, body))
         except EdgeflError as error:
-            log.warning("refused a join from %s: %s", request.client.host if request.client else "?", error)
+            if _is_guess(error):
+                guard.failed(address)
+            log.log(
+                logging.DEBUG if isinstance(error, TooManyTriesError) else logging.WARNING,
+                "refused a join from %s: %s",
+                address,
+                error,
+            )
+            note(f"join ({error_code(error)})", address, str(error))
             return error_response(error)
 
     return router
+
+
+def _is_guess(error: EdgeflError) -> bool:
+    """Returns whether a join was refused to somebody who has shown no token of ours."""
+    if isinstance(error, TooManyTriesError):
+        return False
+    return isinstance(error, TokenInvalidError | NetworkError | UsageError) or type(error) is JoinError
 
 
 async def read_capped(request: Request, limit: int = MAX_JSON_BYTES) -> bytes:

@@ -11,6 +11,7 @@ import queue
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from edgefl.coordinator.attempts import REFUSED
 from edgefl.coordinator.door import Door, Note, Terms
 from edgefl.coordinator.downlink import PREPARED, Downlink
 from edgefl.coordinator.live_view import LiveView
@@ -86,7 +87,7 @@ class LiveFleet:
         terms: Terms | None = None,
         note: Note = lambda _kind, _device, _message: None,
     ) -> None:
-        self.roster, self.clock = roster, clock
+        self.roster, self.clock, self._note = roster, clock, note
         self._lives = run.lives or Lives(run.run_id)
         self._run = run
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
@@ -330,7 +331,9 @@ class LiveFleet:
         try:
             event = self._event(pending, reply)
         except (CodecError, NetworkError, TypeError, ValueError, KeyError, ArithmeticError) as error:
-            return [self._lose(pending, Outcome.REFUSED, f"unusable reply: {error}")]
+            reason = f"unusable reply: {error}"
+            self._note(REFUSED, pending.order.device_id, reason[:MAX_REASON_CHARS])
+            return [self._lose(pending, Outcome.REFUSED, reason)]
         self._settle(pending)
         return [event]
 
@@ -341,6 +344,8 @@ class LiveFleet:
             return None
         pending = self._out.get(named)
         if pending is None or pending.order.device_id != device_id:
+            if pending is not None and device_id is not None:
+                self._note(REFUSED, device_id, f"its reply names an assignment of {pending.order.device_id}")
             pending = self._out.answered_by(reply.instruction_id)
         if pending is None or pending.order.device_id != device_id:
             log.info("dropped a reply of %s for %.80s: nobody waits for it", device_id, named)

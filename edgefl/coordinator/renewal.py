@@ -28,10 +28,10 @@ from edgefl.types import Json
 
 log = logging.getLogger(__name__)
 
-AGAIN_AFTER_S = 60.0
-"""A device that has just renewed its certificate has no reason to do so again: every one is remembered."""
 REMEMBER_S = 600.0
 """For so long the same request gets the same answer."""
+MAX_RENEWALS = 5
+"""So many in that time: every certificate is remembered until it has ended."""
 MAX_CSR_CHARS = 8192
 
 
@@ -39,7 +39,7 @@ MAX_CSR_CHARS = 8192
 class _Given:
     public_key: bytes
     certificate: bytes
-    at: float
+    times: tuple[float, ...]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class RenewalService:
         Raises:
             JoinError: the request is damaged or does not prove its key.
             NameTakenError: another device has this key.
-            TooManyTriesError: it had another one a moment ago.
+            TooManyTriesError: it had several a moment ago.
             NetworkError: the request is malformed.
         """
         csr = load_json(body).get("csr")
@@ -70,7 +70,8 @@ class RenewalService:
             raise NetworkError(f"malformed renewal: csr must be a text of at most {MAX_CSR_CHARS} characters")
         key = pki.request_key(csr.encode()).public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
         with self._lock:
-            self._given = {name: one for name, one in self._given.items() if one.at > self.clock() - REMEMBER_S}
+            since = self.clock() - REMEMBER_S
+            self._given = {name: one for name, one in self._given.items() if one.times[-1] > since}
             given = self._given.get(device_id)
             if given is None or given.public_key != key:
                 given = self._give(device_id, csr.encode(), key, given)
@@ -78,8 +79,12 @@ class RenewalService:
 
     def _give(self, device_id: str, csr: bytes, key: bytes, before: _Given | None) -> _Given:
         now = self.clock()
-        if before is not None and 0 <= now - before.at < AGAIN_AFTER_S:
-            raise TooManyTriesError(f"{device_id} has renewed its certificate just now; try again in a minute")
+        times = tuple(at for at in (before.times if before else ()) if at > now - REMEMBER_S)
+        if len(times) >= MAX_RENEWALS:
+            raise TooManyTriesError(
+                f"{device_id} has renewed its certificate {len(times)} times in {REMEMBER_S / 60:g} minutes; "
+                "try again later"
+            )
         days = self.directory.certificates.client_days
         certificate = pki.sign_request(self.directory.authority(), csr, device_id, days=days)
         renew_certificate(
@@ -88,7 +93,7 @@ class RenewalService:
         )  # fmt: skip
         self.on_renewed(device_id, key)
         log.info("%s has a new certificate, for %g days", device_id, days)
-        self._given[device_id] = _Given(public_key=key, certificate=certificate, at=now)
+        self._given[device_id] = _Given(public_key=key, certificate=certificate, times=(*times, now))
         return self._given[device_id]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fastapi import APIRouter
 
 from edgefl.config import RunConfig
-from edgefl.coordinator.access import require_operator, require_viewer, rights
+from edgefl.coordinator.access import Watch, require_operator, require_viewer, rights
 from edgefl.coordinator.api import operator_router
 from edgefl.coordinator.certificates_api import certificates_router
 from edgefl.coordinator.curve_book import CurveBook
@@ -38,7 +38,8 @@ class Answering:
     """The parts that answer; `host` is what the coordinator listens on.
 
     `check` raises an EdgeflError for a run file that cannot work and returns what is to be said of one that can;
-    `plan` also returns what the run would do; `remove` takes a device out of the fleet.
+    `plan` also returns what the run would do; `remove` takes a device out of the
+    fleet; `watch` is told of what was tried in vain.
     """
 
     host: str
@@ -56,6 +57,7 @@ class Answering:
     renewal: RenewalService
     rotation: Rotation
     remove: Callable[[str], None]
+    watch: Watch
     check: Callable[[RunConfig], Json]
     plan: Callable[[RunConfig], Json]
 
@@ -63,7 +65,8 @@ class Answering:
 def all_routers(parts: Answering) -> list[APIRouter]:
     """Returns the routers; the last one takes what no other knows."""
     directory, store, worker = parts.directory, parts.store, parts.worker
-    viewer, operator = require_viewer(directory, listen_host=parts.host), require_operator(directory)
+    viewer = require_viewer(directory, listen_host=parts.host, watch=parts.watch)
+    operator = require_operator(directory, watch=parts.watch)
     page = PageSite(
         directory=directory,
         store=store,
@@ -75,7 +78,7 @@ def all_routers(parts: Answering) -> list[APIRouter]:
     )
     device = require_device(parts.members.signed_by)
     return [
-        enrolment_router(parts.enrolment),
+        enrolment_router(parts.enrolment, note=parts.watch.note),
         renewal_router(parts.renewal, device=device),
         certificates_router(rotation=parts.rotation, remove=parts.remove, operator=operator),
         jobs_router(
@@ -93,6 +96,7 @@ def all_routers(parts: Answering) -> list[APIRouter]:
             check=parts.check,
             viewer=viewer,
             operator=operator,
+            note=parts.watch.note,
         ),
         model_router(store=store, folder=directory.models, viewer=viewer),
         deployment_router(

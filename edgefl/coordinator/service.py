@@ -12,10 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
+from starlette.requests import Request
+
 from edgefl.config import AlertSettings, CoordinatorSettings, RunConfig
 from edgefl.coordinator import pki
-from edgefl.coordinator.access import is_loopback
+from edgefl.coordinator.access import Watch, is_loopback
 from edgefl.coordinator.alert_watch import AlertSources, AlertWatch
+from edgefl.coordinator.attempts import Attempts, network_of
 from edgefl.coordinator.broker import Broker, BrokerAddress, BrokerTls, connect_host
 from edgefl.coordinator.brokers import make_broker
 from edgefl.coordinator.bus import Bus
@@ -147,6 +150,7 @@ class Coordinator:
         while not self._stopping.wait(FLUSH_EVERY_S):
             self._roster.tick()
             self._diary.flush()
+            self._attempts.flush()
             self._refusals.update()
             self._rotation.look()
             if self._worker is not None:
@@ -183,7 +187,15 @@ class Coordinator:
             keep_history_days=options.keep_history_days,
         )
         self._closers.callback(self._last_flush)
-        self._superlink = SuperLink(on_reply=self._post, on_contact=self._roster.note_contact)
+        self._attempts = Attempts(
+            store=self._store,
+            clock=time.time,
+            monotonic=time.monotonic,
+            is_device=lambda name: self._roster.info(name) is not None,
+        )
+        self._superlink = SuperLink(
+            on_reply=self._post, on_contact=self._roster.note_contact, on_refused=self._note_refused
+        )
         self._members = Membership(self._store, self._superlink, self._roster)
         self._members.restore()
         self._draining = Draining(self._store, self._roster, self._send_command, time.time)
@@ -310,6 +322,7 @@ class Coordinator:
             host=options.host,
             port=options.broker_port,
             authority=directory.authority(),
+            on_denied=lambda who, what: self._attempts.note("mqtt", who, what),
         )
         if not options.has_external_broker:
             self._closers.enter_context(directory.broker_locked())
@@ -376,15 +389,20 @@ class Coordinator:
                 renewal=renewal,
                 rotation=self._rotation,
                 remove=self._remove,
+                watch=Watch(note=self._attempts.note),
                 check=self._check,
                 plan=self._plan,
             )
         )
-        app = make_app(self._superlink.api, routers)
+        app = make_app(self._superlink.api, routers, note=self._attempts.note)
         self._web = web = WebServer(self._metrics.counting(app), self._directory, listener)
         web.start()
         self._closers.callback(web.stop)
         self._closers.callback(self._feed.close)  # first: open feeds would hold up the server's end
+
+    def _note_refused(self, what: str, request: Request, node_id: int | None, detail: str) -> None:
+        device_id = None if node_id is None else self._roster.device_of(node_id)
+        self._attempts.note(what, device_id or network_of(request.client.host if request.client else None), detail)
 
     def _renewed(self, device_id: str, public_key: bytes) -> None:
         self._members.rekeyed(device_id, public_key)
@@ -452,6 +470,7 @@ class Coordinator:
     def _last_flush(self) -> None:
         try:
             self._diary.flush()
+            self._attempts.flush(is_last=True)
         except EdgeflError as error:
             log.warning("the last heartbeats were not kept: %s", error)
 

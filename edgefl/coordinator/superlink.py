@@ -32,6 +32,7 @@ from flwr.common.constant import (
     TIMESTAMP_TOLERANCE,
     SubStatus,
 )
+from flwr.proto.fleet_pb2 import PushMessagesRequest
 from flwr.proto.message_pb2 import ObjectTree
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.server.superlink.linkstate import LinkStateFactory
@@ -55,6 +56,7 @@ from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 from flwr.superlink.federation import NoOpFederationManager
 from flwr.superlink.routers.fleet.node_auth import authenticate_node
 from flwr.superlink.servicer.fleet import fleet_handlers
+from google.protobuf.message import DecodeError
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
@@ -67,6 +69,7 @@ from edgefl.protocol import (
     FIELD_JSON,
     INLINE_BODY_BYTES,
     MAX_BODY_BYTES,
+    MAX_REQUEST_BYTES,
     RECORD_BODY,
     RECORD_HEADER,
     REPLY_SALT_BYTES,
@@ -81,8 +84,10 @@ EARLIEST_MESSAGE_S = 1_740_700_800.0
 """Flower refuses messages that were made earlier; a coordinator without network time may stand there."""
 MAX_OBJECT_BYTES = CHUNK_BYTES + REPLY_SALT_BYTES + 1024
 """The largest piece of a reply: one salted chunk with Flower's header before it."""
+OnRefused = Callable[[str, Request, int | None, str], None]
 _PREFIX = "/v1/fleet/"
 _PUSH_OBJECT = "push-object"
+_PUSH_MESSAGES = "push-messages"
 _PULL_MESSAGES, _PULL_OBJECT = "pull-messages", "pull-object"
 _PUSH_OBJECT_BYTES = MAX_OBJECT_BYTES + 4096
 """The largest request that carries such a piece: ids and lengths come on top."""
@@ -254,16 +259,23 @@ class SuperLink:
     Args:
         on_reply: called with every complete reply, in a thread of the web server.
         on_contact: called with the node id of every authenticated request.
+        on_refused: called with what was tried, the request, its node if it is known, and why it was refused.
     """
 
-    def __init__(self, *, on_reply: Callable[[Reply], None], on_contact: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        *,
+        on_reply: Callable[[Reply], None],
+        on_contact: Callable[[int], None],
+        on_refused: OnRefused = lambda _what, _request, _node, _detail: None,
+    ) -> None:
         logging.getLogger("flwr").setLevel(logging.CRITICAL)  # it logs every push, and what we raise ourselves
         manager, objects = NoOpFederationManager(), ObjectStoreFactory(FLWR_IN_MEMORY_DB_NAME)
         self._factory = LinkStateFactory(FLWR_IN_MEMORY_DB_NAME, manager, objects)
         self.state = EdgeLinkState(manager, objects.store(), self._collect)
         self._factory.state_instance = self.state
         self._deliver = on_reply
-        self.api = FleetApi(self._factory, self.state, on_contact)
+        self.api = FleetApi(self._factory, self.state, on_contact, on_refused)
 
     def register(self, public_key: bytes, name: str) -> int:
         """Returns the node id of a new device; the same key gets the same id again."""
@@ -399,7 +411,7 @@ _HANDLERS: dict[str, Handler] = {
     "deactivate-node": fleet_handlers.deactivate_node,
     "send-node-heartbeat": fleet_handlers.send_node_heartbeat,
     _PULL_MESSAGES: lambda message, state: fleet_handlers.pull_messages(message, state, state.object_store),
-    "push-messages": fleet_handlers.push_messages,
+    _PUSH_MESSAGES: fleet_handlers.push_messages,
     _PUSH_OBJECT: fleet_handlers.push_object,
     _PULL_OBJECT: fleet_handlers.pull_object,
     "confirm-message-received": lambda message, state: fleet_handlers.confirm_message_received(
@@ -417,8 +429,14 @@ class FleetApi:
     body over its limit gets 413. Registration by devices is not offered: nodes come from our own enrolment only.
     """
 
-    def __init__(self, factory: LinkStateFactory, state: EdgeLinkState, on_contact: Callable[[int], None]) -> None:
-        self._state = state
+    def __init__(
+        self,
+        factory: LinkStateFactory,
+        state: EdgeLinkState,
+        on_contact: Callable[[int], None],
+        on_refused: OnRefused,
+    ) -> None:
+        self._state, self._on_refused = state, on_refused
         self._app = SimpleNamespace(state=SimpleNamespace(linkstate_factory=factory))
         self._on_contact = on_contact
         self.traffic = Traffic()
@@ -428,23 +446,40 @@ class FleetApi:
         name = scope["path"].removeprefix(_PREFIX)
         node_id = self._node_of(request)
         if node_id is None:
+            self._on_refused("signature", request, None, f"{name[:40]}: its key or its signature does not count")
             await respond(send, 401, error_json("Invalid SuperNode authentication"))
         elif request.method != "POST" or name not in _HANDLERS:
             await respond(send, 404, error_json("Not Found"))
         else:
-            limit_bytes = _PUSH_OBJECT_BYTES if name == _PUSH_OBJECT else MAX_BODY_BYTES
+            limit_bytes = _PUSH_OBJECT_BYTES if name == _PUSH_OBJECT else MAX_REQUEST_BYTES
             body = await read_capped(request, receive, limit_bytes)
             if body is None:
+                self._on_refused("size", request, node_id, f"{name}: a body over {limit_bytes} bytes, or cut off")
                 await respond(send, 413, error_json(f"body over {limit_bytes} bytes"))
                 return
             self._on_contact(node_id)
             self.traffic.sent(node_id, len(body))
             status, content, fetched = await run_in_threadpool(self._answer, request, name, body)
+            if status in {401, 403} and self._is_foreign(name, body, node_id):
+                self._on_refused("reply", request, node_id, "it speaks for another device")
             if fetched is not None or name == _PULL_OBJECT:
                 self.traffic.fetched(node_id, len(content), fetched)
             else:
                 self.traffic.answered(node_id, len(content))
             await respond(send, status, content)
+
+    def _is_foreign(self, name: str, body: bytes, node_id: int) -> bool:
+        """Returns whether a request was refused since it says that it is another device's, or answers its work."""
+        if name != _PUSH_MESSAGES:
+            return True
+        try:
+            request = PushMessagesRequest.FromString(body)
+            told = [message.metadata for message in request.messages_list]
+        except DecodeError:
+            return True
+        asked = [self._state.message_ins_store.get(one.reply_to_message_id) for one in told]
+        owners = {request.node.node_id, *(one.src_node_id for one in told)}
+        return bool((owners | {one.metadata.dst_node_id for one in asked if one is not None}) - {node_id})
 
     def node_of(self, request: Request) -> int | None:
         """Returns the node that has signed a request to another part of the application, or None."""
@@ -473,6 +508,8 @@ class FleetApi:
             request.scope["app"] = self._app
             request.state.protobuf_request = message
             authenticate_node(request)
+            if name == _PUSH_MESSAGES:
+                _check_sender(message)
             answer = _HANDLERS[name](message, self._state)
             content: bytes = answer.SerializeToString()
         except HTTPException as error:
@@ -485,6 +522,12 @@ class FleetApi:
             return 500, error_json("Internal server error."), None
         pulled = [item.metadata.message_id for item in answer.messages_list] if name == _PULL_MESSAGES else []
         return 200, content, pulled[-1] if pulled else None
+
+
+def _check_sender(request: Any) -> None:
+    """Checks that a reply is from the device that has signed; Flower asks that of the request alone."""
+    if any(message.metadata.src_node_id != request.node.node_id for message in request.messages_list):
+        raise HTTPException(401, "a reply is from another node than the request")
 
 
 def _is_signed(request: Request, key: bytes) -> bool:

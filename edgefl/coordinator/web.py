@@ -8,12 +8,13 @@ import socket
 import threading
 
 import uvicorn
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edgefl import __version__
-from edgefl.coordinator.access import show_errors
+from edgefl.coordinator.access import MAX_PATH_CHARS, show_errors
 from edgefl.coordinator.asgi import capped
+from edgefl.coordinator.attempts import Note, network_of, nobody_notes
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.errors import NetworkError, PortInUseError
 
@@ -25,14 +26,21 @@ START_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 5.0
 
 
-def make_app(fleet_api: ASGIApp, routers: list[APIRouter]) -> ASGIApp:
-    """Returns the whole application; Flower's requests take the short way past FastAPI."""
+def make_app(fleet_api: ASGIApp, routers: list[APIRouter], *, note: Note = nobody_notes) -> ASGIApp:
+    """Returns the whole application; Flower's requests take the short way past FastAPI.
+
+    `note` is told of requests that were too large.
+    """
     app = FastAPI(title="edgefl", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     show_errors(app)
     for router in routers:
         app.include_router(router)
 
-    ours = capped(app, MAX_REQUEST_BYTES)
+    def on_over(request: Request) -> None:
+        address = network_of(request.client.host if request.client else None)
+        note("size", address, f"{request.url.path[:MAX_PATH_CHARS]}: a body over {MAX_REQUEST_BYTES} bytes")
+
+    ours = capped(app, MAX_REQUEST_BYTES, on_over)
 
     async def switch(scope: Scope, receive: Receive, send: Send) -> None:
         chosen = fleet_api if scope["type"] == "http" and scope["path"].startswith(FLEET_PREFIX) else ours

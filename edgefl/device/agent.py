@@ -33,7 +33,7 @@ from edgefl.device.node_runner import addresses_of
 from edgefl.device.outbox import Outbox
 from edgefl.device.renewal import Renewal
 from edgefl.device.state import DeviceState
-from edgefl.device.supernode import Answer, RefusedError, SuperNode, UnauthorisedError
+from edgefl.device.supernode import Answer, RefusedError, SuperNode, UnauthorisedError, signed_headers
 from edgefl.device.telling import LOGS, tell_logs
 from edgefl.device.trainer import AbandonedError, Trainer
 from edgefl.device.training_facts import training_facts
@@ -101,7 +101,7 @@ class Agent:
             train=self._remembering(self._trainer.train),
             evaluate=self._trainer.evaluate,
         )
-        self._renewal = Renewal(state, self._trust, clock=self._clock)
+        self._renewal = Renewal(state, self._trust, sign=lambda key: signed_headers(key, self._clock))
         self._outbox: Outbox[tuple[str, Any]] = Outbox(self._send, self._bell.ring)
         self._models = ModelUpdates(
             state,

@@ -12,11 +12,10 @@ import logging
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from edgefl.device.keys import certificate_in, new_key, public_pem, request_pem
 from edgefl.device.state import DeviceState
-from edgefl.device.supernode import signed_headers
 from edgefl.device.trust import Hello, post_json, say_hello
 from edgefl.errors import EdgeflError, NotAllowedError, NotJoinedError
 from edgefl.files import write_whole
@@ -37,7 +36,7 @@ class Renewal:
     Args:
         state: where key and certificate lie.
         trust: verifies the coordinator.
-        clock: the coordinator's time, as well as this board knows it.
+        sign: makes the headers of a request, signed with a private key (PEM).
         monotonic: seconds, for waiting.
     """
 
@@ -46,10 +45,10 @@ class Renewal:
         state: DeviceState,
         trust: ssl.SSLContext,
         *,
-        clock: Callable[[], float],
+        sign: Callable[[bytes], Mapping[str, str]],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._state, self._trust, self._clock, self._monotonic = state, trust, clock, monotonic
+        self._state, self._trust, self._sign, self._monotonic = state, trust, sign, monotonic
         self._asked = threading.Event()
         self._window: tuple[float, float] | None = None
         self._heard_s = self._next_try_s = -LOOK_EVERY_S
@@ -127,8 +126,7 @@ class Renewal:
 
     def _exchange(self, address: str, key_pem: bytes, *, signed_by: bytes) -> None:
         body = {"csr": request_pem(key_pem, self._state.device_id).decode()}
-        headers = signed_headers(signed_by, self._clock)
-        answer = post_json(address, self._trust, ROUTE, body, headers=headers)
+        answer = post_json(address, self._trust, ROUTE, body, headers=self._sign(signed_by))
         self._state.take_certificate(key_pem=key_pem, cert_pem=certificate_in(answer, key_pem))
         self._asked.clear()
         self._ends_at = None

@@ -29,7 +29,7 @@ from edgefl.coordinator.web import WebServer, listen, make_app
 from edgefl.device.supernode import RefusedError, SuperNode, UnauthorisedError
 from edgefl.device.trust import pinned_context
 from edgefl.errors import NetworkError
-from edgefl.protocol import CHUNK_BYTES, INLINE_BODY_BYTES, MAX_BODY_BYTES
+from edgefl.protocol import CHUNK_BYTES, INLINE_BODY_BYTES, MAX_BODY_BYTES, MAX_REQUEST_BYTES
 
 TWO_DAYS_S = 2 * 24 * 3600.0
 
@@ -457,7 +457,7 @@ def signed(device, *, key_pem=None, off_s=0.0):
 
 def test_a_body_over_the_cap_is_refused_before_it_is_read(site):
     device = site.device()
-    for name, limit in (("push-messages", MAX_BODY_BYTES), ("push-object", superlink_module._PUSH_OBJECT_BYTES)):
+    for name, limit in (("push-messages", MAX_REQUEST_BYTES), ("push-object", superlink_module._PUSH_OBJECT_BYTES)):
         headers = {"content-length": str(limit + 1), **signed(device)}
         assert site.request(f"/v1/fleet/{name}", headers=headers)[0] == 413
 

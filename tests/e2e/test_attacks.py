@@ -1,0 +1,482 @@
+"""What somebody may try who should not get in, or who is in and wants more: each is refused, and kept as an event."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paho.mqtt.client as mqtt
+import pytest
+import zstandard
+from paho.mqtt.enums import CallbackAPIVersion
+
+from edgefl import __version__
+from edgefl.client import load_operator_file
+from edgefl.compression.wire import write_frame
+from edgefl.config import parse_run
+from edgefl.coordinator import pki
+from edgefl.coordinator.brokers import mosquitto_path
+from edgefl.coordinator.directory import init_directory, load_directory
+from edgefl.coordinator.throttle import TRIES
+from edgefl.coordinator.tokens import TokenTerms, make_token
+from edgefl.device.enrolment import JoinWishes, join
+from edgefl.device.keys import new_key, public_pem, request_pem
+from edgefl.device.state import DeviceState
+from edgefl.device.supernode import RefusedError, SuperNode, UnauthorisedError, signed_headers
+from edgefl.device.trust import pinned_context, post_json, request
+from edgefl.errors import (
+    ConfigError,
+    EdgeflError,
+    NameTakenError,
+    NotAllowedError,
+    TokenExpiredError,
+    TokenUsedError,
+    UsageError,
+    WrongCaError,
+)
+from edgefl.local_fleet import LocalFleet
+from edgefl.protocol import MAX_REQUEST_BYTES, JoinToken
+from edgefl.storage.store import Store
+
+pytestmark = pytest.mark.timeout(120)
+INJECTION = "pi-1'); DROP TABLE devices; --"
+GB = 1024**3
+
+
+@dataclass
+class Scene:
+    """A fleet of real processes, and somebody who tries things."""
+
+    fleet: LocalFleet
+    tools: Any
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.fleet.port}"
+
+    @property
+    def trust(self) -> ssl.SSLContext:
+        return pinned_context((self.fleet.directory / "ca.pem").read_bytes())
+
+    def token(self, **terms: Any) -> JoinToken:
+        with Store.open(self.fleet.database) as store:
+            now = terms.pop("now", time.time())
+            return make_token(store, load_directory(self.fleet.directory), TokenTerms(**terms), now=now)
+
+    def ask_to_join(
+        self, token: JoinToken, *, host: str | None = None, key: bytes | None = None, **changes: Any
+    ) -> Any:
+        """Asks as a board does, from another address of this machine if wanted."""
+        key = key or new_key()
+        body = {
+            "v": 1, "token_id": token.token_id, "secret": token.secret, "name": "intruder", "role": "trainer",
+            "csr": request_pem(key, "intruder").decode(), "public_key": public_pem(key).decode(),
+            "capabilities": {}, "version": __version__, **changes,
+        }  # fmt: skip
+        if host is None:
+            return post_json(self.address, self.trust, "/edgefl/v1/enroll", body)
+        connection = http.client.HTTPSConnection(
+            "127.0.0.1", self.fleet.port, context=self.trust, timeout=10, source_address=(host, 0)
+        )
+        with closing(connection):
+            connection.request("POST", "/edgefl/v1/enroll", body=json.dumps(body))
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read())
+
+    def state(self, name: str) -> DeviceState:
+        return DeviceState.load(self.fleet.root / name)
+
+    def node(self, name: str) -> SuperNode:
+        """Speaks to Flower as this device, with its own key."""
+        node = SuperNode(
+            private_key_pem=self.state(name).key.read_bytes(), trust=self.trust, clock=time.time,
+            train=lambda header, body: ({}, b""), evaluate=lambda header, body: ({}, b""),
+        )  # fmt: skip
+        node.connect(self.address)
+        return node
+
+    def refused(self) -> list[Any]:
+        return [row for row in self.fleet.history("events") if row["kind"] == "refused"]
+
+    def is_recorded(self, *words: str, device: str | None = None) -> None:
+        """Waits for an event that says all of these."""
+
+        def found() -> bool:
+            return any(
+                all(word in row["message"] for word in words) and device in {None, row["device_id"]}
+                for row in self.refused()
+            )
+
+        self.tools.eventually(
+            found, 15, f"an event with {words} of {device}: {[r['message'] for r in self.refused()]}"
+        )
+
+    def rss_bytes(self) -> int:
+        pid = self.fleet.processes["coordinator"].pid
+        (pages,) = re.findall(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+        return int(pages) * 1024
+
+
+@pytest.fixture(scope="module", params=["mosquitto", "embedded"])
+def scene(request: pytest.FixtureRequest, tools: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    if request.param == "mosquitto" and mosquitto_path() is None:
+        pytest.skip("mosquitto is not installed")
+    root = tmp_path_factory.mktemp("attacks")
+    with tools.fleet(root, tools.devices(2), broker=request.param) as fleet:
+        yield Scene(fleet, tools)
+    tools.check_logs(root)
+
+
+def test_a_join_without_a_token_is_refused(scene: Scene) -> None:
+    token = scene.token()
+    with pytest.raises(EdgeflError, match="secret must be a short text"):
+        scene.ask_to_join(token, secret="")
+    scene.is_recorded("join (network)", "127.0.0.1")
+    assert "intruder" not in scene.fleet.presence()
+
+
+def test_a_used_token_is_refused(scene: Scene) -> None:
+    token = scene.token()
+    scene.ask_to_join(token, name="guest-1")
+    with pytest.raises(TokenUsedError):
+        scene.ask_to_join(token, name="guest-2")
+    scene.is_recorded("join (token-used)")
+
+
+def test_an_expired_token_is_refused(scene: Scene) -> None:
+    token = scene.token(now=time.time() - 7200.0, ttl_s=3600.0)
+    with pytest.raises(TokenExpiredError):
+        scene.ask_to_join(token)
+    scene.is_recorded("join (token-expired)")
+
+
+def test_another_device_s_name_is_refused(scene: Scene) -> None:
+    with pytest.raises(NameTakenError):
+        scene.ask_to_join(scene.token(), name="device-01")
+    scene.is_recorded("join (name-taken)", "device-01")
+
+
+def test_a_replayed_join_with_the_key_of_another_is_refused(scene: Scene) -> None:
+    token, key = scene.token(uses=2), new_key()
+    scene.ask_to_join(token, name="guest-3", key=key)
+    with pytest.raises(NameTakenError, match="already joined as 'guest-3'"):
+        scene.ask_to_join(token, name="guest-4", key=key)
+    seen = {"csr": request_pem(key, "guest-3").decode()}
+    with pytest.raises(EdgeflError, match="not the one of the certificate request"):
+        scene.ask_to_join(token, name="guest-5", **seen)
+    scene.is_recorded("join (name-taken)", "guest-3")
+    scene.is_recorded("join (join)", "not the one of the certificate request")
+
+
+def test_sql_in_a_device_s_name_is_refused(scene: Scene) -> None:
+    with pytest.raises(UsageError, match="device name must be"):
+        scene.ask_to_join(scene.token(), name=INJECTION)
+    scene.is_recorded("join (usage)", "DROP TABLE devices")
+    assert {"device-01", "device-02"} <= set(scene.fleet.presence())
+    with Store.open(scene.fleet.database) as store:
+        assert store.tokens()
+
+
+def test_guessed_tokens_are_slowed_down_and_an_honest_board_gets_in_meanwhile(scene: Scene) -> None:
+    token = scene.token()
+    guess = JoinToken(
+        ca_fingerprint=token.ca_fingerprint, token_id=token.token_id, secret="guessed", fleet=token.fleet
+    )
+    answers = [scene.ask_to_join(guess, host="127.0.0.66") for _ in range(3 * TRIES)]
+    statuses = [status for status, _ in answers]
+    assert statuses[: TRIES - 1] == [403] * (TRIES - 1)
+    assert statuses.count(429) >= TRIES
+    assert answers[-1][1]["error"] == "too-many-tries"
+    # From where it was guessed not even the right one is looked at; from elsewhere it is.
+    assert scene.ask_to_join(token, host="127.0.0.66")[0] == 429
+    assert scene.ask_to_join(token, host="127.0.0.67", name="guest-6")[0] == 200
+    scene.is_recorded("join (token-invalid)", "127.0.0.66")
+    scene.is_recorded("join (too-many-tries)", "127.0.0.66")
+    told = [row for row in scene.refused() if "127.0.0.66" in row["message"]]
+    assert len(told) <= 4, "a row for every guess would fill the store"
+
+
+def test_a_guessed_access_token_is_refused_and_the_right_one_still_works(scene: Scene) -> None:
+    headers = {"Authorization": "Bearer guessed"}
+    asked = [
+        request(scene.address, scene.trust, "POST", "/edgefl/v1/tokens", body=b"{}", headers=headers)[0]
+        for _ in range(2 * TRIES)
+    ]
+    assert set(asked) == {401, 429}
+    assert request(scene.address, scene.trust, "POST", "/edgefl/v1/runs/latest/stop", body=b"{}")[0] == 401
+    assert scene.fleet.operator().post("/edgefl/v1/tokens")["token"]
+    scene.is_recorded("access token from 127.0.0.1", "/edgefl/v1/tokens")
+    scene.is_recorded("action without access token", "/edgefl/v1/runs/latest/stop")
+
+
+def test_a_board_with_a_token_of_another_ca_sends_nothing_and_says_so(scene: Scene, tmp_path: Path) -> None:
+    other = init_directory(tmp_path / "other", hosts=["127.0.0.1"], fleet="fleet", port=scene.fleet.port)
+    token = scene.token()
+    forged = JoinToken(
+        ca_fingerprint=other.ca_fingerprint(), token_id=token.token_id, secret=token.secret, fleet=token.fleet,
+        addresses=(scene.address,),
+    )  # fmt: skip
+    with pytest.raises(WrongCaError, match="nothing was sent"):
+        join(forged, JoinWishes(name="fooled"), root=tmp_path / "fooled")
+    # The coordinator cannot know of it: what tells is the board's own line and exit code.
+    done = subprocess.run(
+        [sys.executable, "-m", "edgefl.cli.main", "device", "join", scene.address, "--token", forged.text(),
+         "--name", "fooled", "--state", str(tmp_path / "fooled")],
+        env=dict(scene.tools.environment), capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, "nothing was sent" in done.stderr) == (34, True)
+    assert token.secret not in done.stderr + done.stdout
+
+
+class Client:
+    """An MQTT client with a device's own files, that does as it likes."""
+
+    def __init__(self, scene: Scene, name: str, *, cert: Path | None = None, key: Path | None = None) -> None:
+        state = scene.state(name)
+        context = pinned_context(state.ca.read_bytes())
+        context.check_hostname = False
+        context.load_cert_chain(cert or state.cert, key or state.key)
+        self.is_in, self.is_out = False, False
+        self.paho = mqtt.Client(CallbackAPIVersion.VERSION2, client_id=name, reconnect_on_failure=False)
+        self.paho.tls_set_context(context)
+        self.paho.on_connect = self._connected
+        self.paho.on_disconnect = self._disconnected
+        self.heard: list[str] = []
+        self.paho.on_message = lambda _c, _d, message: self.heard.append(message.topic)
+        try:
+            self.paho.connect("127.0.0.1", scene.fleet.broker_port)
+        except OSError:
+            self.is_out = True
+            return
+        self.paho.loop_start()
+        scene.tools.eventually(lambda: self.is_in or self.is_out)
+
+    def _connected(self, _c: Any, _d: Any, _f: Any, reason: Any, _p: Any) -> None:
+        self.is_in = not reason.is_failure
+
+    def _disconnected(self, *_: Any) -> None:
+        self.is_out = True
+
+    def close(self) -> None:
+        self.paho.disconnect()
+        self.paho.loop_stop()
+
+
+def test_another_device_s_topics_are_refused(scene: Scene) -> None:
+    joined = scene.ask_to_join(scene.token(), name="spy", key=(key := new_key()))
+    folder = scene.fleet.root / "spy"
+    folder.mkdir()
+    (folder / "key.pem").write_bytes(key)
+    (folder / "cert.pem").write_text(joined["certificate"])
+    spy = Client(scene, "device-01", cert=folder / "cert.pem", key=folder / "key.pem")
+    try:
+        assert spy.is_in
+        spy.paho.subscribe([("edgefl/v1/fleet/#", 0), ("edgefl/v1/fleet/device-01/bell", 0)])
+        status = '{"v":1,"state":"offline","boot_id":"x","session_no":99999}'
+        spy.paho.publish("edgefl/v1/fleet/device-01/status", status, qos=1, retain=True).wait_for_publish(5)
+        spy.paho.publish("edgefl/v1/fleet/device-02/command", b"{}", qos=1).wait_for_publish(5)
+        scene.is_recorded("mqtt from spy", "PUBLISH", "device-01/status", device="spy")
+        scene.tools.pause(1.0)
+        assert spy.heard == []
+        assert scene.fleet.presence()["device-01"] == "online"
+    finally:
+        spy.close()
+
+
+def test_a_certificate_of_another_ca_is_refused_by_the_broker(scene: Scene, tmp_path: Path) -> None:
+    stranger = pki.issue_client(pki.create_authority("fleet"), "device-01")
+    (tmp_path / "c.pem").write_bytes(stranger.cert_pem)
+    (tmp_path / "k.pem").write_bytes(stranger.key_pem)
+    client = Client(scene, "device-01", cert=tmp_path / "c.pem", key=tmp_path / "k.pem")
+    assert not client.is_in
+    scene.is_recorded("mqtt from ?", "a certificate that does not count")
+
+
+def test_an_unknown_key_and_another_device_s_node_are_refused_by_flower(scene: Scene) -> None:
+    unknown = SuperNode(
+        private_key_pem=new_key(), trust=scene.trust, clock=time.time, train=lambda h, b: ({}, b""),
+        evaluate=lambda h, b: ({}, b""),
+    )  # fmt: skip
+    with pytest.raises(UnauthorisedError):
+        unknown.connect(scene.address)
+    scene.is_recorded("signature from 127.0.0.1", "activate-node")
+    with closing(scene.node("device-01")) as node, closing(scene.node("device-02")) as other:
+        node._node = other._node  # its own signature under the other's number
+        with pytest.raises(UnauthorisedError):
+            node.pull()
+    scene.is_recorded("reply from device-01", "another device", device="device-01")
+
+
+def test_a_removed_device_s_key_and_certificate_are_refused_everywhere(scene: Scene) -> None:
+    key, folder = new_key(), scene.fleet.root / "leaver"
+    joined = scene.ask_to_join(scene.token(), name="leaver", key=key)
+    folder.mkdir()
+    (folder / "key.pem").write_bytes(key)
+    (folder / "cert.pem").write_text(joined["certificate"])
+    client = Client(scene, "device-01", cert=folder / "cert.pem", key=folder / "key.pem")
+    assert client.is_in
+    scene.fleet.operator().post("/edgefl/v1/devices/leaver/remove")
+    since = time.monotonic()
+    scene.tools.eventually(lambda: client.is_out, 5.0, "the connection to be cut")
+    assert time.monotonic() - since < 5.0
+    client.close()
+    assert not Client(scene, "device-01", cert=folder / "cert.pem", key=folder / "key.pem").is_in
+    with pytest.raises(NotAllowedError):
+        renewal = {"csr": request_pem(new_key(), "leaver").decode()}
+        post_json(scene.address, scene.trust, "/edgefl/v1/renew", renewal, headers=signed_headers(key, time.time))
+    signed = signed_headers(key, time.time)
+    pull = request(scene.address, scene.trust, "POST", "/v1/fleet/pull-messages", body=b"", headers=signed)
+    assert pull[0] == 401
+    scene.is_recorded("signature from 127.0.0.1", "pull-messages")
+    # The name is free again, and its former holder stays out.
+    scene.ask_to_join(scene.token(), name="leaver")
+    scene.tools.pause(1.5)
+    assert not Client(scene, "device-01", cert=folder / "cert.pem", key=folder / "key.pem").is_in
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_an_update_of_two_gigabytes_is_cut_off_in_little_memory(scene: Scene, declared: bool) -> None:
+    before = scene.rss_bytes()
+    headers = signed_headers(scene.state("device-02").key.read_bytes(), time.time)
+    connection = http.client.HTTPSConnection("127.0.0.1", scene.fleet.port, context=scene.trust, timeout=30)
+    most, sent, piece = before, 0, bytes(1 << 20)
+    with closing(connection):
+        connection.putrequest("POST", "/v1/fleet/push-messages")
+        for name, value in headers.items():
+            connection.putheader(name, value)
+        if declared:
+            connection.putheader("Content-Length", str(2 * GB))
+        else:
+            connection.putheader("Transfer-Encoding", "chunked")
+        connection.endheaders()
+        try:
+            while sent < 2 * GB:
+                connection.send(piece if declared else b"100000\r\n" + piece + b"\r\n")
+                sent += len(piece)
+                most = max(most, scene.rss_bytes())
+        except OSError:
+            pass  # it has hung up
+    assert sent < 200 << 20, f"{sent >> 20} MiB were taken"
+    assert most - before < 64 << 20, f"{(most - before) >> 20} MiB more"
+    scene.is_recorded("size from device-02", f"over {MAX_REQUEST_BYTES} bytes", device="device-02")
+
+
+class Rogue:
+    """A device of the fleet whose agent is ours: it takes its work, and answers what it likes."""
+
+    def __init__(self, scene: Scene, name: str) -> None:
+        self.scene, self.name = scene, name
+        scene.fleet.end(name)
+        self.link = Client(scene, name)
+        root = f"edgefl/v1/fleet/{name}"
+        session = scene.state(name).next_session_no()
+        online = {"v": 1, "state": "online", "boot_id": os.urandom(4).hex(), "session_no": session}
+        self.link.paho.publish(f"{root}/status", json.dumps(online), qos=1, retain=True).wait_for_publish(5)
+        self.beat = {"v": 1, "seq": 1, "session_no": session, "uptime_s": 1.0}
+        self.node = scene.node(name)
+
+    def work(self, phase: str | None) -> Any:
+        """Waits for an instruction of this phase; None for work itself."""
+
+        def pulled() -> Any:
+            self.link.paho.publish(f"edgefl/v1/fleet/{self.name}/heartbeat", json.dumps(self.beat))
+            return self.node.pull()
+
+        instruction = self.scene.tools.eventually(pulled, 30, f"work for {self.name}")
+        assert instruction.header.get("phase") == phase, instruction.header
+        return instruction
+
+    def first_work(self) -> Any:
+        for phase in ("can", "prepare"):
+            asked = self.work(phase)
+            ready = {"v": 1, "assignment": asked.header["assignment"], "ready": True}
+            self.node.push(self.node.reply_to(asked, (ready, b"")))
+        return self.work(None)
+
+    def close(self) -> None:
+        self.node.close()
+        self.link.close()
+        self.scene.fleet.start_device(self.name)
+        self.scene.fleet.wait_present(2)
+
+
+METRICS = {"iterations": 1, "num_examples": 8, "loss": 1.0, "compute_s": 0.1}
+
+
+def bomb() -> bytes:
+    frame = zstandard.ZstdCompressor().compress(bytes(400_000_000))
+    return write_frame([1, 12], 1, [np.frombuffer(frame, dtype=np.uint8)])
+
+
+@pytest.fixture
+def rogue(scene: Scene) -> Iterator[Rogue]:
+    rogue = Rogue(scene, "device-02")
+    yield rogue
+    rogue.close()
+
+
+def run_of_two(scene: Scene) -> str:
+    devices = {"min": 2, "names": ["device-01", "device-02"]}
+    return scene.fleet.submit(parse_run({"run": {"task": "digits", "rounds": 2}, "devices": devices}))
+
+
+def test_a_zip_bomb_is_refused_in_little_memory(scene: Scene, rogue: Rogue) -> None:
+    run_id = run_of_two(scene)
+    work = rogue.first_work()
+    before = scene.rss_bytes()
+    told = {"v": 1, "assignment": work.header["assignment"], "metrics": METRICS}
+    rogue.node.push(rogue.node.reply_to(work, (told, bomb())))
+    scene.is_recorded("unusable reply", "unpacks to over", device="device-02")
+    assert scene.rss_bytes() - before < 64 << 20
+    scene.fleet.operator().post(f"/edgefl/v1/runs/{run_id}/stop")
+    assert [row["outcome"] for row in scene.fleet.history("updates", run=run_id, device="device-02")] == ["refused"]
+
+
+def test_an_update_for_another_device_s_assignment_is_refused(scene: Scene, rogue: Rogue) -> None:
+    run_id = run_of_two(scene)
+    work = rogue.first_work()
+    rows = scene.tools.eventually(lambda: scene.fleet.history("updates", run=run_id, device="device-01"), 20)
+    name = rows[0]["assignment_id"]
+    foreign = name if "/" in name else f"{run_id}/{name}"
+    told = {"v": 1, "assignment": foreign, "metrics": METRICS}
+    # As a reply to its own instruction that names the other's work ...
+    rogue.node.push(rogue.node.reply_to(work, (told, b"")))
+    scene.is_recorded("unusable reply", "it names", device="device-02")
+    # ... and as a reply that says it comes from the other device.
+    with closing(scene.node("device-01")) as other:
+        number = other._node.node_id
+    forged = rogue.node.reply_to(work, (told, b""))
+    forged.metadata._src_node_id = number
+    with pytest.raises((UnauthorisedError, RefusedError)):
+        rogue.node.push(forged)
+    scene.is_recorded("reply from device-02", "another device", device="device-02")
+    scene.fleet.operator().post(f"/edgefl/v1/runs/{run_id}/stop")
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "a/b", "a\\b", "..", "x\n[run]", "\x00"])
+def test_path_characters_in_a_run_s_name_are_refused(scene: Scene, name: str) -> None:
+    before = {path.name for path in scene.fleet.directory.rglob("*")}
+    config = parse_run({"run": {"task": "digits"}}).to_json()
+    config["run"]["name"] = name
+    with pytest.raises(ConfigError, match=r"run\.name"):
+        scene.fleet.operator().post("/edgefl/v1/runs", {"config": config})
+    scene.is_recorded("run file from 127.0.0.1", "run.name")
+    assert {path.name for path in scene.fleet.directory.rglob("*")} - before <= {"edgefl.db-wal", "edgefl.db-shm"}
+
+
+def test_what_was_refused_is_in_the_history_that_operators_read(scene: Scene) -> None:
+    told = scene.fleet.command("history", "events", "--format", "json", "--where", "kind=refused")
+    assert len(json.loads(told)["rows"]) == len(scene.refused())
+    assert load_operator_file(scene.fleet.root / "config" / "edgefl" / "operator.toml").operator_token not in told

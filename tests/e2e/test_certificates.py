@@ -1,0 +1,184 @@
+"""Certificates of a real fleet: renewed in time, all at once, after a long absence; and taken away from a device."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from edgefl.config import parse_run
+from edgefl.coordinator import pki
+from edgefl.coordinator.broker import BrokerTls, client_context
+from edgefl.coordinator.brokers import mosquitto_path
+from edgefl.coordinator.directory import load_directory
+from edgefl.device.keys import request_pem
+from edgefl.device.state import DeviceState
+from edgefl.local_fleet import LocalFleet
+from edgefl.protocol import HEARTBEAT_S
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module", params=["mosquitto", "embedded"])
+def fleet(
+    request: pytest.FixtureRequest, tools: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LocalFleet]:
+    if request.param == "mosquitto" and mosquitto_path() is None:
+        pytest.skip("mosquitto is not installed")
+    root = tmp_path_factory.mktemp("certificates")
+    with tools.fleet(root, tools.devices(3), broker=request.param) as running:
+        yield running
+    tools.check_logs(root)
+
+
+def state(fleet: LocalFleet, name: str) -> DeviceState:
+    return DeviceState.load(fleet.root / name)
+
+
+def serial(fleet: LocalFleet, name: str) -> str:
+    return pki.serial(state(fleet, name).cert.read_bytes())
+
+
+def is_whole(fleet: LocalFleet, name: str) -> bool:
+    known = state(fleet, name)
+    return pki.belong_together(known.cert.read_bytes(), known.key.read_bytes()) and not known.pending_key.exists()
+
+
+def sessions(fleet: LocalFleet, name: str) -> int:
+    return int((state(fleet, name).root / "session").read_text())
+
+
+def give_certificate(fleet: LocalFleet, name: str, *, days: float) -> None:
+    """Puts a certificate for the device's own key in the place of its own, which ends in so many days."""
+    authority, known = load_directory(fleet.directory).authority(), state(fleet, name)
+    pem = pki.sign_request(authority, request_pem(known.key.read_bytes(), name), name, days=days)
+    known.take_certificate(key_pem=known.key.read_bytes().split(b"-----BEGIN CERT")[0], cert_pem=pem)
+
+
+def shown_by_broker(fleet: LocalFleet) -> str:
+    """The serial of the certificate that a client of the broker is shown now."""
+    directory = load_directory(fleet.directory)
+    context = client_context(BrokerTls(ca=directory.ca_cert, cert=directory.client_cert, key=directory.client_key))
+    with (
+        socket.create_connection(("127.0.0.1", fleet.broker_port), timeout=10) as plain,
+        context.wrap_socket(plain, server_hostname="127.0.0.1") as secured,
+    ):
+        return f"{int(secured.getpeercert()['serialNumber'], 16):x}"  # type: ignore[index,arg-type] # it is verified
+
+
+def run_on(fleet: LocalFleet, *names: str) -> None:
+    """A run in which exactly these take part."""
+    run_id = fleet.submit(parse_run({"run": {"task": "digits", "rounds": 2}, "devices": {"names": list(names)}}))
+    assert fleet.wait_run(run_id)["status"] == "finished"
+    assert {row["device_id"] for row in fleet.history("updates", run=run_id)} == set(names)
+
+
+def test_a_new_device_has_a_certificate_for_90_days(fleet: LocalFleet, tools: Any) -> None:
+    left_s = pki.expires_at(state(fleet, "device-01").cert.read_bytes()) - time.time()
+    assert 89 * 86_400 < left_s <= 90 * 86_400
+
+
+def test_a_certificate_in_the_last_third_of_its_life_is_renewed_with_a_new_key_and_keeps_its_place(
+    fleet: LocalFleet, tools: Any
+) -> None:
+    before = fleet.operator().get("/edgefl/v1/devices/device-01")
+    fleet.end("device-01")
+    give_certificate(fleet, "device-01", days=29)
+    old_key = state(fleet, "device-01").key.read_bytes()
+    old_serial = serial(fleet, "device-01")
+    fleet.start_device("device-01")
+    tools.eventually(lambda: serial(fleet, "device-01") != old_serial, 30, "the certificate to be renewed")
+    tools.eventually(lambda: is_whole(fleet, "device-01"))
+    assert state(fleet, "device-01").key.read_bytes().split(b"-----BEGIN CERT")[0] not in old_key
+    fleet.wait_present(3)
+    run_on(fleet, "device-01")
+    after = fleet.operator().get("/edgefl/v1/devices/device-01")
+    assert after["joined_at"] == before["joined_at"]
+    issued = [row for row in fleet.history("events", device="device-01") if row["kind"] == "certificate-issued"]
+    assert len(issued) >= 2
+
+
+def test_a_certificate_that_has_long_ended_is_renewed_by_a_device_that_comes_back(
+    fleet: LocalFleet, tools: Any
+) -> None:
+    fleet.end("device-02")
+    give_certificate(fleet, "device-02", days=-400)
+    old = serial(fleet, "device-02")
+    fleet.start_device("device-02")
+    tools.eventually(lambda: serial(fleet, "device-02") != old, 30, "the certificate to be renewed")
+    fleet.wait_present(3)
+    run_on(fleet, "device-02")
+
+
+def test_rotate_renews_every_certificate_while_the_fleet_works(fleet: LocalFleet, tools: Any) -> None:
+    names = ["device-01", "device-02", "device-03"]
+    tools.eventually(lambda: all(is_whole(fleet, name) for name in names))
+    old = {name: serial(fleet, name) for name in names}
+    directory = load_directory(fleet.directory)
+    own = [path.read_bytes() for path in (directory.server_cert, directory.client_cert)]
+    run_id = fleet.submit(parse_run({"run": {"task": "digits", "rounds": 60}, "devices": {"min": 3}}))
+    told = fleet.command("coordinator", "rotate")
+    assert "devices asked to renew theirs: 3" in told
+    tools.eventually(lambda: all(serial(fleet, name) != old[name] for name in names), 100, "all to be renewed")
+    run = fleet.wait_run(run_id)
+    assert (run["status"], run["rounds"]) == ("finished", 60)
+    assert [path.read_bytes() for path in (directory.server_cert, directory.client_cert)] != own
+    shown = ssl.get_server_certificate(("127.0.0.1", fleet.port), timeout=10)
+    assert pki.serial(shown.encode()) == pki.serial(directory.server_cert.read_bytes())
+    assert shown_by_broker(fleet) == pki.serial(directory.server_cert.read_bytes())
+    fleet.wait_present(3)
+
+
+def test_a_device_whose_answer_to_a_renewal_was_lost_is_known_by_its_new_key(fleet: LocalFleet, tools: Any) -> None:
+    fleet.wait_present(3)
+    fleet.end("device-03")
+    known = state(fleet, "device-03")
+    saved = known.key.read_bytes()
+    fleet.start_device("device-03")
+    fleet.wait_present(3)
+    give = serial(fleet, "device-03")
+    # The renewal itself goes well; then the board's card is as it was before the answer came.
+    fleet.operator().post("/edgefl/v1/certificates/rotate")
+    tools.eventually(lambda: serial(fleet, "device-03") != give, 100, "the renewal")
+    tools.eventually(lambda: is_whole(fleet, "device-03"))
+    fleet.kill("device-03")
+    known.pending_key.write_bytes(known.key.read_bytes().split(b"-----BEGIN CERT")[0])
+    known.key.write_bytes(saved)
+    fleet.start_device("device-03")
+    tools.eventually(lambda: is_whole(fleet, "device-03") and known.key.read_bytes() != saved, 60, "the recovery")
+    fleet.wait_present(3)
+    run_on(fleet, "device-03")
+
+
+def test_a_device_that_is_removed_is_out_within_a_heartbeat_and_the_run_goes_on(
+    fleet: LocalFleet, tools: Any, record_property: Any
+) -> None:
+    fleet.wait_present(3)
+    run_id = fleet.submit(
+        parse_run({"run": {"task": "digits", "rounds": 400, "seconds": 12.0}, "devices": {"min": 3}})
+    )
+    tools.eventually(lambda: fleet.operator().get(f"/edgefl/v1/runs/{run_id}")["rounds"] or 0, 30)
+    counted = sessions(fleet, "device-03")
+    log = fleet.root / "device-03.log"
+    seen = len(log.read_text())
+    assert "device-03 is out" in fleet.command("devices", "remove", "device-03")
+    asked = time.monotonic()
+    tools.eventually(
+        lambda: "lost the broker" in log.read_text()[seen:] or "401" in log.read_text()[seen:],
+        HEARTBEAT_S,
+        "the device to notice",
+    )
+    tools.eventually(lambda: sessions(fleet, "device-03") > counted, HEARTBEAT_S, "its connection to be cut")
+    record_property("removal_s", round(time.monotonic() - asked, 2))
+    assert "device-03" not in fleet.presence()
+    beats = len(fleet.history("heartbeats", device="device-03"))
+    run = fleet.wait_run(run_id)
+    assert run["status"] == "finished"
+    tools.eventually(lambda: "401" in log.read_text()[seen:], 40, "Flower to refuse it")
+    assert "connected to the broker" not in log.read_text()[seen:], "the broker lets it in again"
+    assert len(fleet.history("heartbeats", device="device-03")) == beats
+    assert [row for row in fleet.history("events", device="device-03") if row["kind"] == "device-removed"]
