@@ -22,6 +22,8 @@ FLOWER = "1.41."
 """The one minor release whose private modules we know."""
 PACKAGES = ("flwr", "numpy", "cryptography", "paho-mqtt", "onnxruntime", "torch")
 DAYS_LEFT = 30
+RENEWED_DAYS_LEFT = 15
+"""What is renewed by itself has so many days left when that has failed for some time."""
 DAY_S = 86_400.0
 LOW_DISK_BYTES = 500_000_000
 FULL_DISK_BYTES = 20_000_000
@@ -114,8 +116,15 @@ def check_skew(skew_s: float, whose: str = "the coordinator") -> Finding:
     return ok("clock", f"{whose}'s clock and this one agree to {abs(skew_s):.1f} s")
 
 
-def check_certificate(
-    name: str, cert_pem: bytes, ca_pem: bytes, *, key_pem: bytes | None = None, now: float, remedy: str
+def check_certificate(  # noqa: PLR0913 one keyword per fact
+    name: str,
+    cert_pem: bytes,
+    ca_pem: bytes,
+    *,
+    key_pem: bytes | None = None,
+    now: float,
+    remedy: str,
+    renewed_by: str | None = None,
 ) -> Finding:
     """Returns whether a certificate is of this CA, fits its key, and ends no time soon.
 
@@ -126,6 +135,7 @@ def check_certificate(
         key_pem: its private key, None where that lies elsewhere.
         now: unix seconds.
         remedy: how to get a new one.
+        renewed_by: who renews it before it ends, None when nobody does.
     """
     from cryptography import x509  # noqa: PLC0415 slow to load, and only a doctor needs it
     from cryptography.exceptions import InvalidSignature  # noqa: PLC0415 likewise
@@ -141,15 +151,19 @@ def check_certificate(
         return problem("certificates", f"{name} cannot be used: {error}", remedy)
     if key is not None and key != cert.public_key():
         return problem("certificates", f"{name} and its key do not belong together", remedy)
-    return _dates(name, cert.not_valid_after_utc, now, remedy)
+    return _dates(name, cert.not_valid_after_utc, now, remedy, renewed_by)
 
 
-def _dates(name: str, end: datetime, now: float, remedy: str) -> Finding:
+def _dates(name: str, end: datetime, now: float, remedy: str, renewed_by: str | None) -> Finding:
     days = (end.timestamp() - now) / DAY_S
     if days <= 0:
         return problem("certificates", f"{name} ended on {end:%Y-%m-%d}", remedy)
     told = f"{name} ends on {end:%Y-%m-%d}, in {days:.0f} days"
-    return warning("certificates", told, remedy) if days < DAYS_LEFT else ok("certificates", told)
+    if renewed_by is None:
+        return warning("certificates", told, remedy) if days < DAYS_LEFT else ok("certificates", told)
+    if days < RENEWED_DAYS_LEFT:
+        return warning("certificates", f"{told}; {renewed_by} should have renewed it", remedy)
+    return ok("certificates", f"{told}; {renewed_by} renews it before")
 
 
 def _installed(name: str) -> str | None:

@@ -13,6 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from edgefl.protocol import MAX_BODY_BYTES
 
 KEPT_INSTRUCTIONS = 16
+HANG_UP = (b"connection", b"close")
+"""With an answer to a body that nobody wants: the server would read it to its end, and throw it away."""
 
 
 class Traffic:
@@ -88,6 +90,11 @@ def capped(app: ASGIApp, limit_bytes: int, on_over: Callable[[Request], None] = 
             return
         size = 0
 
+        async def hanging_up(message: Message) -> None:
+            if size > limit_bytes and message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), HANG_UP]}
+            await send(message)
+
         async def counted() -> Message:
             nonlocal size
             event = await receive()
@@ -97,7 +104,7 @@ def capped(app: ASGIApp, limit_bytes: int, on_over: Callable[[Request], None] = 
             on_over(Request(scope))
             return {"type": "http.disconnect"}
 
-        await app(scope, counted, send)
+        await app(scope, counted, hanging_up)
 
     return guard
 
@@ -105,6 +112,8 @@ def capped(app: ASGIApp, limit_bytes: int, on_over: Callable[[Request], None] = 
 async def respond(send: Send, status: int, content: bytes) -> None:
     """Sends one protobuf answer, or for another status than 200 one JSON error."""
     media = b"application/protobuf" if status == 200 else b"application/json"
-    headers = ((b"content-type", media), (b"content-length", str(len(content)).encode()))
+    headers = [(b"content-type", media), (b"content-length", str(len(content)).encode())]
+    if status in {401, 413}:
+        headers.append(HANG_UP)
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": content})

@@ -68,7 +68,9 @@ class Attempts:
                 device_id = key[1] if self.is_device(key[1]) else None
                 self._open[key] = _Minute(since_s=self.monotonic(), detail=line, device_id=device_id)
             else:
-                minute.count, minute.detail = minute.count + 1, line
+                minute.count += 1
+                if not minute.is_first:
+                    minute.detail = line
 
     def flush(self, *, is_last: bool = False) -> None:
         """Writes what is new, and of each minute that is over how often it was; at the end, all of it."""

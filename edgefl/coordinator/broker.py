@@ -48,6 +48,10 @@ OnDenied = Callable[[str, str], None]
 """Told who tried what in vain; the name is empty where no certificate has proven it."""
 
 
+UNTRUSTED = "a connection with a certificate that does not count"
+NAMELESS = "a connection without a certificate"
+
+
 def nobody_is_told(_who: str, _what: str) -> None:
     """Takes what was denied and forgets it."""
 

@@ -26,6 +26,8 @@ from edgefl.storage.snapshot import check_database, device_versions, named_model
 from edgefl.storage.wal import journal_files, read_header
 
 BACKUP = "restore a backup: edgefl coordinator restore FILE --dir DIR"
+WITNESS_DAYS = 1 / 24
+RESTART = "start the coordinator, which renews it: edgefl coordinator start"
 _TRIES = 3
 
 
@@ -59,7 +61,7 @@ def check_directory(directory: CoordinatorDirectory, *, now: float, store: Path 
 def witness(directory: CoordinatorDirectory) -> Iterator[Witness]:
     """Gives a certificate of the fleet for a moment; nothing of it stays, and no running connection is pushed off."""
     name = f"doctor-{secrets.token_hex(6)}"
-    pair = pki.issue_client(directory.authority(), name)
+    pair = pki.issue_client(directory.authority(), name, days=WITNESS_DAYS)
     with tempfile.TemporaryDirectory() as folder:
         paths = {kind: Path(folder) / f"{kind}.pem" for kind in ("cert", "key")}
         for kind, content in (("cert", pair.cert_pem), ("key", pair.key_pem)):
@@ -80,18 +82,23 @@ def _running(directory: CoordinatorDirectory, *, is_running: bool) -> Finding:
 def _certificates(directory: CoordinatorDirectory, now: float) -> list[Finding]:
     new_fleet = "set up a new directory and let the boards join again: edgefl coordinator init"
     known = (
-        ("the CA's certificate", directory.ca_cert, directory.ca_key, new_fleet),
-        ("the server's certificate", directory.server_cert, directory.server_key, "edgefl coordinator readdress"),
-        ("the coordinator's own certificate", directory.client_cert, directory.client_key, BACKUP),
-    )
+        ("the CA's certificate", directory.ca_cert, directory.ca_key, new_fleet, None),
+        ("the server's certificate", directory.server_cert, directory.server_key, RESTART, "a running coordinator"),
+        (
+            "the coordinator's own certificate", directory.client_cert, directory.client_key, RESTART,
+            "a running coordinator",
+        ),
+    )  # fmt: skip
     findings = []
-    for name, cert, key, remedy in known:
+    for name, cert, key, remedy, renewed_by in known:
         try:
             ca_pem, cert_pem, key_pem = directory.ca_cert.read_bytes(), cert.read_bytes(), key.read_bytes()
         except OSError as error:
             findings.append(problem("certificates", f"{error.filename}: {error.strerror}", BACKUP))
             continue
-        findings.append(check_certificate(name, cert_pem, ca_pem, key_pem=key_pem, now=now, remedy=remedy))
+        findings.append(
+            check_certificate(name, cert_pem, ca_pem, key_pem=key_pem, now=now, remedy=remedy, renewed_by=renewed_by)
+        )
     return findings + _names(directory)
 
 

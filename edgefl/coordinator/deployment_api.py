@@ -10,7 +10,8 @@ from fastapi import APIRouter, Body, Depends, Request
 from fastapi.responses import FileResponse
 
 from edgefl.config import from_mapping
-from edgefl.coordinator.access import Guard
+from edgefl.coordinator.access import MAX_PATH_CHARS, Guard
+from edgefl.coordinator.attempts import Note, network_of, nobody_notes
 from edgefl.coordinator.deployment_wishes import DeploymentWish
 from edgefl.coordinator.deployments import Deployments
 from edgefl.errors import NotAllowedError
@@ -22,12 +23,19 @@ from edgefl.types import Json
 ASKED = ("model", "devices", "canary", "canary_s", "tolerance", "min_accuracy")
 
 
-def require_device(device_of: Callable[[Request], str | None]) -> Guard:
-    """Returns a FastAPI dependency that puts the device that signed a request into its state; others get 401."""
+def require_device(device_of: Callable[[Request], str | None], *, note: Note = nobody_notes) -> Guard:
+    """Returns a FastAPI dependency that puts the device that signed a request into its state; others get 401.
+
+    `note` is told of those others.
+    """
 
     def check(request: Request) -> None:
         device_id = device_of(request)
         if device_id is None:
+            address = network_of(request.client.host if request.client else None)
+            note(
+                "signature", address, f"{request.url.path[:MAX_PATH_CHARS]}: its key or its signature does not count"
+            )
             raise NotAllowedError("only a device that has joined this fleet may ask for this, with its signature")
         request.state.device_id = device_id
 

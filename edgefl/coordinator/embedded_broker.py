@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import ssl
 import threading
 from collections.abc import Callable, Collection
 from typing import Any
@@ -105,7 +104,7 @@ class EmbeddedBroker:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._loop.set_exception_handler(self._log_quietly)
+        self._loop.set_exception_handler(_log_quietly)
         self._stop = asyncio.Event()
         broker = MendedBroker(
             fleet=self._fleet, tls=self._tls, bind=(self._host, self._port), on_denied=self._on_denied
@@ -121,8 +120,7 @@ class EmbeddedBroker:
             self._broker = None
             await broker.shutdown()
 
-    def _log_quietly(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        # Failed handshakes and connections that break: every port scan makes some.
-        log.debug("broker: %s", context.get("message"), exc_info=context.get("exception"))
-        if isinstance(context.get("exception"), ssl.SSLError):
-            self._on_denied("", "a connection with a certificate that does not count")
+
+def _log_quietly(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    # Failed handshakes and connections that break: every port scan makes some.
+    log.debug("broker: %s", context.get("message"), exc_info=context.get("exception"))

@@ -36,6 +36,8 @@ from amqtt.session import Session
 
 from edgefl.coordinator.broker import (
     MAX_MESSAGE_BYTES,
+    NAMELESS,
+    UNTRUSTED,
     BrokerTls,
     OnDenied,
     may_read,
@@ -178,6 +180,7 @@ class MendedBroker(AmqttBroker):  # type: ignore[misc] # amqtt is not typed
 
     async def _start_listeners(self) -> None:
         self._context = context = _server_context(self._tls)
+        context.sslobject_class = _telling(self._on_denied)
         host, port = self._bind
         try:
             instance = await asyncio.start_server(
@@ -300,6 +303,24 @@ def _server_context(tls: BrokerTls) -> ssl.SSLContext:
         ) from None
     context.verify_mode = ssl.CERT_REQUIRED
     return context
+
+
+def _telling(on_denied: OnDenied) -> type[ssl.SSLObject]:
+    """Returns a class of TLS connections that tell of certificates that do not count: asyncio does not."""
+
+    class TellingSSLObject(ssl.SSLObject):
+        def do_handshake(self) -> None:
+            try:
+                super().do_handshake()
+            except ssl.SSLCertVerificationError:
+                on_denied("", UNTRUSTED)
+                raise
+            except ssl.SSLError as error:
+                if error.reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
+                    on_denied("", NAMELESS)
+                raise
+
+    return TellingSSLObject
 
 
 def _identity(connection: ssl.SSLObject | None) -> tuple[str, str]:

@@ -260,6 +260,7 @@ class Mosquitto:
                 context.wrap_socket(plain).close()
         except OSError:
             return False
+        self._log.expect_probe()
         return True
 
     def _last_log_line(self) -> str:

@@ -15,7 +15,7 @@ from collections import deque
 from pathlib import Path
 from typing import IO
 
-from edgefl.coordinator.broker import OnDenied
+from edgefl.coordinator.broker import NAMELESS, UNTRUSTED, OnDenied
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,8 @@ TYPES = ("error", "warning", "notice", "debug")
 
 _STAMP = rb"\A(?:\S+: )?"
 _DENIED = re.compile(_STAMP + rb"Denied (\w+) from (\S+) \([^']*'(.*)', ")
-_UNTRUSTED = re.compile(rb"certificate verify failed|did not return a certificate", re.IGNORECASE)
+_UNTRUSTED = re.compile(rb"certificate verify failed")
+_NAMELESS = re.compile(rb"did not return a certificate")
 _TRACE = re.compile(_STAMP + rb"(?:Received |Sending |Denied |No will message|Will message|\t)")
 
 
@@ -37,6 +38,11 @@ class MosquittoLog:
         self._path, self._on_denied = path, on_denied
         self._tail: deque[str] = deque(maxlen=KEPT_LINES)
         self._thread: threading.Thread | None = None
+        self._num_probes = 0
+
+    def expect_probe(self) -> None:
+        """Says that the coordinator itself has just knocked without a certificate, to see that somebody is there."""
+        self._num_probes += 1
 
     def open(self) -> int:
         """Returns the end of a new pipe to write into; close it when mosquitto has it."""
@@ -57,14 +63,21 @@ class MosquittoLog:
         file = _BoundedFile(self._path)
         with os.fdopen(read_end, "rb") as pipe, contextlib.closing(file):
             for line in pipe:
-                if denied := _DENIED.search(line):
-                    kind, who, topic = (part.decode(errors="replace") for part in denied.groups())
-                    self._on_denied(who, f"{kind} to {topic!r}")
-                elif _UNTRUSTED.search(line):
-                    self._on_denied("", "a connection with a certificate that does not count")
+                self._tell(line)
                 if not _TRACE.search(line):
                     self._tail.append(line.decode(errors="replace").strip())
                     file.write(line)
+
+    def _tell(self, line: bytes) -> None:
+        if denied := _DENIED.search(line):
+            kind, who, topic = (part.decode(errors="replace") for part in denied.groups())
+            self._on_denied(who, f"{kind} to {topic!r}")
+        elif _UNTRUSTED.search(line):
+            self._on_denied("", UNTRUSTED)
+        elif _NAMELESS.search(line) and self._num_probes:
+            self._num_probes -= 1
+        elif _NAMELESS.search(line):
+            self._on_denied("", NAMELESS)
 
 
 class _BoundedFile:

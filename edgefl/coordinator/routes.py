@@ -76,7 +76,7 @@ def all_routers(parts: Answering) -> list[APIRouter]:
         check=parts.check,
         rights=rights(directory, listen_host=parts.host),
     )
-    device = require_device(parts.members.signed_by)
+    device = require_device(parts.members.signed_by, note=parts.watch.note)
     return [
         enrolment_router(parts.enrolment, note=parts.watch.note),
         renewal_router(parts.renewal, device=device),

@@ -29,6 +29,7 @@ from edgefl.tasks.registry import make_task
 from edgefl.tasks.shards import check_shard
 
 TIMEOUT_S = 5.0
+RENEW = "its agent renews it as soon as it reaches the coordinator: edgefl device start; or join again"
 REJOIN = "join again with a new token: edgefl device join"
 
 
@@ -135,7 +136,9 @@ def _certificate(state: DeviceState, now: float) -> Finding:
         cert, ca, key = state.cert.read_bytes(), state.ca.read_bytes(), state.key.read_bytes()
     except OSError as error:
         return problem("certificates", f"{error.filename} cannot be read: {error.strerror}", REJOIN)
-    return check_certificate("this device's certificate", cert, ca, key_pem=key, now=now, remedy=REJOIN)
+    return check_certificate(
+        "this device's certificate", cert, ca, key_pem=key, now=now, remedy=RENEW, renewed_by="its agent"
+    )
 
 
 def _version(hello: Hello) -> Finding:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import ssl
+import time
 from pathlib import Path
 
 import pytest
@@ -137,3 +138,47 @@ def test_a_damaged_authority_is_named(authority: pki.KeyPair) -> None:
     broken = pki.KeyPair(key_pem=b"-----BEGIN", cert_pem=authority.cert_pem)
     with pytest.raises(ConfigError, match="private key cannot be read"):
         pki.issue_client(broken, "pi-1")
+
+
+def test_a_revoked_certificate_is_refused_under_strict_rules_and_the_newer_list_counts(
+    authority: pki.KeyPair, tmp_path: Path
+) -> None:
+    revoked, other = pki.issue_client(authority, "pi-1"), pki.issue_client(authority, "pi-2")
+    server = _context(ssl.PROTOCOL_TLS_SERVER, authority, pki.issue_server(authority, ["pi.local"]), tmp_path)
+    lists = [
+        pki.revocation_list(authority, serials, number=number)
+        for number, serials in ((1, []), (2, [pki.serial(revoked.cert_pem)]))
+    ]
+    assert [pki.revocation_number(crl) for crl in (*lists, b"none")] == [1, 2, 0]
+    for crl in lists:
+        (tmp_path / "crl.pem").write_bytes(crl)
+        server.load_verify_locations(tmp_path / "crl.pem")
+    server.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
+    for pair, is_refused in ((other, False), (revoked, True)):
+        client = _context(ssl.PROTOCOL_TLS_CLIENT, authority, pair, tmp_path)
+        if is_refused:
+            with pytest.raises(ssl.SSLCertVerificationError, match="certificate revoked"):
+                _handshake(client, server, "pi.local")
+        else:
+            _handshake(client, server, "pi.local")
+
+
+@pytest.mark.parametrize("days", [1.0, 90.0, 1e6])
+def test_a_certificate_lives_as_long_as_is_wanted_and_no_longer_than_the_ca(
+    authority: pki.KeyPair, tmp_path: Path, days: float
+) -> None:
+    key = ec.generate_private_key(ec.SECP256R1())
+    pem = pki.sign_request(authority, _request(key), "pi-1", days=days)
+    left_days = (pki.expires_at(pem) - time.time()) / 86_400
+    wanted = min(days, (pki.expires_at(authority.cert_pem) - time.time()) / 86_400)
+    assert left_days == pytest.approx(wanted, abs=0.01)
+    pair = pki.KeyPair(
+        key_pem=key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        ),
+        cert_pem=pem,
+    )
+    server = _context(
+        ssl.PROTOCOL_TLS_SERVER, authority, pki.issue_server(authority, ["pi.local"], days=days), tmp_path
+    )
+    _handshake(_context(ssl.PROTOCOL_TLS_CLIENT, authority, pair, tmp_path), server, "pi.local")

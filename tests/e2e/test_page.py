@@ -232,6 +232,27 @@ def test_what_is_called_like_markup_stays_text(screens: House) -> None:
     assert screen.complaints == []
 
 
+def test_what_a_device_says_of_itself_stays_text(screens: House) -> None:
+    with Store.open(screens.fleet.database) as store:
+        told = dict(store.capabilities()["device-01"].facts)
+        shards = dict(store.capabilities()["device-01"].shards)
+        store.record_capabilities("device-01", {**told, "model": EVIL, EVIL: "javascript:alert(1)"}, shards, at=9e9)
+        store.record_event("refused", f"mqtt from {EVIL}: PUBLISH to {EVIL!r}", at=9e9, device_id="device-01")
+    screen = screens.screen()
+    try:
+        screen.open("devices/device-01")
+        screen.page.get_by_text("<img src=x").first.wait_for()
+        screen.open()
+        screen.page.get_by_text("mqtt from <img src=x").first.wait_for()
+        assert screen.page.locator("main img, main script, main a[href^='javascript']").count() == 0
+        assert "broken" not in screen.page.title()
+    finally:
+        with Store.open(screens.fleet.database) as store, store.database.write() as connection:
+            connection.exec_driver_sql("DELETE FROM events WHERE at > 8e9")
+            connection.exec_driver_sql("DELETE FROM capabilities WHERE at > 8e9")
+    assert screen.complaints == []
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_phone_shows_every_view_without_scrolling_sideways_and_readable(screens: House, scheme: str) -> None:
     screen = screens.screen(360, 740, color_scheme=scheme)
