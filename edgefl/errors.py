@@ -26,7 +26,8 @@ EdgeflError                  1   anything below, or nothing more exact
 ├── VersionError             38  the other side speaks another version
 ├── NotFoundError            40  no such run, device or model
 ├── RunFailedError           41  the run ended without reaching its goal
-└── UnsoundError             50  `edgefl doctor` found a problem
+├── UnsoundError             50  `edgefl doctor` found a problem
+└── BundleError              51  a release or task pack that is damaged, not trusted, or not for this board
 """
 
 from __future__ import annotations
@@ -142,3 +143,7 @@ class RunFailedError(EdgeflError):
 
 class UnsoundError(EdgeflError):
     exit_code = 50
+
+
+class BundleError(EdgeflError):
+    exit_code = 51

@@ -27,6 +27,7 @@ ROOMS = {
     "tally": SEAMS | {"node_scores"},
     "loop": SEAMS | {"tally"},
     "files": {"errors"},
+    "bundles": SEAMS | {"files"},
     "processes": set(),
     "child_process": SEAMS | {"processes"},
     "strategies": SEAMS | {"decentralised"},
@@ -36,13 +37,13 @@ ROOMS = {
     "tasks": SEAMS | {"config", "decentralised", "files"},
     "device": SEAMS
     | {"child_process", "config", "files", "findings", "processes", "protocol"}
-    | {"compression", "decentralised", "tasks"},
+    | {"bundles", "compression", "decentralised", "tasks"},
     "simulation": SEAMS | {"config", "compression", "decentralised", "tasks"},
     "history": SEAMS | {"storage"},
     "adapters": SEAMS | {"config", "strategies", "tasks"},
     "coordinator": SEAMS
     | {"config", "files", "findings", "processes", "protocol", "loop", "node_scores", "summary", "tally"}
-    | {"strategies", "compression", "decentralised", "storage", "history"},
+    | {"bundles", "strategies", "compression", "decentralised", "storage", "history"},
 }
 # The operator's client and the fleet of this machine serve the command line and `edgefl.run` alike.
 ROOMS |= {
@@ -85,7 +86,8 @@ FENCES = {
     "uvicorn": {"coordinator"},
     "amqtt": {"coordinator"},
     # Both ends compute the fingerprint of a certificate in the same way, so protocol does it, and look at its dates.
-    "cryptography": {"coordinator", "device", "findings", "protocol"},
+    "cryptography": {"bundles", "coordinator", "device", "findings", "protocol"},
+    "packaging": {"bundles", "device"},
     "httpx": {"coordinator", "device", "cli"},
     "click": {"cli"},
     "rich": {"cli"},

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from edgefl.cli.device_inference import infer, serve
+from edgefl.cli.device_updates import apply_update, trust
 from edgefl.cli.listing import ListedGroup
 from edgefl.errors import DataError, NetworkError, NotFoundError, NotJoinedError, UsageError, WrongCaError
 from edgefl.protocol import PEER_PORT, JoinToken, checked_address
@@ -171,6 +172,8 @@ def status(root: Path | None, style: str) -> None:
 
 command.add_command(infer)
 command.add_command(serve)
+command.add_command(trust)
+command.add_command(apply_update)
 
 
 @command.group(cls=ListedGroup)

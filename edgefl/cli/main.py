@@ -25,6 +25,7 @@ COMMANDS = {
     "model": "List, export and evaluate the models that runs have kept; deploy them",
     "provision": "Make boards into devices: cards, images, hosts that run already",
     "run": "Submit, watch, stop and resume training runs",
+    "signing": "Sign releases and task packs for the boards",
     "simulate": "Run on a virtual fleet, in virtual time",
     "strategies": "List the strategies, begin one of your own",
 }

@@ -1,0 +1,71 @@
+"""Puts wheels into a bundle and signs it, on the operator's own machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from edgefl.bundles.archive import write_bundle
+from edgefl.bundles.keys import key_id, sign
+from edgefl.bundles.manifest import RELEASE_NAME, Kind, Manifest, WheelEntry
+from edgefl.bundles.wheels import wheel_names
+from edgefl.errors import BundleError, UsageError
+from edgefl.files import sha256_of_file, store_error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BundleWish:
+    """What is to be signed. `name` is that of a pack's main project; it can be left out when there is one alone."""
+
+    kind: Kind
+    version: str
+    serial: int
+    name: str | None = None
+    allow_downgrade: bool = False
+
+
+def make_bundle(wish: BundleWish, wheels: Sequence[Path], key: Ed25519PrivateKey, out: Path) -> Manifest:
+    """Writes a signed bundle and returns its manifest; a wheel that a board would refuse is refused here.
+
+    Raises:
+        BundleError: the wheels make no bundle of this kind.
+        StoreError: the file cannot be written.
+    """
+    entries = tuple(_entry(path) for path in wheels)
+    manifest = Manifest(
+        kind=wish.kind,
+        name=RELEASE_NAME if wish.kind is Kind.RELEASE else wish.name or _only_project(entries),
+        version=wish.version,
+        serial=wish.serial,
+        key=key_id(key.public_key()),
+        wheels=entries,
+        allow_downgrade=wish.allow_downgrade,
+    )
+    text = manifest.dump()
+    Manifest.load(text)
+    for path, entry in zip(wheels, entries, strict=True):
+        wheel_names(path, entry, wish.kind)
+    try:
+        write_bundle(out, text=text, signature=sign(key, text), wheels=wheels)
+    except OSError as error:
+        raise store_error(out, error) from None
+    return manifest
+
+
+def _entry(path: Path) -> WheelEntry:
+    if path.suffix != ".whl":
+        raise BundleError(f"{path.name} is no wheel; only wheels are signed, build one: pip wheel --no-deps FOLDER")
+    return WheelEntry(file=path.name, sha256=sha256_of_file(path), num_bytes=path.stat().st_size)
+
+
+def _only_project(entries: Sequence[WheelEntry]) -> str:
+    try:
+        projects = {entry.project for entry in entries}
+    except ValueError as error:
+        raise BundleError(str(error)) from None
+    if len(projects) != 1:
+        raise UsageError(f"the wheels are of {', '.join(sorted(projects))}; say with --name whose pack it is")
+    return projects.pop()

@@ -1,0 +1,152 @@
+"""`edgefl signing`: make a key, sign releases and task packs, look at a bundle. On the operator's own machine."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from edgefl.cli.listing import ListedGroup
+from edgefl.cli.render import format_option, print_rows
+from edgefl.errors import BundleError
+
+PASSPHRASE = "EDGEFL_SIGNING_PASSPHRASE"  # noqa: S105 the name of a variable, no secret
+COLUMNS = ("kind", "name", "version", "serial", "key", "allow_downgrade", "bytes", "sha256", "trusted")
+WHEEL_COLUMNS = ("file", "bytes", "sha256")
+SHOWN_DIGITS = 12
+
+folder_option = click.option(
+    "--keys",
+    "folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder of the key pair [default: ~/.config/edgefl/signing].",
+)
+
+
+@click.group("signing", cls=ListedGroup)
+def command() -> None:
+    """Sign releases and task packs for the boards, with a key that no coordinator has."""
+
+
+@command.command()
+@folder_option
+@click.option("--no-passphrase", is_flag=True, help="Keep the private key unencrypted, readable by you alone.")
+def init(*, folder: Path | None, no_passphrase: bool) -> None:
+    """Make the key pair that signs; its public half is what boards get.
+
+    The passphrase is asked for, or taken from EDGEFL_SIGNING_PASSPHRASE.
+    """
+    from edgefl.bundles.keys import PRIVATE_NAME, PUBLIC_NAME, make_key  # noqa: PLC0415 fast start
+
+    folder = folder or _default_folder()
+    passphrase = None
+    if not no_passphrase:
+        passphrase = os.environ.get(PASSPHRASE) or click.prompt(
+            "Passphrase for the new key", hide_input=True, confirmation_prompt=True, err=True
+        )
+    made = make_key(folder, passphrase)
+    click.echo(f"key {made}: {folder / PRIVATE_NAME} signs; keep it off the coordinator, and keep a copy")
+    click.echo(f"boards trust it with: edgefl device trust {folder / PUBLIC_NAME}")
+
+
+@command.command()
+@click.argument(
+    "wheels",
+    nargs=-1,
+    required=True,
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    metavar="WHEEL...",
+)
+@click.option("--kind", type=click.Choice(["release", "pack"]), required=True, help="edgefl itself, or a task pack.")
+@click.option("--version", required=True, help="Its version: that of its main wheel.")
+@click.option("--name", help="The main project of a pack of several.")
+@click.option(
+    "--out",
+    required=True,
+    type=click.Path(path_type=Path, dir_okay=False, writable=True),
+    help="The bundle to write.",
+)
+@click.option("--allow-downgrade", is_flag=True, help="Boards may take it in place of a newer version.")
+@folder_option
+def sign(  # noqa: PLR0913 one argument per option
+    *,
+    wheels: tuple[Path, ...],
+    kind: str,
+    version: str,
+    name: str | None,
+    out: Path,
+    allow_downgrade: bool,
+    folder: Path | None,
+) -> None:
+    """Put WHEELs into a signed bundle; of one project there may be several, for different boards."""
+    from edgefl.bundles.making import BundleWish, make_bundle  # noqa: PLC0415 fast start
+    from edgefl.bundles.manifest import Kind  # noqa: PLC0415 likewise
+
+    # The clock of the signer alone decides what is newer; boards compare serials, never times.
+    wish = BundleWish(
+        kind=Kind(kind), version=version, name=name, serial=int(time.time()), allow_downgrade=allow_downgrade
+    )
+    made = make_bundle(wish, wheels, _private_key(folder or _default_folder()), out)
+    click.echo(f"{made.kind} {made.name} {made.version}, {len(made.wheels)} wheels, signed by {made.key}: {out}")
+
+
+@command.command()
+@click.argument("bundle", type=click.Path(path_type=Path, exists=True, dir_okay=False), metavar="FILE")
+@click.option(
+    "--signers",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Verify against the public keys in this folder [default: your own key].",
+)
+@folder_option
+@format_option
+def show(*, bundle: Path, signers: Path | None, folder: Path | None, fmt: str) -> None:
+    """Tell what a bundle is, who signed it, and which wheels it holds; exit code 51 when it cannot be trusted."""
+    from edgefl.bundles.archive import read_bundle  # noqa: PLC0415 fast start
+    from edgefl.bundles.keys import Signers  # noqa: PLC0415 likewise
+    from edgefl.files import sha256_of_file  # noqa: PLC0415 likewise
+
+    with bundle.open("rb") as file:
+        found = read_bundle(file)
+        manifest = found.manifest
+        fault = _fault(lambda: Signers.load(signers or folder or _default_folder()).verify(found))
+    row = {
+        "kind": str(manifest.kind), "name": manifest.name, "version": manifest.version, "serial": manifest.serial,
+        "key": manifest.key, "allow_downgrade": manifest.allow_downgrade, "bytes": bundle.stat().st_size,
+        "sha256": sha256_of_file(bundle), "trusted": fault is None,
+    }  # fmt: skip
+    wheels = [{"file": one.file, "bytes": one.num_bytes, "sha256": one.sha256} for one in manifest.wheels]
+    if fmt == "table":
+        print_rows([{"fact": name, "value": value} for name, value in row.items()], ("fact", "value"))
+        print_rows([{**one, "sha256": str(one["sha256"])[:SHOWN_DIGITS]} for one in wheels], WHEEL_COLUMNS)
+    else:
+        print_rows([{**row, "wheels": wheels}], (*COLUMNS, "wheels"), fmt, kind="bundles")
+    if fault is not None:
+        raise fault
+
+
+def _fault(verify: Callable[[], object]) -> BundleError | None:
+    try:
+        verify()
+    except BundleError as error:
+        return error
+    return None
+
+
+def _private_key(folder: Path) -> Any:
+    from edgefl.bundles.keys import PRIVATE_NAME, is_encrypted, load_private  # noqa: PLC0415 fast start
+
+    path = folder / PRIVATE_NAME
+    passphrase = None
+    if is_encrypted(path):
+        passphrase = os.environ.get(PASSPHRASE) or click.prompt(f"Passphrase of {path}", hide_input=True, err=True)
+    return load_private(path, passphrase)
+
+
+def _default_folder() -> Path:
+    from edgefl.client import operator_path  # noqa: PLC0415 fast start
+
+    return operator_path().parent / "signing"
