@@ -222,7 +222,8 @@ class Status(_Message):
 class Heartbeat(_Message):
     """`heartbeat`: what a board feels like, every five seconds. Fractions lie in 0-1.
 
-    `model` is the SHA-256 of the deployed model that it runs, `deployment` what became of the last deployment.
+    `model` is the SHA-256 of the deployed model that it runs, `deployment` what became of the last deployment,
+    `installation` what became of the last release or task pack.
     """
 
     seq: int
@@ -243,6 +244,7 @@ class Heartbeat(_Message):
     holding: list[str] = field(default_factory=list)
     model: str | None = None
     deployment: Json | None = None
+    installation: Json | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,6 +274,7 @@ class CommandKind(StrEnum):
     LOG_LEVEL = "log-level"
     DEPLOY = "deploy"
     ROLLBACK = "rollback"
+    INSTALL = "install"
     BEAT = "beat"
     LOGS = "logs"
     RENEW = "renew"
@@ -288,8 +291,8 @@ class Phase(StrEnum):
 class Command(_Message):
     """`command`: idempotent by `id`.
 
-    `argument` is an assignment id, a run id (`end`), a log level, a deployment id (`deploy` and `rollback`), or JSON
-    (`logs`).
+    `argument` is an assignment id, a run id (`end`), a log level, a deployment id (`deploy` and `rollback`), an
+    installation id (`install`), or JSON (`logs`).
     """
 
     id: str

@@ -52,7 +52,16 @@ from edgefl.coordinator.metrics import metrics_router
 from edgefl.coordinator.models_api import model_router
 from edgefl.coordinator.page_api import page_router
 from edgefl.coordinator.renewal import renewal_router
-from edgefl.device import inference_server, logbook, model_fetch, model_store, peer_frames, peer_listener, peer_queue
+from edgefl.device import (
+    file_fetch,
+    inference_server,
+    logbook,
+    model_fetch,
+    model_store,
+    peer_frames,
+    peer_listener,
+    peer_queue,
+)
 from edgefl.device.direct import PeerPace
 from edgefl.protocol import (
     CHUNK_BYTES,
@@ -309,7 +318,7 @@ def test_protocol_md_describes_the_frames_from_board_to_board() -> None:
         ("Limits", f"{live_fleet.MAX_REASON_CHARS} characters"),
         ("Limits", f"deploys | {MAX_MODEL_BYTES // 2**20} MiB"),
         ("Limits", f"`edgefl device serve` | {inference_server.MAX_BODY_BYTES // 2**20} MiB"),
-        ("Deployments", f"leave {model_fetch.SPARE_BYTES // 2**20} MiB"),
+        ("Deployments", f"leave {file_fetch.SPARE_BYTES // 2**20} MiB"),
         ("Deployments", f"every {deployments.TELL_AGAIN_S:g} s"),
         ("Work", f"{INLINE_BODY_BYTES // 1024} KiB"),
         ("Work", f"{CHUNK_BYTES // 2**20} MiB"),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from edgefl.cli.device_inference import infer, serve
-from edgefl.cli.device_updates import apply_update, trust
+from edgefl.cli.device_updates import apply_update, signers_option, trust
 from edgefl.cli.listing import ListedGroup
 from edgefl.errors import DataError, NetworkError, NotFoundError, NotJoinedError, UsageError, WrongCaError
 from edgefl.protocol import PEER_PORT, JoinToken, checked_address
@@ -134,14 +134,16 @@ def join(  # noqa: PLR0913, PLR0917 one argument per option
 
 @command.command()
 @state_option
-def start(root: Path | None) -> None:
+@signers_option
+def start(root: Path | None, signers: Path) -> None:
     """Run the agent until SIGTERM or Ctrl-C; what the systemd unit runs."""
     from edgefl.device.agent import run_agent  # noqa: PLC0415 fast start
+    from edgefl.device.install_facts import own_site  # noqa: PLC0415 likewise
     from edgefl.device.state import DeviceState  # noqa: PLC0415 likewise
 
     state = DeviceState.load(root)
     with state.locked():
-        run_agent(state)
+        run_agent(state, own_site(signers))
 
 
 @command.command()

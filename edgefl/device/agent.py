@@ -25,6 +25,8 @@ from edgefl.device.capabilities import probe
 from edgefl.device.carrier import Carrier, OnPeerMessage
 from edgefl.device.direct import DirectCarrier
 from edgefl.device.heartbeat import Activity, Heart
+from edgefl.device.install_facts import Site, own_site
+from edgefl.device.installations import Installations
 from edgefl.device.link import Link, LinkCallbacks, LinkIdentity, LinkTls
 from edgefl.device.logbook import Logbook
 from edgefl.device.model_fetch import Source
@@ -70,7 +72,14 @@ KEPT_ANSWERS = 2
 class Agent:
     """One device at work; `run` returns after `stop`."""
 
-    def __init__(self, state: DeviceState, *, heartbeat_s: float = HEARTBEAT_S, poll_s: float = POLL_S) -> None:
+    def __init__(
+        self,
+        state: DeviceState,
+        *,
+        heartbeat_s: float = HEARTBEAT_S,
+        poll_s: float = POLL_S,
+        site: Site | None = None,
+    ) -> None:
         self._state, self._poll_s = state, poll_s
         self._skew_s = 0.0
         self._stopping, self._ended, self._bell = threading.Event(), threading.Event(), Bell()
@@ -109,6 +118,14 @@ class Agent:
             on_change=self._models_changed,
             rng=derived_rng("models", state.device_id, time.time_ns()),
         )
+        self._installations = Installations(
+            state,
+            site=site or own_site(),
+            boot_id=self._boot_id,
+            source=self._model_source,
+            on_change=self._models_changed,
+            rng=derived_rng("installations", state.device_id, time.time_ns()),
+        )
         self._link = self._new_link()
         self._heart = Heart(
             self._publish_heartbeat,
@@ -146,6 +163,7 @@ class Agent:
         self._link.start()
         self._heart.start()
         self._models.start()
+        self._installations.start()
         self._trainer.go_on()
         backoff_s = FIRST_BACKOFF_S
         try:
@@ -165,6 +183,7 @@ class Agent:
                     backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
         finally:
             self._models.stop()
+            self._installations.stop()
             self._outbox.close(SEND_WITHIN_S)
             self._trainer.close()
             self._heart.stop()
@@ -194,6 +213,7 @@ class Agent:
             if set(self._brokers()) != set(before):
                 self._follow_broker()
             log.info("connected to the coordinator at %s", address)
+            self._installations.connected()
             self._bell.ring()  # work may be waiting
             return
         raise NetworkError(f"no coordinator at {'; '.join(failures) or 'any known address'}")
@@ -310,6 +330,7 @@ class Agent:
             clock_skew_s=round(self._skew_s, 3),
             model=self._models.model,
             deployment=self._models.report,
+            installation=self._installations.report,
         )
 
     def _log_tag(self) -> tuple[str, str] | None:
@@ -328,7 +349,7 @@ class Agent:
             self._reported = stamp, facts
             blocks = self._trainer.blocks()
             device = self._state.device
-            own = {**training_facts(device.role, device.shards), **self._peer_facts()}
+            own = {**training_facts(device.role, device.shards), **self._peer_facts(), **self._installations.facts()}
             told = {**facts, **({"blocks": blocks} if blocks else {}), **own}
             self._link.publish_capabilities(Capabilities(facts=told, shards=self._trainer.examples()))
 
@@ -438,6 +459,7 @@ class Agent:
             CommandKind.END: self._trainer.end_run,
             CommandKind.DEPLOY: self._models.deploy,
             CommandKind.ROLLBACK: self._models.roll_back,
+            CommandKind.INSTALL: self._installations.install,
         }
         match command.kind:
             case kind if kind in of_something and command.argument:
@@ -462,9 +484,9 @@ class Agent:
                 log.warning("ignored an unknown command %r", command.kind)
 
 
-def run_agent(state: DeviceState) -> None:
+def run_agent(state: DeviceState, site: Site | None = None) -> None:
     """Runs the agent of a joined device until SIGTERM or SIGINT."""
-    agent = Agent(state)
+    agent = Agent(state, site=site)
     agent.keep_log()
 
     def stop() -> None:

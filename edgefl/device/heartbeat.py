@@ -27,6 +27,7 @@ class Activity:
     clock_skew_s: float | None = None
     model: str | None = None
     deployment: Json | None = None
+    installation: Json | None = None
 
 
 class Heart:
@@ -110,4 +111,5 @@ class Heart:
             holding=list(activity.holding),
             model=activity.model,
             deployment=activity.deployment,
+            installation=activity.installation,
         )

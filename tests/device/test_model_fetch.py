@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from model_source import ModelSource
 
-from edgefl.device.model_fetch import SPARE_BYTES, Offer, fetch_model, fetch_offer
+from edgefl.device.file_fetch import SPARE_BYTES
+from edgefl.device.model_fetch import Offer, fetch_model, fetch_offer
 from edgefl.errors import DataError, NetworkError, NotFoundError, StoreFullError
 from edgefl.protocol import MAX_MODEL_BYTES
 

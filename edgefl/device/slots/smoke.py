@@ -14,13 +14,13 @@ from edgefl.device.slots.layout import Slots
 from edgefl.errors import BundleError
 
 WITHIN_S = 300.0
-GROUP_PREFIX = "edgefl."
+_GROUP_PREFIX = "edgefl."
 _IMPORTS = f"""
 import sys
 from importlib.metadata import distribution
 for name in sys.argv[1:]:
     for point in distribution(name).entry_points:
-        if point.group.startswith({GROUP_PREFIX!r}):
+        if point.group.startswith({_GROUP_PREFIX!r}):
             try:
                 point.load()
             except BaseException as error:

@@ -1,0 +1,64 @@
+"""The updater is killed between any two steps: the board never uses half a slot, and the next start finishes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+BEFORE_THE_FLIP = ("taken", "copied", "unpacked", "built", "tested", "marked")
+AFTER_THE_FLIP = ("flipped", "in trial", "restarted", "proven", "ended")
+ON_THE_WAY_BACK = ("leaving", "flipped back", "restarted the old one")
+
+
+def version_in_use(board: Any) -> str:
+    return str(board.python("import edgefl; print(edgefl.__version__)"))
+
+
+@pytest.mark.parametrize("step", [*BEFORE_THE_FLIP, *AFTER_THE_FLIP])
+def test_an_update_that_was_cut_off_is_finished_at_the_next_start(board: Any, step: str) -> None:
+    board.ask(board.release("1.1"))
+    board.killed_at(step)
+    assert version_in_use(board) == ("1.0" if step in BEFORE_THE_FLIP else "1.1")
+    board.restart()  # the machine starts again, its agent first
+    outcome = board.updater().run()
+    assert outcome is None if step == "ended" else outcome.state == "running"
+    assert board.runs() == ("b", "1.1")
+    assert board.updater().run() is None
+
+
+@pytest.mark.parametrize("step", [*ON_THE_WAY_BACK, "ended"])
+def test_a_way_back_that_was_cut_off_is_finished_at_the_next_start(board: Any, step: str) -> None:
+    board.ask(board.release("1.1", "crashes"))
+    board.killed_at(step)
+    board.restart()
+    outcome = board.updater().run()
+    assert outcome is None if step == "ended" else outcome.state == "rolled-back"
+    assert version_in_use(board) == "1.0"
+    board.restart()
+    assert board.runs() == ("a", "1.0")
+    assert board.updater().run() is None
+
+
+@pytest.mark.parametrize(("step", "state"), [("built", "refused"), ("in trial", "rolled-back")])
+def test_an_update_that_takes_the_machine_down_each_time_is_given_up(board: Any, step: str, state: str) -> None:
+    board.ask(board.release("1.1"))
+    for _ in range(3):
+        board.killed_at(step)
+        board.restart()
+    outcome = board.updater().run()
+    assert outcome.state == state
+    assert "cut off 3 times" in outcome.reason
+    assert version_in_use(board) == "1.0"
+    assert board.slots.in_use() == "a"
+
+
+def test_a_status_that_is_damaged_costs_the_trial_and_not_the_board(board: Any) -> None:
+    board.ask(board.release("1.1"))
+    board.killed_at("tested")
+    (board.slots.work / "status.json").write_text('{"v": 1, "tri')
+    outcome = board.updater().run()
+    assert outcome.state == "running"
+    assert board.runs() == ("b", "1.1")
