@@ -95,7 +95,20 @@ class Operator:
             _answer(self.url, status, answer)
             raise NetworkError(f"{self.url} answered {status} instead of a file")
 
-    def _request(self, method: str, path: str, *, body: bytes | None = None) -> Json:
+    def upload(self, path: str, file: IO[bytes]) -> Json:
+        """Returns the JSON answer to a POST of an open file, which is sent as it is read; raises as `get`."""
+        size = os.fstat(file.fileno()).st_size
+        headers = {"Content-Type": "application/octet-stream", "Content-Length": str(size)}
+        return self._request("POST", path, body=file, headers=headers)
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: bytes | IO[bytes] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Json:
         from edgefl.device.trust import pinned_context, request  # noqa: PLC0415 fast start
 
         status, answer = request(
@@ -104,7 +117,7 @@ class Operator:
             method,
             path,
             body=body,
-            headers={"Authorization": f"Bearer {self.token}"},
+            headers={"Authorization": f"Bearer {self.token}", **(headers or {})},
             timeout_s=TIMEOUT_S,
             max_bytes=MAX_ANSWER_BYTES,
         )

@@ -36,6 +36,8 @@ MAX_PEER_BYTES = 16 * 1024 * 1024 - 1024
 """The largest message from device to device, in bytes: with its MQTT headers it is a packet that brokers take."""
 MAX_MODEL_BYTES = 512 * 1024 * 1024
 """The largest model file that a device fetches to deploy it."""
+BUNDLES_PATH = "/edgefl/v1/bundles"
+"""Where operators bring releases and task packs: the one path of ours that takes a large body."""
 MAX_RETAINED_PEER_BYTES = 64 * 1024 * 1024
 """What a device lets the broker keep for its receivers together, in bytes."""
 

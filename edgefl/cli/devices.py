@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from edgefl.cli.device_installs import install, update, updates
 from edgefl.cli.listing import ListedGroup
 from edgefl.cli.render import format_option, human, print_rows
 
@@ -111,6 +112,11 @@ def remove(*, device: str, url: str | None) -> None:
     """Take DEVICE out of the fleet: its key and certificate count no more, its history stays, its name is free."""
     _post(device, "remove", url)
     click.echo(f"{device} is out; to let it in again: edgefl coordinator token, and join anew on the board")
+
+
+command.add_command(update)
+command.add_command(install)
+command.add_command(updates)
 
 
 def _post(device: str, action: str, url: str | None) -> None:

@@ -263,7 +263,7 @@ class Deployments:
             raise
         except Exception as error:  # a task of the user's own is exported here; its fault is this deployment's
             log.warning("the model of deployment %s cannot be exported", record.deployment_id, exc_info=True)
-            return failed(rows, f"the model cannot be exported: {error}", now)
+            return failed(record, rows, f"the model cannot be exported: {error}", now)
         first = begin(record, rows, self._present(), now)
         return Step(values={**first.values, "onnx_sha256": sha256, "bytes_file": num_bytes}, devices=first.devices)
 

@@ -1,4 +1,6 @@
-"""What comes next in a deployment: canaries first, the rest when they all run it, back again when one does not.
+"""What comes next in a deployment or an installation: canaries first, the rest when they all run it.
+
+When a canary does not, nobody else is told; the model of a deployment is taken back everywhere.
 
 Pure: rows in, changes out. Who carries them out keeps them in the store first, so a coordinator that dies at any
 point goes on from there.
@@ -8,21 +10,44 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from edgefl.storage.deployment_records import (
-    CANARY,
-    DeploymentDeviceRecord,
-    DeploymentRecord,
-    DeploymentStatus,
-    DeviceStage,
-)
+from edgefl.storage.deployment_records import CANARY, DeploymentStatus, DeviceStage
 from edgefl.types import DeviceInfo
 
-Rows = Sequence[DeploymentDeviceRecord]
+
+class Rollout(Protocol):
+    """What is brought to devices: a deployment or an installation."""
+
+    @property
+    def canary(self) -> int: ...
+    @property
+    def canary_s(self) -> float: ...
+    @property
+    def canary_until(self) -> float | None: ...
+    @property
+    def status(self) -> DeploymentStatus: ...
+    @property
+    def is_taken_back(self) -> bool: ...
+
+
+class RolloutDevice(Protocol):
+    """Where one device of it stands."""
+
+    @property
+    def device_id(self) -> str: ...
+    @property
+    def part(self) -> str: ...
+    @property
+    def state(self) -> DeviceStage: ...
+    @property
+    def reason(self) -> str | None: ...
+
+
+Rows = Sequence[RolloutDevice]
 
 _UNANSWERED = frozenset({DeviceStage.HELD, DeviceStage.TOLD})
-_UNUSABLE = frozenset({DeviceStage.REFUSED, DeviceStage.FAILED})
+_UNUSABLE = frozenset({DeviceStage.REFUSED, DeviceStage.FAILED, DeviceStage.ROLLED_BACK})
 _MAY_RUN = frozenset({DeviceStage.TOLD, DeviceStage.RUNNING})
 REPORTED = dict.fromkeys((DeviceStage.RUNNING, DeviceStage.REFUSED, DeviceStage.FAILED), DeviceStage.TOLD) | {
     DeviceStage.REVERTED: DeviceStage.REVERTING
@@ -49,54 +74,56 @@ def choose_canaries(present: Sequence[DeviceInfo], number: int) -> list[str]:
     return ordered[:number]
 
 
-def begin(deployment: DeploymentRecord, rows: Rows, present: Sequence[DeviceInfo], now: float) -> Step:
-    """Returns the first step of a deployment whose file is ready."""
+def begin(rollout: Rollout, rows: Rows, present: Sequence[DeviceInfo], now: float) -> Step:
+    """Returns the first step, when the file for the devices is ready."""
     held = [row.device_id for row in rows if row.state is DeviceStage.HELD]
-    if not deployment.canary:
+    if not rollout.canary:
         told = {name: {"state": DeviceStage.TOLD} for name in held}
         return Step(values={"status": DeploymentStatus.ROLLING}, devices=told)
-    canaries = choose_canaries([info for info in present if info.device_id in set(held)], deployment.canary)
+    canaries = choose_canaries([info for info in present if info.device_id in set(held)], rollout.canary)
     if not canaries:
-        return failed(rows, "no device is online that could be a canary", now)
+        return failed(rollout, rows, "no device is online that could be a canary", now)
     return Step(
-        values={"status": DeploymentStatus.CANARY, "canary_until": now + deployment.canary_s},
+        values={"status": DeploymentStatus.CANARY, "canary_until": now + rollout.canary_s},
         devices={name: {"state": DeviceStage.TOLD, "part": CANARY} for name in canaries},
     )
 
 
-def advance(deployment: DeploymentRecord, rows: Rows, now: float) -> Step | None:
+def advance(rollout: Rollout, rows: Rows, now: float) -> Step | None:
     """Returns the next step, or None while there is nothing to do but to wait."""
-    if deployment.status is DeploymentStatus.CANARY:
-        return _judge_canaries(deployment, [row for row in rows if row.part == CANARY], rows, now)
-    if deployment.status is DeploymentStatus.ROLLING and not any(row.state in _UNANSWERED for row in rows):
+    if rollout.status is DeploymentStatus.CANARY:
+        return _judge_canaries(rollout, [row for row in rows if row.part == CANARY], rows, now)
+    if rollout.status is DeploymentStatus.ROLLING and not any(row.state in _UNANSWERED for row in rows):
         return _finished(rows, now)
     return None
 
 
-def failed(rows: Rows, reason: str, now: float) -> Step:
-    """Returns the end of a deployment that must not go on: those that have the model, or may have, go back."""
+def failed(rollout: Rollout, rows: Rows, reason: str, now: float) -> Step:
+    """Returns the end of what must not go on; those that have a model, or may have, go back to the one before."""
     changes: dict[str, Mapping[str, Any]] = {}
     for row in rows:
-        if row.state in _MAY_RUN:
+        if row.state in _MAY_RUN and rollout.is_taken_back:
             changes[row.device_id] = {"state": DeviceStage.REVERTING, "reason": reason}
         elif row.state is DeviceStage.HELD:
-            changes[row.device_id] = {"state": DeviceStage.SUPERSEDED, "reason": "never told: the deployment failed"}
+            changes[row.device_id] = {"state": DeviceStage.SUPERSEDED, "reason": "never told: it failed elsewhere"}
+        elif row.state is DeviceStage.TOLD:
+            changes[row.device_id] = {"state": DeviceStage.SUPERSEDED, "reason": reason}
     return Step(values={"status": DeploymentStatus.FAILED, "reason": reason, "finished_at": now}, devices=changes)
 
 
-def _judge_canaries(deployment: DeploymentRecord, canaries: Rows, rows: Rows, now: float) -> Step | None:
+def _judge_canaries(rollout: Rollout, canaries: Rows, rows: Rows, now: float) -> Step | None:
     bad = next((row for row in canaries if row.state in _UNUSABLE), None)
     if bad is not None:
-        return failed(rows, f"canary {bad.device_id}: {bad.reason or bad.state}", now)
+        return failed(rollout, rows, f"canary {bad.device_id}: {bad.reason or bad.state}", now)
     if any(row.state is DeviceStage.SUPERSEDED for row in canaries):
         return _superseded(rows, now)
     waiting = [row.device_id for row in canaries if row.state is not DeviceStage.RUNNING]
     if not waiting:
         told = {row.device_id: {"state": DeviceStage.TOLD} for row in rows if row.state is DeviceStage.HELD}
         return Step(values={"status": DeploymentStatus.ROLLING}, devices=told)
-    if now >= (deployment.canary_until or now):
-        reason = f"canary {', '.join(waiting)} did not report within {deployment.canary_s:g} s"
-        return failed(rows, reason, now)
+    if now >= (rollout.canary_until or now):
+        reason = f"canary {', '.join(waiting)} did not report within {rollout.canary_s:g} s"
+        return failed(rollout, rows, reason, now)
     return None
 
 

@@ -19,6 +19,8 @@ from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.draining import Draining
 from edgefl.coordinator.enrolment import EnrolmentService, enrolment_router
 from edgefl.coordinator.feed import Feed
+from edgefl.coordinator.installation_api import installation_router
+from edgefl.coordinator.installations import Installations
 from edgefl.coordinator.jobs_api import jobs_router
 from edgefl.coordinator.membership import Membership
 from edgefl.coordinator.metrics import Metrics, metrics_router
@@ -50,6 +52,7 @@ class Answering:
     worker: RunWorker
     questions: Questions
     deployments: Deployments
+    installations: Installations
     draining: Draining
     feed: Feed
     metrics: Metrics
@@ -105,6 +108,13 @@ def all_routers(parts: Answering) -> list[APIRouter]:
             viewer=viewer,
             operator=operator,
             device=device,
+        ),
+        installation_router(
+            store=store,
+            installations=parts.installations,
+            viewer=viewer,
+            operator=operator,
+            device=require_device(parts.members.signed_by),
         ),
         metrics_router(parts.metrics.text, viewer),
         page_router(page, viewer=viewer, operator=operator),

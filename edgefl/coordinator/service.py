@@ -21,6 +21,7 @@ from edgefl.coordinator.alert_watch import AlertSources, AlertWatch
 from edgefl.coordinator.attempts import Attempts, network_of
 from edgefl.coordinator.broker import Broker, BrokerAddress, BrokerTls, connect_host
 from edgefl.coordinator.brokers import make_broker
+from edgefl.coordinator.bundle_files import BundleFiles
 from edgefl.coordinator.bus import Bus
 from edgefl.coordinator.deployment_files import Export
 from edgefl.coordinator.deployments import Deployments
@@ -34,6 +35,7 @@ from edgefl.coordinator.evaluator import EvaluatorProcess
 from edgefl.coordinator.feed import Feed
 from edgefl.coordinator.feed_state import FeedState
 from edgefl.coordinator.fleet_collector import FleetCollector, Sources
+from edgefl.coordinator.installations import Installations
 from edgefl.coordinator.kept_models import sweep_models
 from edgefl.coordinator.membership import Membership
 from edgefl.coordinator.metrics import Metrics
@@ -123,6 +125,7 @@ class Coordinator:
         self._worker: RunWorker | None = None
         self._web: WebServer | None = None
         self._deployments: Deployments | None = None
+        self._installations: Installations | None = None
         self._questions: Questions | None = None
         self._closers = contextlib.ExitStack()
 
@@ -216,13 +219,16 @@ class Coordinator:
         self._meter = RunMeter(self._metrics.registry)
         self._questions = Questions(self._bus, self._roster)
         self._deployments = deployments = self._make_deployments(self._bus)
+        self._installations = installations = self._make_installations(self._bus)
         self._worker = worker = self._make_worker(self._bus, deployments)
         worker.recover()
         self._watch_metrics()
-        self._open_web(listener, worker, self._questions, deployments)
+        self._open_web(listener, worker, self._questions, deployments, installations)
         self._open_alerts()
         deployments.start()
         self._closers.callback(deployments.stop)
+        installations.start()
+        self._closers.callback(installations.stop)
         worker.start()
         self._closers.callback(worker.stop)
         self._open_evaluator()
@@ -235,6 +241,15 @@ class Coordinator:
             directory=self._directory,
             commander=bus,
             export=self._export,
+            on_fatal=self._die,
+        )
+
+    def _make_installations(self, bus: Bus) -> Installations:
+        return Installations(
+            store=self._store,
+            roster=self._roster,
+            files=BundleFiles(self._directory.root / "bundles"),
+            commander=bus,
             on_fatal=self._die,
         )
 
@@ -298,6 +313,8 @@ class Coordinator:
         """
         if self._deployments is not None:
             self._deployments.heard(device_id, heartbeat)
+        if self._installations is not None:
+            self._installations.heard(device_id, heartbeat)
         worker, assignment, run = self._worker, heartbeat.assignment, heartbeat.run
         if worker is None or run is None:
             return
@@ -360,7 +377,12 @@ class Coordinator:
                 bus.ring(info.device_id)
 
     def _open_web(
-        self, listener: socket.socket, worker: RunWorker, questions: Questions, deployments: Deployments
+        self,
+        listener: socket.socket,
+        worker: RunWorker,
+        questions: Questions,
+        deployments: Deployments,
+        installations: Installations,
     ) -> None:
         enrolment = EnrolmentService(
             directory=self._directory,
@@ -382,6 +404,7 @@ class Coordinator:
                 worker=worker,
                 questions=questions,
                 deployments=deployments,
+                installations=installations,
                 draining=self._draining,
                 feed=self._feed,
                 metrics=self._metrics,

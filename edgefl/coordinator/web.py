@@ -12,11 +12,13 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edgefl import __version__
+from edgefl.bundles.archive import MAX_FILE_BYTES
 from edgefl.coordinator.access import MAX_PATH_CHARS, show_errors
 from edgefl.coordinator.asgi import capped
 from edgefl.coordinator.attempts import Note, network_of, nobody_notes
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.errors import NetworkError, PortInUseError
+from edgefl.protocol import BUNDLES_PATH
 
 FLEET_PREFIX = "/v1/fleet/"
 KEEP_ALIVE_S = 3600
@@ -38,12 +40,14 @@ def make_app(fleet_api: ASGIApp, routers: list[APIRouter], *, note: Note = nobod
 
     def on_over(request: Request) -> None:
         address = network_of(request.client.host if request.client else None)
-        note("size", address, f"{request.url.path[:MAX_PATH_CHARS]}: a body over {MAX_REQUEST_BYTES} bytes")
+        note("size", address, f"{request.url.path[:MAX_PATH_CHARS]}: a body that is too large")
 
-    ours = capped(app, MAX_REQUEST_BYTES, on_over)
+    ours, bundles = capped(app, MAX_REQUEST_BYTES, on_over), capped(app, MAX_FILE_BYTES, on_over)
 
     async def switch(scope: Scope, receive: Receive, send: Send) -> None:
-        chosen = fleet_api if scope["type"] == "http" and scope["path"].startswith(FLEET_PREFIX) else ours
+        path = scope["path"] if scope["type"] == "http" else ""
+        # Bundles are written to disk as they come, after who brings them has shown a token.
+        chosen = fleet_api if path.startswith(FLEET_PREFIX) else bundles if path == BUNDLES_PATH else ours
         await chosen(scope, receive, send)
 
     return switch

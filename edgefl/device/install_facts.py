@@ -41,7 +41,7 @@ def install_facts(site: Site) -> Json:
             name: {"version": pack.version, **_points(pack.projects)}
             for name, pack in sorted(site.slots.record(slot).packs.items())
         }
-    except EdgeflError as error:
+    except (EdgeflError, importlib.metadata.PackageNotFoundError) as error:
         return {"installs": {"able": False, "reason": str(error)}}
     told: Json = {"able": bool(signers.keys), "slot": slot, "signers": sorted(signers.keys), "packs": packs}
     if not signers.keys:

@@ -112,7 +112,7 @@ def request(  # noqa: PLR0913 one argument per part of a request
     method: str,
     path: str,
     *,
-    body: bytes | None = None,
+    body: bytes | IO[bytes] | None = None,
     headers: Mapping[str, str] | None = None,
     timeout_s: float = TIMEOUT_S,
     max_bytes: int = MAX_ANSWER_BYTES,

@@ -27,7 +27,8 @@ class DeviceStage(StrEnum):
     """Where one device of a deployment stands.
 
     HELD waits for the canaries, TOLD is to fetch and check the model, RUNNING has switched to it. REFUSED found it
-    worse than what it had, FAILED could not use it: both kept the model before. REVERTING is to go back to that, and
+    worse than what it had, FAILED could not use it: both kept the model before. ROLLED_BACK, of releases and packs
+    alone, tried it and went back by itself. REVERTING is to go back to that, and
     REVERTED has. SUPERSEDED got a newer deployment before it answered.
     """
 
@@ -38,6 +39,7 @@ class DeviceStage(StrEnum):
     FAILED = "failed"
     REVERTING = "reverting"
     REVERTED = "reverted"
+    ROLLED_BACK = "rolled-back"
     SUPERSEDED = "superseded"
 
 
@@ -66,6 +68,11 @@ class DeploymentRecord:
     bytes_file: int | None = None
     canary_until: float | None = None
     finished_at: float | None = None
+
+    @property
+    def is_taken_back(self) -> bool:
+        """Whether devices that run it go back when it fails elsewhere."""
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

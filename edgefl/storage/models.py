@@ -427,3 +427,43 @@ class DeploymentDevice(Base):
     former_accuracy: Mapped[float | None]
     num_examples: Mapped[int | None]
     reported_at: Mapped[float | None]
+
+
+class Installation(Base):
+    """A release or task pack on its way to devices; `sha256` names its bundle, `key` who signed it."""
+
+    __tablename__ = "installations"
+    __table_args__ = (Index("ix_installations_status", "status", "created_at"),)
+
+    installation_id: Mapped[str] = mapped_column(primary_key=True)
+    kind: Mapped[str]
+    name: Mapped[str]
+    version: Mapped[str]
+    key: Mapped[str]
+    sha256: Mapped[str]
+    bytes_file: Mapped[int]
+    canary: Mapped[int]
+    canary_s: Mapped[float]
+    status: Mapped[str]
+    reason: Mapped[str | None]
+    created_at: Mapped[float]
+    canary_until: Mapped[float | None]
+    finished_at: Mapped[float | None]
+
+
+class InstallationDevice(Base):
+    """One device of an installation."""
+
+    __tablename__ = "installation_devices"
+    __table_args__ = (
+        UniqueConstraint("installation_id", "device_id", name="uq_installation_devices"),
+        Index("ix_installation_devices_device", "device_id", "state"),
+    )
+
+    id: Mapped[int] = mapped_column(Counter, primary_key=True)
+    installation_id: Mapped[str] = mapped_column(ForeignKey("installations.installation_id"))
+    device_id: Mapped[str]
+    part: Mapped[str]
+    state: Mapped[str]
+    reason: Mapped[str | None]
+    reported_at: Mapped[float | None]

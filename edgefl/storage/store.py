@@ -11,11 +11,12 @@ from edgefl.storage.database import Database
 from edgefl.storage.deployment_rows import DeploymentRows
 from edgefl.storage.fleet_rows import FleetRows
 from edgefl.storage.heartbeat_rows import HeartbeatRows
+from edgefl.storage.installation_rows import InstallationRows
 from edgefl.storage.retention import Retention
 from edgefl.storage.run_rows import RunRows
 
 
-class Store(FleetRows, RunRows, HeartbeatRows, DeploymentRows, Retention):
+class Store(FleetRows, RunRows, HeartbeatRows, DeploymentRows, InstallationRows, Retention):
     """Everything that is remembered; safe to use from several threads and next to other processes."""
 
     def __init__(self, database: Database) -> None:

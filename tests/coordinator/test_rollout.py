@@ -122,7 +122,7 @@ def test_it_is_over_when_everybody_has_answered(rest: str, expected: str | None)
 
 
 def test_a_failed_deployment_leaves_those_alone_that_never_had_it() -> None:
-    assert states(failed(rows("refused reverted", "superseded"), "x", 1.0)) == {}
+    assert states(failed(deployment("rolling"), rows("refused reverted", "superseded"), "x", 1.0)) == {}
 
 
 @pytest.mark.parametrize("status", ["preparing", "done", "failed", "superseded"])
