@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import importlib.metadata
 import os
 import shutil
 import site
@@ -15,6 +16,7 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import edgefl
 from edgefl.bundles.keys import Signers, load_private, make_key
 from edgefl.bundles.making import BundleWish, make_bundle
 from edgefl.bundles.manifest import Kind
@@ -80,6 +82,23 @@ class Signer:
         return out
 
 
+def edgefl_wheel(folder: Path, version: str, changes: Mapping[str, tuple[str, str]] | None = None) -> Path:
+    """Returns a wheel of this edgefl under another version; `changes` replaces one text in each of these files."""
+    top = Path(edgefl.__file__).parent
+    files: dict[str, str | bytes] = {
+        f"edgefl/{path.relative_to(top)}": path.read_bytes()
+        for path in top.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    wanted = {"edgefl/__init__.py": (f'__version__ = "{edgefl.__version__}"', f'__version__ = "{version}"')}
+    for name, (old, new) in {**wanted, **(changes or {})}.items():
+        text = bytes(files[name]).decode()  # type: ignore[arg-type]
+        assert old in text, f"{name} does not hold {old!r}"
+        files[name] = text.replace(old, new)
+    needs = [one for one in importlib.metadata.requires("edgefl") or () if "extra ==" not in one]
+    return make_wheel(folder, "edgefl", version, files, requires=needs)
+
+
 STAND_IN = """
 import fcntl, json, os, pathlib, sys, time, uuid
 __version__ = "{version}"
@@ -104,7 +123,7 @@ def main():
     lock = (state / "lock").open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
     said = {{"v": 1, "boot_id": uuid.uuid4().hex, "version": __version__, "slot": slot, "connected": False,
-            "token": trial["token"] if trial else "", "packs": {{name: one["version"] for name, one in packs.items()}}}}
+            "token": trial["token"] if trial else "", "packs": {{n: one["version"] for n, one in packs.items()}}}}
     while True:
         said["connected"] = MODE != "deaf" and not (state / "away").exists()
         fresh = state / "health.new"

@@ -49,7 +49,7 @@ def update(  # noqa: PLR0913 one argument per option
     url: str | None,
     fmt: str,
 ) -> None:
-    """Bring release VERSION of edgefl to the boards, or to the DEVICEs alone; a board that fails with it goes back."""
+    """Bring release VERSION of edgefl to the boards, or to DEVICEs alone; a board on which it fails goes back."""
     wish: dict[str, Any] = {"version": version}
     if bundle is not None:
         brought = _bring(bundle, url)

@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 
 PRUNE_EVERY_S = 3600.0
 DAY_S = 86_400.0
+MAX_VERSION_CHARS = 40
 
 
 class Diary:
@@ -49,6 +50,8 @@ class Diary:
         self._heartbeats: list[HeartbeatRow] = []
         self._capabilities: dict[str, tuple[Capabilities, float]] = {}
         self._events: list[tuple[RosterEvent, float]] = []
+        self._versions: dict[str, str] = {}
+        self._known_versions: dict[str, str] = {}
         self._lock = threading.Lock()
         self._next_prune = 0.0
         roster.listen(self._heard)
@@ -62,7 +65,7 @@ class Diary:
         match kind:
             case Topic.STATUS:
                 if payload:
-                    self._roster.note_status(device_id, Status.load(payload))
+                    self._status(device_id, Status.load(payload))
             case Topic.HEARTBEAT:
                 self._heartbeat(device_id, Heartbeat.load(payload))
             case Topic.CAPABILITIES:
@@ -86,8 +89,11 @@ class Diary:
             heartbeats, self._heartbeats = self._heartbeats, []
             capabilities, self._capabilities = self._capabilities, {}
             events, self._events = self._events, []
-        if heartbeats or capabilities or events:
+            versions, self._versions = self._versions, {}
+        if heartbeats or capabilities or events or versions:
             with self._store.batch():
+                for device_id, version in versions.items():
+                    self._write_version(device_id, version)
                 self._store.record_heartbeats(heartbeats)
                 for device_id, (report, at) in capabilities.items():
                     self._write_capabilities(device_id, report, at)
@@ -99,6 +105,13 @@ class Diary:
             self._store.prune_heartbeats(now)
             if self._keep_history_days is not None:
                 self._store.prune_history(now - self._keep_history_days * DAY_S)
+
+    def _status(self, device_id: str, status: Status) -> None:
+        """Takes what a device says of itself; its version changes when it is updated."""
+        self._roster.note_status(device_id, status)
+        with self._lock:
+            if status.version and self._known_versions.get(device_id) != status.version:
+                self._known_versions[device_id] = self._versions[device_id] = status.version[:MAX_VERSION_CHARS]
 
     def _heartbeat(self, device_id: str, heartbeat: Heartbeat) -> None:
         if self._roster.info(device_id) is None:
@@ -135,6 +148,12 @@ class Diary:
         if isinstance(event, Transition | Flapping | Restarted):
             with self._lock:
                 self._events.append((event, self._clock()))
+
+    def _write_version(self, device_id: str, version: str) -> None:
+        try:
+            self._store.update_device(device_id, version=version)
+        except NotFoundError:
+            log.info("dropped the version of %s: it was removed", device_id)
 
     def _write_capabilities(self, device_id: str, report: Capabilities, at: float) -> None:
         try:

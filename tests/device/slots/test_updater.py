@@ -1,4 +1,4 @@
-"""Updates on a board with real slots: taken, refused, rolled back; pip, virtual environments and processes are real."""
+"""Updates on a board with real slots: taken, refused, rolled back; pip, environments and processes are real."""
 
 from __future__ import annotations
 
