@@ -1,0 +1,131 @@
+"""The file of a bundle: what is read, and every way in which it is none."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from wheel_files import Signer, make_wheel
+
+from edgefl.bundles.archive import Bundle, read_bundle
+from edgefl.errors import BundleError
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    wheels = [
+        make_wheel(tmp_path / "w", "gulls", "1.0", {"gulls.py": "x = 1\n"}),
+        make_wheel(tmp_path / "w", "terns", "2.0", {"terns.py": "y = 2\n" * 500}),
+    ]
+    return Signer(tmp_path).bundle(tmp_path / "b.bundle", *wheels, kind="pack", version="1.0", name="gulls")
+
+
+def read(path: Path) -> Bundle:
+    with path.open("rb") as file:
+        return read_bundle(file)
+
+
+def test_what_was_written_is_read_wheel_by_wheel(bundle: Path, tmp_path: Path) -> None:
+    with bundle.open("rb") as file:
+        found = read_bundle(file)
+        assert [wheel.project for wheel in found.manifest.wheels] == ["gulls", "terns"]
+        for entry in reversed(found.manifest.wheels):
+            found.unpack(entry, tmp_path / "out.whl")
+            assert (tmp_path / "out.whl").read_bytes() == (tmp_path / "w" / entry.file).read_bytes()
+
+
+def test_any_tar_can_list_it_without_unpacking(bundle: Path) -> None:
+    with tarfile.open(bundle, "r:") as tar:
+        assert tar.getnames() == [
+            "manifest.json",
+            "manifest.sig",
+            "wheels/gulls-1.0-py3-none-any.whl",
+            "wheels/terns-2.0-py3-none-any.whl",
+        ]
+
+
+def test_a_wheel_that_was_changed_is_not_unpacked(bundle: Path, tmp_path: Path) -> None:
+    content = bytearray(bundle.read_bytes())
+    content[content.rindex(b"y = 2")] ^= 1
+    bundle.write_bytes(content)
+    with bundle.open("rb") as file:
+        found = read_bundle(file)
+        with pytest.raises(BundleError, match=r"terns-2\.0.*is not what was signed"):
+            found.unpack(found.manifest.wheels[1], tmp_path / "out.whl")
+    assert not (tmp_path / "out.whl").exists()
+
+
+def rebuilt(bundle: Path, change: Callable[[list[tuple[tarfile.TarInfo, bytes]]], Any]) -> Path:
+    """The bundle with its entries changed; the headers are right again afterwards."""
+    with tarfile.open(bundle, "r:") as tar:
+        entries = [(info, tar.extractfile(info).read()) for info in tar]  # type: ignore[union-attr]
+    change(entries)
+    with tarfile.open(bundle, "w", format=tarfile.GNU_FORMAT) as tar:
+        for info, content in entries:
+            tar.addfile(info, io.BytesIO(content))
+    return bundle
+
+
+def made(name: str, kind: bytes = tarfile.REGTYPE, content: bytes = b"", **attributes: Any) -> tuple[Any, bytes]:
+    info = tarfile.TarInfo(name)
+    info.type, info.size = kind, len(content)
+    for attribute, value in attributes.items():
+        setattr(info, attribute, value)
+    return info, content
+
+
+@pytest.mark.parametrize(
+    ("entry", "line"),
+    [
+        (made("wheels/extra-1.0-py3-none-any.whl", content=b"PK"), "holds more than its manifest names"),
+        (made("../../etc/cron.d/evil", content=b"x"), "holds more than its manifest names"),
+        (made("wheels/link", tarfile.SYMTYPE, linkname="/etc/shadow"), "holds more than its manifest names"),
+    ],
+)
+def test_nothing_may_stand_behind_the_last_wheel(bundle: Path, entry: Any, line: str) -> None:
+    with pytest.raises(BundleError, match=line):
+        read(rebuilt(bundle, lambda entries: entries.append(entry)))
+
+
+@pytest.mark.parametrize(
+    ("entry", "line"),
+    [
+        (made("wheels/gulls-1.0-py3-none-any.whl", tarfile.SYMTYPE, linkname="/etc/shadow"), "a symbolic link"),
+        (made("wheels/gulls-1.0-py3-none-any.whl", tarfile.LNKTYPE, linkname="manifest.json"), "a hard link"),
+        (made("wheels/gulls-1.0-py3-none-any.whl", tarfile.CHRTYPE), "a device"),
+        (made("wheels/gulls-1.0-py3-none-any.whl", tarfile.DIRTYPE), "a folder"),
+        (made("/etc/passwd", content=b"x"), "holds '/etc/passwd' where its manifest says 'wheels/gulls"),
+        (made("wheels/" + "x" * 200, content=b"x"), "an entry of type b'L'"),
+        (made("wheels/gulls-1.0-py3-none-any.whl", content=b"short"), "has 5 bytes, the manifest says"),
+    ],
+)
+def test_only_the_plain_file_that_is_due_is_taken(bundle: Path, entry: Any, line: str) -> None:
+    with pytest.raises(BundleError, match=line):
+        read(rebuilt(bundle, lambda entries: entries.__setitem__(2, entry)))
+
+
+def test_a_header_that_announces_gigabytes_costs_nothing(bundle: Path) -> None:
+    info = tarfile.TarInfo("manifest.json")
+    info.size = 1 << 40
+    bundle.write_bytes(info.tobuf(tarfile.GNU_FORMAT))
+    with pytest.raises(BundleError, match=r"manifest\.json of the bundle has 1099511627776 bytes, expected 1 to"):
+        read(bundle)
+
+
+def test_a_file_cut_short_anywhere_is_refused(bundle: Path) -> None:
+    content = bundle.read_bytes().rstrip(b"\0")
+    for end in range(0, len(content) - 512, 257):
+        bundle.write_bytes(content[:end])
+        with pytest.raises(BundleError):
+            read(bundle)
+
+
+def test_a_zip_and_an_empty_file_are_no_bundles(tmp_path: Path) -> None:
+    for content in (b"", b"PK\3\4" + bytes(2000), bytes(10240)):
+        (tmp_path / "x").write_bytes(content)
+        with pytest.raises(BundleError, match="this is no bundle"):
+            read(tmp_path / "x")

@@ -1,0 +1,106 @@
+"""Signatures: only what a trusted key has signed, byte for byte, is believed."""
+
+from __future__ import annotations
+
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from wheel_files import Signer, make_wheel
+
+from edgefl.bundles import keys
+from edgefl.bundles.archive import SIGNATURE_BYTES, read_bundle, write_bundle
+from edgefl.bundles.keys import Signers, is_encrypted, load_private, load_public, make_key
+from edgefl.errors import BundleError, ConfigError
+
+
+def pack(folder: Path) -> Path:
+    return make_wheel(folder / "w", "gulls", "1.0", {"gulls.py": ""})
+
+
+def verify(signers: Signers, path: Path) -> str:
+    with path.open("rb") as file:
+        return signers.verify(read_bundle(file))
+
+
+def test_a_signed_bundle_is_verified_and_names_its_key(tmp_path: Path) -> None:
+    signer = Signer(tmp_path)
+    bundle = signer.bundle(tmp_path / "b", pack(tmp_path), kind="pack", version="1.0")
+    assert verify(signer.signers, bundle) == signer.id
+    assert load_public(tmp_path / "keys" / "signing.pub.pem")
+
+
+def test_an_unsigned_bundle_is_refused(tmp_path: Path) -> None:
+    signer = Signer(tmp_path)
+    wheel = pack(tmp_path)
+    with signer.bundle(tmp_path / "b", wheel, kind="pack", version="1.0").open("rb") as file:
+        text = read_bundle(file).text
+    write_bundle(tmp_path / "c", text=text, signature=bytes(SIGNATURE_BYTES), wheels=[wheel])
+    with pytest.raises(BundleError, match=r"its signature by key .* is wrong"):
+        verify(signer.signers, tmp_path / "c")
+
+
+def test_a_signature_for_something_else_is_none_for_a_bundle(tmp_path: Path) -> None:
+    signer = Signer(tmp_path)
+    wheel = pack(tmp_path)
+    with signer.bundle(tmp_path / "b", wheel, kind="pack", version="1.0").open("rb") as file:
+        text = read_bundle(file).text
+    bare = load_private(signer.folder / "signing.pem").sign(text)  # without the prefix that says what it is for
+    write_bundle(tmp_path / "c", text=text, signature=bare, wheels=[wheel])
+    with pytest.raises(BundleError, match="is wrong"):
+        verify(signer.signers, tmp_path / "c")
+
+
+def test_a_bundle_that_names_a_trusted_key_but_was_signed_by_another_is_refused(tmp_path: Path) -> None:
+    signer, wheel = Signer(tmp_path), pack(tmp_path)
+    with signer.bundle(tmp_path / "b", wheel, kind="pack", version="1.0").open("rb") as file:
+        text = read_bundle(file).text
+    forged = keys.sign(Ed25519PrivateKey.generate(), text)
+    write_bundle(tmp_path / "c", text=text, signature=forged, wheels=[wheel])
+    with pytest.raises(BundleError, match="is wrong"):
+        verify(signer.signers, tmp_path / "c")
+
+
+def test_a_private_key_is_for_its_owner_and_encrypted_with_a_passphrase(tmp_path: Path) -> None:
+    made = make_key(tmp_path / "k", "correct horse")
+    private = tmp_path / "k" / "signing.pem"
+    assert stat.S_IMODE(private.stat().st_mode) == 0o600
+    assert is_encrypted(private)
+    assert keys.key_id(load_private(private, "correct horse").public_key()) == made
+    for wrong in ("battery staple", None):
+        with pytest.raises(ConfigError, match="is the passphrase right"):
+            load_private(private, wrong)
+
+
+def test_a_key_that_is_there_is_never_replaced(tmp_path: Path) -> None:
+    make_key(tmp_path / "k", None)
+    with pytest.raises(ConfigError, match="is there already"):
+        make_key(tmp_path / "k", None)
+
+
+def test_a_folder_that_is_missing_trusts_nobody(tmp_path: Path) -> None:
+    assert not Signers.load(tmp_path / "none").keys
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775])
+def test_keys_that_others_could_change_are_refused(tmp_path: Path, mode: int) -> None:
+    signer = Signer(tmp_path)
+    for path in (signer.trusted.parent, signer.trusted, signer.trusted / "operator.pem"):
+        before = path.stat().st_mode
+        path.chmod(mode)
+        with pytest.raises(BundleError, match="could be changed by others"):
+            Signers.load(signer.trusted)
+        path.chmod(before)
+    assert Signers.load(signer.trusted).keys
+
+
+def test_a_file_that_is_no_ed25519_key_is_named(tmp_path: Path) -> None:
+    signer = Signer(tmp_path)
+    (signer.trusted / "x.pem").write_text("hello")
+    with pytest.raises(ConfigError, match=r"x\.pem is no public key in PEM"):
+        Signers.load(signer.trusted)
+    shutil.copyfile(signer.folder / "signing.pem", signer.trusted / "x.pem")
+    with pytest.raises(ConfigError, match="is no public key"):
+        Signers.load(signer.trusted)
