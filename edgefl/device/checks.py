@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from edgefl import __version__
 from edgefl.device.broker_probe import BrokerRules, probe_rules, shake_hands
+from edgefl.device.install_facts import Site, install_facts, own_site
 from edgefl.device.mqtt_session import LinkTls
 from edgefl.device.state import DeviceState
 from edgefl.device.trust import Hello, pinned_context, say_hello
@@ -55,6 +57,7 @@ def check_device(root: Path, *, now: float) -> list[Finding]:
         _agent(root, is_running=is_running),
         *check_private(root, [state.key, root / "device.json"]),
         _certificate(state, now),
+        check_updates(own_site()),
         check_disk(root),
         check_clock(now),
     ]
@@ -72,6 +75,20 @@ def check_device(root: Path, *, now: float) -> list[Finding]:
         is_in_use=is_running,
     )
     return [*findings, *told, *check_broker(list(dict.fromkeys(hosts)), port, side), *_shards(state)]
+
+
+def check_updates(site: Site) -> Finding:
+    """Returns whether this edgefl can be updated from afar, and by whom."""
+    told = install_facts(site)["installs"]
+    if site.slots is None:
+        return ok("updates", told["reason"])
+    remedy = f"see docs/updates.md; keys of signers lie in {site.signers}, which root alone may change"
+    if not told["able"]:
+        return warning("updates", f"this board takes no updates: {told['reason']}", remedy)
+    if os.geteuid() != 0 and os.access(site.signers, os.W_OK):
+        return problem("updates", f"the agent's own user could add signers to {site.signers}", remedy)
+    packs = ", ".join(f"{name} {pack['version']}" for name, pack in told["packs"].items()) or "no packs"
+    return ok("updates", f"slot {told['slot']}, {packs}, takes what {', '.join(told['signers'])} sign")
 
 
 def check_coordinator(addresses: Sequence[str], ca_pem: bytes) -> tuple[Hello | None, list[Finding]]:
