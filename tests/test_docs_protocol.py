@@ -9,6 +9,7 @@ import ssl
 import struct
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -32,6 +33,7 @@ from edgefl.coordinator import (
     bus,
     deployments,
     door,
+    installations,
     live_fleet,
     outstanding,
     presence,
@@ -45,6 +47,7 @@ from edgefl.coordinator.dashboard import dashboard_router
 from edgefl.coordinator.deployment_api import deployment_router
 from edgefl.coordinator.downlink import KEEP, NO_MODEL, PREPARED
 from edgefl.coordinator.enrolment import enrolment_router
+from edgefl.coordinator.installation_api import installation_router
 from edgefl.coordinator.jobs_api import jobs_router
 from edgefl.coordinator.lives import Lives
 from edgefl.coordinator.messages import order_header
@@ -63,6 +66,7 @@ from edgefl.device import (
     peer_queue,
 )
 from edgefl.device.direct import PeerPace
+from edgefl.device.installations import InstallReport
 from edgefl.protocol import (
     CHUNK_BYTES,
     FROM_DEVICE,
@@ -151,6 +155,13 @@ def served() -> dict[str, str]:
             operator=operator,
             device=device,  # type: ignore[arg-type]
         ),
+        installation_router(  # type: ignore[call-arg]
+            store=None,
+            installations=SimpleNamespace(files=None),
+            viewer=viewer,
+            operator=operator,
+            device=device,  # type: ignore[arg-type]
+        ),
         jobs_router(store=None, worker=None, questions=None, plan=None, viewer=viewer, operator=operator),  # type: ignore[arg-type]
     ]
     found = {f"POST /v1/fleet/{name}": "device" for name in superlink._HANDLERS}
@@ -161,6 +172,13 @@ def served() -> dict[str, str]:
         who = next((name for guard, name in known.items() if guard in guards), "anyone")
         found |= {f"{method} {route.path}": who for method in route.methods or ()}
     return found
+
+
+def test_protocol_md_lists_what_a_device_reports_of_an_installation() -> None:
+    (reports,) = tables(part(PROTOCOL, "Installations"))
+    told = {name: cells[1] for cells in reports for name in code(cells[0])}
+    assert set(told) == {item.name for item in fields(InstallReport)}
+    assert set(code(told["state"])) == {"fetching", "requested", *installations.REPORTED}
 
 
 def test_protocol_md_lists_every_route_and_who_may_call_it() -> None:

@@ -9,6 +9,7 @@ import hashlib
 import os
 import tempfile
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from edgefl.types import Json
 
 SUFFIX = ".bundle"
 MIN_DIGITS = 6
+KEPT_BUNDLES = 20
 PART_PREFIX = ".upload-"
 STALE_AFTER_S = 24 * 3600.0
 
@@ -104,6 +106,12 @@ class BundleFiles:
         except OSError as error:
             raise StoreError(f"{path} cannot be read: {error.strerror}") from None
         return KeptBundle(sha256=path.stem, num_bytes=found.st_size, kept_at=found.st_mtime, manifest=manifest)
+
+    def prune(self, keep: Collection[str]) -> None:
+        """Lets go of all bundles but the newest and those in `keep`."""
+        for one in self.kept()[KEPT_BUNDLES:]:
+            if one.sha256 not in keep:
+                self.path(one.sha256).unlink(missing_ok=True)
 
     def _sweep(self) -> None:
         """Removes what a coordinator that was killed left of an upload."""

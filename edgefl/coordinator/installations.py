@@ -124,6 +124,7 @@ class Installations:
         log.info(
             "installation %s: %s %s to %d devices", record.installation_id, record.name, record.version, len(names)
         )
+        self.files.prune({one.sha256 for one in self._store.open_installations()})
         self._wake.set()
         return self._store.installation(record.installation_id), left_out
 

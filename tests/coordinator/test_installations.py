@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from wheel_files import Signer, make_wheel, stand_in
 
 from edgefl import __version__
+from edgefl.coordinator import bundle_files
 from edgefl.coordinator import installations as module
 from edgefl.coordinator.bundle_files import BundleFiles
 from edgefl.coordinator.installations import OLDER, Installations, InstallationWish
@@ -262,6 +264,21 @@ def test_an_upload_that_is_no_bundle_or_too_large_leaves_nothing(fleet: Fleet, t
     with pytest.raises(BundleError, match="the bundle has more than 100 bytes"):
         fleet.bring(tmp_path / "r")
     assert sorted(fleet.files.folder.iterdir()) == before
+
+
+def test_old_bundles_go_unless_they_are_on_their_way(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet.add("pi-1")
+    monkeypatch.setattr(bundle_files, "KEPT_BUNDLES", 1)
+    installations = fleet.start()
+    submit(fleet, installations)
+    made = [
+        fleet.bring(fleet.signer.bundle(fleet.root / name, make_wheel(fleet.root / "w", name, "1.0", {f"{name}.py": ""}),
+                                        kind="pack", version="1.0"))
+        for name in ("gulls", "terns")
+    ]  # fmt: skip
+    os.utime(fleet.files.path(made[0]), (1.0, 1.0))
+    submit(fleet, installations, version=None, bundle=made[1])
+    assert {one.sha256 for one in fleet.files.kept()} == {fleet.release, made[1]}
 
 
 @pytest.mark.parametrize(
