@@ -9,8 +9,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from edgefl.device.board import Board
+from edgefl.device.jetson import power_w
 from edgefl.device.link_quality import LinkQuality, link_quality
-from edgefl.device.vitals import NOT_THROTTLED, THROTTLED_BITS, Board, power_w, temperature_c, throttled
+from edgefl.device.throttling import NOT_THROTTLED, THROTTLED_BITS
+from edgefl.device.vitals import temperature_c, throttled
 from edgefl.types import Json
 
 LOOK_EVERY_S = 1.0

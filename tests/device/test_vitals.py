@@ -6,17 +6,10 @@ import os
 
 import pytest
 
-from edgefl.device.vitals import (
-    LOOK_AGAIN_S,
-    Board,
-    Vitals,
-    battery_fraction,
-    memory_bytes,
-    memory_fraction,
-    power_w,
-    temperature_c,
-    throttled,
-)
+from edgefl.device.board import LOOK_AGAIN_S, Board
+from edgefl.device.jetson import power_w
+from edgefl.device.supplies import battery_fraction
+from edgefl.device.vitals import Vitals, memory_bytes, memory_fraction, temperature_c, throttled
 
 
 @pytest.fixture
