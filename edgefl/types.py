@@ -307,8 +307,9 @@ AHEAD = ("bytes_up_ahead", "bytes_down_ahead")
 class UpdateMetrics:
     """What a device measured about one assignment; bytes are counted on the wire, never estimated.
 
-    The last five say how its board was meanwhile, each None where it cannot tell: the highest temperature, all that
-    held it back (the words of a heartbeat), the weakest signal, the rate of the link, and the energy that it took.
+    The last six say how its board was meanwhile, each None where it cannot tell: the highest temperature, all that
+    held it back (the words of a heartbeat), the weakest signal, the rate of the link, the energy that it took, and
+    how long of `compute_s` it rested to stay below its temperature limit.
 
     Those that were spent before the run are part of the first update's, and stand in `extra` under the names of
     `AHEAD`: `send_s` was not spent on them.
@@ -328,6 +329,7 @@ class UpdateMetrics:
     signal_dbm: float | None = None
     link_bits_per_s: float | None = None
     energy_j: float | None = None
+    paced_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from edgefl.cli.device_inference import infer, serve
+from edgefl.cli.device_settings import keep_limit, set_, temperature_option
 from edgefl.cli.device_updates import apply_update, signers_option, trust
 from edgefl.cli.listing import ListedGroup
 from edgefl.errors import DataError, NetworkError, NotFoundError, NotJoinedError, UsageError, WrongCaError
@@ -59,10 +60,13 @@ def command() -> None:
 def probe(
     *, as_json: bool, profile: Path | None, tasks: tuple[str, ...], name: str | None, root: Path | None
 ) -> None:
-    """Print what this board is and can do; the same facts are reported to the coordinator at a join."""
-    from edgefl.device.capabilities import probe as look  # noqa: PLC0415 fast start
+    """Print what this board is and can do, as the coordinator is told at a join, and how it is at this moment."""
+    from edgefl.device.board import Board  # noqa: PLC0415 fast start
+    from edgefl.device.capabilities import probe as look  # noqa: PLC0415 likewise
+    from edgefl.device.condition import condition  # noqa: PLC0415 likewise
 
     facts = look()
+    facts |= condition(Board(), is_jetson=facts["family"] == "jetson")
     if profile is not None:
         _write_profile(profile, facts, tasks, name, root)
     if as_json:
@@ -91,6 +95,7 @@ def probe(
     show_default=True,
     help="Where it listens for neighbours, in runs with carrier = 'direct'.",
 )
+@temperature_option
 def join(  # noqa: PLR0913, PLR0917 one argument per option
     address: str | None,
     text: str | None,
@@ -103,6 +108,7 @@ def join(  # noqa: PLR0913, PLR0917 one argument per option
     accelerator: str,
     threads: int | None,
     peer_port: int,
+    max_temperature: str | float | None,
 ) -> None:
     """Join the fleet of the coordinator at HOST:PORT (or at the token's own addresses)."""
     from edgefl.device.enrolment import JoinWishes, host_slug  # noqa: PLC0415 fast start
@@ -128,6 +134,7 @@ def join(  # noqa: PLR0913, PLR0917 one argument per option
         facts=_facts(named, role),
     )
     state = join_fleet(token, wishes, root=root or default_state_dir(), addresses=addresses)
+    keep_limit(state, max_temperature)
     click.echo(f"joined fleet {state.device.fleet} as {state.device_id} ({state.device.role}); state in {state.root}")
     click.echo("next: edgefl device start" + (f" --state {root}" if root else ""))
 
@@ -135,7 +142,8 @@ def join(  # noqa: PLR0913, PLR0917 one argument per option
 @command.command()
 @state_option
 @signers_option
-def start(root: Path | None, signers: Path) -> None:
+@temperature_option
+def start(root: Path | None, signers: Path, max_temperature: str | float | None) -> None:
     """Run the agent until SIGTERM or Ctrl-C; what the systemd unit runs."""
     from edgefl.device.agent import run_agent  # noqa: PLC0415 fast start
     from edgefl.device.install_facts import own_site  # noqa: PLC0415 likewise
@@ -143,6 +151,7 @@ def start(root: Path | None, signers: Path) -> None:
 
     state = DeviceState.load(root)
     with state.locked():
+        keep_limit(state, max_temperature)
         run_agent(state, own_site(signers))
 
 
@@ -163,6 +172,7 @@ def status(root: Path | None, style: str) -> None:
         "shards": dict(device.shards),
         "accelerator": device.accelerator,
         "threads": device.threads,
+        "max_temperature_c": device.max_temperature_c,
         "addresses": list(device.addresses),
         **_reachable(state),
     }
@@ -172,6 +182,7 @@ def status(root: Path | None, style: str) -> None:
     _print_facts(facts)
 
 
+command.add_command(set_)
 command.add_command(infer)
 command.add_command(serve)
 command.add_command(trust)

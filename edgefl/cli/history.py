@@ -48,14 +48,14 @@ _TABLE = {
              "num_refused", "num_failed", "bytes_up", "bytes_down"),
     "accuracy": ("run_id", "round", "at_s", "bytes_up", "bytes_down", "accuracy", "loss", "train_loss", "source",
                  "node_accuracy", "worst_node_accuracy"),
-    "slow": ("run_id", "round", "seconds", "waited_for", "waited_s", "outcome", "iterations", "compute_s", "send_s",
-             "max_temperature_c", "throttled", "signal_dbm", "link_bits_per_s"),
+    "slow": ("run_id", "round", "seconds", "waited_for", "waited_s", "outcome", "iterations", "compute_s", "paced_s",
+             "send_s", "max_temperature_c", "throttled", "signal_dbm", "link_bits_per_s"),
     **{kind: COLUMNS[kind] for kind in sorted(SUMMED)},
     "rounds": ("run_id", "round", "version", "closed_at", "num_devices", "num_updates", "train_loss", "loss",
                "accuracy", "source", "node_accuracy", "worst_node_accuracy", "disagreement", "bytes_up",
                "bytes_down"),
     "updates": ("run_id", "round", "device_id", "outcome", "staleness", "iterations", "num_examples", "loss",
-                "compute_s", "send_s", "wait_s", "bytes_up", "bytes_down"),
+                "compute_s", "paced_s", "send_s", "wait_s", "bytes_up", "bytes_down"),
     "devices": ("device_id", "role", "groups", "presence", "last_seen_at", "examples", "num_used", "compute_s",
                 "send_s", "wait_s", "bytes_up", "bytes_down"),
     "heartbeats": ("device_id", "at", "uptime_s", "temperature_c", "throttled", "cpu_fraction", "memory_fraction",
@@ -64,6 +64,8 @@ _TABLE = {
     "evaluations": ("run_id", "round", "version", "device_id", "source", "subject", "loss", "accuracy",
                     "num_examples", "at"),
 }  # fmt: skip
+_OF_SOME_BOARDS = frozenset({"paced_s"})
+"""What a table shows only where it is known: few boards have a temperature limit."""
 _DERIVED = {"rounds": ("disagreement",)}
 
 
@@ -104,7 +106,7 @@ def _show_table(source: Source, kind: str, filters: dict[str, Any]) -> None:
     rows = [{**row, **node_figures(row)} for row in rows]
     chosen = columns_of(kind, filters.get("by") or BY[0])
     names = [name for name in _TABLE[kind] if kind not in SUMMED or name in chosen]
-    print_rows(rows, known_columns(rows, names, OF_NODES), "table", kind=kind)
+    print_rows(rows, known_columns(rows, names, OF_NODES | _OF_SOME_BOARDS), "table", kind=kind)
 
 
 def _show_all(source: Source, kind: str, filters: dict[str, Any], fmt: str) -> None:

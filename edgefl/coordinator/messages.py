@@ -25,6 +25,7 @@ PLAUSIBLE = MappingProxyType(
         "signal_dbm": (-200.0, 0.0),
         "link_bits_per_s": (0.0, 1e12),
         "energy_j": (0.0, 1e12),
+        "paced_s": (0.0, 1e8),
     }
 )
 """What a device may say of its board; anything else is taken for not known."""

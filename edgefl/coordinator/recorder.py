@@ -251,6 +251,7 @@ class Recorder:
             signal_dbm=metrics.signal_dbm,
             link_bits_per_s=metrics.link_bits_per_s,
             energy_j=metrics.energy_j,
+            paced_s=metrics.paced_s,
             metrics=dict(metrics.extra),
         )
 

@@ -33,6 +33,7 @@ from edgefl.device.model_fetch import Source
 from edgefl.device.model_updates import ModelUpdates
 from edgefl.device.node_runner import addresses_of
 from edgefl.device.outbox import Outbox
+from edgefl.device.pacing import board_pacer
 from edgefl.device.renewal import Renewal
 from edgefl.device.state import DeviceState
 from edgefl.device.supernode import Answer, RefusedError, SuperNode, UnauthorisedError, signed_headers
@@ -102,6 +103,7 @@ class Agent:
             on_progress=self._report_progress,
             make_carrier=self._make_carrier,
             board=AssignmentVitals(),
+            pacer=board_pacer(lambda: self._state.device.max_temperature_c),
         )
         self._supernode = SuperNode(
             private_key_pem=state.key.read_bytes(),

@@ -42,9 +42,10 @@ class NodeWork:
         tasks: what this board trains.
         make_carrier: for nodes whose messages the coordinator does not carry.
         working: held by whoever uses the learner; `work` is called with it.
+        pace: called between iterations of a node that goes on by itself; waits, until what it is given says so.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 a composition root hands over its parts by name
         self,
         device_id: str,
         state_dir: Path,
@@ -53,7 +54,9 @@ class NodeWork:
         tasks: WarmTasks,
         make_carrier: MakeCarrier | None,
         working: threading.Lock,
+        pace: Callable[[Callable[[], bool]], None] = lambda _: None,
     ) -> None:
+        self._pace = pace
         self._device_id, self._tasks, self._working = device_id, tasks, working
         self._nodes = Nodes(device_id, state_dir, life=life)
         self._runner = NodeRunner(device_id, state_dir, make_carrier)
@@ -190,6 +193,11 @@ class NodeWork:
             while not self._working.acquire(timeout=LOOK_EVERY_S):
                 if is_leaving():
                     return 0, 0.0
+
+            def rested(*_: object) -> bool:
+                self._pace(is_leaving)
+                return is_leaving()
+
             try:
                 rng = derived_rng(job.seed, self._device_id, engine.node.iterations)
                 done, loss, _ = train_node(
@@ -199,7 +207,7 @@ class NodeWork:
                     burst,
                     rng,
                     clock=time.monotonic,
-                    on_iteration=lambda *_: is_leaving(),
+                    on_iteration=rested,
                 )
             finally:
                 self._working.release()

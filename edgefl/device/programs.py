@@ -1,4 +1,4 @@
-"""Programs of a board's maker (`vcgencmd`, `nvpmodel`, `tegrastats`): asked last, shortly, and never trusted to end."""
+"""Programs of a board's maker (`vcgencmd`, `tegrastats`): asked last, shortly, and never trusted to end."""
 
 from __future__ import annotations
 

@@ -31,7 +31,8 @@ class JoinedDevice:
     """Who this device is and where its coordinator is.
 
     `addresses` are HOST:PORT, best first; `broker_host` None means the host of the address in use; `shards` maps a
-    task to a path; `threads` None means all cores; `peer_port` is where it listens for neighbours in a graph.
+    task to a path; `threads` None means all cores; `peer_port` is where it listens for neighbours in a graph;
+    above `max_temperature_c` it rests between iterations, None means that it never does.
     """
 
     device_id: str
@@ -45,6 +46,7 @@ class JoinedDevice:
     accelerator: str = "auto"
     threads: int | None = None
     peer_port: int = PEER_PORT
+    max_temperature_c: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,4 +212,7 @@ def _device(path: Path, value: object) -> JoinedDevice:
     texts = (device.device_id, device.fleet, device.role, device.accelerator)
     if not all(isinstance(text, str) for text in texts) or not isinstance(device.shards, dict):
         raise ConfigError(f"{path} is damaged: device_id, fleet, role and accelerator must be texts, shards a table")
+    limit = device.max_temperature_c
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float)):
+        raise ConfigError(f"{path} is damaged: max_temperature_c must be a number or null, got {limit!r:.40}")
     return replace(device, addresses=addresses)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -22,13 +23,14 @@ from edgefl.device.assignment_vitals import AssignmentVitals
 from edgefl.device.jobs import Job, job_of
 from edgefl.device.node_runner import MakeCarrier
 from edgefl.device.node_work import NeedsDenseError, NodeWork
+from edgefl.device.pacing import Pacer
 from edgefl.device.readiness import NotHeldError, Readiness
 from edgefl.device.residents import load_resident, save_resident
 from edgefl.device.run_memory import RunMemory
 from edgefl.device.warm_tasks import WarmTask, WarmTasks
 from edgefl.errors import ConfigError, DataError, EdgeflError
 from edgefl.protocol import finite
-from edgefl.tasks.local_training import LocalResult, train
+from edgefl.tasks.local_training import LocalResult, iteration_limit, train
 from edgefl.types import (
     Array,
     Dataset,
@@ -69,6 +71,7 @@ class Trainer:
         life: grows with every start of the device, 1 or more; nodes of a graph number their messages by it.
         make_carrier: for nodes of a graph whose messages the coordinator does not carry.
         board: looks at the board while it works; None does not.
+        pacer: lets it rest between iterations while it is too hot; None does not.
     """
 
     def __init__(  # noqa: PLR0913 a composition root hands over its parts by name
@@ -84,15 +87,23 @@ class Trainer:
         life: int = 1,
         make_carrier: MakeCarrier | None = None,
         board: AssignmentVitals | None = None,
+        pacer: Pacer | None = None,
     ) -> None:
         self._board = board
+        self._pacer = pacer or Pacer(lambda: None, lambda: None)
         self._device_id, self._role, self._state_dir = device_id, role, state_dir
         self._on_progress = on_progress
         self._tasks = WarmTasks(shards, accelerator=accelerator, threads=threads)
         self._memory = RunMemory(state_dir)
         self._working = threading.Lock()
         self._nodes = NodeWork(
-            device_id, state_dir, life=life, tasks=self._tasks, make_carrier=make_carrier, working=self._working
+            device_id,
+            state_dir,
+            life=life,
+            tasks=self._tasks,
+            make_carrier=make_carrier,
+            working=self._working,
+            pace=self._pacer.rest,
         )
         self._readiness = Readiness(
             state_dir, self._tasks, working=self._working, is_at=lambda run: (self._nodes.now or ("", 0))[0] == run
@@ -194,12 +205,13 @@ class Trainer:
 
     def _felt(self, job: Job, warm: WarmTask, body: bytes) -> tuple[Json, bytes]:
         """Trains, and tells beside the other metrics how the board was meanwhile."""
-        if self._board is None:
-            return self._train(job, warm, body)
-        self._board.begin()
-        self._board.look()
+        self._pacer.begin()
+        if self._board is not None:
+            self._board.begin()
+            self._board.look()
         reply, result = self._train(job, warm, body)
-        return {**reply, "metrics": {**reply["metrics"], "vitals": self._board.end()}}, result
+        vitals = {**(self._board.end() if self._board is not None else {}), **self._pacer.told()}
+        return {**reply, "metrics": {**reply["metrics"], **({"vitals": vitals} if vitals else {})}}, result
 
     def _look(self) -> None:
         if self._board is not None:
@@ -243,27 +255,36 @@ class Trainer:
             plan,
             derived_rng(*job.origin),
             clock=time.monotonic,
-            on_iteration=self._watch(job),
+            on_iteration=self._watch(job, last=iteration_limit(plan, len(data))),
             step_state=self._memory.step_state(job.run, plan.algorithm) if plan.keeps_state else None,
         )
         if result.step_state is not None:
             self._memory.keep_step_state(job.run, plan.algorithm, result.step_state)
         return result
 
-    def _watch(self, job: Job) -> Callable[[int, float], bool]:
-        """Returns what is told of every iteration of a job, and says whether it was the last."""
+    def _watch(self, job: Job, *, last: int | None = None) -> Callable[[int, float], bool]:
+        """Returns what is told of every iteration of a job, and says whether it was the last.
+
+        After the iteration `last` nothing is left to rest for.
+        """
         plan, reported_s = job.plan, 0.0
+        until_s = math.inf if plan.seconds is None else time.monotonic() + plan.seconds
+
+        def is_over() -> bool:
+            return self._abandoned or job.assignment_id in self._recalled or time.monotonic() >= until_s
 
         def on_iteration(iteration: int, seconds_per_iteration: float) -> bool:
             nonlocal reported_s
             self._now = job.run, job.assignment_id, iteration
             self._look()
+            if iteration != last:
+                self._pacer.rest(is_over)
             if self._abandoned:
                 raise AbandonedError
             if plan.report_progress and time.monotonic() - reported_s >= REPORT_EVERY_S:
                 reported_s = time.monotonic()
                 self._on_progress(job.assignment_id, iteration, seconds_per_iteration)
-            return job.assignment_id in self._recalled
+            return job.assignment_id in self._recalled or time.monotonic() >= until_s
 
         return on_iteration
 

@@ -16,9 +16,11 @@ HOT_C = 80.0
 TOGETHER = 0.1
 """Who is back within this part of the round has not been waited for."""
 FAR_MORE = 1.5
+PACED = 0.25
+"""A board that rested for this part of its computing or more was slow for that reason."""
 _TOLD = (
-    "device_id", "assignment_id", "outcome", "reason", "staleness", "iterations", "compute_s", "send_s", "wait_s",
-    "bytes_up", "bytes_down", "max_temperature_c", "throttled", "signal_dbm", "link_bits_per_s", "energy_j",
+    "device_id", "assignment_id", "outcome", "reason", "staleness", "iterations", "compute_s", "paced_s", "send_s",
+    "wait_s", "bytes_up", "bytes_down", "max_temperature_c", "throttled", "signal_dbm", "link_bits_per_s", "energy_j",
 )  # fmt: skip
 
 
@@ -144,6 +146,9 @@ def _slow_link(waited: Json, others: Sequence[Json]) -> str:
 def _slow_board(waited: Json, others: Sequence[Json]) -> tuple[str, str]:
     heat = waited["max_temperature_c"]
     at = f" at {heat:.0f} °C" if heat is not None else ""
+    if (waited["paced_s"] or 0.0) > PACED * (waited["compute_s"] or 0.0):
+        rested = f"which rested for {seconds_text(waited['paced_s'])} of its time to stay below its temperature limit"
+        return "paced", rested + at
     if waited["throttled"] not in {None, NOT_THROTTLED}:
         words = waited["throttled"].split(",")
         held = "throttled" if "throttled" in words else f"held back by {names_text(words)}"

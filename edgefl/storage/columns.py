@@ -31,12 +31,12 @@ COLUMNS = MappingProxyType(
         ),
         "slow": (
             "run_id", "round", "started_at", "seconds", "waited_for", "waited_s", "outcome", "iterations",
-            "compute_s", "send_s", "bytes_up", "bytes_down", "max_temperature_c", "throttled", "signal_dbm",
-            "link_bits_per_s", "reason",
+            "compute_s", "paced_s", "send_s", "bytes_up", "bytes_down", "max_temperature_c", "throttled",
+            "signal_dbm", "link_bits_per_s", "reason",
         ),
         "updates": (
             "run_id", "round", "assignment_id", "device_id", "outcome", "base_version", "applied_version",
-            "staleness", "iterations", "num_examples", "loss", "compute_s", "send_s", "wait_s", "bytes_up",
+            "staleness", "iterations", "num_examples", "loss", "compute_s", "paced_s", "send_s", "wait_s", "bytes_up",
             "bytes_down", "codec", "dispatched_at", "received_at", "ended_at", "reason", "max_temperature_c",
             "throttled", "signal_dbm", "link_bits_per_s", "energy_j", "metrics",
         ),

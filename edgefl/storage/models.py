@@ -188,6 +188,7 @@ class Update(Base):
     signal_dbm: Mapped[float | None]
     link_bits_per_s: Mapped[float | None]
     energy_j: Mapped[float | None]
+    paced_s: Mapped[float | None]
 
 
 class Evaluation(Base):

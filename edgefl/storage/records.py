@@ -183,6 +183,7 @@ class UpdateRow:
     signal_dbm: float | None = None
     link_bits_per_s: float | None = None
     energy_j: float | None = None
+    paced_s: float | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
 

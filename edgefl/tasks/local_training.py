@@ -65,7 +65,7 @@ def train(  # noqa: PLR0913 what, on what, how and by which clock; the last thre
     step = step or make_local_step(plan)
     _reseed(learner, rng)
     start, started_s = learner.read(), clock()
-    limit = _iteration_limit(plan, len(data))
+    limit = iteration_limit(plan, len(data))
     iterations, loss, num_seen = 0, 0.0, 0
     # A diverging model is the coordinator's to judge; here it only must not stop the board.
     with np.errstate(over="ignore", invalid="ignore"):
@@ -113,7 +113,8 @@ def check_plan(plan: LocalPlan) -> None:
             raise ConfigError(f"{name} of a plan must be a finite number of 0 or more, got {value}")
 
 
-def _iteration_limit(plan: LocalPlan, num_examples: int) -> int | None:
+def iteration_limit(plan: LocalPlan, num_examples: int) -> int | None:
+    """Returns after how many iterations a plan is done; None for one that has seconds instead."""
     if plan.epochs is not None:
         return max(1, round(plan.epochs * math.ceil(num_examples / plan.batch_size)))
     return plan.iterations

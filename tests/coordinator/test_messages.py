@@ -18,7 +18,8 @@ def metrics(**told: Any) -> UpdateMetrics:
 
 def test_vitals_become_metrics() -> None:
     told = {"max_temperature_c": 83.2, "throttled": "under-voltage,throttled", "signal_dbm": -81, "energy_j": 7.5}
-    made = metrics(vitals={**told, "link_bits_per_s": 6.5e6})
+    made = metrics(vitals={**told, "link_bits_per_s": 6.5e6, "paced_s": 0.4})
+    assert made.paced_s == 0.4
     assert made.max_temperature_c == 83.2
     assert made.throttled == "under-voltage,throttled"
     assert (made.signal_dbm, made.link_bits_per_s, made.energy_j) == (-81.0, 6.5e6, 7.5)
@@ -29,7 +30,7 @@ def test_vitals_become_metrics() -> None:
     [
         None, 7, "hot", [], {},
         {"max_temperature_c": "hot", "throttled": 4, "signal_dbm": None, "energy_j": [1]},
-        {"max_temperature_c": 9e9, "signal_dbm": 40.0, "link_bits_per_s": -1.0, "energy_j": -5.0},
+        {"max_temperature_c": 9e9, "signal_dbm": 40.0, "link_bits_per_s": -1.0, "energy_j": -5.0, "paced_s": -1},
         {"max_temperature_c": float("nan"), "energy_j": float("inf")},
         {"throttled": "x" * 200}, {"throttled": "<b>bold</b>"}, {"throttled": "ok\n"},
     ],

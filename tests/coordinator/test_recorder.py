@@ -350,7 +350,7 @@ def test_what_a_device_measured_besides_is_kept(book):
 def test_how_a_board_was_is_kept_with_its_update_until_it_is_used_and_after(book):
     vitals = {
         "max_temperature_c": 83.2, "throttled": "throttled", "signal_dbm": -80.0, "link_bits_per_s": 6e6,
-        "energy_j": 5.0,
+        "energy_j": 5.0, "paced_s": 2.5,
     }  # fmt: skip
     book.order(0, "a")
     book.receive(update(0, "a", **vitals))

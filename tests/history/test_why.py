@@ -66,6 +66,11 @@ OTHERS = {"a": (3.2, {}), "b": (3.2, {}), "c": (3.3, {})}
             44.2, {"compute_s": 44.0, "throttled": "under-voltage", "max_temperature_c": 50.0}, "throttled",
             "waited 41 s for pi-07, held back by under-voltage at 50 °C. ",
         ),
+        (
+            44.2, {"compute_s": 44.0, "paced_s": 40.0, "throttled": "throttled", "max_temperature_c": 81.0}, "paced",
+            "for pi-07, which rested for 40 s of its time to stay below its temperature limit at 81 °C. It computed",
+        ),
+        (44.2, {"compute_s": 44.0, "paced_s": 1.0}, "slow", "for pi-07, the slowest to compute. It"),
         (44.2, {"compute_s": 44.0, "iterations": 1500, "throttled": "ok"}, "iterations",
          "for pi-07, which did 1500 local iterations, the others 100."),
         (44.2, {"compute_s": 44.0, "max_temperature_c": 81.0}, "slow", "for pi-07, the slowest to compute at 81 °C."),

@@ -26,6 +26,7 @@ from edgefl.errors import StoreError, StoreFullError, StoreTooNewError
 from edgefl.storage.database import SCHEMA_REVISION, Database
 from edgefl.storage.models import Base
 from edgefl.storage.queries import history
+from edgefl.storage.records import UpdateRow
 from edgefl.storage.store import Store
 
 
@@ -273,9 +274,8 @@ def test_two_programs_may_open_a_new_store_at_once(tmp_path):
         assert process.returncode == 0
 
 
-@pytest.mark.parametrize("revision", ["0001", "0002", "0003"])
-def test_a_store_of_an_earlier_revision_is_upgraded_with_its_rows(tmp_path, revision):
-    path = tmp_path / "edgefl.db"
+def old_store(path, revision):
+    """Writes a store of an earlier revision with a run, a round, an update and an evaluation."""
     config = Config()
     config.set_main_option("script_location", str(Path(database_module.__file__).parent / "migrations"))
     config.set_main_option("path_separator", "os")
@@ -301,11 +301,17 @@ def test_a_store_of_an_earlier_revision_is_upgraded_with_its_rows(tmp_path, revi
             " VALUES ('r', 'e', 1, 1, 'd', 'device', 0.5, 0.75, 8, 0, 0, 2.0, '{}')"
         )
     old.dispose()
+
+
+@pytest.mark.parametrize("revision", ["0001", "0002", "0003"])
+def test_a_store_of_an_earlier_revision_is_upgraded_with_its_rows(tmp_path, revision):
+    path = tmp_path / "edgefl.db"
+    old_store(path, revision)
     with Store.open(path) as store:
         with store.database.read() as connection:
             assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
-            rows = connection.exec_driver_sql("SELECT run_name, device_id, codec FROM v_updates").all()
-        assert [tuple(row) for row in rows] == [("n", "d", None)]
+            rows = connection.exec_driver_sql("SELECT run_name, device_id, codec, paced_s FROM v_updates").all()
+        assert [tuple(row) for row in rows] == [("n", "d", None, None)]
         (round_,), (evaluation,) = history(store, "rounds"), history(store, "evaluations")
         (traffic,) = history(store, "traffic", by="day")
     assert (round_["accuracy"], round_["source"], round_["bytes_up"]) == (0.75, "device", 5)
@@ -313,3 +319,20 @@ def test_a_store_of_an_earlier_revision_is_upgraded_with_its_rows(tmp_path, revi
     assert (evaluation["accuracy"], evaluation["subject"]) == (0.75, "")
     assert (round_["seconds"], round_["waited_for"], round_["waited_s"]) == (8.0, "d", 0.0)
     assert (traffic["day"], traffic["bytes_up"]) == ("1970-01-01", 5)
+
+
+@pytest.mark.parametrize("revision", ["0004", "0005", "0006"])
+def test_a_store_from_before_paced_seconds_keeps_its_updates_and_can_take_new_ones(tmp_path, revision):
+    path = tmp_path / "edgefl.db"
+    old_store(path, revision)
+    with Store.open(path) as store:
+        with store.database.read() as connection:
+            assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
+        store.record_updates(
+            "r",
+            [UpdateRow(assignment_id="b", device_id="d", round=1, base_version=0, paced_s=2.5, received_at=9.0)],
+        )
+        rows = [(row["assignment_id"], row["bytes_up"], row["paced_s"]) for row in history(store, "updates")]
+        slow = history(store, "slow")
+    assert sorted(rows) == [("a", 5, None), ("b", None, 2.5)]
+    assert all("paced_s" in row for row in slow)
