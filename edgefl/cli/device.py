@@ -64,9 +64,12 @@ def probe(
     from edgefl.device.board import Board  # noqa: PLC0415 fast start
     from edgefl.device.capabilities import probe as look  # noqa: PLC0415 likewise
     from edgefl.device.condition import condition  # noqa: PLC0415 likewise
+    from edgefl.device.training_facts import training_facts  # noqa: PLC0415 likewise
+    from edgefl.tasks.registry import task_names  # noqa: PLC0415 likewise
 
     facts = look()
     facts |= condition(Board(), is_jetson=facts["family"] == "jetson")
+    facts |= training_facts("trainer", task_names(), facts)
     if profile is not None:
         _write_profile(profile, facts, tasks, name, root)
     if as_json:
@@ -321,7 +324,8 @@ def _facts(shards: Mapping[str, str], role: str) -> dict[str, Any]:
     from edgefl.device.warm_tasks import WarmTasks  # noqa: PLC0415 likewise
 
     blocks = WarmTasks(lambda: shards, accelerator="cpu", threads=1).blocks()
-    facts = {**look(), **training_facts(role, shards)}
+    board = look()
+    facts = {**board, **training_facts(role, shards, board)}
     return {**facts, "blocks": blocks} if blocks else facts
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from edgefl.coordinator.participants import NO_TORCH, FleetRun, has_torch
+from edgefl.coordinator.participants import FleetRun, why_untrained
 from edgefl.coordinator.roster import Roster
 from edgefl.protocol import Phase
 from edgefl.types import DeviceInfo, Role
@@ -103,6 +103,4 @@ class Guests:
             return f"it is an {info.role}, and trains nothing"
         if self.run.task not in info.tasks:
             return f"it has no shard for task {self.run.task!r}; on the board: edgefl device shard add"
-        if self.run.needs_torch and not has_torch(info):
-            return NO_TORCH
-        return ""
+        return why_untrained(info, needs_torch=self.run.needs_torch)

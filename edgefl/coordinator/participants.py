@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from edgefl.coordinator.lives import Lives
 from edgefl.types import DeviceInfo, Indices, Json, Role, Tensors
 
 NO_TORCH = "it has no torch, and can only use finished models; on the board: install edgefl[train]"
+NO_NUMPY = "it says that it cannot train; edgefl device probe, on the board, says why"
+MAX_REASON_CHARS = 300
 EncodeChanges = Callable[[Tensors, Indices, int], bytes | None]
 """(model, what changed, version) -> body that turns an older model into this one; None where the whole is smaller."""
 
@@ -56,6 +58,8 @@ class Participants:
             return False
         if info.role == Role.EVALUATOR:
             return run.task in info.tasks
+        if why_untrained(info, needs_torch=run.needs_torch):
+            return False
         is_member = self._members is None or info.device_id in self._members
         return is_member and is_meant(info, task=run.task, groups=run.groups, names=run.names)
 
@@ -72,6 +76,17 @@ def is_meant(info: DeviceInfo, *, task: str, groups: Sequence[str], names: Seque
         and (not groups or not set(groups).isdisjoint(info.groups))
         and (not names or info.device_id in names)
     )
+
+
+def why_untrained(info: DeviceInfo, *, needs_torch: bool) -> str:
+    """Returns why a board cannot train a task, empty where it can; its own words where it has any."""
+    known = info.capabilities.get("backends")
+    backend = "torch" if needs_torch else "numpy"
+    if not isinstance(known, list) or backend in known:
+        return ""
+    reasons = info.capabilities.get("backend_reasons")
+    told = reasons.get(backend) if isinstance(reasons, Mapping) else None
+    return told[:MAX_REASON_CHARS] if isinstance(told, str) else (NO_TORCH if needs_torch else NO_NUMPY)
 
 
 def has_torch(info: DeviceInfo) -> bool:

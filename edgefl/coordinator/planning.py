@@ -15,7 +15,7 @@ from edgefl.compression.edges import edge_shapes
 from edgefl.compression.measuring import expected_bytes
 from edgefl.config import RunConfig
 from edgefl.coordinator.admission import MODELS_IN_MEMORY, model_size
-from edgefl.coordinator.participants import NO_TORCH, has_torch
+from edgefl.coordinator.participants import why_untrained
 from edgefl.coordinator.roster import Roster
 from edgefl.storage.speeds import seconds_per_iteration
 from edgefl.storage.store import Store
@@ -119,12 +119,13 @@ def _why_not(info: DeviceInfo, run: Plannable, roster: Roster) -> str:
     """Returns why a device takes no part; empty where it does."""
     devices, task, selection = run.config.devices, run.config.run.task, run.gate.selection
     memory, needed = info.capabilities.get("memory_bytes"), MODELS_IN_MEMORY * model_size(run.model)
+    untrained = why_untrained(info, needs_torch=run.needs_torch)
     checks = (
         (info.role != Role.TRAINER, f"it is an {info.role}, and trains nothing"),
         (bool(devices.names) and info.device_id not in devices.names, "the run file names others"),
         (bool(devices.groups) and set(devices.groups).isdisjoint(info.groups), "it is in none of the groups"),
         (task not in info.tasks, f"it has no shard for task {task!r}"),
-        (run.needs_torch and not has_torch(info), NO_TORCH),
+        (bool(untrained), untrained),
         (roster.worker(info.device_id) is None, f"it is {roster.standing(info.device_id) or 'away'}"),
         (not selection.fits(info), "it has too little memory or no accelerator, see [devices]"),
         (isinstance(memory, int) and memory < needed, f"it has too little memory: the run needs {needed} bytes"),

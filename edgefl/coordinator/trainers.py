@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from edgefl.config import RunConfig
-from edgefl.coordinator.participants import has_torch, is_meant
+from edgefl.coordinator.participants import NO_TORCH, is_meant, why_untrained
 from edgefl.coordinator.roster import Roster
 from edgefl.errors import TaskError
 from edgefl.types import Role
@@ -26,10 +26,14 @@ def check_trainers(config: RunConfig, roster: Roster, *, needs_torch: bool) -> N
         if info.role == Role.TRAINER
         and is_meant(info, task=config.run.task, groups=devices.groups, names=devices.names)
     ]
-    if not needs_torch or not meant or any(has_torch(info) for info in meant):
+    reasons = {info.device_id: why_untrained(info, needs_torch=needs_torch) for info in meant}
+    if not all(reasons.values()) or not meant:
         return
-    names = sorted(info.device_id for info in meant)
+    names = sorted(reasons)
     some = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+    if any(reason != NO_TORCH for reason in reasons.values()):
+        told = "; ".join(f"{name}: {reasons[name]}" for name in names[:NAMED])
+        raise TaskError(f"no device can train task {config.run.task}: {told}")
     raise TaskError(
         f"no device can train task {config.run.task}: {some} have no torch and can only use finished models; "
         "install edgefl[train] on them, or let a board join that has it"

@@ -351,7 +351,8 @@ class Agent:
             self._reported = stamp, facts
             blocks = self._trainer.blocks()
             device = self._state.device
-            own = {**training_facts(device.role, device.shards), **self._peer_facts(), **self._installations.facts()}
+            trains = training_facts(device.role, device.shards, facts)
+            own = {**trains, **self._peer_facts(), **self._installations.facts()}
             told = {**facts, **({"blocks": blocks} if blocks else {}), **own}
             self._link.publish_capabilities(Capabilities(facts=told, shards=self._trainer.examples()))
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from edgefl import __version__
+from edgefl.device.board import Board
 from edgefl.device.broker_probe import BrokerRules, probe_rules, shake_hands
+from edgefl.device.capabilities import probe
 from edgefl.device.install_facts import Site, install_facts, own_site
 from edgefl.device.mqtt_session import LinkTls
 from edgefl.device.state import DeviceState
+from edgefl.device.throttling import NOT_THROTTLED, throttling
+from edgefl.device.training_facts import training_facts
 from edgefl.device.trust import Hello, pinned_context, say_hello
 from edgefl.errors import BrokerError, EdgeflError, NotJoinedError, VersionError, WrongCaError
 from edgefl.files import is_held
@@ -29,6 +33,7 @@ from edgefl.findings import (
 from edgefl.protocol import check_version, host_and_port
 from edgefl.tasks.registry import make_task
 from edgefl.tasks.shards import check_shard
+from edgefl.types import Role
 
 TIMEOUT_S = 5.0
 RENEW = "its agent renews it as soon as it reaches the coordinator: edgefl device start; or join again"
@@ -74,7 +79,32 @@ def check_device(root: Path, *, now: float) -> list[Finding]:
         identity=device.device_id,
         is_in_use=is_running,
     )
-    return [*findings, *told, *check_broker(list(dict.fromkeys(hosts)), port, side), *_shards(state)]
+    broker = check_broker(list(dict.fromkeys(hosts)), port, side)
+    return [*findings, *told, *broker, *_shards(state), *check_board(device.role, device.shards)]
+
+
+def check_board(role: str, tasks: Iterable[str], root: Path = Path("/")) -> list[Finding]:
+    """Returns how this board trains each of its tasks, or why not, and what holds it back."""
+    facts = probe(root)
+    told = training_facts(role, tasks, facts)
+    ways = ", ".join(f"{task} with {way}" for task, way in told.get("paths", {}).items() if way != "none")
+    findings = []
+    if told["trains"] or role == Role.EVALUATOR:
+        findings.append(ok("training", f"it trains {ways}" if ways and told["trains"] else "its role is evaluator"))
+    else:
+        findings.append(warning("training", told["trains_reason"], "see docs/boards.md, small boards"))
+    return [*findings, *_held_back(Board(root))]
+
+
+def _held_back(board: Board) -> list[Finding]:
+    held = throttling(board)
+    if held is None:
+        return []
+    past = held.since_boot or held.now
+    if held.now == past == NOT_THROTTLED:
+        return [ok("board", "nothing holds it back, now or since it was switched on")]
+    remedy = "a better power supply and cable" if "under-voltage" in past else "a heat sink or a fan"
+    return [warning("board", f"held back now: {held.now}; since it was switched on: {past}", remedy)]
 
 
 def check_updates(site: Site) -> Finding:

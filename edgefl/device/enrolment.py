@@ -12,10 +12,11 @@ import re
 import socket
 import ssl
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from edgefl import __version__
+from edgefl.device.fits import role_that_fits
 from edgefl.device.keys import certificate_in, new_key, public_pem, request_pem
 from edgefl.device.state import (
     DeviceState,
@@ -26,6 +27,7 @@ from edgefl.device.state import (
     save_joined,
     save_pending,
 )
+from edgefl.device.training_facts import training_facts
 from edgefl.device.trust import Hello, fetch_ca, pinned_context, post_json, say_hello
 from edgefl.errors import JoinError, NetworkError, VersionError, WrongCaError
 from edgefl.protocol import PEER_PORT, JoinToken, checked_slug
@@ -77,6 +79,7 @@ def join(token: JoinToken, wishes: JoinWishes, *, root: Path, addresses: Sequenc
         VersionError: the coordinator speaks another version.
     """
     checked_slug(wishes.name)
+    wishes = _fitting(wishes)
     if (root / "device.json").exists():
         return _join_again(DeviceState.load(root), token, wishes)
     site = reach([*addresses, *token.addresses], token.ca_fingerprint)
@@ -89,6 +92,16 @@ def join(token: JoinToken, wishes: JoinWishes, *, root: Path, addresses: Sequenc
         device = _joined(answer, site, token, wishes)
         cert_pem = certificate_in(answer, key_pem)
         return save_joined(root, device, key_pem=key_pem, cert_pem=cert_pem, ca_pem=site.ca_pem)
+
+
+def _fitting(wishes: JoinWishes) -> JoinWishes:
+    """Returns wishes that this board can keep; a 32-bit one evaluates and sends heartbeats, and trains nothing."""
+    role, reason = role_that_fits(wishes.role, wishes.facts)
+    if reason:
+        log.warning("this board joins as %s: %s", role, reason)
+        facts = {**wishes.facts, **training_facts(role, wishes.shards, wishes.facts)}
+        return replace(wishes, role=role, facts=facts)
+    return wishes
 
 
 def reach(addresses: Sequence[str], ca_fingerprint: str) -> Site:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from edgefl import __version__
 from edgefl.compression.decoding import decode_body
+from edgefl.device.fits import check_fits
 from edgefl.device.vitals import memory_available_bytes
 from edgefl.device.warm_tasks import WarmTasks
 from edgefl.errors import DataError, EdgeflError, NetworkError, TaskError
@@ -45,6 +46,7 @@ class Readiness:
         working: held by whoever uses the learner.
         is_at: says whether a node of this run is at work on its own; then all is warm already.
         clock: seconds, monotone.
+        root: where the board's files hang.
     """
 
     def __init__(
@@ -55,7 +57,9 @@ class Readiness:
         working: threading.Lock,
         is_at: Callable[[str], bool],
         clock: Callable[[], float] = time.monotonic,
+        root: Path = Path("/"),
     ) -> None:
+        self._root = root
         self._state_dir, self._tasks, self._working = state_dir, tasks, working
         self._is_at, self._clock = is_at, clock
         self._prepared: _Prepared | None = None
@@ -108,7 +112,9 @@ class Readiness:
     def _can(self, header: Json, _body: bytes) -> None:
         check_version(__version__, str(header["edgefl"]))
         name, needs = str(header["task"]), header.get("needs", {})
-        _check_room("memory", memory_available_bytes(), int(needs.get("memory_bytes", 0)))
+        self._tasks.check_held(name)
+        check_fits(name, dict(header.get("options", {})), self._root)
+        _check_room("memory", memory_available_bytes(self._root), int(needs.get("memory_bytes", 0)))
         _check_room("disk", shutil.disk_usage(self._state_dir).free, int(needs.get("disk_bytes", 0)))
         warm = self._tasks.of(header)
         own = layout_of(warm.shapes)

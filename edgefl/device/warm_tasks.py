@@ -74,6 +74,14 @@ class WarmTasks:
             self._warm.popitem(last=False)
         return self._warm[key]
 
+    def check_held(self, name: str) -> None:
+        """Checks that this board has a shard for a task, before anything is done with that name.
+
+        Raises:
+            TaskError: it has none.
+        """
+        self._path(name)
+
     def data(self, warm: WarmTask) -> Dataset:
         """Returns everything in the task's shard, as it is now."""
         path = self._path(warm.name)

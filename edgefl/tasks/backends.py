@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 
 from edgefl.tasks.module_models import ModuleModel
 from edgefl.tasks.torch_learner import TorchModel
 from edgefl.types import Task
+
+NUMPY_MODELS: Mapping[str, tuple[str, ...]] = {
+    "mnist": ("2nn", "mlp", "logistic"),
+    "fashion-mnist": ("2nn", "mlp", "logistic"),
+    "motionsense": ("mlp", "logistic"),
+}
+"""Of tasks that are usually learned with torch, the values of `model` that are learned in NumPy."""
+
+
+def numpy_models(task: str) -> tuple[str, ...]:
+    """Returns what a task that needs torch by default can be trained with in NumPy."""
+    return NUMPY_MODELS.get(task, ())
 
 
 def needs_torch(task: Task) -> bool:

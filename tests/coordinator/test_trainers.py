@@ -15,11 +15,11 @@ from edgefl.coordinator.trainers import check_trainers
 from edgefl.errors import TaskError
 
 
-def roster(**boards: list[str] | None) -> Roster:
+def roster(reasons: dict[str, str] | None = None, **boards: list[str] | None) -> Roster:
     """Trainers by name, with these backends; None says nothing of them, as older agents do."""
     made = Roster(Presence(), time.monotonic)
     for number, (name, backends) in enumerate(boards.items()):
-        facts = {} if backends is None else {"backends": backends}
+        facts = {} if backends is None else {"backends": backends, "backend_reasons": reasons or {}}
         made.add(name, node_id=number, role="trainer", groups=(name[0],), examples={"mnist": 5}, facts=facts)
     return made
 
@@ -58,3 +58,24 @@ def test_boards_without_torch_take_part_only_where_none_is_needed(needs_torch: b
     )  # fmt: skip
     participants = Participants(run)
     assert [info.device_id for info in fleet.known() if participants.accepts(info)] == accepted
+
+
+def test_boards_that_say_why_they_cannot_are_quoted() -> None:
+    zero = roster({"torch": "its 437 MB of memory are too few for torch"}, zero=["numpy"])
+    with pytest.raises(TaskError, match="no device can train task mnist: zero: its 437 MB of memory are too few"):
+        check_trainers(config(), zero, needs_torch=True)
+    check_trainers(config(), zero, needs_torch=False)
+
+
+@pytest.mark.parametrize("needs_torch", [False, True])
+def test_a_board_that_trains_with_nothing_trains_nothing(needs_torch: bool) -> None:
+    old = roster(dict.fromkeys(("numpy", "torch"), "its userland has 32 bits"), old=[])
+    with pytest.raises(TaskError, match="old: its userland has 32 bits"):
+        check_trainers(config(), old, needs_torch=needs_torch)
+    run = FleetRun(
+        run_id="r", task="mnist", header={}, groups=(), names=(), join_at_start=False, needs_torch=needs_torch,
+        encode=lambda *_: b"", decode=lambda _: {},
+    )  # fmt: skip
+    info = old.info("old")
+    assert info is not None
+    assert not Participants(run).accepts(info)

@@ -50,6 +50,21 @@ def test_a_join_leaves_all_that_the_agent_needs(front_door: Any, tmp_path: Path)
     assert {path.name for path in state.root.iterdir()} == {"device.json", "key.pem", "cert.pem", "ca.pem"}
 
 
+def test_a_32_bit_board_joins_as_evaluator_and_the_coordinator_is_told_why(
+    front_door: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wishes = replace(PI, facts={"userland_bits": 32, "architecture": "armv7l"})
+    state = join(front_door.token(), wishes, root=tmp_path / "d")
+    assert state.device.role == "evaluator"
+    assert "this board joins as evaluator: its userland has 32 bits (armv7l)" in caplog.text
+    facts = front_door.store.capabilities()["pi-1"].facts
+    assert (facts["trains"], facts["backends"]) == (False, [])
+    assert "there are no wheels of numpy" in facts["backend_reasons"]["numpy"]
+    assert join(front_door.token(), wishes, root=tmp_path / "d").device == state.device, (
+        "the same again is no quarrel"
+    )
+
+
 def test_only_the_owner_can_read_the_state(front_door: Any, tmp_path: Path) -> None:
     old = os.umask(0)
     try:

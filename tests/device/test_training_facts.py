@@ -15,7 +15,9 @@ BLOCKED = Path(__file__).parents[1] / "e2e" / "without_torch"
 
 
 def test_a_trainer_with_torch_trains_everything() -> None:
-    assert training_facts("trainer", ["mnist", "digits"]) == {"backends": ["numpy", "torch"], "trains": True}
+    assert training_facts("trainer", ["mnist", "digits"]) == {
+        "backends": ["numpy", "torch"], "trains": True, "paths": {"digits": "numpy", "mnist": "torch"},
+    }  # fmt: skip
 
 
 def test_an_evaluator_does_not_train_and_says_why() -> None:
