@@ -40,9 +40,11 @@ BYTES_ASSUMED = (
     "bytes are those of bodies in the first round: the model is the real one, an update is drawn with tails as heavy "
     "as gradients have them; headers and TLS come on top"
 )
+BENCHMARK = "benchmark"
+"""In the place of a run: what a board measured by itself."""
 SECONDS_ASSUMED = (
     "seconds are computing alone, at the speed of each device's newest update of this task in an earlier run, "
-    "whatever its batch was; where there is none they are not known"
+    "whatever its batch was; where there is none, at the speed of its own benchmark, or they are not known"
 )
 
 
@@ -98,7 +100,7 @@ def plan_run(run: Plannable, roster: Roster, store: Store) -> Json:
     view = _Now(devices={**able, **{info.device_id: info for info in evaluators}}, vitals=roster.vitals)
     orders = _first_orders(run, view)
     sizes = _Sizes(run)
-    speeds = seconds_per_iteration(store, run.config.run.task)
+    speeds = {**_measured(roster, run.config), **seconds_per_iteration(store, run.config.run.task)}
     rows = [
         _row(name, reasons[name], roster.info(name), orders.get(name), run=run, sizes=sizes, speed=speeds.get(name))
         for name in sorted(reasons)
@@ -107,6 +109,19 @@ def plan_run(run: Plannable, roster: Roster, store: Store) -> Json:
         if row["takes_part"] and row["device_id"] not in orders:
             row["reason"] = _waiting(run.config, len(able), has_orders=bool(orders))
     return {**_totals(run, rows, [info.device_id for info in evaluators]), "rows": rows}
+
+
+def _measured(roster: Roster, config: RunConfig) -> dict[str, tuple[float, str]]:
+    """Returns the seconds of an iteration as boards measured them for the model of a run, or its task's usual one."""
+    model = config.task.get("model")
+    name = f"{config.run.task}/{model}" if model is not None else config.run.task
+    found = {}
+    for info in roster.known():
+        speeds = info.capabilities.get("steps_per_s")
+        steps = speeds.get(name) if isinstance(speeds, Mapping) else None
+        if isinstance(steps, int | float) and math.isfinite(steps) and steps > 0:
+            found[info.device_id] = (1 / steps, BENCHMARK)
+    return found
 
 
 def _looked_at(config: RunConfig, roster: Roster) -> list[DeviceInfo]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from edgefl.device.capabilities import probe
+from edgefl.device.programs import no_program
 
 
 def chosen_accelerator(wish: str) -> str:
@@ -19,4 +20,4 @@ def chosen_accelerator(wish: str) -> str:
 
 
 def _has_nvidia() -> bool:
-    return any(fact.get("kind") == "cuda" for fact in probe().get("accelerators", ()))
+    return any(fact.get("kind") == "cuda" for fact in probe(run=no_program).get("accelerators", ()))

@@ -35,6 +35,7 @@ from edgefl.device.node_runner import addresses_of
 from edgefl.device.outbox import Outbox
 from edgefl.device.pacing import board_pacer
 from edgefl.device.renewal import Renewal
+from edgefl.device.speed_book import SpeedBook
 from edgefl.device.state import DeviceState
 from edgefl.device.supernode import Answer, RefusedError, SuperNode, UnauthorisedError, signed_headers
 from edgefl.device.telling import LOGS, tell_logs
@@ -55,7 +56,7 @@ from edgefl.protocol import (
     check_version,
     host_and_port,
 )
-from edgefl.types import Json, NodePlan, derived_rng
+from edgefl.types import Json, NodePlan, Role, derived_rng
 
 log = logging.getLogger(__name__)
 
@@ -92,11 +93,12 @@ class Agent:
         self._carrier: BrokerCarrier | None = None
         self._rng = derived_rng("agent", state.device_id, time.time_ns())
         self._trust = pinned_context(state.ca.read_bytes())
+        self._accelerator = chosen_accelerator(state.device.accelerator)
         self._trainer = Trainer(
             device_id=state.device_id,
             role=state.device.role,
             shards=lambda: self._state.device.shards,
-            accelerator=chosen_accelerator(state.device.accelerator),
+            accelerator=self._accelerator,
             threads=state.device.threads,
             state_dir=state.root,
             life=state.next_session_no(),
@@ -129,6 +131,7 @@ class Agent:
             rng=derived_rng("installations", state.device_id, time.time_ns()),
         )
         self._link = self._new_link()
+        self._speeds = SpeedBook(state.root, on_measured=self._bell.ring)
         self._heart = Heart(
             self._publish_heartbeat,
             Vitals(state.root).read,
@@ -186,6 +189,7 @@ class Agent:
         finally:
             self._models.stop()
             self._installations.stop()
+            self._speeds.close()
             self._outbox.close(SEND_WITHIN_S)
             self._trainer.close()
             self._heart.stop()
@@ -269,6 +273,16 @@ class Agent:
                 return
             if not self._stopping.is_set() and not self._work_once():
                 self._report_capabilities()
+                self._measure_speeds()
+
+    def _measure_speeds(self) -> None:
+        """Has the next speed measured that is not known yet, unless a node trains by itself meanwhile."""
+        device = self._state.device
+        if self._trainer.now is not None:
+            self._speeds.busy()
+        elif device.role == Role.TRAINER and self._reported is not None:
+            facts = self._reported[1]
+            self._speeds.idle(device.shards, facts=facts, accelerator=self._accelerator, threads=device.threads)
 
     def _work_once(self) -> bool:
         """Does the next piece of work; returns whether there was one."""
@@ -279,6 +293,7 @@ class Agent:
             raise
         if instruction is None:
             return False
+        self._speeds.busy()
         self._state = DeviceState.load(self._state.root)  # a shard may have been added since
         assignment = str(instruction.header.get("assignment"))
         for used in instruction.header.get("settled", ()):
@@ -345,14 +360,14 @@ class Agent:
     def _report_capabilities(self) -> None:
         """Publishes facts and example counts when the shards have changed; a new shard may have been added."""
         self._state = DeviceState.load(self._state.root)
-        stamp = self._trainer.shard_stamps()
+        stamp = self._trainer.shard_stamps(), self._speeds.version
         if self._reported is None or self._reported[0] != stamp:
             facts = self._reported[1] if self._reported else probe()
             self._reported = stamp, facts
             blocks = self._trainer.blocks()
             device = self._state.device
             trains = training_facts(device.role, device.shards, facts)
-            own = {**trains, **self._peer_facts(), **self._installations.facts()}
+            own = {**trains, **self._peer_facts(), **self._installations.facts(), **self._speeds.told()}
             told = {**facts, **({"blocks": blocks} if blocks else {}), **own}
             self._link.publish_capabilities(Capabilities(facts=told, shards=self._trainer.examples()))
 

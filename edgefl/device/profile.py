@@ -112,12 +112,12 @@ def measure_task(name: str, shard: str | None, accelerator: str = "cpu", threads
     """
     task_name, _, model = name.partition("/")
     task = make_task(task_name, {"model": model} if model else {})
-    data = _random_examples(task, 2 * max(BATCH_SIZES)) if shard is None else task.read(shard)
+    data = random_examples(task, 2 * max(BATCH_SIZES)) if shard is None else task.read(shard)
     if not len(data):
         raise DataError(f"the shard {shard} of task {name} holds no examples to measure with")
     learner = task.learner(accelerator=accelerator, threads=threads)
     learner.load(task.init(0))
-    samples = {size: _seconds(learner, data, size) for size in BATCH_SIZES}
+    samples = {size: iteration_seconds(learner, data, size) for size in BATCH_SIZES}
     few, many = (statistics.median(samples[size]) for size in BATCH_SIZES)
     example_s = max(0.0, (many - few) / (BATCH_SIZES[1] - BATCH_SIZES[0]))
     logarithms = [math.log(seconds / few) for seconds in samples[BATCH_SIZES[0]]]
@@ -142,14 +142,22 @@ def write_profile(path: Path, profile: BoardProfile) -> None:
         raise DataError(f"profile {path} cannot be written: {error.strerror}") from None
 
 
-def _seconds(learner: Any, data: Dataset, batch_size: int) -> list[float]:
-    """Returns the seconds of each iteration but the first, which warms things up."""
+def iteration_seconds(learner: Any, data: Dataset, batch_size: int, *, slow_after_s: float = math.inf) -> list[float]:
+    """Returns the seconds of each iteration but the first, which warms things up.
+
+    Args:
+        learner: with a model in it.
+        data: what to train on; repeated where it is less than a batch.
+        batch_size: examples of an iteration.
+        slow_after_s: a machine that is not done by then is measured by the iterations that it has done, one or more.
+    """
     ends: list[float] = []
     begun_s = time.perf_counter()
 
     def is_enough(done: int, _: float) -> bool:
         ends.append(time.perf_counter())
-        return done > MIN_ITERATIONS and ends[-1] - begun_s >= MEASURE_S
+        spent_s = ends[-1] - begun_s
+        return (done > MIN_ITERATIONS and spent_s >= MEASURE_S) or (done > 1 and spent_s >= slow_after_s)
 
     if len(data) < batch_size:  # short batches would pass for long ones
         data = data.take(np.arange(batch_size) % max(1, len(data)))
@@ -159,7 +167,12 @@ def _seconds(learner: Any, data: Dataset, batch_size: int) -> list[float]:
     return [end - begin for begin, end in itertools.pairwise(ends)]
 
 
-def _random_examples(task: Task, count: int) -> Dataset:
+def random_examples(task: Task, count: int) -> Dataset:
+    """Returns drawn examples, with which an iteration takes as long as with real ones.
+
+    Raises:
+        TaskError: the task does not say what its examples look like.
+    """
     shape, num_classes = getattr(task, "input_shape", None), getattr(task, "num_classes", None)
     if shape is None or not num_classes:
         raise TaskError(f"task {task.name} does not say what its examples look like; name a shard of it")

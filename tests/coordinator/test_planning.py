@@ -106,6 +106,17 @@ def test_seconds_follow_from_earlier_updates_and_are_unknown_without(roster: Ros
     assert (rows(told)["pi-2"].get("seconds"), told["seconds"]) == (None, None)
 
 
+def test_seconds_follow_from_a_board_s_own_benchmark_until_there_is_an_update(roster: Roster, store: Store) -> None:
+    for name, speeds in (("pi-1", {"digits": 40.0, "digits/logistic": 80.0}), ("pi-2", {"digits": "fast", "x": 1})):
+        facts = {"backends": ["numpy"], "steps_per_s": speeds}
+        roster.note_capabilities(name, Capabilities(facts=facts, shards={"digits": 50}))
+    told = rows(plan(roster, store, strategy={"iterations": 20}))
+    assert (told["pi-1"]["seconds"], told["pi-1"]["measured_in"]) == (pytest.approx(0.5), "benchmark")
+    assert told["pi-2"].get("seconds") is None
+    other = rows(plan(roster, store, strategy={"iterations": 20}, task={"model": "logistic"}))
+    assert other["pi-1"]["seconds"] == pytest.approx(0.25)
+
+
 def test_epochs_become_iterations_of_the_examples_that_are_trained_on(roster: Roster, store: Store) -> None:
     told = rows(plan(roster, store, strategy={"epochs": 2.0, "batch_size": 8}))
     assert (told["pi-1"]["iterations"], told["pi-2"]["iterations"]) == (24, 12)

@@ -88,3 +88,30 @@ def test_a_device_trains_on_while_its_last_answer_is_sent(state: DeviceState) ->
     agent._outbox.close(20)
     assert network.trained == ["a-1", "a-2"]
     assert network.sent == ["answer to a-1", "answer to a-2"]
+
+
+def test_a_speed_that_is_measured_later_is_told_with_the_capabilities_once(state: DeviceState) -> None:
+    agent, told = Agent(state), list[Any]()
+    agent._link = SimpleNamespace(publish_capabilities=told.append)  # type: ignore[assignment]
+    for _ in range(2):
+        agent._report_capabilities()
+    agent._speeds._kept = {"digits": {"steps_per_s": 812.0, "stamp": {}}}
+    agent._speeds.version += 1
+    for _ in range(2):
+        agent._report_capabilities()
+    assert [report.facts.get("steps_per_s") for report in told] == [None, {"digits": 812.0}]
+
+
+def test_an_agent_without_work_has_its_speed_measured_and_one_with_work_does_not(state: DeviceState) -> None:
+    agent, asked = Agent(state), list[str]()
+    agent._speeds = SimpleNamespace(  # type: ignore[assignment]
+        version=0, told=dict, busy=lambda: asked.append("busy"), idle=lambda *_, **__: asked.append("idle")
+    )
+    agent._link = SimpleNamespace(publish_capabilities=lambda _: None)  # type: ignore[assignment]
+    agent._measure_speeds()
+    assert asked == [], "the first report comes before"
+    agent._report_capabilities()
+    agent._measure_speeds()
+    agent._trainer._now = "r", "a", 1
+    agent._measure_speeds()
+    assert asked == ["idle", "busy"]
