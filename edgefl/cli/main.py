@@ -21,6 +21,7 @@ COMMANDS = {
     "devices": "List and inspect the devices of a fleet",
     "doctor": "Look for problems on this machine, with remedies",
     "export": "Take a run elsewhere: a plain Flower app",
+    "field-report": "Bundle what a real board has to tell, to send it back",
     "history": "Ask what happened: rounds, updates, devices, heartbeats, events",
     "model": "List, export and evaluate the models that runs have kept; deploy them",
     "provision": "Make boards into devices: cards, images, hosts that run already",
@@ -41,7 +42,7 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 click's
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = importlib.import_module(f"edgefl.cli.{cmd_name}").command
+        command: click.Command = importlib.import_module(f"edgefl.cli.{cmd_name.replace('-', '_')}").command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 click's

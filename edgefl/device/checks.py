@@ -89,8 +89,10 @@ def check_board(role: str, tasks: Iterable[str], root: Path = Path("/")) -> list
     told = training_facts(role, tasks, facts)
     ways = ", ".join(f"{task} with {way}" for task, way in told.get("paths", {}).items() if way != "none")
     findings = []
-    if told["trains"] or role == Role.EVALUATOR:
-        findings.append(ok("training", f"it trains {ways}" if ways and told["trains"] else "its role is evaluator"))
+    if role == Role.EVALUATOR:
+        findings.append(ok("training", "its role is evaluator, and it trains nothing"))
+    elif told["trains"]:
+        findings.append(ok("training", f"it trains {ways or 'with ' + ' and '.join(told['backends'])}"))
     else:
         findings.append(warning("training", told["trains_reason"], "see docs/boards.md, small boards"))
     return [*findings, *_held_back(Board(root))]

@@ -94,7 +94,7 @@ class SpeedBook:
         self.busy()
 
     def _measure_next(self, shards: Mapping[str, str], facts: Json, accelerator: str, threads: int | None) -> None:
-        wanted = dict(_wanted(shards, facts))
+        wanted = dict(measurable(shards, facts))
         self._forget_all_but(wanted)
         for name, shard in wanted.items():
             stamp = _stamp(name, shard, accelerator, threads)
@@ -154,8 +154,8 @@ class SpeedBook:
             log.warning("cannot keep how fast this board is: %s", error)
 
 
-def _wanted(shards: Mapping[str, str], facts: Json) -> list[tuple[str, str]]:
-    """Returns TASK, or TASK/MODEL where only a smaller model fits this board, and its shard."""
+def measurable(shards: Mapping[str, str], facts: Json) -> list[tuple[str, str]]:
+    """Returns what this board can train, TASK or TASK/MODEL where only a smaller model fits, each with its shard."""
     usable, found = usable_backends(facts), []
     if "numpy" in lacks(facts):
         return []

@@ -28,6 +28,10 @@ class Crashing(NoopTask):
     def learner(self, **_):
         os.kill(os.getpid(), signal.SIGILL)
 
+class Bare(NoopTask):
+    name = "bare"
+    input_shape = None
+
 class Slow(NoopTask):
     name = "slow"
     def learner(self, **_):
@@ -85,9 +89,13 @@ def test_steps_are_counted_at_the_batch_that_the_task_likes() -> None:
     assert 10 < told["steps_per_s"] < 10**7
 
 
-def test_a_task_that_does_not_say_what_its_examples_look_like_needs_its_shard(own: Path) -> None:
-    with pytest.raises(TaskError, match="there is no task"):
-        speed_of("no-such-task", None)
+def test_a_task_that_does_not_say_what_its_examples_look_like_needs_its_shard(
+    own: Path,
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(TaskError, match="does not say what its examples look like"):
+        speed_of("own_speed_task:Bare", None)
+    assert speed_of("own_speed_task:Bare", str(tmp_path))["steps_per_s"] > 0
 
 
 def test_a_speed_is_told_kept_and_not_measured_again_after_a_restart(bench: Bench, tmp_path: Path) -> None:
