@@ -1,4 +1,5 @@
 """What a real board can tell those who have none: facts, vitals, findings, timings, logs, in one file to send.
+
 Every part is made within a limit, and one that cannot be made says why in its place. Nothing leaves the board that is
 secret: see `redaction`.
 """

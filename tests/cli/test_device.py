@@ -178,3 +178,56 @@ def test_an_accelerator_that_is_none_is_refused(run: Any, name: str) -> None:
     ran = run("device", "join", "--token", "x", "--accelerator", name)
     assert ran.code == 2
     assert "must be auto, cpu, cuda or cuda:N" in ran.err
+
+
+@pytest.fixture
+def joined(run: Any, front_door: Any, shard: Path, tmp_path: Path) -> Path:
+    ran = run("device", "join", front_door.address, "--token", front_door.token().text(), "--shard", shard,
+              "--name", "pi-1", "--state", tmp_path / "d", "--max-temperature", "75")  # fmt: skip
+    assert ran.code == 0, ran.err
+    return tmp_path / "d"
+
+
+def test_a_temperature_limit_is_given_at_the_join_changed_and_taken_away(run: Any, joined: Path) -> None:
+    assert DeviceState.load(joined).device.max_temperature_c == 75.0
+    ran = run("device", "set", "--max-temperature", "68.5", "--state", joined)
+    assert (ran.code, ran.out) == (0, "pi-1 rests between iterations above 68.5 °C\n")
+    assert DeviceState.load(joined).device.max_temperature_c == 68.5
+    assert json.loads(run("device", "status", "--state", joined, "--format", "json").out)["max_temperature_c"] == 68.5
+    assert run("device", "set", "--max-temperature", "none", "--state", joined).out == "pi-1 rests never\n"
+    assert DeviceState.load(joined).device.max_temperature_c is None
+
+
+def test_a_limit_comes_from_the_environment_of_a_unit_too(
+    run: Any, joined: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGEFL_MAX_TEMPERATURE", "61")
+    assert run("device", "set", "--state", joined).code == 0
+    assert DeviceState.load(joined).device.max_temperature_c == 61.0
+
+
+@pytest.mark.parametrize("value", ["hot", "nan", "29", "200", "-5", ""])
+def test_a_limit_that_makes_no_sense_is_refused_and_the_old_one_stays(run: Any, joined: Path, value: str) -> None:
+    ran = run("device", "set", f"--max-temperature={value}", "--state", joined)
+    assert ran.code == 2
+    assert DeviceState.load(joined).device.max_temperature_c == 75.0
+
+
+def test_there_must_be_something_to_set(run: Any, joined: Path) -> None:
+    ran = run("device", "set", "--state", joined)
+    assert _one_line(ran)
+    assert "nothing to set" in ran.err
+
+
+def test_a_damaged_limit_is_named(run: Any, joined: Path) -> None:
+    path = joined / "device.json"
+    path.write_text(path.read_text().replace('"max_temperature_c": 75.0', '"max_temperature_c": "hot"'))
+    ran = run("device", "status", "--state", joined)
+    assert _one_line(ran)
+    assert "max_temperature_c must be a number or null, got 'hot'" in ran.err
+
+
+def test_probe_says_with_what_this_machine_trains(run: Any) -> None:
+    facts = json.loads(run("device", "probe", "--json").out)
+    assert facts["paths"]["digits"] == "numpy"
+    assert facts["trains"] is True

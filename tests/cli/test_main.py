@@ -29,7 +29,7 @@ def _leaves(command: click.Command, path: tuple[str, ...]) -> list[tuple[str, ..
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_every_command_has_a_module_and_a_help_text_for_each_of_its_parts(name: str) -> None:
-    command = importlib.import_module(f"edgefl.cli.{name}").command
+    command = importlib.import_module(f"edgefl.cli.{name.replace('-', '_')}").command
     assert (CLI / f"{name}.py").exists()
     for leaf in _leaves(command, ()):
         found = command
@@ -41,7 +41,7 @@ def test_every_command_has_a_module_and_a_help_text_for_each_of_its_parts(name: 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_a_group_says_what_each_command_does_in_a_whole_sentence(name: str) -> None:
-    command = importlib.import_module(f"edgefl.cli.{name}").command
+    command = importlib.import_module(f"edgefl.cli.{name.replace('-', '_')}").command
     text = click.testing.CliRunner().invoke(command, ["--help"]).stdout
     assert "..." not in text.partition("Commands:")[2]
 

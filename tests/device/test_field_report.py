@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import tarfile
 import time
 from pathlib import Path
@@ -196,3 +197,11 @@ def test_a_report_of_a_stranger_cannot_move_the_cursor(tmp_path: Path, capsys: p
     with pytest.raises(SystemExit):
         main(["-q", "field-report", "--print", str(path)])
     assert capsys.readouterr().out == "v: 1\na[2J: b]0;c\n"
+
+
+def test_the_docs_name_every_key_of_a_report() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "boards.md").read_text().partition("comes first in the archive")[2]
+    told = {name for row in re.findall(r"^\| (`.+?`) \|", text, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    site = Site(state=None, scratch=Path("/"), run=no_program)
+    made = {*field_report._parts(site), "v", "made_at", "took_s", "edgefl", "vitals"}
+    assert told == made - {"kernel"}, "kernel lines are a file of their own"
