@@ -30,7 +30,7 @@ def _leaves(command: click.Command, path: tuple[str, ...]) -> list[tuple[str, ..
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_every_command_has_a_module_and_a_help_text_for_each_of_its_parts(name: str) -> None:
     command = importlib.import_module(f"edgefl.cli.{name.replace('-', '_')}").command
-    assert (CLI / f"{name}.py").exists()
+    assert (CLI / f"{name.replace('-', '_')}.py").exists()
     for leaf in _leaves(command, ()):
         found = command
         for word in leaf:
