@@ -20,6 +20,7 @@ from typing import Any
 
 from edgefl.device.board import Board
 from edgefl.device.board_files import below, kilobytes, number, plain, strings, text, whole
+from edgefl.device.cgroups import cgroups
 from edgefl.device.jetson import cuda_version, power_mode
 from edgefl.device.programs import RunProgram, run_program
 from edgefl.device.soc import clusters, core_name, soc_name
@@ -152,7 +153,7 @@ def _cores(root: Path, cpuinfo: str) -> int | None:
 def _cpu_quota(root: Path) -> float | None:
     """The cores' worth of time that the control group grants; None without a limit."""
     quotas = []
-    for folder in _cgroups(root):
+    for folder in cgroups(root):
         parts = [whole(part) for part in (text(folder / "cpu.max") or "").split()]
         if len(parts) == 2 and parts[0] and parts[1] and min(parts[0], parts[1]) > 0:
             quotas.append(parts[0] / parts[1])
@@ -162,7 +163,7 @@ def _cpu_quota(root: Path) -> float | None:
 def _memory(root: Path) -> Json:
     kilo = kilobytes(root / "proc/meminfo").get("MemTotal")
     total = kilo * 1024 if kilo else None
-    limits = [number(folder / "memory.max") for folder in _cgroups(root)]
+    limits = [number(folder / "memory.max") for folder in cgroups(root)]
     limits.append(number(root / "sys/fs/cgroup/memory/memory.limit_in_bytes"))
     numbers = [limit for limit in limits if limit is not None and 0 < limit < UNLIMITED]
     usable = min([*numbers, *([total] if total else [])], default=None)
@@ -173,14 +174,6 @@ def _memory(root: Path) -> Json:
         "memory_total_bytes": total,
         "memory_cgroup": "memory" in controllers if controllers else None,
     }
-
-
-def _cgroups(root: Path) -> list[Path]:
-    """This process's control group (version 2) and those around it: the tightest limit of all holds."""
-    match = re.search(r"^0::(/[\x20-\x7e]{0,500})$", text(root / "proc/self/cgroup") or "", re.MULTILINE)
-    top = root / "sys/fs/cgroup"
-    own = top / match[1].lstrip("/") if match and ".." not in match[1] else top
-    return [own, *[folder for folder in own.parents if folder == top or top in folder.parents]]
 
 
 def _accelerators(root: Path, compatible: Sequence[str]) -> list[Json]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from edgefl.device.board import Board
 from edgefl.device.board_files import kilobytes, number, text, whole
+from edgefl.device.cgroups import memory_left_bytes
 from edgefl.device.jetson import power_w
 from edgefl.device.supplies import battery_fraction
 from edgefl.device.throttling import throttling
@@ -84,9 +85,10 @@ def memory_fraction(root: Path) -> float | None:
 
 
 def memory_available_bytes(root: Path = Path("/")) -> int | None:
-    """Returns what programs may still take of the board's memory; None where it is not told."""
+    """Returns what this process may still take of the board's memory; None where it is not told."""
     available = kilobytes(root / "proc/meminfo").get("MemAvailable")
-    return None if available is None else available * 1024
+    told = [None if available is None else available * 1024, memory_left_bytes(root)]
+    return min((size for size in told if size is not None), default=None)
 
 
 def memory_bytes(root: Path) -> int | None:

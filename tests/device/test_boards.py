@@ -17,7 +17,7 @@ from edgefl.device.board import Board
 from edgefl.device.capabilities import probe
 from edgefl.device.condition import condition
 from edgefl.device.programs import no_program
-from edgefl.device.vitals import Vitals
+from edgefl.device.vitals import Vitals, memory_available_bytes
 from edgefl.protocol import MAX_JSON_BYTES
 
 FACTS: dict[str, dict[str, Any]] = {
@@ -79,7 +79,8 @@ def test_no_board_is_left_untold() -> None:
 
 TREES = [BOARDS[name] for name in sorted(BOARDS)]
 NAMES = sorted({name for tree in TREES for name in tree} | {
-    "proc/self/cgroup", "sys/fs/cgroup/memory.max", "sys/fs/cgroup/cpu.max", "proc/stat", "proc/uptime", "dev/vcio",
+    "proc/self/cgroup", "sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current",
+    "sys/fs/cgroup/memory.stat", "sys/fs/cgroup/cpu.max", "proc/stat", "proc/uptime", "dev/vcio",
     "sys/class/net/eth0/speed", "sys/class/net/eth0/operstate", "sys/class/net/eth0/device/x", "etc/machine-id",
     "etc/os-release", "proc/self/smaps_rollup", "proc/self/status", "sys/devices/soc0/soc_id",
     "usr/local/cuda/version.txt", "sys/fs/cgroup/memory/memory.limit_in_bytes",
@@ -102,8 +103,10 @@ def test_whatever_the_files_hold_nothing_is_raised_and_all_fits_into_a_message(
         facts = probe(root, run=lambda *_: told)
         moment = condition(Board(root, run=lambda *_: told), is_jetson=True)
         signs = Vitals(root, root=root).read()
+        free = memory_available_bytes(root)
     assert len(json.dumps([facts, moment], allow_nan=False)) < MAX_JSON_BYTES // 4
     assert signs.uptime_s >= 0
+    assert free is None or free >= 0
 
 
 def test_a_folder_or_a_pipe_in_the_place_of_a_file_says_nothing(tmp_path: Path) -> None:

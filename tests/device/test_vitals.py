@@ -9,7 +9,14 @@ import pytest
 from edgefl.device.board import LOOK_AGAIN_S, Board
 from edgefl.device.jetson import power_w
 from edgefl.device.supplies import battery_fraction
-from edgefl.device.vitals import Vitals, memory_bytes, memory_fraction, temperature_c, throttled
+from edgefl.device.vitals import (
+    Vitals,
+    memory_available_bytes,
+    memory_bytes,
+    memory_fraction,
+    temperature_c,
+    throttled,
+)
 
 
 @pytest.fixture
@@ -91,6 +98,24 @@ def test_the_load_is_the_difference_of_two_readings(board):
 def test_the_memory_in_use_is_what_cannot_be_had(board):
     root = board({"proc/meminfo": "MemTotal:  1000 kB\nMemFree:  100 kB\nMemAvailable:  250 kB\n"})
     assert memory_fraction(root) == 0.75
+
+
+def test_a_process_may_take_what_the_tightest_group_around_it_leaves(board):
+    group = "sys/fs/cgroup/system.slice/edgefl-device.service"
+    files = {
+        "proc/meminfo": "MemAvailable: 1000000 kB\n",
+        "proc/self/cgroup": "0::/system.slice/edgefl-device.service\n",
+    }
+    assert memory_available_bytes(board(files)) == 1000000 * 1024
+    board({f"{group}/memory.max": "max\n", f"{group}/memory.current": "5000\n"})
+    limits = {"sys/fs/cgroup/system.slice/memory.max": "400000000\n"}
+    assert memory_available_bytes(board(limits)) == 1000000 * 1024, "how much of it is used is not told"
+    root = board({"sys/fs/cgroup/system.slice/memory.current": "300000000\n"})
+    assert memory_available_bytes(root) == 100_000_000
+    board({"sys/fs/cgroup/system.slice/memory.stat": "anon 1\ninactive_file 50000000\nactive_file 7\n"})
+    assert memory_available_bytes(root) == 150_000_000
+    board({f"{group}/memory.max": "4000\n"})
+    assert memory_available_bytes(root) == 0
 
 
 def test_a_process_counts_its_share_of_shared_pages(board):
