@@ -22,7 +22,7 @@ from edgefl.errors import StoreError, StoreTooNewError
 from edgefl.storage.failures import explained
 from edgefl.storage.rebuilding import rebuild_derived
 
-SCHEMA_REVISION = "0007"
+SCHEMA_REVISION = "0008"
 """The newest revision in `migrations/`; a test compares them."""
 BUSY_TIMEOUT_S = 10.0
 SWITCH_PAUSE_S = 0.02

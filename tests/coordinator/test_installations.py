@@ -271,11 +271,11 @@ def test_old_bundles_go_unless_they_are_on_their_way(fleet: Fleet, monkeypatch: 
     monkeypatch.setattr(bundle_files, "KEPT_BUNDLES", 1)
     installations = fleet.start()
     submit(fleet, installations)
+    wheels = {name: make_wheel(fleet.root / "w", name, "1.0", {f"{name}.py": ""}) for name in ("gulls", "terns")}
     made = [
-        fleet.bring(fleet.signer.bundle(fleet.root / name, make_wheel(fleet.root / "w", name, "1.0", {f"{name}.py": ""}),
-                                        kind="pack", version="1.0"))
-        for name in ("gulls", "terns")
-    ]  # fmt: skip
+        fleet.bring(fleet.signer.bundle(fleet.root / name, wheel, kind="pack", version="1.0"))
+        for name, wheel in wheels.items()
+    ]
     os.utime(fleet.files.path(made[0]), (1.0, 1.0))
     submit(fleet, installations, version=None, bundle=made[1])
     assert {one.sha256 for one in fleet.files.kept()} == {fleet.release, made[1]}
