@@ -257,10 +257,10 @@ class Mosquitto:
         context.verify_mode = ssl.CERT_NONE  # nothing is said; only that there is an answer counts
         try:
             with socket.create_connection((connect_host(self._host), self._port), timeout=1.0) as plain:
+                self._log.expect_probe()
                 context.wrap_socket(plain).close()
         except OSError:
             return False
-        self._log.expect_probe()
         return True
 
     def _last_log_line(self) -> str:
