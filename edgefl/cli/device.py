@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
 from edgefl.cli.device_inference import infer, serve
+from edgefl.cli.device_join_file import BoardSide, join_from_file
 from edgefl.cli.device_settings import keep_limit, set_, temperature_option
 from edgefl.cli.device_updates import apply_update, signers_option, trust
 from edgefl.cli.listing import ListedGroup
@@ -82,6 +84,9 @@ def probe(
 @click.argument("address", required=False, metavar="[HOST:PORT]")
 @click.option("--token", "text", envvar="EDGEFL_JOIN_TOKEN", help="What `edgefl coordinator token` printed.")
 @click.option("--token-file", type=click.File(), help="A file with the token in it; - is the standard input.")
+@click.option("--file", "join_file", metavar="FILE", help="A join file, which says it all; - is the standard input.")
+@click.option("--delete-file", is_flag=True, help="Overwrite and remove the join file after the join.")
+@click.option("--until-joined", is_flag=True, help="Go on trying until it works or the token lets nobody in.")
 @click.option("--shard", "shards", multiple=True, metavar="[TASK=]PATH", help="This board's data; may be repeated.")
 @click.option("--task", help="The task of shards that do not say it.")
 @click.option("--name", help="This device's name [default: the host's].")
@@ -103,6 +108,9 @@ def join(  # noqa: PLR0913, PLR0917 one argument per option
     address: str | None,
     text: str | None,
     token_file: TextIO | None,
+    join_file: str | None,
+    delete_file: bool,
+    until_joined: bool,
     shards: tuple[str, ...],
     task: str | None,
     name: str | None,
@@ -116,8 +124,22 @@ def join(  # noqa: PLR0913, PLR0917 one argument per option
     """Join the fleet of the coordinator at HOST:PORT (or at the token's own addresses)."""
     from edgefl.device.enrolment import JoinWishes, host_slug  # noqa: PLC0415 fast start
     from edgefl.device.enrolment import join as join_fleet  # noqa: PLC0415 likewise
+    from edgefl.device.patient_join import join_patiently  # noqa: PLC0415 likewise
     from edgefl.device.state import default_state_dir  # noqa: PLC0415 likewise
 
+    if join_file is not None:
+        if address or text or token_file or shards or name or role != "trainer":
+            raise UsageError(
+                "a join file says where, who and what: --file goes without address, token, shard or name"
+            )
+        side = BoardSide(report=_report, facts=_facts, accelerator=accelerator, threads=threads, peer_port=peer_port)
+        place = root or default_state_dir()
+        state = join_from_file(join_file, side, root=place, is_patient=until_joined, deletes=delete_file)
+        keep_limit(state, max_temperature)
+        _say_joined(state, root)
+        return
+    if delete_file:
+        raise UsageError("--delete-file goes with --file FILE")
     if token_file is not None:
         text = token_file.read(8192)
     if text is None:
@@ -136,8 +158,16 @@ def join(  # noqa: PLR0913, PLR0917 one argument per option
         peer_port=peer_port,
         facts=_facts(named, role),
     )
-    state = join_fleet(token, wishes, root=root or default_state_dir(), addresses=addresses)
+    place = root or default_state_dir()
+    if until_joined:
+        state = join_patiently(replace(token, addresses=(*addresses, *token.addresses)), wishes, root=place)
+    else:
+        state = join_fleet(token, wishes, root=place, addresses=addresses)
     keep_limit(state, max_temperature)
+    _say_joined(state, root)
+
+
+def _say_joined(state: DeviceState, root: Path | None) -> None:
     click.echo(f"joined fleet {state.device.fleet} as {state.device_id} ({state.device.role}); state in {state.root}")
     click.echo("next: edgefl device start" + (f" --state {root}" if root else ""))
 

@@ -11,7 +11,7 @@ from edgefl.provision import sources
 
 FOLDER = "edgefl"
 MANIFEST = "manifest.json"
-SCRIPTS = ("board/firstboot.sh", "board/install.sh")
+SCRIPTS = ("board/firstboot.sh", "board/install.sh", "board/edgefl-firstboot.service")
 SECRET = frozenset({"join.json"})
 """What is not named in the manifest: it is taken away once it was used."""
 
