@@ -148,11 +148,17 @@ wait_for_time() {
 
 install_edgefl() {
     say "installing"
-    sh "$payload/install.sh" "$payload" || fail "the installation ended with $?; it is tried again"
+    # It starts nothing yet: a join that runs would take its file away while it is being handed over.
+    sh "$payload/install.sh" "$payload" --no-start || fail "the installation ended with $?; it is tried again"
 }
 
 hand_over() {
     [ -e "$payload/join.json" ] || return 0
+    if [ -e "$root/var/lib/edgefl/device.json" ]; then
+        say "this board has joined already; the token of the card is not used"
+        destroy "$payload/join.json"
+        return 0
+    fi
     mkdir -p "$root/etc/edgefl"
     cp "$payload/join.json" "$root/etc/edgefl/join.json.new"
     chmod 600 "$root/etc/edgefl/join.json.new"
@@ -196,7 +202,9 @@ finish() {
     : >"$done_mark"
     sync
     rm -f "$units/multi-user.target.wants/$unit" "$units/$unit"
-    system start --no-block edgefl-join.service edgefl-device.service || true
+    for name in edgefl-join.service edgefl-device.service edgefl-update.path; do
+        system start --no-block "$name" || true
+    done
     say "ready; edgefl-join.service joins the fleet"
 }
 

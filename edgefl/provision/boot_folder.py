@@ -1,0 +1,117 @@
+"""A boot partition that is mounted, or a folder that will be copied onto one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from edgefl.errors import ConfigError, StoreError, StoreFullError
+from edgefl.files import store_error, sync_directory
+from edgefl.provision.payload import FOLDER
+
+NEW = f"{FOLDER}.new"
+MARGIN_BYTES = 4 << 20
+"""What is left free for the board's log and the rounding of a FAT."""
+
+
+class BootFolder:
+    """Writes so that a power cut leaves a card that boots: the payload first, what starts it last."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def check(self, *, force: bool) -> None:
+        """Raises `ConfigError` for a folder that is no Raspberry Pi's boot partition."""
+        if not self.root.is_dir():
+            raise ConfigError(f"{self.root} is no folder; give the mounted boot partition of the card (bootfs)")
+        if not force and not all((self.root / name).is_file() for name in ("config.txt", "cmdline.txt")):
+            raise ConfigError(
+                f"{self.root} has no config.txt and cmdline.txt, so it is no boot partition of a Raspberry Pi; "
+                "--force writes all the same"
+            )
+
+    def read(self, name: str) -> bytes | None:
+        """Returns the content of a file, None where there is none."""
+        try:
+            return (self.root / name).read_bytes()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return None
+        except OSError as error:
+            raise StoreError(f"{self.root / name} cannot be read: {error.strerror}") from None
+
+    def free_bytes(self) -> int:
+        """Returns the room that is left, what an earlier payload takes included."""
+        old = sum(path.stat().st_size for path in (self.root / FOLDER).rglob("*") if path.is_file())
+        return shutil.disk_usage(self.root).free + old
+
+    def write(self, files: Mapping[str, bytes | Path]) -> None:
+        """Writes the files, in their order.
+
+        Raises:
+            StoreFullError: there is no room; nothing was written.
+            StoreError: the partition cannot be written.
+        """
+        check_room(files, self.free_bytes(), str(self.root))
+        try:
+            self._forget(NEW)
+            inside = {name: body for name, body in files.items() if name.startswith(f"{FOLDER}/")}
+            if shutil.disk_usage(self.root).free < num_bytes(inside) + MARGIN_BYTES:
+                self._forget(FOLDER)  # both do not fit; the card has no payload until the new one is whole
+            for name, body in inside.items():
+                self._write(f"{NEW}/{name.removeprefix(f'{FOLDER}/')}", body)
+            if inside:
+                self._forget(FOLDER)
+                (self.root / NEW).rename(self.root / FOLDER)
+            for name in files.keys() - inside.keys():
+                if name != "cmdline.txt":
+                    self._write(name, files[name])
+            if "cmdline.txt" in files:
+                self._write("cmdline.txt", files["cmdline.txt"])
+            sync_directory(self.root)
+        except OSError as error:
+            raise store_error(self.root, error) from None
+
+    def _write(self, name: str, body: bytes | Path) -> None:
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Without a change of mode: a FAT has none, and refuses.
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                if isinstance(body, bytes):
+                    file.write(body)
+                else:
+                    with body.open("rb") as origin:
+                        shutil.copyfileobj(origin, file, 1 << 20)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(temporary).replace(path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+    def _forget(self, folder: str) -> None:
+        old = self.root / folder
+        secret = old / "join.json"
+        if secret.is_file():
+            secret.write_bytes(bytes(secret.stat().st_size))
+        if old.is_dir():
+            shutil.rmtree(old)
+
+
+def num_bytes(files: Mapping[str, bytes | Path]) -> int:
+    """Returns the bytes of all files together."""
+    return sum(len(body) if isinstance(body, bytes) else body.stat().st_size for body in files.values())
+
+
+def check_room(files: Mapping[str, bytes | Path], free_bytes: int, place: str) -> None:
+    """Raises `StoreFullError` where the files do not fit."""
+    needed = num_bytes(files) + MARGIN_BYTES
+    if needed > free_bytes:
+        raise StoreFullError(
+            f"{place} has {free_bytes / 1e6:.0f} MB free and {needed / 1e6:.0f} MB are needed; nothing was written. "
+            "Without --wheels the board installs from the network"
+        )

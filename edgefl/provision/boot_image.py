@@ -1,0 +1,188 @@
+"""The boot partition inside a copy of an image, written by mtools: no root, no mount, never a device."""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, cast
+
+from edgefl.errors import ConfigError, NotFoundError, StoreError
+from edgefl.files import store_error
+from edgefl.provision.boot_folder import check_room
+from edgefl.provision.payload import FOLDER
+
+SECTOR_BYTES = 512
+FAT_TYPES = frozenset({0x01, 0x04, 0x06, 0x0B, 0x0C, 0x0E})
+GPT_TYPE = 0xEE
+MAX_GPT_ENTRIES = 128
+# EBD0A0A2-… (basic data) and C12A7328-… (EFI system), as they lie on the disk.
+GPT_FAT = frozenset(
+    {bytes.fromhex("a2a0d0ebe5b9334487c068b6b72699c7"), bytes.fromhex("28732ac11ff8d211ba4b00a0c93ec93b")}
+)
+CHUNK_BYTES = 1 << 20
+TIMEOUT_S = 600.0
+
+
+class BootImage:
+    """The FAT partition at an offset of an image file that is ours to change."""
+
+    def __init__(self, image: Path) -> None:
+        if shutil.which("mcopy") is None:
+            raise NotFoundError(
+                "writing into an image needs mtools (sudo apt-get install mtools, brew install mtools); "
+                "without it, write the card and use --boot"
+            )
+        self.image = image
+        self.offset = fat_offset(image)
+
+    def check(self, *, force: bool) -> None:
+        """Raises `ConfigError` for a partition that is no Raspberry Pi's."""
+        if not force and any(self.read(name) is None for name in ("config.txt", "cmdline.txt")):
+            raise ConfigError(
+                "the image's first FAT partition has no config.txt and cmdline.txt, so it is no Raspberry Pi's; "
+                "--force writes all the same"
+            )
+
+    def read(self, name: str) -> bytes | None:
+        """Returns the content of a file, None where there is none."""
+        done = self._mtools("mtype", f"::{name}", may_fail=True)
+        return done.stdout if done.returncode == 0 else None
+
+    def free_bytes(self) -> int:
+        """Returns the room that is left."""
+        told = self._mtools("mdir", "::").stdout.decode("ascii", errors="replace")
+        found = re.search(r"([\d ]+) bytes free", told)
+        if not found:
+            raise StoreError(f"{self.image} has a boot partition that mtools cannot read")
+        return int(found[1].replace(" ", ""))
+
+    def write(self, files: Mapping[str, bytes | Path]) -> None:
+        """Writes the files; an earlier payload goes first. Raises `StoreFullError` and `StoreError`."""
+        for old in (FOLDER, f"{FOLDER}.new"):
+            self._mtools("mdeltree", f"::{old}", may_fail=True)
+        check_room(files, self.free_bytes(), f"the boot partition of {self.image.name}")
+        with tempfile.TemporaryDirectory() as folder:
+            tree = Path(folder)
+            for name, body in files.items():
+                path = tree / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if isinstance(body, bytes):
+                    path.write_bytes(body)
+                else:
+                    path.symlink_to(body.resolve())
+            # -s with folders, -o overwrites, -b in one go.
+            self._mtools("mcopy", "-s", "-o", "-b", *map(str, sorted(tree.iterdir())), "::")
+
+    def _mtools(self, program: str, *arguments: str, may_fail: bool = False) -> subprocess.CompletedProcess[bytes]:
+        environment = {**os.environ, "MTOOLS_SKIP_CHECK": "1", "MTOOLSRC": os.devnull, "LC_ALL": "C"}
+        # Without a terminal mtools asks nothing; what it would ask is answered with no.
+        done = subprocess.run(
+            [program, "-i", f"{self.image}@@{self.offset}", *arguments],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        if done.returncode and not may_fail:
+            told = done.stderr.decode(errors="replace").strip().splitlines()
+            raise StoreError(f"{program} cannot write {self.image.name}: {told[-1] if told else done.returncode}")
+        return done
+
+
+@contextmanager
+def copied(image: Path, out: Path) -> Iterator[BootImage]:
+    """Gives the boot partition of a copy of an image, which appears at `out` only when the block ends well.
+
+    Holes stay holes; images that end in .xz or .gz are unpacked.
+
+    Raises:
+        ConfigError: one of them is a device, or the image is none.
+        StoreFullError, StoreError: the copy cannot be written.
+    """
+    for path in (image, out):
+        if path.exists() and not path.is_file():
+            raise ConfigError(
+                f"{path} is no file; devices are never written: --boot writes onto a card that is mounted"
+            )
+    if out.exists() and out.samefile(image):
+        raise ConfigError("--out must be another file than --image: the image stays as it is")
+    part = out.with_name(f".{out.name}.part")
+    try:
+        _copy(image, part)
+        yield BootImage(part)
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+        part.replace(out)
+    except OSError as error:
+        raise store_error(out, error) from None
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def fat_offset(image: Path) -> int:
+    """Returns where the first FAT partition begins, in bytes; MBR, GPT, or a bare file system.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    with image.open("rb") as file:
+        table = file.read(SECTOR_BYTES)
+        candidates = [0, *_mbr(table), *_gpt(file, table)]
+        for offset in candidates:
+            file.seek(offset)
+            boot = file.read(SECTOR_BYTES)
+            if len(boot) == SECTOR_BYTES and b"FAT" in (boot[54:57], boot[82:85]):
+                return offset
+    raise ConfigError(f"{image.name} has no FAT partition; is it an image of a Raspberry Pi's card?")
+
+
+def _mbr(table: bytes) -> list[int]:
+    if len(table) < SECTOR_BYTES or table[510:512] != b"\x55\xaa":
+        return []
+    entries = [table[446 + 16 * number : 462 + 16 * number] for number in range(4)]
+    return [int.from_bytes(entry[8:12], "little") * SECTOR_BYTES for entry in entries if entry[4] in FAT_TYPES]
+
+
+def _gpt(file: IO[bytes], table: bytes) -> list[int]:
+    if len(table) < SECTOR_BYTES or table[450] != GPT_TYPE:
+        return []
+    file.seek(SECTOR_BYTES)
+    header = file.read(SECTOR_BYTES)
+    if header[:8] != b"EFI PART":
+        return []
+    start, count, size = (int.from_bytes(header[a:b], "little") for a, b in ((72, 80), (80, 84), (84, 88)))
+    if not 128 <= size <= 4096:
+        return []
+    file.seek(start * SECTOR_BYTES)
+    entries = [file.read(size) for _ in range(min(count, MAX_GPT_ENTRIES))]
+    return [int.from_bytes(entry[32:40], "little") * SECTOR_BYTES for entry in entries if entry[:16] in GPT_FAT]
+
+
+def _copy(image: Path, part: Path) -> None:
+    try:
+        with _opened(image) as origin, part.open("wb") as copy:
+            while chunk := origin.read(CHUNK_BYTES):
+                if chunk.count(0) == len(chunk):
+                    copy.seek(len(chunk), os.SEEK_CUR)
+                else:
+                    copy.write(chunk)
+            copy.truncate(copy.tell())
+    except (lzma.LZMAError, EOFError, gzip.BadGzipFile) as error:
+        raise ConfigError(f"{image} is damaged: {error}") from None
+
+
+def _opened(image: Path) -> IO[bytes]:
+    if image.suffix == ".xz":
+        return cast("IO[bytes]", lzma.open(image))
+    if image.suffix == ".gz":
+        return cast("IO[bytes]", gzip.open(image))
+    return image.open("rb")

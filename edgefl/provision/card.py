@@ -1,0 +1,166 @@
+"""A Raspberry Pi's card: what is written onto its boot partition, for each kind of system."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from edgefl.errors import UsageError
+from edgefl.provision.payload import FOLDER
+
+Files = dict[str, bytes | Path]
+"""Content by path below the boot partition; a path is a file to copy."""
+Read = Callable[[str], bytes | None]
+"""Gives the content of a file of the boot partition, None where there is none."""
+
+BACKUP = ".before-edgefl"
+MARK = "Written by edgefl provision"
+CGROUP = "cgroup_enable=memory"
+"""Raspberry Pi's firmware switches memory limits off; without this, those of the units mean nothing."""
+_HOSTNAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\Z")
+_USER = re.compile(r"[a-z_][a-z0-9_-]{0,31}\Z")
+_SSH_KEY = re.compile(r"(?:ssh-(?:ed25519|rsa)|ecdsa-sha2-nistp\d+|sk-[a-z0-9@.-]+) [A-Za-z0-9+/=]+(?: [ -~]*)?\Z")
+_INTERFACE = re.compile(r"[A-Za-z0-9_.-]{1,15}\Z")
+
+
+class System(StrEnum):
+    """What reads the card at the first boot."""
+
+    TRIXIE = "trixie"
+    BOOKWORM = "bookworm"
+    PRESEED = "preseed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """How the board reaches its network: Wi-Fi where there is an `ssid`, else the wire; DHCP without an `address`."""
+
+    ssid: str | None = None
+    psk: str | None = field(default=None, repr=False)
+    country: str | None = None
+    hidden: bool = False
+    address: str | None = None
+    gateway: str | None = None
+    dns: tuple[str, ...] = ()
+    interface: str = "eth0"
+
+    @property
+    def is_default(self) -> bool:
+        return self == Network()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What a card's system is to be; None and empty leave it as the card has it, or as is usual."""
+
+    name: str
+    hostname: str | None = None
+    user: str | None = None
+    ssh_keys: tuple[str, ...] = ()
+    network: Network = field(default_factory=Network)
+    instance_id: str = "edgefl"
+
+
+def detected_system(read: Read) -> tuple[System, str]:
+    """Returns what will read this boot partition, and how one knows."""
+    if read("rpi-preseed.toml") is not None:
+        return System.PRESEED, "it has an rpi-preseed.toml"
+    if any(read(name) is not None for name in ("user-data", "meta-data")):
+        return System.TRIXIE, "it has cloud-init's files"
+    issued = re.search(rb"(20\d\d-\d\d)-\d\d", read("issue.txt") or b"")
+    if issued and issued[1].decode() < "2025-11":
+        return System.BOOKWORM, f"its system is of {issued[1].decode()}"
+    if b"raspberrypi-sys-mods/firstboot" in (read("cmdline.txt") or b""):
+        return System.BOOKWORM, "its cmdline.txt starts sys-mods/firstboot"
+    return System.TRIXIE, "nothing speaks against it"
+
+
+def card_files(system: System, wishes: Wishes, payload: Mapping[str, bytes | Path], read: Read) -> Files:
+    """Returns all that is written onto the card, the payload first.
+
+    Raises:
+        ConfigError: what lies on the card cannot be kept; see the messages.
+    """
+    from edgefl.provision import cloud_init, firstrun, preseed  # noqa: PLC0415 each imports this module
+
+    render = {System.TRIXIE: cloud_init.files, System.BOOKWORM: firstrun.files, System.PRESEED: preseed.files}[system]
+    files: Files = {f"{FOLDER}/{name}": content for name, content in payload.items()}
+    made = render(wishes, lambda name: read(f"{name}{BACKUP}") or read(name))
+    files |= {f"{name}{BACKUP}": old for name in made if (old := _to_keep(name, read)) is not None}
+    return files | made
+
+
+def edited_cmdline(text: str, *, add: Iterable[str], drop: Callable[[str], bool]) -> bytes:
+    """Returns the kernel's command line with other words; it is always one line."""
+    words = [word for word in text.split() if not drop(word)]
+    words += [word for word in add if word not in words]
+    return (" ".join(words) + "\n").encode()
+
+
+def checked_hostname(text: str) -> str:
+    """Returns a host's name; raises `UsageError`."""
+    if not _HOSTNAME.match(text):
+        raise UsageError(f"a host name has letters, digits and hyphens, up to 63, got {text!r}")
+    return text
+
+
+def checked_user(text: str) -> str:
+    """Returns an account's name; raises `UsageError`."""
+    if not _USER.match(text) or text == "root":
+        raise UsageError(f"a user name has small letters, digits, _ and -, up to 32, and is not root, got {text!r}")
+    return text
+
+
+def ssh_keys(text: str, origin: str) -> tuple[str, ...]:
+    """Returns the public keys of an OpenSSH file, one a line.
+
+    Raises:
+        UsageError: there is none, or it is a private one; the message does not show it.
+    """
+    if "PRIVATE KEY" in text:
+        raise UsageError(f"{origin} is a private key: it stays where it is; give the file that ends in .pub")
+    keys = tuple(line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#"))
+    if not keys or not all(map(_SSH_KEY.match, keys)):
+        raise UsageError(
+            f"{origin} holds no public SSH key; make one with ssh-keygen and give the file ending in .pub"
+        )
+    return keys
+
+
+def checked_static(address: str, gateway: str | None, dns: Iterable[str]) -> tuple[str, str, tuple[str, ...]]:
+    """Returns address with prefix, gateway and name servers of a static configuration.
+
+    Raises:
+        UsageError: one of them is none, or the gateway is not in the address's network.
+    """
+    try:
+        own = ipaddress.ip_interface(address)
+        if "/" not in address or gateway is None:
+            raise UsageError(
+                "a static address has its prefix and a gateway: --address 10.0.0.7/24 --gateway 10.0.0.1"
+            )
+        if ipaddress.ip_address(gateway) not in own.network:
+            raise UsageError(f"the gateway {gateway} is not in the network of {address}")
+        servers = tuple(str(ipaddress.ip_address(server)) for server in dns)
+    except ValueError as error:
+        raise UsageError(f"{error}; an address is written as 10.0.0.7/24") from None
+    return str(own), str(ipaddress.ip_address(gateway)), servers or (str(ipaddress.ip_address(gateway)),)
+
+
+def checked_interface(text: str) -> str:
+    """Returns an interface's name; raises `UsageError`."""
+    if not _INTERFACE.match(text):
+        raise UsageError(f"an interface is named as eth0 or end0, got {text!r}")
+    return text
+
+
+def _to_keep(name: str, read: Read) -> bytes | None:
+    """Returns what is to be kept of a file beside its replacement: the user's own, once, and no tokens."""
+    old = read(name)
+    if old is None or read(f"{name}{BACKUP}") is not None or MARK.encode() in old or b"efl1." in old:
+        return None
+    return old

@@ -1,0 +1,79 @@
+"""What a payload takes along besides the scripts: wheels for sites without internet, a lock, keys of signers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_public_key
+
+from edgefl.errors import ConfigError, NotFoundError
+from edgefl.provision.card import Files
+
+
+def wheels(folder: Path) -> Files:
+    """Returns the wheels of a folder by their place in the payload.
+
+    Raises:
+        NotFoundError: there is no such folder.
+        ConfigError: it does not hold one wheel of edgefl, or also other files than wheels.
+    """
+    if not folder.is_dir():
+        raise NotFoundError(f"there is no folder {folder} with wheels")
+    found = sorted(path for path in folder.iterdir() if path.is_file())
+    own = [path.name for path in found if path.name.startswith("edgefl-")]
+    if len(own) != 1:
+        raise ConfigError(
+            f"{folder} must hold one wheel of edgefl, has {', '.join(own) or 'none'}; "
+            "python3 -m pip wheel -w FOLDER edgefl, or a folder of provisioning/locks"
+        )
+    if strange := [path.name for path in found if path.suffix != ".whl"]:
+        raise ConfigError(f"{folder} holds what is no wheel: {', '.join(strange[:5])}; boards install wheels only")
+    return {f"wheels/{path.name}": path for path in found}
+
+
+def lock(path: Path) -> Files:
+    """Returns a lock by its place in the payload.
+
+    Raises:
+        NotFoundError: there is no such file.
+        ConfigError: it pins nothing by hash.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise NotFoundError(f"the lock {path} cannot be read: {error.strerror}") from None
+    if "--hash=sha256:" not in text:
+        raise ConfigError(f"the lock {path} has no hashes; boards install only what it names by SHA-256")
+    return {"requirements.txt": path}
+
+
+def signers(paths: Iterable[Path]) -> Files:
+    """Returns public keys by their place in the payload: the boards run what these sign.
+
+    Raises:
+        NotFoundError: a file cannot be read.
+        ConfigError: it is no public Ed25519 key; a private one is refused.
+    """
+    made: Files = {}
+    for path in paths:
+        try:
+            pem = path.read_bytes()
+        except OSError as error:
+            raise NotFoundError(f"the signer's key {path} cannot be read: {error.strerror}") from None
+        made[f"signers/{path.stem}.pem"] = _public(pem, path)
+    return made
+
+
+def _public(pem: bytes, path: Path) -> bytes:
+    if b"PRIVATE KEY" in pem:
+        raise ConfigError(f"{path} is a private key: it stays on your machine; give the public one")
+    try:
+        key = load_pem_public_key(pem)
+    except (ValueError, UnsupportedAlgorithm):
+        key = None
+    if not isinstance(key, Ed25519PublicKey):
+        raise ConfigError(f"{path} is no public Ed25519 key in PEM; edgefl makes one with its signing commands")
+    return key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)

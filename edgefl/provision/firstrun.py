@@ -1,0 +1,58 @@
+"""Raspberry Pi OS Bookworm: `firstrun.sh`, which the kernel's command line starts before there is a network."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+from edgefl.errors import ConfigError
+from edgefl.provision import sources
+from edgefl.provision.card import CGROUP, Files, Read, Wishes, edited_cmdline
+
+RUN = (
+    "systemd.run=/boot/firmware/firstrun.sh",
+    "systemd.run_success_action=reboot",
+    "systemd.unit=kernel-command-line.target",
+)
+
+
+def files(wishes: Wishes, read: Read) -> Files:
+    """Returns `firstrun.sh` and `cmdline.txt`.
+
+    Raises:
+        ConfigError: the card has no cmdline.txt, or a firstrun.sh of its own.
+    """
+    cmdline = read("cmdline.txt")
+    if cmdline is None:
+        raise ConfigError("Bookworm's first boot begins in cmdline.txt, and this partition has none")
+    known = read("firstrun.sh")
+    if known is not None and b"edgefl" not in known:
+        raise ConfigError(
+            "the card has a firstrun.sh already, written by Raspberry Pi Imager: write the card without Imager's "
+            "settings and say them here (--user, --ssh-key, --wifi-ssid), or remove firstrun.sh"
+        )
+    edited = edited_cmdline(
+        cmdline.decode("utf-8", errors="replace"),
+        add=[CGROUP, *RUN],
+        drop=lambda word: word.startswith("systemd.run"),
+    )
+    return {"firstrun.sh": firstrun(wishes), "cmdline.txt": edited}
+
+
+def firstrun(wishes: Wishes) -> bytes:
+    """Returns the script, with the wishes as quoted words."""
+    network = wishes.network
+    words = {
+        "HOSTNAME": wishes.hostname or wishes.name,
+        "USER": wishes.user or ("pi" if wishes.ssh_keys else ""),
+        "SSH_KEY": "\n".join(wishes.ssh_keys),
+        "SSID": network.ssid or "",
+        "PSK": network.psk or "",
+        "COUNTRY": network.country or "",
+        "HIDDEN": "yes" if network.hidden else "",
+        "ADDRESS": network.address or "",
+        "GATEWAY": network.gateway or "",
+        "DNS": ";".join(network.dns),
+    }
+    template = sources.text("raspberry-pi/firstrun.sh")
+    return re.sub(r"@([A-Z_]+)@", lambda found: shlex.quote(words[found[1]]), template).encode()

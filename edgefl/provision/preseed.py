@@ -1,0 +1,76 @@
+"""`rpi-preseed.toml`, the announced successor of cloud-init on Raspberry Pi OS: experimental, as it is itself."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from typing import Any
+
+from edgefl.errors import ConfigError
+from edgefl.provision import sources
+from edgefl.provision.card import CGROUP, MARK, Files, Read, Wishes, edited_cmdline
+
+NAME = "rpi-preseed.toml"
+
+
+def files(wishes: Wishes, read: Read) -> Files:
+    """Returns the settings, with what the card's own say beside, and `cmdline.txt`.
+
+    Raises:
+        ConfigError: the card's own settings are no TOML.
+    """
+    made: Files = {NAME: preseed(wishes, (read(NAME) or b"").decode("utf-8", errors="replace"))}
+    cmdline = read("cmdline.txt")
+    if cmdline is not None:
+        text = cmdline.decode("utf-8", errors="replace")
+        made["cmdline.txt"] = edited_cmdline(text, add=[CGROUP], drop=lambda _: False)
+    return made
+
+
+def preseed(wishes: Wishes, known_text: str = "") -> bytes:
+    """Returns the settings of a board that runs the payload's script at its first boot."""
+    ours = tomllib.loads(sources.text(f"raspberry-pi/{NAME}"))
+    try:
+        known = {} if MARK in known_text else tomllib.loads(known_text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"the card's {NAME} is no TOML: {error}; mend or remove it") from None
+    value: dict[str, Any] = {**ours, **known, "runcmd": {**known.get("runcmd", {}), **ours["runcmd"]}}
+    commands = [*known.get("runcmd", {}).get("early", []), *ours["runcmd"]["early"]]
+    value["runcmd"]["early"] = list(dict.fromkeys(commands))
+    for section, settings in _sections(wishes, known).items():
+        value[section] = {**known.get(section, {}), **settings}
+    return f"# {MARK}; the join token is not in here.\n{_toml(value)}".encode()
+
+
+def _sections(wishes: Wishes, known: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    network, made = wishes.network, dict[str, dict[str, Any]]()
+    if wishes.hostname or "hostname" not in known.get("system", {}):
+        made["system"] = {"hostname": wishes.hostname or wishes.name}
+    if wishes.user:
+        made["user"] = {"name": wishes.user}
+    if wishes.ssh_keys:
+        keys = list(wishes.ssh_keys)
+        made["ssh"] = {"enabled": True, "password_authentication": False, "authorized_keys": keys}
+    if network.ssid:
+        security: dict[str, Any] = {"key_mgmt": "none"}
+        if network.psk:
+            security = {"password": network.psk, "password_encrypted": True, "key_mgmt": "wpa-psk"}
+        country = {"country": network.country} if network.country else {}
+        made["wlan"] = {"ssid": network.ssid, **security, **country, "hidden": network.hidden}
+    elif network.address:
+        static = {"method": "static", "address": network.address, "gateway": network.gateway}
+        made["ethernet"] = {**static, "dns": list(network.dns)}
+    return made
+
+
+def _toml(value: dict[str, Any]) -> str:
+    """Plain values and one level of tables, which is all that rpi-preseed reads; JSON's are TOML's."""
+    lines = [f"{key} = {_word(item)}" for key, item in value.items() if not isinstance(item, dict)]
+    for section, settings in value.items():
+        if isinstance(settings, dict):
+            lines += ["", f"[{section}]", *(f"{key} = {_word(item)}" for key, item in settings.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _word(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)

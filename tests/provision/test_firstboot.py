@@ -1,0 +1,234 @@
+"""firstboot.sh is really run, on a tree of its own; only install.sh of the payload is a short one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from edgefl.device.join_file import JoinFile
+from edgefl.protocol import JoinToken
+from edgefl.provision import sources
+from edgefl.provision.payload import MANIFEST, manifest, payload
+
+TOKEN = JoinToken(ca_fingerprint="a" * 64, token_id="t1", secret="s3cret", fleet="lab", addresses=("pc:8000",)).text()
+JOIN_FILE = JoinFile(token=TOKEN, name="pi-01").text()
+# Counts its runs, shows the token as a careless program would, and fails as long as a file asks for it.
+INSTALL = b"""#!/bin/sh
+set -eu
+echo run >>"$EDGEFL_ROOT/runs"
+echo "installing from $1 with $(grep -o 'efl1[^"]*' "$1/join.json" || true)"
+test ! -e "$EDGEFL_ROOT/no-network" || { echo "no index can be reached"; exit 4; }
+"""
+
+
+class Board:
+    """A tree with a card's boot partition, on which cloud-init has left its copies."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.boot = root / "boot/firmware"
+        self.card = self.boot / "edgefl"
+        self.joined = root / "etc/edgefl/join.json"
+        self.done = root / "var/lib/edgefl-firstboot.done"
+        self.kept = root / "var/lib/edgefl-firstboot"
+
+    def write_card(self, *, install: bytes = INSTALL, extra: dict[str, bytes | Path] | None = None) -> None:
+        files = {**payload(JOIN_FILE, extra), "install.sh": install}
+        del files[MANIFEST]
+        files[MANIFEST] = manifest({name: body for name, body in files.items() if name != "join.json"})
+        for name, body in files.items():
+            path = self.card / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(body if isinstance(body, bytes) else body.read_bytes())
+
+    def firstboot(self, *arguments: str, script: Path | None = None) -> subprocess.CompletedProcess[str]:
+        environment = {"EDGEFL_ROOT": str(self.root), "EDGEFL_TIME_WAIT_S": "2", "PATH": os.environ["PATH"]}
+        command = ["dash", str(script or self.card / "firstboot.sh"), *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+    def work(self) -> subprocess.CompletedProcess[str]:
+        return self.firstboot("--run", script=self.kept / "firstboot.sh")
+
+    def holders(self) -> list[str]:
+        """Every file of the tree in which the token can be read."""
+        files = [path for path in self.root.rglob("*") if path.is_file()]
+        return [str(path.relative_to(self.root)) for path in files if TOKEN.encode() in path.read_bytes()]
+
+
+@pytest.fixture
+def board(tmp_path: Path) -> Board:
+    if shutil.which("dash") is None:
+        pytest.skip("dash is not installed")
+    board = Board(tmp_path / "board")
+    (board.root / "run/systemd/timesync").mkdir(parents=True)
+    (board.root / "run/systemd/timesync/synchronized").touch()
+    board.write_card()
+    return board
+
+
+def test_the_first_call_only_keeps_the_script_and_a_unit_that_every_boot_starts(board: Board) -> None:
+    ran = board.firstboot("--no-start")
+    assert ran.returncode == 0, ran.stderr
+    units = board.root / "etc/systemd/system"
+    assert (units / "edgefl-firstboot.service").read_text() == sources.text("board/edgefl-firstboot.service")
+    assert (units / "multi-user.target.wants/edgefl-firstboot.service").is_symlink()
+    assert (units / "edgefl-firstboot.service").stat().st_mode & 0o777 == 0o644
+    assert not (board.root / "runs").exists()
+
+
+def test_the_work_installs_hands_the_join_file_over_and_leaves_the_token_nowhere_else(board: Board) -> None:
+    board.firstboot("--no-start")
+    ran = board.work()
+    assert ran.returncode == 0, ran.stdout
+    assert board.joined.read_text() == JOIN_FILE
+    assert board.joined.stat().st_mode & 0o777 == 0o600
+    assert board.holders() == ["etc/edgefl/join.json"]
+    assert board.done.exists()
+    assert not board.kept.exists()
+    assert not (board.root / "etc/systemd/system/edgefl-firstboot.service").exists()
+
+
+def test_the_log_on_the_card_tells_what_happened_without_the_token(board: Board) -> None:
+    board.firstboot("--no-start")
+    ran = board.work()
+    log = (board.card / "firstboot.log").read_text()
+    assert "installing from" in log
+    assert "efl1.(secret)" in log
+    assert "ready" in log
+    assert TOKEN not in log + ran.stdout + ran.stderr
+
+
+def test_a_failed_installation_keeps_the_token_from_all_but_root_and_is_tried_again(board: Board) -> None:
+    (board.root / "no-network").touch()
+    board.firstboot("--no-start")
+    failed = board.work()
+    assert failed.returncode == 1
+    assert "no index can be reached" in (board.card / "firstboot.log").read_text()
+    assert board.holders() == ["var/lib/edgefl-firstboot/edgefl/join.json"]
+    assert board.kept.stat().st_mode & 0o777 == 0o700
+    assert not board.done.exists()
+    (board.root / "no-network").unlink()
+    assert board.work().returncode == 0
+    assert board.holders() == ["etc/edgefl/join.json"]
+    assert (board.root / "runs").read_text().count("run") == 2
+
+
+def test_a_board_that_has_joined_keeps_its_place_and_the_card_s_token_is_destroyed(board: Board) -> None:
+    state = board.root / "var/lib/edgefl"
+    state.mkdir(parents=True)
+    (state / "device.json").write_text("{}")
+    board.firstboot("--no-start")
+    assert "has joined already" in board.work().stdout
+    assert board.holders() == []
+
+
+def test_a_second_call_of_a_ready_board_does_nothing(board: Board) -> None:
+    board.firstboot("--no-start")
+    board.work()
+    again = board.firstboot("--no-start")
+    assert (again.returncode, again.stdout) == (0, "edgefl: this board is ready already\n")
+    assert (board.root / "runs").read_text().count("run") == 1
+
+
+def test_a_card_that_is_written_anew_makes_a_ready_board_begin_again(board: Board) -> None:
+    board.firstboot("--no-start")
+    board.work()
+    board.write_card()
+    board.firstboot("--no-start")
+    assert board.work().returncode == 0
+    assert (board.root / "runs").read_text().count("run") == 2
+    assert board.holders() == ["etc/edgefl/join.json"]
+
+
+@pytest.mark.parametrize("damage", ["changed", "cut", "missing", "no-manifest", "empty-manifest", "no-join-file"])
+def test_a_damaged_card_is_named_and_nothing_is_installed(board: Board, damage: str) -> None:
+    unit = board.card / "units/edgefl-device.service"
+    if damage == "changed":
+        unit.write_bytes(unit.read_bytes().replace(b"e", b"3", 1))
+    elif damage == "cut":
+        unit.write_bytes(unit.read_bytes()[:-10])
+    elif damage == "missing":
+        unit.unlink()
+    elif damage == "no-manifest":
+        (board.card / MANIFEST).unlink()
+    elif damage == "empty-manifest":
+        (board.card / MANIFEST).write_text('{\n  "v": 1,\n  "files": {}\n}\n')
+    else:
+        (board.card / "join.json").unlink()
+    board.firstboot("--no-start")
+    ran = board.work()
+    assert ran.returncode == 1
+    assert "write" in ran.stdout
+    assert "again" in ran.stdout
+    if damage in ("changed", "cut"):
+        assert "units/edgefl-device.service" in ran.stdout
+    assert not (board.root / "runs").exists()
+    assert not board.joined.exists()
+
+
+def test_cloud_init_s_copies_go_and_a_token_pasted_into_user_data_goes_with_them(board: Board) -> None:
+    instance = board.root / "var/lib/cloud/instances/i-1"
+    instance.mkdir(parents=True)
+    (board.root / "var/lib/cloud/instance").symlink_to(instance)
+    for name in ("user-data.txt", "user-data.txt.i", "cloud-config.txt", "obj.pkl"):
+        (instance / name).write_text(f"#cloud-config\nruncmd: [[edgefl, device, join, --token, {TOKEN}]]\n")
+    (instance / "boot-finished").touch()
+    (board.boot / "user-data").write_text(f"#cloud-config\nruncmd: [[edgefl, device, join, --token, {TOKEN}]]\n")
+    (board.boot / "edgefl.new").mkdir()
+    (board.boot / "edgefl.new/join.json").write_text(JOIN_FILE)
+    board.firstboot("--no-start")
+    assert board.work().returncode == 0
+    assert board.holders() == ["etc/edgefl/join.json"]
+    assert (board.boot / "user-data").read_text().startswith("#cloud-config\n")
+    assert sorted(path.name for path in instance.iterdir()) == ["boot-finished"]
+
+
+def test_user_data_without_a_token_stays_as_it_is(board: Board) -> None:
+    (board.boot / "user-data").write_text("#cloud-config\nhostname: pi-01\n")
+    board.firstboot("--no-start")
+    board.work()
+    assert (board.boot / "user-data").read_text() == "#cloud-config\nhostname: pi-01\n"
+
+
+def test_a_clock_that_is_never_set_does_not_hold_the_board_for_ever(board: Board) -> None:
+    (board.root / "run/systemd/timesync/synchronized").unlink()
+    board.firstboot("--no-start")
+    ran = board.work()
+    assert ran.returncode == 0
+    assert "the clock is not set after 2 s" in ran.stdout
+
+
+def test_wheels_from_the_card_need_no_clock(board: Board) -> None:
+    (board.root / "run/systemd/timesync/synchronized").unlink()
+    board.write_card(extra={"wheels/edgefl-1.whl": b"wheel"})
+    board.firstboot("--no-start")
+    assert "clock is not set" not in board.work().stdout
+
+
+def test_the_log_stays_small_over_a_thousand_failures(board: Board) -> None:
+    (board.root / "no-network").touch()
+    board.firstboot("--no-start")
+    (board.card / "firstboot.log").write_text("x" * 200_000)
+    board.work()
+    assert (board.card / "firstboot.log").stat().st_size < 70_000
+
+
+@pytest.mark.parametrize("script", sorted(sources.path("board").glob("*.sh")), ids=lambda path: path.name)
+def test_the_scripts_are_posix_and_without_fault(script: Path) -> None:
+    if shutil.which("shellcheck") is None or shutil.which("dash") is None:
+        pytest.skip("shellcheck or dash is not installed")
+    assert subprocess.run(["dash", "-n", script], check=False).returncode == 0
+    told = subprocess.run(["shellcheck", "--shell=sh", script], capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stdout
+
+
+def test_systemd_has_nothing_to_say_against_the_unit() -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed")
+    unit = sources.path("board/edgefl-firstboot.service")
+    told = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, check=False)
+    assert (told.returncode, told.stderr) == (0, "")
