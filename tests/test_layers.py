@@ -29,6 +29,7 @@ ROOMS = {
     "files": {"errors"},
     "bundles": SEAMS | {"files"},
     "processes": set(),
+    "watchdog": set(),
     "child_process": SEAMS | {"processes"},
     "strategies": SEAMS | {"decentralised"},
     "compression": SEAMS,
@@ -36,13 +37,13 @@ ROOMS = {
     "storage": SEAMS | {"files"},
     "tasks": SEAMS | {"config", "decentralised", "files"},
     "device": SEAMS
-    | {"child_process", "config", "files", "findings", "processes", "protocol"}
+    | {"child_process", "config", "files", "findings", "processes", "protocol", "watchdog"}
     | {"bundles", "compression", "decentralised", "tasks"},
     "simulation": SEAMS | {"config", "compression", "decentralised", "tasks"},
     "history": SEAMS | {"storage"},
     "adapters": SEAMS | {"config", "strategies", "tasks"},
     "coordinator": SEAMS
-    | {"config", "files", "findings", "processes", "protocol", "loop", "node_scores", "summary", "tally"}
+    | {"config", "files", "findings", "processes", "protocol", "loop", "node_scores", "summary", "tally", "watchdog"}
     | {"bundles", "strategies", "compression", "decentralised", "storage", "history"},
 }
 # The operator's client and the fleet of this machine serve the command line and `edgefl.run` alike.
@@ -105,7 +106,7 @@ FENCES = {
     "marshal": set(),
     "shelve": set(),
     "random": set(),
-    "time": {"coordinator", "device", "cli", "local_fleet", "simulated_run"},
+    "time": {"coordinator", "device", "cli", "local_fleet", "simulated_run", "watchdog"},
 }
 FLOWER = {"flwr", "flwr.app", "flwr.serverapp", "flwr.clientapp", "google.protobuf", "grpc"}
 FLOWER_FILES = {"coordinator/superlink.py", "device/supernode.py"}

@@ -20,6 +20,7 @@ from edgefl.errors import StoreError
 from edgefl.processes import on_stop_signal
 from edgefl.protocol import is_slug
 from edgefl.storage.store import Store
+from edgefl.watchdog import LoopLife, Notifier, watched
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ def serve_broker(
         PortInUseError: the port is taken.
         StoreError: another broker runs on this directory, or the store cannot be opened.
     """
-    stopping = threading.Event()
+    stopping, notifier = threading.Event(), Notifier.from_environment()
     with on_stop_signal(stopping.set), contextlib.ExitStack() as closers:
         closers.enter_context(directory.broker_locked())
         store = closers.enter_context(Store.open(options.store_url or directory.database))
@@ -69,7 +70,9 @@ def serve_broker(
         closers.callback(broker.stop)
         log.info("broker of fleet %s at %s:%d", directory.fleet, options.host, options.port)
         on_ready(address)
-        _keep_refusing(refusals, attempts, ServerCertificate(broker, directory.server_cert), stopping)
+        life = LoopLife()
+        with watched(notifier, life):
+            _keep_refusing(refusals, attempts, ServerCertificate(broker, directory.server_cert), life, stopping)
         log.info("stopping")
 
 
@@ -89,10 +92,15 @@ class ServerCertificate:
 
 
 def _keep_refusing(
-    refusals: Refusals, attempts: Attempts, certificate: ServerCertificate, stopping: threading.Event
+    refusals: Refusals,
+    attempts: Attempts,
+    certificate: ServerCertificate,
+    life: LoopLife,
+    stopping: threading.Event,
 ) -> None:
     was_read = True
     while not stopping.wait(REFUSE_EVERY_S):
+        life.beat()
         certificate.look()
         try:
             refusals.update()

@@ -62,6 +62,7 @@ from edgefl.storage.news import last_seen
 from edgefl.storage.records import RunStatus
 from edgefl.storage.store import Store
 from edgefl.types import Json, Progress
+from edgefl.watchdog import LoopLife, Notifier, watched
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +122,7 @@ class Coordinator:
         self._export = export or _no_export
         self._evaluator_token_id: str | None = None
         self._stopping = threading.Event()
+        self.life = LoopLife()
         self._fatal: EdgeflError | None = None
         self._worker: RunWorker | None = None
         self._web: WebServer | None = None
@@ -150,7 +152,12 @@ class Coordinator:
         Raises:
             EdgeflError: it cannot go on (the disk is full, the store is gone).
         """
+        turns = -1
         while not self._stopping.wait(FLUSH_EVERY_S):
+            # A coordinator that writes its diary and answers nobody is as good as dead.
+            if self._web.turns != turns:
+                turns = self._web.turns
+                self.life.beat()
             self._roster.tick()
             self._diary.flush()
             self._attempts.flush()
@@ -422,6 +429,7 @@ class Coordinator:
         web.start()
         self._closers.callback(web.stop)
         self._closers.callback(self._feed.close)  # first: open feeds would hold up the server's end
+        self._web = web
 
     def _note_refused(self, what: str, request: Request, node_id: int | None, detail: str) -> None:
         device_id = None if node_id is None else self._roster.device_of(node_id)
@@ -525,6 +533,8 @@ def serve(
         EdgeflError: it could not start, or cannot go on.
     """
     coordinator = Coordinator(directory, options, assemble, settle, export)
+    notifier = Notifier.from_environment()  # before there are children, who must not speak for us
     with on_stop_signal(coordinator.stop), coordinator:
-        coordinator.wait()
+        with watched(notifier, coordinator.life):
+            coordinator.wait()
         log.info("stopping")

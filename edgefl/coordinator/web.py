@@ -78,10 +78,15 @@ class _Server(uvicorn.Server):
     """Ends when the requests under way are answered: boards keep idle connections open, and would hold up the end."""
 
     loop: asyncio.AbstractEventLoop | None = None
+    turns = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self.loop = asyncio.get_running_loop()
         await super().startup(sockets)
+
+    async def on_tick(self, counter: int) -> bool:
+        self.turns += 1
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for server in self.servers:
@@ -136,6 +141,11 @@ class WebServer:
         self._server.should_exit = True
         self._thread.join(2 * STOP_TIMEOUT_S)
         self._listener.close()
+
+    @property
+    def turns(self) -> int:
+        """How often its event loop has come round: it grows as long as requests can be answered."""
+        return self._server.turns
 
     def _run(self) -> None:
         self._server.run(sockets=[self._listener])

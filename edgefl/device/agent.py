@@ -57,6 +57,7 @@ from edgefl.protocol import (
     host_and_port,
 )
 from edgefl.types import Json, NodePlan, Role, derived_rng
+from edgefl.watchdog import LoopLife, Notifier, watched
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ class Agent:
         site: Site | None = None,
     ) -> None:
         self._state, self._poll_s = state, poll_s
+        self.life = LoopLife()
         self._skew_s = 0.0
         self._stopping, self._ended, self._bell = threading.Event(), threading.Event(), Bell()
         self._boot_id = uuid.uuid4().hex
@@ -106,6 +108,7 @@ class Agent:
             make_carrier=self._make_carrier,
             board=AssignmentVitals(),
             pacer=board_pacer(lambda: self._state.device.max_temperature_c),
+            on_life=self.life.beat,
         )
         self._supernode = SuperNode(
             private_key_pem=state.key.read_bytes(),
@@ -169,10 +172,12 @@ class Agent:
         self._heart.start()
         self._models.start()
         self._installations.start()
-        self._trainer.go_on()
+        with self.life.working():
+            self._trainer.go_on()
         backoff_s = FIRST_BACKOFF_S
         try:
             while not self._stopping.is_set():
+                self.life.beat()
                 try:
                     self._connect()
                     self._report_capabilities()
@@ -204,6 +209,7 @@ class Agent:
         self._outbox.pause()  # what is under way uses the connection that goes now
         failures = []
         for address in self._state.device.addresses:
+            self.life.beat()
             try:
                 hello = say_hello(address, self._trust)
                 self._skew_s = hello.skew_s
@@ -267,6 +273,7 @@ class Agent:
         self._outbox.open()
         while not self._stopping.is_set():
             self._bell.wait(self._poll_s)
+            self.life.beat()
             self._outbox.check()
             self._trainer.tidy()
             if self._address is not None and self._renew(self._address):
@@ -286,6 +293,10 @@ class Agent:
 
     def _work_once(self) -> bool:
         """Does the next piece of work; returns whether there was one."""
+        with self.life.working():
+            return self._pulled_and_answered()
+
+    def _pulled_and_answered(self) -> bool:
         try:
             instruction = self._supernode.pull()
         except UnauthorisedError:
@@ -359,6 +370,10 @@ class Agent:
 
     def _report_capabilities(self) -> None:
         """Publishes facts and example counts when the shards have changed; a new shard may have been added."""
+        with self.life.working():  # shards are read from the beginning to the end
+            self._report_what_changed()
+
+    def _report_what_changed(self) -> None:
         self._state = DeviceState.load(self._state.root)
         stamp = self._trainer.shard_stamps(), self._speeds.version
         if self._reported is None or self._reported[0] != stamp:
@@ -514,7 +529,7 @@ def run_agent(state: DeviceState, site: Site | None = None) -> None:
             logging.shutdown()
             os._exit(0)  # what lies on disk is whole at any time, and nothing can end a thread that computes
 
-    with on_stop_signal(stop):
+    with on_stop_signal(stop), watched(Notifier.from_environment(), agent.life):
         agent.run()
     log.info("%s has left the fleet for now", state.device_id)
 

@@ -72,6 +72,7 @@ class Trainer:
         make_carrier: for nodes of a graph whose messages the coordinator does not carry.
         board: looks at the board while it works; None does not.
         pacer: lets it rest between iterations while it is too hot; None does not.
+        on_life: told that the work goes on, at every iteration and while it waits.
     """
 
     def __init__(  # noqa: PLR0913 a composition root hands over its parts by name
@@ -88,8 +89,9 @@ class Trainer:
         make_carrier: MakeCarrier | None = None,
         board: AssignmentVitals | None = None,
         pacer: Pacer | None = None,
+        on_life: Callable[[], None] = lambda: None,
     ) -> None:
-        self._board = board
+        self._board, self._on_life = board, on_life
         self._pacer = pacer or Pacer(lambda: None, lambda: None)
         self._device_id, self._role, self._state_dir = device_id, role, state_dir
         self._on_progress = on_progress
@@ -214,6 +216,7 @@ class Trainer:
         return {**reply, "metrics": {**reply["metrics"], **({"vitals": vitals} if vitals else {})}}, result
 
     def _look(self) -> None:
+        self._on_life()
         if self._board is not None:
             self._board.look()
 
