@@ -87,7 +87,12 @@ def test_an_abstract_socket_is_reached() -> None:
 
 
 def test_what_systemd_set_is_taken_out_of_the_environment() -> None:
-    environment = {"NOTIFY_SOCKET": "/run/n", "WATCHDOG_USEC": "180000000", "WATCHDOG_PID": str(os.getpid()), "A": "b"}
+    environment = {
+        "NOTIFY_SOCKET": "/run/n",
+        "WATCHDOG_USEC": "180000000",
+        "WATCHDOG_PID": str(os.getpid()),
+        "A": "b",
+    }
     assert Notifier.from_environment(environment) == Notifier(address="/run/n", watchdog_s=180.0)
     assert environment == {"A": "b"}
 

@@ -1,0 +1,249 @@
+"""install.sh, run for real against a folder: a real virtual environment, real wheels, a systemctl that only notes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import stat
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from made_wheels import make_wheel
+
+from edgefl.provision.payload import payload
+from edgefl.provision.sources import path as source
+
+SCRIPT = source("board/install.sh")
+MAIN = b"import dep\nprint('edgefl, version', dep.NAME)\n"
+
+
+@dataclass
+class Board:
+    """A folder that stands for a board's root, with a payload and a PATH of its own."""
+
+    root: Path
+    folder: Path
+    programs: Path
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def install(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        path = f"{self.programs}:{os.environ['PATH']}"
+        environment = {**os.environ, "PATH": path, "EDGEFL_ROOT": str(self.root), **self.environment}
+        environment.pop("PYTHONPATH", None)
+        return subprocess.run(
+            ["sh", str(SCRIPT), str(self.folder), *arguments],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=100,
+        )
+
+    def program(self, name: str, text: str) -> None:
+        (self.programs / name).write_text(f"#!/bin/sh\n{text}\n")
+        (self.programs / name).chmod(0o755)
+
+    def systemctl_calls(self) -> list[str]:
+        calls = self.programs / "calls"
+        told = calls.read_text().splitlines() if calls.exists() else []
+        calls.unlink(missing_ok=True)
+        return told
+
+    def release(self, version: str) -> None:
+        """Brings edgefl of this version, and what it needs, as wheels."""
+        wheels = self.folder / "wheels"
+        shutil.rmtree(wheels, ignore_errors=True)
+        files: dict[str, bytes | Path] = {"edgefl/__init__.py": b"", "edgefl/__main__.py": MAIN}
+        make_wheel(wheels, "edgefl", version, files, requires=["dep"])
+        make_wheel(wheels, "dep", "1.0", {"dep.py": f"NAME = {version!r}\n".encode()})
+
+    def runs(self) -> str:
+        """What the edgefl in use says."""
+        python = self.root / "opt/edgefl/current/bin/python"
+        return subprocess.run(
+            [python, "-I", "-m", "edgefl"], capture_output=True, text=True, check=True, timeout=30
+        ).stdout.strip()
+
+    def slot(self) -> str:
+        return str((self.root / "opt/edgefl/current").readlink())
+
+
+@pytest.fixture
+def board(tmp_path: Path) -> Board:
+    made = Board(tmp_path / "root", tmp_path / "payload", tmp_path / "bin")
+    for folder in (made.root, made.folder, made.programs):
+        folder.mkdir()
+    made.program("systemctl", f'echo "$@" >> {made.programs}/calls')
+    for name, content in payload('{"token": "x"}').items():
+        (made.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (made.folder / name).write_bytes(content if isinstance(content, bytes) else content.read_bytes())
+    made.release("1.0")
+    return made
+
+
+def test_a_bare_board_gets_a_slot_its_units_and_the_join_file(board: Board) -> None:
+    done = board.install()
+    assert done.returncode == 0, done.stderr
+    assert (board.slot(), board.runs()) == ("a", "edgefl, version 1.0")
+    join = board.root / "etc/edgefl/join.json"
+    assert join.read_text() == '{"token": "x"}'
+    assert stat.S_IMODE(join.stat().st_mode) == 0o600
+    installed = {path.name for path in (board.root / "etc/systemd/system").glob("*.service")}
+    assert {"edgefl-join.service", "edgefl-device.service"} <= installed
+    assert not {name for name in installed if "coordinator" in name or "broker" in name}
+    calls = board.systemctl_calls()
+    assert calls[:3] == [
+        "daemon-reload",
+        "--quiet enable edgefl-join.service",
+        "--quiet enable edgefl-device.service",
+    ]
+    assert calls[-1] == "start --no-block edgefl-join.service"
+
+
+def test_a_second_time_changes_nothing(board: Board) -> None:
+    assert board.install().returncode == 0
+    (board.folder / "join.json").unlink()
+    before = _files(board.root)
+    board.systemctl_calls()
+    done = board.install()
+    assert done.returncode == 0, done.stderr
+    assert "edgefl 1.0 is installed already" in done.stdout
+    assert "daemon-reload" not in board.systemctl_calls()
+    assert _files(board.root) == before
+
+
+def test_another_version_goes_into_the_other_slot_and_back(board: Board) -> None:
+    board.install()
+    for version, slot in (("1.1", "b"), ("1.0", "a")):
+        board.release(version)
+        done = board.install()
+        assert done.returncode == 0, done.stderr
+        assert (board.slot(), board.runs()) == (slot, f"edgefl, version {version}")
+
+
+def test_a_device_that_joined_is_restarted_for_another_version_and_keeps_its_fleet(board: Board) -> None:
+    state = board.root / "var/lib/edgefl"
+    state.mkdir(parents=True)
+    (state / "device.json").write_text("{}")
+    done = board.install()
+    assert "has joined a fleet already" in done.stdout
+    assert not (board.root / "etc/edgefl/join.json").exists()
+    assert board.systemctl_calls()[-1] == "restart --no-block edgefl-device.service"
+    board.install()
+    assert board.systemctl_calls()[-1] == "start --no-block edgefl-device.service"
+
+
+def test_a_slot_that_was_cut_off_is_made_anew(board: Board) -> None:
+    board.install()
+    (board.root / "opt/edgefl/a/.complete").unlink()
+    done = board.install()
+    assert done.returncode == 0, done.stderr
+    assert (board.slot(), board.runs()) == ("b", "edgefl, version 1.0")
+
+
+def test_an_installation_that_fails_leaves_the_slot_in_use_alone(board: Board) -> None:
+    board.install()
+    board.release("1.1")
+    (board.folder / "wheels" / "dep-1.0-py3-none-any.whl").unlink()
+    done = board.install()
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "edgefl-install: failed: pip could not install edgefl; its words are above"
+    assert (board.slot(), board.runs()) == ("a", "edgefl, version 1.0")
+
+
+def test_the_lock_is_kept_to(board: Board) -> None:
+    body = (board.folder / "wheels" / "dep-1.0-py3-none-any.whl").read_bytes()
+    lock = board.folder / "requirements.txt"
+    lock.write_text(f"dep==1.0 --hash=sha256:{'0' * 64}\n")
+    done = board.install()
+    assert done.returncode == 1
+    assert "DO NOT MATCH THE HASHES" in done.stderr
+    assert not (board.root / "opt/edgefl/current").exists()
+    lock.write_text(f"dep==1.0 --hash=sha256:{hashlib.sha256(body).hexdigest()}\n")
+    assert board.install().returncode == 0
+    assert board.runs() == "edgefl, version 1.0"
+
+
+def test_signers_and_drop_ins_are_put_where_they_are_read(board: Board) -> None:
+    for name in ("signers/lab.pem", "units/edgefl-device.service.d/20-shards.conf"):
+        (board.folder / name).parent.mkdir(exist_ok=True)
+        (board.folder / name).write_text("content\n")
+    assert board.install("--no-start").returncode == 0
+    assert (board.root / "etc/edgefl/signers/lab.pem").read_text() == "content\n"
+    assert (board.root / "etc/systemd/system/edgefl-device.service.d/20-shards.conf").read_text() == "content\n"
+    assert not [call for call in board.systemctl_calls() if call.startswith(("start", "restart"))]
+
+
+def test_a_python_that_is_too_old_is_told_with_what_to_do(board: Board) -> None:
+    old = 'case "$*" in *sys.exit*) exit 1;; *) echo 3.10.12;; esac'
+    for name in ("python3", "python3.11", "python3.12", "python3.13"):
+        board.program(name, old)
+    done = board.install()
+    assert done.returncode == 1
+    assert "needs Python 3.11 or newer, this board has 3.10.12" in done.stderr
+    assert "container (JetPack 6)" in done.stderr
+    assert not (board.root / "opt").exists()
+
+
+def test_without_ensurepip_pips_own_wheel_makes_the_environment(board: Board) -> None:
+    real = shutil.which("python3", path=os.environ["PATH"])
+    board.program("python3", f'case "$*" in *ensurepip*) exit 1;; esac\nexec {real} "$@"')
+    board.program("apt-get", "exit 1")
+    done = board.install()
+    assert done.returncode == 1
+    assert "cannot make virtual environments: apt-get install python3-venv" in done.stderr
+    shutil.copy(_bundled_pip(), board.folder / "wheels")
+    done = board.install()
+    assert done.returncode == 0, done.stderr
+    assert board.runs() == "edgefl, version 1.0"
+
+
+def test_a_card_without_room_is_told_before_anything_is_installed(board: Board) -> None:
+    board.program("df", 'echo "Filesystem 1024-blocks Used Available"; echo "x 1 1 102400 1% /"')
+    done = board.install()
+    assert done.returncode == 1
+    assert "has 100 MB free, edgefl needs 400" in done.stderr
+    (board.folder / "requirements.txt").write_text("torch==2.9.1\n")
+    assert "edgefl needs 1500" in board.install().stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [(["--now"], "may only be --no-start, got --now"), (["--no-start", "x"], "usage: sh install.sh FOLDER")],
+)
+def test_wrong_arguments_are_told(board: Board, arguments: list[str], told: str) -> None:
+    done = board.install(*arguments)
+    assert done.returncode == 1
+    assert told in done.stderr
+
+
+def test_a_folder_that_is_no_payload_is_told(board: Board) -> None:
+    shutil.rmtree(board.folder / "units")
+    assert "is no payload: it has no folder units" in board.install().stderr
+
+
+@pytest.mark.parametrize("script", sorted(source("board").glob("*.sh")), ids=lambda path: path.name)
+def test_the_scripts_are_plain_posix_shell(script: Path) -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed")
+    done = subprocess.run(
+        ["shellcheck", "--shell=sh", str(script)], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def _bundled_pip() -> Path:
+    import ensurepip  # noqa: PLC0415 of this test alone
+
+    return next((Path(ensurepip.__file__).parent / "_bundled").glob("pip-*.whl"))
+
+
+def _files(root: Path) -> dict[str, int]:
+    return {
+        str(path.relative_to(root)): path.lstat().st_mtime_ns
+        for path in root.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
