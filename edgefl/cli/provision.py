@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import click
 
+from edgefl.cli import provision_jetson, provision_raspberry_pi
 from edgefl.cli.listing import ListedGroup
 
 
 @click.group(cls=ListedGroup)
 def command() -> None:
     """Make boards into devices: cards, images, hosts that run already."""
+
+
+command.add_command(provision_raspberry_pi.command)
+command.add_command(provision_jetson.command)

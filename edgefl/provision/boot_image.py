@@ -40,6 +40,8 @@ class BootImage:
                 "writing into an image needs mtools (sudo apt-get install mtools, brew install mtools); "
                 "without it, write the card and use --boot"
             )
+        if not image.is_file():
+            raise ConfigError(f"{image} is no file; devices are never written: --boot writes onto a mounted card")
         self.image = image
         self.offset = fat_offset(image)
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from edgefl import __version__
 from edgefl.provision import sources
 
 FOLDER = "edgefl"
@@ -24,6 +25,7 @@ def payload(join_file: str, extra: Mapping[str, bytes | Path] | None = None) -> 
         extra: more files, such as wheels, signers or drop-ins, by their path below the folder.
     """
     files: dict[str, bytes | Path] = {"join.json": join_file.encode(), **(extra or {})}
+    files["version"] = f"{__version__}\n".encode()
     files |= {Path(name).name: sources.path(name) for name in SCRIPTS}
     files |= {f"units/{unit.name}": unit for unit in sorted(sources.path("units").glob("edgefl-*"))}
     files[MANIFEST] = manifest({name: content for name, content in files.items() if name not in SECRET})

@@ -36,8 +36,8 @@ def sheet(labels: Sequence[Label], *, with_tokens: bool) -> str:
     tokens it holds the command that joins a board by hand: whoever has the sheet can let a board in.
     """
     warning = (
-        '<p class="secret">This sheet holds join tokens. Whoever reads a code can let one board in, until it was used '
-        "or its time is over. Keep it like a key; destroy it afterwards.</p>"
+        '<p class="secret">This sheet holds join tokens. Whoever reads a code can let one board in, until it was '
+        "used or its time is over. Keep it like a key; destroy it afterwards.</p>"
         if with_tokens
         else '<p class="note">This sheet holds no secrets: the join tokens lie on the cards alone.</p>'
     )
@@ -56,7 +56,10 @@ def sheet(labels: Sequence[Label], *, with_tokens: bool) -> str:
 
 def _label(label: Label, *, with_tokens: bool) -> str:
     if with_tokens:
-        text, told = f"edgefl device join {label.site} --token {label.token.text()} --name {label.name}", "joins by hand"
+        text, told = (
+            f"edgefl device join {label.site} --token {label.token.text()} --name {label.name}",
+            "joins by hand",
+        )
     else:
         text, told = f"https://{label.site}/#/devices/{label.name}", "its page"
     until = f"<dt>until</dt><dd>{escape(label.expires)}, once</dd>" if label.expires else ""
