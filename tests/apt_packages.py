@@ -1,0 +1,74 @@
+"""Packages of another Debian, unpacked and not installed: their checks are stricter than this machine's own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
+
+
+def cache() -> Path:
+    root = os.environ.get("EDGEFL_TEST_CACHE") or Path.home() / ".cache" / "edgefl-tests"
+    Path(root).mkdir(parents=True, exist_ok=True)
+    return Path(root)
+
+
+def unpacked(suite: str | None, *names: str) -> Path:
+    """The tree of packages of a suite, None being this machine's own; fetched once, from where this machine fetches.
+
+    Skips with the reason where that cannot be done.
+    """
+    tree = cache() / f"{suite or 'own'}-{names[0]}"
+    if tree.is_dir():
+        return tree
+    if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
+        pytest.skip("no apt-get here to fetch packages with")
+    work = cache() / f"{tree.name}.part-{os.getpid()}"
+    (work / "debs").mkdir(parents=True)
+    try:
+        told = apt(work, suite, "download", *names)
+        debs = sorted((work / "debs").glob("*.deb"))
+        if len(debs) != len(names):
+            pytest.skip(f"{', '.join(names)} of {suite or 'this system'} cannot be fetched: {told[-200:]}")
+        for deb in debs:
+            subprocess.run(["dpkg-deb", "-x", deb, work / "tree"], check=True)
+        if not tree.is_dir():
+            (work / "tree").rename(tree)
+    finally:
+        shutil.rmtree(work)
+    return tree
+
+
+def apt(work: Path, suite: str | None, *arguments: str) -> str:
+    options = []
+    if suite is not None:
+        uris = subprocess.run(
+            ["apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages"],
+            capture_output=True,
+            text=True,
+            check=False,
+        ).stdout.split()
+        mirror = next((uri for uri in uris if uri.rstrip("/").endswith("/debian")), None)
+        if mirror is None or not KEYRING.exists():
+            pytest.skip("this machine's apt knows no Debian")
+        (work / "sources.list").write_text(f"deb [signed-by={KEYRING}] {mirror} {suite} main\n")
+        for folder in ("lists/partial", "cache/archives/partial"):
+            (work / folder).mkdir(parents=True)
+        places = {"Dir::Etc::SourceList": "sources.list", "Dir::State::Lists": "lists", "Dir::Cache": "cache"}
+        options = [f"-o{name}={work / place}" for name, place in places.items()]
+        options += ["-oDir::Etc::SourceParts=/dev/null", "-oAcquire::http::Timeout=15", "-oAcquire::Retries=0"]
+        subprocess.run(["apt-get", *options, "update"], capture_output=True, check=False, timeout=90)
+    done = subprocess.run(
+        ["apt-get", *options, *arguments],
+        cwd=work / "debs",
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=90,
+    )
+    return done.stdout + done.stderr

@@ -1,0 +1,195 @@
+"""What cloud-init reads is checked by cloud-init of Trixie: older ones accept typing errors."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from apt_packages import unpacked
+
+from edgefl.errors import ConfigError
+from edgefl.provision.card import Network, Wishes, edited_cmdline
+from edgefl.provision.cloud_init import _cmdline, files, meta_data, network_config, user_data
+
+KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIFIp2etN me@pc"
+WIFI = Network(ssid="Lab: net 'x'", psk="ab" * 32, country="DE", hidden=True)
+STATIC = Network(address="10.0.0.7/24", gateway="10.0.0.1", dns=("10.0.0.1",))
+IMAGER = """#cloud-config
+hostname: kitchen
+timezone: Europe/Berlin
+users:
+- name: eva
+  passwd: $5$abc$def
+  lock_passwd: false
+runcmd:
+- [rfkill, unblock, wifi]
+"""
+
+
+@pytest.fixture(scope="module")
+def cloud_init() -> Path:
+    if not Path("/usr/bin/python3").exists():
+        pytest.skip("no python3 of the system, whose libraries cloud-init needs")
+    return unpacked("trixie", "cloud-init") / "usr/lib/python3/dist-packages"
+
+
+def schema(cloud_init: Path, kind: str, content: bytes, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "file").write_bytes(content)
+    command = ["/usr/bin/python3", "-W", "ignore", "-m", "cloudinit.cmd.main", "schema"]
+    done = subprocess.run(
+        [*command, "--schema-type", kind, "--config-file", str(tmp_path / "file")],
+        env={"PYTHONPATH": str(cloud_init), "PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if "No module named" in done.stderr:
+        pytest.skip(f"cloud-init lacks a library here: {done.stderr.splitlines()[-1]}")
+    return done
+
+
+@pytest.mark.parametrize("wishes", [
+    Wishes(name="pi-01"),
+    Wishes(name="pi-01", hostname="kitchen", user="eva", ssh_keys=(KEY, KEY), network=WIFI),
+])  # fmt: skip
+@pytest.mark.parametrize("known", ["", IMAGER, "#cloud-config\n"])
+def test_cloud_init_accepts_the_user_data(cloud_init: Path, wishes: Wishes, known: str, tmp_path: Path) -> None:
+    told = schema(cloud_init, "cloud-config", user_data(wishes, known), tmp_path)
+    assert told.returncode == 0, told.stdout + told.stderr
+
+
+def test_the_check_of_user_data_finds_a_typing_error(cloud_init: Path, tmp_path: Path) -> None:
+    wrong = user_data(Wishes(name="pi-01")).replace(b"runcmd", b"runcmmd")
+    assert schema(cloud_init, "cloud-config", wrong, tmp_path).returncode == 1
+
+
+@pytest.mark.parametrize("network", [Network(), STATIC, Network(interface="end0")])
+def test_cloud_init_accepts_the_network_of_a_wire(cloud_init: Path, network: Network, tmp_path: Path) -> None:
+    told = schema(cloud_init, "network-config", network_config(network), tmp_path)
+    assert told.returncode == 0, told.stdout + told.stderr
+
+
+def test_the_check_of_networks_finds_a_typing_error(cloud_init: Path, tmp_path: Path) -> None:
+    wrong = network_config(Network()).replace(b"ethernets", b"ethernet")
+    assert schema(cloud_init, "network-config", wrong, tmp_path).returncode == 1
+
+
+def netplan(content: bytes, root: Path) -> subprocess.CompletedProcess[str]:
+    """cloud-init's own schema knows no Wi-Fi; on a board it asks netplan, whose generator is asked here."""
+    for library in ("libnetplan1", "libnetplan0"):
+        known = subprocess.run(["apt-cache", "show", library], capture_output=True, check=False)
+        if known.returncode == 0:
+            break
+    tree = unpacked(None, "netplan.io", library)
+    place = root / "etc/netplan/50.yaml"
+    place.parent.mkdir(parents=True)
+    place.write_bytes(content)
+    place.chmod(0o600)
+    libraries = next(tree.rglob("libnetplan.so*")).parent
+    return subprocess.run(
+        [str(tree / "usr/libexec/netplan/generate"), "--root-dir", str(root)],
+        env={"LD_LIBRARY_PATH": str(libraries)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("network", [Network(), STATIC, WIFI, Network(ssid="open", address="10.0.0.7/24",
+                         gateway="10.0.0.1", dns=("10.0.0.1",))])  # fmt: skip
+def test_netplan_makes_a_network_of_it(network: Network, tmp_path: Path) -> None:
+    told = netplan(network_config(network), tmp_path)
+    assert told.returncode == 0, told.stderr
+    made = "".join(path.read_text() for path in tmp_path.rglob("*") if path.is_file() and "run/" in str(path))
+    assert ("10.0.0.7/24" in made) == (network.address is not None)
+    assert ("ab" * 32 in made) == (network.psk is not None)
+
+
+def test_netplan_refuses_a_typing_error(tmp_path: Path) -> None:
+    wrong = network_config(WIFI).replace(b"access-points", b"acces-points")
+    assert netplan(wrong, tmp_path).returncode != 0
+
+
+def loaded(content: bytes) -> Any:
+    return yaml.safe_load(content)
+
+
+def test_a_fresh_card_gets_an_account_without_a_password_and_the_device_s_name() -> None:
+    value = loaded(user_data(Wishes(name="pi-01", ssh_keys=(KEY,))))
+    assert value["hostname"] == "pi-01"
+    assert [user["name"] for user in value["users"]] == ["pi"]
+    assert value["users"][0]["lock_passwd"] is True
+    assert value["users"][0]["ssh_authorized_keys"] == [KEY]
+    assert value["runcmd"] == [["systemctl", "enable", "--now", "ssh"], ["sh", "/boot/firmware/edgefl/firstboot.sh"]]
+
+
+def test_what_imager_wrote_stays_where_nothing_else_is_wished() -> None:
+    value = loaded(user_data(Wishes(name="pi-01"), IMAGER))
+    assert value["hostname"] == "kitchen"
+    assert value["users"] == [{"name": "eva", "passwd": "$5$abc$def", "lock_passwd": False}]
+    assert value["timezone"] == "Europe/Berlin"
+    assert value["runcmd"] == [["rfkill", "unblock", "wifi"], ["sh", "/boot/firmware/edgefl/firstboot.sh"]]
+    value = loaded(user_data(Wishes(name="pi-01", hostname="hall", user="kim"), IMAGER))
+    assert (value["hostname"], [user["name"] for user in value["users"]]) == ("hall", ["kim"])
+
+
+def test_writing_twice_starts_the_payload_once() -> None:
+    once = user_data(Wishes(name="pi-01"), IMAGER)
+    again = loaded(user_data(Wishes(name="pi-01"), once.decode().replace("Written by edgefl provision", "mine")))
+    assert again["runcmd"].count(["sh", "/boot/firmware/edgefl/firstboot.sh"]) == 1
+
+
+@pytest.mark.parametrize("text", ["#!/bin/sh\nreboot\n", "#cloud-config\n- a list\n", "#cloud-config\n{\n",
+                                  "#cloud-config\nruncmd: reboot\n"])  # fmt: skip
+def test_user_data_that_cannot_be_kept_is_refused_not_lost(text: str) -> None:
+    with pytest.raises(ConfigError, match="user-data"):
+        user_data(Wishes(name="pi-01"), text)
+
+
+def test_a_wi_fi_that_imager_configured_stays_without_one_here() -> None:
+    known = b"network:\n  version: 2\n  wifis:\n    wlan0:\n      access-points:\n        home: {password: x}\n"
+    card = {"network-config": known}
+    assert "network-config" not in files(Wishes(name="pi-01"), card.get)
+    assert "network-config" in files(Wishes(name="pi-01", network=WIFI), card.get)
+
+
+STOCK = "network: {version: 2, ethernets: {eth0: {dhcp4: true, optional: true}}}\n"
+
+
+@pytest.mark.parametrize("known", ["", "# only words\n", STOCK])
+def test_the_stock_network_is_replaced_by_one_that_the_first_boot_waits_for(known: str) -> None:
+    made = files(Wishes(name="pi-01"), {"network-config": known.encode()}.get)
+    assert loaded(bytes(made["network-config"]))["network"]["ethernets"]["eth0"]["optional"] is False  # type: ignore[arg-type]
+
+
+def test_meta_data_names_the_instance_as_cloud_init_reads_it() -> None:
+    value = loaded(meta_data(Wishes(name="pi-01", instance_id="edgefl-pi-01-1")))
+    assert value == {"dsmode": "local", "instance-id": "edgefl-pi-01-1", "local-hostname": "pi-01"}
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("root=x rootwait\n", "root=x rootwait cgroup_enable=memory\n"),
+        ("root=x cgroup_enable=memory", "root=x cgroup_enable=memory\n"),
+        ("root=x ds=nocloud;i=rpi-1 quiet", "root=x ds=nocloud;i=new quiet cgroup_enable=memory\n"),
+        ("ds=nocloud;s=file:///x;i=old", "ds=nocloud;s=file:///x;i=new cgroup_enable=memory\n"),
+    ],
+)
+def test_the_command_line_stays_one_line_and_names_no_older_instance(line: str, expected: str) -> None:
+    assert _cmdline(line, "new").decode() == expected
+
+
+def test_words_of_the_command_line_are_added_once_and_dropped_by_rule() -> None:
+    made = edited_cmdline("a systemd.run=x b", add=["b", "c"], drop=lambda word: word.startswith("systemd."))
+    assert made == b"a b c\n"
+
+
+def test_no_template_says_a_token(tmp_path: Path) -> None:
+    made = files(Wishes(name="pi-01", network=WIFI), {}.get)
+    assert not any(re.search(rb"efl1\.", bytes(content)) for content in made.values())  # type: ignore[arg-type]

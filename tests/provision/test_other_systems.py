@@ -1,0 +1,136 @@
+"""Bookworm's firstrun.sh and rpi-preseed's settings."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from edgefl.errors import ConfigError
+from edgefl.provision import firstrun, preseed
+from edgefl.provision.card import Network, System, Wishes, card_files, detected_system
+
+KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIFIp2etN me@pc"
+NASTY = Wishes(
+    name="pi-01",
+    user="eva",
+    ssh_keys=(KEY,),
+    network=Network(ssid="a'; touch owned; '$(touch owned)", psk="ab" * 32, country="DE"),
+)
+CMDLINE = b"console=tty1 root=PARTUUID=x rootwait quiet init=/usr/lib/raspberrypi-sys-mods/firstboot\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "system"),
+    [
+        ({"user-data": b"#cloud-config\n"}, System.TRIXIE),
+        ({"meta-data": b"dsmode: local\n", "cmdline.txt": CMDLINE}, System.TRIXIE),
+        ({"rpi-preseed.toml": b"", "user-data": b""}, System.PRESEED),
+        ({"issue.txt": b"Raspberry Pi reference 2024-11-19\nGenerated using pi-gen", "cmdline.txt": b"x"},
+         System.BOOKWORM),
+        ({"issue.txt": b"Raspberry Pi reference 2025-10-01\n", "cmdline.txt": b"x"}, System.BOOKWORM),
+        ({"issue.txt": b"Raspberry Pi reference 2026-06-18\n", "cmdline.txt": b"x"}, System.TRIXIE),
+        ({"cmdline.txt": CMDLINE}, System.BOOKWORM),
+        ({}, System.TRIXIE),
+    ],
+)  # fmt: skip
+def test_the_system_is_seen_from_what_lies_on_the_card(files: dict[str, bytes], system: System) -> None:
+    assert detected_system(files.get)[0] is system
+
+
+def test_bookworm_s_command_line_runs_the_script_once_and_keeps_the_rest() -> None:
+    made = firstrun.files(Wishes(name="pi-01"), {"cmdline.txt": CMDLINE}.get)
+    line = bytes(made["cmdline.txt"]).decode()  # type: ignore[arg-type]
+    assert line.count("\n") == 1
+    assert line.startswith(CMDLINE.decode().strip())
+    assert line.split()[-4:] == ["cgroup_enable=memory", *firstrun.RUN]
+    again = firstrun.files(Wishes(name="pi-01"), {"cmdline.txt": line.encode()}.get)
+    assert sorted(bytes(again["cmdline.txt"]).split()) == sorted(line.encode().split())  # type: ignore[arg-type]
+
+
+def run_firstrun(script: bytes, root: Path) -> list[str]:
+    """Runs the script with /boot and /usr below `root`, and returns what it called."""
+    boot, programs = root / "boot/firmware", root / "usr/lib"
+    for place, program in (("raspberrypi-sys-mods", "imager_custom"), ("userconf-pi", "userconf")):
+        (programs / place).mkdir(parents=True)
+        (programs / place / program).write_text(f'#!/bin/sh\nprintf "%s\\n" "{program}" "$@" >>"{root}/calls"\n')
+        (programs / place / program).chmod(0o755)
+    (boot / "edgefl").mkdir(parents=True)
+    (boot / "edgefl/firstboot.sh").write_text(f'printf "%s\\n" firstboot "$@" >>"{root}/calls"\n')
+    (boot / "cmdline.txt").write_bytes(CMDLINE.strip() + b" systemd.run=/boot/firmware/firstrun.sh\n")
+    text = script.decode().replace("/boot/firmware", str(boot)).replace("/usr/lib", str(programs))
+    (boot / "firstrun.sh").write_text(text)
+    done = subprocess.run(["sh", boot / "firstrun.sh"], cwd=root, env={"PATH": os.environ["PATH"]}, check=False)
+    assert done.returncode == 0
+    assert not (boot / "firstrun.sh").exists()
+    assert "systemd.run" not in (boot / "cmdline.txt").read_text()
+    return (root / "calls").read_text().splitlines()
+
+
+def test_firstrun_passes_the_wishes_as_words_whatever_they_hold(tmp_path: Path) -> None:
+    calls = run_firstrun(firstrun.firstrun(NASTY), tmp_path)
+    assert calls == [
+        *("imager_custom", "set_hostname", "pi-01"),
+        *("userconf", "eva", "*"),
+        *("imager_custom", "enable_ssh", "-k", KEY),
+        *("imager_custom", "set_wlan", "a'; touch owned; '$(touch owned)", "ab" * 32, "DE"),
+        *("firstboot", "--no-start"),
+    ]
+    assert not (tmp_path / "owned").exists()
+
+
+def test_firstrun_without_wishes_only_names_the_board_and_keeps_the_payload(tmp_path: Path) -> None:
+    calls = run_firstrun(firstrun.firstrun(Wishes(name="pi-01")), tmp_path)
+    assert calls == ["imager_custom", "set_hostname", "pi-01", "firstboot", "--no-start"]
+
+
+@pytest.mark.parametrize("wishes", [Wishes(name="pi-01"), NASTY])
+def test_firstrun_is_posix_and_without_fault(wishes: Wishes, tmp_path: Path) -> None:
+    if shutil.which("shellcheck") is None or shutil.which("dash") is None:
+        pytest.skip("shellcheck or dash is not installed")
+    (tmp_path / "firstrun.sh").write_bytes(firstrun.firstrun(wishes))
+    assert subprocess.run(["dash", "-n", tmp_path / "firstrun.sh"], check=False).returncode == 0
+    # SC2016: a name of a network may well hold what looks like a command.
+    command = ["shellcheck", "--shell=sh", "--exclude=SC2016,SC1003", tmp_path / "firstrun.sh"]
+    told = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stdout
+
+
+def test_imager_s_own_firstrun_is_not_overwritten() -> None:
+    card = {"cmdline.txt": CMDLINE, "firstrun.sh": b"#!/bin/bash\nset +e\n"}
+    with pytest.raises(ConfigError, match=r"firstrun\.sh"):
+        firstrun.files(Wishes(name="pi-01"), card.get)
+
+
+def test_preseed_is_toml_that_calls_the_payload_and_says_the_wishes() -> None:
+    value = tomllib.loads(preseed.preseed(NASTY).decode())
+    assert value["config_version"] == "1.1"
+    assert value["runcmd"]["early"] == ["sh /boot/firmware/edgefl/firstboot.sh"]
+    assert value["system"] == {"hostname": "pi-01"}
+    assert value["wlan"]["ssid"] == NASTY.network.ssid
+    assert value["wlan"]["password_encrypted"] is True
+    assert value["ssh"]["authorized_keys"] == [KEY]
+
+
+def test_preseed_keeps_what_the_card_s_own_says() -> None:
+    known = 'config_version = "1.1"\n[user]\nname = "eva"\n[runcmd]\nearly = ["date"]\n[system]\nhostname = "hall"\n'
+    value = tomllib.loads(preseed.preseed(Wishes(name="pi-01"), known).decode())
+    assert (value["user"], value["system"]) == ({"name": "eva"}, {"hostname": "hall"})
+    assert value["runcmd"]["early"] == ["date", "sh /boot/firmware/edgefl/firstboot.sh"]
+    with pytest.raises(ConfigError, match="no TOML"):
+        preseed.preseed(Wishes(name="pi-01"), "[")
+
+
+def test_what_is_replaced_is_kept_beside_it_once_and_never_with_a_token() -> None:
+    card = {"user-data": b"#cloud-config\nhostname: a\n", "meta-data": b"x: efl1.abc\n"}
+    made = card_files(System.TRIXIE, Wishes(name="pi-01"), {}, card.get)
+    assert made["user-data.before-edgefl"] == card["user-data"]
+    assert "meta-data.before-edgefl" not in made
+    second = {**card, **{name: bytes(content) for name, content in made.items()}}  # type: ignore[arg-type]
+    again = card_files(System.TRIXIE, Wishes(name="pi-02"), {}, second.get)
+    assert "user-data.before-edgefl" not in again
+    assert b"hostname: a" in bytes(again["user-data"])  # type: ignore[arg-type]
