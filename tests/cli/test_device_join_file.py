@@ -1,0 +1,198 @@
+"""A join from a file: the command of a board's first boot, against a real coordinator too."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgefl.cli.main import main
+from edgefl.coordinator.directory import CoordinatorDirectory, init_directory
+from edgefl.coordinator.tokens import TokenTerms, make_token
+from edgefl.device.join_file import JoinFile
+from edgefl.device.state import DeviceState
+from edgefl.local_fleet import free_port
+from edgefl.protocol import JoinToken
+from edgefl.storage.store import Store
+from edgefl.tasks.cards import ShardCard
+from edgefl.tasks.shards import write_shard
+from edgefl.types import Dataset
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    def call(*arguments: str | Path) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(["device", "join", *map(str, arguments)])
+        out, err = capsys.readouterr()
+        return int(ended.value.code or 0), out, err
+
+    return call
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Callable[..., Path]:
+    def write(token: JoinToken, **changes: Any) -> Path:
+        path = tmp_path / "join.json"
+        path.write_text(JoinFile(**{"token": token.text(), "name": "pi-1", **changes}).text())
+        return path
+
+    return write
+
+
+def test_a_file_says_it_all_and_is_gone_after_the_join(
+    run: Any, front_door: Any, written: Any, tmp_path: Path
+) -> None:
+    shard = tmp_path / "a.npz"
+    data = Dataset(inputs=np.zeros((12, 8, 8), dtype=np.uint8), labels=np.arange(12) % 3)
+    write_shard(shard, data, ShardCard(task="digits"))
+    file = written(front_door.token(), role="evaluator", shards={"digits": str(shard)})
+    code, out, err = run("--file", file, "--until-joined", "--delete-file", "--state", tmp_path / "d")
+    assert code == 0, err
+    assert "joined fleet lab as pi-1 (evaluator)" in out
+    assert DeviceState.load(tmp_path / "d").device.shards == {"digits": str(shard)}
+    assert front_door.store.capabilities()["pi-1"].shards == {"digits": 12}
+    assert not file.exists()
+
+
+def test_a_missing_shard_is_said_and_the_board_joins_without(
+    run: Any, front_door: Any, written: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = written(front_door.token(), shards={"digits": "/nowhere/d.npz", "no-such-task": "/nowhere/x"})
+    code, _, err = run("--file", file, "--until-joined", "--state", tmp_path / "d")
+    assert code == 0, err
+    assert DeviceState.load(tmp_path / "d").device.shards == {}
+    assert "joining without a shard for digits" in caplog.text
+    assert "joining without a shard for no-such-task" in caplog.text
+    assert file.exists()
+
+
+def test_the_addresses_of_the_file_come_before_the_token_s(
+    run: Any, front_door: Any, written: Any, tmp_path: Path
+) -> None:
+    token = replace(front_door.token(), addresses=("127.0.0.1:1",))
+    code, _, err = run("--file", written(token, addresses=(front_door.address,)), "--state", tmp_path / "d")
+    assert code == 0, err
+
+
+def test_the_standard_input_can_be_the_file(
+    run: Any, front_door: Any, written: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with written(front_door.token()).open() as stream:
+        monkeypatch.setattr(sys, "stdin", stream)
+        code, _, err = run("--file", "-", "--state", tmp_path / "d")
+    assert code == 0, err
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "words"),
+    [
+        (["--file", "{missing}"], 3, "cannot be read"),
+        (["--file", "{broken}"], 3, "not JSON"),
+        (["--file", "{long}"], 3, "longer than"),
+        (["--file", "{good}", "--name", "pi-2"], 2, "--file goes without"),
+        (["--file", "-", "--delete-file"], 2, "standard input cannot be removed"),
+        (["--delete-file", "--token", "efl1.x"], 2, "goes with --file"),
+    ],
+)
+def test_a_wrong_use_is_one_line_and_an_exit_code(
+    run: Any, front_door: Any, written: Any, tmp_path: Path, given: list[str], code: int, words: str
+) -> None:
+    (tmp_path / "broken").write_text("{")
+    (tmp_path / "long").write_text("x" * 100_000)
+    places = {"good": written(front_door.token())}
+    places |= {name: tmp_path / name for name in ("missing", "broken", "long")}
+    arguments = [word.format(**places) for word in given]
+    ended, out, err = run(*arguments, "--state", tmp_path / "d")
+    assert (ended, out, err.count("\n")) == (code, "", 1), err
+    assert words in err
+    assert front_door.requests == []
+
+
+@pytest.mark.parametrize(("case", "code"), [("expired", 32), ("used", 33)])
+def test_a_token_that_lets_nobody_in_ends_with_its_own_code_and_keeps_the_file(
+    run: Any, front_door: Any, written: Any, tmp_path: Path, case: str, code: int
+) -> None:
+    token = front_door.token(ttl_s=-5.0 if case == "expired" else 60.0)
+    if case == "used":
+        run("--file", written(token, name="pi-2"), "--state", tmp_path / "other")
+    file = written(token)
+    ended, _, err = run("--file", file, "--until-joined", "--delete-file", "--state", tmp_path / "d")
+    assert ended == code, err
+    assert file.exists()
+    assert token.text() not in err
+
+
+class Processes:
+    """A board that joins and a coordinator that may start later, as processes of their own."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.directory: CoordinatorDirectory = init_directory(
+            root / "coordinator", hosts=["127.0.0.1"], fleet="lab", port=free_port()
+        )
+        self.running: list[subprocess.Popen[str]] = []
+
+    def token(self) -> JoinToken:
+        with Store.open(self.directory.database) as store:
+            return make_token(store, self.directory, TokenTerms(), now=time.time())
+
+    def start(self, *arguments: str | Path) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "edgefl", *map(str, arguments)],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "XDG_CONFIG_HOME": str(self.root / "config")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.running.append(process)
+        return process
+
+    def start_coordinator(self) -> None:
+        self.start("-q", "coordinator", "start", "--dir", self.directory.root, "--host", "127.0.0.1",
+                   "--broker", "embedded", "--broker-port", str(free_port()))  # fmt: skip
+
+    def stop(self) -> None:
+        for process in self.running:
+            process.terminate()
+        for process in self.running:
+            process.communicate(timeout=30)
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    made = Processes(tmp_path)
+    yield made
+    made.stop()
+
+
+@pytest.mark.slow
+def test_a_board_that_was_switched_on_first_joins_when_its_coordinator_comes(
+    processes: Processes, written: Any, tmp_path: Path
+) -> None:
+    file = written(processes.token())
+    board = processes.start(
+        "device", "join", "--file", file, "--until-joined", "--delete-file", "--state", tmp_path / "d"
+    )
+    assert board.stdout is not None
+    seen = []
+    for line in board.stdout:
+        seen.append(line)
+        if "not joined yet" in line and len(processes.running) == 1:
+            processes.start_coordinator()
+    assert board.wait(60) == 0, "".join(seen)
+    assert "joined fleet lab as pi-1" in "".join(seen)
+    assert len(processes.running) == 2, "the coordinator was there before it was started"
+    assert not file.exists()
+    assert DeviceState.load(tmp_path / "d").device_id == "pi-1"
