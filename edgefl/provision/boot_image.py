@@ -80,8 +80,8 @@ class BootImage:
                     path.write_bytes(body)
                 else:
                     path.symlink_to(body.resolve())
-            # -s with folders, -o overwrites, -b in one go.
-            self._mtools("mcopy", "-s", "-o", "-b", *map(str, sorted(tree.iterdir())), "::")
+            # -s with folders, -o overwrites.
+            self._mtools("mcopy", "-s", "-o", *map(str, sorted(tree.iterdir())), "::")
 
     def _mtools(self, program: str, *arguments: str, may_fail: bool = False) -> subprocess.CompletedProcess[bytes]:
         environment = {**os.environ, "MTOOLS_SKIP_CHECK": "1", "MTOOLSRC": os.devnull, "LC_ALL": "C"}

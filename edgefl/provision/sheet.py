@@ -68,7 +68,7 @@ def _label(label: Label, *, with_tokens: bool) -> str:
         f"<dt>fleet</dt><dd>{escape(label.token.fleet)}</dd>"
         f"<dt>joins at</dt><dd>{escape(label.site)}</dd>{until}"
         f'<dt>CA</dt><dd class="ca">{_grouped(label.token.ca_fingerprint)}</dd></dl></div>'
-        f"<figure>{_code(text)}<figcaption>{told}</figcaption></figure></article>"
+        f"<figure>{_code(text, error='l' if with_tokens else 'm')}<figcaption>{told}</figcaption></figure></article>"
     )
 
 
@@ -76,9 +76,9 @@ def _grouped(digits: str) -> str:
     return " ".join(digits[start : start + GROUP] for start in range(0, len(digits), GROUP))
 
 
-def _code(text: str) -> str:
+def _code(text: str, *, error: str) -> str:
     out = io.BytesIO()
-    segno.make(text, error="m", micro=False).save(
+    segno.make(text, error=error, micro=False).save(
         out, kind="svg", omitsize=True, dark="#000", light="#fff", xmldecl=False, nl=False
     )
     return out.getvalue().decode()

@@ -130,7 +130,7 @@ def test_waits_double_to_a_minute_and_never_to_nothing(chance: float) -> None:
 def test_the_clock_is_waited_for_where_somebody_sets_it(tmp_path: Path, clock: Clock) -> None:
     assert not wait_for_time(clock.patience(), timesync=tmp_path / "none")
     assert clock.slept == []
-    clock.then[3] = lambda: (tmp_path / "synchronized").touch()
+    clock.then[3] = (tmp_path / "synchronized").touch
     assert wait_for_time(clock.patience(), timesync=tmp_path)
     assert clock.now_s == 3.0
 

@@ -1,0 +1,208 @@
+"""The command, against a real coordinator that makes the tokens."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+import stat
+import subprocess
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from edgefl.assembly import assemble
+from edgefl.cli.main import main
+from edgefl.cli.operator import grant_access
+from edgefl.coordinator.directory import init_directory
+from edgefl.coordinator.service import Coordinator, StartOptions
+from edgefl.device.join_file import JoinFile
+from edgefl.local_fleet import free_port
+from edgefl.protocol import JoinToken
+from edgefl.storage.store import Store
+
+TOKEN = JoinToken(ca_fingerprint="a" * 64, token_id="t1", secret="s3cret", fleet="lab", addresses=("pc:8000",)).text()
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.delenv("EDGEFL_JOIN_TOKEN", raising=False)
+
+    def call(*arguments: str | Path) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(["-q", "provision", "raspberry-pi", *map(str, arguments)])
+        out, err = capsys.readouterr()
+        return int(ended.value.code or 0), out, err
+
+    return call
+
+
+@pytest.fixture
+def card(tmp_path: Path) -> Path:
+    root = tmp_path / "bootfs"
+    root.mkdir()
+    (root / "config.txt").write_text("arm_64bit=1\n")
+    (root / "cmdline.txt").write_text("root=x\n")
+    (root / "user-data").write_text("#cloud-config\n")
+    return root
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Coordinator]:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    directory = init_directory(tmp_path / "coordinator", hosts=["127.0.0.1"], fleet="lab", port=free_port())
+    directory, _ = grant_access(directory)
+    options = StartOptions(host="127.0.0.1", port=directory.port, broker_port=free_port(), broker="embedded")
+    with Coordinator(directory, options, assemble) as running:
+        yield running
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def num_tokens(root: Path) -> int:
+    with sqlite3.connect(f"file:{root}/coordinator/edgefl.db?mode=ro", uri=True) as database:
+        return int(database.execute("SELECT count(*) FROM tokens").fetchone()[0])
+
+
+def test_a_card_gets_its_files_and_the_token_only_in_the_join_file(run: Run, card: Path) -> None:
+    code, out, err = run("--boot", card, "--name", "pi-01", "--token", TOKEN, "--shard", "digits=/srv/d.npz")
+    assert code == 0, err
+    assert "pi-01: trixie (it has cloud-init's files)" in out
+    file = JoinFile.parse((card / "edgefl/join.json").read_text())
+    assert (file.name, file.token, file.shards) == ("pi-01", TOKEN, {"digits": "/srv/d.npz"})
+    assert [name for name, body in tree(card).items() if TOKEN.encode() in body] == ["edgefl/join.json"]
+    assert TOKEN not in out + err
+    assert {"user-data", "network-config", "meta-data", "edgefl/firstboot.sh"} <= set(tree(card))
+    assert (card / "user-data.before-edgefl").read_text() == "#cloud-config\n"
+
+
+def test_a_dry_run_shows_the_difference_and_writes_and_spends_nothing(
+    run: Run, card: Path, coordinator: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGEFL_WIFI_PASSWORD", "topsecretpass")
+    before, tokens = tree(card), num_tokens(tmp_path)
+    code, out, err = run("--boot", card, "--name", "pi-01", "--wifi-ssid", "lab", "--dry-run")
+    assert code == 0, err
+    assert "+++ b/user-data" in out
+    assert "+hostname: pi-01" in out
+    assert "efl1.(secret)" in out
+    assert "password: (secret)" in out
+    assert "topsecretpass" not in out
+    assert (tree(card), num_tokens(tmp_path)) == (before, tokens)
+
+
+def test_a_token_is_made_by_the_coordinator_for_one_board(run: Run, card: Path, coordinator: Coordinator) -> None:
+    code, out, err = run("--boot", card, "--name", "pi-01", "--ttl", "2h", "--group", "roof", "--role", "evaluator")
+    assert code == 0, err
+    assert "its token lets one board in until 20" in out
+    token = JoinToken.parse(json.loads((card / "edgefl/join.json").read_text())["token"])
+    assert token.fleet == "lab"
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "words"),
+    [
+        (["--boot", "{card}"], 2, "needs a name"),
+        (["--boot", "{card}", "--name", "Two Words"], 2, "device name"),
+        (["--name", "pi-01"], 2, "say where"),
+        (["--boot", "{empty}", "--name", "pi-01"], 3, "no boot partition"),
+        (["--boot", "{card}", "--name", "pi-01", "--shard", "digits"], 2, "TASK=PATH"),
+        (["--boot", "{card}", "--name", "pi-01", "--shard", "digits=d.npz"], 2, "absolute path"),
+        (["--boot", "{card}", "--name", "pi-01", "--wheels", "{empty}"], 3, "one wheel of edgefl"),
+        (["--boot", "{card}", "--name", "pi-01", "--wifi-ssid", "lab"], 2, "password is missing"),
+        (["--boot", "{card}", "--name", "pi-01", "--wifi-ssid", "lab", "--wifi-password", "x"], 2, "8 to 63"),
+        (["--boot", "{card}", "--name", "pi-01", "--ip", "10.0.0.1"], 2, "prefix and a gateway"),
+        (["--boot", "{card}", "--name", "pi-01", "--address", "a b"], 2, "HOST:PORT"),
+        (["--boot", "{card}", "--name", "pi-01", "--token", "efl1.x"], 31, "damaged"),
+        (["--count", "2", "--name", "pi-{{}}", "--boot", "{card}"], 2, "--out DIR"),
+        (["--count", "2", "--name", "pi", "--out", "{new}"], 2, "one place for the number"),
+        (["--count", "2", "--name", "pi-{{}}", "--out", "{new}", "--token", TOKEN], 2, "a token each"),
+        (["--count", "2", "--name", "pi-{{}}", "--out", "{new}", "--os", "bookworm"], 2, "--image"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line_and_writes_nothing(
+    run: Run, card: Path, tmp_path: Path, given: list[str], code: int, words: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    before = tree(card)
+    places = {"card": card, "empty": tmp_path / "empty", "new": tmp_path / "new"}
+    token = [] if "--token" in given or "--count" in given else ["--token", TOKEN]
+    ended, out, err = run(*(word.format(**places) if "efl1" not in word else word for word in given), *token)
+    assert (ended, out, err.count("\n")) == (code, "", 1), err
+    assert words in err
+    assert tree(card) == before
+
+
+def test_a_refusal_makes_no_token(run: Run, card: Path, coordinator: Coordinator, tmp_path: Path) -> None:
+    tokens = num_tokens(tmp_path)
+    (card / "user-data").write_text("#!/bin/sh\nreboot\n")
+    assert run("--boot", card, "--name", "pi-01")[0] == 3
+    assert num_tokens(tmp_path) == tokens
+
+
+def test_many_boards_get_a_folder_a_name_and_a_token_each_and_a_sheet(
+    run: Run, coordinator: Coordinator, tmp_path: Path
+) -> None:
+    out = tmp_path / "cards"
+    code, _, err = run("--count", "3", "--name", "pi-{:02d}", "--out", out, "--first", "8")
+    assert code == 0, err
+    names = ["pi-08", "pi-09", "pi-10"]
+    assert sorted(path.name for path in out.iterdir()) == [*names, "sheet.html"]
+    files = [JoinFile.parse((out / name / "edgefl/join.json").read_text()) for name in names]
+    assert [file.name for file in files] == names
+    assert len({file.token for file in files}) == 3
+    assert [yaml.safe_load((out / name / "user-data").read_text())["hostname"] for name in names] == names
+    sheet = (out / "sheet.html").read_text()
+    assert all(f"<h2>{name}</h2>" in sheet for name in names)
+    assert not any(file.token in sheet for file in files)
+    assert stat.S_IMODE(out.stat().st_mode) == 0o700
+    assert run("--count", "3", "--name", "pi-{:02d}", "--out", out, "--first", "8")[0] == 2
+
+
+def test_an_image_s_copy_is_written_for_one_board_and_for_many(
+    run: Run, card: Path, coordinator: Coordinator, tmp_path: Path
+) -> None:
+    if shutil.which("mcopy") is None or shutil.which("mkfs.vfat") is None:
+        pytest.skip("mtools or dosfstools is not installed")
+    image = tmp_path / "raspios.img"
+    subprocess.run(["mkfs.vfat", "-C", image, "20480"], check=True, capture_output=True)
+    subprocess.run(["mcopy", "-i", image, *card.iterdir(), "::"], check=True)
+    before = image.read_bytes()
+    code, _, err = run("--image", image, "--out", tmp_path / "pi-01.img", "--name", "pi-01", "--os", "bookworm")
+    assert code == 0, err
+    shown = subprocess.run(["mtype", "-i", tmp_path / "pi-01.img", "::cmdline.txt"], capture_output=True, check=True)
+    assert b"systemd.run=/boot/firmware/firstrun.sh" in shown.stdout
+    code, _, err = run("--image", image, "--count", "2", "--name", "pi-{}", "--out", tmp_path / "images")
+    assert code == 0, err
+    assert sorted(path.name for path in (tmp_path / "images").iterdir()) == ["pi-1.img", "pi-2.img", "sheet.html"]
+    assert image.read_bytes() == before
+    code, told, err = run("--image", image, "--name", "pi-01", "--dry-run")
+    assert (code, "+++ b/meta-data" in told) == (0, True), err
+
+
+def test_a_jetson_s_overlay_holds_a_join_file(
+    run: Run, coordinator: Coordinator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["-q", "provision", "jetson", "--name", "orin-1", "--out", str(tmp_path / "overlay.tar.gz")])
+    assert not ended.value.code
+    assert "numeric-owner" in capsys.readouterr().out
+    with tarfile.open(tmp_path / "overlay.tar.gz") as tar:
+        member = tar.extractfile("var/lib/edgefl-card/edgefl/join.json")
+        assert member is not None
+        assert JoinFile.parse(member.read().decode()).name == "orin-1"
+
+
+def test_the_store_s_tokens_let_one_board_in(run: Run, card: Path, coordinator: Coordinator, tmp_path: Path) -> None:
+    run("--boot", card, "--name", "pi-01")
+    with Store.open(tmp_path / "coordinator/edgefl.db") as store:
+        token = JoinToken.parse(json.loads((card / "edgefl/join.json").read_text())["token"])
+        assert any(each.token_id == token.token_id and each.uses_left == 1 for each in store.tokens())

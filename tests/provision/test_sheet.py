@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgefl.protocol import JoinToken
+from edgefl.provision.sheet import Label, sheet
+
+CHROMIUM = shutil.which("chromium")
+
+
+def labels(count: int) -> list[Label]:
+    return [
+        Label(
+            name=f"pi-{number:02d}",
+            token=JoinToken(
+                ca_fingerprint="0123456789abcdef" * 4,
+                token_id=f"t{number}",
+                secret="s3cret" * 4,
+                fleet="lab",
+                addresses=("coordinator.example.org:8000", "10.0.0.1:8000"),
+            ),
+            expires="2026-11-23 06:00 UTC",
+        )
+        for number in range(1, count + 1)
+    ]
+
+
+def test_each_board_has_a_label_with_its_name_its_site_and_the_ca() -> None:
+    page = sheet(labels(3), with_tokens=False)
+    assert page.count("<article>") == page.count("<svg") == 3
+    assert re.findall(r"<h2>(.+?)</h2>", page) == ["pi-01", "pi-02", "pi-03"]
+    assert "coordinator.example.org:8000" in page
+    assert "01234567 89abcdef" in page
+    assert "2026-11-23 06:00 UTC, once" in page
+    assert "@" not in re.sub(r"@page", "", page)
+
+
+def test_without_tokens_the_sheet_says_so_and_loads_nothing_from_elsewhere() -> None:
+    page = sheet(labels(1), with_tokens=False)
+    assert "holds no secrets" in page
+    assert not re.search(r"(src|href)=|url\(|@import", page)
+
+
+def test_with_tokens_the_sheet_warns() -> None:
+    page = sheet(labels(1), with_tokens=True)
+    assert "This sheet holds join tokens" in page
+    assert "holds no secrets" not in page
+
+
+def test_a_name_cannot_bring_markup_onto_the_sheet() -> None:
+    label = Label(name="<b>x", token=labels(1)[0].token, addresses=('"><script>:1',))
+    page = sheet([label], with_tokens=False)
+    assert "<script>" not in page
+    assert "<b>x" not in page
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Any:
+    if CHROMIUM is None:
+        pytest.skip("chromium is not installed")
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+@pytest.mark.slow
+def test_ten_labels_fill_one_page_of_a4_and_nothing_is_cut_off(chromium: Any, tmp_path: Path) -> None:
+    for count, pages in ((10, 1), (11, 2)):
+        page = chromium.new_page()
+        page.set_content(sheet(labels(count), with_tokens=True))
+        cut = page.evaluate(
+            "[...document.querySelectorAll('article, .words')].filter(e => e.scrollHeight > e.clientHeight + 1 "
+            "|| e.scrollWidth > e.clientWidth + 1).length"
+        )
+        assert cut == 0
+        pdf = page.pdf(format="A4", prefer_css_page_size=True)
+        assert len(re.findall(rb"/Type\s*/Page\b", pdf)) == pages
+        page.close()

@@ -1,0 +1,181 @@
+"""Names, Wi-Fi keys, accounts, wheels, signers, drop-ins: what a payload and a card are made of."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+
+from edgefl.errors import ConfigError, NotFoundError, UsageError
+from edgefl.provision import card, extras, wifi
+from edgefl.provision.difference import difference, without_secrets
+from edgefl.provision.drop_ins import shard_drop_ins
+from edgefl.provision.names import numbered
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("pi-{:02d}", ["pi-09", "pi-10"]),
+        ("pi-{}", ["pi-9", "pi-10"]),
+        ("pi-{:d}-roof", ["pi-9-roof", "pi-10-roof"]),
+        ("{:3d}x".replace("3", "03"), ["009x", "010x"]),
+    ],
+)
+def test_names_are_numbered_as_the_pattern_says(pattern: str, names: list[str]) -> None:
+    assert numbered(pattern, 2, first=9) == names
+
+
+@pytest.mark.parametrize("pattern", ["pi", "", "pi-{}-{}", "pi-{0.__class__}", "pi-{:x}", "Pi-{}", "pi {}"])
+def test_a_pattern_that_makes_no_names_is_refused(pattern: str) -> None:
+    with pytest.raises(UsageError):
+        numbered(pattern, 2)
+
+
+@pytest.mark.parametrize("count", [0, -1, 10_001])
+def test_a_count_out_of_reason_is_refused(count: int) -> None:
+    with pytest.raises(UsageError, match="--count"):
+        numbered("pi-{}", count)
+
+
+def test_the_key_of_a_wi_fi_is_the_one_of_the_standard() -> None:
+    # IEEE 802.11i, annex H.4.3.
+    key = "f42c6fc52df0ebef9ebb4b90b38a5f902e83fe1b135a70e23aed762e9710a12e"
+    assert wifi.pre_shared_key("IEEE", "password") == key
+    assert wifi.pre_shared_key("IEEE", key.upper()) == key
+
+
+@pytest.mark.parametrize("passphrase", ["short", "x" * 64, "süßes wasser", ""])
+def test_a_wi_fi_password_that_is_none_is_refused_without_being_shown(passphrase: str) -> None:
+    with pytest.raises(UsageError) as told:
+        wifi.pre_shared_key("lab", passphrase)
+    assert not passphrase or passphrase not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("check", "wrong"),
+    [
+        (wifi.checked_ssid, ""), (wifi.checked_ssid, "x" * 33), (wifi.checked_ssid, "a\nb"),
+        (wifi.checked_country, "DEU"), (wifi.checked_country, "1"),
+        (card.checked_hostname, "-a"), (card.checked_hostname, "a.b"), (card.checked_hostname, "a b"),
+        (card.checked_user, "root"), (card.checked_user, "Eva"), (card.checked_user, "a;b"),
+        (card.checked_interface, "eth 0"), (card.checked_interface, "x" * 16),
+    ],
+)  # fmt: skip
+def test_a_name_that_is_none_is_refused(check: object, wrong: str) -> None:
+    with pytest.raises(UsageError):
+        check(wrong)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("address", "gateway", "dns"),
+    [
+        ("10.0.0.7", "10.0.0.1", ()),
+        ("10.0.0.7/24", None, ()),
+        ("10.0.0.7/24", "10.0.1.1", ()),
+        ("10.0.0.7/24", "10.0.0.1", ("dns",)),
+        ("10.0.0.777/24", "10.0.0.1", ()),
+    ],
+)
+def test_a_static_address_that_cannot_work_is_refused(
+    address: str, gateway: str | None, dns: tuple[str, ...]
+) -> None:
+    with pytest.raises(UsageError):
+        card.checked_static(address, gateway, dns)
+
+
+def test_the_gateway_answers_for_names_where_nobody_else_is_named() -> None:
+    assert card.checked_static("10.0.0.7/24", "10.0.0.1", ()) == ("10.0.0.7/24", "10.0.0.1", ("10.0.0.1",))
+
+
+def test_public_keys_are_taken_and_private_ones_never(tmp_path: Path) -> None:
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "key"], check=True)
+    public = (tmp_path / "key.pub").read_text()
+    assert card.ssh_keys(f"# mine\n{public}\n", "key.pub") == (public.strip(),)
+    with pytest.raises(UsageError, match="private"):
+        card.ssh_keys((tmp_path / "key").read_text(), "key")
+    for text in ("", "hello", f"{public}\nnonsense", 'ssh-ed25519 AAAA "x\n- y'):
+        with pytest.raises(UsageError):
+            card.ssh_keys(text, "file")
+
+
+def test_a_wheel_folder_has_one_edgefl_and_wheels_only(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError):
+        extras.wheels(tmp_path / "none")
+    with pytest.raises(ConfigError, match="one wheel of edgefl, has none"):
+        extras.wheels(tmp_path)
+    (tmp_path / "edgefl-0.1-py3-none-any.whl").touch()
+    (tmp_path / "numpy-2.whl").touch()
+    assert set(extras.wheels(tmp_path)) == {"wheels/edgefl-0.1-py3-none-any.whl", "wheels/numpy-2.whl"}
+    (tmp_path / "edgefl-0.2-py3-none-any.whl").touch()
+    with pytest.raises(ConfigError, match="one wheel"):
+        extras.wheels(tmp_path)
+    (tmp_path / "edgefl-0.2-py3-none-any.whl").unlink()
+    (tmp_path / "flwr-1.tar.gz").touch()
+    with pytest.raises(ConfigError, match=r"no wheel: flwr-1\.tar\.gz"):
+        extras.wheels(tmp_path)
+
+
+def test_a_lock_pins_by_hash(tmp_path: Path) -> None:
+    (tmp_path / "lock").write_text("numpy==2.0\n")
+    with pytest.raises(ConfigError, match="no hashes"):
+        extras.lock(tmp_path / "lock")
+    (tmp_path / "lock").write_text("numpy==2.0 --hash=sha256:00\n")
+    assert extras.lock(tmp_path / "lock") == {"requirements.txt": tmp_path / "lock"}
+    with pytest.raises(NotFoundError):
+        extras.lock(tmp_path / "none")
+
+
+def test_signers_are_public_ed25519_keys(tmp_path: Path) -> None:
+    key = ed25519.Ed25519PrivateKey.generate()
+    (tmp_path / "team.pub.pem").write_bytes(
+        key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    )
+    (tmp_path / "private.pem").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    other = ec.generate_private_key(ec.SECP256R1()).public_key()
+    (tmp_path / "ec.pem").write_bytes(other.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    (tmp_path / "text.pem").write_text("hello")
+    assert list(extras.signers([tmp_path / "team.pub.pem"])) == ["signers/team.pub.pem"]
+    for name, words in (("private.pem", "private key"), ("ec.pem", "no public Ed25519"), ("text.pem", "no public")):
+        with pytest.raises(ConfigError, match=words):
+            extras.signers([tmp_path / name])
+    with pytest.raises(NotFoundError):
+        extras.signers([tmp_path / "none.pem"])
+
+
+def test_a_shard_in_a_home_is_shown_to_the_units_and_others_need_nothing() -> None:
+    assert shard_drop_ins({"digits": "/srv/d.npz"}) == {}
+    made = shard_drop_ins({"digits": "/home/pi/d.npz", "mnist": "/srv/m"})
+    assert set(made.values()) == {b"[Service]\nBindReadOnlyPaths=-/home/pi/d.npz\n"}
+    assert {name.split("/")[1] for name in made} == {"edgefl-device.service.d", "edgefl-join.service.d"}
+
+
+@pytest.mark.parametrize("path", ["d.npz", "/home/pi/a b", "/home/pi/a:b", "/home/../etc/shadow", "/x\nExecStart=y"])
+def test_a_path_that_a_unit_would_take_for_something_else_is_refused(path: str) -> None:
+    with pytest.raises(UsageError):
+        shard_drop_ins({"digits": path})
+
+
+def test_a_difference_shows_lines_and_no_secret() -> None:
+    old = {"user-data": b"hostname: a\npasswd: $5$secret\n", "same": b"same"}
+    new = {
+        "user-data": b"hostname: b\npasswd: $5$secret\n",
+        "network-config": b'  password: "hunter22"\n',
+        "edgefl/join.json": b'{"token": "efl1.abcDEF_-="}\n',
+        "edgefl/wheels/a.whl": b"PK\0",
+        "same": b"same",
+    }
+    told = "\n".join(difference(new, old.get))
+    assert "-hostname: a\n+hostname: b" in told
+    assert "--- /dev/null\n+++ b/network-config" in told
+    assert "new file edgefl/wheels/a.whl, 3 bytes" in told
+    assert "same" not in told
+    for secret in ("hunter22", "abcDEF", "$5$secret"):
+        assert secret not in told
+
+
+def test_a_key_in_a_shell_script_is_redacted_too() -> None:
+    assert without_secrets("psk=abcdef\nPASSWORD: x y") == "psk=(secret)\nPASSWORD: (secret)"
