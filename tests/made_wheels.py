@@ -1,4 +1,4 @@
-"""Wheels made on the spot: small ones of a few lines, and edgefl itself, so that pip installs for real and offline."""
+"""Wheels made on the spot: small ones of a few lines, and edgefl itself. So pip installs for real, and offline."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import click
 
 from edgefl.cli import provision_jetson, provision_raspberry_pi
 from edgefl.cli.listing import ListedGroup
+from edgefl.cli.provision_ssh import ssh
 
 
 @click.group(cls=ListedGroup)
@@ -15,3 +16,4 @@ def command() -> None:
 
 command.add_command(provision_raspberry_pi.command)
 command.add_command(provision_jetson.command)
+command.add_command(ssh)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
+from edgefl.device.shard_access import is_hidden, shown_folder
 from edgefl.errors import UsageError
-from edgefl.provision.card import Files
 
 UNITS = ("edgefl-device.service", "edgefl-join.service")
 NAME = "20-shards.conf"
-HIDDEN = ("/home/", "/root/", "/run/user/", "/tmp/", "/var/tmp/")  # noqa: S108 places of a board, not ours
 _PLAIN = re.compile(r"/[\w./+@,=-]+\Z")
 
 
-def shard_drop_ins(shards: Mapping[str, str]) -> Files:
-    """Returns the drop-ins that show hidden shards to the units, read-only; none where all are visible.
+def shard_drop_ins(shards: Mapping[str, str]) -> dict[str, bytes | Path]:
+    """Returns the drop-ins that show hidden shards' folders to the units, read-only; none where all are visible.
 
     Raises:
         UsageError: a path on the board is not absolute, or has characters that units take for something else.
@@ -26,7 +26,7 @@ def shard_drop_ins(shards: Mapping[str, str]) -> Files:
                 f"the shard of {task} must be an absolute path on the board without spaces, got {path!r}; "
                 "such as /srv/edgefl/data.npz"
             )
-    hidden = sorted({path for path in shards.values() if path.startswith(HIDDEN)})
+    hidden = sorted({shown_folder(path) for path in shards.values() if is_hidden(path)})
     if not hidden:
         return {}
     # A minus: data may come later, and the unit starts without.

@@ -1,0 +1,137 @@
+"""`edgefl provision ssh`: boards that run already and hold their data are joined where they are."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from edgefl.cli.render import format_option, print_rows
+from edgefl.errors import ConfigError, JoinError
+
+if TYPE_CHECKING:
+    from edgefl.provision.ssh_join import BoardResult
+
+COLUMNS = ("host", "name", "result", "step", "seconds", "note")
+MAX_HOSTS_BYTES = 1_000_000
+TOKEN_TTL = "1h"  # noqa: S105 a lifetime, no secret
+_FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
+
+
+@click.command("ssh")
+@click.option(
+    "--hosts",
+    "hosts_file",
+    type=click.File(),
+    required=True,
+    help="One board a line: [user@]host name=NAME TASK=PATH.",
+)
+@click.option("--token", "text", envvar="EDGEFL_JOIN_TOKEN", help="A token for all [default: one is made for each].")
+@click.option("--url", metavar="URL", help="The coordinator that makes the tokens [default: operator.toml's].")
+@click.option(
+    "--wheels", type=click.Path(path_type=Path, file_okay=False), help="Wheels to install from [default: an index]."
+)
+@click.option("--lock", type=_FILE, help="A hash-pinned requirements file to install by.")
+@click.option("--signer", "signers", multiple=True, type=_FILE, help="Public key whose releases it runs; repeat.")
+@click.option("--jobs", type=click.IntRange(1, 256), default=8, show_default=True, help="How many boards at a time.")
+@click.option(
+    "--become", type=click.Choice(["sudo", "doas", "none"]), default="sudo", show_default=True, help="Who makes root."
+)
+@click.option(
+    "--wait", "wait_s", type=click.IntRange(1, 86400), default=300, show_default=True, help="Seconds to join."
+)
+@click.option("--ssh-config", type=_FILE, help="Another ssh_config than your own.")
+@click.option("--dry-run", "is_dry", is_flag=True, help="Only look at the boards.")
+@format_option
+def ssh(  # noqa: PLR0913 one argument per option
+    *,
+    hosts_file: Any,
+    text: str | None,
+    url: str | None,
+    wheels: Path | None,
+    lock: Path | None,
+    signers: tuple[Path, ...],
+    jobs: int,
+    become: str,
+    wait_s: int,
+    ssh_config: Path | None,
+    is_dry: bool,
+    fmt: str,
+) -> None:
+    """Install edgefl on boards that run already, and join them; data stays where it is.
+
+    Whatever is done already is left alone, so the same command again mends what failed.
+    """
+    from edgefl.provision.hosts_file import parse_hosts  # noqa: PLC0415 fast start
+    from edgefl.provision.ssh_join import Outcome, TokenDesk, Visit, visit_all  # noqa: PLC0415 likewise
+
+    hosts = parse_hosts(hosts_file.read(MAX_HOSTS_BYTES))
+    fingerprint, make = _desk(text, url)
+    extra, version, is_offline = _brought(wheels, lock, signers)
+    visit = Visit(
+        version=version,
+        ca_fingerprint=fingerprint,
+        token_for=TokenDesk(make),
+        clock=time.monotonic,
+        now=time.time,
+        extra=extra,
+        is_offline=is_offline,
+        become="" if become == "none" else become,
+        wait_s=wait_s,
+        is_dry=is_dry,
+        options=["-F", str(ssh_config)] if ssh_config else [],
+        on_step=lambda host, step: click.echo(f"{host.name}: {step}", err=True),
+    )
+    results = visit_all(hosts, visit, jobs=jobs)
+    print_rows([_row(result) for result in results], COLUMNS, fmt, kind="boards")
+    if failed := [result.host.name for result in results if result.outcome is Outcome.FAILED]:
+        raise JoinError(f"{len(failed)} of {len(hosts)} boards did not get through: {', '.join(failed)}")
+
+
+def _row(result: BoardResult) -> dict[str, Any]:
+    return {
+        "host": result.host.label,
+        "name": result.host.name,
+        "result": str(result.outcome),
+        "step": str(result.step),
+        "seconds": round(result.seconds, 1),
+        "note": result.text,
+    }
+
+
+def _desk(text: str | None, url: str | None) -> tuple[str, Callable[[str], str]]:
+    """Returns the fleet's fingerprint, and who gives a token for a role."""
+    from edgefl.client import Operator, read_operator_file  # noqa: PLC0415 fast start
+    from edgefl.protocol import JoinToken  # noqa: PLC0415 likewise
+
+    if text is not None:
+        return JoinToken.parse(text).ca_fingerprint, lambda _role: text
+    operator = Operator.from_options(url)
+
+    def make(role: str) -> str:
+        answer = operator.post("/edgefl/v1/tokens", {"ttl": TOKEN_TTL, "uses": 1, "role": role})
+        return JoinToken.parse(str(answer["token"])).text()
+
+    return read_operator_file(operator.url).ca_fingerprint, make
+
+
+def _brought(
+    wheels: Path | None, lock: Path | None, signers: tuple[Path, ...]
+) -> tuple[Mapping[str, bytes | Path], str, bool]:
+    """Returns what the payload takes along, the version of edgefl in it, and whether it needs no index."""
+    from edgefl import __version__  # noqa: PLC0415 beside the other
+    from edgefl.provision import extras  # noqa: PLC0415 fast start
+
+    files: dict[str, bytes | Path] = {**extras.signers(signers), **(extras.lock(lock) if lock else {})}
+    if wheels is None:
+        return {**files, "version": f"{__version__}\n".encode()}, __version__, False
+    found = extras.wheels(wheels)
+    own = next(name for name in found if name.startswith("wheels/edgefl-"))
+    match = re.match(r"wheels/edgefl-([^-]+)-", own)
+    if match is None:
+        raise ConfigError(f"{own} is no wheel of edgefl: its name says no version")
+    return {**files, **found}, match[1], len(found) > 1
