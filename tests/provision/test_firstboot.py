@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from made_wheels import make_wheel
 
 from edgefl.device.join_file import JoinFile
 from edgefl.protocol import JoinToken
@@ -46,7 +47,8 @@ class Board:
             path.write_bytes(body if isinstance(body, bytes) else body.read_bytes())
 
     def firstboot(self, *arguments: str, script: Path | None = None) -> subprocess.CompletedProcess[str]:
-        environment = {"EDGEFL_ROOT": str(self.root), "EDGEFL_TIME_WAIT_S": "2", "PATH": os.environ["PATH"]}
+        path = f"{self.root.parent / 'programs'}:{os.environ['PATH']}"
+        environment = {"EDGEFL_ROOT": str(self.root), "EDGEFL_TIME_WAIT_S": "2", "PATH": path}
         command = ["dash", str(script or self.card / "firstboot.sh"), *arguments]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
@@ -67,6 +69,11 @@ def board(tmp_path: Path) -> Board:
     (board.root / "run/systemd/timesync").mkdir(parents=True)
     (board.root / "run/systemd/timesync/synchronized").touch()
     board.write_card()
+    # None of this machine's units is touched.
+    calls, program = tmp_path / "calls", tmp_path / "programs" / "systemctl"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\necho "$@" >>{calls}\n')
+    program.chmod(0o755)
     return board
 
 
@@ -215,6 +222,26 @@ def test_the_log_stays_small_over_a_thousand_failures(board: Board) -> None:
     (board.card / "firstboot.log").write_text("x" * 200_000)
     board.work()
     assert (board.card / "firstboot.log").stat().st_size < 70_000
+
+
+@pytest.mark.slow
+def test_with_the_real_installation_a_card_becomes_a_board_that_will_join(board: Board, tmp_path: Path) -> None:
+    wheels = tmp_path / "wheels"
+    main = b"print('edgefl, version 1.0')\n"
+    make_wheel(wheels, "edgefl", "1.0", {"edgefl/__init__.py": b"", "edgefl/__main__.py": main}, requires=["dep"])
+    make_wheel(wheels, "dep", "1.0", {"dep.py": b""})
+    install = sources.path("board/install.sh").read_bytes()
+    board.write_card(install=install, extra={f"wheels/{wheel.name}": wheel for wheel in wheels.iterdir()})
+    assert board.firstboot().returncode == 0
+    ran = board.work()
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    python = board.root / "opt/edgefl/current/bin/python"
+    told = subprocess.run([python, "-I", "-m", "edgefl"], capture_output=True, text=True, check=True)
+    assert told.stdout == "edgefl, version 1.0\n"
+    assert board.holders() == ["etc/edgefl/join.json"]
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls[:2] == ["daemon-reload", "start --no-block edgefl-firstboot.service"]
+    assert calls.index("--quiet enable edgefl-join.service") < calls.index("start --no-block edgefl-join.service")
 
 
 @pytest.mark.parametrize("script", sorted(sources.path("board").glob("*.sh")), ids=lambda path: path.name)
