@@ -7,6 +7,7 @@ import click
 from edgefl.cli import provision_jetson, provision_raspberry_pi
 from edgefl.cli.listing import ListedGroup
 from edgefl.cli.provision_ssh import ssh
+from edgefl.cli.provision_wheels import wheels
 
 
 @click.group(cls=ListedGroup)
@@ -17,3 +18,4 @@ def command() -> None:
 command.add_command(provision_raspberry_pi.command)
 command.add_command(provision_jetson.command)
 command.add_command(ssh)
+command.add_command(wheels)

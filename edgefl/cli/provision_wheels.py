@@ -1,0 +1,33 @@
+"""`edgefl provision wheels`: the wheels of a board, for a site without internet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from edgefl.provision.locks import BOARDS
+
+
+@click.command("wheels")
+@click.option("--board", "name", type=click.Choice(list(BOARDS)), required=True, help="Whose lock.")
+@click.option(
+    "--out", "folder", type=click.Path(path_type=Path, file_okay=False), required=True, help="The folder to fill."
+)
+@click.option("--with-torch", is_flag=True, help="Also what training with torch needs.")
+@click.option(
+    "--edgefl-wheel",
+    "own_wheel",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="edgefl's own wheel [default: built from this checkout].",
+)
+def wheels(*, name: str, folder: Path, with_torch: bool, own_wheel: Path | None) -> None:
+    """Download the wheels of a board's lock, checked by their hashes, and add edgefl's own."""
+    from edgefl.provision.locks import board_family, lock_text, parse_lock  # noqa: PLC0415 fast start
+    from edgefl.provision.wheel_folder import fill_wheel_folder  # noqa: PLC0415 likewise
+
+    family = board_family(name)
+    lock = parse_lock(lock_text(family, with_torch=with_torch))
+    found = fill_wheel_folder(folder, family, lock, own_wheel=own_wheel)
+    megabytes = sum(path.stat().st_size for path in found) / 1e6
+    click.echo(f"{len(found)} wheels for {name} in {folder} ({megabytes:.0f} MB)")

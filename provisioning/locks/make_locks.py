@@ -1,0 +1,108 @@
+"""Makes the locks of all families of boards from pyproject.toml and constraints.txt; needs uv and the package index.
+
+    python provisioning/locks/make_locks.py [--check] [BOARD ...]
+
+Each requirement has the hash of one wheel: the one that pip on such a board would choose. A source distribution,
+whose build would run code, is never accepted. `--check` writes nothing and fails when a lock is not what would be
+written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from packaging.tags import Tag, compatible_tags, cpython_tags
+from packaging.utils import parse_wheel_filename
+
+from edgefl.provision.locks import BOARDS, BoardFamily, LockedWheel, board_family, lock_name
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+def main() -> int:
+    """Returns the exit code: 1 when `--check` found a stale lock."""
+    options = argparse.ArgumentParser(description="Make the locks in provisioning/locks.")
+    options.add_argument("--check", action="store_true", help="only say which locks are stale")
+    options.add_argument("boards", nargs="*", metavar="BOARD", help=f"of {', '.join(BOARDS)} [default: all]")
+    asked = options.parse_args()
+    check: bool = asked.check
+    stale = []
+    for family in map(board_family, asked.boards or BOARDS):
+        for with_torch in (False, True) if family.with_torch else (False,):
+            path = HERE / lock_name(family, with_torch=with_torch)
+            text = made_lock(family, with_torch=with_torch)
+            if not path.exists() or path.read_text(encoding="utf-8") != text:
+                stale.append(path.name)
+            if not check:
+                path.write_text(text, encoding="utf-8")
+    sys.stdout.write("".join(f"{name} {'is stale' if check else 'is new'}\n" for name in stale))
+    return int(check and bool(stale))
+
+
+def made_lock(family: BoardFamily, *, with_torch: bool) -> str:
+    """Returns the text of one lock."""
+    tags = _tags(family)
+    chosen = [_chosen(package, tags) for package in _resolved(family, with_torch=with_torch)]
+    wheels = sorted((wheel for wheel, _ in chosen), key=lambda wheel: wheel.name)
+    megabytes = sum(size for _, size in chosen) / 1e6
+    what = "with torch" if with_torch else "without torch"
+    return "\n".join([
+        f"# {family.title}: CPython {family.python_version}, {family.machine}, glibc 2.{family.glibc}; {what}.",
+        f"# {len(wheels)} wheels, {megabytes:.0f} MB. Made by provisioning/locks/make_locks.py; do not edit.",
+        "--only-binary :all:",
+        *(wheel.line() for wheel in wheels),
+        "",
+    ])  # fmt: skip
+
+
+def _resolved(family: BoardFamily, *, with_torch: bool) -> list[dict[str, Any]]:
+    """Returns the packages that uv resolves for the board, each with all of its wheels."""
+    words = [
+        "uv", "pip", "compile", "pyproject.toml", "--no-config", "--quiet", "--constraints", "constraints.txt",
+        "--format", "pylock.toml", "--only-binary", ":all:", "--python-version", family.python_version,
+        "--python-platform", f"{family.machine}-manylinux_2_28",
+        *(("--extra", "train") if with_torch else ()),
+    ]  # fmt: skip
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"uv could not resolve {family.name}: {done.stderr.strip()}")
+    packages: list[dict[str, Any]] = tomllib.loads(done.stdout)["packages"]
+    return packages
+
+
+def _tags(family: BoardFamily) -> list[Tag]:
+    """Returns what the board installs, the best first, as pip on it would rank."""
+    platforms = family.platforms()
+    native = cpython_tags(python_version=family.python, abis=[family.abi], platforms=platforms)
+    pure = compatible_tags(python_version=family.python, interpreter=family.abi, platforms=platforms)
+    return [*native, *pure]
+
+
+def _chosen(package: Mapping[str, Any], tags: list[Tag]) -> tuple[LockedWheel, int]:
+    """Returns the best wheel of a package for these tags, and its bytes."""
+    ranks = {tag: rank for rank, tag in enumerate(tags)}
+    fitting = []
+    for wheel in package.get("wheels", ()):
+        file = wheel.get("name") or wheel["url"].rpartition("/")[2]
+        _, _, build, marks = parse_wheel_filename(file)
+        known = [ranks[mark] for mark in marks if mark in ranks]
+        if known:
+            fitting.append((min(known), [-int(build[0])] if build else [0], file, wheel))
+    if not fitting:
+        sys.exit(f"{package['name']} {package['version']} has no wheel for {tags[0]}")
+    _, _, file, wheel = min(fitting, key=lambda each: each[:3])
+    locked = LockedWheel(
+        name=package["name"], version=package["version"], sha256=wheel["hashes"]["sha256"], file=file
+    )
+    return locked, int(wheel["size"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""The wheel folder, filled by the real pip from a folder that stands for the index."""
+
+import base64
+import hashlib
+import zipfile
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from edgefl.cli.provision import command
+from edgefl.errors import ConfigError, NetworkError
+from edgefl.provision.locks import LockedWheel, board_family
+from edgefl.provision.wheel_folder import fill_wheel_folder
+
+PI = board_family("pi-cp313")
+OLD = 315532800  # 1980, where zip begins
+
+
+def make_wheel(folder: Path, name: str, tag: str = "py3-none-any", *, word: str = "one") -> LockedWheel:
+    """Writes a wheel that pip takes, and returns its line of a lock."""
+    folder.mkdir(exist_ok=True)
+    file = folder / f"{name}-1.0-{tag}.whl"
+    parts = {
+        f"{name}.py": f"word = {word!r}\n",
+        f"{name}-1.0.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+        f"{name}-1.0.dist-info/WHEEL": f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n",
+    }
+    record = [f"{path},sha256={_record_hash(text)},{len(text)}" for path, text in parts.items()]
+    parts[f"{name}-1.0.dist-info/RECORD"] = "\n".join([*record, f"{name}-1.0.dist-info/RECORD,,", ""])
+    with zipfile.ZipFile(file, "w") as wheel:
+        for path, text in parts.items():
+            wheel.writestr(zipfile.ZipInfo(path), text)
+    return LockedWheel(name=name, version="1.0", sha256=hashlib.sha256(file.read_bytes()).hexdigest(), file=file.name)
+
+
+def _record_hash(text: str) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of wheels that is all that pip finds."""
+    folder = tmp_path / "index"
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+@pytest.fixture
+def own_wheel(tmp_path: Path) -> Path:
+    made = make_wheel(tmp_path / "own", "edgefl")
+    return tmp_path / "own" / made.file
+
+
+def test_gets_the_wheels_of_the_board_and_not_of_this_machine(index: Path, own_wheel: Path, tmp_path: Path) -> None:
+    lock = [make_wheel(index, "fast", "cp313-cp313-manylinux_2_28_aarch64"), make_wheel(index, "pure")]
+    make_wheel(index, "fast", "cp313-cp313-manylinux_2_28_x86_64")
+    found = fill_wheel_folder(tmp_path / "wheels", PI, lock, own_wheel=own_wheel)
+    assert [path.name for path in found] == [lock[0].file, lock[1].file, own_wheel.name]
+    assert sorted(path.name for path in (tmp_path / "wheels").iterdir()) == sorted(path.name for path in found)
+
+
+def test_a_wheel_that_was_changed_on_the_index_is_refused(index: Path, own_wheel: Path, tmp_path: Path) -> None:
+    lock = [make_wheel(index, "pure")]
+    make_wheel(index, "pure", word="another")
+    with pytest.raises(
+        NetworkError,
+        match=r"pip could not get the wheels for pi-cp313: THESE PACKAGES DO NOT MATCH THE HASHES.* pure==1\.0",
+    ):
+        fill_wheel_folder(tmp_path / "wheels", PI, lock, own_wheel=own_wheel)
+    assert not list((tmp_path / "wheels").iterdir())
+
+
+def test_keeps_good_files_and_replaces_damaged_ones(index: Path, own_wheel: Path, tmp_path: Path) -> None:
+    lock = [make_wheel(index, "pure"), make_wheel(index, "other")]
+    folder = tmp_path / "wheels"
+    fill_wheel_folder(folder, PI, lock, own_wheel=own_wheel)
+    (index / lock[0].file).unlink()
+    (folder / lock[1].file).write_bytes(b"cut off")
+    fill_wheel_folder(folder, PI, lock, own_wheel=own_wheel)
+    for wheel in lock:
+        assert hashlib.sha256((folder / wheel.file).read_bytes()).hexdigest() == wheel.sha256
+
+
+def test_a_package_that_the_index_lacks_is_named(index: Path, own_wheel: Path, tmp_path: Path) -> None:
+    lock = [make_wheel(index, "pure"), make_wheel(tmp_path / "elsewhere", "absent")]
+    with pytest.raises(NetworkError, match=r"No matching distribution found for absent==1\.0"):
+        fill_wheel_folder(tmp_path / "wheels", PI, lock, own_wheel=own_wheel)
+
+
+def test_another_package_does_not_pass_for_edgefl(index: Path, tmp_path: Path) -> None:
+    lock = [make_wheel(index, "pure")]
+    with pytest.raises(ConfigError, match=r"edgefl's wheel must be a file edgefl-VERSION-py3-none-any\.whl"):
+        fill_wheel_folder(tmp_path / "wheels", PI, lock, own_wheel=index / lock[0].file)
+
+
+def test_the_command_ends_with_one_line_when_there_is_no_index(index: Path, own_wheel: Path, tmp_path: Path) -> None:
+    index.mkdir()
+    words = ["--board", "pi-cp311", "--out", str(tmp_path / "wheels"), "--edgefl-wheel", str(own_wheel)]
+    done = CliRunner().invoke(command, ["wheels", *words])
+    assert isinstance(done.exception, NetworkError)
+    assert "pip could not get the wheels for pi-cp311" in str(done.exception)
