@@ -30,6 +30,7 @@ STOP_TIMEOUT_S = 15.0
 POLL_S = 0.1
 FINAL = frozenset({"finished", "stopped", "failed", "interrupted"})
 COORDINATOR = "coordinator"
+LOOPBACK = "127.0.0.1"
 PROGRAM = (sys.executable, "-m", "edgefl.cli.main")
 
 
@@ -51,6 +52,7 @@ class LocalFleet:
         root: the folder that holds all state and logs; made when it is missing.
         devices: what to start. Each process uses one thread, since they share this machine.
         test_shards: what the coordinator evaluates on.
+        hosts: how boards elsewhere reach the coordinator; it then listens on all addresses of this machine.
         broker: as `edgefl coordinator start --broker`.
         environment: variables for every process, over those of this one.
         program: the coordinator's `edgefl`.
@@ -59,6 +61,7 @@ class LocalFleet:
     root: Path
     devices: Sequence[LocalDevice]
     test_shards: Mapping[str, str] = field(default_factory=dict)
+    hosts: Sequence[str] = ()
     broker: str = "auto"
     environment: Mapping[str, str] = field(default_factory=dict)
     program: Sequence[str] = PROGRAM
@@ -77,8 +80,8 @@ class LocalFleet:
     def __enter__(self) -> Self:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            self.command("coordinator", "init", "--dir", str(self.directory), "--host", "127.0.0.1",
-                         "--port", str(self.port))  # fmt: skip
+            hosts = [word for host in self.hosts or (LOOPBACK,) for word in ("--host", host)]
+            self.command("coordinator", "init", "--dir", str(self.directory), "--port", str(self.port), *hosts)
             self.start_coordinator()
             self._join(self.devices)
             for device in self.devices:
@@ -103,7 +106,8 @@ class LocalFleet:
         self._start(
             COORDINATOR,
             self.program,
-            "coordinator", "start", "--dir", str(self.directory), "--host", "127.0.0.1",
+            "coordinator", "start", "--dir", str(self.directory),
+            "--host", "0.0.0.0" if self.hosts else LOOPBACK,  # noqa: S104 boards elsewhere are to reach it
             "--broker", self.broker, "--broker-port", str(self.broker_port), *shards,
         )  # fmt: skip
         self._wait(self._answers, "the coordinator to answer")
@@ -232,8 +236,9 @@ class LocalFleet:
     def _start_join(self, device: LocalDevice, token: str) -> subprocess.Popen[bytes]:
         shards = [word for task, path in device.shards.items() for word in ("--shard", f"{task}={path}")]
         arguments = [
-            "device", "join", f"127.0.0.1:{self.port}", "--token", token, "--name", device.name,
-            "--role", device.role, "--state", str(self.root / device.name), "--threads", "1", *shards,
+            "device", "join", f"{[*self.hosts, LOOPBACK][0]}:{self.port}", "--token", token,
+            "--name", device.name, "--role", device.role, "--state", str(self.root / device.name),
+            "--threads", "1", *shards,
         ]  # fmt: skip
         return self.popen(arguments, device.program)
 
