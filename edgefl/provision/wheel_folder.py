@@ -73,11 +73,11 @@ def _download(folder: Path, family: BoardFamily, wheels: Sequence[LockedWheel]) 
 
 
 def _own_wheel(folder: Path, given: Path | None) -> Path:
-    """Returns edgefl's wheel in the folder: the given one, or a new one of the checkout."""
+    """Returns edgefl's wheel in the folder, the only one there: the given one, or a new one of the checkout."""
     if given is not None:
         if not given.name.startswith("edgefl-") or given.suffix != ".whl" or not given.is_file():
             raise ConfigError(f"edgefl's wheel must be a file edgefl-VERSION-py3-none-any.whl, got {given}")
-        return Path(shutil.copy(given, folder / given.name))
+        return _only(folder, given)
     if not (_CHECKOUT / "pyproject.toml").is_file():
         raise NotFoundError(
             f"edgefl {__version__} does not run from a checkout, so its wheel cannot be built; "
@@ -85,8 +85,18 @@ def _own_wheel(folder: Path, given: Path | None) -> Path:
         )
     with tempfile.TemporaryDirectory() as scratch:
         _pip("wheel", "--no-deps", "--wheel-dir", scratch, str(_CHECKOUT), what="edgefl's own wheel")
-        made = next(Path(scratch).glob("edgefl-*.whl"))
-        return Path(shutil.copy(made, folder / made.name))
+        return _only(folder, next(Path(scratch).glob("edgefl-*.whl")))
+
+
+def _only(folder: Path, wheel: Path) -> Path:
+    """Copies it into the folder and takes edgefl's other versions out: a board could not choose."""
+    place = folder / wheel.name
+    if wheel.resolve() != place.resolve():
+        shutil.copy(wheel, place)
+    for other in folder.glob("edgefl-*.whl"):
+        if other != place:
+            other.unlink()
+    return place
 
 
 def _pip(*arguments: str, what: str) -> None:

@@ -28,7 +28,19 @@ SIGILL = -4
 NO_MODULE = re.compile(r"(^|\.)(__main__|tests?|testing|_?win.*|_pywrap.*)($|\.)")
 # Libraries of one wheel's own that are no modules are named without the mark of an extension.
 EXTENSION = re.compile(r"\.(cpython-[0-9a-z]+-[a-z0-9_-]+|abi3)\.so$")
-IMPORT = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
+# Packages must import. Some extensions are libraries that their package loads in another way, or only in its order:
+# to have been loaded is all that is asked of them.
+IMPORT = """
+import importlib, sys
+cut = sys.argv.index("--")
+for name in sys.argv[1:cut]:
+    importlib.import_module(name)
+for name in sys.argv[cut + 1:]:
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        pass
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,11 +99,15 @@ def cross_install(family: BoardFamily, lock: Sequence[LockedWheel], wheels: Path
 
 def tried(wheel: LockedWheel, wheels: Path, root: Path, site: Path, cpu: str) -> Outcome:
     """Imports one wheel on a processor."""
-    names = list((wheels / wheel.file).exists() and zipfile.ZipFile(wheels / wheel.file).namelist())
+    with zipfile.ZipFile(wheels / wheel.file) as packed:
+        names = packed.namelist()
     programs = [name.rpartition("/")[2] for name in names if ".data/scripts/" in name]
     commands = [f"/mnt/bin/{name} --version >&2" for name in programs if _is_elf(site / "bin" / name)]
-    commands.append(f'exec python3 -c "{IMPORT}" ' + " ".join(modules(names)))
-    inside = f'mount --bind "{site}" "{root}/mnt" && mount -t proc proc "{root}/proc" && exec chroot "{root}" sh -ec "$1"'
+    packages, extensions = modules(names)
+    commands.append(f"exec python3 -c '{IMPORT}' " + " ".join([*packages, "--", *extensions]))
+    inside = (
+        f'mount --bind "{site}" "{root}/mnt" && mount -t proc proc "{root}/proc" && exec chroot "{root}" sh -ec "$1"'
+    )
     started_s = time.monotonic()
     done = subprocess.run(
         ["unshare", "--mount", "sh", "-ec", inside, "sh", "\n".join(commands)],
@@ -106,8 +122,8 @@ def tried(wheel: LockedWheel, wheels: Path, root: Path, site: Path, cpu: str) ->
     return Outcome(wheel=wheel.name, cpu=cpu, code=code, seconds=time.monotonic() - started_s, words=words)
 
 
-def modules(names: Sequence[str]) -> list[str]:
-    """Returns the top-level packages and the extension modules among the files of a wheel."""
+def modules(names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns the top-level packages and the extension modules that are among the files of a wheel."""
     own = [name for name in names if ".dist-info/" not in name and ".data/" not in name]
     tops = {name.partition("/")[0] for name in own if name.count("/") == 1 and name.endswith("/__init__.py")}
     tops |= {name.removesuffix(".py") for name in own if "/" not in name and name.endswith(".py")}
@@ -118,7 +134,11 @@ def modules(names: Sequence[str]) -> list[str]:
         for name in own
         if name.count("/") == 2 and name.endswith("/__init__.py") and name.partition("/")[0] not in tops
     }
-    return sorted(name for name in tops | inner | nested if not NO_MODULE.search(name))
+    return _importable(tops | nested), _importable(inner - tops)
+
+
+def _importable(names: set[str]) -> list[str]:
+    return sorted(name for name in names if not NO_MODULE.search(name))
 
 
 def _is_elf(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""A board as a container with an init of its own: real systemd, real cloud-init, in seconds; x86-64 like this machine."""
+"""A board as a container with an init of its own: real systemd and cloud-init, in seconds; on x86-64."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from boards.console import Console
 
 PROGRAMS = ("systemd-nspawn", "nsenter", "ip")
 STOP_S = 60.0
-# What the image of an emulated board has beyond Debian's: the card's place as Raspberry Pi OS names it, the site's
-# network without DHCP, and the journal on the console.
+# What the image of an emulated board has beyond Debian's: the card's place as Raspberry Pi OS names it, and the
+# journal on the console.
 IMAGE = {
     "etc/cloud/cloud.cfg.d/99-emulated.cfg": (
         "datasource_list: [NoCloud, None]\ndatasource: {NoCloud: {seedfrom: 'file:///boot/firmware/'}}\n"
     ),
-    "etc/systemd/network/05-emulated.network": "[Match]\nName=eth0\n[Network]\nAddress=@ADDRESS@/24\n",
     "etc/systemd/journald.conf.d/99-emulated.conf": "[Journal]\nForwardToConsole=yes\nMaxLevelConsole=info\n",
     "etc/machine-id": "",
 }
@@ -44,19 +43,29 @@ class NspawnBoard:
     name: str
     root: Path
     console: Console
-    number: int = field(default_factory=lambda: os.getpid() % 50_000)
+    number: int
     _process: subprocess.Popen[bytes] | None = None
 
     @classmethod
-    def new(cls, image: Path, folder: Path, name: str) -> NspawnBoard:
+    def new(cls, image: Path, folder: Path, name: str, *, number: int) -> NspawnBoard:
         """Returns a board that was never switched on, from a root file system that stays as it is."""
-        board = cls(name=name, root=folder / name, console=Console(folder / f"{name}.console"))
+        board = cls(name=name, root=folder / name, console=Console(folder / f"{name}.console"), number=number)
         subprocess.run(["cp", "-a", "--reflink=auto", str(image), str(board.root)], check=True)
         for path, text in IMAGE.items():
             place = board.root / path
             place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_text(text.replace("@ADDRESS@", board.address))
+            place.write_text(text)
         return board
+
+    @staticmethod
+    def number_of(place: int) -> int:
+        """Returns a number that no other board of this machine has; `place` counts within this process."""
+        return os.getpid() % 8000 * 8 + place
+
+    @staticmethod
+    def host_address_of(number: int) -> str:
+        """Returns this machine's address on a board's wire, in the range for benchmarks (RFC 2544)."""
+        return f"198.{18 + number // 256 % 2}.{number % 256}.1"
 
     @property
     def boot(self) -> Path:
@@ -65,8 +74,7 @@ class NspawnBoard:
 
     @property
     def host_address(self) -> str:
-        """This machine's address on the board's wire."""
-        return f"198.{18 + self.number // 256 % 2}.{self.number % 256}.1"
+        return self.host_address_of(self.number)
 
     @property
     def address(self) -> str:
@@ -93,11 +101,12 @@ class NspawnBoard:
 
     def stop(self) -> None:
         """Shuts it down in order."""
-        self._end(signal.SIGTERM)
+        if self._process is not None:
+            self._end(self._process.pid, signal.SIGTERM)
 
     def cut_power(self) -> None:
-        """Ends it where it stands."""
-        self._end(signal.SIGKILL)
+        """Ends it where it stands: with its first process all others are gone at once."""
+        self._end(self._init(), signal.SIGKILL)
 
     def run(self, *words: str, check: bool = True) -> str:
         """Returns what a program prints on the board, run as its root."""
@@ -118,18 +127,25 @@ class NspawnBoard:
     def files_with(self, secret: str) -> list[str]:
         """Returns the files on its disk that hold the text."""
         found = subprocess.run(
-            ["grep", "--recursive", "--files-with-matches", "--fixed-strings", "--devices=skip", secret, str(self.root)],
+            [
+                "grep",
+                "--recursive",
+                "--files-with-matches",
+                "--fixed-strings",
+                "--devices=skip",
+                secret,
+                str(self.root),
+            ],
             capture_output=True,
             text=True,
             check=False,
         )
         return [line.removeprefix(str(self.root)) for line in found.stdout.splitlines()]
 
-    def _end(self, number: int) -> None:
-        if self._process is None:
-            return
+    def _end(self, pid: int, number: int) -> None:
+        assert self._process is not None
         with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(number)
+            os.kill(pid, number)
         try:
             self._process.wait(STOP_S)
         finally:
@@ -149,7 +165,7 @@ class NspawnBoard:
                     return pid
         raise AssertionError(f"{self.name} runs nothing:\n{self.console.tail()}")
 
-    def _until(self, condition, what: str) -> None:
+    def _until(self, condition: Callable[[], bool], what: str) -> None:
         until_s = time.monotonic() + STOP_S
         while not condition():
             ended = self._process is not None and self._process.poll() is not None

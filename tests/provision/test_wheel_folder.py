@@ -89,6 +89,16 @@ def test_a_package_that_the_index_lacks_is_named(index: Path, own_wheel: Path, t
         fill_wheel_folder(tmp_path / "wheels", PI, lock, own_wheel=own_wheel)
 
 
+def test_an_older_edgefl_in_the_folder_makes_way(index: Path, own_wheel: Path, tmp_path: Path) -> None:
+    lock, folder = [make_wheel(index, "pure")], tmp_path / "wheels"
+    folder.mkdir()
+    (folder / "edgefl-0.0.9-py3-none-any.whl").touch()
+    fill_wheel_folder(folder, PI, lock, own_wheel=own_wheel)
+    fill_wheel_folder(folder, PI, lock, own_wheel=folder / own_wheel.name)
+    assert [path.name for path in folder.glob("edgefl-*")] == [own_wheel.name]
+    assert (folder / own_wheel.name).read_bytes() == own_wheel.read_bytes()
+
+
 def test_another_package_does_not_pass_for_edgefl(index: Path, tmp_path: Path) -> None:
     lock = [make_wheel(index, "pure")]
     with pytest.raises(ConfigError, match=r"edgefl's wheel must be a file edgefl-VERSION-py3-none-any\.whl"):

@@ -1,0 +1,51 @@
+"""What takes long to make and is kept: root file systems and wheels, in the folder that EDGEFL_BOARDS names."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from edgefl.provision.locks import BoardFamily, lock_name, lock_text, parse_lock
+from edgefl.provision.sources import path as source
+from edgefl.provision.wheel_folder import fill_wheel_folder
+
+HERE = Path(__file__).parent
+
+
+def folder() -> Path:
+    """Returns where it is kept."""
+    return Path(os.environ.get("EDGEFL_BOARDS") or Path.home() / ".cache" / "edgefl" / "boards")
+
+
+def image(arch: str) -> Path:
+    """Returns the root file system of a board; makes it when it is missing, which takes minutes."""
+    root = folder() / f"root-{arch}"
+    if not root.exists():
+        subprocess.run([str(HERE / "make_root.sh"), arch, str(folder())], check=True)
+    return root
+
+
+def why_no_image(arch: str) -> str | None:
+    """Returns why there is no root file system and none can be made, or None."""
+    if (folder() / f"root-{arch}").exists():
+        return None
+    if os.geteuid() != 0:
+        return "only root can make a board's root file system"
+    needed = {"mmdebstrap": "mmdebstrap"} | ({"qemu-aarch64-static": "qemu-user-static"} if arch == "arm64" else {})
+    needed |= {"arch-test": "arch-test"} if arch == "arm64" else {}
+    missing = [package for program, package in needed.items() if shutil.which(program) is None]
+    return f"no {', '.join(missing)} here to make a board's root file system" if missing else None
+
+
+def wheels(family: BoardFamily) -> Path:
+    """Returns the wheels that a board installs, with edgefl's as it is now."""
+    kept = folder() / f"wheels-{family.name}"
+    fill_wheel_folder(kept, family, parse_lock(lock_text(family)))
+    return kept
+
+
+def lock(family: BoardFamily) -> Path:
+    """Returns the lock that goes with the wheels."""
+    return source(f"locks/{lock_name(family, with_torch=False)}")

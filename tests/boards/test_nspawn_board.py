@@ -1,0 +1,178 @@
+"""A board with an init of its own boots from a blank card: real systemd, cloud-init, units, tokens and power cuts."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from boards import cache
+from boards.card import SHARD_ON_BOARD, put_shard, write_card
+from boards.nspawn_board import NspawnBoard, why_not
+from boards.site import Site, eventually
+from boards.time_line import TimeLine
+
+from edgefl.provision.locks import board_family
+
+pytestmark = [pytest.mark.board, pytest.mark.timeout(900)]
+
+FAMILY = board_family("pc-cp313")
+FIRST_BOOT_S = 300.0
+BOOT_S = 90.0
+NUM_BOARDS = 4
+
+
+class Bench:
+    """One coordinator and the wires of the boards that tests plug in."""
+
+    def __init__(self, folder: Path, shard: Path) -> None:
+        self.folder, self.shard = folder, shard
+        self._numbers = [NspawnBoard.number_of(place) for place in range(NUM_BOARDS)]
+        self.site = Site.on(folder / "site", [NspawnBoard.host_address_of(number) for number in self._numbers])
+        self.boards: list[NspawnBoard] = []
+
+    def new_board(self, name: str, *, token: str | None = None) -> tuple[NspawnBoard, str]:
+        """Returns a board that was never switched on, and the token on its card."""
+        board = NspawnBoard.new(cache.image("amd64"), self.folder, name, number=self._numbers.pop())
+        self.boards.append(board)
+        put_shard(self.shard, board.root)
+        token = token or self.site.token()
+        write_card(
+            board.boot, coordinator=f"{board.host_address}:{self.site.fleet.port}", name=name, token=token, wheels=cache.wheels(FAMILY), lock=cache.lock(FAMILY),
+            static=(board.address, board.host_address),
+        )  # fmt: skip
+        return board, token
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory, shards: list[Path]) -> Iterator[Bench]:
+    if reason := why_not() or cache.why_no_image("amd64"):
+        pytest.skip(reason)
+    made = Bench(tmp_path_factory.mktemp("bench"), shards[0])
+    with made.site.fleet:
+        yield made
+        for board in made.boards:
+            board.stop()
+
+
+@pytest.fixture(scope="module")
+def kitchen(bench: Bench, time_lines: list[TimeLine]) -> tuple[NspawnBoard, str]:
+    """A board that has joined, and the token that it joined with."""
+    board, token = bench.new_board("kitchen")
+    line = TimeLine("A container board of this machine's kind, from a blank card:")
+    time_lines.append(line)
+    board.start()
+    line.note("first heartbeat", bench.site.wait_online("kitchen", timeout_s=FIRST_BOOT_S))
+    line.note_first_boot(board.console)
+    bench.site.train()
+    line.note("took part in a round")
+    return board, token
+
+
+def test_a_blank_card_becomes_a_device_that_trains(bench: Bench, kitchen: tuple[NspawnBoard, str]) -> None:
+    shown = bench.site.device("kitchen")
+    assert (shown["presence"], shown["role"]) == ("online", "trainer")
+    assert bench.site.heartbeats("kitchen")
+    [update] = bench.site.updates(bench.site.train())
+    assert (update["device_id"], update["outcome"]) == ("kitchen", "used")
+    assert update["num_examples"] > 500
+
+
+def test_the_token_is_nowhere_on_the_board_after_the_join(kitchen: tuple[NspawnBoard, str]) -> None:
+    board, token = kitchen
+    eventually(lambda: not board.files_with(token), 30, f"the token to go from {board.files_with(token)}")
+    assert not (board.boot / "edgefl" / "join.json").exists()
+    assert not (board.root / "etc" / "edgefl" / "join.json").exists()
+    assert token not in board.run("journalctl", "--no-pager")
+    assert "ready; edgefl-join.service joins the fleet" in (board.boot / "edgefl" / "firstboot.log").read_text()
+
+
+def test_nothing_failed_on_the_board(kitchen: tuple[NspawnBoard, str]) -> None:
+    board, _ = kitchen
+    assert board.run("systemctl", "--failed", "--no-legend", "--plain").strip() == ""
+
+
+def test_the_device_runs_shut_in(kitchen: tuple[NspawnBoard, str]) -> None:
+    board, _ = kitchen
+    pid = board.shows("edgefl-device.service", "MainPID")["MainPID"]
+    status = dict(re.findall(r"^(\w+):\s*(.*)$", board.run("cat", f"/proc/{pid}/status"), re.MULTILINE))
+    assert status["Uid"].split()[0] == board.run("id", "-u", "edgefl").strip() != "0"
+    assert (int(status["CapEff"], 16), int(status["CapBnd"], 16)) == (0, 0)
+    assert (status["NoNewPrivs"], status["Seccomp"]) == ("1", "2")
+    mounts = [line.split() for line in board.run("cat", f"/proc/{pid}/mountinfo").splitlines()]
+    options = {words[4]: words[5].split(",") for words in mounts}
+    assert "ro" in options["/"]
+    assert "rw" in options["/var/lib/edgefl"]
+    assert "/home" in options
+
+
+def test_other_users_of_the_board_cannot_read_its_key(kitchen: tuple[NspawnBoard, str]) -> None:
+    board, _ = kitchen
+    words = ["setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups"]
+    assert board.run(*words, "cat", SHARD_ON_BOARD.replace(".npz", ".json"))
+    with pytest.raises(AssertionError, match="Permission denied"):
+        board.run(*words, "ls", "/var/lib/edgefl")
+
+
+def test_a_device_that_hangs_is_found_and_started_anew(bench: Bench, kitchen: tuple[NspawnBoard, str]) -> None:
+    board, _ = kitchen
+    drop_in = "/run/systemd/system/edgefl-device.service.d/short.conf"
+    board.run("sh", "-ec", f"mkdir -p $(dirname {drop_in}); printf '[Service]\\nWatchdogSec=10\\n' > {drop_in}; "
+                           "systemctl daemon-reload; systemctl restart edgefl-device")  # fmt: skip
+    bench.site.wait_online("kitchen", timeout_s=BOOT_S)
+    before = board.shows("edgefl-device.service", "MainPID", "NRestarts")
+    time.sleep(12)  # longer than the watchdog's time: a device that is well is left alone
+    assert board.shows("edgefl-device.service", "MainPID", "NRestarts") == before
+    board.run("kill", "-STOP", before["MainPID"])
+    eventually(
+        lambda: (
+            board.shows("edgefl-device.service", "NRestarts", "ActiveState")
+            == {"NRestarts": str(int(before["NRestarts"]) + 1), "ActiveState": "active"}
+        ),
+        60,
+        "the watchdog to start the device anew",
+    )
+    assert "Watchdog timeout" in board.run("journalctl", "--no-pager", "--unit=edgefl-device")
+    board.run("rm", drop_in)
+    board.run("systemctl", "daemon-reload")
+    bench.site.wait_online("kitchen", timeout_s=BOOT_S)
+
+
+def test_the_second_boot_comes_back_by_itself(
+    bench: Bench, kitchen: tuple[NspawnBoard, str], time_lines: list[TimeLine]
+) -> None:
+    board, _ = kitchen
+    board.stop()
+    bench.site.wait_away("kitchen", timeout_s=60)
+    said, line = len(board.console.lines), TimeLine("The same board, switched on again:")
+    board.start()
+    line.note("first heartbeat", bench.site.wait_online("kitchen", timeout_s=BOOT_S))
+    time_lines.append(line)
+    assert board.console.first("edgefl: installing", since=said) is None
+    assert bench.site.updates(bench.site.train())[0]["outcome"] == "used"
+
+
+def test_a_board_waits_for_its_coordinator_and_joins_once_it_is_there(bench: Bench) -> None:
+    board, token = bench.new_board("cellar")
+    bench.site.fleet.end("coordinator")
+    board.start()
+    board.console.wait_for("not joined yet: ", timeout_s=FIRST_BOOT_S)
+    assert all(path.startswith("/etc/edgefl/") for path in board.files_with(token))
+    assert board.run("stat", "--format=%a %U", "/etc/edgefl/join.json").split() == ["600", "root"]
+    bench.site.fleet.start_coordinator()
+    bench.site.wait_online("cellar", timeout_s=120)
+    eventually(lambda: not board.files_with(token), 30, "the token to go")
+
+
+@pytest.mark.parametrize("moment", ["installing edgefl ", "joined fleet"])
+def test_a_power_cut_at_the_first_boot_does_no_harm(bench: Bench, moment: str) -> None:
+    board, token = bench.new_board("attic" if "installing" in moment else "barn")
+    board.start()
+    board.console.wait_for(moment, timeout_s=FIRST_BOOT_S)
+    board.cut_power()
+    board.start()
+    bench.site.wait_online(board.name, timeout_s=FIRST_BOOT_S)
+    eventually(lambda: not board.files_with(token), 60, "the token to go")
+    assert bench.site.device(board.name)["examples"]
