@@ -4,6 +4,8 @@
 #   PYTHON     the interpreter it is made with                      (the first one that is 3.11 or newer)
 #   PIP_FLAGS  more arguments for pip; on a PC without a GPU: --extra-index-url https://download.pytorch.org/whl/cpu
 #   ARGS       more arguments for the demo or for pytest            (make demo ARGS="--devices 8")
+#
+# EDGEFL_BOARDS names the folder that keeps the root file systems and wheels of emulated boards.
 
 VENV ?= .venv
 PYTHON ?=
@@ -17,25 +19,37 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 # An environment that was only half made would pass for a whole one.
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow fuzz check bench clean
+.PHONY: help demo test test-slow board-test wheel-check locks fuzz check bench clean
 
 help:
-	@echo "make demo       run a whole fleet on this machine"
-	@echo "make test       run the tests that take seconds"
-	@echo "make test-slow  run the tests that take minutes"
-	@echo "make fuzz       feed a million damaged bodies to the decoders (Linux on x86-64; minutes)"
-	@echo "make check      format, lint, strict types; insecure code, vulnerable packages, secrets in logs"
-	@echo "make bench      measure the figures that the README quotes (hours; EDGEFL_DATA says where data is)"
-	@echo "make clean      remove the environment and what tools left behind"
+	@echo "make demo         run a whole fleet on this machine"
+	@echo "make test         run the tests that take seconds"
+	@echo "make test-slow    run the tests that take minutes"
+	@echo "make board-test   boot emulated boards from blank cards, print their time lines (root, Debian; minutes)"
+	@echo "make wheel-check  import every wheel of a board under the processors of old ones (root, Debian; minutes)"
+	@echo "make locks        pin what boards install anew, from pyproject.toml and constraints.txt"
+	@echo "make fuzz         feed a million damaged bodies to the decoders (Linux on x86-64; minutes)"
+	@echo "make check        format, lint, strict types; insecure code, vulnerable packages, secrets in logs"
+	@echo "make bench        measure the figures that the README quotes (hours; EDGEFL_DATA says where data is)"
+	@echo "make clean        remove the environment and what tools left behind"
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/edgefl demo $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not board" $(ARGS)
 
 test-slow: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not board" --timeout 1800 $(ARGS)
+
+board-test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m board -rs $(ARGS) tests/boards
+
+wheel-check: $(VENV)/.installed-dev
+	PYTHONPATH=tests $(BIN)/python tests/boards/check_wheels.py $(ARGS)
+
+locks: $(VENV)/.installed-dev
+	$(BIN)/python provisioning/locks/make_locks.py $(ARGS)
 
 fuzz: $(VENV)/.installed-dev
 	$(BIN)/python tests/fuzz/fuzz_bodies.py $(ARGS)

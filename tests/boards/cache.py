@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -39,10 +40,11 @@ def why_no_image(arch: str) -> str | None:
     return f"no {', '.join(missing)} here to make a board's root file system" if missing else None
 
 
-def wheels(family: BoardFamily) -> Path:
-    """Returns the wheels that a board installs, with edgefl's as it is now."""
-    kept = folder() / f"wheels-{family.name}"
-    fill_wheel_folder(kept, family, parse_lock(lock_text(family)))
+@functools.cache
+def wheels(family: BoardFamily, *, with_torch: bool = False) -> Path:
+    """Returns the wheels that a board installs, with edgefl's as it was when this process asked first."""
+    kept = folder() / f"wheels-{lock_name(family, with_torch=with_torch).removesuffix('.txt')}"
+    fill_wheel_folder(kept, family, parse_lock(lock_text(family, with_torch=with_torch)))
     return kept
 
 

@@ -1,40 +1,54 @@
-"""What lies on a board's boot partition."""
+"""What lies on a board's card, written by `edgefl provision raspberry-pi` as a user would write it."""
 
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
-from edgefl.device.join_file import JoinFile
-from edgefl.provision import extras
-from edgefl.provision.card import Network, System, Wishes, card_files
-from edgefl.provision.payload import payload
+from boards import cache
+from boards.site import Site
 
-SHARD_ON_BOARD = "/srv/edgefl/digits.npz"
+from edgefl.provision.locks import BoardFamily
+
+# Below /home, which the units hide: the card's drop-in has to show it.
+SHARD_ON_BOARD = "/home/data/digits.npz"
+# What a card has that was written as always, as far as edgefl looks at it.
+STOCK = {
+    "cmdline.txt": "console=serial0,115200 console=tty1 root=PARTUUID=4a5c0d2e-02 rootfstype=ext4 rootwait\n",
+    "config.txt": "arm_64bit=1\n",
+}
 
 
-def write_card(
-    boot: Path,
-    *,
-    coordinator: str,
-    name: str,
-    token: str,
-    wheels: Path,
-    lock: Path,
-    static: tuple[str, str] | None = None,
-) -> None:
-    """Writes the boot partition of one board, which installs from the wheels without any index; `static` is its address and gateway."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """One board's card: who it is to be, and how it finds the coordinator (`coordinator` is HOST:PORT).
+
+    It installs from the wheels of its family, without any index. `static` is its address and its gateway; without
+    it, it asks by DHCP.
+    """
+
+    name: str
+    token: str
+    coordinator: str
+    family: BoardFamily
+    static: tuple[str, str] | None = None
+
+    def write(self, site: Site, *place: str) -> None:
+        """Writes it where `--boot DIR` or `--image FILE --out FILE` says."""
+        static = ["--ip", f"{self.static[0]}/24", "--gateway", self.static[1]] if self.static else []
+        site.fleet.command(
+            "provision", "raspberry-pi", *place, "--token", self.token, "--name", self.name,
+            "--address", self.coordinator, "--shard", f"digits={SHARD_ON_BOARD}", *static,
+            "--wheels", str(cache.wheels(self.family)), "--lock", str(cache.lock(self.family)),
+        )  # fmt: skip
+
+
+def put_stock(boot: Path) -> None:
+    """Makes a boot partition that nobody has changed."""
     boot.mkdir(parents=True, exist_ok=True)
-    (boot / "cmdline.txt").write_text("console=serial0,115200 root=PARTUUID=0 rootfstype=ext4 rootwait\n")
-    join = JoinFile(token=token, name=name, shards={"digits": SHARD_ON_BOARD}, addresses=(coordinator,))
-    network = Network(address=f"{static[0]}/24", gateway=static[1], dns=(static[1],)) if static else Network()
-    made = payload(join.text(), extras.wheels(wheels) | extras.lock(lock))
-    wishes = Wishes(name=name, network=network, instance_id=f"edgefl-{name}-1")
-    read = lambda path: (boot / path).read_bytes() if (boot / path).exists() else None  # noqa: E731
-    for path, content in card_files(System.TRIXIE, wishes, made, read).items():
-        place = boot / path
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_bytes(content if isinstance(content, bytes) else content.read_bytes())
+    for name, text in STOCK.items():
+        (boot / name).write_text(text)
 
 
 def put_shard(shard: Path, root: Path) -> None:

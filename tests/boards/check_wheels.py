@@ -1,10 +1,10 @@
 """Imports every wheel of a lock under the processors of old boards: who uses an instruction they lack is found here.
 
-    python tests/boards/check_wheels.py --wheels DIR [--with-torch] [--cpu cortex-a53 --cpu cortex-a72] [--only NAME]
+    make wheel-check [ARGS="--without-torch --cpu cortex-a53 --only numpy"]
 
-Needs root, qemu-user registered with the kernel, and the arm64 root file system of the emulated board, whose Python
-must be the lock's. A wheel counts when all its top-level packages and all its extension modules import, each wheel in
-a process of its own; programs of wheels must tell their version. The exit code is 1 when one does not.
+Needs root. The arm64 root file system of the emulated board and the wheels are made when they are missing and kept;
+its Python must be the lock's. A wheel counts when all its top-level packages and all its extension modules import,
+each wheel in a process of its own; programs of wheels must tell their version. The exit code is 1 when one does not.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from boards import cache
 
 from edgefl.provision.locks import BoardFamily, LockedWheel, board_family, lock_text, parse_lock
 
@@ -63,16 +65,19 @@ class Outcome:
 def main() -> int:
     """Returns the exit code."""
     asked = _asked()
+    if reason := cache.why_no_image("arm64"):
+        sys.exit(f"check_wheels.py: {reason}")
     family = board_family(asked.board)
-    lock = parse_lock(lock_text(family, with_torch=asked.with_torch))
+    lock = parse_lock(lock_text(family, with_torch=not asked.without_torch))
+    root, wheels = cache.image("arm64"), cache.wheels(family, with_torch=not asked.without_torch)
     chosen = [wheel for wheel in lock if not asked.only or wheel.name in asked.only]
     with tempfile.TemporaryDirectory() as scratch:
         site = Path(scratch) / "site"
-        cross_install(family, lock, asked.wheels, site)
+        cross_install(family, lock, wheels, site)
         outcomes = []
         for cpu in asked.cpu or ["cortex-a53", "cortex-a72"]:
             for wheel in chosen:
-                outcomes.append(outcome := tried(wheel, asked.wheels, asked.root, site, cpu))
+                outcomes.append(outcome := tried(wheel, wheels, root, site, cpu))
                 line = f"{outcome.cpu:<11} {outcome.seconds:6.1f} s  {outcome.wheel:<32} {outcome.verdict}\n"
                 sys.stdout.write(line)
                 sys.stdout.flush()
@@ -146,12 +151,9 @@ def _is_elf(path: Path) -> bool:
 
 
 def _asked() -> argparse.Namespace:
-    folder = Path(os.environ.get("EDGEFL_BOARDS", Path.home() / ".cache" / "edgefl" / "boards"))
     options = argparse.ArgumentParser(description="Import every wheel of a lock under the processors of old boards.")
-    options.add_argument("--wheels", type=Path, required=True, help="what edgefl provision wheels filled")
     options.add_argument("--board", default="pi-cp313", help="whose lock [default: pi-cp313]")
-    options.add_argument("--with-torch", action="store_true", help="the lock with torch")
-    options.add_argument("--root", type=Path, default=folder / "root-arm64", help="an arm64 root file system")
+    options.add_argument("--without-torch", action="store_true", help="the lock without torch")
     options.add_argument("--cpu", action="append", help="a processor of qemu; may be repeated")
     options.add_argument("--only", action="append", help="only this package; may be repeated")
     return options.parse_args()

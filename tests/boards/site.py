@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from edgefl.config import parse_run
+from edgefl.errors import NetworkError
 from edgefl.local_fleet import LocalFleet
 
 ROOT = Path(__file__).parents[2]
@@ -32,10 +33,6 @@ class Site:
         """Returns a token that one board may use once."""
         return str(self.fleet.operator().post("/edgefl/v1/tokens", {"uses": 1})["token"])
 
-    def devices(self) -> dict[str, dict[str, Any]]:
-        """Returns what `edgefl devices list` says, by name."""
-        return {row["device_id"]: row for row in self._rows("devices", "list")}
-
     def device(self, name: str) -> dict[str, Any]:
         """Returns what `edgefl devices show` says, capabilities included."""
         [row] = self._rows("devices", "show", name)
@@ -52,21 +49,27 @@ class Site:
     def train(self, rounds: int = 1) -> str:
         """Runs the digits task on one board and returns the run's id once it is finished."""
         # A board under emulation takes long to load its libraries.
-        config = {"run": {"task": "digits", "rounds": rounds, "evaluate_on": "none"}, "devices": {"min": 1}}
+        devices = {"min": 1, "ready_s": 600.0}
+        config = {"run": {"task": "digits", "rounds": rounds, "evaluate_on": "none"}, "devices": devices}
         run = self.fleet.submit(parse_run(config))
         assert self.fleet.wait_run(run)["status"] == "finished"
         return run
 
     def wait_online(self, name: str, *, timeout_s: float) -> float:
         """Returns when a heartbeat made the device online (Unix seconds)."""
-        eventually(
-            lambda: self.devices().get(name, {}).get("presence") == "online", timeout_s, f"{name} to come online"
-        )
+        eventually(lambda: self._presence(name) == "online", timeout_s, f"{name} to come online")
         return time.time()
 
     def wait_away(self, name: str, *, timeout_s: float) -> None:
         """Waits until the device is no longer online."""
-        eventually(lambda: self.devices()[name]["presence"] != "online", timeout_s, f"{name} to be missed")
+        eventually(lambda: self._presence(name) != "online", timeout_s, f"{name} to be missed")
+
+    def _presence(self, name: str) -> str | None:
+        """Returns what the coordinator thinks of a device; asked without a process of its own for each time."""
+        try:
+            return self.fleet.presence().get(name)
+        except NetworkError:
+            return None
 
     def _rows(self, *words: str) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = json.loads(self.fleet.command(*words, "--format", "json"))["rows"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from boards import cache
-from boards.card import SHARD_ON_BOARD, put_shard, write_card
+from boards.card import SHARD_ON_BOARD, Card, put_shard, put_stock
 from boards.nspawn_board import NspawnBoard, why_not
 from boards.site import Site, eventually
 from boards.time_line import TimeLine
@@ -38,12 +38,16 @@ class Bench:
         board = NspawnBoard.new(cache.image("amd64"), self.folder, name, number=self._numbers.pop())
         self.boards.append(board)
         put_shard(self.shard, board.root)
-        token = token or self.site.token()
-        write_card(
-            board.boot, coordinator=f"{board.host_address}:{self.site.fleet.port}", name=name, token=token, wheels=cache.wheels(FAMILY), lock=cache.lock(FAMILY),
+        put_stock(board.boot)
+        card = Card(
+            name=name,
+            token=token or self.site.token(),
+            coordinator=f"{board.host_address}:{self.site.fleet.port}",
+            family=FAMILY,
             static=(board.address, board.host_address),
-        )  # fmt: skip
-        return board, token
+        )
+        card.write(self.site, "--boot", str(board.boot))
+        return board, card.token
 
 
 @pytest.fixture(scope="module")
