@@ -7,6 +7,7 @@ import click
 from edgefl.cli import provision_jetson, provision_raspberry_pi
 from edgefl.cli.listing import ListedGroup
 from edgefl.cli.provision_ssh import ssh
+from edgefl.cli.provision_systemd import systemd
 from edgefl.cli.provision_wheels import wheels
 
 
@@ -18,4 +19,5 @@ def command() -> None:
 command.add_command(provision_raspberry_pi.command)
 command.add_command(provision_jetson.command)
 command.add_command(ssh)
+command.add_command(systemd)
 command.add_command(wheels)

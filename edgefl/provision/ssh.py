@@ -180,8 +180,8 @@ def write_tar(out: IO[bytes], files: Mapping[str, bytes | Path]) -> None:
 def _reason(host: BoardHost, errors: str) -> str:
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     told = (lines[-1] if lines else "ssh says nothing").rstrip(".")
-    port = f" -p {host.port}" if host.port else ""
+    target = f"-p {host.port} {host.target}" if host.port else host.target
     for words, hint in _HINTS.items():
         if words in errors.lower():
-            return f"{told}: {hint.format(target=host.target + port, host=host.host)}"
-    return f"{told}: see that the board is on and reached by this name: ssh {host.target}{port}"
+            return f"{told}: {hint.format(target=target, host=host.host)}"
+    return f"{told}: see that the board is on and reached by this name: ssh {target}"

@@ -16,5 +16,6 @@ mkdir -p /run/sshd /srv/data
 chmod 755 /run/sshd
 cp "$folder"/data/* /srv/data/
 install -m 755 "$folder"/programs/* /usr/local/bin/
-useradd --create-home pi
+useradd --create-home --password '*' pi
+install -m 644 "$folder/authorized" /etc/ssh/authorized
 exec /usr/sbin/sshd -D -e -f "$folder/sshd_config"

@@ -127,13 +127,14 @@ def _board(root: Path, name: str, shard: Path) -> SshBoard:
     shutil.copy(shard, folder / "data" / "digits.npz")
     shutil.copy(shard.with_suffix(".json"), folder / "data" / "digits.json")
     systemctl = HERE / "board_systemctl.py"
+    shutil.copy(root / "user.pub", folder / "authorized")
     (folder / "programs" / "systemctl").write_text(f"#!{sys.executable}\n" + systemctl.read_text())
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     # Debian's own Python cannot make virtual environments everywhere; the one of these tests can.
     (folder / "sshd_config").write_text(
-        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {root / 'host'}\nAuthorizedKeysFile {root / 'authorized'}\n"
+        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {root / 'host'}\nAuthorizedKeysFile /etc/ssh/authorized\n"
         f"PasswordAuthentication no\nKbdInteractiveAuthentication no\nPermitRootLogin yes\nUsePAM no\n"
         f"StrictModes no\nPidFile none\n"
         f"SetEnv PATH=/usr/local/bin:{BASE_BIN}:/usr/sbin:/usr/bin:/sbin:/bin\n"
@@ -149,10 +150,8 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
         pytest.skip("openssh-server, openssh-client or util-linux is not installed")
     root = tmp_path_factory.mktemp("workshop")
     _keys(root)
-    (root / "authorized").write_text((root / "user.pub").read_text())
-    (root / "authorized").chmod(0o644)
-    shards = cut_shards("digits", "iid", 2, root / "shards")
-    boards = [_board(root, f"shelf-{number + 1}", Path(shard)) for number, shard in enumerate(shards[:2])]
+    shards = cut_shards("digits", "iid", 3, root / "shards")
+    boards = [_board(root, f"shelf-{number + 1}", Path(shard)) for number, shard in enumerate(shards[:3])]
     key = " ".join((root / "host.pub").read_text().split()[:2])
     (root / "known_hosts").write_text("".join(f"[127.0.0.1]:{board.port} {key}\n" for board in boards))
     (root / "ssh_config").write_text(
@@ -194,18 +193,20 @@ def test_two_boards_join_train_and_a_third_that_is_down_is_told(workshop: Worksh
     assert done["status"] == "finished", done
     used = [row["device_id"] for row in workshop.fleet.history("updates") if row["outcome"] == "used"]
     assert sorted(used) == ["shelf-1", "shelf-2"]
-    for board in workshop.boards:
+    for board in workshop.boards[:2]:
         assert not _inside(board, workshop, "ls /etc/edgefl/join.json /var/tmp | grep -v ':'").strip()
         assert "efl1." not in _inside(board, workshop, "cat /run/board/*.log /run/board/calls")
     assert "efl1." not in said
 
-    before = [board.files() for board in workshop.boards]
-    starts = [_inside(board, workshop, "cat /run/board/edgefl-device.service") for board in workshop.boards]
+    before = [board.files() for board in workshop.boards[:2]]
+    starts = [_inside(board, workshop, "cat /run/board/edgefl-device.service") for board in workshop.boards[:2]]
     code, rows, said = workshop.provision(workshop.hosts(workshop.line(0), workshop.line(1)))
     assert [(row["result"], row["note"]) for row in rows] == [("already joined", "")] * 2
     assert code == 0
-    assert [board.files() for board in workshop.boards] == before
-    assert [_inside(board, workshop, "cat /run/board/edgefl-device.service") for board in workshop.boards] == starts
+    assert [board.files() for board in workshop.boards[:2]] == before
+    assert [
+        _inside(board, workshop, "cat /run/board/edgefl-device.service") for board in workshop.boards[:2]
+    ] == starts
 
     shutil.rmtree(workshop.root / "wheels")
     make_edgefl_wheels(workshop.root / "wheels", f"{__version__}.post1", SITE_PACKAGES)
@@ -213,3 +214,72 @@ def test_two_boards_join_train_and_a_third_that_is_down_is_told(workshop: Worksh
     assert [(row["result"], row["note"]) for row in rows] == [("updated", "")], said
     assert _inside(workshop.boards[0], workshop, "readlink /opt/edgefl/current").strip() == "b"
     workshop.fleet.wait_present(2)
+
+
+def _program(board: SshBoard, workshop: Workshop, name: str, text: str) -> None:
+    script = f"#!/bin/sh\n{text}\n"
+    command = ["ssh", "-F", str(workshop.root / "ssh_config"), "-p", str(board.port), "root@127.0.0.1",
+               f"cat >/usr/local/bin/{name} && chmod 755 /usr/local/bin/{name}"]  # fmt: skip
+    subprocess.run(command, input=script, text=True, check=True, timeout=30)
+
+
+def test_what_stands_in_the_way_is_told_with_what_to_do_and_nothing_is_changed(workshop: Workshop) -> None:
+    board = workshop.boards[2]
+
+    def told(line: str, *words: str) -> tuple[str, str, str]:
+        _, (row,), _ = workshop.provision(workshop.hosts(line), *words)
+        return row["result"], row["step"], row["note"]
+
+    untouched = board.files()
+    result, step, note = told(workshop.line(2, user="pi"))
+    assert (result, step) == ("failed", "reach")
+    assert "may not become root without a password" in note
+
+    known = workshop.root / "known_hosts"
+    keys = known.read_text()
+    known.write_text("")
+    assert (
+        f"look at its key and accept it once by hand: ssh -p {board.port} root@127.0.0.1" in told(workshop.line(2))[2]
+    )
+    known.write_text(keys)
+
+    assert told(workshop.line(2), "--dry-run") == ("would join", "reach", "")
+    assert board.files() == untouched
+
+    hindrances = {
+        "df": ('printf "a b c d\\nx 1 1 102400 1%% /\\n"', "/opt has 100 MB free, edgefl needs 400"),
+        "python3": ("echo 3.10.12", "it has Python 3.10.12, edgefl needs 3.11 or newer"),
+    }
+    for name, (text, expected) in hindrances.items():
+        names = ["python3", "python3.11", "python3.12", "python3.13"] if name == "python3" else [name]
+        for each in names:
+            _program(board, workshop, each, text)
+        result, step, note = told(workshop.line(2))
+        assert (result, step) == ("failed", "reach")
+        assert expected in note
+        _inside(board, workshop, "rm", *(f"/usr/local/bin/{each}" for each in names))
+    _program(board, workshop, "date", "echo 86400")
+    result, _, note = told(workshop.line(2), "--dry-run")
+    assert result == "would join", "wheels need no date"
+    assert "days behind: sudo timedatectl set-ntp true" in note
+    _inside(board, workshop, "rm /usr/local/bin/date")
+
+
+def test_data_that_the_device_may_not_read_is_told_before_a_token_is_made(workshop: Workshop) -> None:
+    board = workshop.boards[2]
+    _inside(board, workshop, "cp -r /srv/data /home/pi/data && chown -R pi:pi /home/pi && chmod -R go= /home/pi")
+    line = workshop.line(2, "digits=/home/pi/data/digits.npz")
+    code, (row,), _ = workshop.provision(workshop.hosts(line))
+    assert (code, row["result"], row["step"]) == (30, "failed", "data"), row
+    assert "edgefl may not read it" in row["note"]
+    assert "sudo chgrp -R edgefl /home/pi/data &&" in row["note"]
+    assert _inside(board, workshop, "stat -c %a /home/pi/data/digits.npz").strip() == "600"
+    assert not _inside(board, workshop, "ls /etc/edgefl/join.json").strip()
+    drop_in = _inside(board, workshop, "cat /etc/systemd/system/edgefl-device.service.d/20-shards.conf")
+    assert "BindReadOnlyPaths=-/home/pi/data" in drop_in
+
+    # The folder alone is opened: the home around it stays closed, and the units do not need it.
+    _inside(board, workshop, "chgrp -R edgefl /home/pi/data && chmod -R g+rX /home/pi/data")
+    code, (row,), said = workshop.provision(workshop.hosts(line))
+    assert (code, row["result"]) == (0, "joined"), (row, said)
+    eventually(lambda: workshop.fleet.presence()["shelf-3"] == "online", what="shelf-3 is there")

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from edgefl.cli.main import edgefl
+from edgefl.errors import EdgeflError, NotAllowedError, UsageError
+from edgefl.provision import systemd as units
+
+
+def run(*words: str) -> str:
+    python = [] if "--python" in words else ["--python", units.PROGRAM]
+    result = CliRunner().invoke(edgefl, ["provision", "systemd", *python, *words])
+    if isinstance(result.exception, EdgeflError):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_a_devices_units_have_the_paths_of_this_installation_and_show_its_data(tmp_path: Path) -> None:
+    told = run("--out", str(tmp_path), "--python", "/opt/mine/bin/python", "--shard", "digits=/home/pi/digits.npz")
+    device = (tmp_path / "edgefl-device.service").read_text()
+    assert "ExecStart=/opt/mine/bin/python -m edgefl device start" in device
+    assert units.PROGRAM not in "".join(path.read_text() for path in tmp_path.rglob("*.*") if path.is_file())
+    assert "BindReadOnlyPaths=-/home/pi\n" in (tmp_path / "edgefl-join.service.d" / "20-shards.conf").read_text()
+    assert "systemctl enable --now edgefl-join.service edgefl-device.service" in told
+    assert "join.json" in told
+
+
+def test_a_second_time_nothing_is_written(tmp_path: Path) -> None:
+    assert "wrote" in run("--out", str(tmp_path))
+    assert "wrote" not in run("--out", str(tmp_path))
+
+
+def test_a_coordinator_with_its_broker_apart(tmp_path: Path) -> None:
+    run("--coordinator", "--broker", "--out", str(tmp_path))
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == {
+        "edgefl-broker.service",
+        "edgefl-coordinator.service",
+        "edgefl-coordinator.service.d/10-broker.conf",
+    }
+    assert (
+        "--broker mqtts://127.0.0.1:8883"
+        in (tmp_path / "edgefl-coordinator.service.d" / "10-broker.conf").read_text()
+    )
+
+
+def test_without_out_the_units_are_printed() -> None:
+    assert run("--gpu").count("# /etc/systemd/system/") == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--coordinator", "--gpu"], "are for devices"),
+        (["--broker"], "is for a coordinator"),
+        (["--python", "/home/pi/venv/bin/python"], "where the units' sandbox hides it"),
+        (["--python", "python3"], "must be absolute"),
+        (["--shard", "digits"], "must be TASK=PATH, got 'digits'"),
+    ],
+)
+def test_what_makes_no_sense_is_told(words: list[str], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        run(*words)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare")
+def test_install_puts_units_and_user_in_place_and_enables_them(tmp_path: Path) -> None:
+    for name in ("upper", "work", "bin"):
+        (tmp_path / name).mkdir()
+    calls = tmp_path / "calls"
+    (tmp_path / "bin" / "systemctl").write_text(f'#!/bin/sh\necho "$@" >>{calls}\n')
+    (tmp_path / "bin" / "systemctl").chmod(0o755)
+    overlay = f"lowerdir=/etc,upperdir={tmp_path / 'upper'},workdir={tmp_path / 'work'}"
+    script = (
+        f"mount -t overlay overlay -o {overlay} /etc && for i in 1 2; do "
+        f"{sys.executable} -m edgefl provision systemd --python {units.PROGRAM} --coordinator --install || exit; done; id edgefl-coordinator"
+    )
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", script],
+        env={**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "uid=" in done.stdout
+    assert done.stdout.count("wrote ") == 1
+    assert calls.read_text().splitlines() == ["daemon-reload", "enable --now edgefl-coordinator.service"] * 2
+    assert (tmp_path / "upper" / "systemd" / "system" / "edgefl-coordinator.service").exists()
+
+
+def test_install_needs_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units.os, "geteuid", lambda: 1000)
+    with pytest.raises(NotAllowedError, match="by root"):
+        units.install(units.Installation())
