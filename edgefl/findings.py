@@ -99,6 +99,24 @@ def check_disk(root: Path) -> Finding:
     return warning("disk", told, remedy) if free < LOW_DISK_BYTES else ok("disk", told)
 
 
+def check_memory_limits(root: Path = Path("/")) -> list[Finding]:
+    """Returns whether the kernel keeps to a unit's memory limits; nothing where that cannot be known."""
+    try:
+        controllers = (root / "sys/fs/cgroup/cgroup.controllers").read_text().split()
+        is_on = "memory" in controllers
+    except OSError:
+        try:
+            rows = [line.split() for line in (root / "proc/cgroups").read_text().splitlines()]
+        except OSError:
+            return []
+        is_on = any(row[0] == "memory" and row[-1] == "1" for row in rows if row)
+    if is_on:
+        return [ok("memory", "memory limits of units hold")]
+    told = "the kernel's memory controller is off, so a unit's MemoryMax means nothing here"
+    remedy = "on a Raspberry Pi add cgroup_enable=memory to the line of /boot/firmware/cmdline.txt, and reboot"
+    return [warning("memory", told, remedy)]
+
+
 def check_clock(now: float) -> Finding:
     """Returns whether this machine's clock can be right at all; `now` is its unix time."""
     told = f"this machine's clock says {datetime.fromtimestamp(now, tz=UTC):%Y-%m-%d %H:%M} UTC"

@@ -16,6 +16,7 @@ from edgefl.findings import (
     check_certificate,
     check_clock,
     check_disk,
+    check_memory_limits,
     check_private,
     check_skew,
     check_software,
@@ -102,3 +103,23 @@ def test_what_runs_here_is_named_and_flower_is_the_release_that_the_project_pins
     (pinned,) = [text for text in project["project"]["dependencies"] if text.startswith("flwr")]
     assert pinned.startswith(f"flwr>={FLOWER.rstrip('.')},")
     assert check_disk(tmp_path).check == "disk"
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "levels"),
+    [
+        ("sys/fs/cgroup/cgroup.controllers", "cpuset cpu io memory pids\n", [Level.OK]),
+        ("sys/fs/cgroup/cgroup.controllers", "cpuset cpu io pids\n", [Level.WARNING]),
+        ("proc/cgroups", "#subsys_name hierarchy num_cgroups enabled\ncpu 1 2 1\nmemory 0 80 0\n", [Level.WARNING]),
+        ("proc/cgroups", "#subsys_name hierarchy num_cgroups enabled\nmemory 7 80 1\n", [Level.OK]),
+        ("etc/nothing", "", []),
+    ],
+)
+def test_a_kernel_without_its_memory_controller_is_told(
+    tmp_path: Path, file: str, text: str, levels: list[Level]
+) -> None:
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text(text)
+    found = check_memory_limits(tmp_path)
+    assert [finding.level for finding in found] == levels
+    assert all("cgroup_enable=memory" in finding.remedy for finding in found if finding.level is Level.WARNING)

@@ -24,6 +24,7 @@ from edgefl.findings import (
     check_certificate,
     check_clock,
     check_disk,
+    check_memory_limits,
     check_private,
     check_skew,
     ok,
@@ -64,6 +65,7 @@ def check_device(root: Path, *, now: float) -> list[Finding]:
         _certificate(state, now),
         check_updates(own_site()),
         check_disk(root),
+        *check_memory_limits(),
         check_clock(now),
     ]
     try:

@@ -12,6 +12,10 @@ done
 mount -t tmpfs tmpfs /run
 mount -t tmpfs tmpfs /srv
 mount -t tmpfs tmpfs /home
+# A shell that sshd starts reads these: the board's PATH is that of its sshd.
+for file in .bashrc .profile .bash_profile; do
+    [ ! -e "/root/$file" ] || mount --bind /dev/null "/root/$file"
+done
 mkdir -p /run/sshd /srv/data
 chmod 755 /run/sshd
 cp "$folder"/data/* /srv/data/
