@@ -8,14 +8,14 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import click
 import pytest
 
 from edgefl.provision.drop_ins import shard_drop_ins
 from edgefl.provision.sources import path as source
 
 UNITS = sorted(path.name for path in source("units").glob("*.service"))
-LEAST_KNOWN = "249"
-"""JetPack 6's systemd; what came after it must not be used."""
+# JetPack 6 has systemd 249.
 YOUNGER_THAN_249 = ("RestartSteps", "RestartMaxDelaySec", "WantsMountsFor", "MemoryPressureWatch", "PrivatePIDs")
 
 pytestmark = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
@@ -117,9 +117,9 @@ def test_what_a_unit_runs_is_a_command_of_edgefl_with_these_options(unit: str) -
 
     for line in re.findall(r"^ExecStart=.*-m edgefl (.+)$", source(f"units/{unit}").read_text(), re.MULTILINE):
         words = line.split()
-        command = edgefl
-        while words and not words[0].startswith("--"):
-            found = command.get_command(None, words.pop(0))  # type: ignore[attr-defined,arg-type] # groups, no context
+        command: click.Command = edgefl
+        while isinstance(command, click.Group):
+            found = command.get_command(click.Context(command), words.pop(0))
             assert found is not None, line
             command = found
         known = {option for parameter in command.params for option in parameter.opts}
