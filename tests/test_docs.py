@@ -201,4 +201,5 @@ def test_no_text_names_a_path_of_the_machine_that_it_was_written_on() -> None:
     shipped = [*DOCS, ROOT / "Makefile", *(path for path in (ROOT / "provisioning").rglob("*") if path.is_file())]
     for path in shipped:
         for found in re.findall(r"(?<![\w./~…:<>})*+-])/[a-z][\w.+-]*(?:/[\w.+-]*)*", path.read_text()):
-            assert f"{found}/".startswith((*a_board_s, *a_route)), f"{path.name}: {found}"
+            is_bare = found in {"/home", "/opt", "/root", "/tmp"}
+            assert is_bare or f"{found}/".startswith((*a_board_s, *a_route)), f"{path.name}: {found}"

@@ -62,7 +62,7 @@ find_python() {
 # The one thing that is asked of the payload's names: its wheel of edgefl says which version is wanted.
 find_wanted() {
     wanted=
-    for wheel in "$folder"/wheels/edgefl-*.whl; do
+    for wheel in "$folder/wheels/edgefl-"*.whl; do
         [ -e "$wheel" ] || continue
         wanted=${wheel##*/edgefl-}
         wanted=${wanted%%-*}
@@ -94,7 +94,7 @@ find_slot() {
 
 check_room() {
     need_mb=$room_mb
-    if grep -qs '^torch==' "$folder/requirements.txt" || ls "$folder"/wheels/torch-*.whl >/dev/null 2>&1; then
+    if grep -qs '^torch==' "$folder/requirements.txt" || ls "$folder/wheels/torch-"*.whl >/dev/null 2>&1; then
         need_mb=$room_with_torch_mb
     fi
     mkdir -p "$opt"
@@ -117,7 +117,7 @@ make_venv() {
         "$python" -m venv "$1"
         return 0
     fi
-    for pip in "$folder"/wheels/pip-*.whl; do
+    for pip in "$folder/wheels/pip-"*.whl; do
         [ -e "$pip" ] || continue
         "$python" -m venv --without-pip "$1"
         "$1/bin/python" "$pip/pip" install --quiet --no-index --no-deps "$pip"
@@ -138,7 +138,7 @@ pip_install() {
 
 # A folder with edgefl's own wheel alone is for boards that get the rest from an index.
 has_all_wheels() {
-    for wheel in "$folder"/wheels/*.whl; do
+    for wheel in "$folder/wheels/"*.whl; do
         case "${wheel##*/}" in
             "*.whl" | edgefl-*) ;;
             *) return 0 ;;
@@ -149,7 +149,7 @@ has_all_wheels() {
 
 install_packages() {
     set -- --prefer-binary
-    if ls "$folder"/wheels/*.whl >/dev/null 2>&1; then
+    if ls "$folder/wheels/"*.whl >/dev/null 2>&1; then
         set -- "$@" --find-links "$folder/wheels"
     fi
     if has_all_wheels; then
@@ -194,14 +194,14 @@ put() {
 }
 
 put_signers() {
-    for signer in "$folder"/signers/*.pem; do
+    for signer in "$folder/signers/"*.pem; do
         [ ! -e "$signer" ] || put "$signer" "$etc/signers/$(basename "$signer")" 644
     done
 }
 
 # A board has no use for the units of a coordinator.
 put_units() {
-    for unit in "$folder"/units/edgefl-*; do
+    for unit in "$folder/units/edgefl-"*; do
         name=$(basename "$unit")
         case "$name" in
             edgefl-coordinator* | edgefl-broker*) ;;
