@@ -1,4 +1,3 @@
-# ruff: noqa: INP001 it is copied into an image
 """Says by its exit status whether a container is well: health.py coordinator|broker|device FOLDER."""
 
 from __future__ import annotations

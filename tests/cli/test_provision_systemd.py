@@ -79,8 +79,9 @@ def test_install_puts_units_and_user_in_place_and_enables_them(tmp_path: Path) -
     (tmp_path / "bin" / "systemctl").chmod(0o755)
     overlay = f"lowerdir=/etc,upperdir={tmp_path / 'upper'},workdir={tmp_path / 'work'}"
     script = (
-        f"mount -t overlay overlay -o {overlay} /etc && for i in 1 2; do {sys.executable} -m edgefl provision systemd "
-        f"--python {units.PROGRAM} --coordinator --install || exit; done; id edgefl-coordinator"
+        f"mount -t overlay overlay -o {overlay} /etc && for i in 1 2; do "
+        f"{sys.executable} -m edgefl provision systemd --python {units.PROGRAM} --coordinator --install || exit; "
+        "done; id edgefl-coordinator"
     )
     done = subprocess.run(
         ["unshare", "--mount", "sh", "-c", script],
