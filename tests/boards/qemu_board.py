@@ -130,11 +130,12 @@ class QemuBoard:
 
     def run(self, command: str, *, timeout_s: float = 120.0) -> str:
         """Returns what a line of the shell prints on the board, run as its root."""
-        mark = f"done-{time.monotonic_ns()}"
-        # The mark is not in what is typed, since the terminal shows that too.
-        self._say(f"printf 'begin-%s\\n' {mark[5:]}; {command}; printf 'done-%s %s\\n' {mark[5:]} $?")
-        text = self._hear(rf"{mark} \d+\r?\n", timeout_s)
-        said = re.search(rf"begin-{mark[5:]}\r?\n(.*?){mark} (\d+)", text, re.DOTALL)
+        # The marks are not in what is typed, since the terminal shows that too.
+        number = time.monotonic_ns()
+        self._say("export SYSTEMD_PAGER=cat SYSTEMD_COLORS=0")
+        self._say(f"printf 'begin-%s\\n' {number}; {command}; printf 'done-%s %s\\n' {number} $?")
+        text = self._hear(rf"done-{number} \d+\r?\n", timeout_s)
+        said = re.search(rf"begin-{number}\r?\n(.*?)done-{number} (\d+)", text, re.DOTALL)
         assert said, f"{command}: {text}"
         assert said[2] == "0", f"{command}: {said[1]}"
         return said[1].replace("\r", "")

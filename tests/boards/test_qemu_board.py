@@ -79,11 +79,11 @@ def test_it_takes_part_in_a_round_as_the_board_that_its_device_tree_says(field: 
 
 def test_nothing_failed_on_it_and_it_reaches_nothing_but_the_coordinator(field: Field) -> None:
     assert field.board.run("systemctl --failed --no-legend --plain").strip() == ""
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=r"ConnectionRefusedError|TimeoutError|OSError"):
         field.board.run("python3 -c 'import socket; socket.create_connection((\"10.0.2.2\", 22), 5)'")
 
 
-def test_a_greedy_device_is_stopped_and_comes_back(field: Field) -> None:
+def test_the_kernel_knows_the_memory_limit_of_the_unit(field: Field) -> None:
     unit = "edgefl-device.service"
     limit = int(field.board.run(f"systemctl show {unit} --property=MemoryMax --value"))
     assert limit < MEMORY_MB << 20

@@ -111,3 +111,16 @@ def test_the_command_ends_with_one_line_when_there_is_no_index(index: Path, own_
     done = CliRunner().invoke(command, ["wheels", *words])
     assert isinstance(done.exception, NetworkError)
     assert "pip could not get the wheels for pi-cp311" in str(done.exception)
+
+
+@pytest.mark.slow
+def test_a_checkout_s_own_wheel_is_built_with_all_that_a_board_needs(tmp_path: Path) -> None:
+    try:
+        [wheel] = fill_wheel_folder(tmp_path, PI, [])
+    except NetworkError as error:
+        pytest.skip(f"the tools that build a wheel cannot be had: {error}")
+    with zipfile.ZipFile(wheel) as packed:
+        names = set(packed.namelist())
+    data = "edgefl/provision/data"
+    assert {f"{data}/board/firstboot.sh", f"{data}/units/edgefl-device.service"} <= names
+    assert f"{data}/locks/{PI.name}-light.txt" in names
