@@ -192,6 +192,7 @@ def test_protocol_md_lists_every_route_and_who_may_call_it() -> None:
         "dashboard",
         "deployment_api",
         "enrolment",
+        "installation_api",
         "jobs_api",
         "metrics",
         "models_api",
