@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import click
 
-from edgefl.cli import provision_jetson, provision_raspberry_pi
+from edgefl.cli import provision_jetson, provision_raspberry_pi, provision_wheels
 from edgefl.cli.listing import ListedGroup
 from edgefl.cli.provision_ssh import ssh
 from edgefl.cli.provision_systemd import systemd
-from edgefl.cli.provision_wheels import wheels
 
 
 @click.group(cls=ListedGroup)
@@ -19,5 +18,5 @@ def command() -> None:
 command.add_command(provision_raspberry_pi.command)
 command.add_command(provision_jetson.command)
 command.add_command(ssh)
+command.add_command(provision_wheels.command)
 command.add_command(systemd)
-command.add_command(wheels)

@@ -21,7 +21,7 @@ from edgefl.provision.locks import BOARDS
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="edgefl's own wheel [default: built from this checkout].",
 )
-def wheels(*, name: str, folder: Path, with_torch: bool, own_wheel: Path | None) -> None:
+def command(*, name: str, folder: Path, with_torch: bool, own_wheel: Path | None) -> None:
     """Download the wheels of a board's lock, checked by their hashes, and add edgefl's own."""
     from edgefl.provision.locks import board_family, lock_text, parse_lock  # noqa: PLC0415 fast start
     from edgefl.provision.wheel_folder import fill_wheel_folder  # noqa: PLC0415 likewise

@@ -155,7 +155,7 @@ class Coordinator:
         turns = -1
         while not self._stopping.wait(FLUSH_EVERY_S):
             # A coordinator that writes its diary and answers nobody is as good as dead.
-            if self._web.turns != turns:
+            if self._web is not None and self._web.turns != turns:
                 turns = self._web.turns
                 self.life.beat()
             self._roster.tick()
@@ -429,7 +429,6 @@ class Coordinator:
         web.start()
         self._closers.callback(web.stop)
         self._closers.callback(self._feed.close)  # first: open feeds would hold up the server's end
-        self._web = web
 
     def _note_refused(self, what: str, request: Request, node_id: int | None, detail: str) -> None:
         device_id = None if node_id is None else self._roster.device_of(node_id)

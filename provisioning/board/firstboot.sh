@@ -130,9 +130,20 @@ is_time_set() {
         [ "$(timedatectl show -p NTPSynchronized --value 2>/dev/null)" = yes ]
 }
 
+# edgefl's own wheel alone is not all that it needs: the rest comes from an index.
+has_all_wheels() {
+    for wheel in "$payload"/wheels/*.whl; do
+        case "${wheel##*/}" in
+            "*.whl" | edgefl-*) ;;
+            *) return 0 ;;
+        esac
+    done
+    return 1
+}
+
 # Boards have no clock battery, and an index on the internet is trusted by date. Wheels from the card need no date.
 wait_for_time() {
-    if [ -d "$payload/wheels" ] || ! is_time_kept; then
+    if has_all_wheels || ! is_time_kept; then
         return 0
     fi
     waited_s=0

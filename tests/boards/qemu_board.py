@@ -91,7 +91,7 @@ class QemuBoard:
         ours, its = socket.socketpair()
         words += [
             "-kernel", str(next(boot.glob("vmlinuz-*"))), "-initrd", str(next(boot.glob("initrd.img-*"))),
-            "-append", "root=LABEL=rootfs rw console=ttyAMA0 systemd.debug_shell=hvc0",
+            "-append", "root=LABEL=rootfs rw console=ttyAMA0 net.ifnames=0 systemd.debug_shell=hvc0",
             "-drive", f"file={self.card},format=raw,if=none,id=card", "-device", "virtio-blk-pci,drive=card",
             "-netdev", self._network(), "-device", "virtio-net-pci,netdev=net,romfile=",
             "-object", "rng-random,filename=/dev/urandom,id=random", "-device", "virtio-rng-pci,rng=random",

@@ -211,9 +211,16 @@ def test_a_clock_that_is_never_set_does_not_hold_the_board_for_ever(board: Board
 
 def test_wheels_from_the_card_need_no_clock(board: Board) -> None:
     (board.root / "run/systemd/timesync/synchronized").unlink()
-    board.write_card(extra={"wheels/edgefl-1.whl": b"wheel"})
+    board.write_card(extra={"wheels/edgefl-1.whl": b"wheel", "wheels/numpy-2.whl": b"wheel"})
     board.firstboot("--no-start")
     assert "clock is not set" not in board.work().stdout
+
+
+def test_edgefl_s_own_wheel_alone_needs_an_index_and_so_the_clock(board: Board) -> None:
+    (board.root / "run/systemd/timesync/synchronized").unlink()
+    board.write_card(extra={"wheels/edgefl-1.whl": b"wheel"})
+    board.firstboot("--no-start")
+    assert "clock is not set" in board.work().stdout
 
 
 def test_the_log_stays_small_over_a_thousand_failures(board: Board) -> None:
