@@ -61,7 +61,13 @@ class Watch:
 
 def require_operator(directory: CoordinatorDirectory, *, watch: Watch | None = None) -> Guard:
     """Returns a FastAPI dependency that lets only operators through; others get `NotAllowedError`."""
-    return _guard(directory.operator_sha256, "an operator token", open_to_all=False, watch=watch or Watch())
+    return _guard(
+        directory.operator_sha256,
+        "an operator token",
+        open_to_all=False,
+        watch=watch or Watch(),
+        others=directory.viewer_sha256,
+    )
 
 
 def require_viewer(directory: CoordinatorDirectory, *, listen_host: str, watch: Watch | None = None) -> Guard:
@@ -110,7 +116,11 @@ def rights(directory: CoordinatorDirectory, *, listen_host: str) -> Callable[[Re
     return judge
 
 
-def _guard(accepted: Sequence[str], wanted: str, *, open_to_all: bool, watch: Watch) -> Guard:
+def _guard(
+    accepted: Sequence[str], wanted: str, *, open_to_all: bool, watch: Watch, others: Sequence[str] = ()
+) -> Guard:
+    """Returns what refuses tokens that are not accepted; `others` are good for less, and no guesses."""
+
     def check(request: Request) -> None:
         if open_to_all:
             return
@@ -124,6 +134,8 @@ def _guard(accepted: Sequence[str], wanted: str, *, open_to_all: bool, watch: Wa
                 watch.note("action without access token", address, path)
             raise NotAllowedError(f"this needs {wanted}; on the coordinator's machine: edgefl coordinator init")
         watch.note("access token", address, f"{path}: a wrong one; this needs {wanted}")
+        if _is_among(digest, others):
+            raise NotAllowedError(f"a viewer may not do that; this needs {wanted}")
         watch.throttle.check(address)
         watch.throttle.failed(address)
         log.warning("refused a wrong access token for %s", path)

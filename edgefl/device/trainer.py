@@ -274,6 +274,7 @@ class Trainer:
         until_s = math.inf if plan.seconds is None else time.monotonic() + plan.seconds
 
         def is_over() -> bool:
+            self._on_life()  # a board may have to rest for longer than stuck work would be waited for
             return self._abandoned or job.assignment_id in self._recalled or time.monotonic() >= until_s
 
         def on_iteration(iteration: int, seconds_per_iteration: float) -> bool:
