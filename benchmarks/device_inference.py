@@ -32,7 +32,7 @@ CHILD = """
 import json, sys, time
 from pathlib import Path
 import numpy as np
-from edgefl.device.onnx_model import OnnxModel
+from edgefl.device.inference.onnx_model import OnnxModel
 
 model = OnnxModel(Path(sys.argv[1]), threads=int(sys.argv[3]))
 rows = np.load(sys.argv[2])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from edgefl.coordinator.directory import init_directory
-from edgefl.device.model_fetch import Source
+from edgefl.device.inference.model_fetch import Source
 from edgefl.device.trust import pinned_context
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from edgefl.coordinator import pki
-from edgefl.device.direct import DirectCarrier, PeerPace
 from edgefl.device.mqtt_session import LinkTls
-from edgefl.device.peer_frames import Frame, FrameKind, read_frame, write_frame
-from edgefl.device.peer_tls import PeerTls, wrap
+from edgefl.device.neighbours.direct import DirectCarrier, PeerPace
+from edgefl.device.neighbours.peer_frames import Frame, FrameKind, read_frame, write_frame
+from edgefl.device.neighbours.peer_tls import PeerTls, wrap
 
 LOOPBACK = "127.0.0.1"
 PATIENCE_S = 20.0

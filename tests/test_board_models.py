@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from edgefl.board_models import export_for_boards
-from edgefl.device.onnx_model import OnnxModel
+from edgefl.device.inference.onnx_model import OnnxModel
 from edgefl.errors import EdgeflError, NotFoundError
 from edgefl.storage.checkpoints import save_model
 from edgefl.tasks.registry import make_task

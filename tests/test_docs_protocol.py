@@ -55,18 +55,11 @@ from edgefl.coordinator.metrics import metrics_router
 from edgefl.coordinator.models_api import model_router
 from edgefl.coordinator.page_api import page_router
 from edgefl.coordinator.renewal import renewal_router
-from edgefl.device import (
-    file_fetch,
-    inference_server,
-    logbook,
-    model_fetch,
-    model_store,
-    peer_frames,
-    peer_listener,
-    peer_queue,
-)
-from edgefl.device.direct import PeerPace
+from edgefl.device import file_fetch, logbook
+from edgefl.device.inference import inference_server, model_fetch, model_store
 from edgefl.device.installations import InstallReport
+from edgefl.device.neighbours import peer_frames, peer_listener, peer_queue
+from edgefl.device.neighbours.direct import PeerPace
 from edgefl.protocol import (
     CHUNK_BYTES,
     FROM_DEVICE,

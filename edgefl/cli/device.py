@@ -63,10 +63,10 @@ def probe(
     *, as_json: bool, profile: Path | None, tasks: tuple[str, ...], name: str | None, root: Path | None
 ) -> None:
     """Print what this board is and can do, as the coordinator is told at a join, and how it is at this moment."""
-    from edgefl.device.board import Board  # noqa: PLC0415 fast start
-    from edgefl.device.capabilities import probe as look  # noqa: PLC0415 likewise
-    from edgefl.device.condition import condition  # noqa: PLC0415 likewise
-    from edgefl.device.training_facts import training_facts  # noqa: PLC0415 likewise
+    from edgefl.device.board.board import Board  # noqa: PLC0415 fast start
+    from edgefl.device.board.capabilities import probe as look  # noqa: PLC0415 likewise
+    from edgefl.device.board.condition import condition  # noqa: PLC0415 likewise
+    from edgefl.device.board.training_facts import training_facts  # noqa: PLC0415 likewise
     from edgefl.tasks.registry import task_names  # noqa: PLC0415 likewise
 
     facts = look()
@@ -122,9 +122,9 @@ def join(  # noqa: PLR0913, PLR0917 one argument per option
     max_temperature: str | float | None,
 ) -> None:
     """Join the fleet of the coordinator at HOST:PORT (or at the token's own addresses)."""
-    from edgefl.device.enrolment import JoinWishes, host_slug  # noqa: PLC0415 fast start
-    from edgefl.device.enrolment import join as join_fleet  # noqa: PLC0415 likewise
-    from edgefl.device.patient_join import join_patiently  # noqa: PLC0415 likewise
+    from edgefl.device.joining.enrolment import JoinWishes, host_slug  # noqa: PLC0415 fast start
+    from edgefl.device.joining.enrolment import join as join_fleet  # noqa: PLC0415 likewise
+    from edgefl.device.joining.patient_join import join_patiently  # noqa: PLC0415 likewise
     from edgefl.device.state import default_state_dir  # noqa: PLC0415 likewise
 
     if join_file is not None:
@@ -264,8 +264,8 @@ def _write_profile(
     path: Path, facts: Mapping[str, Any], tasks: Sequence[str], name: str | None, root: Path | None
 ) -> None:
     """Measures this board, with the data, cores and coordinator that it joined with if it has joined."""
-    from edgefl.device.accelerator import chosen_accelerator  # noqa: PLC0415 fast start
-    from edgefl.device.enrolment import host_slug  # noqa: PLC0415 likewise
+    from edgefl.device.board.accelerator import chosen_accelerator  # noqa: PLC0415 fast start
+    from edgefl.device.joining.enrolment import host_slug  # noqa: PLC0415 likewise
     from edgefl.device.profile import measure_board, write_profile  # noqa: PLC0415 likewise
     from edgefl.device.state import DeviceState  # noqa: PLC0415 likewise
 
@@ -349,8 +349,8 @@ def _reachable(state: DeviceState) -> dict[str, Any]:
 
 def _facts(shards: Mapping[str, str], role: str) -> dict[str, Any]:
     """Returns what the coordinator is to know from the first moment on, as the agent reports it later."""
-    from edgefl.device.capabilities import probe as look  # noqa: PLC0415 fast start
-    from edgefl.device.training_facts import training_facts  # noqa: PLC0415 likewise
+    from edgefl.device.board.capabilities import probe as look  # noqa: PLC0415 fast start
+    from edgefl.device.board.training_facts import training_facts  # noqa: PLC0415 likewise
     from edgefl.device.warm_tasks import WarmTasks  # noqa: PLC0415 likewise
 
     blocks = WarmTasks(lambda: shards, accelerator="cpu", threads=1).blocks()

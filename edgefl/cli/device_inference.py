@@ -12,7 +12,7 @@ from edgefl.cli.render import print_rows
 from edgefl.errors import NotFoundError
 
 if TYPE_CHECKING:
-    from edgefl.device.model_store import DeployedModel, ModelStore
+    from edgefl.device.inference.model_store import DeployedModel, ModelStore
 
 COLUMNS: tuple[str, ...] = ("row", "class", "index", "probability")
 
@@ -47,8 +47,8 @@ def infer(*, source: Path, file: Path | None, root: Path | None, threads: int, f
     """Print class and probability of every row of a file."""
     import numpy as np  # noqa: PLC0415 fast start
 
-    from edgefl.device.inference_inputs import read_rows  # noqa: PLC0415 likewise
-    from edgefl.device.onnx_model import OnnxModel  # noqa: PLC0415 likewise
+    from edgefl.device.inference.inference_inputs import read_rows  # noqa: PLC0415 likewise
+    from edgefl.device.inference.onnx_model import OnnxModel  # noqa: PLC0415 likewise
 
     model = OnnxModel(file or _deployed_file(root), threads=threads)
     rows = read_rows(source, model)
@@ -71,7 +71,7 @@ def infer(*, source: Path, file: Path | None, root: Path | None, threads: int, f
 @threads_option
 def serve(*, host: str, port: int, file: Path | None, root: Path | None, threads: int) -> None:
     """Answer POST /predict with the deployed model until SIGTERM or Ctrl-C; a new one is taken over as it comes."""
-    from edgefl.device.inference_server import InferenceServer, Served  # noqa: PLC0415 fast start
+    from edgefl.device.inference.inference_server import InferenceServer, Served  # noqa: PLC0415 fast start
     from edgefl.processes import on_stop_signal  # noqa: PLC0415 likewise
 
     served = Served(store=None if file else _store(root), file=file, threads=threads)
@@ -85,7 +85,7 @@ def serve(*, host: str, port: int, file: Path | None, root: Path | None, threads
 
 
 def _store(root: Path | None) -> ModelStore:
-    from edgefl.device.model_store import ModelStore  # noqa: PLC0415 fast start
+    from edgefl.device.inference.model_store import ModelStore  # noqa: PLC0415 fast start
     from edgefl.device.state import default_state_dir  # noqa: PLC0415 likewise
 
     return ModelStore(root or default_state_dir())

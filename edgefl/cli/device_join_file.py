@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from edgefl.errors import ConfigError, EdgeflError, UsageError
 
 if TYPE_CHECKING:
-    from edgefl.device.enrolment import JoinWishes
-    from edgefl.device.join_file import JoinFile
+    from edgefl.device.joining.enrolment import JoinWishes
+    from edgefl.device.joining.join_file import JoinFile
     from edgefl.device.state import DeviceState
     from edgefl.tasks.shards import ShardReport
     from edgefl.types import Json
@@ -40,7 +40,7 @@ def read_join_file(path: str) -> JoinFile:
     Raises:
         ConfigError: it cannot be read, or is no join file; the message never shows the token.
     """
-    from edgefl.device.join_file import JoinFile  # noqa: PLC0415 fast start
+    from edgefl.device.joining.join_file import JoinFile  # noqa: PLC0415 fast start
 
     try:
         if path == "-":
@@ -69,8 +69,8 @@ def join_from_file(path: str, side: BoardSide, *, root: Path, is_patient: bool, 
     Raises:
         ConfigError: the file is none. Errors of `join` pass.
     """
-    from edgefl.device.enrolment import join  # noqa: PLC0415 fast start
-    from edgefl.device.patient_join import Patience, destroy, join_patiently, wait_for_time  # noqa: PLC0415 likewise
+    from edgefl.device.joining.enrolment import join  # noqa: PLC0415 fast start
+    from edgefl.device.joining.patient_join import Patience, destroy, join_patiently, wait_for_time  # noqa: PLC0415 likewise
     from edgefl.protocol import JoinToken  # noqa: PLC0415 likewise
 
     if deletes and path == "-":
@@ -88,7 +88,7 @@ def join_from_file(path: str, side: BoardSide, *, root: Path, is_patient: bool, 
 
 
 def _wishes(file: JoinFile, side: BoardSide) -> JoinWishes:
-    from edgefl.device.enrolment import JoinWishes, host_slug  # noqa: PLC0415 fast start
+    from edgefl.device.joining.enrolment import JoinWishes, host_slug  # noqa: PLC0415 fast start
 
     reports = {task: report for task, place in file.shards.items() if (report := _found(side, task, place))}
     shards = {task: file.shards[task] for task in reports}

@@ -13,7 +13,7 @@ NO_LIMIT = "none"
 
 
 def _limit(_context: click.Context, _option: click.Parameter, value: str | None) -> str | float | None:
-    from edgefl.device.pacing import LIMIT_RANGE_C  # noqa: PLC0415 fast start
+    from edgefl.device.board.pacing import LIMIT_RANGE_C  # noqa: PLC0415 fast start
 
     if value is None or value == NO_LIMIT:
         return value

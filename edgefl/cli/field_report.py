@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="With --print: as JSON.")
 def command(*, out: Path | None, root: Path | None, printed: Path | None, as_json: bool) -> None:
     """Measure this board; bundle facts, findings, timings and logs in one file, without keys, tokens, addresses."""
-    from edgefl.device.field_report import Site, make_report  # noqa: PLC0415 fast start
-    from edgefl.device.report_archive import read_report, summary, write_report  # noqa: PLC0415 likewise
+    from edgefl.device.report.field_report import Site, make_report  # noqa: PLC0415 fast start
+    from edgefl.device.report.report_archive import read_report, summary, write_report  # noqa: PLC0415 likewise
 
     if printed is not None:
         facts = read_report(printed)

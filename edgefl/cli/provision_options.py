@@ -15,7 +15,7 @@ from edgefl.errors import UsageError
 from edgefl.protocol import JoinToken, checked_address, checked_slug
 
 if TYPE_CHECKING:
-    from edgefl.device.join_file import JoinFile
+    from edgefl.device.joining.join_file import JoinFile
     from edgefl.provision.card import Files
 
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
@@ -81,7 +81,7 @@ class BoardOptions:
 
     def join_file(self, name: str, token: JoinToken) -> JoinFile:
         """Returns the join file of a board."""
-        from edgefl.device.join_file import JoinFile  # noqa: PLC0415 fast start
+        from edgefl.device.joining.join_file import JoinFile  # noqa: PLC0415 fast start
 
         shards = self._shards()
         addresses = tuple(checked_address(address, DEFAULT_PORT) for address in self.addresses)

@@ -17,32 +17,32 @@ from collections import OrderedDict
 from typing import Any
 
 from edgefl import __version__
-from edgefl.device.accelerator import chosen_accelerator
-from edgefl.device.assignment_vitals import AssignmentVitals
 from edgefl.device.bell import Bell
-from edgefl.device.broker_carrier import BrokerCarrier
-from edgefl.device.capabilities import probe
-from edgefl.device.carrier import Carrier, OnPeerMessage
-from edgefl.device.direct import DirectCarrier
+from edgefl.device.board.accelerator import chosen_accelerator
+from edgefl.device.board.assignment_vitals import AssignmentVitals
+from edgefl.device.board.capabilities import probe
+from edgefl.device.board.pacing import board_pacer
+from edgefl.device.board.speed_book import SpeedBook
+from edgefl.device.board.training_facts import training_facts
+from edgefl.device.board.vitals import Vitals
 from edgefl.device.heartbeat import Activity, Heart
+from edgefl.device.inference.model_fetch import Source
+from edgefl.device.inference.model_updates import ModelUpdates
 from edgefl.device.install_facts import Site, own_site
 from edgefl.device.installations import Installations
+from edgefl.device.joining.renewal import Renewal
 from edgefl.device.link import Link, LinkCallbacks, LinkIdentity, LinkTls
 from edgefl.device.logbook import Logbook
-from edgefl.device.model_fetch import Source
-from edgefl.device.model_updates import ModelUpdates
-from edgefl.device.node_runner import addresses_of
+from edgefl.device.neighbours.broker_carrier import BrokerCarrier
+from edgefl.device.neighbours.carrier import Carrier, OnPeerMessage
+from edgefl.device.neighbours.direct import DirectCarrier
+from edgefl.device.neighbours.node_runner import addresses_of
 from edgefl.device.outbox import Outbox
-from edgefl.device.pacing import board_pacer
-from edgefl.device.renewal import Renewal
-from edgefl.device.speed_book import SpeedBook
 from edgefl.device.state import DeviceState
 from edgefl.device.supernode import Answer, RefusedError, SuperNode, UnauthorisedError, signed_headers
 from edgefl.device.telling import LOGS, tell_logs
 from edgefl.device.trainer import AbandonedError, Trainer
-from edgefl.device.training_facts import training_facts
 from edgefl.device.trust import Hello, pinned_context, say_hello
-from edgefl.device.vitals import Vitals
 from edgefl.errors import EdgeflError, NetworkError, StoreError
 from edgefl.processes import on_stop_signal
 from edgefl.protocol import (

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgefl import __version__
-from edgefl.device.board import Board
+from edgefl.device.board.board import Board
+from edgefl.device.board.capabilities import probe
+from edgefl.device.board.throttling import NOT_THROTTLED, throttling
+from edgefl.device.board.training_facts import training_facts
 from edgefl.device.broker_probe import BrokerRules, probe_rules, shake_hands
-from edgefl.device.capabilities import probe
 from edgefl.device.install_facts import Site, install_facts, own_site
 from edgefl.device.mqtt_session import LinkTls
 from edgefl.device.state import DeviceState
-from edgefl.device.throttling import NOT_THROTTLED, throttling
-from edgefl.device.training_facts import training_facts
 from edgefl.device.trust import Hello, pinned_context, say_hello
 from edgefl.errors import BrokerError, EdgeflError, NotJoinedError, VersionError, WrongCaError
 from edgefl.files import is_held

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgefl.device.model_store import PART_SUFFIX
+from edgefl.device.inference.model_store import PART_SUFFIX
 from edgefl.errors import DataError, NetworkError, NotFoundError, StoreFullError
 from edgefl.files import FULL_ERRNOS, make_private_directory, store_error, sync_directory
 from edgefl.protocol import error_from_code, load_json

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from edgefl.device.vitals import VitalSigns
+from edgefl.device.board.vitals import VitalSigns
 from edgefl.protocol import HEARTBEAT_JITTER, HEARTBEAT_S, Heartbeat
 from edgefl.types import Json, derived_rng
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from edgefl import __version__
 from edgefl.compression.decoding import decode_body
-from edgefl.device.fits import check_fits
-from edgefl.device.vitals import memory_available_bytes
+from edgefl.device.board.fits import check_fits
+from edgefl.device.board.vitals import memory_available_bytes
 from edgefl.device.warm_tasks import WarmTasks
 from edgefl.errors import DataError, EdgeflError, NetworkError, TaskError
 from edgefl.protocol import Phase, check_version, layout_of

@@ -19,11 +19,11 @@ from edgefl.compression.decoding import decode_body
 from edgefl.compression.delta import apply_delta
 from edgefl.compression.feedback import uses_feedback
 from edgefl.decentralised.mailbag import unpack_mail
-from edgefl.device.assignment_vitals import AssignmentVitals
+from edgefl.device.board.assignment_vitals import AssignmentVitals
+from edgefl.device.board.pacing import Pacer
 from edgefl.device.jobs import Job, job_of
-from edgefl.device.node_runner import MakeCarrier
-from edgefl.device.node_work import NeedsDenseError, NodeWork
-from edgefl.device.pacing import Pacer
+from edgefl.device.neighbours.node_runner import MakeCarrier
+from edgefl.device.neighbours.node_work import NeedsDenseError, NodeWork
 from edgefl.device.readiness import NotHeldError, Readiness
 from edgefl.device.residents import load_resident, save_resident
 from edgefl.device.run_memory import RunMemory

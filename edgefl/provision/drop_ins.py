@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from edgefl.device.shard_access import is_hidden, shown_folder
+from edgefl.device.joining.shard_access import is_hidden, shown_folder
 from edgefl.errors import UsageError
 
 UNITS = ("edgefl-device.service", "edgefl-join.service")

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from edgefl.device.join_file import ROLES
+from edgefl.device.joining.join_file import ROLES
 from edgefl.errors import ConfigError, EdgeflError
 from edgefl.protocol import checked_slug
 from edgefl.provision.drop_ins import shard_drop_ins

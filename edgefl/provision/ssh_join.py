@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from edgefl.device.join_file import JoinFile
-from edgefl.device.shard_access import shown_folder
+from edgefl.device.joining.join_file import JoinFile
+from edgefl.device.joining.shard_access import shown_folder
 from edgefl.errors import ConfigError, DataError, EdgeflError, JoinError, NetworkError
 from edgefl.provision import sources
 from edgefl.provision.drop_ins import shard_drop_ins
@@ -204,7 +204,7 @@ class _Board:
         paths = list(self._host.shards.values())
         if not paths:
             return
-        told = self._as_root(connection, PYTHON, "-I", "-m", "edgefl.device.shard_access", "edgefl", *paths)
+        told = self._as_root(connection, PYTHON, "-I", "-m", "edgefl.device.joining.shard_access", "edgefl", *paths)
         try:
             unreadable = dict(json.loads(told.output.splitlines()[-1])["unreadable"])
         except (ValueError, LookupError, TypeError):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from onnx_graphs import constant_model
 
-from edgefl.device.model_store import DeployedModel, ModelStore, Note
+from edgefl.device.inference.model_store import DeployedModel, ModelStore, Note
 from edgefl.tasks.cutting import cut_shards
 
 

@@ -19,7 +19,7 @@ from edgefl.cli.main import main
 from edgefl.cli.operator import grant_access
 from edgefl.coordinator.directory import init_directory
 from edgefl.coordinator.service import Coordinator, StartOptions
-from edgefl.device.join_file import JoinFile
+from edgefl.device.joining.join_file import JoinFile
 from edgefl.local_fleet import free_port
 from edgefl.protocol import JoinToken
 from edgefl.storage.store import Store

@@ -12,9 +12,9 @@ import threading
 import uuid
 from pathlib import Path
 
+from edgefl.device.board.vitals import Vitals
 from edgefl.device.heartbeat import Heart
 from edgefl.device.link import Link, LinkCallbacks, LinkIdentity, LinkPace, LinkTls
-from edgefl.device.vitals import Vitals
 
 
 def main() -> None:

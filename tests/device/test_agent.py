@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from edgefl.device.agent import Agent
-from edgefl.device.enrolment import JoinWishes, join
+from edgefl.device.joining.enrolment import JoinWishes, join
 from edgefl.device.state import DeviceState
 from edgefl.device.trust import Hello
 from edgefl.errors import StoreFullError

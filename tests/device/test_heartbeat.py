@@ -5,8 +5,8 @@ import time
 
 import pytest
 
+from edgefl.device.board.vitals import VitalSigns
 from edgefl.device.heartbeat import Activity, Heart
-from edgefl.device.vitals import VitalSigns
 
 pytestmark = pytest.mark.timeout(30)
 

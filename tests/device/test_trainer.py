@@ -10,8 +10,8 @@ import pytest
 from edgefl.compression.codec import make_codec
 from edgefl.compression.decoding import decode_body
 from edgefl.compression.delta import encode_delta
-from edgefl.device.assignment_vitals import AssignmentVitals
-from edgefl.device.link_quality import LinkQuality
+from edgefl.device.board.assignment_vitals import AssignmentVitals
+from edgefl.device.board.link_quality import LinkQuality
 from edgefl.device.trainer import AbandonedError, Trainer
 from edgefl.tasks.cards import ShardCard
 from edgefl.tasks.registry import make_task

@@ -4,7 +4,7 @@ import random
 import sys
 
 from edgefl.cli.main import main
-from edgefl.device.broker_carrier import BrokerCarrier
+from edgefl.device.neighbours.broker_carrier import BrokerCarrier
 
 LOSS = 0.3
 _draw = random.Random(5).random

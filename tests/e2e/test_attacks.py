@@ -33,8 +33,8 @@ from edgefl.coordinator.brokers import mosquitto_path
 from edgefl.coordinator.directory import init_directory, load_directory
 from edgefl.coordinator.throttle import TRIES
 from edgefl.coordinator.tokens import TokenTerms, make_token
-from edgefl.device.enrolment import JoinWishes, join
-from edgefl.device.keys import new_key, public_pem, request_pem
+from edgefl.device.joining.enrolment import JoinWishes, join
+from edgefl.device.joining.keys import new_key, public_pem, request_pem
 from edgefl.device.state import DeviceState
 from edgefl.device.supernode import RefusedError, SuperNode, UnauthorisedError, signed_headers
 from edgefl.device.trust import pinned_context, request

@@ -15,7 +15,7 @@ from edgefl.coordinator import pki
 from edgefl.coordinator.broker import BrokerTls, client_context
 from edgefl.coordinator.brokers import mosquitto_path
 from edgefl.coordinator.directory import load_directory
-from edgefl.device.keys import request_pem
+from edgefl.device.joining.keys import request_pem
 from edgefl.device.state import DeviceState
 from edgefl.local_fleet import LocalFleet
 from edgefl.protocol import HEARTBEAT_S

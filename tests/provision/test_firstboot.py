@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from made_wheels import make_wheel
 
-from edgefl.device.join_file import JoinFile
+from edgefl.device.joining.join_file import JoinFile
 from edgefl.protocol import JoinToken
 from edgefl.provision import sources
 from edgefl.provision.payload import MANIFEST, manifest, payload

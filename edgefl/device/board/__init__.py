@@ -1,0 +1,1 @@
+"""What kind of board this is, how it feels, how fast it is, and what it is too small for."""

@@ -1,0 +1,1 @@
+"""Finished models on a board: fetched, judged, kept, and run without torch."""

@@ -1,0 +1,102 @@
+"""What a board felt like during an assignment, on files that change while a fake clock runs."""
+
+import pytest
+
+from edgefl.device.board.assignment_vitals import AssignmentVitals
+from edgefl.device.board.link_quality import LinkQuality
+
+
+class Board:
+    """A tree of files, a clock, and a link."""
+
+    def __init__(self, root):
+        self.root, self.now_s, self.link = root, 100.0, LinkQuality()
+        self.vitals = AssignmentVitals(root, clock=lambda: self.now_s, quality=lambda _: self.link)
+
+    def write(self, name, text):
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def is_at(self, celsius):
+        self.write("sys/class/thermal/thermal_zone0/type", "cpu-thermal\n")
+        self.write("sys/class/thermal/thermal_zone0/temp", f"{int(celsius * 1000)}\n")
+
+    def says(self, bits):
+        self.write("sys/devices/platform/soc/soc:firmware/get_throttled", f"{bits:x}\n")
+
+    def draws(self, watts):
+        hwmon = "sys/class/hwmon/hwmon1"
+        current = f"{int(watts * 200)}"
+        for name, text in (
+            ("name", "ina3221"), ("in1_label", "VDD_IN"), ("in1_input", "5000"), ("curr1_input", current),
+        ):  # fmt: skip
+            self.write(f"{hwmon}/{name}", f"{text}\n")
+
+    def after(self, seconds):
+        self.now_s += seconds
+        self.vitals.look()
+
+
+@pytest.fixture
+def board(tmp_path):
+    return Board(tmp_path)
+
+
+def test_a_board_that_says_nothing_tells_nothing(board):
+    board.vitals.begin()
+    board.vitals.look()
+    assert board.vitals.end() == {}
+
+
+def test_tells_the_highest_temperature_all_that_held_it_back_and_the_worst_of_the_link(board):
+    board.vitals.begin()
+    for celsius, bits, signal, rate in ((60, 0, -50.0, 72e6), (83.2, 0x4, -81.0, 6e6), (70, 0x1, -60.0, 54e6)):
+        board.is_at(celsius)
+        board.says(bits)
+        board.link = LinkQuality(signal_dbm=signal, link_bits_per_s=rate)
+        board.after(1.0)
+    board.says(0)
+    assert board.vitals.end() == {
+        "max_temperature_c": 83.2, "throttled": "under-voltage,throttled", "signal_dbm": -81.0,
+        "link_bits_per_s": 6e6,
+    }  # fmt: skip
+
+
+def test_a_board_that_was_well_says_ok(board):
+    board.says(0)
+    board.vitals.begin()
+    board.vitals.look()
+    assert board.vitals.end() == {"throttled": "ok"}
+
+
+def test_energy_is_power_over_time(board):
+    board.vitals.begin()
+    board.draws(10)
+    board.vitals.look()
+    board.draws(20)
+    board.after(2.0)
+    board.now_s += 1.0
+    assert board.vitals.end() == {"energy_j": pytest.approx(2 * 15 + 20)}
+
+
+def test_looks_once_a_second_however_often_it_is_asked(board):
+    board.is_at(50)
+    board.vitals.begin()
+    board.vitals.look()
+    board.is_at(90)
+    board.after(0.5)
+    board.is_at(55)
+    assert board.vitals.end() == {"max_temperature_c": 55.0}
+
+
+def test_the_next_assignment_begins_anew(board):
+    board.is_at(90)
+    board.draws(10)
+    board.vitals.begin()
+    board.after(2.0)
+    board.vitals.end()
+    board.is_at(40)
+    board.vitals.begin()
+    board.vitals.look()
+    assert board.vitals.end()["max_temperature_c"] == 40.0

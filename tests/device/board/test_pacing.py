@@ -1,0 +1,173 @@
+"""A board that is too hot rests between iterations: the rules on a fake clock, and a trainer that really waits."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from board_trees import plant, zones
+
+from edgefl.compression.codec import make_codec
+from edgefl.device.board.board import Board
+from edgefl.device.board.pacing import HYSTERESIS_C, LOOK_EVERY_S, NAP_S, Pacer
+from edgefl.device.board.vitals import temperature_c
+from edgefl.device.trainer import AbandonedError, Trainer
+from edgefl.tasks.cards import ShardCard
+from edgefl.tasks.registry import make_task
+from edgefl.tasks.shards import write_shard
+from edgefl.types import Dataset, derived_rng
+
+
+class Hot:
+    """A board whose temperature follows from the time that has passed."""
+
+    def __init__(self, *celsius, limit=80.0):
+        self.celsius, self.limit, self.now_s, self.looks = list(celsius), limit, 0.0, 0
+        self.pacer = Pacer(lambda: self.limit, self.read, clock=lambda: self.now_s, nap=self.sleep)
+
+    def read(self):
+        self.looks += 1
+        return self.celsius.pop(0) if len(self.celsius) > 1 else self.celsius[0]
+
+    def sleep(self, seconds):
+        self.now_s += seconds
+
+    def rest(self, is_over=lambda: False):
+        self.pacer.rest(is_over)
+        return self.pacer.told()
+
+
+def test_a_board_at_its_limit_does_not_rest():
+    board = Hot(80.0)
+    assert board.rest() == {"paced_s": 0.0}
+    assert board.now_s == 0.0
+
+
+def test_a_hot_board_rests_until_it_is_some_degrees_cooler_than_its_limit():
+    board = Hot(80.5, 79.0, 75.1, 80.0 - HYSTERESIS_C, 60.0)
+    assert board.rest() == {"paced_s": pytest.approx(3 * LOOK_EVERY_S, abs=3 * NAP_S)}
+    assert board.celsius == [60.0], "it looked on after it was cool"
+
+
+def test_rests_add_up_within_an_assignment_and_the_next_begins_anew():
+    board = Hot(90.0, 70.0, 90.0, 70.0)
+    board.rest()
+    board.sleep(5.0)
+    assert board.rest()["paced_s"] == pytest.approx(2 * LOOK_EVERY_S, abs=2 * NAP_S)
+    board.pacer.begin()
+    assert board.pacer.told() == {}
+
+
+def test_looks_once_a_second_however_many_iterations_there_are():
+    board = Hot(50.0)
+    for _ in range(100):
+        board.rest()
+        board.sleep(0.01)
+    assert board.looks == 1
+
+
+@pytest.mark.parametrize("limit", [None, 80.0])
+def test_a_board_without_a_limit_or_without_a_sensor_is_not_paced_and_says_nothing(limit):
+    board = Hot(None if limit else 120.0, limit=limit)
+    assert board.rest() == {}
+    assert board.now_s == 0.0
+
+
+def test_a_sensor_that_falls_asleep_ends_the_rest():
+    board = Hot(90.0, 90.0, None)
+    assert board.rest()["paced_s"] == pytest.approx(2 * LOOK_EVERY_S, abs=2 * NAP_S)
+
+
+def test_a_rest_ends_within_a_nap_of_being_told():
+    board = Hot(90.0)
+    board.rest(lambda: board.now_s >= 7.0)
+    assert 7.0 <= board.now_s <= 7.0 + NAP_S
+
+
+def test_a_new_limit_holds_from_the_next_assignment_on():
+    board = Hot(70.0)
+    board.rest()
+    board.limit = 60.0
+    board.sleep(2.0)
+    assert board.rest() == {"paced_s": 0.0}
+    board.pacer.begin()
+    board.rest(lambda: board.now_s > 10)
+    assert board.pacer.told()["paced_s"] > 5
+
+
+class Oven:
+    """A trainer on a board whose only sensor is a file."""
+
+    def __init__(self, root, limit_c):
+        shard = root / "shard.npz"
+        rows = np.random.default_rng(0).integers(0, 17, (64, 8, 8)).astype(np.uint8)
+        write_shard(shard, Dataset(inputs=rows, labels=np.arange(64) % 10), ShardCard(task="digits"))
+        self.root, self.begun = root, threading.Event()
+        self.board = Board(root)
+        self.trainer = Trainer(
+            device_id="pi", role="trainer", shards=lambda: {"digits": str(shard)}, accelerator="cpu", threads=1,
+            state_dir=root, on_progress=lambda *_: self.begun.set(), pacer=Pacer(lambda: limit_c, self._read_c),
+        )  # fmt: skip
+
+    def _read_c(self):
+        self.begun.set()
+        return temperature_c(self.board)
+
+    def is_at(self, celsius):
+        plant(self.root, zones({"cpu-thermal": celsius}))
+
+    def train(self, **plan):
+        task = make_task("digits")
+        header = {
+            "v": 1, "run": "r", "task": "digits", "options": {}, "seed": 7, "test_fraction": 0.25, "version": 0,
+            "assignment": "r/a-1", "codec": "dense", "settled": [],
+            "plan": {"algorithm": "sgd", "batch_size": 16, "learning_rate": 0.5, **plan},
+        }  # fmt: skip
+        body = make_codec("dense", task.shapes()).encode(task.init(1), derived_rng(0))
+        return self.trainer.train(header, body)[0]
+
+
+@pytest.fixture
+def oven(tmp_path):
+    made = Oven(tmp_path, 80.0)
+    made.is_at(90.0)
+    return made
+
+
+def test_an_update_tells_how_long_its_board_rested_and_that_is_part_of_its_computing(oven):
+    threading.Timer(1.5, oven.is_at, [60.0]).start()
+    metrics = oven.train(iterations=3)["metrics"]
+    assert metrics["iterations"] == 3
+    assert 1.0 < metrics["vitals"]["paced_s"] <= metrics["compute_s"]
+
+
+def test_the_last_iteration_is_not_rested_after(oven):
+    metrics = oven.train(iterations=1)["metrics"]
+    assert (metrics["iterations"], metrics.get("vitals")) == (1, None)
+
+
+def test_the_seconds_of_a_budget_run_while_the_board_rests(oven):
+    begun_s = time.monotonic()
+    metrics = oven.train(seconds=1.0)["metrics"]
+    assert time.monotonic() - begun_s < 5
+    assert metrics["iterations"] == 1
+    assert metrics["vitals"]["paced_s"] == pytest.approx(1.0, abs=0.5)
+
+
+def test_a_resting_board_that_is_recalled_sends_what_it_has(oven):
+    def recall():
+        oven.begun.wait(10)
+        oven.trainer.recall("r/a-1")
+
+    threading.Thread(target=recall).start()
+    assert oven.train(iterations=1000)["metrics"]["iterations"] < 1000
+
+
+def test_a_resting_board_that_is_stopped_leaves(oven):
+    def stop():
+        oven.begun.wait(10)
+        oven.trainer.abandon()
+
+    threading.Thread(target=stop).start()
+    with pytest.raises(AbandonedError):
+        oven.train(iterations=1000)

@@ -1,0 +1,138 @@
+"""Makers' programs, as real scripts on a PATH: well-behaved, slow, endless, failing, gone, and lying."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from board_trees import ORIN_JETPACK_7, PI_4, plant
+
+from edgefl.device.board.board import ASK_AGAIN_S, Board
+from edgefl.device.board.capabilities import probe
+from edgefl.device.board.jetson import condition, power_mode
+from edgefl.device.board.programs import run_program
+from edgefl.device.board.throttling import Throttling, throttling
+
+WITHOUT_MONITOR = {name: text for name, text in PI_4.items() if "hwmon" not in name}
+# Without /sys a Jetson says what only its programs know.
+BARE_JETSON = {name: text for name, text in ORIN_JETPACK_7.items() if "hwmon" not in name and "devfreq" not in name}
+TEGRASTATS = (
+    "11-22-2026 10:00:00 RAM 2500/7620MB (lfb 4x4MB) SWAP 0/3810MB CPU [12%@1510,0%@1510] EMC_FREQ 0% GR3D_FREQ 45% "
+    "cpu@50.1C tj@52.5C VDD_IN 4500mW/4400mW VDD_CPU_GPU_CV 800mW/790mW"
+)
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+    def make(name: str, body: str) -> Path:
+        path = folder / name
+        path.write_text(f"#!/bin/sh\n{body}\n")
+        path.chmod(0o755)
+        return path
+
+    return make
+
+
+def test_gives_what_a_program_prints(script):
+    script("teller", 'echo "said $1"')
+    assert run_program(["teller", "a b; echo c"], 5.0) == "said a b; echo c"
+
+
+@pytest.mark.parametrize("body", ["exit 3", "echo half; exit 1", "true", "kill -9 $$"])
+def test_a_program_that_fails_or_says_nothing_gives_nothing(script, body):
+    script("teller", body)
+    assert run_program(["teller"], 5.0) is None
+
+
+def test_a_program_that_is_not_there_or_cannot_be_run_gives_nothing(script):
+    assert run_program(["no-such-program-of-edgefl"], 1.0) is None
+    script("teller", "").write_bytes(b"\x7fELF nothing")
+    assert run_program(["teller"], 1.0) is None
+
+
+def test_one_that_goes_on_for_ever_is_ended_and_what_it_said_counts(script, tmp_path):
+    script("teller", f'echo line; echo $$ > "{tmp_path}/pid"; sleep 60 & echo $! > "{tmp_path}/child"; wait')
+    begun_s = time.monotonic()
+    assert run_program(["teller"], 0.5) == "line"
+    assert time.monotonic() - begun_s < 5
+    for name in ("pid", "child"):
+        assert _is_gone(int((tmp_path / name).read_text())), f"the {name} lives on"
+
+
+def test_one_that_says_too_much_is_cut_off(script):
+    script("teller", "yes")
+    told = run_program(["teller"], 5.0)
+    assert told is not None
+    assert len(told) < 1 << 20
+
+
+def test_vcgencmd_tells_the_present_and_the_past_where_no_file_does(script, tmp_path):
+    script("vcgencmd", '[ "$1" = get_throttled ] && echo throttled=0x50005')
+    root = plant(tmp_path / "root", {**WITHOUT_MONITOR, "dev/vcio": ""})
+    told = throttling(Board(root))
+    assert told == Throttling(now="under-voltage,throttled", since_boot="under-voltage,throttled")
+    assert probe(root)["throttled_since_boot"] == "under-voltage,throttled"
+
+
+def test_vcgencmd_is_not_run_where_the_firmware_cannot_be_reached(script, tmp_path):
+    script("vcgencmd", f'touch "{tmp_path}/ran"; echo throttled=0x1')
+    assert throttling(Board(plant(tmp_path / "root", WITHOUT_MONITOR))) is None
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("said", ["throttled=0xffffffff", "VCHI initialization failed", "throttled=", "0x5"])
+def test_a_vcgencmd_that_makes_no_sense_falls_back_to_the_voltage_monitor(script, tmp_path, said):
+    script("vcgencmd", f"echo '{said}'")
+    assert throttling(Board(plant(tmp_path / "root", {**PI_4, "dev/vcio": ""}))) == Throttling(now="ok")
+
+
+def test_a_program_is_asked_again_after_half_a_minute_and_not_before(script, tmp_path):
+    script("vcgencmd", f'echo x >> "{tmp_path}/runs"; echo throttled=0x0')
+    now_s = 0.0
+    board = Board(plant(tmp_path / "root", {**WITHOUT_MONITOR, "dev/vcio": ""}), clock=lambda: now_s)
+    for _ in range(5):
+        assert throttling(board) == Throttling(now="ok", since_boot="ok")
+    now_s += ASK_AGAIN_S
+    throttling(board)
+    assert (tmp_path / "runs").read_text() == "x\nx\n"
+
+
+def test_nvpmodel_names_the_power_mode_where_no_file_does(script, tmp_path):
+    script("nvpmodel", '[ "$1" = -q ] && printf "NV Power Mode: MAXN_SUPER\\n2\\n"')
+    assert power_mode(Board(plant(tmp_path / "root", ORIN_JETPACK_7))) == "MAXN_SUPER"
+
+
+def test_tegrastats_tells_load_and_power_by_its_first_line_although_it_never_ends(script, tmp_path):
+    script("tegrastats", f"while true; do echo '{TEGRASTATS}'; sleep 1; done")
+    begun_s = time.monotonic()
+    told = condition(Board(plant(tmp_path / "root", BARE_JETSON)))
+    assert told == {"gpu_load": 0.45, "power_w": 4.5}
+    assert time.monotonic() - begun_s < 10
+
+
+def test_a_jetson_whose_programs_hang_answers_all_the_same(script, tmp_path):
+    for name in ("nvpmodel", "tegrastats"):
+        script(name, "exec sleep 60")
+    root = plant(tmp_path / "root", BARE_JETSON)
+    begun_s = time.monotonic()
+    assert "power_mode" not in probe(root)
+    assert condition(Board(root)) == {"gpu_load": None, "power_w": None}
+    assert time.monotonic() - begun_s < 20
+
+
+def _is_gone(pid: int) -> bool:
+    """Whether a process has ended, at the latest in a second; one that nobody has waited for yet counts."""
+    for _ in range(100):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.01)
+    return False

@@ -1,0 +1,186 @@
+"""How fast a board is, measured by real processes, kept over restarts, and given up when there is work."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from board_trees import ZERO_2_W, plant
+
+from edgefl.device.board.capabilities import probe
+from edgefl.device.board.programs import no_program
+from edgefl.device.board.speed import speed_of
+from edgefl.device.board.speed_book import FILE_NAME, SpeedBook
+from edgefl.errors import TaskError
+
+OWN = """
+import os, signal, time
+from edgefl.tasks.noop import NoopTask
+
+class Crashing(NoopTask):
+    name = "crashing"
+    def learner(self, **_):
+        os.kill(os.getpid(), signal.SIGILL)
+
+class Bare(NoopTask):
+    name = "bare"
+    input_shape = None
+
+class Slow(NoopTask):
+    name = "slow"
+    def learner(self, **_):
+        open({mark!r}, "w").write(str(os.getpid()))
+        time.sleep(60)
+"""
+
+
+class Bench:
+    """A book whose measurements can be waited for."""
+
+    def __init__(self, root: Path, **settings: Any) -> None:
+        self.root, self.measured = root, threading.Event()
+        self.book = SpeedBook(root, on_measured=self.measured.set, **{"quiet_s": 0.0, **settings})
+
+    def idle(self, shards: dict[str, str], **changes: Any) -> None:
+        settings: dict[str, Any] = {"facts": {}, "accelerator": "cpu", "threads": 1, **changes}
+        self.book.idle(shards, **settings)
+
+    def measure(self, shards: dict[str, str], **changes: Any) -> dict[str, Any]:
+        self.measured.clear()
+        self.idle(shards, **changes)
+        assert self.measured.wait(60), "nothing was measured"
+        return self.book.told()
+
+    @property
+    def is_measuring(self) -> bool:
+        return self.book._child is not None
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    yield made
+    made.book.close()
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "own_speed_task.py").write_text(OWN.format(mark=str(tmp_path / "begun")))
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path / "begun"
+
+
+def until(holds: Callable[[], bool], within_s: float = 30.0) -> None:
+    deadline_s = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def test_steps_are_counted_at_the_batch_that_the_task_likes() -> None:
+    told = speed_of("digits", None)
+    assert (told["batch_size"], told["backend"]) == (8, "numpy")
+    assert 10 < told["steps_per_s"] < 10**7
+
+
+def test_a_task_that_does_not_say_what_its_examples_look_like_needs_its_shard(
+    own: Path,
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(TaskError, match="does not say what its examples look like"):
+        speed_of("own_speed_task:Bare", None)
+    assert speed_of("own_speed_task:Bare", str(tmp_path))["steps_per_s"] > 0
+
+
+def test_a_speed_is_told_kept_and_not_measured_again_after_a_restart(bench: Bench, tmp_path: Path) -> None:
+    told = bench.measure({"digits": "/nowhere.npz"})
+    assert told["steps_per_s"]["digits"] > 10
+    assert oct((tmp_path / FILE_NAME).stat().st_mode & 0o777) == "0o600"
+    again = Bench(tmp_path)
+    again.idle({"digits": "/nowhere.npz"})
+    assert not again.is_measuring
+    assert again.book.told() == told
+
+
+@pytest.mark.parametrize("changes", [{"threads": 2}, {"accelerator": "cuda"}])
+def test_another_way_to_train_is_measured_anew(bench: Bench, changes: dict[str, Any]) -> None:
+    bench.measure({"digits": "/nowhere.npz"})
+    bench.idle({"digits": "/nowhere.npz"}, **changes)
+    assert bench.is_measuring
+
+
+def test_another_library_is_measured_anew(bench: Bench, tmp_path: Path) -> None:
+    bench.measure({"digits": "/nowhere.npz"})
+    kept = json.loads((tmp_path / FILE_NAME).read_text())
+    kept["speeds"]["digits"]["stamp"]["numpy"] = "1.0"
+    (tmp_path / FILE_NAME).write_text(json.dumps(kept))
+    later = Bench(tmp_path)
+    later.idle({"digits": "/nowhere.npz"})
+    assert later.is_measuring
+    later.book.close()
+
+
+def test_nothing_is_measured_soon_after_work(tmp_path: Path) -> None:
+    now_s = 0.0
+    bench = Bench(tmp_path, quiet_s=20.0, clock=lambda: now_s)
+    bench.idle({"digits": "x"})
+    assert not bench.is_measuring, "the agent has only just started"
+    now_s = 19.0
+    bench.book.busy()
+    now_s = 38.0
+    bench.idle({"digits": "x"})
+    assert not bench.is_measuring
+    now_s = 39.0
+    bench.idle({"digits": "x"})
+    assert bench.is_measuring
+    bench.book.close()
+
+
+def test_work_ends_a_measurement_and_it_is_made_another_time(bench: Bench, own: Path, tmp_path: Path) -> None:
+    bench.idle({"own_speed_task:Slow": str(tmp_path)})
+    until(own.exists)
+    until(lambda: own.read_text() != "")
+    pid = int(own.read_text())
+    assert os.getpriority(os.PRIO_PROCESS, pid) == 19
+    bench.book.busy()
+    until(lambda: not Path(f"/proc/{pid}").exists())
+    assert bench.book.told() == {}
+    bench.idle({"own_speed_task:Slow": str(tmp_path)})
+    assert bench.is_measuring
+
+
+def test_a_library_that_crashes_takes_nobody_along_and_is_told_and_not_tried_again(
+    bench: Bench,
+    own: Path,
+    tmp_path: Path,
+) -> None:
+    shards = {"own_speed_task:Crashing": str(tmp_path)}
+    told = bench.measure(shards)
+    assert told == {"speed_errors": {"own_speed_task:Crashing": "training ended with code -4 on this board"}}
+    bench.idle(shards)
+    assert not bench.is_measuring
+
+
+def test_a_task_that_is_gone_is_forgotten(bench: Bench) -> None:
+    bench.measure({"digits": "x"})
+    version = bench.book.version
+    bench.idle({})
+    assert (bench.book.told(), bench.book.version) == ({}, version + 1)
+
+
+def test_a_small_board_measures_the_model_that_fits_it(bench: Bench, tmp_path: Path) -> None:
+    facts = probe(plant(tmp_path / "zero", ZERO_2_W), run=no_program)
+    told = bench.measure({"mnist": "x"}, facts=facts)
+    assert list(told["steps_per_s"]) == ["mnist/2nn"]
+
+
+@pytest.mark.parametrize("kept", ["", "[]", '{"v": 2}', '{"v": 1, "speeds": {"digits": {}}}', '{"v":1,"speeds":[1]}'])
+def test_a_damaged_book_is_begun_anew(tmp_path: Path, kept: str) -> None:
+    (tmp_path / FILE_NAME).write_text(kept)
+    assert Bench(tmp_path).book.told() == {}

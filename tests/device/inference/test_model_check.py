@@ -1,0 +1,95 @@
+"""Judging a model on a board's own data, in a child process that may die of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from onnx_graphs import constant_model, digits_model
+
+from edgefl.device.inference.model_check import Question, check, check_apart, judged_data
+from edgefl.errors import DataError
+from edgefl.tasks.cutting import cut_shards
+from edgefl.tasks.registry import make_task
+from edgefl.tasks.splits import local_split
+from edgefl.types import Dataset
+
+
+@pytest.fixture(scope="module")
+def shard(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cut_shards("digits", "iid", 2, tmp_path_factory.mktemp("digits"))[0]
+
+
+@pytest.fixture(scope="module")
+def data(shard: Path) -> Dataset:
+    return make_task("digits").read(str(shard))
+
+
+@pytest.fixture
+def question(shard: Path, data: Dataset, tmp_path: Path) -> Question:
+    train = local_split(data, 0.2)[0]
+    digits_model(tmp_path / "good.onnx", train.inputs, train.labels)
+    digits_model(tmp_path / "bad.onnx", train.inputs, train.labels, sign=-1.0)
+    return Question(
+        path=str(tmp_path / "good.onnx"), former_path=str(tmp_path / "bad.onnx"), task="digits", options={},
+        shard=str(shard), role="trainer", test_fraction=0.2,
+    )  # fmt: skip
+
+
+def test_both_models_are_judged_on_the_test_part_in_a_child(question: Question, data: Dataset) -> None:
+    scores = check_apart(question)
+    assert scores == check(question)
+    assert scores.accuracy > 0.8
+    assert scores.former_accuracy is not None
+    assert scores.former_accuracy < 0.1
+    assert scores.num_examples == len(local_split(data, 0.2)[1])
+
+
+def test_an_evaluator_judges_on_all_of_its_data_and_a_trainer_without_test_rows_too(
+    question: Question, data: Dataset
+) -> None:
+    assert len(judged_data(data, replace(question, role="evaluator"))) == len(data)
+    assert len(judged_data(data, replace(question, test_fraction=0.0))) == len(data)
+
+
+def test_a_model_before_that_is_gone_or_damaged_has_no_accuracy(question: Question, tmp_path: Path) -> None:
+    (tmp_path / "damaged.onnx").write_bytes(b"x")
+    for former in (None, str(tmp_path / "gone.onnx"), str(tmp_path / "damaged.onnx")):
+        assert check(replace(question, former_path=former)).former_accuracy is None
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"shard": "/nowhere.npz"}, "/nowhere.npz"),
+        ({"path": "/nowhere.onnx"}, "there is no model file"),
+        ({"task": "mnist"}, "is of task digits, this is task mnist"),
+        ({"options": {"model": "x"}}, "model of task digits must be"),
+    ],
+)
+def test_what_cannot_be_judged_is_one_line(question: Question, change: dict[str, object], expected: str) -> None:
+    with pytest.raises(DataError) as caught:
+        check_apart(replace(question, **change))  # type: ignore[arg-type]  # one field each
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_of_another_task_is_refused(question: Question, tmp_path: Path) -> None:
+    constant_model(tmp_path / "other.onnx", 1, task="mnist")
+    with pytest.raises(DataError, match="the model is of task mnist, not of digits"):
+        check(replace(question, path=str(tmp_path / "other.onnx")))
+
+
+def test_a_check_that_takes_too_long_is_ended(question: Question) -> None:
+    with pytest.raises(DataError, match=r"took more than 0\.05 s"):
+        check_apart(question, within_s=0.05)
+
+
+def test_a_child_that_dies_is_a_reason_and_no_crash(
+    question: Question, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dying_task.py").write_text("import os\nos.abort()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(DataError, match="checking the model ended with code -6"):
+        check_apart(replace(question, task="dying_task:Task"))

@@ -1,0 +1,87 @@
+"""The note that says which model a board runs: whole at any time, and with a way back."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from edgefl.device.inference.model_store import DeployedModel, ModelStore, Note, Report, report_json
+
+
+def deployed(name: str) -> DeployedModel:
+    return DeployedModel(deployment=f"d-{name}", sha256=name * 64, model=name * 8, task="digits", accuracy=0.5)
+
+
+def report(name: str, state: str = "running") -> Report:
+    return Report(id=f"d-{name}", state=state, accuracy=0.5)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ModelStore:
+    store = ModelStore(tmp_path)
+    store.write(Note())
+    for name in "abc":
+        put(store, name)
+    return store
+
+
+def put(store: ModelStore, name: str) -> None:
+    (store.folder / f"{name * 64}.onnx").write_bytes(name.encode())
+
+
+def files(store: ModelStore) -> set[str]:
+    return {path.name[0] for path in store.folder.glob("*.onnx")}
+
+
+def test_a_board_without_a_note_has_no_model(tmp_path: Path) -> None:
+    assert ModelStore(tmp_path).read() == Note()
+    assert report_json(Note()) is None
+
+
+def test_the_model_before_is_kept_for_the_way_back_and_older_ones_go(store: ModelStore) -> None:
+    note = Note()
+    for name in "abc":
+        put(store, name)
+        note = store.switch(note, deployed(name), report(name))
+    assert store.read() == note
+    assert (note.current, note.former, note.pending) == (deployed("c"), deployed("b"), None)
+    assert files(store) == {"b", "c"}
+    back = store.go_back(note, report("c", "reverted"))
+    assert (store.read(), back.current, back.former) == (back, deployed("b"), None)
+    assert files(store) == {"b"}
+    assert store.go_back(back, report("b", "reverted")).current is None
+
+
+def test_a_model_that_is_deployed_twice_does_not_push_out_the_one_before(store: ModelStore) -> None:
+    note = store.switch(Note(), deployed("a"), report("a"))
+    note = store.switch(note, deployed("b"), report("b"))
+    again = store.switch(note, deployed("b"), report("b"))
+    assert (again.current, again.former) == (deployed("b"), deployed("a"))
+
+
+def test_a_part_that_is_being_fetched_stays_and_others_go(store: ModelStore) -> None:
+    for name in "xy":
+        (store.folder / f"{name * 64}.part").write_bytes(b"half")
+    store.prune(Note(current=deployed("a")), keep="x" * 64)
+    assert {path.name[0] for path in store.folder.iterdir()} == {"a", "x", "c"}
+
+
+def test_a_damaged_note_counts_as_none_and_is_told(store: ModelStore, caplog: pytest.LogCaptureFixture) -> None:
+    for content in (b"{", b"[]", b'{"v": 2}', b'{"v": 1, "current": {"model": "x"}}', b"\xff"):
+        store.note_path.write_bytes(content)
+        with caplog.at_level(logging.WARNING):
+            assert store.read() == Note()
+        assert "damaged" in caplog.text, content
+        caplog.clear()
+
+
+def test_a_heartbeat_says_what_became_of_the_last_deployment_and_what_runs() -> None:
+    told = report_json(Note(current=deployed("a"), report=Report(id="d-b", state="refused", reason="worse")))
+    assert told == {"id": "d-b", "state": "refused", "reason": "worse", "runs": "d-a"}
+    assert report_json(Note(report=Report(id="d", state="fetching"))) == {
+        "id": "d",
+        "state": "fetching",
+        "runs": None,
+    }

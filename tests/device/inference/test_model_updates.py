@@ -1,0 +1,274 @@
+"""Deployments on the board: fetched, judged, switched to or not, and taken up again after a power cut."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from model_source import ModelSource
+from onnx_graphs import constant_model
+
+from edgefl.device.inference.model_check import Question, Scores
+from edgefl.device.inference.model_fetch import Offer, Source
+from edgefl.device.inference.model_store import ModelStore
+from edgefl.device.inference.model_updates import ModelUpdates, refusal
+from edgefl.device.state import DeviceState, JoinedDevice
+from edgefl.errors import DataError, NetworkError
+from edgefl.types import derived_rng
+
+
+class Board:
+    """A board with a state directory, a coordinator to fetch from, and a judge who says what he is told to say."""
+
+    def __init__(self, root: Path) -> None:
+        self.model = root / "model.onnx"
+        self.coordinator = ModelSource(root / "coordinator", b"", constant(self.model, 0))
+        self.offers(0)
+        device = JoinedDevice(
+            device_id="pi", fleet="lab", role="trainer", ca_fingerprint="00", addresses=("127.0.0.1:1",),
+            broker_port=1, shards={"digits": "shard.npz"},
+        )  # fmt: skip
+        self.root = root / "pi"
+        self.root.mkdir()
+        (self.root / "device.json").write_text(json.dumps({"v": 1, **asdict_of(device)}))
+        self.state = DeviceState(self.root, device)
+        self.scores: dict[str, float] = {}
+        self.questions: list[Question] = []
+        self.waits: Callable[[], None] = lambda: None
+        self.is_away = False
+        self.store = ModelStore(self.root)
+        self.updates: list[ModelUpdates] = []
+
+    def offers(self, winner: int) -> None:
+        """Makes the coordinator offer another model from now on."""
+        sha256 = constant(self.model, winner)
+        self.coordinator.body = self.model.read_bytes()
+        told = {"sha256": sha256, "bytes": len(self.coordinator.body), "model": f"{winner}" * 64}
+        self.coordinator.offer |= told
+
+    def start(self) -> ModelUpdates:
+        updates = ModelUpdates(
+            self.state, source=self._source, on_change=lambda: None, rng=derived_rng("t"), check=self._check
+        )
+        self.updates.append(updates)
+        updates.start()
+        return updates
+
+    def close(self) -> None:
+        for updates in self.updates:
+            updates.stop()
+        self.coordinator.close()
+
+    def _source(self) -> Source:
+        if self.is_away:
+            raise NetworkError("the coordinator is away")
+        return self.coordinator.source()
+
+    def _check(self, question: Question) -> Scores:
+        self.questions.append(question)
+        self.waits()
+        if not Path(question.path).is_file():
+            raise DataError("no file")
+        former = self.scores.get(Path(question.former_path).stem) if question.former_path else None
+        return Scores(
+            accuracy=self.scores.get(Path(question.path).stem, 0.9), former_accuracy=former, num_examples=50
+        )
+
+
+def constant(path: Path, winner: int) -> str:
+    return constant_model(path, winner)
+
+
+def asdict_of(device: JoinedDevice) -> dict[str, Any]:
+    return {name: getattr(device, name) for name in JoinedDevice.__slots__}
+
+
+@pytest.fixture
+def board(tmp_path: Path) -> Iterator[Board]:
+    made = Board(tmp_path)
+    yield made
+    made.close()
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def until(updates: ModelUpdates, state: str, deployment: str) -> dict[str, Any]:
+    deadline_s = time.monotonic() + 20
+    while True:
+        report = updates.report or {}
+        if (report.get("state"), report.get("id")) == (state, deployment):
+            return report
+        assert time.monotonic() < deadline_s, f"no {state} of {deployment}: {report}"
+        time.sleep(0.01)
+
+
+def deploy(board: Board, updates: ModelUpdates, winner: int, state: str = "running") -> dict[str, Any]:
+    board.offers(winner)
+    updates.deploy(f"d{winner}")
+    return until(updates, state, f"d{winner}")
+
+
+def test_the_first_model_is_taken_and_asked_for_on_the_boards_own_data(board: Board) -> None:
+    updates = board.start()
+    report = deploy(board, updates, 3)
+    assert report == {"id": "d3", "state": "running", "accuracy": 0.9, "num_examples": 50, "runs": "d3"}
+    assert updates.model == "3" * 64
+    (question,) = board.questions
+    assert (question.shard, question.task, question.former_path, question.role) == (
+        "shard.npz", "digits", None, "trainer",
+    )  # fmt: skip
+    current = board.store.read().current
+    assert current is not None
+    assert board.store.path(current).read_bytes() == board.coordinator.body
+
+
+def test_a_worse_model_is_refused_and_the_one_before_stays(board: Board) -> None:
+    updates = board.start()
+    deploy(board, updates, 1)
+    first = board.store.read().current
+    assert first is not None
+    board.scores[first.sha256] = 0.95
+    board.offers(2)
+    board.scores[board.coordinator.offer["sha256"]] = 0.4
+    updates.deploy("d2")
+    report = until(updates, "refused", "d2")
+    assert "accuracy 0.4000 on 50 examples of its own, the model before has 0.9500 there" in report["reason"]
+    assert (report["accuracy"], report["former_accuracy"], report["runs"]) == (0.4, 0.95, "d1")
+    assert board.store.read().current == first
+    assert updates.model == "1" * 64
+    eventually(lambda: [path.stem for path in board.store.folder.glob("*.onnx")] == [first.sha256])
+
+
+def test_a_deployment_that_is_done_is_not_done_again(board: Board) -> None:
+    updates = board.start()
+    deploy(board, updates, 1)
+    updates.deploy("d1")
+    deploy(board, updates, 2)
+    updates.deploy("d2")
+    deploy(board, updates, 3)
+    assert len(board.questions) == 3
+
+
+def test_it_goes_back_to_the_model_before_and_without_one_to_none(board: Board) -> None:
+    updates = board.start()
+    deploy(board, updates, 1)
+    deploy(board, updates, 2)
+    updates.roll_back("d2")
+    assert until(updates, "reverted", "d2")["runs"] == "d1"
+    assert updates.model == "1" * 64
+    updates.roll_back("d1")
+    assert until(updates, "reverted", "d1")["runs"] is None
+    assert updates.model is None
+
+
+def test_going_back_from_what_it_does_not_run_changes_nothing_and_is_reported(board: Board) -> None:
+    updates = board.start()
+    deploy(board, updates, 1)
+    updates.roll_back("other")
+    assert until(updates, "reverted", "other")["runs"] == "d1"
+    updates.deploy("d1")
+    assert until(updates, "running", "d1")["accuracy"] == 0.9
+    assert len(board.questions) == 1
+
+
+def test_what_was_begun_before_a_power_cut_is_finished_after_it(board: Board) -> None:
+    board.is_away = True
+    updates = board.start()
+    board.offers(5)
+    updates.deploy("d5")
+    until(updates, "fetching", "d5")
+    eventually(lambda: board.store.read().pending == "d5")
+    updates.stop()
+    board.is_away = False
+    again = board.start()
+    assert until(again, "running", "d5")["runs"] == "d5"
+    assert board.store.read().pending is None
+
+
+def test_an_order_to_go_back_ends_what_is_under_way(board: Board) -> None:
+    board.is_away = True
+    updates = board.start()
+    updates.deploy("d5")
+    until(updates, "fetching", "d5")
+    updates.roll_back("d5")
+    assert until(updates, "reverted", "d5")["runs"] is None
+    eventually(lambda: board.store.read().pending is None)
+    board.is_away = False
+    deploy(board, updates, 6)
+
+
+def test_a_newer_deployment_takes_the_place_of_the_one_under_way(board: Board) -> None:
+    board.is_away = True
+    updates = board.start()
+    updates.deploy("d5")
+    until(updates, "fetching", "d5")
+    board.offers(6)
+    updates.deploy("d6")
+    board.is_away = False
+    until(updates, "running", "d6")
+    assert len(board.questions) == 1
+
+
+def test_a_file_that_arrives_damaged_twice_has_failed_and_nothing_of_it_stays(board: Board) -> None:
+    updates = board.start()
+    board.offers(4)
+    board.coordinator.body = board.coordinator.body[:-1] + b"x"
+    updates.deploy("d4")
+    assert "was offered" in until(updates, "failed", "d4")["reason"]
+    assert len(board.coordinator.ranges) == 2
+    eventually(lambda: [path.name for path in board.store.folder.iterdir()] == ["current.json"])
+
+
+def test_a_deployment_that_was_taken_back_and_a_missing_shard_have_failed_with_a_reason(board: Board) -> None:
+    updates = board.start()
+    board.coordinator.status = 404
+    updates.deploy("d1")
+    until(updates, "failed", "d1")
+    board.coordinator.status = 200
+    board.coordinator.offer["task"] = "mnist"
+    assert "no shard for task 'mnist'" in deploy(board, updates, 2, "failed")["reason"]
+
+
+def test_a_judge_that_fails_in_any_way_ends_the_deployment_with_a_reason(board: Board) -> None:
+    def fails() -> None:
+        raise ZeroDivisionError("odd")
+
+    updates = board.start()
+    board.waits = fails
+    assert deploy(board, updates, 2, "failed")["reason"] == "ZeroDivisionError: odd"
+    board.waits = lambda: None
+    deploy(board, updates, 3)
+
+
+def offer(**changes: float) -> Offer:
+    values: dict[str, Any] = {"tolerance": 0.02, "min_accuracy": 0.0, **changes}
+    return Offer(
+        deployment="d", model="m", sha256="s", num_bytes=1, task="digits", options={}, test_fraction=0.1, **values
+    )
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "former", "limits", "is_refused"),
+    [
+        (0.1, None, {}, False),
+        (0.1, None, {"min_accuracy": 0.2}, True),
+        (0.881, 0.9, {}, False),
+        (0.879, 0.9, {}, True),
+        (0.879, 0.9, {"tolerance": 0.05}, False),
+        (0.9, 0.9, {"tolerance": 0.0}, False),
+    ],
+)
+def test_a_model_may_be_a_little_worse_than_the_one_before_and_no_more(
+    accuracy: float, former: float | None, limits: dict[str, float], is_refused: bool
+) -> None:
+    scores = Scores(accuracy=accuracy, former_accuracy=former, num_examples=9)
+    assert (refusal(scores, offer(**limits)) is not None) == is_refused

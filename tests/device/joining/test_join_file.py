@@ -1,0 +1,44 @@
+import json
+
+import pytest
+
+from edgefl.device.joining.join_file import JoinFile
+from edgefl.errors import ConfigError, EdgeflError
+from edgefl.protocol import JoinToken
+
+TOKEN = JoinToken(ca_fingerprint="a" * 64, token_id="t1", secret="s3cret", fleet="lab", addresses=("pc:8000",)).text()
+
+
+def test_what_is_written_is_read_back() -> None:
+    file = JoinFile(token=TOKEN, name="pi-01", shards={"digits": "/srv/digits.npz"}, addresses=("10.0.0.1:8000",))
+    assert JoinFile.parse(file.text()) == file
+
+
+def test_the_token_stays_out_of_the_repr() -> None:
+    assert TOKEN not in repr(JoinFile(token=TOKEN))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"v": 2},
+        {"token": None},
+        {"token": "efl1.broken"},
+        {"name": "Two Words"},
+        {"role": "boss"},
+        {"shards": ["a"]},
+        {"addresses": ["no-port"]},
+        {"surprise": 1},
+    ],
+)
+def test_a_wrong_entry_is_refused_without_showing_the_token(change: dict[str, object]) -> None:
+    value = {**json.loads(JoinFile(token=TOKEN).text()), **change}
+    with pytest.raises(EdgeflError) as told:
+        JoinFile.parse(json.dumps(value))
+    assert TOKEN not in str(told.value)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "null"])
+def test_what_is_no_join_file_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        JoinFile.parse(text)

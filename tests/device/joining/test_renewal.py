@@ -1,0 +1,211 @@
+"""Renewing a certificate, against a real coordinator's routes and with the cards that power cuts leave behind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+from edgefl.coordinator import pki
+from edgefl.device.joining.enrolment import JoinWishes, join
+from edgefl.device.joining.keys import new_key, public_pem
+from edgefl.device.joining.renewal import LOOK_EVERY_S, LOOK_WHILE_OFF_S, TRY_AGAIN_S, Renewal
+from edgefl.device.state import DeviceState
+from edgefl.device.trust import Hello, pinned_context
+
+DAY_S = 86_400.0
+
+
+@dataclass
+class Clock:
+    now_s: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def state(front_door: Any, tmp_path: Path) -> DeviceState:
+    return join(front_door.token(), JoinWishes(name="pi-1"), root=tmp_path / "device", addresses=[front_door.address])
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def renewal(state: DeviceState, clock: Clock) -> Renewal:
+    return Renewal(state, pinned_context(state.ca.read_bytes()), sign=lambda _key: {}, monotonic=clock)
+
+
+def hello(earliest: float, latest: float) -> Hello:
+    return Hello(
+        version="1", fleet="lab", addresses=(), broker_port=1, broker_host=None, skew_s=0.0,
+        certificates=(earliest, latest),
+    )  # fmt: skip
+
+
+def end_of(state: DeviceState) -> float:
+    return pki.expires_at(state.cert.read_bytes())
+
+
+def test_a_fresh_certificate_is_not_renewed_as_the_coordinator_tells_it(
+    state: DeviceState, renewal: Renewal, front_door: Any
+) -> None:
+    assert not renewal.is_due(), "nothing was heard yet"
+    renewal.heard(hello(0.0, 1.0))
+    assert renewal.is_due()
+    renewal.look(front_door.address, is_link_up=True)
+    assert renewal.is_due(), "an hour has not passed"
+
+
+@pytest.mark.parametrize(("earliest_s", "latest_s", "is_due"), [(-1, 1, False), (1, 2, True), (-2, -1, True)])
+def test_it_is_time_when_the_end_lies_outside_of_what_the_coordinator_wants(
+    state: DeviceState, renewal: Renewal, earliest_s: float, latest_s: float, is_due: bool
+) -> None:
+    end = end_of(state)
+    renewal.heard(hello(end + earliest_s, end + latest_s))
+    assert renewal.is_due() is is_due
+
+
+def test_it_becomes_time_while_the_device_stays_connected(state: DeviceState, renewal: Renewal, clock: Clock) -> None:
+    end = end_of(state)
+    renewal.heard(hello(end - 100, end + DAY_S))
+    assert not renewal.is_due()
+    clock.now_s += 101
+    assert renewal.is_due()
+
+
+def test_a_coordinator_that_is_older_asks_for_nothing(renewal: Renewal) -> None:
+    renewal.heard(Hello(version="1", fleet="lab", addresses=(), broker_port=1, broker_host=None, skew_s=0.0))
+    assert not renewal.is_due()
+    renewal.ask()
+    assert renewal.is_due()
+
+
+@pytest.mark.parametrize(("is_link_up", "after_s"), [(True, LOOK_EVERY_S), (False, LOOK_WHILE_OFF_S)])
+def test_the_coordinator_is_asked_again_and_sooner_while_the_broker_refuses(
+    state: DeviceState, renewal: Renewal, clock: Clock, front_door: Any, is_link_up: bool, after_s: float
+) -> None:
+    renewal.heard(hello(0.0, 1.0))
+    clock.now_s += after_s - 1
+    renewal.look(front_door.address, is_link_up=is_link_up)
+    assert renewal.is_due()
+    clock.now_s += 1
+    renewal.look(front_door.address, is_link_up=is_link_up)
+    assert not renewal.is_due(), "the answer of this coordinator is that 90 days are right"
+
+
+class Coordinator:
+    """Signs as the route does, and can lose its answer."""
+
+    def __init__(self, door: Any) -> None:
+        self.door, self.asked = door, list[bytes]()
+        self.loses_answers = False
+
+    def post(self, _address: str, _trust: Any, _path: str, value: Mapping[str, Any], **_: Any) -> dict[str, Any]:
+        csr = str(value["csr"]).encode()
+        self.asked.append(csr)
+        if self.loses_answers:
+            raise TimeoutError("no answer in time")
+        return {"certificate": pki.sign_request(self.door.directory.authority(), csr, "pi-1").decode()}
+
+
+@pytest.fixture
+def coordinator(front_door: Any, monkeypatch: pytest.MonkeyPatch) -> Coordinator:
+    made = Coordinator(front_door)
+    monkeypatch.setattr("edgefl.device.joining.renewal.post_json", made.post)
+    return made
+
+
+def test_key_and_certificate_are_new_fit_each_other_and_lie_in_one_file(
+    state: DeviceState, renewal: Renewal, coordinator: Coordinator
+) -> None:
+    old = state.key.read_bytes()
+    renewal.ask()
+    assert renewal.renew("here:1")
+    assert state.cert == state.key
+    assert pki.belong_together(state.cert.read_bytes(), state.key.read_bytes())
+    assert public_pem(state.key.read_bytes()) != public_pem(old)
+    assert load_pem_private_key(state.key.read_bytes(), password=None)
+    assert not state.pending_key.exists()
+    assert state.key.stat().st_mode & 0o777 == 0o600
+    assert not renewal.is_due()
+
+
+def test_after_a_lost_answer_the_same_key_is_asked_for_again(
+    state: DeviceState, renewal: Renewal, coordinator: Coordinator, clock: Clock
+) -> None:
+    coordinator.loses_answers = True
+    renewal.ask()
+    old = state.key.read_bytes()
+    assert not renewal.renew("here:1")
+    assert state.key.read_bytes() == old
+    assert not renewal.is_due(), "not at once"
+    clock.now_s += TRY_AGAIN_S
+    assert renewal.is_due()
+    coordinator.loses_answers = False
+    kept = state.pending_key.read_bytes()
+    assert renewal.renew("here:1")
+    assert public_pem(state.key.read_bytes()) == public_pem(kept)
+
+
+@pytest.mark.parametrize("writes", [1, 2])
+def test_a_power_cut_at_any_write_leaves_a_pair_that_fits(
+    state: DeviceState, renewal: Renewal, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch, writes: int
+) -> None:
+    left = [writes]
+
+    def cut(real: Callable[..., None]) -> Callable[..., None]:
+        def write(*arguments: Any) -> None:
+            if not left[0]:
+                raise KeyboardInterrupt
+            left[0] -= 1
+            real(*arguments)
+
+        return write
+
+    from edgefl.device import state as states  # noqa: PLC0415 likewise
+    from edgefl.device.joining import renewal as module  # noqa: PLC0415 what is cut off
+
+    monkeypatch.setattr(module, "write_whole", cut(module.write_whole))
+    monkeypatch.setattr(states, "write_whole", cut(states.write_whole))
+    monkeypatch.setattr(Path, "unlink", lambda *_args, **_options: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        renewal.renew("here:1")
+    again = DeviceState.load(state.root)
+    assert pki.belong_together(again.cert.read_bytes(), again.key.read_bytes())
+
+
+def test_a_key_that_was_left_over_at_the_very_end_is_not_taken_for_a_new_one(
+    state: DeviceState, renewal: Renewal, coordinator: Coordinator
+) -> None:
+    state.pending_key.write_bytes(state.key.read_bytes())
+    old = public_pem(state.key.read_bytes())
+    assert renewal.renew("here:1")
+    assert public_pem(state.key.read_bytes()) != old
+
+
+def test_a_damaged_key_of_a_renewal_is_given_up(
+    state: DeviceState, renewal: Renewal, coordinator: Coordinator
+) -> None:
+    state.pending_key.write_bytes(b"damaged")
+    assert not renewal.recover("here:1")
+    assert not state.pending_key.exists()
+    assert not renewal.recover("here:1")
+
+
+def test_the_key_that_the_coordinator_knows_already_brings_the_device_back(
+    state: DeviceState, renewal: Renewal, coordinator: Coordinator
+) -> None:
+    kept = new_key()
+    state.pending_key.write_bytes(kept)
+    assert renewal.recover("here:1")
+    assert public_pem(state.key.read_bytes()) == public_pem(kept)
+    assert abs(end_of(state) - time.time() - 90 * DAY_S) < DAY_S

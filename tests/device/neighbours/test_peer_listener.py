@@ -1,0 +1,323 @@
+"""What a board does with whom it did not invite, and with neighbours that behave badly."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import threading
+import time
+import tracemalloc
+
+import pytest
+from peer_boards import (
+    HASTY,
+    LOOPBACK,
+    PATIENCE_S,
+    PATIENT,
+    Board,
+    PeerFleet,
+    direct_threads,
+    eventually,
+    hear,
+    is_closed,
+    say,
+)
+
+from edgefl.coordinator import pki
+from edgefl.device.neighbours.direct import PeerPace
+from edgefl.device.neighbours.peer_frames import FRAME_VERSION, HEADER, MAGIC, FrameKind
+from edgefl.device.neighbours.peer_listener import MAX_STRANGERS
+from edgefl.protocol import MAX_PEER_BYTES
+
+MIB = 2**20
+
+
+def still_works(peers: PeerFleet, board: Board) -> None:
+    """b brings the board a message, and is told that it was taken."""
+    connection = peers.enter("b", board)
+    say(connection, FrameKind.MESSAGE, session=99, number=1, payload=b"all is well")
+    assert hear(connection).kind is FrameKind.TAKEN
+    assert ("b", b"all is well") in board.received
+
+
+def header(length: int, *, magic: bytes = MAGIC, version: int = FRAME_VERSION, kind: int = 2) -> bytes:
+    return HEADER.pack(magic, version, kind, length, 7, 1)
+
+
+@pytest.mark.parametrize("length", [MAX_PEER_BYTES + 1, 2**32 - 1])
+def test_a_frame_that_is_too_long_ends_the_connection_before_anything_is_allocated(
+    peers: PeerFleet, length: int
+) -> None:
+    a = peers.board("a", ["b"])
+    connection = peers.enter("b", a)
+    tracemalloc.start()
+    try:
+        connection.sendall(header(length) + b"x" * 1000)
+        assert is_closed(connection)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < MIB
+    eventually(lambda: a.carrier.counts.malformed == 1)
+    still_works(peers, a)
+
+
+def test_memory_grows_with_what_arrives_not_with_what_is_announced(peers: PeerFleet) -> None:
+    a = peers.board("a", ["b"], pace=HASTY)
+    connection = peers.enter("b", a)
+    tracemalloc.start()
+    try:
+        connection.sendall(header(MAX_PEER_BYTES) + b"x" * 1000)
+        assert is_closed(connection)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < MIB
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        header(4, magic=b"HTTP") + b"body",
+        header(4, version=FRAME_VERSION + 1) + b"body",
+        header(4, kind=0) + b"body",
+        header(0, kind=9),
+        header(4, kind=FrameKind.ALIVE) + b"body",
+        header(0, kind=FrameKind.TAKEN),
+        header(0, kind=FrameKind.WELCOME),
+        b"\xff" * 4096,
+    ],
+)
+def test_a_neighbour_that_sends_no_frame_is_cut_off_and_counted(peers: PeerFleet, garbage: bytes) -> None:
+    a = peers.board("a", ["b"])
+    connection = peers.enter("b", a)
+    connection.sendall(garbage)
+    assert is_closed(connection)
+    eventually(lambda: a.carrier.counts.malformed == 1)
+    assert a.received == []
+    still_works(peers, a)
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 500, b"\x16\x03\x01\xff\xff" + b"\x01" * 600]
+)
+def test_a_stranger_that_speaks_no_tls_is_refused(peers: PeerFleet, garbage: bytes) -> None:
+    a = peers.board("a", ["b"], pace=HASTY)
+    with socket.create_connection(a.address) as stranger:
+        stranger.sendall(garbage)
+        assert is_closed(stranger)
+    eventually(lambda: a.carrier.counts.refused == 1)
+    still_works(peers, a)
+
+
+def test_a_stranger_without_a_certificate_is_refused(peers: PeerFleet) -> None:
+    a = peers.board("a", ["b"])
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    with socket.create_connection(a.address) as plain, context.wrap_socket(plain) as stranger:
+        assert is_closed(stranger)
+    eventually(lambda: a.carrier.counts.refused == 1)
+
+
+def test_a_certificate_of_another_fleet_or_of_the_coordinator_lets_nobody_in(peers: PeerFleet) -> None:
+    a = peers.board("a", ["b"])
+    foreign = pki.issue_client(pki.create_authority("lab"), "b")
+    server = pki.issue_server(peers.authority, ["b"])
+    for number, certificate in enumerate((foreign, server), 1):
+        connection = peers.dial("b", a, tls=peers.tls("b", certificate=certificate))
+        assert is_closed(connection)
+        eventually(lambda: a.carrier.counts.refused == number)  # noqa: B023 called at once
+
+
+def test_a_device_of_the_fleet_that_is_no_neighbour_is_closed_before_it_can_send(peers: PeerFleet) -> None:
+    a = peers.board("a", ["b"])
+    connection = peers.dial("c", a)
+    with contextlib.suppress(OSError):
+        say(connection, FrameKind.MESSAGE, session=7, number=1, payload=b"b says: take this")
+    assert is_closed(connection)
+    assert a.received == []
+    assert a.carrier.counts.refused == 1
+
+
+def test_idle_strangers_are_closed_in_time_and_keep_no_neighbour_out(peers: PeerFleet) -> None:
+    a = peers.board("a", ["b"], pace=PeerPace(silence_s=3.0))
+    strangers = [socket.create_connection(a.address) for _ in range(3 * MAX_STRANGERS)]
+    still_works(peers, a)
+    first, last = strangers[0], strangers[-1]
+    started_s = time.monotonic()
+    assert is_closed(first)
+    # The oldest went when others came, the newest when its time was over.
+    assert time.monotonic() - started_s < 1.5
+    assert is_closed(last)
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_handshake_that_dribbles_is_cut_off(peers: PeerFleet) -> None:
+    a = peers.board("a", ["b"], pace=HASTY)
+    with socket.create_connection(a.address) as stranger:
+        assert lasts_s(stranger, b"\x16\x03\x01\x02\x00") < 10 * HASTY.silence_s
+    still_works(peers, a)
+
+
+def test_a_header_that_dribbles_is_cut_off(peers: PeerFleet) -> None:
+    a = peers.board("a", ["b"], pace=HASTY)
+    connection = peers.enter("b", a)
+    assert lasts_s(connection, header(0, kind=FrameKind.ALIVE)) < 10 * HASTY.silence_s
+
+
+def test_a_message_that_dribbles_is_cut_off(peers: PeerFleet) -> None:
+    a = peers.board("a", ["b"], pace=HASTY)
+    connection = peers.enter("b", a)
+    connection.sendall(header(MAX_PEER_BYTES // 4096))
+    assert lasts_s(connection, b"x" * 1000) < 15 * HASTY.silence_s
+    assert a.received == []
+
+
+def lasts_s(connection: socket.socket, content: bytes) -> float:
+    """How long the other end takes a byte every tenth of a second; no longer than `content`."""
+    started_s = time.monotonic()
+    connection.settimeout(0.1)
+    for byte in content * 100:
+        try:
+            connection.sendall(bytes([byte]))
+            if not connection.recv(1024):
+                break
+        except TimeoutError:
+            pass
+        except OSError:
+            break
+        assert time.monotonic() - started_s < PATIENCE_S
+    return time.monotonic() - started_s
+
+
+def test_a_neighbour_that_falls_silent_is_closed(peers: PeerFleet) -> None:
+    a = peers.board("a", ["b"], pace=HASTY)
+    assert is_closed(peers.enter("b", a))
+
+
+def test_a_sign_of_life_is_answered_with_one(peers: PeerFleet) -> None:
+    a = peers.board("a", ["b"])
+    connection = peers.enter("b", a)
+    connection.sendall(header(0, kind=FrameKind.ALIVE))
+    assert connection.recv(1024) == header(0, kind=FrameKind.ALIVE)
+
+
+def test_who_brings_a_long_message_slowly_hears_that_somebody_listens(peers: PeerFleet) -> None:
+    a = peers.board("a", ["b"], pace=PeerPace(keep_alive_s=0.1))
+    connection = peers.enter("b", a)
+    payload = b"x" * 500_000
+    connection.sendall(header(len(payload)))
+    connection.settimeout(0.01)
+    sent, heard = 0, b""
+    while not heard:
+        connection.sendall(payload[sent : sent + 1000])
+        sent += 1000
+        with contextlib.suppress(TimeoutError):
+            heard = connection.recv(HEADER.size)
+    assert HEADER.unpack(heard)[2] == FrameKind.ALIVE
+    connection.settimeout(PATIENCE_S)
+    connection.sendall(payload[sent:])
+    assert hear(connection).kind is FrameKind.TAKEN
+    assert a.payloads() == [payload]
+
+
+def test_a_message_that_comes_again_is_confirmed_again_but_taken_once(peers: PeerFleet) -> None:
+    a = peers.board("a", ["b"])
+    for _ in range(2):
+        connection = peers.enter("b", a)
+        say(connection, FrameKind.MESSAGE, session=7, number=1, payload=b"1")
+        answer = hear(connection)
+        assert (answer.kind, answer.session, answer.number) == (FrameKind.TAKEN, 7, 1)
+    say(connection, FrameKind.MESSAGE, session=7, number=2, payload=b"2")
+    assert hear(connection).number == 2
+    assert a.payloads() == [b"1", b"2"]
+    assert a.carrier.counts.repeated == 1
+
+
+def test_a_sender_that_restarted_is_heard_though_it_counts_from_one(peers: PeerFleet) -> None:
+    a = peers.board("a", ["b"])
+    for session in (7, 8):
+        connection = peers.enter("b", a)
+        say(connection, FrameKind.MESSAGE, session=session, number=1, payload=b"%d" % session)
+        assert hear(connection).session == session
+    assert a.payloads() == [b"7", b"8"]
+
+
+def test_a_neighbour_has_one_connection_the_newest(peers: PeerFleet) -> None:
+    a = peers.board("a", ["b"], pace=PATIENT)
+    older = peers.enter("b", a)
+    newer = peers.enter("b", a)
+    assert is_closed(older)
+    say(newer, FrameKind.MESSAGE, session=7, number=1, payload=b"1")
+    assert hear(newer).kind is FrameKind.TAKEN
+
+
+def test_a_new_connection_waits_until_what_came_over_the_old_one_is_done(peers: PeerFleet) -> None:
+    a = peers.board("a", ["b"])
+    a.gate.clear()
+    older = peers.enter("b", a)
+    say(older, FrameKind.MESSAGE, session=7, number=1, payload=b"1")
+    a.wait_for(b"1")
+    # The board is at work on the first: the second waits in the old connection, the third in the new one.
+    say(older, FrameKind.MESSAGE, session=7, number=2, payload=b"2")
+    newer = peers.enter("b", a)
+    say(newer, FrameKind.MESSAGE, session=7, number=3, payload=b"3")
+    a.gate.set()
+    assert hear(newer).number == 3
+    assert is_closed(older)
+    assert a.payloads() == [b"1", b"3"]
+
+
+class NotedLock:
+    """Tells when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.num_askers = 0
+
+    def acquire(self, timeout: float) -> bool:
+        self.num_askers += 1
+        return self._lock.acquire(timeout=timeout)
+
+    def release(self) -> None:
+        self._lock.release()
+
+
+def test_what_waits_while_its_edge_is_removed_is_not_taken(peers: PeerFleet) -> None:
+    a = peers.board("a", ["b"])
+    a.carrier._listener._inboxes["b"].lock = lock = NotedLock()  # type: ignore[assignment] # enough of one
+    a.gate.clear()
+    for number in (1, 2):
+        connection = peers.enter("b", a)
+        say(connection, FrameKind.MESSAGE, session=7, number=number, payload=b"%d" % number)
+        eventually(lambda: lock.num_askers == number)  # noqa: B023 called at once
+    a.carrier.set_neighbours([])
+    a.gate.set()
+    assert is_closed(connection)
+    eventually(lambda: "direct-from-b" not in direct_threads())
+    assert a.payloads() == [b"1"]
+
+
+def test_the_connection_of_a_neighbour_is_closed_when_its_edge_is_removed(peers: PeerFleet) -> None:
+    a = peers.board("a", ["b"], pace=PATIENT)
+    connection = peers.enter("b", a)
+    a.carrier.set_neighbours([])
+    assert is_closed(connection)
+
+
+def test_tls_1_2_will_do_and_nothing_older(peers: PeerFleet) -> None:
+    a = peers.board("a", ["b"])
+    assert a.carrier._tls.listening.minimum_version is ssl.TLSVersion.TLSv1_2
+    tls = peers.tls("b")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(tls.cert, tls.key)
+    plain = socket.create_connection((LOOPBACK, a.address[1]), timeout=PATIENCE_S)
+    with context.wrap_socket(plain) as connection:
+        assert connection.version() == "TLSv1.2"
+        assert hear(connection).kind is FrameKind.WELCOME

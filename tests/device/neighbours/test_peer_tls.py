@@ -1,0 +1,136 @@
+"""Which certificates a board believes, at either end."""
+
+from __future__ import annotations
+
+import datetime as dt
+import ssl
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from peer_boards import PeerFleet, eventually, is_closed
+
+from edgefl.coordinator import pki
+from edgefl.device.neighbours.peer_tls import PeerTls, verified_name
+from edgefl.errors import NetworkError, NotJoinedError
+
+AUTHORITY = pki.create_authority("lab")
+
+
+def der(pem: bytes) -> bytes:
+    return ssl.PEM_cert_to_DER_cert(pem.decode())
+
+
+def name_in(cert_pem: bytes, authority: pki.KeyPair = AUTHORITY) -> str:
+    return verified_name(der(cert_pem), x509.load_pem_x509_certificate(authority.cert_pem))
+
+
+def issued(
+    authority: pki.KeyPair,
+    names: tuple[str, ...] = ("b",),
+    *,
+    is_authority: bool = False,
+    usage: x509.ObjectIdentifier = ExtendedKeyUsageOID.CLIENT_AUTH,
+    names_issuer: bool = True,
+    years: tuple[int, int] = (1970, 2046),
+) -> pki.KeyPair:
+    """A certificate by the fleet's own CA that is a little different from what a join gives."""
+    issuer = x509.load_pem_x509_certificate(authority.cert_pem)
+    signer = serialization.load_pem_private_key(authority.key_pem, None)
+    key = ec.generate_private_key(ec.SECP256R1())
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name) for name in names]))
+        .issuer_name(issuer.subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(dt.datetime(years[0], 1, 1, tzinfo=dt.UTC))
+        .not_valid_after(dt.datetime(years[1], 1, 1, tzinfo=dt.UTC))
+        .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("b")]), critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
+    if names_issuer:
+        identifier = issuer.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+        link = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier)
+        builder = builder.add_extension(link, critical=False)
+    cert_pem = builder.sign(signer, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)  # type: ignore[arg-type]
+    key_pem = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return pki.KeyPair(key_pem=key_pem, cert_pem=cert_pem)
+
+
+def test_a_certificate_of_a_join_has_the_name_of_the_device() -> None:
+    assert name_in(pki.issue_client(AUTHORITY, "pi-1").cert_pem) == "pi-1"
+    assert name_in(issued(AUTHORITY).cert_pem) == "b"
+
+
+def test_a_certificate_is_believed_on_any_date() -> None:
+    assert name_in(issued(AUTHORITY, years=(1990, 1991)).cert_pem) == "b"
+    assert name_in(issued(AUTHORITY, years=(2040, 2041)).cert_pem) == "b"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"usage": ExtendedKeyUsageOID.SERVER_AUTH},
+        {"is_authority": True},
+        {"names_issuer": False},
+        {"names": ()},
+        {"names": ("b", "c")},
+    ],
+)
+def test_a_certificate_of_another_kind_is_refused_though_the_right_authority_signed_it(changed) -> None:
+    with pytest.raises(NetworkError):
+        name_in(issued(AUTHORITY, **changed).cert_pem)
+
+
+def test_a_certificate_of_another_authority_with_the_same_name_is_refused() -> None:
+    with pytest.raises(NetworkError, match="no device certificate of this fleet"):
+        name_in(pki.issue_client(pki.create_authority("lab"), "b").cert_pem)
+
+
+def test_what_a_device_signs_itself_is_refused() -> None:
+    device = pki.issue_client(AUTHORITY, "b")
+    pretended = pki.KeyPair(key_pem=device.key_pem, cert_pem=AUTHORITY.cert_pem)
+    with pytest.raises(NetworkError):
+        name_in(issued(pretended, ("c",)).cert_pem)
+    with pytest.raises(NetworkError):
+        name_in(AUTHORITY.cert_pem)
+
+
+@pytest.mark.filterwarnings("ignore:Parsed a")
+def test_no_damaged_certificate_is_believed_under_another_name() -> None:
+    valid = der(pki.issue_client(AUTHORITY, "pi-1").cert_pem)
+    for place in range(len(valid)):
+        damaged = bytearray(valid)
+        damaged[place] ^= 0x55
+        with pytest.raises(NetworkError):
+            verified_name(bytes(damaged), x509.load_pem_x509_certificate(AUTHORITY.cert_pem))
+
+
+def test_both_ends_are_strict(peers: PeerFleet) -> None:
+    tls = PeerTls.load(peers.tls("a"), "a")
+    assert tls.listening.verify_flags & ssl.VERIFY_X509_STRICT
+    assert tls.listening.verify_mode is ssl.CERT_REQUIRED
+    lax = issued(peers.authority, names_issuer=False)
+    a = peers.board("a", ["b"])
+    assert is_closed(peers.dial("b", a, tls=peers.tls("b", certificate=lax)))
+    eventually(lambda: a.carrier.counts.refused == 1)
+    with pytest.raises(NotJoinedError, match="join again"):
+        PeerTls.load(peers.tls("b", certificate=lax), "b")
+
+
+def test_boards_meet_whose_certificates_are_over_or_not_yet_valid(peers: PeerFleet) -> None:
+    past, future = (issued(peers.authority, ("a",), years=(1990, 1991)), issued(peers.authority, years=(2040, 2041)))
+    a = peers.board("a", ["b"], tls=peers.tls("a", certificate=past))
+    b = peers.board("b", ["a"], tls=peers.tls("b", certificate=future))
+    for board, other in ((a, b), (b, a)):
+        board.carrier.set_hosts({other.name: other.address})
+        board.carrier.send(other.name, b"hello")
+    a.wait_for(b"hello")
+    b.wait_for(b"hello")

@@ -1,0 +1,200 @@
+"""A node that goes on by itself: its pace, its reports, its limit, and what happens when it cannot go on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgefl.compression.edges import EdgeCodec
+from edgefl.decentralised.engine import Engine
+from edgefl.decentralised.graph import make_graph
+from edgefl.decentralised.methods import make_node
+from edgefl.device.neighbours.session import NodeSession, Report
+from edgefl.errors import DataError, NetworkError, TaskError
+from edgefl.types import EdgeMessage, LocalPlan, NodePlan, TensorSpec
+
+NAMES = ("a", "b")
+GRAPH = make_graph("ring", NAMES)
+SHAPES = (TensorSpec(name="w", shape=(3,)),)
+
+
+def never() -> bool:
+    return False
+
+
+def eventually(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
+    deadline_s = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+    return value
+
+
+class Pair:
+    """Two nodes in one process that hand each other their messages; `cut` says who is not heard."""
+
+    def __init__(self, method: str = "pdmm-isvr", *, schedule: str = "poisson", limit: int = 0) -> None:
+        self.cut: set[str] = set()
+        self.is_clear, self.trained = True, dict.fromkeys(NAMES, 0)
+        self.failure: Exception | None = None
+        self.sessions: dict[str, NodeSession] = {}
+        for place, name in enumerate(NAMES):
+            edges = GRAPH.sides(name, 4)
+            node = make_node(method, name, edges, learning_rate=0.1, period=4)
+            node.begin({"w": np.zeros(3, np.float32)})
+            plan = LocalPlan(
+                iterations=4,
+                learning_rate=0.1,
+                node=NodePlan(
+                    method=method, edges=edges, learning_rate=0.1, period=4, schedule=schedule, limit=limit
+                ),
+            )
+            self.sessions[name] = NodeSession(
+                Engine(node, EdgeCodec("", SHAPES, epoch=1), np.random.default_rng(place)),
+                plan,
+                rng=np.random.default_rng(place),
+                train=lambda engine, burst, _, target=float(place): self.train(engine, burst, target),
+                send=self.send,
+                is_clear=lambda: self.is_clear,
+                save=lambda _: None,
+            )
+
+    def train(self, engine: Engine, plan: LocalPlan, target: float) -> tuple[int, float]:
+        if self.failure is not None:
+            raise self.failure
+        correction, weights = engine.correction(), engine.node.weights["w"].copy()
+        for _ in range(plan.iterations or 0):
+            gradient = weights - np.float32(target) - correction.correction.get("w", np.float32(0))
+            weights = (weights - np.float32(0.1) * gradient) / np.float32(1 + 0.1 * correction.shrinkage)
+        engine.trained({"w": weights}, plan.iterations or 0, 0.1)
+        self.trained[engine.node.name] += plan.iterations or 0
+        return plan.iterations or 0, 0.5
+
+    def send(self, message: EdgeMessage) -> None:
+        if message.edge[0] not in self.cut:
+            self.sessions[message.edge[1]].deliver(message)
+
+    def start(self) -> Mapping[str, NodeSession]:
+        for session in self.sessions.values():
+            session.start()
+        return self.sessions
+
+
+@pytest.fixture
+def make_pair() -> Iterator[Callable[..., Pair]]:
+    pairs: list[Pair] = []
+
+    def make(*args: Any, **options: Any) -> Pair:
+        pairs.append(Pair(*args, **options))
+        return pairs[-1]
+
+    yield make
+    for pair in pairs:
+        for session in pair.sessions.values():
+            session.stop()
+    assert not [thread for thread in threading.enumerate() if thread.name == "node"]
+
+
+@pytest.mark.parametrize(
+    ("method", "schedule"), [("pdmm-isvr", "poisson"), ("admm-isvr", "sync"), ("dsgd", "sync"), ("k-gt", "sync")]
+)
+def test_nodes_come_to_the_mean_and_tell_what_they_did(
+    make_pair: Callable[..., Pair], method: str, schedule: str
+) -> None:
+    sessions = make_pair(method, schedule=schedule).start()
+    reports = {name: session.report(2000, never) for name, session in sessions.items()}
+    for report in reports.values():
+        assert report.total >= 2000
+        assert report.iterations == report.total
+        assert report.loss == 0.5
+        assert report.num_messages > 100
+        assert report.num_bytes > 100 * report.num_messages / 10
+    mean = np.mean([report.model["w"][0] for report in reports.values()])
+    assert mean == pytest.approx(0.5, abs=0.15)
+    again = sessions["a"].report(2100, never)
+    assert again.iterations == again.total - reports["a"].total
+
+
+def test_in_step_a_silent_neighbour_is_waited_for_and_then_left_aside(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair("dsgd", schedule="sync")
+    pair.cut.add("b")
+    sessions = pair.start()
+    began_s = time.monotonic()
+    assert sessions["a"].report(8, never).total == 8
+    assert 5 < time.monotonic() - began_s < 30
+
+
+def test_a_node_at_its_limit_rests_and_still_answers(make_pair: Callable[..., Pair]) -> None:
+    sessions = make_pair(limit=40).start()
+    report = sessions["a"].report(10_000, never)
+    assert 40 <= report.total < 80
+    trained = sessions["a"].iterations
+    assert sessions["a"].report(0, never).total == trained
+
+
+def test_a_recall_brings_the_report_at_once_and_the_node_goes_on(make_pair: Callable[..., Pair]) -> None:
+    sessions = make_pair().start()
+    report = sessions["a"].report(10**9, lambda: True)
+    assert report.total < 10**9
+    eventually(lambda: sessions["a"].iterations > report.total)
+
+
+def test_a_node_that_is_faster_than_its_link_waits_for_it(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    pair.is_clear = False
+    sessions = pair.start()
+    eventually(lambda: sessions["a"].iterations > 0)
+    done = sessions["a"].iterations
+    time.sleep(0.5)  # a free link would have let it do thousands
+    assert sessions["a"].iterations <= done + 64
+    pair.is_clear = True
+    eventually(lambda: sessions["a"].iterations > done + 400)
+
+
+def test_new_neighbours_and_rates_count_from_the_next_exchange_on(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    session = pair.sessions["a"]
+    plan = session._plan
+    assert plan.node is not None
+    pair.start()
+    session.report(40, never)
+    session.follow(replace(plan, node=replace(plan.node, edges=())))
+    eventually(lambda: session._engine.node.neighbours == ())
+    assert session.report(session.iterations + 40, never).total > 40
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind"), [(DataError("the shard is gone"), DataError), (ZeroDivisionError("oops"), TaskError)]
+)
+def test_whoever_waits_learns_why_a_node_gave_up(
+    make_pair: Callable[..., Pair], failure: Exception, kind: type[Exception]
+) -> None:
+    pair = make_pair()
+    pair.failure = failure
+    sessions = pair.start()
+    with pytest.raises(kind, match=str(failure)):
+        sessions["a"].report(10, never)
+
+
+def test_whoever_waits_is_told_that_the_run_is_over(make_pair: Callable[..., Pair]) -> None:
+    sessions = make_pair().start()
+    found: list[Report | Exception] = []
+
+    def wait() -> None:
+        try:
+            found.append(sessions["a"].report(10**9, never))
+        except NetworkError as error:
+            found.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    eventually(lambda: sessions["a"].iterations > 0)
+    sessions["a"].stop()
+    waiting.join(20)
+    assert isinstance(found[0], NetworkError)
