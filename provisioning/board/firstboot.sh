@@ -171,9 +171,12 @@ hand_over() {
         return 0
     fi
     mkdir -p "$root/etc/edgefl"
-    cp "$payload/join.json" "$root/etc/edgefl/join.json.new"
-    chmod 600 "$root/etc/edgefl/join.json.new"
-    mv "$root/etc/edgefl/join.json.new" "$root/etc/edgefl/join.json"
+    # install.sh has put it there: a second copy would leave the first one's blocks behind, with the token in them.
+    if ! cmp -s "$payload/join.json" "$root/etc/edgefl/join.json"; then
+        cp "$payload/join.json" "$root/etc/edgefl/join.json.new"
+        chmod 600 "$root/etc/edgefl/join.json.new"
+        mv "$root/etc/edgefl/join.json.new" "$root/etc/edgefl/join.json"
+    fi
     sync
     destroy "$payload/join.json"
 }
