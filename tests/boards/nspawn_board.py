@@ -15,6 +15,8 @@ from pathlib import Path
 
 from boards.console import Console
 
+from edgefl.processes import end_with_parent
+
 PROGRAMS = ("systemd-nspawn", "nsenter", "ip")
 STOP_S = 60.0
 # What the image of an emulated board has beyond Debian's: the card's place as Raspberry Pi OS names it, and the
@@ -50,7 +52,7 @@ class NspawnBoard:
     def new(cls, image: Path, folder: Path, name: str, *, number: int) -> NspawnBoard:
         """Returns a board that was never switched on, from a root file system that stays as it is."""
         board = cls(name=name, root=folder / name, console=Console(folder / f"{name}.console"), number=number)
-        subprocess.run(["cp", "-a", "--reflink=auto", str(image), str(board.root)], check=True)
+        subprocess.run(["cp", "-a", "--reflink=auto", str(image.resolve()), str(board.root)], check=True)
         for path, text in IMAGE.items():
             place = board.root / path
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +94,14 @@ class NspawnBoard:
             "--private-network", f"--network-veth-extra={self.wire}:eth0", f"--machine={self.name}",
         ]  # fmt: skip
         # Without a terminal nspawn would give the board none either.
-        self._process = subprocess.Popen(words, stdin=its, stdout=its, stderr=its, start_new_session=True)
+        self._process = subprocess.Popen(
+            words,
+            stdin=its,
+            stdout=its,
+            stderr=its,
+            start_new_session=True,
+            preexec_fn=end_with_parent,  # noqa: PLW1509 one system call, no locks
+        )
         os.close(its)
         self.console.follow(ours)
         self._until(lambda: Path(f"/sys/class/net/{self.wire}").exists(), "the board's wire to be there")

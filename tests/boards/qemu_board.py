@@ -19,6 +19,8 @@ from boards import cache
 from boards.card import put_shard, put_stock
 from boards.console import Console
 
+from edgefl.processes import end_with_parent
+
 PROGRAMS = {
     "qemu-system-aarch64": "qemu-system-arm",
     "mkfs.vfat": "dosfstools",
@@ -37,6 +39,7 @@ IMAGE = {
     "etc/fstab": "LABEL=rootfs / ext4 defaults,noatime 0 1\nLABEL=bootfs /boot/firmware vfat defaults 0 2\n",
     "etc/cloud/cloud.cfg.d/99-emulated.cfg": (
         "datasource_list: [NoCloud, None]\ndatasource: {NoCloud: {seedfrom: 'file:///boot/firmware/'}}\n"
+        "growpart: {mode: 'off'}\nresize_rootfs: false\n"
     ),
     "etc/systemd/system/cloud-init-local.service.d/card.conf": "[Unit]\nRequiresMountsFor=/boot/firmware\n",
     "etc/systemd/system/cloud-init-main.service.d/card.conf": "[Unit]\nRequiresMountsFor=/boot/firmware\n",
@@ -101,7 +104,12 @@ class QemuBoard:
         ]  # fmt: skip
         out, inwards = os.pipe()
         self._process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=inwards, stderr=inwards, pass_fds=[its.fileno()]
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=inwards,
+            stderr=inwards,
+            pass_fds=[its.fileno()],
+            preexec_fn=end_with_parent,  # noqa: PLW1509 one system call, no locks
         )
         os.close(inwards)
         its.close()
@@ -204,7 +212,7 @@ class QemuBoard:
 
 def _make_card(image: Path, shard: Path, scratch: Path) -> Path:
     root, boot, card = scratch / "root", scratch / "boot", scratch / "card.img"
-    _run("cp", "-a", "--reflink=auto", str(image), str(root))
+    _run("cp", "-a", "--reflink=auto", str(image.resolve()), str(root))
     for path, text in IMAGE.items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_text(text)
