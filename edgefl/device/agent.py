@@ -226,6 +226,7 @@ class Agent:
                 self._follow_broker()
             log.info("connected to the coordinator at %s", address)
             self._installations.connected()
+            self._bell.doubt()
             self._bell.ring()  # work may be waiting
             return
         raise NetworkError(f"no coordinator at {'; '.join(failures) or 'any known address'}")
@@ -278,9 +279,17 @@ class Agent:
             self._trainer.tidy()
             if self._address is not None and self._renew(self._address):
                 return
-            if not self._stopping.is_set() and not self._work_once():
-                self._report_capabilities()
-                self._measure_speeds()
+            if not self._stopping.is_set():
+                self._look_for_work()
+
+    def _look_for_work(self) -> None:
+        is_doubted = self._bell.take_doubt()
+        if not self._work_once():
+            self._report_capabilities()
+            self._measure_speeds()
+        elif is_doubted:
+            self._bell.doubt()
+            self._bell.ring()  # more may be waiting, whose bells nobody heard
 
     def _measure_speeds(self) -> None:
         """Has the next speed measured that is not known yet, unless a node trains by itself meanwhile."""
@@ -483,7 +492,9 @@ class Agent:
     def _link_changed(self, is_connected: bool) -> None:
         """Looks after the coordinator at once when the broker is lost: both may be gone, and come back elsewhere."""
         self._heart.beat_now()
-        if not is_connected:
+        if is_connected:
+            self._bell.doubt()  # the link itself rings
+        else:
             self._bell.ring()
 
     def _obey(self, command: Command) -> None:

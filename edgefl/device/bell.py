@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import threading
 
 
 class Bell:
@@ -11,9 +12,20 @@ class Bell:
 
     def __init__(self) -> None:
         self._rings: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._is_doubted = threading.Event()
 
     def ring(self) -> None:
         self._rings.put(None)
+
+    def doubt(self) -> None:
+        """Says that rings may have been lost: after the next one it is asked until there is nothing more."""
+        self._is_doubted.set()
+
+    def take_doubt(self) -> bool:
+        """Returns whether rings may have been lost, once for each time that it was said."""
+        was_doubted = self._is_doubted.is_set()
+        self._is_doubted.clear()
+        return was_doubted
 
     def wait(self, timeout_s: float) -> None:
         """Returns after one ring that nobody has heard yet, or after the timeout."""

@@ -16,8 +16,10 @@ HERE = Path(__file__).parent
 
 
 def folder() -> Path:
-    """Returns where it is kept."""
-    return Path(os.environ.get("EDGEFL_BOARDS") or Path.home() / ".cache" / "edgefl" / "boards")
+    """Returns where it is kept; made when it is missing."""
+    kept = Path(os.environ.get("EDGEFL_BOARDS") or Path.home() / ".cache" / "edgefl" / "boards")
+    kept.mkdir(parents=True, exist_ok=True)
+    return kept
 
 
 def image(arch: str) -> Path:
