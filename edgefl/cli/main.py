@@ -18,7 +18,7 @@ COMMANDS = {
     "data": "Cut a data set into shards for experiments",
     "demo": "Run a whole fleet on this machine",
     "device": "Join a board to a fleet and run its agent",
-    "devices": "List and inspect the devices of a fleet",
+    "devices": "List, inspect, drain, update and remove the devices of a fleet",
     "doctor": "Look for problems on this machine, with remedies",
     "export": "Take a run elsewhere: a plain Flower app",
     "field-report": "Bundle what a real board has to tell, to send it back",
