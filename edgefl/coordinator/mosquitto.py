@@ -251,17 +251,21 @@ class Mosquitto:
                 return
 
     def _answers(self) -> bool:
-        """Returns whether it speaks TLS: it listens before it has read its key, and may still give up over that."""
+        """Returns whether it speaks TLS: it listens before it has read its key, and may still give up over that.
+
+        Another program may have taken the port just before it; what answers must show our certificate.
+        """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE  # nothing is said; only that there is an answer counts
+        context.verify_mode = ssl.CERT_NONE  # nothing is said; only what it shows counts
         try:
             with socket.create_connection((connect_host(self._host), self._port), timeout=1.0) as plain:
                 self._log.expect_probe()
-                context.wrap_socket(plain).close()
-        except OSError:
+                with context.wrap_socket(plain) as secured:
+                    shown = secured.getpeercert(binary_form=True)
+            return shown == ssl.PEM_cert_to_DER_cert(_first_certificate(self._tls.cert))
+        except (OSError, ValueError):
             return False
-        return True
 
     def _last_log_line(self) -> str:
         """Returns why it has ended, or does not answer: then it is ended for good."""
@@ -271,6 +275,12 @@ class Mosquitto:
         # OpenSSL's own lines follow the one that says which file it was about.
         told = [line for line in lines if re.search(r"\bError: ", line)] or lines or ["it left no message"]
         return told[-1].strip()
+
+
+def _first_certificate(path: Path) -> str:
+    """Returns the first certificate of a PEM file, whatever follows it."""
+    body, mark, _ = path.read_text("ascii").partition(ssl.PEM_FOOTER)
+    return body[body.find(ssl.PEM_HEADER) :] + mark
 
 
 def failures_in_a_row(before: int, *, lived_s: float) -> int:

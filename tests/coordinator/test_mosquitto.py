@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from edgefl.coordinator import pki
+from edgefl.coordinator.broker import BrokerTls
 from edgefl.coordinator.brokers import mosquitto_path
 from edgefl.coordinator.mosquitto import HEALTHY_AFTER_S, Mosquitto, failures_in_a_row, restart_delay_s
 
@@ -67,6 +69,19 @@ def test_it_dies_with_a_coordinator_that_is_killed(certificates, tmp_path, free_
         assert is_running(pid)
         owner.kill()
     mqtt_tools.eventually(lambda: not is_running(pid))
+
+
+def test_another_broker_on_the_port_is_not_taken_for_this_one(mosquitto, certificates, tmp_path):
+    pair = pki.issue_server(certificates.authority, ["127.0.0.1"])
+    own = BrokerTls(ca=certificates.server().ca, cert=tmp_path / "own.pem", key=tmp_path / "own.key")
+    own.cert.write_bytes(pair.cert_pem)
+    own.key.write_bytes(pair.key_pem)
+    other = Mosquitto(
+        str(mosquitto_path()), directory=tmp_path / "other", fleet="lab", tls=own, host="127.0.0.1",
+        port=mosquitto._port,
+    )  # fmt: skip
+    assert mosquitto._answers()
+    assert not other._answers()
 
 
 def test_stopping_ends_its_process(mosquitto):

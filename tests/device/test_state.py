@@ -139,7 +139,8 @@ def test_the_default_place_follows_the_user_s_data_directory(monkeypatch: pytest
 
 def test_the_device_process_stays_light() -> None:
     code = (
-        "import sys\nfrom edgefl.device import capabilities, enrolment, state, trust\n"
+        "import sys\nfrom edgefl.device import state, trust\n"
+        "from edgefl.device.board import capabilities\nfrom edgefl.device.joining import enrolment\n"
         "heavy = {'sqlalchemy', 'fastapi', 'rich', 'pydantic', 'torch', 'click', 'uvicorn'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)\n"
     )

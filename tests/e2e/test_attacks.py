@@ -139,7 +139,7 @@ class Scene:
         return int(pages) * 1024
 
 
-@pytest.fixture(scope="module", params=["mosquitto", "embedded"])
+@pytest.fixture(scope="module", params=["mosquitto", pytest.param("embedded", marks=pytest.mark.slow)])
 def scene(request: pytest.FixtureRequest, tools: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     if request.param == "mosquitto" and mosquitto_path() is None:
         pytest.skip("mosquitto is not installed")

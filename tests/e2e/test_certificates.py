@@ -23,7 +23,7 @@ from edgefl.protocol import HEARTBEAT_S, POLL_S
 pytestmark = pytest.mark.timeout(120)
 
 
-@pytest.fixture(scope="module", params=["mosquitto", "embedded"])
+@pytest.fixture(scope="module", params=["mosquitto", pytest.param("embedded", marks=pytest.mark.slow)])
 def fleet(
     request: pytest.FixtureRequest, tools: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LocalFleet]:
