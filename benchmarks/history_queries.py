@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from harness.history_store import BEGIN, DAY_S, Size, make
 
-from edgefl.coordinator.ledger import Ledger
+from edgefl.coordinator.runs.ledger import Ledger
 from edgefl.history.why import explain
 from edgefl.storage import run_rows
 from edgefl.storage.columns import COLUMNS, SUMMED

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from edgefl import simulated_run
-from edgefl.coordinator.ledger import Ledger
+from edgefl.coordinator.runs.ledger import Ledger
 from edgefl.simulation.agenda import Agenda
 from edgefl.simulation.in_process import InProcess
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from edgefl.assembly import assemble
 from edgefl.config import RunConfig, StrategySection, load_run, parse_run
-from edgefl.coordinator.device_state import check_state_of
 from edgefl.coordinator.directory import default_directory
-from edgefl.coordinator.facts import facts_of, no_facts
-from edgefl.coordinator.simulated_book import OnChange, RunBook
+from edgefl.coordinator.runs.device_state import check_state_of
+from edgefl.coordinator.runs.facts import facts_of, no_facts
+from edgefl.coordinator.runs.simulated_book import OnChange, RunBook
 from edgefl.errors import ConfigError
 from edgefl.files import DATABASE_NAME, make_private_directory
 from edgefl.local_run import count_devices, default_scheme

@@ -16,8 +16,8 @@ from fastapi import Depends, FastAPI
 
 from edgefl.coordinator.access import require_operator, require_viewer, show_errors
 from edgefl.coordinator.directory import CoordinatorDirectory, init_directory
-from edgefl.coordinator.enrolment import BrokerSite, EnrolmentService, enrolment_router
-from edgefl.coordinator.tokens import TokenTerms, make_token
+from edgefl.coordinator.joining.enrolment import BrokerSite, EnrolmentService, enrolment_router
+from edgefl.coordinator.joining.tokens import TokenTerms, make_token
 from edgefl.errors import NotFoundError
 from edgefl.protocol import JoinToken
 from edgefl.storage.store import Store

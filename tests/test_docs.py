@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from markdown_pages import code, part, rows
 
-from edgefl.coordinator import presence
+from edgefl.coordinator.fleet import presence
 from edgefl.storage.columns import COLUMNS
 from edgefl.storage.deployment_records import DeploymentStatus, DeviceStage
 from edgefl.storage.heartbeat_rows import BUCKET_S, RAW_S

@@ -27,34 +27,25 @@ from edgefl.assembly import assemble
 from edgefl.compression import wire
 from edgefl.compression.registry import STAGES
 from edgefl.config import parse_run
-from edgefl.coordinator import (
-    access,
-    broker,
-    bus,
-    deployments,
-    door,
-    installations,
-    live_fleet,
-    outstanding,
-    presence,
-    questions,
-    rollout,
-    superlink,
-)
-from edgefl.coordinator.api import operator_router
-from edgefl.coordinator.certificates_api import certificates_router
-from edgefl.coordinator.dashboard import dashboard_router
-from edgefl.coordinator.deployment_api import deployment_router
-from edgefl.coordinator.downlink import KEEP, NO_MODEL, PREPARED
-from edgefl.coordinator.enrolment import enrolment_router
-from edgefl.coordinator.installation_api import installation_router
-from edgefl.coordinator.jobs_api import jobs_router
-from edgefl.coordinator.lives import Lives
-from edgefl.coordinator.messages import order_header
-from edgefl.coordinator.metrics import metrics_router
-from edgefl.coordinator.models_api import model_router
-from edgefl.coordinator.page_api import page_router
-from edgefl.coordinator.renewal import renewal_router
+from edgefl.coordinator import access, superlink
+from edgefl.coordinator.brokers import broker, bus
+from edgefl.coordinator.dispatch import door, live_fleet, outstanding, questions
+from edgefl.coordinator.dispatch.downlink import KEEP, NO_MODEL, PREPARED
+from edgefl.coordinator.dispatch.lives import Lives
+from edgefl.coordinator.dispatch.messages import order_header
+from edgefl.coordinator.fleet import presence
+from edgefl.coordinator.joining.enrolment import enrolment_router
+from edgefl.coordinator.joining.renewal import renewal_router
+from edgefl.coordinator.monitoring.metrics import metrics_router
+from edgefl.coordinator.rollouts import deployments, installations, rollout
+from edgefl.coordinator.web.api import operator_router
+from edgefl.coordinator.web.certificates_api import certificates_router
+from edgefl.coordinator.web.dashboard import dashboard_router
+from edgefl.coordinator.web.deployment_api import deployment_router
+from edgefl.coordinator.web.installation_api import installation_router
+from edgefl.coordinator.web.jobs_api import jobs_router
+from edgefl.coordinator.web.models_api import model_router
+from edgefl.coordinator.web.page_api import page_router
 from edgefl.device import file_fetch, logbook
 from edgefl.device.inference import inference_server, model_fetch, model_store
 from edgefl.device.installations import InstallReport

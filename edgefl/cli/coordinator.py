@@ -132,7 +132,7 @@ def broker(root: Path | None, host: str, port: int, kind: str, store_url: str | 
 
     The coordinator is started beside it with the --broker that this prints.
     """
-    from edgefl.coordinator.broker_process import BrokerOptions, serve_broker  # noqa: PLC0415 fast start
+    from edgefl.coordinator.brokers.broker_process import BrokerOptions, serve_broker  # noqa: PLC0415 fast start
     from edgefl.coordinator.directory import default_directory, load_directory  # noqa: PLC0415 likewise
     from edgefl.protocol import checked_address  # noqa: PLC0415 likewise
 
@@ -167,7 +167,7 @@ def token(  # noqa: PLR0913, PLR0917 one argument per option
 ) -> None:
     """Print a token that lets boards join; the coordinator may be running or not."""
     from edgefl.coordinator.directory import default_directory, load_directory  # noqa: PLC0415 fast start
-    from edgefl.coordinator.tokens import TokenTerms, join_line, make_token, parse_ttl  # noqa: PLC0415 likewise
+    from edgefl.coordinator.joining.tokens import TokenTerms, join_line, make_token, parse_ttl  # noqa: PLC0415 likewise
     from edgefl.storage.store import Store  # noqa: PLC0415 likewise
 
     terms = TokenTerms(ttl_s=parse_ttl(ttl), uses=uses, groups=groups, role=role)

@@ -117,7 +117,7 @@ def command(  # noqa: PLR0913 one per option
 @contextlib.contextmanager
 def _quiet_recorder() -> Iterator[None]:
     """Keeps lost assignments and evaluations off stderr: they are rows, and virtual fleets have thousands of them."""
-    log = logging.getLogger("edgefl.coordinator.recorder")
+    log = logging.getLogger("edgefl.coordinator.runs.recorder")
     before = log.level
     if logging.getLogger().level > logging.DEBUG:
         log.setLevel(logging.ERROR)

@@ -86,9 +86,9 @@ def restore(root: Path | None, file: Path) -> None:
 @alert_options
 def alert_test(root: Path | None, webhook: str | None, secret: str | None) -> None:
     """Send one alert to the webhook, to see that it arrives."""
-    from edgefl.coordinator.alerts import TEST, Alert, Condition  # noqa: PLC0415 fast start
     from edgefl.coordinator.directory import default_directory, load_directory  # noqa: PLC0415 likewise
-    from edgefl.coordinator.webhook import Hook, post  # noqa: PLC0415 likewise
+    from edgefl.coordinator.monitoring.alerts import TEST, Alert, Condition  # noqa: PLC0415 fast start
+    from edgefl.coordinator.monitoring.webhook import Hook, post  # noqa: PLC0415 likewise
 
     directory = load_directory(root or default_directory())
     settings = alert_settings(directory, webhook, secret)
@@ -114,7 +114,7 @@ def rotate(*, url: str | None) -> None:
 @click.command()
 def grafana() -> None:
     """Print a Grafana dashboard for the coordinator's metrics: edgefl coordinator grafana > edgefl.json."""
-    from edgefl.coordinator.metrics import grafana_dashboard  # noqa: PLC0415 fast start
+    from edgefl.coordinator.monitoring.metrics import grafana_dashboard  # noqa: PLC0415 fast start
 
     click.echo(json.dumps(grafana_dashboard(), indent=2))
 

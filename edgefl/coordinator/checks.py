@@ -12,8 +12,8 @@ from pathlib import Path
 
 from edgefl import __version__
 from edgefl.coordinator import pki
-from edgefl.coordinator.broker import BrokerTls
-from edgefl.coordinator.brokers import mosquitto_path
+from edgefl.coordinator.brokers.broker import BrokerTls
+from edgefl.coordinator.brokers.choice import mosquitto_path
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.errors import EdgeflError, JournalError, StoreError, VersionError
 from edgefl.files import is_held, sha256_of_file

@@ -17,43 +17,43 @@ from starlette.requests import Request
 from edgefl.config import AlertSettings, CoordinatorSettings, RunConfig
 from edgefl.coordinator import pki
 from edgefl.coordinator.access import Watch, is_loopback
-from edgefl.coordinator.alert_watch import AlertSources, AlertWatch
 from edgefl.coordinator.attempts import Attempts, network_of
-from edgefl.coordinator.broker import Broker, BrokerAddress, BrokerTls, connect_host
-from edgefl.coordinator.brokers import make_broker
-from edgefl.coordinator.bundle_files import BundleFiles
-from edgefl.coordinator.bus import Bus
-from edgefl.coordinator.deployment_files import Export
-from edgefl.coordinator.deployments import Deployments
-from edgefl.coordinator.device_series import device_series
-from edgefl.coordinator.device_state import check_device_state, check_messages
-from edgefl.coordinator.diary import Diary
+from edgefl.coordinator.brokers.broker import Broker, BrokerAddress, BrokerTls, connect_host
+from edgefl.coordinator.brokers.bus import Bus
+from edgefl.coordinator.brokers.choice import make_broker
+from edgefl.coordinator.brokers.refusals import Refusals
 from edgefl.coordinator.directory import CoordinatorDirectory
-from edgefl.coordinator.draining import Draining
-from edgefl.coordinator.enrolment import BrokerSite, EnrolmentService
+from edgefl.coordinator.dispatch.questions import Questions
 from edgefl.coordinator.evaluator import EvaluatorProcess
-from edgefl.coordinator.feed import Feed
-from edgefl.coordinator.feed_state import FeedState
-from edgefl.coordinator.fleet_collector import FleetCollector, Sources
-from edgefl.coordinator.installations import Installations
-from edgefl.coordinator.kept_models import sweep_models
-from edgefl.coordinator.membership import Membership
-from edgefl.coordinator.metrics import Metrics
-from edgefl.coordinator.own_certificates import renew_own
-from edgefl.coordinator.planning import plan_run
-from edgefl.coordinator.presence import Presence
-from edgefl.coordinator.questions import Questions
-from edgefl.coordinator.refusals import Refusals
-from edgefl.coordinator.renewal import RenewalService
-from edgefl.coordinator.roster import Roster
-from edgefl.coordinator.rotation import Rotation, note_own, own_serial
-from edgefl.coordinator.routes import Answering, all_routers
-from edgefl.coordinator.run_meter import RunMeter
-from edgefl.coordinator.runs import Assemble, Assembled, RunSite, RunWorker
+from edgefl.coordinator.fleet.diary import Diary
+from edgefl.coordinator.fleet.draining import Draining
+from edgefl.coordinator.fleet.membership import Membership
+from edgefl.coordinator.fleet.presence import Presence
+from edgefl.coordinator.fleet.roster import Roster
+from edgefl.coordinator.joining.enrolment import BrokerSite, EnrolmentService
+from edgefl.coordinator.joining.own_certificates import renew_own
+from edgefl.coordinator.joining.renewal import RenewalService
+from edgefl.coordinator.joining.rotation import Rotation, note_own, own_serial
+from edgefl.coordinator.joining.tokens import TokenTerms, make_token
+from edgefl.coordinator.monitoring.alert_watch import AlertSources, AlertWatch
+from edgefl.coordinator.monitoring.device_series import device_series
+from edgefl.coordinator.monitoring.fleet_collector import FleetCollector, Sources
+from edgefl.coordinator.monitoring.metrics import Metrics
+from edgefl.coordinator.rollouts.bundle_files import BundleFiles
+from edgefl.coordinator.rollouts.deployment_files import Export
+from edgefl.coordinator.rollouts.deployments import Deployments
+from edgefl.coordinator.rollouts.installations import Installations
+from edgefl.coordinator.runs.device_state import check_device_state, check_messages
+from edgefl.coordinator.runs.kept_models import sweep_models
+from edgefl.coordinator.runs.planning import plan_run
+from edgefl.coordinator.runs.run_meter import RunMeter
+from edgefl.coordinator.runs.trainers import check_trainers
+from edgefl.coordinator.runs.worker import Assemble, Assembled, RunSite, RunWorker
 from edgefl.coordinator.superlink import Reply, SuperLink
-from edgefl.coordinator.tokens import TokenTerms, make_token
-from edgefl.coordinator.trainers import check_trainers
-from edgefl.coordinator.web import WebServer, listen, make_app
+from edgefl.coordinator.web.feed import Feed
+from edgefl.coordinator.web.feed_state import FeedState
+from edgefl.coordinator.web.https_port import WebServer, listen, make_app
+from edgefl.coordinator.web.routes import Answering, all_routers
 from edgefl.errors import EdgeflError, TaskError
 from edgefl.processes import on_stop_signal
 from edgefl.protocol import EVALUATOR_NAME, Command, CommandKind, Heartbeat, Topic, checked_address

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgefl.device.inference.model_store import PART_SUFFIX
 from edgefl.errors import DataError, NetworkError, NotFoundError, StoreFullError
 from edgefl.files import FULL_ERRNOS, make_private_directory, store_error, sync_directory
 from edgefl.protocol import error_from_code, load_json
 from edgefl.types import Json
 
+PART_SUFFIX = ".part"
+"""Of a file that has not come whole."""
 TIMEOUT_S = 20.0
 PIECE_BYTES = 64 * 1024
 SPARE_BYTES = 32 * 1024 * 1024

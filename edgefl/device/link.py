@@ -20,7 +20,7 @@ import paho.mqtt.client as mqtt
 from paho.mqtt.reasoncodes import ReasonCode
 
 from edgefl.device.mqtt_session import CONNECT_TIMEOUT_S, LinkIdentity, LinkTls, Session, link_context, new_session
-from edgefl.device.neighbours.peers import Peers
+from edgefl.device.peers import Peers
 from edgefl.errors import NetworkError, NotJoinedError, StoreError
 from edgefl.protocol import (
     MAX_PEER_BYTES,

@@ -16,7 +16,7 @@ import pytest
 
 from edgefl.cli.main import main
 from edgefl.coordinator.directory import CoordinatorDirectory, init_directory
-from edgefl.coordinator.tokens import TokenTerms, make_token
+from edgefl.coordinator.joining.tokens import TokenTerms, make_token
 from edgefl.device.joining.join_file import JoinFile
 from edgefl.device.state import DeviceState
 from edgefl.local_fleet import free_port

@@ -19,7 +19,7 @@ import pytest
 from edgefl.assembly import assemble
 from edgefl.cli.main import main
 from edgefl.coordinator import pki
-from edgefl.coordinator.brokers import mosquitto_path
+from edgefl.coordinator.brokers.choice import mosquitto_path
 from edgefl.coordinator.directory import CoordinatorDirectory, load_directory
 from edgefl.coordinator.service import Coordinator, StartOptions
 from edgefl.device.state import DeviceState

@@ -18,8 +18,8 @@ import pytest
 from paho.mqtt.enums import CallbackAPIVersion
 
 from edgefl.coordinator import pki
-from edgefl.coordinator.broker import Broker, BrokerAddress, BrokerTls, client_context
-from edgefl.coordinator.brokers import make_broker, mosquitto_path
+from edgefl.coordinator.brokers.broker import Broker, BrokerAddress, BrokerTls, client_context
+from edgefl.coordinator.brokers.choice import make_broker, mosquitto_path
 
 FLEET = "lab"
 

@@ -11,10 +11,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from edgefl.assembly import assemble
-from edgefl.coordinator.brokers import mosquitto_path
+from edgefl.coordinator.brokers.choice import mosquitto_path
 from edgefl.coordinator.directory import CoordinatorDirectory, init_directory
 from edgefl.coordinator.service import Coordinator, StartOptions
-from edgefl.coordinator.web import WebServer
+from edgefl.coordinator.web.https_port import WebServer
 from edgefl.errors import PortInUseError, StoreError
 from edgefl.local_fleet import free_port
 from edgefl.storage.records import RunStatus

@@ -25,7 +25,7 @@ from flwr.supernode.fleet_http_client import FleetHttpClient
 from edgefl.coordinator import superlink as superlink_module
 from edgefl.coordinator.directory import init_directory
 from edgefl.coordinator.superlink import EdgeLinkState, SuperLink, prepare_body
-from edgefl.coordinator.web import WebServer, listen, make_app
+from edgefl.coordinator.web.https_port import WebServer, listen, make_app
 from edgefl.device.supernode import RefusedError, SuperNode, UnauthorisedError
 from edgefl.device.trust import pinned_context
 from edgefl.errors import NetworkError

@@ -11,8 +11,8 @@ import pytest
 from paho.mqtt.enums import CallbackAPIVersion
 
 from edgefl.coordinator import pki
-from edgefl.coordinator.broker import BrokerTls
-from edgefl.coordinator.brokers import make_broker, mosquitto_path
+from edgefl.coordinator.brokers.broker import BrokerTls
+from edgefl.coordinator.brokers.choice import make_broker, mosquitto_path
 from edgefl.device.broker_probe import BrokerRules, probe_rules, shake_hands
 from edgefl.device.mqtt_session import LinkTls, link_context
 from edgefl.errors import BrokerError

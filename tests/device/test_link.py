@@ -13,8 +13,8 @@ import pytest
 from paho.mqtt.enums import CallbackAPIVersion
 
 from edgefl.coordinator import pki
-from edgefl.coordinator.broker import BrokerTls, client_context
-from edgefl.coordinator.brokers import make_broker
+from edgefl.coordinator.brokers.broker import BrokerTls, client_context
+from edgefl.coordinator.brokers.choice import make_broker
 from edgefl.device.link import Link, LinkCallbacks, LinkIdentity, LinkPace, LinkTls
 from edgefl.errors import NotJoinedError, StoreFullError
 from edgefl.protocol import Capabilities, Command, CommandKind, Heartbeat, ProgressReport, Status

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from edgefl.coordinator import pki
-from edgefl.coordinator.broker import Broker, BrokerAddress, BrokerTls
-from edgefl.coordinator.brokers import make_broker
+from edgefl.coordinator.brokers.broker import Broker, BrokerAddress, BrokerTls
+from edgefl.coordinator.brokers.choice import make_broker
 from edgefl.device.link import Link, LinkCallbacks, LinkIdentity, LinkPace
 from edgefl.device.mqtt_session import LinkTls
 from edgefl.local_fleet import free_port

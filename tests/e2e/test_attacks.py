@@ -28,11 +28,11 @@ from edgefl.client import load_operator_file
 from edgefl.compression.wire import write_frame
 from edgefl.config import parse_run
 from edgefl.coordinator import pki
-from edgefl.coordinator.broker import BrokerTls, client_context
-from edgefl.coordinator.brokers import mosquitto_path
+from edgefl.coordinator.brokers.broker import BrokerTls, client_context
+from edgefl.coordinator.brokers.choice import mosquitto_path
 from edgefl.coordinator.directory import init_directory, load_directory
+from edgefl.coordinator.joining.tokens import TokenTerms, make_token
 from edgefl.coordinator.throttle import TRIES
-from edgefl.coordinator.tokens import TokenTerms, make_token
 from edgefl.device.joining.enrolment import JoinWishes, join
 from edgefl.device.joining.keys import new_key, public_pem, request_pem
 from edgefl.device.state import DeviceState

@@ -11,7 +11,7 @@ import pytest
 
 from edgefl.config import parse_run
 from edgefl.coordinator import pki
-from edgefl.coordinator.brokers import mosquitto_path
+from edgefl.coordinator.brokers.choice import mosquitto_path
 from edgefl.coordinator.directory import load_directory
 from edgefl.device.link import Link, LinkCallbacks, LinkIdentity, LinkTls
 from edgefl.local_fleet import LocalFleet, free_port

@@ -12,8 +12,8 @@ import pytest
 
 from edgefl.config import parse_run
 from edgefl.coordinator import pki
-from edgefl.coordinator.broker import BrokerTls, client_context
-from edgefl.coordinator.brokers import mosquitto_path
+from edgefl.coordinator.brokers.broker import BrokerTls, client_context
+from edgefl.coordinator.brokers.choice import mosquitto_path
 from edgefl.coordinator.directory import load_directory
 from edgefl.device.joining.keys import request_pem
 from edgefl.device.state import DeviceState

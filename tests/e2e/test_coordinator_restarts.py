@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from edgefl.config import parse_run
-from edgefl.coordinator.brokers import mosquitto_path
+from edgefl.coordinator.brokers.choice import mosquitto_path
 from edgefl.local_fleet import LocalFleet, free_port
 from edgefl.protocol import POLL_S
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from edgefl.config import parse_run
-from edgefl.coordinator.brokers import mosquitto_path
+from edgefl.coordinator.brokers.choice import mosquitto_path
 from edgefl.local_fleet import LocalDevice, LocalFleet
 
 ROUNDS = 20

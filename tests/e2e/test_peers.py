@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from edgefl.config import RunConfig, parse_run
-from edgefl.coordinator.brokers import mosquitto_path
+from edgefl.coordinator.brokers.choice import mosquitto_path
 from edgefl.local_fleet import LocalDevice, LocalFleet, free_port
 from edgefl.storage.checkpoints import load_model_file
 from edgefl.tasks.cutting import cut_shards

@@ -146,7 +146,7 @@ def test_a_coordinator_beats_until_its_main_loop_or_its_web_server_is_stuck(
 STUCK_WEB = textwrap.dedent(
     """
     import asyncio, signal, sys, threading
-    from edgefl.coordinator import web
+    from edgefl.coordinator.web import https_port as web
     servers = []
     def hold(_number, _frame):
         servers[0].call_soon_threadsafe(threading.Event().wait, 600)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from edgefl.coordinator.presence import DeviceState
+from edgefl.coordinator.fleet.presence import DeviceState
 from edgefl.storage import retention
 from edgefl.storage.queries import history
 from edgefl.storage.records import HeartbeatRow, RunStatus

@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from edgefl.device.file_fetch import PART_SUFFIX
 from edgefl.files import make_private_directory, sync_directory, write_whole
 from edgefl.types import Json
 
 log = logging.getLogger(__name__)
 
 NOTE = "current.json"
-PART_SUFFIX = ".part"
 FORMAT = 1
 
 T = TypeVar("T")

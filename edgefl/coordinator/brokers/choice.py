@@ -1,0 +1,63 @@
+"""Which MQTT broker a coordinator has: a private mosquitto, the embedded one, or somebody else's."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from edgefl.coordinator.brokers.broker import Broker, BrokerTls, OnDenied, nobody_is_told
+from edgefl.coordinator.brokers.external_broker import external_broker
+from edgefl.coordinator.brokers.mosquitto import Mosquitto
+from edgefl.coordinator.pki import KeyPair
+from edgefl.errors import BrokerError, ConfigError
+
+
+def make_broker(  # noqa: PLR0913 one keyword per fact
+    spec: str,
+    *,
+    directory: Path,
+    fleet: str,
+    tls: BrokerTls,
+    host: str,
+    port: int,
+    authority: KeyPair | None = None,
+    on_denied: OnDenied = nobody_is_told,
+) -> Broker:
+    """Returns the broker that `spec` names, not yet started.
+
+    Args:
+        spec: `auto` (mosquitto when it is installed, else embedded), `mosquitto`, `embedded`, or
+            `mqtts://host:port?ca=FILE&cert=FILE&key=FILE` for one that runs elsewhere; the files are what the
+            coordinator connects with and default to its own.
+        directory: where a private mosquitto keeps its files; made with mode 0700.
+        fleet: the fleet id, the third level of every topic.
+        tls: the CA of the fleet, and the server's certificate and key.
+        host: the address to listen on.
+        port: the port to listen on.
+        authority: the CA with its key; without it mosquitto refuses names alone, and drops nobody.
+        on_denied: told who tried what in vain; called in a thread of the broker.
+
+    Raises:
+        ConfigError: the spec makes no sense.
+        BrokerError: mosquitto is asked for and not installed.
+    """
+    if spec.startswith("mqtts://"):
+        return external_broker(spec)
+    program = mosquitto_path() if spec in {"auto", "mosquitto"} else None
+    if program is not None:
+        return Mosquitto(
+            program, directory=directory, fleet=fleet, tls=tls, host=host, port=port, authority=authority,
+            on_denied=on_denied,
+        )  # fmt: skip
+    if spec == "mosquitto":
+        raise BrokerError("mosquitto is not installed; install it, or use the embedded broker")
+    if spec not in {"auto", "embedded"}:
+        raise ConfigError(f"broker must be auto, mosquitto, embedded or mqtts://HOST:PORT, got {spec!r}")
+    from edgefl.coordinator.brokers.embedded_broker import EmbeddedBroker  # noqa: PLC0415 - amqtt is slow to import
+
+    return EmbeddedBroker(fleet=fleet, tls=tls, host=host, port=port, on_denied=on_denied)
+
+
+def mosquitto_path() -> str | None:
+    """Returns the mosquitto program; distributions put it where only root's PATH looks."""
+    return shutil.which("mosquitto") or shutil.which("mosquitto", path="/usr/sbin:/usr/local/sbin")

@@ -1,0 +1,303 @@
+"""A private mosquitto: generated configuration, a child process, and a thread that starts it again when it dies."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+from edgefl.coordinator import pki
+from edgefl.coordinator.brokers.broker import (
+    MAX_MESSAGE_BYTES,
+    BrokerAddress,
+    BrokerTls,
+    OnDenied,
+    acl_file,
+    check_port_is_free,
+    connect_host,
+    nobody_is_told,
+)
+from edgefl.coordinator.brokers.dropping import drop_client
+from edgefl.coordinator.brokers.mosquitto_log import TYPES, MosquittoLog
+from edgefl.errors import BrokerError, EdgeflError, StoreError
+from edgefl.files import make_private_directory, write_whole
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 5.0
+RESTART_DELAYS_S = (0.2, 1.0, 2.0, 5.0, 10.0)
+HEALTHY_AFTER_S = 30.0
+MAX_QUEUED_BYTES = 16 * MAX_MESSAGE_BYTES
+
+# Run by a Python of its own instead of preexec_fn, which is not safe in a process with threads. The signal comes
+# when the *thread* that started the child ends; that is the supervisor, which lives as long as the broker should.
+# The parent may have died before prctl: then nobody would ever send the signal.
+_DIE_WITH_PARENT = """
+import ctypes, os, sys
+PR_SET_PDEATHSIG, SIGKILL = 1, 9
+ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, SIGKILL)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+class Mosquitto:
+    """Runs `program` with a configuration in `directory`; see `edgefl.coordinator.brokers.broker.Broker`."""
+
+    def __init__(  # noqa: PLR0913 one keyword per fact
+        self,
+        program: str,
+        *,
+        directory: Path,
+        fleet: str,
+        tls: BrokerTls,
+        host: str,
+        port: int,
+        authority: pki.KeyPair | None = None,
+        on_denied: OnDenied = nobody_is_told,
+    ) -> None:
+        self._program = program
+        self._authority = authority
+        self._directory = directory
+        self._fleet = fleet
+        self._tls = tls
+        self._host = host
+        self._port = port
+        self._refused: frozenset[str] = frozenset()
+        self._revoked: frozenset[str] = frozenset()
+        self._log = MosquittoLog(directory / "mosquitto.log", on_denied)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopping = threading.Event()
+        self._first_start = threading.Event()
+        self._failure: EdgeflError | None = None
+        self._supervisor: threading.Thread | None = None
+
+    def start(self) -> BrokerAddress:
+        check_port_is_free(self._host, self._port)
+        self._write_files()
+        self._stopping.clear()
+        self._first_start.clear()
+        self._failure = None
+        self._supervisor = threading.Thread(target=self._supervise, name="mosquitto-supervisor", daemon=True)
+        self._supervisor.start()
+        self._first_start.wait()
+        self._raise_failure()
+        return BrokerAddress(host=connect_host(self._host), port=self._port)
+
+    def stop(self) -> None:
+        self._stopping.set()
+        if self._supervisor is not None:
+            self._supervisor.join()
+            self._supervisor = None
+
+    def alive(self) -> bool:
+        process = self._process
+        return process is not None and process.poll() is None
+
+    def refuse(self, names: Collection[str], serials: Collection[str] = ()) -> None:
+        new = frozenset(names) - self._refused
+        self._refused, self._revoked = frozenset(names), frozenset(serials)
+        if self._supervisor is None:
+            return  # `start` writes the rules
+        self._write_rules()
+        self.reload()
+        if self._authority is not None and self.alive():
+            for name in sorted(new):
+                drop_client(connect_host(self._host), self._port, name, authority=self._authority, ca=self._tls.ca)
+
+    def reload(self) -> None:
+        process = self._process
+        if process is not None and process.poll() is None:
+            process.send_signal(signal.SIGHUP)  # reads the rules and the certificates again
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the running mosquitto, for tests that kill it."""
+        process = self._process
+        return None if process is None or process.poll() is not None else process.pid
+
+    @property
+    def _acl_path(self) -> Path:
+        return self._directory / "acl"
+
+    @property
+    def _crl_path(self) -> Path:
+        return self._directory / "crl.pem"
+
+    @property
+    def _config_path(self) -> Path:
+        return self._directory / "mosquitto.conf"
+
+    def _write_files(self) -> None:
+        try:
+            make_private_directory(self._directory)
+            self._write_rules()
+            write_whole(self._config_path, self._config().encode())
+        except (OSError, StoreError) as error:
+            raise BrokerError(f"the broker's files cannot be written to {self._directory}: {error}") from None
+
+    def _write_rules(self) -> None:
+        write_whole(self._acl_path, acl_file(self._fleet, self._refused).encode())
+        if self._authority is not None:
+            # mosquitto keeps every list that it ever read; the one of the highest number counts.
+            before = self._crl_path.read_bytes() if self._crl_path.exists() else b""
+            number = pki.revocation_number(before) + 1
+            write_whole(self._crl_path, pki.revocation_list(self._authority, self._revoked, number=number))
+
+    def _config(self) -> str:
+        lines = [
+            # As root, mosquitto would become the user `mosquitto`, who cannot read the 0700 state directory.
+            *(["user root"] if os.geteuid() == 0 else []),
+            "per_listener_settings false",
+            "allow_anonymous false",
+            "persistence false",
+            "log_dest stderr",
+            *(f"log_type {kind}" for kind in TYPES),
+            "log_timestamp_format %Y-%m-%dT%H:%M:%S",
+            f"message_size_limit {MAX_MESSAGE_BYTES}",
+            # By default a thousand messages, whatever their size, wait for a device that does not read.
+            f"max_queued_bytes {MAX_QUEUED_BYTES}",
+            f"acl_file {self._acl_path.resolve()}",
+            # So that what a refused device had retained is not handed out; the default is lost when it reads the
+            # rules again.
+            "check_retain_source true",
+            "set_tcp_nodelay true",
+            f"listener {self._port} {self._host}",
+            f"cafile {self._tls.ca.resolve()}",
+            f"certfile {self._tls.cert.resolve()}",
+            f"keyfile {self._tls.key.resolve()}",
+            *([f"crlfile {self._crl_path.resolve()}"] if self._authority is not None else []),
+            "tls_version tlsv1.2",
+            "require_certificate true",
+            "use_identity_as_username true",
+            # Otherwise any device could push another one off by taking its client id.
+            "use_username_as_clientid true",
+        ]
+        return "\n".join(lines) + "\n"
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _supervise(self) -> None:
+        failures = 0
+        while not self._stopping.is_set():
+            started_s = time.monotonic()
+            try:
+                self._run_once()
+            except EdgeflError as error:
+                self._failure = error
+            except OSError as error:
+                self._failure = BrokerError(f"mosquitto cannot be started: {error}")
+            if not self._first_start.is_set():
+                self._first_start.set()
+                return
+            if self._stopping.is_set():
+                return
+            failures = failures_in_a_row(failures, lived_s=time.monotonic() - started_s)
+            delay_s = restart_delay_s(failures)
+            status = self._process.returncode if self._process else None
+            log.warning("mosquitto ended with status %s; starting it again in %.1f s", status, delay_s)
+            self._stopping.wait(delay_s)
+
+    def _run_once(self) -> None:
+        """Starts mosquitto, reports that it is up, and returns when it ended or was asked to stop."""
+        self._process = process = self._spawn()
+        try:
+            self._wait_until_up(process)
+            self._first_start.set()
+            while process.poll() is None and not self._stopping.wait(0.1):
+                pass
+        finally:
+            _end(process)
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        command = [self._program, "-c", str(self._config_path.resolve())]
+        wrapper = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())]
+        output = self._log.open()
+        # In a group of its own, so that Ctrl-C on the terminal reaches the coordinator alone: devices that are
+        # told to stop still need the broker.
+        try:
+            return subprocess.Popen(
+                wrapper + command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                process_group=0,
+            )
+        finally:
+            os.close(output)
+
+    def _wait_until_up(self, process: subprocess.Popen[bytes]) -> None:
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while not self._answers():
+            if process.poll() is not None:
+                raise BrokerError(f"mosquitto does not start: {self._last_log_line()}")
+            if time.monotonic() > deadline_s:
+                raise BrokerError(f"mosquitto does not answer after {START_TIMEOUT_S:.0f} s: {self._last_log_line()}")
+            if self._stopping.wait(0.02):
+                return
+
+    def _answers(self) -> bool:
+        """Returns whether it speaks TLS: it listens before it has read its key, and may still give up over that.
+
+        Another program may have taken the port just before it; what answers must show our certificate.
+        """
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE  # nothing is said; only what it shows counts
+        try:
+            with socket.create_connection((connect_host(self._host), self._port), timeout=1.0) as plain:
+                self._log.expect_probe()
+                with context.wrap_socket(plain) as secured:
+                    shown = secured.getpeercert(binary_form=True)
+            return shown == ssl.PEM_cert_to_DER_cert(_first_certificate(self._tls.cert))
+        except (OSError, ValueError):
+            return False
+
+    def _last_log_line(self) -> str:
+        """Returns why it has ended, or does not answer: then it is ended for good."""
+        if self._process is not None:
+            _end(self._process)
+        lines = self._log.lines()
+        # OpenSSL's own lines follow the one that says which file it was about.
+        told = [line for line in lines if re.search(r"\bError: ", line)] or lines or ["it left no message"]
+        return told[-1].strip()
+
+
+def _first_certificate(path: Path) -> str:
+    """Returns the first certificate of a PEM file, whatever follows it."""
+    body, mark, _ = path.read_text("ascii").partition(ssl.PEM_FOOTER)
+    return body[body.find(ssl.PEM_HEADER) :] + mark
+
+
+def failures_in_a_row(before: int, *, lived_s: float) -> int:
+    """Returns how often it has failed in a row, this time included; a healthy life begins the count anew."""
+    return 1 if lived_s > HEALTHY_AFTER_S else before + 1
+
+
+def restart_delay_s(failures: int) -> float:
+    """Returns how long to wait before the next start after so many failures in a row."""
+    return RESTART_DELAYS_S[min(failures, len(RESTART_DELAYS_S)) - 1]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

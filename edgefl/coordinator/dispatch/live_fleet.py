@@ -1,0 +1,410 @@
+"""The live fleet: gives orders to real boards through Flower and MQTT, and turns what comes back into events.
+
+Replies, presence and progress arrive in other threads and go into one queue; all else happens in the thread of the
+run, inside `dispatch` and `wait`. A device that dies, fails or takes too long leaves `busy`, and a `Lost` says why.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from edgefl.coordinator.attempts import REFUSED
+from edgefl.coordinator.dispatch.door import Door, Note, Terms
+from edgefl.coordinator.dispatch.downlink import PREPARED, Downlink
+from edgefl.coordinator.dispatch.live_view import LiveView
+from edgefl.coordinator.dispatch.lives import Lives
+from edgefl.coordinator.dispatch.messages import evaluated, order_header, update_metrics
+from edgefl.coordinator.dispatch.outstanding import Bell, Mail, Outstanding, Pending
+from edgefl.coordinator.dispatch.participants import FleetRun
+from edgefl.coordinator.dispatch.waiting import Waiting
+from edgefl.coordinator.fleet.presence import DeviceState, Flapping, Transition
+from edgefl.coordinator.fleet.roster import Added, Changed, Holding, Removed, Restarted, Roster, RosterEvent
+from edgefl.coordinator.superlink import Reply
+from edgefl.decentralised.mailbag import unpack_mail
+from edgefl.errors import CodecError, EdgeflError, NetworkError
+from edgefl.types import (
+    Assignment,
+    EdgeMessage,
+    Evaluated,
+    Evaluation,
+    Event,
+    Joined,
+    Json,
+    Lost,
+    ModelSource,
+    Order,
+    Outcome,
+    Progress,
+    Recall,
+    Stop,
+    Update,
+)
+
+__all__ = ["Bell", "FleetRun", "InterruptedRunError", "LiveFleet", "LiveView"]
+
+log = logging.getLogger(__name__)
+
+EVALUATION_DEADLINE_S = 600.0
+MAX_REASON_CHARS = 500
+
+
+class InterruptedRunError(EdgeflError):
+    """The coordinator stops; the run can be taken up again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unsendable:
+    """An order could not be handed over; told in `wait`, like all that goes wrong."""
+
+    key: str
+    reason: str
+
+
+_Item = Reply | RosterEvent | Progress | Stop | InterruptedRunError | _Unsendable
+
+
+class LiveFleet:
+    """Implements `Fleet` for one run. `post` may be called from any thread, all else from the run's.
+
+    Args:
+        run, link, roster, bell: the run, its messages, and the devices.
+        clock: seconds, monotone.
+        terms: what devices are asked before they get work; nothing when None.
+        note: keeps an event of a device, or of the run where it names none.
+    """
+
+    def __init__(  # noqa: PLR0913 the parts of a run, by name
+        self,
+        *,
+        run: FleetRun,
+        link: Mail,
+        roster: Roster,
+        bell: Bell,
+        clock: Callable[[], float],
+        terms: Terms | None = None,
+        note: Note = lambda _kind, _device, _message: None,
+    ) -> None:
+        self.roster, self.clock, self._note = roster, clock, note
+        self._lives = run.lives or Lives(run.run_id)
+        self._run = run
+        self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._out = Outstanding(mail=link, bell=bell, node_of=roster.node_of, on_unsendable=self._note_unsendable)
+        self._downlink = Downlink(run)
+        self._door = None
+        if terms is not None:
+            self._door = Door(
+                run=run,
+                terms=terms,
+                mail=link,
+                bell=bell,
+                roster=roster,
+                clock=clock,
+                note=note,
+                model=self._downlink.first,
+                on_prepared=self._downlink.note_prepared,
+            )
+        self._has_begun = False
+        self._waiting = Waiting(run, clock, lambda kind, message: note(kind, "", message))
+        self._view = LiveView(run, roster, clock, admits=self._door.admits if self._door else lambda _: True)
+        self._end_listening = roster.listen(self._queue.put)
+
+    def post(self, item: Reply | Progress | Stop | InterruptedRunError) -> None:
+        self._queue.put(item)
+
+    def close(self) -> None:
+        """Stops listening, recalls what is out, and closes the run in Flower's books."""
+        self._end_listening()
+        if self._door is not None:
+            self._door.close()
+        self._view.close()
+        self._out.close()
+
+    def view(self) -> LiveView:
+        return self._view.refresh()
+
+    def dispatch(self, orders: Sequence[Order], source: ModelSource) -> None:
+        """Sends every order and rings the bells; one that cannot be sent comes back as `Lost`."""
+        self._downlink.look_at(source)
+        for order in orders:
+            if isinstance(order, Recall):
+                self._out.recall(self._lives.known(order.assignment_id), order.device_id)
+                continue
+            if isinstance(order, Assignment):
+                self._view.give(order)
+            self._give(order, source)
+
+    def _give(self, order: Assignment | Evaluation, source: ModelSource) -> None:
+        now_s, mail, header = self.clock(), self._downlink.mail(order, source), order_header(self._lives, order)
+        deadline_s = order.deadline_s if isinstance(order, Assignment) else EVALUATION_DEADLINE_S
+        pending = Pending(
+            key=header["assignment"],
+            order=order,
+            header={**self._run.header, **header},
+            body=mail.body,
+            given_s=now_s,
+            deadline_s=None if deadline_s is None else now_s + deadline_s,
+            sent_s=now_s,
+            model=mail.header,
+        )
+        self._out.give(pending)
+
+    def _note_unsendable(self, key: str, reason: str) -> None:
+        self._queue.put(_Unsendable(key=key, reason=reason))
+
+    def wait(self, until_s: float) -> Sequence[Event]:
+        """Returns what happened, at once when something has, else at `until_s` at the latest.
+
+        Raises:
+            InterruptedRunError: the coordinator stops.
+            RunFailedError: fewer devices are ready than the run requires.
+        """
+        while True:
+            has_work = bool(self._view.busy) or self._out.next_deadline_s() is not None
+            if self._waiting.look(self._view.idle, has_work=has_work):
+                return []  # so that it is kept now
+            events = [*self._overdue(), *self._at_the_door()]
+            arrived = self._arrived(0.0 if events else self._next_wake_s(until_s) - self.clock())
+            # Replies first: what a device no longer holds may have been answered in the same breath.
+            for item in sorted(arrived, key=lambda item: not isinstance(item, Reply)):
+                events += self._understood(item)
+            events += self._at_the_door()
+            if events or self.clock() >= until_s:
+                return events
+
+    def _next_wake_s(self, until_s: float) -> float:
+        door_s = self._door.next_deadline_s() if self._door is not None else None
+        times = (self._out.next_deadline_s(), door_s, self._waiting.next_look_s())
+        return min([until_s, *(time_s for time_s in times if time_s is not None)])
+
+    def _at_the_door(self) -> list[Event]:
+        """Asks who has not been asked yet, and lets in who is ready.
+
+        Not before the run waits for the first time: only then it hears answers, and knows its model.
+        """
+        if self._door is None:
+            return []
+        if not self._has_begun:
+            self._has_begun = True
+            for info in self.roster.workers():
+                if self._view.accepts(info.device_id):
+                    self._door.meet(info.device_id)
+        admitted = self._door.turn()
+        for device_id in admitted:
+            self._view.let_in(device_id)
+        return [Joined(device_id=device_id) for device_id in admitted]
+
+    def _meet(self, device_id: str) -> None:
+        if self._door is not None and self._has_begun and self._view.accepts(device_id):
+            self._door.meet(device_id)
+
+    def _arrived(self, timeout_s: float) -> list[_Item]:
+        items: list[_Item] = []
+        try:
+            items.append(self._queue.get(timeout=max(0.0, timeout_s)))
+            while True:
+                items.append(self._queue.get_nowait())
+        except queue.Empty:
+            return items
+
+    def _overdue(self) -> list[Event]:
+        return [
+            self._lose(late, Outcome.LOST, f"not back within {(late.deadline_s or 0.0) - late.given_s:g} s")
+            for late in self._out.overdue(self.clock())
+        ]
+
+    def _understood(self, item: _Item) -> list[Event]:
+        match item:
+            case InterruptedRunError():
+                raise item
+            case Reply():
+                return self._replied(item)
+            case Progress():
+                return self._progressed(item)
+            case Stop():
+                return [item]
+            case _Unsendable():
+                pending = self._out.get(item.key)
+                return [self._lose(pending, Outcome.FAILED, item.reason)] if pending else []
+            case _:
+                return self._noticed(item)
+
+    def _noticed(self, event: RosterEvent) -> list[Event]:
+        self._tell_door(event)
+        match event:
+            case Transition(after=DeviceState.GONE | DeviceState.OFFLINE):
+                return self._lose_all(event.device_id, f"device {event.after}: {event.reason}")
+            case Removed():
+                return self._lose_all(event.device_id, "device removed")
+            case Transition(after=DeviceState.ONLINE, before=before) if before is not DeviceState.LATE:
+                return [Joined(device_id=event.device_id)]
+            case Changed():
+                return [Joined(device_id=event.device_id)]
+            case Restarted():
+                return self._restarted(event.device_id)
+            case Holding():
+                self._out.compare(event)
+            case Transition() | Flapping() | Added():
+                pass
+        return []
+
+    def _tell_door(self, event: RosterEvent) -> None:
+        if self._door is None:
+            return
+        match event:
+            case Transition(after=DeviceState.GONE | DeviceState.OFFLINE | DeviceState.DRAINING) | Removed():
+                self._door.leave(event.device_id)
+            case Transition(after=DeviceState.ONLINE, before=before) if before is DeviceState.LATE:
+                pass
+            case Changed() if self.roster.is_drained(event.device_id):
+                self._door.leave(event.device_id)
+            case Transition(after=DeviceState.ONLINE) | Added() | Changed():
+                self._meet(event.device_id)
+            case Restarted():
+                self._door.restarted(event.device_id)
+            case Holding():
+                self._door.heard(event.device_id, event.assignment_ids, event.at_s)
+            case _:
+                pass
+
+    def _restarted(self, device_id: str) -> list[Event]:
+        """Gives a new agent the work of the one before; the model that it held is gone."""
+        self._downlink.forget(device_id)
+        events: list[Event] = []
+        for pending in self._out.of(device_id):
+            if "base" in pending.model or PREPARED in pending.model:
+                events += self._send_whole(pending, "its agent restarted")
+            else:
+                self._out.send_again(pending, "its agent restarted")
+        return events
+
+    def _send_whole(self, pending: Pending, why: str) -> list[Event]:
+        """Sends an order again with the whole model in place of a delta; where that is gone, the order is lost."""
+        mail = self._downlink.whole(pending.order) if isinstance(pending.order, Assignment) else None
+        if mail is None:
+            return [self._lose(pending, Outcome.LOST, f"needs a whole model that is kept no longer: {why}")]
+        pending.body, pending.model, pending.sent_s = mail.body, mail.header, self.clock()
+        self._out.send_again(pending, why)
+        return []
+
+    def _progressed(self, report: Progress) -> list[Event]:
+        pending = self._out.get(report.assignment_id)
+        if pending is None or pending.order.device_id != report.device_id:
+            return []
+        progress = replace(report, assignment_id=pending.order.assignment_id)
+        self._view.note_progress(progress)
+        return [progress]
+
+    def _lose_all(self, device_id: str, reason: str) -> list[Event]:
+        return [self._lose(pending, Outcome.LOST, reason) for pending in self._out.of(device_id)]
+
+    def _settle(self, pending: Pending) -> None:
+        self._out.settle(pending)
+        if isinstance(pending.order, Assignment):
+            self._view.settle(pending.order)
+
+    def _lose(self, pending: Pending, outcome: Outcome, reason: str) -> Lost:
+        self._settle(pending)
+        order = pending.order
+        if isinstance(order, Assignment):
+            self._downlink.forget(order.device_id)
+        return Lost(
+            device_id=order.device_id,
+            assignment_id=order.assignment_id,
+            outcome=outcome,
+            reason=reason[:MAX_REASON_CHARS],
+        )
+
+    def _replied(self, reply: Reply) -> list[Event]:
+        """Turns a reply into an event; one that nobody waits for (a repeat, a late one) is dropped."""
+        pending = self._answered(reply)
+        if pending is None:
+            return []
+        if reply.header.get("needs_dense") is True and reply.instruction_id != pending.instruction_id:
+            return []  # about a message before the newest, which is on its way
+        if reply.header.get("needs_dense") is True and not _is_whole(pending):
+            return self._send_whole(pending, str(reply.header.get("error", "it lost the model")))
+        if "error" in reply.header:
+            return [self._lose(pending, Outcome.FAILED, str(reply.header["error"]))]
+        try:
+            event = self._event(pending, reply)
+        except (CodecError, NetworkError, TypeError, ValueError, KeyError, ArithmeticError) as error:
+            reason = f"unusable reply: {error}"
+            self._note(REFUSED, pending.order.device_id, reason[:MAX_REASON_CHARS])
+            return [self._lose(pending, Outcome.REFUSED, reason)]
+        self._settle(pending)
+        return [event]
+
+    def _answered(self, reply: Reply) -> Pending | None:
+        """Returns the order that a reply is about; None where it was for the door, or nobody waits for it."""
+        device_id, named = self.roster.device_of(reply.node_id), str(reply.header.get("assignment"))
+        if self._door is not None and device_id is not None and self._door.answered(device_id, reply):
+            return None
+        pending = self._out.get(named)
+        if pending is None or pending.order.device_id != device_id:
+            if pending is not None and device_id is not None:
+                self._note(REFUSED, device_id, f"its reply names an assignment of {pending.order.device_id}")
+            pending = self._out.answered_by(reply.instruction_id)
+        if pending is None or pending.order.device_id != device_id:
+            log.info("dropped a reply of %s for %.80s: nobody waits for it", device_id, named)
+            return None
+        return pending
+
+    def _event(self, pending: Pending, reply: Reply) -> Update | Evaluated:
+        order, header = pending.order, reply.header
+        if header.get("assignment") != pending.key:
+            raise ValueError(f"it names {header.get('assignment')!r:.80}, asked was {pending.key!r}")
+        if isinstance(order, Evaluation):
+            info = self.roster.info(order.device_id)
+            made = evaluated(order, header["metrics"], info.source if info else "device")
+            return replace(made, bytes_up=reply.bytes_up, bytes_down=reply.bytes_down)
+        outbox, body = _unpacked(order, header, reply.body)
+        tensors = self._run.decode(body) if body or order.plan.node is None else {}
+        metrics = update_metrics(
+            header["metrics"],
+            turnaround_s=self.clock() - pending.given_s,
+            bytes_up=reply.bytes_up,
+            bytes_down=reply.bytes_down,
+            ahead=self._door.take_bytes(order.device_id) if self._door is not None else (0, 0),
+        )
+        if metrics.iterations > 0:
+            self.roster.note_speed(order.device_id, metrics.compute_s / metrics.iterations)
+            self._view.note_speed(order.device_id, metrics)
+        return Update(
+            assignment_id=order.assignment_id,
+            device_id=order.device_id,
+            base_version=order.base_version,
+            tensors=tensors,
+            metrics=metrics,
+            body=body or None,
+            received_s=self.clock(),
+            outbox=outbox,
+        )
+
+
+def _is_whole(pending: Pending) -> bool:
+    """Says whether an order's message held the whole model."""
+    part = {"base", PREPARED} & set(pending.model)
+    return not part and pending.model.get("model") is not False
+
+
+def _unpacked(order: Assignment, header: Json, body: bytes) -> tuple[tuple[EdgeMessage, ...], bytes]:
+    """Returns a node's messages and what is behind them; the body as it is of a device that is no node.
+
+    Raises:
+        ValueError: it answers for another node, or for an edge that it does not have.
+        NetworkError: the header does not fit the body.
+    """
+    plan = order.plan.node
+    if plan is None:
+        return (), body
+    outbox, rest = unpack_mail(header.get("mail", []), body)
+    edges = {(order.device_id, side.neighbour) for side in plan.edges}
+    strange = [message.edge for message in outbox if message.edge not in edges]
+    if strange:
+        raise ValueError(f"it sends along {' - '.join(strange[0])}, which is no edge of its own")
+    if bool(rest) != plan.reports:
+        raise ValueError("it holds no model, which was asked for" if plan.reports else "it holds more than messages")
+    return outbox, rest

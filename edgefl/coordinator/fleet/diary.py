@@ -1,0 +1,179 @@
+"""Keeps the fleet's diary: heartbeats in batches, presence, capabilities and what else happened, into the store."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from edgefl.coordinator.fleet.presence import Flapping, Transition
+from edgefl.coordinator.fleet.roster import Restarted, Roster, RosterEvent
+from edgefl.errors import NotFoundError
+from edgefl.protocol import Capabilities, Heartbeat, ProgressReport, Status, Topic
+from edgefl.storage.records import HeartbeatRow
+from edgefl.storage.store import Store
+from edgefl.types import Progress
+
+log = logging.getLogger(__name__)
+
+PRUNE_EVERY_S = 3600.0
+DAY_S = 86_400.0
+MAX_VERSION_CHARS = 40
+
+
+class Diary:
+    """Takes MQTT messages and roster events in any thread; `flush` writes them, in one.
+
+    Args:
+        store: where it all goes.
+        roster: is told first.
+        clock: Unix seconds.
+        on_progress: told of progress reports, which are not kept.
+        on_heartbeat: told of heartbeats of known devices.
+        keep_history_days: how long updates of runs that are over, five-minute rows, and who came and went, are
+            kept; None is for ever.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        roster: Roster,
+        clock: Callable[[], float],
+        on_progress: Callable[[Progress], None],
+        on_heartbeat: Callable[[str, Heartbeat], None],
+        keep_history_days: float | None = None,
+    ) -> None:
+        self._keep_history_days = keep_history_days
+        self._store, self._roster, self._clock = store, roster, clock
+        self._on_progress, self._on_heartbeat = on_progress, on_heartbeat
+        self._heartbeats: list[HeartbeatRow] = []
+        self._capabilities: dict[str, tuple[Capabilities, float]] = {}
+        self._events: list[tuple[RosterEvent, float]] = []
+        self._versions: dict[str, str] = {}
+        self._known_versions: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self._next_prune = 0.0
+        roster.listen(self._heard)
+
+    def message(self, device_id: str, kind: Topic, payload: bytes) -> None:
+        """Takes one MQTT message of a device.
+
+        Raises:
+            NetworkError: it is malformed.
+        """
+        match kind:
+            case Topic.STATUS:
+                if payload:
+                    self._status(device_id, Status.load(payload))
+            case Topic.HEARTBEAT:
+                self._heartbeat(device_id, Heartbeat.load(payload))
+            case Topic.CAPABILITIES:
+                if payload:
+                    self._capable(device_id, Capabilities.load(payload))
+            case Topic.PROGRESS:
+                report = ProgressReport.load(payload)
+                self._on_progress(
+                    Progress(
+                        device_id=device_id,
+                        assignment_id=report.assignment,
+                        iteration=report.iteration,
+                        seconds_per_iteration=report.seconds_per_iteration,
+                        age_s=report.age_s,
+                    )
+                )
+
+    def flush(self) -> None:
+        """Writes what has gathered, in one transaction; rolls old heartbeats up now and then."""
+        with self._lock:
+            heartbeats, self._heartbeats = self._heartbeats, []
+            capabilities, self._capabilities = self._capabilities, {}
+            events, self._events = self._events, []
+            versions, self._versions = self._versions, {}
+        if heartbeats or capabilities or events or versions:
+            with self._store.batch():
+                for device_id, version in versions.items():
+                    self._write_version(device_id, version)
+                self._store.record_heartbeats(heartbeats)
+                for device_id, (report, at) in capabilities.items():
+                    self._write_capabilities(device_id, report, at)
+                for event, at in events:
+                    self._write_event(event, at)
+        now = self._clock()
+        if now >= self._next_prune:
+            self._next_prune = now + PRUNE_EVERY_S
+            self._store.prune_heartbeats(now)
+            if self._keep_history_days is not None:
+                self._store.prune_history(now - self._keep_history_days * DAY_S)
+
+    def _status(self, device_id: str, status: Status) -> None:
+        """Takes what a device says of itself; its version changes when it is updated."""
+        self._roster.note_status(device_id, status)
+        with self._lock:
+            if status.version and self._known_versions.get(device_id) != status.version:
+                self._known_versions[device_id] = self._versions[device_id] = status.version[:MAX_VERSION_CHARS]
+
+    def _heartbeat(self, device_id: str, heartbeat: Heartbeat) -> None:
+        if self._roster.info(device_id) is None:
+            return
+        self._roster.note_heartbeat(device_id, heartbeat)
+        self._on_heartbeat(device_id, heartbeat)
+        row = HeartbeatRow(
+            device_id=device_id,
+            at=self._clock(),
+            seq=heartbeat.seq,
+            session_no=heartbeat.session_no,
+            uptime_s=heartbeat.uptime_s,
+            clock_skew_s=heartbeat.clock_skew_s,
+            temperature_c=heartbeat.temperature_c,
+            throttled=heartbeat.throttled,
+            cpu_fraction=heartbeat.cpu_fraction,
+            memory_fraction=heartbeat.memory_fraction,
+            memory_bytes=heartbeat.memory_bytes,
+            disk_free_bytes=heartbeat.disk_free_bytes,
+            battery_fraction=heartbeat.battery_fraction,
+            power_w=heartbeat.power_w,
+            run=heartbeat.run,
+            iteration=heartbeat.iteration,
+        )
+        with self._lock:
+            self._heartbeats.append(row)
+
+    def _capable(self, device_id: str, capabilities: Capabilities) -> None:
+        self._roster.note_capabilities(device_id, capabilities)
+        with self._lock:
+            self._capabilities[device_id] = capabilities, self._clock()
+
+    def _heard(self, event: RosterEvent) -> None:
+        if isinstance(event, Transition | Flapping | Restarted):
+            with self._lock:
+                self._events.append((event, self._clock()))
+
+    def _write_version(self, device_id: str, version: str) -> None:
+        try:
+            self._store.update_device(device_id, version=version)
+        except NotFoundError:
+            log.info("dropped the version of %s: it was removed", device_id)
+
+    def _write_capabilities(self, device_id: str, report: Capabilities, at: float) -> None:
+        try:
+            self._store.record_capabilities(device_id, report.facts, report.shards, at)
+            info = self._roster.info(device_id)
+            self._store.update_device(device_id, examples=dict(info.examples) if info else {})
+        except NotFoundError:
+            log.info("dropped the capabilities of %s: it was removed", device_id)
+
+    def _write_event(self, event: RosterEvent, at: float) -> None:
+        match event:
+            case Transition():
+                log.info("%s is %s (%s)", event.device_id, event.after, event.reason)
+                self._store.record_event(f"device-{event.after}", event.reason, at=at, device_id=event.device_id)
+                try:
+                    self._store.update_device(event.device_id, presence=str(event.after))
+                except NotFoundError:
+                    log.debug("%s was removed meanwhile", event.device_id)
+            case Flapping():
+                log.warning("%s: two of it take turns; was its card cloned?", event.device_id)
+                self._store.record_event("device-flapping", event.reason, at=at, device_id=event.device_id)
+            case Restarted():
+                self._store.record_event("device-restarted", "a new agent", at=at, device_id=event.device_id)

@@ -1,0 +1,1 @@
+"""Letting boards in: tokens, the fleet's certificate authority, renewing certificates."""

@@ -1,0 +1,130 @@
+"""What only the private mosquitto must be asked: its process and its files."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from edgefl.coordinator import pki
+from edgefl.coordinator.brokers.broker import BrokerTls
+from edgefl.coordinator.brokers.choice import mosquitto_path
+from edgefl.coordinator.brokers.mosquitto import HEALTHY_AFTER_S, Mosquitto, failures_in_a_row, restart_delay_s
+
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.skipif(mosquitto_path() is None, reason="mosquitto is not installed"),
+]
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from edgefl.coordinator.brokers.broker import BrokerTls
+from edgefl.coordinator.brokers.choice import make_broker
+directory, ca, cert, key, port = sys.argv[1:]
+broker = make_broker("mosquitto", directory=Path(directory), fleet="lab",
+    tls=BrokerTls(ca=Path(ca), cert=Path(cert), key=Path(key)), host="127.0.0.1", port=int(port))
+broker.start()
+sys.stdout.write(f"{broker.pid}\\n")
+sys.stdout.flush()
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def mosquitto(certificates, tmp_path, free_port):
+    broker = Mosquitto(
+        str(mosquitto_path()),
+        directory=tmp_path / "broker",
+        fleet="lab",
+        tls=certificates.server(),
+        host="127.0.0.1",
+        port=free_port,
+    )
+    broker.start()
+    yield broker
+    broker.stop()
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_it_dies_with_a_coordinator_that_is_killed(certificates, tmp_path, free_port, mqtt_tools):
+    tls = certificates.server()
+    arguments = [str(tmp_path / "broker"), str(tls.ca), str(tls.cert), str(tls.key), str(free_port)]
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, *arguments], env=mqtt_tools.environment, stdout=subprocess.PIPE, text=True
+    )
+    with owner:
+        pid = int(owner.stdout.readline())
+        assert is_running(pid)
+        owner.kill()
+    mqtt_tools.eventually(lambda: not is_running(pid))
+
+
+def test_another_broker_on_the_port_is_not_taken_for_this_one(mosquitto, certificates, tmp_path):
+    pair = pki.issue_server(certificates.authority, ["127.0.0.1"])
+    own = BrokerTls(ca=certificates.server().ca, cert=tmp_path / "own.pem", key=tmp_path / "own.key")
+    own.cert.write_bytes(pair.cert_pem)
+    own.key.write_bytes(pair.key_pem)
+    other = Mosquitto(
+        str(mosquitto_path()), directory=tmp_path / "other", fleet="lab", tls=own, host="127.0.0.1",
+        port=mosquitto._port,
+    )  # fmt: skip
+    assert mosquitto._answers()
+    assert not other._answers()
+
+
+def test_stopping_ends_its_process(mosquitto):
+    pid = mosquitto.pid
+    mosquitto.stop()
+    assert not is_running(pid)
+    assert mosquitto.pid is None
+
+
+def test_it_comes_back_again_and_again(mosquitto, mqtt_tools):
+    for _ in range(2):
+        pid = mosquitto.pid
+        os.kill(pid, signal.SIGKILL)
+        mqtt_tools.eventually(lambda pid=pid: mosquitto.pid not in (None, pid), 20)
+    assert mosquitto.alive()
+
+
+def test_who_is_refused_while_it_is_down_is_refused_when_it_is_back(mosquitto, mqtt_tools, tmp_path):
+    os.kill(mosquitto.pid, signal.SIGKILL)
+    mqtt_tools.eventually(lambda: mosquitto.pid is None)
+    mosquitto.refuse({"pi-1"})
+    mqtt_tools.eventually(lambda: mosquitto.pid is not None, 20)
+    assert "user pi-1\ntopic deny #" in (tmp_path / "broker" / "acl").read_text()
+
+
+def test_nobody_else_reads_its_files(mosquitto, tmp_path):
+    directory = tmp_path / "broker"
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert {stat.S_IMODE((directory / name).stat().st_mode) for name in ("mosquitto.conf", "acl")} == {0o600}
+
+
+def test_a_large_log_is_put_aside_at_the_next_start(mosquitto, tmp_path):
+    mosquitto.stop()
+    log = tmp_path / "broker" / "mosquitto.log"
+    log.write_text("x" * 2_000_000)
+    mosquitto.start()
+    assert log.stat().st_size < 100_000
+    assert (tmp_path / "broker" / "mosquitto.log.1").stat().st_size == 2_000_000
+
+
+def test_after_a_healthy_life_it_is_back_at_once_and_else_ever_later():
+    failures, delays_s = 0, []
+    for lived_s in (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, HEALTHY_AFTER_S + 1, 1.0):
+        failures = failures_in_a_row(failures, lived_s=lived_s)
+        delays_s.append(restart_delay_s(failures))
+    assert delays_s == [0.2, 1.0, 2.0, 5.0, 10.0, 10.0, 0.2, 1.0]

@@ -1,0 +1,754 @@
+"""The live fleet over a real roster; Flower's books and the bell are small fakes that note what they are told."""
+
+import itertools
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from edgefl.compression.codec import make_codec
+from edgefl.compression.decoding import decode_body
+from edgefl.coordinator.dispatch.live_fleet import EVALUATION_DEADLINE_S, FleetRun, InterruptedRunError, LiveFleet
+from edgefl.coordinator.dispatch.outstanding import LOST_AFTER_S
+from edgefl.coordinator.fleet.presence import Presence
+from edgefl.coordinator.fleet.roster import Roster
+from edgefl.coordinator.superlink import Reply
+from edgefl.errors import NetworkError
+from edgefl.protocol import EVALUATOR_NAME, Capabilities, Heartbeat, Status
+from edgefl.types import (
+    Assignment,
+    Evaluated,
+    Evaluation,
+    Joined,
+    LocalPlan,
+    Lost,
+    Outcome,
+    Progress,
+    Recall,
+    Stop,
+    TensorSpec,
+    Update,
+    derived_rng,
+)
+
+SHAPES = (TensorSpec(name="w", shape=(3,)),)
+RUN = "run-1"
+
+
+class Clock:
+    """Monotonic time that also jumps when told to."""
+
+    def __init__(self):
+        self.jumped_s = 0.0
+
+    def __call__(self):
+        return time.monotonic() + self.jumped_s
+
+
+class Mail:
+    """Flower's books: keeps what was sent until it is answered or cancelled."""
+
+    def __init__(self):
+        self.sent, self.open, self.delivered, self.refuses, self.is_closed = [], {}, set(), None, False
+        self._number = itertools.count(1)
+
+    def send(self, node_id, *, kind, header, body):
+        if self.refuses:
+            raise NetworkError(self.refuses)
+        name = f"instruction-{next(self._number)}"
+        self.sent.append((node_id, kind, header, body))
+        self.open[name] = node_id, kind, header, body
+        return name
+
+    def is_known(self, name):
+        return name in self.open
+
+    def is_delivered(self, name):
+        return name not in self.open or name in self.delivered
+
+    def cancel(self, name):
+        self.open.pop(name, None)
+
+    def close(self):
+        self.is_closed = True
+
+
+class Bell:
+    def __init__(self):
+        self.rung, self.commands = [], []
+
+    def ring(self, device_id):
+        self.rung.append(device_id)
+
+    def command(self, device_id, command):
+        self.commands.append((device_id, str(command.kind), command.argument))
+
+
+class Source:
+    def __init__(self, version=0):
+        self.version, self.num_encoded = version, 0
+
+    def model(self):
+        self.num_encoded += 1
+        return {"w": np.full(3, float(self.version), np.float32)}
+
+    def model_of(self, subject):
+        return {"w": np.full(3, 7.0, np.float32)} if subject else self.model()
+
+    def changed(self, since):
+        return {"w": np.arange(since, self.version)}
+
+
+class Site:
+    def __init__(self, *, has_deltas=False, **options):
+        self.clock, self.mail, self.bell, self.source = Clock(), Mail(), Bell(), Source()
+        self.presence = Presence()
+        self.roster = Roster(self.presence, self.clock)
+        self.roster.note_bus(connected=True)
+        self.codec = make_codec("dense", SHAPES)
+        settings = {"groups": (), "names": (), "join_at_start": False, **options}
+        run = FleetRun(
+            run_id=RUN,
+            task="digits",
+            header={"v": 1, "run": RUN, "task": "digits"},
+            encode=lambda model, version: self.codec.encode(model, derived_rng(version)),
+            decode=lambda body: decode_body(body, SHAPES),
+            encode_changes=(lambda model, changed, version: b"delta") if has_deltas else None,
+            **settings,
+        )
+        self.fleet = LiveFleet(run=run, link=self.mail, roster=self.roster, bell=self.bell, clock=self.clock)
+        self.nodes = itertools.count(101)
+
+    def add(self, name, *, role="trainer", groups=(), tasks=("digits",), online=True):
+        node_id = next(self.nodes)
+        self.roster.add(name, node_id=node_id, role=role, groups=groups, examples=dict.fromkeys(tasks, 10))
+        if online:
+            self.say(name, "online")
+        return node_id
+
+    def say(self, name, state, *, boot="boot-1", session=1, will=False):
+        self.roster.note_status(name, Status(state=state, boot_id=boot, session_no=session, will=will))
+
+    def beat(self, name, holding=(), seq=1):
+        self.roster.note_heartbeat(
+            name, Heartbeat(seq=seq, session_no=1, uptime_s=float(seq), holding=[f"{RUN}/{key}" for key in holding])
+        )
+
+    def give(self, *orders):
+        self.fleet.dispatch(orders, self.source)
+
+    def events(self):
+        return list(self.fleet.wait(self.clock()))
+
+    def of(self, kind):
+        return [event for event in self.events() if isinstance(event, kind)]
+
+    def reply(self, node_id, key="a-1", *, body=None, instruction="", metrics=None, **header):
+        whole = {"v": 1, "run": RUN, "assignment": f"{RUN}/{key}"}
+        whole["metrics"] = {"iterations": 4, "num_examples": 10, "loss": 0.5, "compute_s": 2.0, **(metrics or {})}
+        encoded = self.codec.encode({"w": np.ones(3, np.float32)}, derived_rng(0)) if body is None else body
+        self.fleet.post(
+            Reply(
+                node_id=node_id,
+                instruction_id=instruction,
+                header={**whole, **header},
+                body=encoded,
+                bytes_up=len(encoded),
+                bytes_down=99,
+            )
+        )
+
+
+def training(key="a-1", device="pi", base=0, **options):
+    return Assignment(
+        assignment_id=key, device_id=device, base_version=base, plan=LocalPlan(iterations=4, momentum=0.5), **options
+    )
+
+
+def evaluation(device="pi", key="e-1"):
+    return Evaluation(assignment_id=key, device_id=device, version=3, round=3)
+
+
+@pytest.fixture
+def site():
+    made = Site()
+    made.add("pi")
+    assert made.of(Joined) == [Joined(device_id="pi")]
+    yield made
+    made.fleet.close()
+    assert made.mail.is_closed
+
+
+def lost(site):
+    return [(event.assignment_id, event.outcome, event.reason) for event in site.of(Lost)]
+
+
+def test_an_order_is_sent_with_its_plan_and_the_bell_is_rung(site):
+    site.give(training(codec="dense|fp16", settled=("a-0",)))
+    ((node_id, kind, header, body),) = site.mail.sent
+    assert (node_id, kind, site.bell.rung) == (101, "train", ["pi"])
+    assert header["plan"] == {
+        "algorithm": "sgd", "iterations": 4, "batch_size": 32, "learning_rate": 0.05, "momentum": 0.5,
+        "weight_decay": 0.0, "options": {}, "keeps_state": False, "report_progress": False,
+    }  # fmt: skip
+    assert header["run"] == RUN
+    assert (header["version"], header["codec"]) == (0, "dense|fp16")
+    assert decode_body(body.inline, SHAPES)["w"].tolist() == [0.0] * 3
+
+
+def test_devices_know_an_assignment_by_run_and_id_so_that_runs_cannot_be_mixed_up(site):
+    site.give(training(settled=("a-0",)), Recall(assignment_id="a-1", device_id="pi"))
+    assert site.mail.sent[0][2]["assignment"] == "run-1/a-1"
+    assert site.mail.sent[0][2]["settled"] == ["run-1/a-0"]
+    assert site.bell.commands == [("pi", "recall", "run-1/a-1")]
+
+
+def test_an_update_comes_back_with_everything_that_was_measured(site):
+    site.give(training())
+    site.clock.jumped_s += 3.0
+    site.reply(101, metrics={"extra": {"gap": 0.25, "bad": float("nan")}})
+    (update,) = site.events()
+    assert isinstance(update, Update)
+    assert (update.assignment_id, update.device_id, update.base_version) == ("a-1", "pi", 0)
+    assert update.tensors["w"].tolist() == [1.0] * 3
+    metrics = update.metrics
+    assert (metrics.iterations, metrics.num_examples, metrics.loss, metrics.compute_s) == (4, 10, 0.5, 2.0)
+    assert metrics.send_s == pytest.approx(1.0, abs=0.5)
+    assert (metrics.bytes_up, metrics.bytes_down) == (len(update.body), 99)
+    assert metrics.extra == {"gap": 0.25}
+    assert site.fleet.view().busy == {}
+    assert site.fleet.view().speeds["pi"].seconds_per_iteration == 0.5
+    assert site.roster.facts()[0]["seconds_per_iteration"] == 0.5
+
+
+def test_the_model_is_encoded_once_per_version_whoever_gets_it(site):
+    site.add("pi-2")
+    site.give(training("a"), training("b", "pi-2"), evaluation(key="e"))
+    assert site.source.num_encoded == 1
+    site.source.version = 1
+    site.give(training("c"))
+    assert site.source.num_encoded == 2
+
+
+def test_busy_holds_training_and_not_evaluations(site):
+    site.add("pi-2")
+    site.give(training("a"), training("b"), evaluation("pi-2"))
+    view = site.fleet.view()
+    assert view.busy == {"pi": ["a", "b"]}
+    assert view.idle == ["pi-2"]
+
+
+def test_an_evaluation_comes_back_with_its_source(site):
+    own, judge = site.add(EVALUATOR_NAME, role="evaluator"), site.add("judge", role="evaluator")
+    metrics = {"num_examples": 20, "loss": -0.5, "accuracy": 0.75}
+    for number, (node, name) in enumerate([(101, "pi"), (own, EVALUATOR_NAME), (judge, "judge")]):
+        site.give(evaluation(name, f"e-{number}"))
+        site.reply(node, f"e-{number}", metrics=metrics, body=b"")
+    found = site.of(Evaluated)
+    assert [event.source for event in found] == ["device", "coordinator", "evaluator"]
+    assert {(e.version, e.round, e.num_examples, e.loss, e.accuracy) for e in found} == {(3, 3, 20, -0.5, 0.75)}
+    assert site.mail.sent[0][1] == "evaluate"
+
+
+@pytest.mark.parametrize("state", ["goodbye", "silence", "removal"])
+def test_a_device_that_leaves_loses_all_its_work(site, state):
+    site.give(training("a"), evaluation(key="e"))
+    if state == "goodbye":
+        site.say("pi", "offline")
+    elif state == "removal":
+        site.roster.remove("pi")
+    else:
+        site.clock.jumped_s += 100.0
+        site.roster.tick()
+    assert [(key, outcome) for key, outcome, _ in lost(site)] == [("a", Outcome.LOST), ("e", Outcome.LOST)]
+    assert site.mail.open == {}
+    view = site.fleet.view()
+    assert (dict(view.devices), view.idle, view.busy) == ({}, [], {})
+
+
+def test_a_device_that_is_only_late_keeps_its_work(site):
+    site.give(training())
+    site.say("pi", "offline", will=True)
+    assert site.events() == []
+    site.beat("pi")
+    assert site.events() == []
+    assert site.fleet.view().busy == {"pi": ["a-1"]}
+
+
+def test_a_draining_device_finishes_and_gets_no_more(site):
+    site.give(training())
+    site.say("pi", "draining")
+    assert site.events() == []
+    assert site.fleet.view().idle == []
+    site.reply(101)
+    assert len(site.of(Update)) == 1
+    assert site.fleet.view().idle == []
+    site.say("pi", "online")
+    assert site.of(Joined) == [Joined(device_id="pi")]
+    assert site.fleet.view().idle == ["pi"]
+
+
+def test_a_device_that_comes_back_is_announced(site):
+    site.say("pi", "offline")
+    site.events()
+    site.say("pi", "online", boot="boot-2", session=2)
+    assert Joined(device_id="pi") in site.events()
+
+
+def test_new_shards_are_announced_and_make_a_device_eligible(site):
+    site.add("empty", tasks=())
+    site.events()
+    assert site.fleet.view().idle == ["pi"]
+    site.roster.note_capabilities("empty", Capabilities(facts={}, shards={"digits": 7}))
+    assert site.of(Joined) == [Joined(device_id="empty")]
+    assert site.fleet.view().idle == ["empty", "pi"]
+
+
+def test_past_its_deadline_an_assignment_is_recalled_and_given_up(site):
+    site.give(training(deadline_s=30.0))
+    assert site.events() == []
+    site.clock.jumped_s += 31.0
+    assert lost(site) == [("a-1", Outcome.LOST, "not back within 30 s")]
+    assert site.bell.commands == [("pi", "recall", "run-1/a-1")]
+    site.reply(101)
+    assert site.events() == []
+
+
+def test_an_evaluation_has_a_deadline_of_its_own(site):
+    site.give(evaluation())
+    site.clock.jumped_s += EVALUATION_DEADLINE_S
+    assert [key for key, _, _ in lost(site)] == ["e-1"]
+
+
+def test_waiting_ends_at_a_deadline_and_not_only_at_its_own_time(site):
+    site.give(training(deadline_s=0.05))
+    started = time.monotonic()
+    events = site.fleet.wait(site.clock() + 30.0)
+    assert time.monotonic() - started < 10.0
+    assert [type(event) for event in events] == [Lost]
+
+
+def test_an_error_reply_is_a_failure_with_its_reason(site):
+    site.give(training())
+    site.reply(101, error="TaskError: no shard" + "x" * 9000, body=b"")
+    ((key, outcome, reason),) = lost(site)
+    assert (key, outcome) == ("a-1", Outcome.FAILED)
+    assert reason.startswith("TaskError: no shard")
+    assert len(reason) == 500
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"body": b""}, "unusable reply"),
+        ({"body": b"not a codec body"}, "unusable reply"),
+        ({"metrics": {"iterations": -1}}, "at least 0"),
+        ({"metrics": {"num_examples": 2.5}}, "whole number"),
+        ({"metrics": {"num_examples": 1e300}}, "not a number"),
+        ({"metrics": {"num_examples": 10**400}}, "not a number"),
+        ({"metrics": {"num_examples": True}}, "not a number"),
+        ({"metrics": {"compute_s": "fast"}}, "not a number"),
+        ({"metrics": {"compute_s": float("inf")}}, "not a number"),
+        ({"metrics": {"compute_s": float("nan")}}, "finite"),
+        ({"metrics": {"compute_s": None}}, "not a number"),
+    ],
+    ids=str,
+)
+def test_a_reply_that_makes_no_sense_is_refused_and_ends_nothing_else(site, options, reason):
+    site.give(training())
+    site.reply(101, **options)
+    ((key, outcome, text),) = lost(site)
+    assert (key, outcome) == ("a-1", Outcome.REFUSED)
+    assert reason in text
+
+
+@pytest.mark.parametrize("metrics", [None, [], "text", {}])
+def test_a_reply_without_metrics_is_refused(site, metrics):
+    site.give(training())
+    site.reply(101)
+    reply = site.fleet._queue.get()
+    site.fleet.post(
+        Reply(
+            node_id=101,
+            instruction_id="",
+            header={"assignment": f"{RUN}/a-1", "metrics": metrics},
+            body=reply.body,
+            bytes_up=0,
+            bytes_down=0,
+        )
+    )
+    assert [outcome for _, outcome, _ in lost(site)] == [Outcome.REFUSED]
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [{"accuracy": 1.5, "loss": 0.0}, {"accuracy": float("nan"), "loss": 0.0}, {"accuracy": 0.5, "loss": None}],
+)
+def test_an_evaluation_that_makes_no_sense_is_refused(site, metrics):
+    site.give(evaluation())
+    site.reply(101, "e-1", metrics={"num_examples": 3, **metrics}, body=b"")
+    assert [outcome for _, outcome, _ in lost(site)] == [Outcome.REFUSED]
+
+
+def test_a_reply_that_nobody_waits_for_is_dropped(site):
+    site.add("pi-2")
+    site.events()
+    site.give(training())
+    site.reply(101, "a-99")
+    site.reply(102)  # another device's node
+    site.reply(999)  # a node that nobody knows
+    site.reply(101, assignment="run-0/a-1")  # an earlier run
+    site.reply(101, assignment=None)
+    site.reply(101, assignment=[1])
+    assert site.events() == []
+    assert site.fleet.view().busy == {"pi": ["a-1"]}
+
+
+def test_a_reply_that_comes_twice_counts_once(site):
+    site.give(training())
+    site.reply(101)
+    site.reply(101)
+    assert len(site.events()) == 1
+    site.reply(101)
+    assert site.events() == []
+
+
+def test_a_malformed_reply_is_a_failure_of_what_it_replies_to(site):
+    site.give(training("a"), training("b"))
+    site.fleet.post(
+        Reply(
+            node_id=101,
+            instruction_id="instruction-2",
+            header={"error": "malformed reply"},
+            body=b"",
+            bytes_up=1,
+            bytes_down=1,
+        )
+    )
+    assert lost(site) == [("b", Outcome.FAILED, "malformed reply")]
+
+
+def test_a_reply_under_a_wrong_name_is_refused_for_what_it_replies_to(site):
+    site.give(training("a"))
+    site.reply(101, "other", instruction="instruction-1")
+    ((key, outcome, reason),) = lost(site)
+    assert (key, outcome) == ("a", Outcome.REFUSED)
+    assert "run-1/other" in reason
+
+
+def test_after_a_restart_of_its_agent_a_device_gets_its_work_again(site):
+    site.give(training("a"), evaluation(key="e"))
+    site.say("pi", "online", boot="boot-2", session=2)
+    assert site.of(Lost) == []
+    assert [header["assignment"] for _, _, header, _ in site.mail.sent] == [
+        f"{RUN}/{k}" for k in ("a", "e", "a", "e")
+    ]
+    assert set(site.mail.open) == {"instruction-3", "instruction-4"}
+    site.reply(101, "a")
+    assert len(site.of(Update)) == 1
+
+
+def test_what_was_handed_out_and_is_not_held_is_sent_again(site):
+    site.give(training())
+    site.mail.delivered.add("instruction-1")
+    site.beat("pi")
+    assert (site.events(), len(site.mail.sent)) == ([], 1)  # too early to say
+    site.clock.jumped_s += LOST_AFTER_S
+    site.beat("pi", seq=2)
+    assert (site.events(), set(site.mail.open)) == ([], {"instruction-2"})
+    site.mail.delivered.add("instruction-2")
+    site.beat("pi", seq=3)
+    assert (site.events(), len(site.mail.sent)) == ([], 2)  # it has had no time for the second one
+
+
+def test_what_is_held_or_still_waits_to_be_pulled_is_left_alone(site):
+    site.give(training("a"), training("b"))
+    site.mail.delivered.add("instruction-1")
+    site.clock.jumped_s += 10 * LOST_AFTER_S
+    site.beat("pi", holding=["a"])
+    assert (site.events(), len(site.mail.sent)) == ([], 2)
+
+
+def test_an_answer_that_flower_has_dropped_is_asked_for_again_though_the_device_holds_it(site):
+    site.give(training())
+    site.mail.cancel("instruction-1")
+    site.clock.jumped_s += LOST_AFTER_S
+    site.beat("pi", holding=["a-1"])
+    assert (site.events(), set(site.mail.open)) == ([], {"instruction-2"})
+
+
+def test_a_reply_in_the_same_breath_as_a_heartbeat_without_it_is_taken(site):
+    site.give(training())
+    site.mail.delivered.add("instruction-1")
+    site.clock.jumped_s += LOST_AFTER_S
+    site.beat("pi")
+    site.reply(101)
+    assert len(site.of(Update)) == 1
+    assert len(site.mail.sent) == 1
+
+
+def test_the_answer_to_the_first_message_makes_the_second_one_void(site):
+    site.give(training())
+    site.say("pi", "online", boot="boot-2", session=2)
+    site.events()
+    site.reply(101, instruction="instruction-1")
+    assert len(site.of(Update)) == 1
+    assert site.mail.open == {}
+
+
+def test_what_flower_refuses_is_a_failure_and_the_device_is_free_again(site):
+    site.mail.refuses = "finished run"
+    site.give(training())
+    assert lost(site) == [("a-1", Outcome.FAILED, "finished run")]
+    assert site.bell.rung == []
+    assert site.fleet.view().idle == ["pi"]
+
+
+def test_an_order_for_a_device_that_has_not_joined_is_a_failure_and_no_exception(site):
+    site.give(training("a", "stranger"), evaluation("stranger"))
+    assert [(key, outcome) for key, outcome, _ in lost(site)] == [("a", Outcome.FAILED), ("e-1", Outcome.FAILED)]
+    assert site.mail.sent == []
+
+
+def test_a_recall_is_sent_once(site):
+    site.give(training())
+    for _ in range(3):
+        site.give(Recall(assignment_id="a-1", device_id="pi"))
+    assert len(site.bell.commands) == 1
+
+
+def test_progress_is_passed_on_under_the_assignments_own_id(site):
+    site.give(training())
+    report = {"iteration": 5, "seconds_per_iteration": 0.1, "age_s": 0.0}
+    for device, key in (("pi", "run-1/a-1"), ("pi", "run-0/a-1"), ("other", "run-1/a-1"), ("pi", "a-1")):
+        site.fleet.post(Progress(device_id=device, assignment_id=key, **report))
+    (progress,) = site.events()
+    assert (progress.device_id, progress.assignment_id, progress.iteration) == ("pi", "a-1", 5)
+    assert site.fleet.view().progress == {"pi": progress}
+
+
+def test_a_stop_is_passed_on(site):
+    site.fleet.post(Stop(reason="enough"))
+    assert site.events() == [Stop(reason="enough")]
+
+
+def test_an_interruption_ends_the_wait_at_once(site):
+    timer = threading.Timer(0.05, site.fleet.post, [InterruptedRunError("the coordinator stops")])
+    timer.start()
+    started = time.monotonic()
+    with pytest.raises(InterruptedRunError):
+        site.fleet.wait(site.clock() + 60.0)
+    assert time.monotonic() - started < 10.0
+    timer.join()
+
+
+def test_waiting_without_news_ends_at_its_time(site):
+    started = site.clock()
+    assert site.fleet.wait(started + 0.05) == []
+    assert site.clock() >= started + 0.05
+
+
+def test_groups_names_and_tasks_choose_the_trainers_and_evaluators_always_take_part():
+    site = Site(groups=("field", "lab"), names=("a", "b", "d"))
+    for name, groups, tasks in (
+        ("a", ("field",), ("digits",)),
+        ("b", ("home",), ("digits",)),
+        ("c", ("lab",), ("digits",)),
+        ("d", ("lab", "home"), ("mnist",)),
+    ):
+        site.add(name, groups=groups, tasks=tasks)
+    site.add("judge", role="evaluator")
+    site.add("other-judge", role="evaluator", tasks=("mnist",))
+    view = site.fleet.view()
+    assert sorted(view.devices) == ["a", "judge"]
+    assert view.idle == ["a"]
+    site.fleet.close()
+
+
+def test_with_join_at_start_only_those_of_the_first_work_take_part():
+    site = Site(join_at_start=True)
+    site.add("a")
+    site.add("b")
+    assert site.fleet.view().idle == ["a", "b"]
+    site.give(training("t", "a"))
+    site.add("c")
+    site.add("judge", role="evaluator")
+    site.say("b", "offline")
+    assert sorted(site.fleet.view().devices) == ["a", "judge"]
+    site.say("b", "online", boot="boot-2", session=2)
+    assert sorted(site.fleet.view().devices) == ["a", "b", "judge"]
+    site.fleet.close()
+
+
+def test_an_evaluation_does_not_close_the_door_for_those_who_join_later():
+    site = Site(join_at_start=True)
+    site.add("judge", role="evaluator")
+    site.give(evaluation("judge"))
+    site.add("a")
+    assert site.fleet.view().idle == ["a"]
+    site.fleet.close()
+
+
+def test_closing_recalls_what_is_out_and_stops_listening():
+    site = Site()
+    site.add("pi")
+    site.give(training("a"), training("b"))
+    site.fleet.close()
+    assert [argument for _, _, argument in site.bell.commands] == ["run-1/a", "run-1/b"]
+    assert site.mail.is_closed
+    site.events()
+    site.say("pi", "offline")
+    assert site.events() == []
+
+
+def test_news_from_many_threads_is_all_heard(site):
+    keys = [f"a-{number}" for number in range(40)]
+    site.give(*(training(key) for key in keys))
+    threads = [threading.Thread(target=site.reply, args=(101, key)) for key in keys]
+    threads += [threading.Thread(target=site.beat, args=("pi",), kwargs={"seq": n}) for n in range(10)]
+    for thread in threads:
+        thread.start()
+    heard, deadline = [], time.monotonic() + 10
+    while len(heard) < len(keys):
+        assert time.monotonic() < deadline
+        heard += [event.assignment_id for event in site.fleet.wait(site.clock() + 0.1)]
+    for thread in threads:
+        thread.join()
+    assert sorted(heard) == sorted(keys)
+
+
+def test_a_block_is_named_where_an_order_is_about_one(site):
+    site.give(training("a"), training("b", block=0))
+    assert ["block" in header for _, _, header, _ in site.mail.sent] == [False, True]
+    assert site.mail.sent[1][2]["block"] == 0
+
+
+def test_a_recall_of_what_is_not_out_is_not_sent(site):
+    site.give(Recall(assignment_id="a-9", device_id="pi"))
+    assert site.bell.commands == []
+
+
+def test_a_new_agent_hears_of_the_recall_that_the_one_before_was_sent(site):
+    site.give(training(), Recall(assignment_id="a-1", device_id="pi"))
+    site.say("pi", "online", boot="boot-2", session=2)
+    site.events()
+    assert site.bell.commands == [("pi", "recall", "run-1/a-1")] * 2
+
+
+def test_the_speeds_of_an_earlier_run_are_not_those_of_this_one(site):
+    site.roster.note_speed("pi", 3.0)
+    assert site.fleet.view().speeds == {}
+
+
+class Deltas:
+    """A site with a device that holds version 0 and has been sent what changed until version 1."""
+
+    def __init__(self):
+        self.site = Site(has_deltas=True)
+        self.site.add("pi")
+        self.site.give(training("a-0"))
+        self.site.source.version = 1
+        self.site.reply(101, "a-0")
+        self.site.events()
+        self.site.give(training("a-1", base=1))
+
+    def needs_dense(self, instruction=None):
+        """The device answers the last message, or an earlier one, that it has no model to change."""
+        newest = self.site.fleet._out.get(f"{RUN}/a-1").instruction_id
+        error = "needs dense: holds nothing"
+        self.site.reply(101, error=error, needs_dense=True, body=b"", instruction=instruction or newest)
+        return newest
+
+    def sent(self):
+        """Whether the last message is about a delta, and what its header says of that."""
+        _, _, header, body = self.site.mail.sent[-1]
+        return body.inline == b"delta", {name: header[name] for name in ("keep", "base") if name in header}
+
+
+@pytest.fixture
+def deltas():
+    made = Deltas()
+    yield made
+    made.site.fleet.close()
+
+
+def test_a_device_that_trained_on_a_version_is_sent_what_changed_since(deltas):
+    assert deltas.sent() == (True, {"keep": True, "base": 0})
+
+
+def test_a_device_that_needs_the_whole_model_gets_it_and_nothing_is_lost(deltas):
+    site = deltas.site
+    site.source.version = 2
+    deltas.needs_dense()
+    assert site.events() == []
+    assert deltas.sent() == (False, {"keep": True})
+    assert site.mail.sent[-1][2]["assignment"] == "run-1/a-1"
+    assert site.fleet.view().busy == {"pi": ["a-1"]}
+    site.reply(101)
+    assert len(site.of(Update)) == 1
+
+
+def test_a_device_that_wants_the_whole_model_when_it_had_it_has_failed(deltas):
+    site = deltas.site
+    deltas.needs_dense()
+    assert site.events() == []
+    deltas.needs_dense()
+    assert lost(site) == [("a-1", Outcome.FAILED, "needs dense: holds nothing")]
+    site.give(training("a-2", base=site.source.version))
+    assert deltas.sent() == (False, {"keep": True})
+
+
+def test_a_new_agent_that_still_got_the_delta_loses_nothing_by_saying_that_it_cannot_use_it(deltas):
+    site = deltas.site
+    about_the_delta = site.fleet._out.get(f"{RUN}/a-1").instruction_id
+    site.say("pi", "online", boot="boot-2", session=2)
+    assert site.of(Lost) == []
+    assert deltas.sent() == (False, {"keep": True})
+    deltas.needs_dense(about_the_delta)
+    assert site.events() == []
+    assert site.fleet.view().busy == {"pi": ["a-1"]}
+    site.reply(101)
+    assert len(site.of(Update)) == 1
+
+
+def test_a_new_agent_is_sent_the_whole_model_and_the_next_time_a_delta(deltas):
+    site = deltas.site
+    site.say("pi", "online", boot="boot-2", session=2)
+    assert site.of(Lost) == []
+    assert deltas.sent() == (False, {"keep": True})
+    site.reply(101)
+    site.source.version = 2
+    site.events()
+    site.give(training("a-2", base=site.source.version))
+    assert deltas.sent() == (True, {"keep": True, "base": 1})
+
+
+def test_what_needs_a_whole_model_that_is_gone_is_lost_and_not_failed(deltas):
+    site = deltas.site
+    site.fleet._downlink._kept.clear()
+    deltas.needs_dense()
+    ((key, outcome, reason),) = lost(site)
+    assert (key, outcome) == ("a-1", Outcome.LOST)
+    assert "kept no longer" in reason
+
+
+def test_after_a_loss_nobody_knows_what_the_device_holds(deltas):
+    site = deltas.site
+    site.reply(101, error="DataError: no examples", body=b"")
+    site.events()
+    site.give(training("a-2", base=site.source.version))
+    assert deltas.sent() == (False, {"keep": True})
+
+
+def test_a_device_s_own_model_is_sent_for_its_evaluation_and_comes_back_under_its_name(site):
+    node = site.add("judge", role="evaluator")
+    orders = [
+        Evaluation(assignment_id=f"e-{subject}", device_id="judge", version=3, round=3, subject=subject)
+        for subject in ("", "pi")
+    ]
+    site.give(*orders)
+    assert [decode_body(body.inline, SHAPES)["w"].tolist() for *_, body in site.mail.sent] == [[0.0] * 3, [7.0] * 3]
+    for key in ("e-pi", "e-"):
+        site.reply(node, key, metrics={"num_examples": 20, "loss": 0.5, "accuracy": 0.75}, body=b"")
+    assert [(event.assignment_id, event.subject) for event in site.of(Evaluated)] == [("e-pi", "pi"), ("e-", "")]

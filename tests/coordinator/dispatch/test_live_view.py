@@ -1,0 +1,168 @@
+"""The fleet as a run sees it, over a real roster."""
+
+import itertools
+
+import pytest
+
+from edgefl.coordinator.dispatch.live_view import LiveView
+from edgefl.coordinator.dispatch.participants import FleetRun
+from edgefl.coordinator.fleet.presence import Presence
+from edgefl.coordinator.fleet.roster import SMOOTHING, Roster
+from edgefl.protocol import Capabilities, Heartbeat, Status
+from edgefl.types import Assignment, LocalPlan, Progress, UpdateMetrics
+
+
+class CountingRoster(Roster):
+    """Counts how often a device is looked at."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.num_looks = 0
+
+    def worker(self, device_id):
+        self.num_looks += 1
+        return super().worker(device_id)
+
+
+class Site:
+    def __init__(self, **options):
+        self.now_s, self.nodes = 0.0, itertools.count(1)
+        self.roster = CountingRoster(Presence(), lambda: self.now_s)
+        self.roster.note_bus(connected=True)
+        settings = {"groups": (), "names": (), "join_at_start": False, **options}
+        self.run = FleetRun(run_id="r", task="digits", header={}, encode=None, decode=None, **settings)
+        self.view = LiveView(self.run, self.roster, lambda: self.now_s)
+
+    def add(self, *names, role="trainer", groups=()):
+        for name in names:
+            self.roster.add(name, node_id=next(self.nodes), role=role, groups=groups, examples={"digits": 3})
+            self.say(name)
+
+    def say(self, name, state="online", session=1):
+        self.roster.note_status(name, Status(state=state, boot_id=f"boot-{session}", session_no=session))
+
+    def give(self, device, key):
+        order = Assignment(assignment_id=key, device_id=device, base_version=0, plan=LocalPlan(iterations=1))
+        self.view.give(order)
+        return order
+
+
+@pytest.fixture
+def site():
+    made = Site()
+    made.add("pi-2", "pi-1")
+    made.add("judge", role="evaluator")
+    made.view.refresh()
+    return made
+
+
+def test_what_it_gives_stays_as_it_is_until_it_is_refreshed(site):
+    idle = site.view.idle
+    site.add("pi-3")
+    site.say("pi-1", "offline")
+    assert (list(idle), sorted(site.view.devices)) == (["pi-1", "pi-2"], ["judge", "pi-1", "pi-2"])
+    site.view.refresh()
+    assert (list(site.view.idle), sorted(site.view.devices)) == (["pi-2", "pi-3"], ["judge", "pi-2", "pi-3"])
+
+
+def test_those_who_were_there_before_the_run_are_in_it():
+    site = Site()
+    site.add("b", "a")
+    later = LiveView(site.run, site.roster, lambda: 0.0)
+    assert list(later.idle) == ["a", "b"]
+
+
+def test_a_device_is_busy_until_all_its_work_is_settled(site):
+    first, second = site.give("pi-1", "a"), site.give("pi-1", "b")
+    assert (list(site.view.idle), site.view.busy) == (["pi-2"], {"pi-1": ["a", "b"]})
+    site.view.settle(first)
+    assert (list(site.view.idle), site.view.busy) == (["pi-2"], {"pi-1": ["b"]})
+    site.view.settle(second)
+    assert (list(site.view.idle), site.view.busy) == (["pi-1", "pi-2"], {})
+
+
+def test_a_device_that_left_while_it_worked_is_not_idle_when_its_work_is_settled(site):
+    order = site.give("pi-1", "a")
+    site.say("pi-1", "offline")
+    site.view.refresh().settle(order)
+    assert list(site.view.idle) == ["pi-2"]
+    site.say("pi-1", session=2)
+    assert list(site.view.refresh().idle) == ["pi-1", "pi-2"]
+
+
+def test_a_device_that_joins_again_in_another_group_leaves_a_run_of_its_old_group():
+    site = Site(groups=("lab",))
+    site.add("pi", groups=("lab",))
+    assert list(site.view.refresh().idle) == ["pi"]
+    site.roster.add("pi", node_id=1, role="trainer", groups=("home",), examples={"digits": 3})
+    assert list(site.view.refresh().idle) == []
+
+
+def test_blocks_that_a_device_reports_are_seen_and_nonsense_is_not(site):
+    blocks = {"digits": [0, 2, "x", True], "other": "no list"}
+    site.roster.note_capabilities("pi-1", Capabilities(facts={"blocks": blocks}, shards={"digits": 3}))
+    site.roster.note_capabilities("pi-2", Capabilities(facts={"blocks": [1]}, shards={"digits": 3}))
+    devices = site.view.refresh().devices
+    assert (devices["pi-1"].blocks, devices["pi-2"].blocks) == ({"digits": (0, 2)}, {})
+    site.add("pi-1")  # the coordinator hears of it again
+    assert site.roster.info("pi-1").blocks == {}
+
+
+def test_joining_again_under_the_same_node_keeps_the_blocks(site):
+    blocks = {"digits": [1]}
+    site.roster.note_capabilities("pi-1", Capabilities(facts={"blocks": blocks}, shards={"digits": 3}))
+    site.roster.add("pi-1", node_id=site.roster.node_of("pi-1"), role="trainer", groups=(), examples={"digits": 3})
+    assert site.view.refresh().devices["pi-1"].blocks == {"digits": (1,)}
+
+
+def test_speeds_are_those_measured_in_this_run(site):
+    site.roster.note_speed("pi-1", 99.0)
+    assert site.view.speeds == {}
+    for seconds in (2.0, 4.0):
+        site.view.note_speed("pi-1", UpdateMetrics(iterations=2, compute_s=2 * seconds))
+    site.view.note_speed("pi-2", UpdateMetrics(iterations=0))
+    assert {name: speed.seconds_per_iteration for name, speed in site.view.speeds.items()} == {
+        "pi-1": pytest.approx(2.0 + SMOOTHING * 2.0)
+    }
+
+
+def test_progress_is_that_of_work_that_is_out(site):
+    order = site.give("pi-1", "a")
+    report = Progress(device_id="pi-1", assignment_id="a", iteration=3, seconds_per_iteration=0.1, age_s=0.0)
+    site.view.note_progress(report)
+    assert site.view.progress == {"pi-1": report}
+    site.view.settle(order)
+    assert site.view.progress == {}
+
+
+def test_vitals_are_those_of_the_last_heartbeat(site):
+    assert (len(site.view.vitals), site.view.vitals.get("pi-1")) == (0, None)
+    beat = Heartbeat(
+        seq=1, session_no=1, uptime_s=1.0, temperature_c=71.5, throttled="under-voltage", battery_fraction=0.4
+    )
+    site.roster.note_heartbeat("pi-1", beat)
+    vitals = site.view.vitals["pi-1"]
+    assert (vitals.temperature_c, vitals.is_throttled, vitals.battery_fraction) == (71.5, True, 0.4)
+    assert (list(site.view.vitals), site.view.vitals.get("pi-2"), site.view.vitals.get("nobody")) == (
+        ["pi-1"],
+        None,
+        None,
+    )
+
+
+def test_reading_and_giving_work_looks_at_no_device_and_a_change_only_at_the_one():
+    site = Site()
+    site.add(*(f"pi-{number:03}" for number in range(200)))
+    site.view.refresh()
+    site.roster.num_looks = 0
+    for number in range(200):
+        view = site.view.refresh()
+        order = site.give(view.idle[number // 2], f"a-{number}")
+        assert (len(view.idle), len(view.busy), len(view.devices)) == (199, 1, 200)
+        assert view.vitals.get("pi-199") is None
+        site.roster.note_heartbeat(order.device_id, Heartbeat(seq=number + 1, session_no=1, uptime_s=1.0))
+        site.view.settle(order)
+    assert site.roster.num_looks == 0
+    site.say("pi-007", "offline")
+    site.view.refresh()
+    assert site.roster.num_looks == 1

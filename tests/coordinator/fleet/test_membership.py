@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+from edgefl.coordinator.fleet.membership import Membership
+from edgefl.coordinator.fleet.presence import Presence
+from edgefl.coordinator.fleet.roster import Roster
+from edgefl.coordinator.superlink import SuperLink
+from edgefl.errors import NotFoundError
+from edgefl.storage.queries import history
+from edgefl.storage.store import Store
+
+
+def new_key() -> bytes:
+    key = ec.generate_private_key(ec.SECP256R1()).public_key()
+    return key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+
+
+class Site:
+    """A store, Flower's state and a roster; `restart` keeps the store alone."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.restart()
+
+    def restart(self) -> None:
+        self.superlink = SuperLink(on_reply=lambda _: None, on_contact=lambda _: None)
+        self.roster = Roster(Presence(), lambda: 0.0)
+        self.members = Membership(self.store, self.superlink, self.roster)
+
+    def join(self, name: str, key: bytes) -> int | None:
+        self.store.enroll_device(
+            token_id="t", secret_sha256="0" * 64, now=2.0, device_id=name, public_key=key, role="trainer"
+        )
+        self.members.enrolled(name, key)
+        return self.roster.node_of(name)
+
+    def knows(self, key: bytes) -> int | None:
+        found: int | None = self.superlink.state.get_node_id_by_public_key(key)
+        return found
+
+    def events(self) -> list[str]:
+        return [str(row["kind"]) for row in history(self.store, "events")]
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    with Store.open(tmp_path / "edgefl.db") as store:
+        store.add_token(
+            token_id="t", secret_sha256="0" * 64, expires_at=9e9, uses=9, groups=(), role=None, created_at=1.0
+        )
+        yield Site(store)
+
+
+def test_who_joins_gets_one_place_however_often_it_asks(site: Site) -> None:
+    key = new_key()
+    node_id = site.join("pi", key)
+    assert node_id is not None
+    assert site.join("pi", key) == node_id == site.knows(key)
+    assert site.events() == ["device-joined"]
+
+
+def test_everybody_has_the_same_place_after_a_restart(site: Site) -> None:
+    keys = {name: new_key() for name in ("pi-1", "pi-2")}
+    places = {name: site.join(name, key) for name, key in keys.items()}
+    site.restart()
+    assert site.roster.known() == []
+    site.members.restore()
+    assert {name: site.roster.node_of(name) for name in keys} == places
+    assert {name: site.knows(key) for name, key in keys.items()} == places
+
+
+def test_a_place_that_a_crash_kept_from_being_written_is_given_at_the_next_start(site: Site) -> None:
+    key = new_key()
+    site.store.enroll_device(
+        token_id="t", secret_sha256="0" * 64, now=2.0, device_id="pi", public_key=key, role="trainer"
+    )
+    site.members.restore()
+    assert site.knows(key) == site.roster.node_of("pi") is not None
+
+
+def test_who_is_removed_has_no_place_and_leaves_its_name(site: Site) -> None:
+    former, later = new_key(), new_key()
+    site.join("pi", former)
+    site.members.remove("pi")
+    assert (site.knows(former), site.roster.info("pi")) == (None, None)
+    assert site.join("pi", later) == site.knows(later) is not None
+    assert site.knows(former) is None
+
+
+def test_the_key_of_a_removed_device_goes_even_when_only_the_store_has_heard_of_it(site: Site) -> None:
+    former, later = new_key(), new_key()
+    site.join("pi", former)
+    site.store.remove_device("pi", at=3.0)
+    assert site.join("pi", later) == site.knows(later) is not None
+    assert site.knows(former) is None
+
+
+def test_a_renewed_key_takes_over_the_place(site: Site) -> None:
+    before, after = new_key(), new_key()
+    node_id = site.join("pi", before)
+    site.members.rekeyed("pi", after)
+    assert (site.knows(after), site.knows(before)) == (node_id, None)
+
+
+def test_a_stranger_cannot_be_removed(site: Site) -> None:
+    with pytest.raises(NotFoundError, match="no device 'nobody'"):
+        site.members.remove("nobody")

@@ -1,0 +1,288 @@
+import threading
+
+import pytest
+
+from edgefl.coordinator.fleet.presence import DeviceState, Flapping, Presence, Transition
+from edgefl.coordinator.fleet.roster import SMOOTHING, Added, Changed, Holding, Removed, Restarted, Roster
+from edgefl.errors import NetworkError
+from edgefl.protocol import EVALUATOR_NAME, Capabilities, Heartbeat, Status
+from edgefl.types import Role
+
+
+class Fleet:
+    """A roster with a clock that is set by hand, and all that its listeners hear."""
+
+    def __init__(self):
+        self.now_s, self.heard = 0.0, []
+        self.roster = Roster(Presence(), lambda: self.now_s)
+        self.roster.listen(self.heard.append)
+        self.roster.note_bus(connected=True)
+
+    def add(self, name, node_id, *, role="trainer", groups=(), examples=None):
+        self.roster.add(name, node_id=node_id, role=role, groups=groups, examples=examples or {"digits": 5})
+
+    def say(self, name, state="online", *, boot="boot-1", session=1):
+        self.roster.note_status(name, Status(state=state, boot_id=boot, session_no=session))
+
+    def beat(self, name, seq=1, holding=()):
+        self.roster.note_heartbeat(name, Heartbeat(seq=seq, session_no=1, uptime_s=1.0, holding=list(holding)))
+
+    def take(self):
+        """All that was heard since, but for who was added."""
+        heard, self.heard[:] = list(self.heard), []
+        return [event for event in heard if not isinstance(event, Added)]
+
+
+@pytest.fixture
+def fleet():
+    made = Fleet()
+    made.add("pi", 7, groups=("lab",))
+    return made
+
+
+def speed_of(fleet, name="pi"):
+    return next(row["seconds_per_iteration"] for row in fleet.roster.facts() if row["device_id"] == name)
+
+
+def names(fleet):
+    return [info.device_id for info in fleet.roster.workers()]
+
+
+def test_a_device_is_found_by_its_name_and_by_its_node(fleet):
+    assert (fleet.roster.node_of("pi"), fleet.roster.device_of(7)) == (7, "pi")
+    info = fleet.roster.info("pi")
+    assert (info.role, info.groups, info.tasks, dict(info.examples)) == (
+        Role.TRAINER,
+        ("lab",),
+        ("digits",),
+        {"digits": 5},
+    )
+    assert (fleet.roster.node_of("x"), fleet.roster.device_of(8), fleet.roster.info("x")) == (None, None, None)
+
+
+def test_sources_tell_the_coordinators_own_evaluator_from_others(fleet):
+    fleet.add(EVALUATOR_NAME, 1, role="evaluator")
+    fleet.add("judge", 2, role="evaluator")
+    assert [fleet.roster.info(name).source for name in (EVALUATOR_NAME, "judge", "pi")] == [
+        "coordinator",
+        "evaluator",
+        "device",
+    ]
+
+
+def test_who_is_online_or_late_can_work_and_nobody_else_can(fleet):
+    for number, name in enumerate(["gone", "left", "draining", "silent"]):
+        fleet.add(name, 20 + number)
+    for name in ("pi", "gone", "left"):
+        fleet.say(name)
+    fleet.say("left", "offline")
+    fleet.say("draining", "draining")
+    fleet.now_s = 12.0
+    fleet.say("draining", "draining")
+    fleet.beat("pi")
+    fleet.roster.tick()
+    assert names(fleet) == ["gone", "pi"]
+    assert fleet.roster.state("gone") == DeviceState.LATE
+    fleet.now_s = 17.0
+    fleet.roster.tick()
+    assert names(fleet) == ["pi"]
+
+
+def test_messages_of_devices_that_never_joined_are_ignored(fleet):
+    fleet.say("stranger")
+    fleet.beat("stranger")
+    fleet.roster.note_capabilities("stranger", Capabilities(facts={}, shards={"digits": 5}))
+    fleet.roster.note_contact(99)
+    fleet.roster.note_speed("stranger", 1.0)
+    assert fleet.take() == []
+    assert names(fleet) == []
+    assert fleet.roster.remove("stranger") is None
+    assert [row["device_id"] for row in fleet.roster.facts()] == ["pi"]
+
+
+def test_listeners_hear_changes_until_they_end_it(fleet):
+    also = []
+    end = fleet.roster.listen(also.append)
+    fleet.say("pi")
+    end()
+    end()
+    fleet.say("pi", "offline")
+    assert [(event.before, event.after) for event in fleet.take()] == [
+        (None, DeviceState.ONLINE),
+        (DeviceState.ONLINE, DeviceState.OFFLINE),
+    ]
+    assert len(also) == 1
+
+
+def test_a_new_boot_is_a_restart_and_the_first_one_is_not(fleet):
+    fleet.say("pi")
+    fleet.say("pi", session=2)
+    fleet.say("pi", "offline", session=2)
+    assert not [event for event in fleet.take() if isinstance(event, Restarted)]
+    fleet.say("pi", boot="boot-2", session=3)
+    restarted, transition = fleet.take()
+    assert restarted == Restarted(device_id="pi")
+    assert isinstance(transition, Transition)
+
+
+def test_the_goodbye_of_a_former_agent_is_no_restart(fleet):
+    fleet.say("pi", boot="boot-2", session=2)
+    fleet.say("pi", "offline", boot="boot-1", session=1)
+    assert [type(event) for event in fleet.take()] == [Transition]
+    assert names(fleet) == ["pi"]
+
+
+def test_a_heartbeat_says_what_the_device_holds_and_when(fleet):
+    fleet.now_s = 3.0
+    fleet.beat("pi", holding=["r/a", "r/b"])
+    assert fleet.take()[-1] == Holding(device_id="pi", assignment_ids=("r/a", "r/b"), at_s=3.0)
+
+
+def test_capabilities_replace_the_counts_of_all_shards(fleet):
+    fleet.roster.note_capabilities("pi", Capabilities(facts={"cores": 4}, shards={"mnist": 9, "broken": "many"}))
+    info = fleet.roster.info("pi")
+    assert (info.tasks, dict(info.examples), info.capabilities, info.groups) == (
+        ("mnist",),
+        {"mnist": 9},
+        {"cores": 4},
+        ("lab",),
+    )
+    assert fleet.take() == [Changed(device_id="pi")]
+
+
+def test_speeds_are_smoothed_and_begin_with_the_first_measurement(fleet):
+    assert speed_of(fleet) is None
+    fleet.roster.note_speed("pi", 2.0)
+    assert speed_of(fleet) == 2.0
+    fleet.roster.note_speed("pi", 4.0)
+    assert speed_of(fleet) == pytest.approx(2.0 + SMOOTHING * 2.0)
+
+
+def test_contact_over_https_keeps_a_silent_device_present(fleet):
+    fleet.say("pi")
+    for fleet.now_s in (10.0, 20.0, 30.0):
+        fleet.roster.note_contact(7)
+        fleet.roster.tick()
+    assert names(fleet) == ["pi"]
+
+
+def test_nobody_is_judged_while_the_broker_is_away(fleet):
+    fleet.say("pi")
+    fleet.roster.note_bus(connected=False)
+    fleet.now_s = 500.0
+    fleet.roster.tick()
+    assert names(fleet) == ["pi"]
+
+
+def test_a_removed_device_is_forgotten_and_those_who_wait_for_it_are_told(fleet):
+    fleet.say("pi")
+    fleet.take()
+    assert fleet.roster.remove("pi") == 7
+    assert fleet.take() == [Removed(device_id="pi")]
+    assert (fleet.roster.device_of(7), fleet.roster.info("pi"), names(fleet)) == (None, None, [])
+    assert fleet.roster.state("pi") is None
+
+
+def test_a_device_that_joins_anew_leaves_its_old_node_behind(fleet):
+    fleet.roster.note_speed("pi", 2.0)
+    fleet.add("pi", 8)
+    assert (fleet.roster.device_of(7), fleet.roster.device_of(8)) == (None, "pi")
+    assert speed_of(fleet) is None
+
+
+def test_a_device_that_asks_twice_for_its_place_keeps_what_is_known_of_it(fleet):
+    fleet.roster.note_speed("pi", 2.0)
+    fleet.say("pi")
+    fleet.add("pi", 7, groups=("field",))
+    fleet.take()
+    fleet.say("pi", boot="boot-2", session=2)
+    assert Restarted(device_id="pi") in fleet.take()
+    assert speed_of(fleet) == 2.0
+    assert fleet.roster.info("pi").groups == ("field",)
+
+
+def test_a_status_that_makes_no_sense_is_refused(fleet):
+    with pytest.raises(NetworkError, match="state is 'sleepy'"):
+        fleet.say("pi", "sleepy")
+
+
+def test_two_agents_under_one_name_are_reported(fleet):
+    for turn in range(6):
+        fleet.say("pi", boot=f"boot-{turn % 2}", session=turn // 2 + 1)
+    assert Flapping(device_id="pi") in fleet.take()
+
+
+def test_the_operators_facts_are_one_row_per_device_seen_or_not(fleet):
+    fleet.add("new", 9)
+    fleet.say("pi")
+    fleet.roster.note_heartbeat("pi", Heartbeat(seq=1, session_no=1, uptime_s=1.0, temperature_c=55.5, run="r"))
+    fleet.now_s = 2.0
+    new, pi = fleet.roster.facts()
+    assert (new["device_id"], new["presence"], new["silent_s"]) == ("new", "never seen", None)
+    assert (pi["presence"], pi["silent_s"], pi["temperature_c"], pi["run"]) == ("online", 2.0, 55.5, "r")
+
+
+def test_many_threads_may_use_it_at_once():
+    fleet = Fleet()
+    for number in range(8):
+        fleet.add(f"pi-{number}", number + 1)
+    failures = []
+
+    def busy(number):
+        name = f"pi-{number}"
+        try:
+            for turn in range(1, 100):
+                fleet.say(name, session=turn)
+                fleet.beat(name, seq=turn)
+                fleet.roster.note_contact(number + 1)
+                fleet.roster.note_speed(name, 1.0)
+                fleet.roster.workers()
+                fleet.roster.facts()
+                end = fleet.roster.listen(lambda _event: None)
+                fleet.roster.tick()
+                end()
+            fleet.say(name, "offline", session=100)
+        except Exception as error:  # noqa: BLE001 told to the thread of the test
+            failures.append(error)
+
+    threads = [threading.Thread(target=busy, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert failures == []
+    assert names(fleet) == []
+    assert len(fleet.roster._listeners) == 1
+    gone = [event.device_id for event in fleet.heard if isinstance(event, Transition) and event.after == "offline"]
+    assert sorted(gone) == [f"pi-{number}" for number in range(8)]
+
+
+def test_a_device_that_joins_again_is_heard_of(fleet):
+    fleet.heard.clear()
+    fleet.add("pi", 7, groups=("home",))
+    fleet.add("pi", 8)
+    assert fleet.heard == [Added(device_id="pi")] * 2
+    assert (fleet.roster.info("pi").groups, fleet.roster.device_of(7)) == ((), None)
+
+
+def test_what_was_told_at_the_join_is_known_before_the_device_speaks(fleet):
+    facts = {"memory_bytes": 512, "blocks": {"digits": [0, 1]}}
+    fleet.roster.add("pi-2", node_id=9, role="trainer", groups=(), examples={"digits": 5}, facts=facts)
+    info = fleet.roster.info("pi-2")
+    assert (info.capabilities["memory_bytes"], info.blocks) == (512, {"digits": (0, 1)})
+    fleet.add("pi-2", 9)
+    assert fleet.roster.info("pi-2").blocks == {"digits": (0, 1)}
+    fleet.roster.add("pi-2", node_id=9, role="trainer", groups=(), examples={"digits": 5}, facts={})
+    assert fleet.roster.info("pi-2").blocks == {}
+
+
+def test_a_drained_device_is_no_worker_and_its_change_is_told_once(fleet):
+    fleet.say("pi")
+    fleet.take()
+    fleet.roster.set_drained("pi", drained=True)
+    fleet.roster.set_drained("pi", drained=True)
+    fleet.roster.set_drained("nobody", drained=True)
+    assert fleet.take() == [Changed(device_id="pi")]
+    assert (names(fleet), fleet.roster.is_drained("pi"), fleet.roster.is_drained("nobody")) == ([], True, False)
+    fleet.add("pi", 7)
+    assert fleet.roster.is_drained("pi"), "joining again with the same key changes nothing"

@@ -1,0 +1,331 @@
+"""Deployments of a coordinator: what is told to whom and when, with a real store and boards that only speak."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgefl.config import ConfigError, parse_run
+from edgefl.coordinator.directory import CoordinatorDirectory, init_directory
+from edgefl.coordinator.fleet.presence import Presence
+from edgefl.coordinator.fleet.roster import Roster
+from edgefl.coordinator.rollouts import deployments as module
+from edgefl.coordinator.rollouts.deployment_wishes import DeploymentWish
+from edgefl.coordinator.rollouts.deployments import Deployments
+from edgefl.errors import EdgeflError, NotFoundError, TaskError, UsageError
+from edgefl.protocol import EVALUATOR_NAME, Command, Heartbeat, Status
+from edgefl.storage.records import CheckpointRow
+from edgefl.storage.store import Store
+
+MODEL = "ab" * 32
+
+
+class Fleet:
+    """A store with one finished run, a roster, and boards that hear commands and say what a test makes them say."""
+
+    def __init__(self, root: Path) -> None:
+        self.directory: CoordinatorDirectory = init_directory(root, hosts=["127.0.0.1"], fleet="lab", port=1)
+        self.store = Store.open(self.directory.database)
+        self.roster = Roster(Presence(), time.monotonic)
+        self.roster.note_bus(connected=True)
+        self.commands: list[tuple[str, str, str | None]] = []
+        self.ids: list[str] = []
+        self.exported: list[tuple[str, Mapping[str, Any], Path]] = []
+        self.export_fails: Exception | None = None
+        self.fatal: list[EdgeflError] = []
+        self.running: list[Deployments] = []
+        self._seq = 0
+        config = parse_run({"run": {"task": "digits", "local_test_fraction": 0.3}, "task": {"model": "logistic"}})
+        self.store.add_run(
+            run_id="r1", name="first", task="digits", strategy="fedavg", config=config.to_json(), seed=7,
+            submitted_at=1.0,
+        )  # fmt: skip
+        row = CheckpointRow(version=1, round=1, last_record=1, sha256=MODEL, bytes_file=1, at=1.0, accuracy=0.5)
+        self.store.record_checkpoint("r1", row)
+
+    def add(self, name: str, *, tasks: tuple[str, ...] = ("digits",), is_online: bool = True) -> None:
+        self.roster.add(name, node_id=hash(name), role="trainer", groups=(), examples=dict.fromkeys(tasks, 5))
+        if is_online:
+            self.online(name)
+
+    def online(self, name: str) -> None:
+        self.roster.note_status(name, Status(state="online", boot_id=f"boot of {name}", session_no=1))
+        self.say(name)
+
+    def start(self) -> Deployments:
+        made = Deployments(
+            store=self.store, roster=self.roster, directory=self.directory, commander=self, export=self.export,
+            on_fatal=self.fatal.append,
+        )  # fmt: skip
+        self.running.append(made)
+        made.start()
+        return made
+
+    def command(self, device_id: str, command: Command) -> None:
+        self.commands.append((device_id, command.kind, command.argument))
+        self.ids.append(command.id)
+
+    def export(self, task: str, options: Mapping[str, Any], model: Path, out: Path) -> None:
+        if self.export_fails:
+            raise self.export_fails
+        self.exported.append((task, options, model))
+        out.write_bytes(b"a model")
+
+    def say(
+        self, name: str, state: str | None = None, deployment: str = "", runs: str | None = None, **more: Any
+    ) -> None:
+        """One heartbeat, with what the board says of its last deployment."""
+        self._seq += 1
+        told = {"id": deployment, "state": state, "runs": runs, **more} if state else None
+        heartbeat = Heartbeat(seq=self._seq, session_no=1, uptime_s=1.0, deployment=told)
+        self.roster.note_heartbeat(name, heartbeat)
+        for deployments in self.running:
+            deployments.heard(name, heartbeat)
+
+    def stages(self, deployment: str) -> dict[str, str]:
+        return {row.device_id: str(row.state) for row in self.store.deployment_devices(deployment)}
+
+    def heard(self, name: str, kind: str = "deploy") -> int:
+        return sum(command[:2] == (name, kind) for command in self.commands)
+
+    def close(self) -> None:
+        for deployments in self.running:
+            deployments.stop()
+        self.store.close()
+
+
+def eventually(condition: Callable[[], Any]) -> Any:
+    deadline_s = time.monotonic() + 20
+    while not (value := condition()):
+        assert time.monotonic() < deadline_s, "did not happen"
+        time.sleep(0.01)
+    return value
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    made = Fleet(tmp_path / "coordinator")
+    yield made
+    made.close()
+    assert made.fatal == []
+
+
+def wish(**changes: Any) -> DeploymentWish:
+    return DeploymentWish(**{"model": "r1", **changes})
+
+
+def test_devices_with_data_for_the_task_are_told_and_nobody_else(fleet: Fleet) -> None:
+    fleet.add("a")
+    fleet.add("other", tasks=("mnist",))
+    fleet.add(EVALUATOR_NAME)
+    fleet.add("away", is_online=False)
+    deployments = fleet.start()
+    record = deployments.submit(wish())
+    eventually(lambda: fleet.commands)
+    assert fleet.commands == [("a", "deploy", record.deployment_id)]
+    assert fleet.stages(record.deployment_id) == {"a": "told", "away": "told"}
+    ((task, options, model),) = fleet.exported
+    assert (task, options, model) == (
+        "digits",
+        {"model": "logistic"},
+        fleet.directory.models / f"{MODEL}.safetensors",
+    )
+    offer = deployments.offer(record.deployment_id, "a")
+    assert (offer["model"], offer["bytes"], offer["test_fraction"]) == (MODEL, 7, 0.3)
+    assert deployments.file(record.deployment_id, "a").read_bytes() == b"a model"
+    for name in ("other", "nobody"):
+        with pytest.raises(NotFoundError, match="is not for"):
+            deployments.offer(record.deployment_id, name)
+
+
+def test_what_a_device_reports_is_kept_and_ends_the_deployment(fleet: Fleet) -> None:
+    fleet.add("a")
+    fleet.add("b")
+    record = fleet.start().submit(wish())
+    eventually(lambda: len(fleet.commands) == 2)
+    name = record.deployment_id
+    fleet.say("a", "running", name, name, accuracy=0.9, former_accuracy=0.8, num_examples=12)
+    fleet.say("b", "refused", name, None, accuracy=0.1, reason="worse\0")
+    eventually(lambda: str(fleet.store.deployment(name).status) == "done")
+    a, b = fleet.store.deployment_devices(name)
+    assert (str(a.state), a.accuracy, a.former_accuracy, a.num_examples) == ("running", 0.9, 0.8, 12)
+    assert (str(b.state), b.reason) == ("refused", "worse")
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        {"state": "running", "id": "x"},
+        {"state": "exploded"},
+        {"state": "told"},
+        {"state": "reverted"},
+        {"state": ["running"]},
+    ],
+)
+def test_a_report_that_makes_no_sense_changes_nothing(fleet: Fleet, nonsense: dict[str, Any]) -> None:
+    fleet.add("a")
+    record = fleet.start().submit(wish())
+    eventually(lambda: fleet.commands)
+    fleet.say("a", nonsense["state"], nonsense.get("id", record.deployment_id), accuracy="high")
+    fleet.add("b")
+    eventually(lambda: fleet.heard("b"))
+    fleet.say("b", "running", record.deployment_id, record.deployment_id)
+    eventually(lambda: fleet.stages(record.deployment_id) == {"a": "told", "b": "running"})
+    fleet.say("a", "running", record.deployment_id, record.deployment_id, accuracy="high", num_examples=True)
+    eventually(lambda: fleet.stages(record.deployment_id)["a"] == "running")
+    row, _ = fleet.store.deployment_devices(record.deployment_id)
+    assert (row.accuracy, row.num_examples) == (None, None)
+
+
+def test_a_device_is_not_told_before_its_subscriptions_stand(fleet: Fleet) -> None:
+    fleet.add("a", is_online=False)
+    fleet.roster.note_status("a", Status(state="online", boot_id="b", session_no=1))
+    record = fleet.start().submit(wish())
+    eventually(lambda: fleet.stages(record.deployment_id) == {"a": "told"})
+    fleet.running[0]._tell(record.deployment_id)
+    assert fleet.commands == []
+    fleet.say("a")
+    eventually(lambda: fleet.heard("a") == 1)
+
+
+def test_a_device_that_says_nothing_is_told_again_and_one_that_is_at_it_is_not(fleet: Fleet) -> None:
+    fleet.add("deaf")
+    fleet.add("busy")
+    deployments = fleet.start()
+    record = deployments.submit(wish())
+    eventually(lambda: len(fleet.commands) == 2)
+    fleet.say("busy", "fetching", record.deployment_id)
+    later = {key: at_s - module.TELL_AGAIN_S for key, at_s in deployments._told_s.items()}
+    deployments._told_s.update(later)
+    eventually(lambda: fleet.heard("deaf") == 2)
+    assert fleet.heard("busy") == 1
+    assert len(set(fleet.ids)) == len(fleet.ids)
+
+
+def test_a_device_that_runs_something_else_than_it_should_is_told_again(fleet: Fleet) -> None:
+    fleet.add("a")
+    record = fleet.start().submit(wish())
+    eventually(lambda: fleet.commands)
+    fleet.say("a", "running", record.deployment_id, record.deployment_id)
+    eventually(lambda: fleet.stages(record.deployment_id)["a"] == "running")
+    fleet.running[0]._told_s.clear()
+    fleet.say("a")  # a state directory that was put back, say
+    eventually(lambda: fleet.heard("a") == 2)
+
+
+def test_a_failed_canary_sends_the_others_back_until_they_say_so(fleet: Fleet) -> None:
+    for name in "abc":
+        fleet.add(name)
+    record = fleet.start().submit(wish(canary=2))
+    name = record.deployment_id
+    eventually(lambda: len(fleet.commands) == 2)
+    fleet.say("a", "running", name, name)
+    fleet.say("b", "failed", name, None, reason="no room")
+    eventually(lambda: fleet.heard("a", "rollback"))
+    assert fleet.store.deployment(name).reason == "canary b: no room"
+    assert fleet.stages(name) == {"a": "reverting", "b": "failed", "c": "superseded"}
+    with pytest.raises(NotFoundError):
+        fleet.running[0].offer(name, "a")
+    fleet.say("a", "reverted", name, None)
+    eventually(lambda: fleet.stages(name)["a"] == "reverted")
+    assert fleet.heard("c") == 0
+
+
+@pytest.mark.parametrize("stage", ["preparing", "told", "reverting"])
+def test_a_coordinator_that_starts_again_goes_on_where_it_was(fleet: Fleet, stage: str) -> None:
+    fleet.add("a")
+    first = fleet.start()
+    record = first.submit(wish())
+    eventually(lambda: fleet.commands)
+    first.stop()
+    name = record.deployment_id
+    if stage == "preparing":
+        fleet.store.set_deployment(name, status="preparing", onnx_sha256=None)
+        fleet.store.set_deployment_devices(name, {"a": {"state": "held"}})
+    elif stage == "reverting":
+        fleet.store.set_deployment(name, status="failed")
+        fleet.store.set_deployment_devices(name, {"a": {"state": "reverting"}})
+    fleet.commands.clear()
+    fleet.start()
+    eventually(lambda: fleet.commands)
+    assert fleet.commands == [("a", "rollback" if stage == "reverting" else "deploy", name)]
+
+
+@pytest.mark.parametrize("error", [TaskError("onnx is not installed"), ZeroDivisionError("odd")])
+def test_a_model_that_cannot_be_exported_fails_the_deployment_and_tells_nobody(
+    fleet: Fleet, error: Exception
+) -> None:
+    fleet.add("a")
+    fleet.export_fails = error
+    record = fleet.start().submit(wish())
+    eventually(lambda: str(fleet.store.deployment(record.deployment_id).status) == "failed")
+    assert fleet.store.deployment(record.deployment_id).reason == f"the model cannot be exported: {error}"
+    assert fleet.commands == []
+
+
+def test_a_device_that_joins_later_is_told_of_the_newest_deployment_for_everybody(fleet: Fleet) -> None:
+    fleet.add("a")
+    deployments = fleet.start()
+    first, second = deployments.submit(wish()), deployments.submit(wish())
+    eventually(lambda: fleet.stages(second.deployment_id) == {"a": "told"})
+    fleet.say("a", "running", second.deployment_id, second.deployment_id)
+    eventually(lambda: fleet.stages(second.deployment_id) == {"a": "running"})
+    only = deployments.submit(wish(devices=("a",)))
+    eventually(lambda: fleet.stages(only.deployment_id) == {"a": "told"})
+    fleet.add("late")
+    eventually(lambda: ("late", "deploy", second.deployment_id) in fleet.commands)
+    assert "late" not in {**fleet.stages(first.deployment_id), **fleet.stages(only.deployment_id)}
+    assert fleet.stages(first.deployment_id) == {"a": "superseded"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "expected"),
+    [
+        ({"model": "nothing"}, NotFoundError, "no model 'nothing'"),
+        ({"model": "ffffff"}, NotFoundError, "no kept model begins with 'ffffff'"),
+        ({"devices": ("nobody",)}, NotFoundError, "no device 'nobody'"),
+        ({"devices": ("other",)}, UsageError, "other has no shard for task digits"),
+    ],
+)
+def test_what_cannot_be_deployed_is_one_line(
+    fleet: Fleet, changes: dict[str, Any], kind: type[EdgeflError], expected: str
+) -> None:
+    fleet.add("a")
+    fleet.add("other", tasks=("mnist",))
+    with pytest.raises(kind) as caught:
+        fleet.start().submit(wish(**changes))
+    assert str(caught.value).startswith(expected)
+    assert fleet.store.deployments() == []
+
+
+def test_a_model_is_found_by_whatever_shows_it(fleet: Fleet) -> None:
+    fleet.add("a")
+    deployments = fleet.start()
+    for model in (MODEL, MODEL[:4], "r1", "first", "latest", "r1:1", "first:latest", "r1:best", "best"):
+        assert deployments.submit(wish(model=model)).model == MODEL
+
+
+@pytest.mark.parametrize(
+    "changes", [{"canary": -1}, {"canary_s": 0}, {"canary_s": 1e9}, {"tolerance": 2.0}, {"min_accuracy": -0.1}]
+)
+def test_a_wish_out_of_range_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        wish(**changes)
+
+
+def test_a_finished_run_deploys_its_model_only_if_it_asks_for_it(fleet: Fleet) -> None:
+    fleet.add("a")
+    deployments = fleet.start()
+    deployments.after_run("r1", parse_run({"run": {"task": "digits"}}))
+    assert fleet.store.deployments() == []
+    asking = {"run": {"task": "digits"}, "models": {"auto_deploy": True, "canary": 1}}
+    deployments.after_run("r1", parse_run(asking))
+    (record,) = fleet.store.deployments()
+    assert (record.run_id, record.canary) == ("r1", 1)
+    deployments.after_run(
+        "gone", parse_run(asking)
+    )  # what hinders it is an event, and the run has finished all the same

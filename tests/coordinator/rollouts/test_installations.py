@@ -1,0 +1,299 @@
+"""Releases and packs from the coordinator: who is told what and when; the store and the bundles are real."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from wheel_files import Signer, make_wheel, stand_in
+
+from edgefl import __version__
+from edgefl.coordinator.fleet.presence import Presence
+from edgefl.coordinator.fleet.roster import Roster
+from edgefl.coordinator.rollouts import bundle_files
+from edgefl.coordinator.rollouts import installations as module
+from edgefl.coordinator.rollouts.bundle_files import BundleFiles
+from edgefl.coordinator.rollouts.installations import OLDER, Installations, InstallationWish
+from edgefl.errors import BundleError, ConfigError, EdgeflError, NotFoundError, UsageError, VersionError
+from edgefl.protocol import EVALUATOR_NAME, Capabilities, Command, Heartbeat, Status
+from edgefl.storage.news import events_after
+from edgefl.storage.store import Store
+
+ABLE = {"installs": {"able": True, "slot": "a", "signers": [], "packs": {}}}
+MAJOR, MINOR, PATCH = (int(part) for part in __version__.split("."))
+NEXT = f"{MAJOR}.{MINOR}.{PATCH + 1}"
+
+
+class Fleet:
+    """A coordinator that has one release, and boards that say what a test makes them say."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.signer = root, Signer(root)
+        self.store = Store.open(root / "edgefl.db")
+        self.roster = Roster(Presence(), time.monotonic)
+        self.roster.note_bus(connected=True)
+        self.files = BundleFiles(root / "bundles")
+        self.commands: list[tuple[str, str, str | None]] = []
+        self.fatal: list[EdgeflError] = []
+        self.running: list[Installations] = []
+        self._seq, self.session_no = 0, 1
+        self.release = self.bring(self.signer.bundle(root / "r", stand_in(root, NEXT), version=NEXT))
+
+    def bring(self, path: Path) -> str:
+        upload = self.files.begin()
+        try:
+            upload.write(path.read_bytes())
+            return upload.finish().sha256
+        finally:
+            upload.close()
+
+    def add(self, name: str, facts: Any = ABLE, *, is_online: bool = True) -> None:
+        self.roster.add(name, node_id=hash(name), role="trainer", groups=(), examples={})
+        if is_online:
+            self.online(name, facts)
+
+    def online(self, name: str, facts: Any = ABLE) -> None:
+        self.roster.note_status(name, Status(state="online", boot_id=f"boot of {name}", session_no=1))
+        self.roster.note_capabilities(name, Capabilities(facts=facts))
+        self.say(name)
+
+    def start(self) -> Installations:
+        made = Installations(
+            store=self.store, roster=self.roster, files=self.files, commander=self, on_fatal=self.fatal.append
+        )
+        self.running.append(made)
+        made.start()
+        return made
+
+    def command(self, device_id: str, command: Command) -> None:
+        self.commands.append((device_id, command.kind, command.argument))
+
+    def say(self, name: str, state: str | None = None, installation: str = "", reason: str | None = None) -> None:
+        self._seq += 1
+        told = {"id": installation, "state": state, "reason": reason} if state else None
+        heartbeat = Heartbeat(seq=self._seq, session_no=self.session_no, uptime_s=1.0, installation=told)
+        self.roster.note_heartbeat(name, heartbeat)
+        for one in self.running:
+            one.heard(name, heartbeat)
+
+    def stages(self, installation: str) -> dict[str, str]:
+        return {row.device_id: str(row.state) for row in self.store.installation_devices(installation)}
+
+    def status(self, installation: str) -> str:
+        return str(self.store.installation(installation).status)
+
+    def events(self) -> list[tuple[str, str | None]]:
+        return [
+            (row["kind"], row["device_id"])
+            for row in events_after(self.store, 0, limit=100)
+            if row["kind"].startswith("update")
+        ]
+
+    def close(self) -> None:
+        for one in self.running:
+            one.stop()
+        self.store.close()
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    made = Fleet(tmp_path)
+    yield made
+    made.close()
+
+
+def eventually(condition: Callable[[], Any]) -> Any:
+    deadline_s = time.monotonic() + 20
+    while not (value := condition()):
+        assert time.monotonic() < deadline_s, "did not happen"
+        time.sleep(0.01)
+    return value
+
+
+def submit(fleet: Fleet, installations: Installations, **wish: Any) -> str:
+    record, _ = installations.submit(InstallationWish(**{"version": NEXT, **wish}))
+    return record.installation_id
+
+
+def test_every_board_that_can_be_updated_is_told_and_what_it_says_is_kept(fleet: Fleet) -> None:
+    for name in ("pi-1", "pi-2"):
+        fleet.add(name)
+    installations = fleet.start()
+    made = submit(fleet, installations)
+    eventually(lambda: sorted(fleet.commands) == [("pi-1", "install", made), ("pi-2", "install", made)])
+    fleet.say("pi-1", "fetching", made)
+    fleet.say("pi-1", "running", made)
+    fleet.say("pi-2", "rolled-back", made, "its agent did not come up")
+    eventually(lambda: fleet.status(made) == "done")
+    assert fleet.stages(made) == {"pi-1": "running", "pi-2": "rolled-back"}
+    assert sorted(fleet.events()) == [
+        ("update-requested", "pi-1"),
+        ("update-requested", "pi-2"),
+        ("update-rolled-back", "pi-2"),
+        ("updated", "pi-1"),
+    ]
+    row = fleet.store.installation_devices(made)[1]
+    assert row.reason == "its agent did not come up"
+
+
+def test_a_canary_that_fails_ends_it_and_the_others_are_never_told(fleet: Fleet) -> None:
+    for name in ("pi-1", "pi-2", "pi-3"):
+        fleet.add(name)
+    made = submit(fleet, fleet.start(), canary=1)
+    (canary,) = eventually(lambda: [device for device, _, _ in fleet.commands])
+    fleet.say(canary, "refused", made, "not signed by anybody")
+    eventually(lambda: fleet.status(made) == "failed")
+    assert sorted(fleet.stages(made).values()) == ["refused", "superseded", "superseded"]
+    assert len(fleet.commands) == 1
+    assert fleet.store.installation(made).reason == f"canary {canary}: not signed by anybody"
+
+
+def test_the_rest_follows_when_the_canaries_run_it(fleet: Fleet) -> None:
+    for name in ("pi-1", "pi-2"):
+        fleet.add(name)
+    made = submit(fleet, fleet.start(), canary=1)
+    (canary,) = eventually(lambda: [device for device, _, _ in fleet.commands])
+    fleet.say(canary, "running", made)
+    eventually(lambda: len(fleet.commands) == 2)
+    assert {device for device, _, _ in fleet.commands} == {"pi-1", "pi-2"}
+
+
+def test_a_canary_that_keeps_what_it_runs_is_not_taken_back_when_another_is_silent(fleet: Fleet) -> None:
+    for name in ("pi-1", "pi-2"):
+        fleet.add(name)
+    made = submit(fleet, fleet.start(), canary=2, canary_s=0.5)
+    fleet.say("pi-1", "running", made)
+    eventually(lambda: fleet.status(made) == "failed")
+    assert fleet.stages(made) == {"pi-1": "running", "pi-2": "superseded"}
+    fleet.say("pi-2", "running", made)  # it was slow, and is believed
+    eventually(lambda: fleet.stages(made)["pi-2"] == "running")
+
+
+def test_boards_that_cannot_be_updated_are_left_out_with_their_reason(fleet: Fleet) -> None:
+    fleet.add("pi-1")
+    fleet.add("laptop", {"installs": {"able": False, "reason": "installed by hand"}})
+    fleet.add("old", {})
+    fleet.add(EVALUATOR_NAME)
+    installations = fleet.start()
+    record, left_out = installations.submit(InstallationWish(version=NEXT))
+    assert left_out == {"laptop": "installed by hand", "old": OLDER}
+    assert set(fleet.stages(record.installation_id)) == {"pi-1"}
+    with pytest.raises(UsageError, match="laptop cannot be updated from here: installed by hand"):
+        submit(fleet, installations, devices=("laptop", "pi-1"))
+    with pytest.raises(NotFoundError, match="no device 'pi-9'"):
+        submit(fleet, installations, devices=("pi-9",))
+
+
+def test_a_board_that_is_away_is_told_when_it_comes(fleet: Fleet) -> None:
+    fleet.add("pi-1")
+    fleet.roster.note_status("pi-1", Status(state="offline", boot_id="boot of pi-1", session_no=1))
+    made = submit(fleet, fleet.start())
+    time.sleep(0.2)
+    assert not fleet.commands
+    fleet.roster.note_status("pi-1", Status(state="online", boot_id="boot of pi-1", session_no=2))
+    fleet.session_no = 2
+    fleet.say("pi-1")
+    eventually(lambda: fleet.commands == [("pi-1", "install", made)])
+
+
+def test_a_coordinator_that_was_killed_goes_on(fleet: Fleet) -> None:
+    fleet.add("pi-1")
+    first = fleet.start()
+    made = submit(fleet, first)
+    eventually(lambda: fleet.commands)
+    first.stop()
+    fleet.running.clear()
+    fleet.start()
+    eventually(lambda: len(fleet.commands) == 2)  # it may not have heard the first one
+    fleet.say("pi-1", "running", made)
+    eventually(lambda: fleet.status(made) == "done")
+
+
+def test_a_newer_installation_of_the_same_name_takes_the_place_of_one_that_waits(fleet: Fleet) -> None:
+    fleet.add("pi-1")
+    installations = fleet.start()
+    pack = fleet.signer.bundle(
+        fleet.root / "p", make_wheel(fleet.root / "w", "gulls", "1.0", {"gulls.py": ""}), kind="pack", version="1.0"
+    )
+    first, other = submit(fleet, installations), submit(fleet, installations, version=None, bundle=fleet.bring(pack))
+    second = submit(fleet, installations)
+    eventually(lambda: fleet.stages(first) == {"pi-1": "superseded"})
+    assert (fleet.stages(other), fleet.stages(second)) == ({"pi-1": "told"}, {"pi-1": "told"})
+
+
+def test_only_the_devices_of_an_installation_may_fetch_its_bundle(fleet: Fleet) -> None:
+    fleet.add("pi-1")
+    fleet.add("pi-2")
+    installations = fleet.start()
+    made = submit(fleet, installations, devices=("pi-1",))
+    offer = installations.offer(made, "pi-1")
+    assert (offer["sha256"], offer["version"]) == (fleet.release, NEXT)
+    assert installations.file(made, "pi-1").stat().st_size == offer["bytes"]
+    for name, installation in (("pi-2", made), ("pi-1", "other")):
+        with pytest.raises(NotFoundError):
+            installations.offer(installation, name)
+    fleet.files.path(fleet.release).unlink()
+    with pytest.raises(NotFoundError, match="has the bundle no more"):
+        installations.file(made, "pi-1")
+
+
+def test_a_release_that_this_coordinator_cannot_talk_to_is_refused(fleet: Fleet) -> None:
+    fleet.add("pi-1")
+    far = f"{MAJOR}.{MINOR + 1}.0"
+    fleet.bring(fleet.signer.bundle(fleet.root / "far", stand_in(fleet.root / "f", far), version=far))
+    with pytest.raises(VersionError):
+        submit(fleet, fleet.start(), version=far)
+
+
+def test_a_version_that_was_never_brought_is_named_with_those_that_were(fleet: Fleet) -> None:
+    fleet.add("pi-1")
+    with pytest.raises(NotFoundError, match=rf"has no release '9\.9' \(it has: {NEXT}\)"):
+        submit(fleet, fleet.start(), version="9.9")
+
+
+def test_an_upload_that_is_no_bundle_or_too_large_leaves_nothing(fleet: Fleet, tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(bytes(10_000))
+    before = sorted(fleet.files.folder.iterdir())
+    with pytest.raises(BundleError, match="this is no bundle"):
+        fleet.bring(tmp_path / "x")
+    fleet.files = BundleFiles(fleet.files.folder, max_bytes=100)
+    with pytest.raises(BundleError, match="the bundle has more than 100 bytes"):
+        fleet.bring(tmp_path / "r")
+    assert sorted(fleet.files.folder.iterdir()) == before
+
+
+def test_old_bundles_go_unless_they_are_on_their_way(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet.add("pi-1")
+    monkeypatch.setattr(bundle_files, "KEPT_BUNDLES", 1)
+    installations = fleet.start()
+    submit(fleet, installations)
+    wheels = {name: make_wheel(fleet.root / "w", name, "1.0", {f"{name}.py": ""}) for name in ("gulls", "terns")}
+    made = [
+        fleet.bring(fleet.signer.bundle(fleet.root / name, wheel, kind="pack", version="1.0"))
+        for name, wheel in wheels.items()
+    ]
+    os.utime(fleet.files.path(made[0]), (1.0, 1.0))
+    submit(fleet, installations, version=None, bundle=made[1])
+    assert {one.sha256 for one in fleet.files.kept()} == {fleet.release, made[1]}
+
+
+@pytest.mark.parametrize(
+    "wish", [{}, {"version": "1", "bundle": "ab"}, {"version": "1", "canary": -1}, {"version": "1", "canary_s": 0}]
+)
+def test_a_wish_that_makes_no_sense_is_refused(wish: Any) -> None:
+    with pytest.raises(ConfigError):
+        InstallationWish(**wish)
+
+
+def test_a_device_that_says_nonsense_changes_nothing(fleet: Fleet) -> None:
+    fleet.add("pi-1")
+    made = submit(fleet, fleet.start())
+    for state, name in (("running", "other"), ("exploded", made), (7, made), (["x"], made)):
+        fleet.say("pi-1", state, name)  # type: ignore[arg-type]
+    time.sleep(2 * module.TICK_S)
+    assert fleet.stages(made) == {"pi-1": "told"}
+    assert not fleet.fatal

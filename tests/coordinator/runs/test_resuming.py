@@ -1,0 +1,202 @@
+"""What a run goes on with, and when it may: real checkpoints, journal and store, without a fleet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgefl.assembly import Assembled, assemble
+from edgefl.config import parse_run
+from edgefl.coordinator.directory import CoordinatorDirectory
+from edgefl.coordinator.runs.resuming import check_resumable, resumed_state
+from edgefl.errors import EdgeflError, JournalError, UsageError
+from edgefl.storage.checkpoints import save_state
+from edgefl.storage.journal import WalJournal
+from edgefl.storage.journal_records import CheckpointMark
+from edgefl.storage.records import RunRecord, RunStatus, UpdateRow
+from edgefl.storage.store import Store
+from edgefl.types import DeviceInfo, Outcome, Progress, Speed, Update, UpdateMetrics, Vitals
+
+NAMES = ("pi-1", "pi-2")
+
+
+class View:
+    """Two devices with nothing to do, or at work."""
+
+    def __init__(self, busy: dict[str, list[str]] | None = None) -> None:
+        self.now_s, self.busy = 0.0, busy or {}
+        self.devices = {name: DeviceInfo(device_id=name, tasks=("digits",)) for name in NAMES}
+        self.idle = [name for name in NAMES if name not in self.busy]
+        self.speeds: dict[str, Speed] = {}
+        self.progress: dict[str, Progress] = {}
+        self.vitals: dict[str, Vitals] = {}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> CoordinatorDirectory:
+    return CoordinatorDirectory(root=tmp_path, fleet="lab", hosts=())
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store.open(tmp_path / "edgefl.db") as opened:
+        yield opened
+
+
+def made(name: str = "fedavg", **options: Any) -> Assembled:
+    return assemble(parse_run({"run": {"task": "digits", "rounds": 9}, "strategy": {"name": name, **options}}), "r")
+
+
+def record(store: Store, status: RunStatus = RunStatus.INTERRUPTED, *, resumes: int = 0) -> RunRecord:
+    run_id = f"r{len(store.runs())}"
+    store.add_run(run_id=run_id, name="n", task="digits", strategy="x", config={}, seed=7, submitted_at=1.0)
+    store.set_run_status(run_id, status, at=2.0)
+    for _ in range(resumes):
+        store.queue_again(run_id)
+    return store.run(run_id)
+
+
+def advanced(run: Assembled, rounds: int) -> Any:
+    """A state after some rounds, in the middle of the next one."""
+    strategy, state = run.strategy, run.strategy.init(run.model)
+    for number in range(rounds + 1):
+        state, decision = strategy.assign(state, View())
+        for order in decision.orders:
+            if number == rounds and order.device_id == "pi-2":
+                break
+            state = strategy.receive(state, update(order, run))
+        while number < rounds and strategy.ready(state, View()):
+            state = strategy.aggregate(state)
+    return state
+
+
+def update(order: Any, run: Assembled) -> Update:
+    tensors = {name: np.full_like(array, 0.01) for name, array in run.model.items()}
+    metrics = UpdateMetrics(iterations=1, num_examples=4)
+    return Update(
+        assignment_id=order.assignment_id, device_id=order.device_id, base_version=order.base_version,
+        tensors=tensors, metrics=metrics,
+    )  # fmt: skip
+
+
+def checkpoint(directory: CoordinatorDirectory, run_id: str, state: Any) -> Path:
+    folder = directory.runs / run_id
+    with WalJournal(folder / "journal", lambda _: {}) as wal:
+        saved = save_state(folder / "checkpoints", state, wal.last_record)
+        wal.checkpointed(CheckpointMark(sha256=saved.sha256, last_record=saved.last_record))
+    return folder / "checkpoints" / f"{saved.sha256}.safetensors"
+
+
+@pytest.mark.parametrize("status", [RunStatus.QUEUED, RunStatus.RUNNING, RunStatus.FINISHED, RunStatus.FAILED])
+def test_only_what_was_interrupted_or_stopped_may_go_on(
+    store: Store, directory: CoordinatorDirectory, status: RunStatus
+) -> None:
+    with pytest.raises(UsageError, match=f"is {status}; only a run that was interrupted or stopped"):
+        check_resumable(record(store, status), directory, made)
+
+
+def test_a_stopped_run_needs_its_state_and_an_interrupted_one_may_begin_anew(
+    store: Store, directory: CoordinatorDirectory
+) -> None:
+    with pytest.raises(UsageError, match="stopped before it had a checkpoint"):
+        check_resumable(record(store, RunStatus.STOPPED), directory, made)
+    check_resumable(record(store), directory, made)
+
+
+@pytest.mark.parametrize("damage", ["checkpoint", "missing", "journal"])
+def test_what_cannot_be_read_is_found_out_before_anything_changes(
+    store: Store, directory: CoordinatorDirectory, damage: str
+) -> None:
+    run = record(store)
+    path = checkpoint(directory, run.run_id, advanced(made(), 2))
+    check_resumable(run, directory, made)
+    if damage == "checkpoint":
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+    elif damage == "missing":
+        path.unlink()
+    else:
+        for file in (directory.runs / run.run_id / "journal").iterdir():
+            file.write_bytes(b"nonsense" * 9)
+    with pytest.raises(JournalError):
+        check_resumable(run, directory, made)
+    assert store.run(run.run_id) == run
+
+
+def test_a_run_whose_strategy_is_another_now_is_refused(store: Store, directory: CoordinatorDirectory) -> None:
+    run = record(store)
+    checkpoint(directory, run.run_id, advanced(made(), 2))
+    with pytest.raises(EdgeflError, match="does not fit"):
+        check_resumable(run, directory, lambda: made("asgd"))
+
+
+@pytest.mark.parametrize("name", ["fedavg", "ssgd", "asgd", "fedbuff", "bounded", "dc-asgd", "adacomp", "scaffold"])
+def test_a_strategy_goes_on_from_its_version_and_asks_everybody_again(
+    store: Store, directory: CoordinatorDirectory, name: str
+) -> None:
+    options = {"buffer_size": 3} if name == "fedbuff" else {}
+    run, state = record(store, resumes=1), advanced(made(name, **options), 3)
+    version = made(name, **options).strategy.version(state)
+    checkpoint(directory, run.run_id, state)
+    again = made(name, **options)
+    with WalJournal(directory.runs / run.run_id / "journal", lambda _: {}) as wal:
+        resumed = resumed_state(run, again, directory, store, wal)
+    assert again.strategy.version(resumed.state) == version >= 1
+    _, decision = again.strategy.assign(resumed.state, View())
+    assert {order.device_id for order in decision.orders} == set(NAMES)
+    assert {order.base_version for order in decision.orders} == {version}  # type: ignore[union-attr]
+    assert resumed.lives.given("a") == f"{run.run_id}/1/a"
+
+
+def test_a_synchronous_round_that_was_open_is_asked_for_under_the_ids_that_it_had(
+    store: Store, directory: CoordinatorDirectory
+) -> None:
+    run, first = record(store, resumes=1), made()
+    checkpoint(directory, run.run_id, advanced(first, 3))
+    again = made()
+    with WalJournal(directory.runs / run.run_id / "journal", lambda _: {}) as wal:
+        resumed = resumed_state(run, again, directory, store, wal)
+    _, decision = again.strategy.assign(resumed.state, View())
+    assert [order.assignment_id for order in decision.orders] == ["v3-a1-pi-1", "v3-a1-pi-2"]  # type: ignore[union-attr]
+
+
+def test_a_run_that_begins_has_its_first_state_and_plain_ids(store: Store, directory: CoordinatorDirectory) -> None:
+    run, begun = record(store, RunStatus.RUNNING), made()
+    with WalJournal(directory.runs / run.run_id / "journal", lambda _: {}) as wal:
+        first = resumed_state(run, begun, directory, store, wal)
+    assert (begun.strategy.version(first.state), first.lives.given("a")) == (0, f"{run.run_id}/a")
+    assert (first.unused, first.earlier.updates) == ((), 0)
+
+
+def test_to_ask_whether_a_run_can_go_on_leaves_its_journal_to_whoever_writes_it(
+    store: Store, directory: CoordinatorDirectory
+) -> None:
+    run = record(store)
+    checkpoint(directory, run.run_id, advanced(made(), 2))
+    newest = max((directory.runs / run.run_id / "journal").iterdir())
+    with newest.open("ab") as file:
+        file.write(b"half a record that somebody is writing")
+    before = newest.read_bytes()
+    check_resumable(run, directory, made)
+    assert newest.read_bytes() == before
+
+
+def test_a_run_whose_devices_went_on_counts_on_from_what_it_had(
+    store: Store, directory: CoordinatorDirectory
+) -> None:
+    run, first = record(store, RunStatus.RUNNING), made("ad-psgd", carrier="peer")
+    store.open_round(run.run_id, 1, started_at=10.0)
+    row = UpdateRow(
+        assignment_id="a", device_id="pi-1", round=1, base_version=0, outcome=Outcome.USED, applied_version=0,
+        bytes_up=30, bytes_down=12, received_at=15.0,
+    )  # fmt: skip
+    store.record_updates(run.run_id, [row])
+    store.close_round(run.run_id, 1, version=2, closed_at=18.0)
+    checkpoint(directory, run.run_id, first.strategy.init(first.model))
+    with WalJournal(directory.runs / run.run_id / "journal", lambda _: {}) as wal:
+        resumed = resumed_state(run, made("ad-psgd", carrier="peer"), directory, store, wal)
+    assert resumed.goes_on
+    assert (resumed.earlier.updates, resumed.earlier.bytes, resumed.earlier.seconds) == (1, 42, 8.0)

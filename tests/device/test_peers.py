@@ -1,0 +1,455 @@
+"""What devices say to each other: the order of it alone, then links over both brokers and real TLS."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from pathlib import Path
+
+import paho.mqtt.client as mqtt
+import pytest
+
+from edgefl.coordinator import pki
+from edgefl.coordinator.brokers import broker as rules
+from edgefl.coordinator.brokers.broker import BrokerTls
+from edgefl.coordinator.brokers.choice import make_broker, mosquitto_path
+from edgefl.device.link import Link, LinkCallbacks, LinkIdentity, LinkPace, LinkTls
+from edgefl.device.peers import WINDOW_BYTES, Peers
+from edgefl.errors import NetworkError, UsageError
+from edgefl.protocol import MAX_PEER_BYTES, MAX_RETAINED_PEER_BYTES
+
+pytestmark = pytest.mark.timeout(60)
+
+BUSY_S = 1.5
+LARGE = bytes(WINDOW_BYTES * 2 // 3)
+
+
+class Sent:
+    """A packet that leaves, or does not, and is acknowledged when the test says so."""
+
+    def __init__(self, rc):
+        self.rc = rc
+        self.is_acknowledged = False
+
+    def is_published(self):
+        if self.rc != mqtt.MQTT_ERR_SUCCESS:
+            raise RuntimeError("paho has no answer for what never left")
+        return self.is_acknowledged
+
+
+class FakeSession:
+    """Keeps what would leave."""
+
+    def __init__(self):
+        self.packets = []
+        self.said = []
+        self.rc = mqtt.MQTT_ERR_SUCCESS
+
+    def publish_to_peer(self, receiver, payload, *, retain):
+        sent = Sent(self.rc)
+        if sent.rc == mqtt.MQTT_ERR_SUCCESS:
+            self.packets.append(sent)
+            self.said.append((receiver, payload, retain))
+        return sent
+
+    def subscribe_to_peers(self):
+        self.said.append("subscribe")
+
+    def unsubscribe_from_peers(self):
+        self.said.append("unsubscribe")
+
+    def acknowledge(self, peers):
+        """Acknowledges all that has left, and lets the loop turn."""
+        for packet in self.packets:
+            packet.is_acknowledged = True
+        peers.send_due()
+
+    def take(self):
+        said, self.said = self.said, []
+        return said
+
+
+@pytest.fixture
+def session():
+    return FakeSession()
+
+
+@pytest.fixture
+def peers(session):
+    peers = Peers()
+    peers.attach(session)
+    return peers
+
+
+def test_of_values_that_come_while_one_is_under_way_only_the_newest_is_sent(peers, session):
+    for payload in (b"1", b"2", b"3"):
+        assert peers.publish("b", payload, retain=True)
+    assert session.take() == [("b", b"1", True)]
+    peers.send_due()
+    assert session.take() == []
+    session.acknowledge(peers)
+    assert session.take() == [("b", b"3", True)]
+    session.acknowledge(peers)
+    assert session.take() == []
+
+
+def test_an_answer_and_a_retained_value_take_each_other_s_place_never(peers, session):
+    peers.attach(session)
+    for number in (b"1", b"2"):
+        peers.publish("b", b"state " + number, retain=True)
+        peers.publish("b", b"answer " + number, retain=False)
+    session.acknowledge(peers)
+    session.acknowledge(peers)
+    assert sorted(session.take()) == [
+        ("b", b"answer 1", False), ("b", b"answer 2", False), ("b", b"state 1", True), ("b", b"state 2", True),
+    ]  # fmt: skip
+    again = FakeSession()
+    peers.detach(session)
+    peers.attach(again)
+    assert again.take() == [("b", b"state 2", True)]
+
+
+def test_small_values_for_several_receivers_are_under_way_together(peers, session):
+    for receiver in ("b", "c", "d"):
+        peers.publish(receiver, b"x", retain=True)
+    assert [receiver for receiver, *_ in session.take()] == ["b", "c", "d"]
+
+
+def test_large_values_leave_one_after_the_other_and_none_is_passed_over_for_ever(peers, session):
+    for receiver in ("b", "c"):
+        peers.publish(receiver, LARGE, retain=True)
+    peers.publish("b", LARGE + b"newer", retain=True)
+    left = [session.take()]
+    for _ in range(3):
+        session.acknowledge(peers)
+        left.append(session.take())
+    assert [[(name, len(payload)) for name, payload, _ in said] for said in left] == [
+        [("b", len(LARGE))],
+        [("c", len(LARGE))],
+        [("b", len(LARGE) + 5)],
+        [],
+    ]
+
+
+def test_a_value_that_waits_for_its_predecessor_holds_nobody_up(peers, session):
+    peers.publish("b", LARGE, retain=True)
+    peers.publish("b", LARGE, retain=True)
+    peers.publish("c", b"small", retain=True)
+    assert [receiver for receiver, *_ in session.take()] == ["b", "c"]
+
+
+def test_a_new_session_says_what_is_retained_again_and_nothing_else(peers, session):
+    peers.publish("b", b"acknowledged", retain=True)
+    session.acknowledge(peers)
+    peers.publish("c", b"old", retain=True)
+    peers.publish("c", b"waits", retain=True)
+    peers.publish("d", b"under way", retain=False)
+    peers.detach(session)
+    peers.attach(later := FakeSession())
+    assert later.take() == [("b", b"acknowledged", True), ("c", b"waits", True)]
+
+
+def test_while_there_is_no_session_only_the_newest_retained_value_is_kept(session):
+    peers = Peers()
+    assert not peers.publish("b", b"old", retain=True)
+    assert not peers.publish("b", b"new", retain=True)
+    assert not peers.publish("c", b"lost", retain=False)
+    peers.attach(session)
+    assert session.take() == [("b", b"new", True)]
+
+
+def test_a_value_for_a_session_that_has_just_ended_goes_to_the_next_one(peers, session):
+    session.rc = mqtt.MQTT_ERR_NO_CONN
+    for payload in (b"w", b"x"):
+        peers.publish("b", payload, retain=True)
+    assert session.take() == []
+    peers.attach(later := FakeSession())
+    assert later.take() == [("b", b"x", True)]
+    peers.detach(session)  # the end of the old one comes late
+    assert peers.publish("b", b"y", retain=True)
+
+
+def test_a_value_is_too_large_alone(peers, session):
+    for payload in (b"", bytes(MAX_PEER_BYTES + 1)):
+        with pytest.raises(NetworkError, match=f"1 to {MAX_PEER_BYTES} bytes, got {len(payload)}"):
+            peers.publish("b", payload, retain=True)
+    assert session.take() == []
+
+
+def test_values_are_too_large_together(peers, session):
+    num_fitting = MAX_RETAINED_PEER_BYTES // MAX_PEER_BYTES
+    largest = bytes(MAX_PEER_BYTES)
+    for number in range(num_fitting):
+        peers.publish(f"b-{number}", largest, retain=True)
+    total = (num_fitting + 1) * MAX_PEER_BYTES
+    with pytest.raises(NetworkError, match=rf"would keep {total} of this device, at most {MAX_RETAINED_PEER_BYTES}"):
+        peers.publish("c", largest, retain=True)
+    assert peers.publish("c", largest, retain=False)
+    assert peers.publish("b-0", largest, retain=True), "in the place of one that is counted already"
+    peers.forget(["b-0"])
+    assert peers.publish("c", largest, retain=True)
+
+
+def test_a_receiver_s_name_must_be_one(peers):
+    for name in ("+", "pi-2/status", "", "PI"):
+        with pytest.raises(UsageError, match="receiver"):
+            peers.publish(name, b"x", retain=True)
+        with pytest.raises(UsageError, match="receiver"):
+            peers.forget([name])
+
+
+def test_forgetting_clears_at_once_also_behind_what_is_under_way(peers, session):
+    for receiver in ("b", "c"):
+        peers.publish(receiver, LARGE, retain=True)
+    session.take()
+    peers.forget(["b", "c", "never-written-to"])
+    assert sorted(session.take()) == [("b", b"", True), ("c", b"", True), ("never-written-to", b"", True)]
+    session.acknowledge(peers)
+    peers.attach(later := FakeSession())
+    assert later.take() == []
+
+
+def test_what_could_not_be_cleared_is_cleared_in_the_next_session(peers, session):
+    peers.publish("b", b"x", retain=True)
+    peers.detach(session)
+    peers.forget(["b"])
+    peers.attach(later := FakeSession())
+    assert later.take() == [("b", b"", True)]
+    peers.attach(last := FakeSession())  # it broke before the broker acknowledged
+    assert last.take() == [("b", b"", True)]
+
+
+def test_it_listens_from_when_it_is_told_until_it_forgets(peers, session):
+    assert not peers.is_listening
+    peers.listen()
+    peers.listen()
+    assert session.take() == ["subscribe"]
+    peers.attach(later := FakeSession())
+    assert later.take() == ["subscribe"]
+    peers.forget([])
+    assert later.take() == ["unsubscribe"]
+    peers.attach(last := FakeSession())
+    assert (last.take(), peers.is_listening) == ([], False)
+
+
+def eventually(condition, timeout_s=10.0):
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"did not happen within {timeout_s} s"
+        time.sleep(0.01)
+
+
+class Site:
+    """A broker and its certificates."""
+
+    def __init__(self, directory, spec):
+        self.directory = directory
+        self.authority = pki.create_authority("lab")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        server = BrokerTls(**self.files("server", pki.issue_server(self.authority, ["127.0.0.1"])))
+        self.broker = make_broker(
+            spec, directory=directory / "broker", fleet="lab", tls=server, host="127.0.0.1", port=self.port
+        )
+        self.broker.start()
+        self.devices = []
+
+    def close(self):
+        for device in self.devices:
+            device.link.stop()
+        self.broker.stop()
+
+    def files(self, name, pair):
+        content = {"ca": self.authority.cert_pem, "cert": pair.cert_pem, "key": pair.key_pem}
+        for kind, pem in content.items():
+            (self.directory / f"{name}.{kind}").write_bytes(pem)
+        return {kind: self.directory / f"{name}.{kind}" for kind in content}
+
+    def device(self, name, on_peer=None):
+        self.devices.append(Device(self, name, on_peer))
+        return self.devices[-1]
+
+
+class Device:
+    """A link that is up, and what others had for it."""
+
+    def __init__(self, site, name, on_peer):
+        self.heard = []
+        self.sessions = []
+        self.link = Link(
+            [("127.0.0.1", site.port)],
+            LinkTls(**site.files(name, pki.issue_client(site.authority, name))),
+            LinkIdentity(fleet="lab", device_id=name, boot_id="boot"),
+            LinkCallbacks(
+                on_bell=lambda: None,
+                on_command=lambda _: None,
+                on_peer=on_peer or (lambda sender, payload: self.heard.append((sender, payload))),
+            ),
+            next_session_no=lambda: self.sessions.append(1) or len(self.sessions),
+            pace=LinkPace(max_backoff_s=0.5),
+        )
+        self.link.start()
+        assert self.link.wait_connected(10)
+
+
+@pytest.fixture(params=["mosquitto", "embedded"])
+def site(request, tmp_path: Path):
+    if request.param == "mosquitto" and mosquitto_path() is None:
+        pytest.skip("mosquitto is not installed")
+    site = Site(tmp_path, request.param)
+    yield site
+    site.close()
+
+
+embedded = pytest.mark.parametrize("site", ["embedded"], indirect=True)
+
+
+def test_two_devices_hear_each_other_and_only_what_is_for_them(site):
+    one, two, three = (site.device(name) for name in ("pi-1", "pi-2", "pi-3"))
+    for device in (one, two, three):
+        device.link.listen_to_peers()
+    assert one.link.publish_peer("pi-2", b"from one")
+    assert two.link.publish_peer("pi-1", b"from two")
+    eventually(lambda: one.heard and two.heard)
+    assert three.link.publish_peer("pi-1", bytes(range(256)), retain=False)
+    eventually(lambda: len(one.heard) == 2)
+    assert one.heard == [("pi-2", b"from two"), ("pi-3", bytes(range(256)))]
+    assert two.heard == [("pi-1", b"from one")]
+    assert three.heard == []
+
+
+def test_a_device_hears_nothing_before_it_listens_and_then_what_was_retained(site):
+    one, two = site.device("pi-1"), site.device("pi-2")
+    one.link.publish_peer("pi-2", b"early")
+    one.link.publish_peer("pi-2", b"newest")
+    one.link.publish_peer("pi-3", b"not yours")
+    three = site.device("pi-3")
+    three.link.listen_to_peers()
+    eventually(lambda: three.heard)  # so the broker has what was said before
+    assert two.heard == []
+    two.link.listen_to_peers()
+    eventually(lambda: two.heard == [("pi-1", b"newest")])
+
+
+def test_a_broker_that_lost_everything_is_told_again_and_listening_goes_on(site):
+    one, two = site.device("pi-1"), site.device("pi-2")
+    two.link.listen_to_peers()
+    one.link.publish_peer("pi-2", b"old")
+    one.link.publish_peer("pi-2", b"new")
+    one.link.publish_peer("pi-4", b"for one who is away")
+    eventually(lambda: two.heard and two.heard[-1] == ("pi-1", b"new"))
+    site.broker.stop()
+    eventually(lambda: not one.link.is_connected() and not two.link.is_connected())
+    assert not one.link.publish_peer("pi-2", b"newest")
+    assert not one.link.publish_peer("pi-2", b"lost", retain=False) or one.link.is_connected()
+    two.heard.clear()
+    site.broker.start()
+    eventually(lambda: two.heard, 20)
+    late = site.device("pi-4")
+    late.link.listen_to_peers()
+    eventually(lambda: late.heard == [("pi-1", b"for one who is away")])
+    assert set(two.heard) == {("pi-1", b"newest")}
+
+
+def test_what_a_device_forgets_nobody_finds_and_it_hears_nobody(site):
+    one, two = site.device("pi-1"), site.device("pi-2")
+    one.link.listen_to_peers()
+    two.link.listen_to_peers()
+    one.link.publish_peer("pi-2", b"x")
+    two.link.publish_peer("pi-1", b"x")
+    eventually(lambda: one.heard and two.heard)
+    one.link.publish_peer("pi-2", b"y")
+    one.link.forget_peers(["pi-2"])
+    one.link.stop()  # leaves at once, and takes nothing unsent with it
+    two.link.publish_peer("pi-1", b"z")
+    again = site.device("pi-2")
+    again.link.listen_to_peers()
+    three = site.device("pi-3")
+    three.link.publish_peer("pi-2", b"last")
+    eventually(lambda: again.heard)
+    assert again.heard == [("pi-3", b"last")]
+    assert one.heard == [("pi-2", b"x")]
+    assert two.heard[-1][1], "an empty payload is not handed on"
+
+
+def test_a_callback_that_fails_does_not_end_the_link(site, caplog):
+    heard = []
+
+    def fail_once(_sender, payload):
+        heard.append(payload)
+        if len(heard) == 1:
+            raise RuntimeError("a bug in the agent")
+
+    one, two = site.device("pi-1"), site.device("pi-2", on_peer=fail_once)
+    two.link.listen_to_peers()
+    one.link.publish_peer("pi-2", b"1")
+    eventually(lambda: heard == [b"1"])
+    one.link.publish_peer("pi-2", b"2")
+    eventually(lambda: heard == [b"1", b"2"])
+    assert "a bug in the agent" in caplog.text
+    assert two.link.is_connected()
+
+
+def test_of_a_flood_the_last_value_arrives_and_the_connection_holds(site):
+    one, two = site.device("pi-1"), site.device("pi-2")
+    two.link.listen_to_peers()
+    started_s = time.monotonic()
+    values = [number.to_bytes(4, "big") * 25_000 for number in range(1000)]
+    for value in values:
+        assert one.link.publish_peer("pi-2", value)
+    assert time.monotonic() - started_s < 5, "publishing does not wait for the network"
+    eventually(lambda: two.heard and two.heard[-1] == ("pi-1", values[-1]), 30)
+    numbers = [int.from_bytes(payload[:4], "big") for _, payload in two.heard]
+    assert numbers == sorted(set(numbers))
+    assert (len(one.sessions), len(two.sessions)) == (1, 1)
+
+
+def test_devices_that_answer_from_the_callback_while_other_threads_publish_stay_connected(site):
+    devices = {}
+    counts = dict.fromkeys(("pi-1", "pi-2"), 0)
+
+    def answering(own):
+        def answer(sender, payload):
+            counts[own] += 1
+            if sender != "pi-3":
+                devices[own].link.publish_peer(sender, payload + b"x" if len(payload) < 2000 else b"x")
+
+        return answer
+
+    for name in counts:
+        devices[name] = site.device(name, on_peer=answering(name))
+        devices[name].link.listen_to_peers()
+    third = site.device("pi-3")
+    devices["pi-1"].link.publish_peer("pi-2", b"x")
+    until_s = time.monotonic() + BUSY_S
+
+    def busy():
+        while time.monotonic() < until_s:
+            for name in counts:
+                third.link.publish_peer(name, b"y" * 1000)
+            time.sleep(0.001)
+
+    threads = [threading.Thread(target=busy) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    before = dict(counts)
+    eventually(lambda: all(counts[name] > before[name] for name in counts))
+    assert [len(device.sessions) for device in site.devices] == [1, 1, 1]
+
+
+@embedded
+def test_a_broker_whose_rules_know_no_peers_is_named(site, monkeypatch, caplog):
+    monkeypatch.setattr(rules, "DEVICE_READS", [name for name in rules.DEVICE_READS if "peer" not in name])
+    connections = []
+    device = site.device("pi-1")
+    monkeypatch.setattr(device.link, "_callbacks", LinkCallbacks(
+        on_bell=lambda: None, on_command=lambda _: None, on_connection=connections.append
+    ))  # fmt: skip
+    device.link.listen_to_peers()
+    eventually(lambda: "hear no other device" in caplog.text)
+    assert device.link.is_connected()
+    assert connections == [], "a later subscription is no new connection"
