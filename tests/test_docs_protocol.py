@@ -169,7 +169,7 @@ def test_protocol_md_lists_every_route_and_who_may_call_it() -> None:
     told = {name: row[1] for row in rows(part(PROTOCOL, "HTTPS")) for name in code(row[0]) if " /" in name}
     assert told == served()
     room = Path(superlink.__file__).parent
-    routers = {path.stem for path in room.glob("*.py") if "APIRouter(" in path.read_text()}
+    routers = {path.stem for path in room.rglob("*.py") if "APIRouter(" in path.read_text()}
     assert routers == {
         "api",
         "certificates_api",
