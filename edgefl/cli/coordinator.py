@@ -91,7 +91,8 @@ def start(  # noqa: PLR0913, PLR0917 one argument per option
     from edgefl.assembly import assemble  # noqa: PLC0415 fast start
     from edgefl.board_models import export_for_boards  # noqa: PLC0415 likewise
     from edgefl.coordinator.directory import default_directory, load_directory  # noqa: PLC0415 likewise
-    from edgefl.coordinator.service import StartOptions, serve  # noqa: PLC0415 likewise
+    from edgefl.coordinator.service import serve  # noqa: PLC0415 likewise
+    from edgefl.coordinator.start_options import StartOptions  # noqa: PLC0415 likewise
 
     shards = dict(_test_shard(text) for text in test_shards)
     directory = load_directory(root or default_directory())

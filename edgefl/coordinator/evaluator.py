@@ -7,17 +7,65 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
+from edgefl.coordinator.directory import CoordinatorDirectory
+from edgefl.coordinator.fleet.membership import Membership
+from edgefl.coordinator.joining.tokens import TokenTerms, make_token
 from edgefl.processes import end_with_parent
 from edgefl.protocol import EVALUATOR_NAME
+from edgefl.storage.store import Store
 
 log = logging.getLogger(__name__)
 
 RESTART_DELAY_S = 2.0
 STOP_TIMEOUT_S = 10.0
+TOKEN_TTL_S = 600.0
+
+
+class OwnEvaluator:
+    """The coordinator's own evaluator, of which there is one: who may join under its name, and its process.
+
+    Args:
+        directory: of the coordinator; the evaluator's files lie in it.
+        store: knows whether it has joined before.
+        members: the fleet.
+
+    Attributes:
+        token_id: the one token that lets somebody join under its name, while there is one.
+    """
+
+    def __init__(self, directory: CoordinatorDirectory, store: Store, members: Membership) -> None:
+        self._directory, self._store, self._members = directory, store, members
+        self.token_id: str | None = None
+
+    def started(self, shards: Mapping[str, Path], address: str) -> EvaluatorProcess:
+        """Returns its process, on these test shards (by task); `address` is HOST:PORT of this coordinator."""
+        state_dir = self._directory.root / "evaluator"
+        process = EvaluatorProcess(
+            state_dir=state_dir,
+            shards={task: Path(path).resolve() for task, path in shards.items()},
+            address=address,
+            token=self._token(state_dir),
+            log_file=self._directory.root / "evaluator.log",
+        )
+        process.start()
+        return process
+
+    def _token(self, state_dir: Path) -> str | None:
+        """Returns what it has to join with, None when it has joined before."""
+        known = {record.device_id for record in self._store.devices()}
+        if EVALUATOR_NAME in known and (state_dir / "device.json").exists():
+            return None
+        if EVALUATOR_NAME in known:  # its state directory is gone, and with it the key that holds the name
+            self._members.remove(EVALUATOR_NAME)
+        terms = TokenTerms(ttl_s=TOKEN_TTL_S, role="evaluator")
+        made = make_token(self._store, self._directory, terms, now=time.time())
+        self.token_id = made.token_id
+        return made.text()
 
 
 class EvaluatorProcess:

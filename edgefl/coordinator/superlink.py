@@ -15,7 +15,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -62,6 +61,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from edgefl.coordinator.asgi import Traffic, error_json, read_capped, respond
+from edgefl.coordinator.mail import PreparedBody, Reply
 from edgefl.errors import NetworkError
 from edgefl.protocol import (
     CHUNK_BYTES,
@@ -91,27 +91,6 @@ _PUSH_MESSAGES = "push-messages"
 _PULL_MESSAGES, _PULL_OBJECT = "pull-messages", "pull-object"
 _PUSH_OBJECT_BYTES = MAX_OBJECT_BYTES + 4096
 """The largest request that carries such a piece: ids and lengths come on top."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    """One complete reply of a device. `header` is its JSON, `body` one codec body (may be empty)."""
-
-    node_id: int
-    instruction_id: str
-    header: Json
-    body: bytes
-    bytes_up: int
-    bytes_down: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedBody:
-    """A body ready to be sent to many devices: inline, or cut into content-addressed chunks hashed once."""
-
-    inline: bytes | None
-    chunk_ids: tuple[str, ...] = ()
-    chunks: tuple[bytes, ...] = ()
 
 
 def prepare_body(body: bytes) -> PreparedBody:

@@ -21,7 +21,8 @@ from edgefl.cli.main import main
 from edgefl.coordinator import pki
 from edgefl.coordinator.brokers.choice import mosquitto_path
 from edgefl.coordinator.directory import CoordinatorDirectory, load_directory
-from edgefl.coordinator.service import Coordinator, StartOptions
+from edgefl.coordinator.service import Coordinator
+from edgefl.coordinator.start_options import StartOptions
 from edgefl.device.state import DeviceState
 from edgefl.local_fleet import free_port
 from edgefl.storage.checkpoints import save_model, save_state

@@ -18,7 +18,8 @@ from edgefl.assembly import assemble
 from edgefl.cli.main import main
 from edgefl.cli.operator import grant_access
 from edgefl.coordinator.directory import init_directory
-from edgefl.coordinator.service import Coordinator, StartOptions
+from edgefl.coordinator.service import Coordinator
+from edgefl.coordinator.start_options import StartOptions
 from edgefl.device.joining.join_file import JoinFile
 from edgefl.local_fleet import free_port
 from edgefl.protocol import JoinToken

@@ -19,7 +19,8 @@ from edgefl.coordinator.dispatch.guests import Guest, Guests, Stand
 from edgefl.coordinator.dispatch.outstanding import LOST_AFTER_S, Bell, Mail
 from edgefl.coordinator.dispatch.participants import FleetRun
 from edgefl.coordinator.fleet.roster import Roster
-from edgefl.coordinator.superlink import PreparedBody, Reply, prepare_body
+from edgefl.coordinator.mail import PreparedBody, Reply
+from edgefl.coordinator.superlink import prepare_body
 from edgefl.errors import NetworkError, RunFailedError
 from edgefl.protocol import Command, CommandKind, Phase
 from edgefl.types import Json

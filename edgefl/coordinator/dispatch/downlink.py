@@ -13,7 +13,8 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from edgefl.coordinator.dispatch.participants import FleetRun
-from edgefl.coordinator.superlink import PreparedBody, prepare_body
+from edgefl.coordinator.mail import PreparedBody
+from edgefl.coordinator.superlink import prepare_body
 from edgefl.decentralised.mailbag import pack_mail
 from edgefl.types import Assignment, Evaluation, Json, ModelSource
 

@@ -22,7 +22,7 @@ from edgefl.coordinator.dispatch.participants import FleetRun
 from edgefl.coordinator.dispatch.waiting import Waiting
 from edgefl.coordinator.fleet.presence import DeviceState, Flapping, Transition
 from edgefl.coordinator.fleet.roster import Added, Changed, Holding, Removed, Restarted, Roster, RosterEvent
-from edgefl.coordinator.superlink import Reply
+from edgefl.coordinator.mail import Reply
 from edgefl.decentralised.mailbag import unpack_mail
 from edgefl.errors import CodecError, EdgeflError, NetworkError
 from edgefl.types import (

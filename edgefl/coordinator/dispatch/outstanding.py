@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from edgefl.coordinator.fleet.roster import Holding
-from edgefl.coordinator.superlink import PreparedBody
+from edgefl.coordinator.mail import PreparedBody
 from edgefl.errors import NetworkError
 from edgefl.protocol import HEARTBEAT_S, Command, CommandKind
 from edgefl.types import Assignment, Evaluation, Json

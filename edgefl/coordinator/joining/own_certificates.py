@@ -34,6 +34,12 @@ def renew_own(directory: CoordinatorDirectory, *, now: float) -> bool:
     return True
 
 
+def own_expiries(directory: CoordinatorDirectory) -> dict[str, float]:
+    """Returns when each of the coordinator's certificates ends, in unix seconds."""
+    files = {"ca": directory.ca_cert, "server": directory.server_cert, "coordinator": directory.client_cert}
+    return {name: pki.expires_at(path.read_bytes()) for name, path in files.items()}
+
+
 def _is_good(cert: Path, key: Path, *, life_s: float, now: float) -> bool:
     try:
         cert_pem, key_pem = cert.read_bytes(), key.read_bytes()

@@ -17,6 +17,7 @@ from edgefl.coordinator.dispatch.door import NotReadyError
 from edgefl.coordinator.dispatch.live_fleet import Bell, FleetRun, InterruptedRunError, LiveFleet
 from edgefl.coordinator.dispatch.participants import EncodeChanges
 from edgefl.coordinator.fleet.roster import Roster
+from edgefl.coordinator.mail import Reply
 from edgefl.coordinator.runs.admission import Admitting, terms_of
 from edgefl.coordinator.runs.facts import facts_of
 from edgefl.coordinator.runs.keeper import Keeper
@@ -27,7 +28,7 @@ from edgefl.coordinator.runs.planning import Plannable
 from edgefl.coordinator.runs.recorder import Recorder
 from edgefl.coordinator.runs.resuming import Resumable, Resumed, check_resumable, resumed_state
 from edgefl.coordinator.runs.run_meter import RunMeter
-from edgefl.coordinator.superlink import Reply, SuperLink
+from edgefl.coordinator.superlink import SuperLink
 from edgefl.errors import EdgeflError, JournalError, RunFailedError, StoreError, UsageError
 from edgefl.files import write_whole
 from edgefl.loop import EvaluationRule, drive

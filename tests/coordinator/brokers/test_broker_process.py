@@ -24,7 +24,8 @@ from edgefl.coordinator.brokers.broker import BrokerAddress, BrokerTls
 from edgefl.coordinator.brokers.broker_process import BrokerOptions, serve_broker
 from edgefl.coordinator.brokers.choice import mosquitto_path
 from edgefl.coordinator.directory import init_directory
-from edgefl.coordinator.service import Coordinator, StartOptions
+from edgefl.coordinator.service import Coordinator
+from edgefl.coordinator.start_options import StartOptions
 from edgefl.errors import StoreError
 from edgefl.local_fleet import free_port
 from edgefl.storage.store import Store
@@ -269,7 +270,7 @@ def test_a_coordinator_beside_it_needs_no_files_and_sends_boards_to_its_own_host
     unit = start("--kind", kind)
     spec = re.search(r"--broker (\S+)", unit.wait_until_up())[1]
     with Coordinator(directory, _options(directory, broker=spec), assemble) as coordinator:
-        assert coordinator._bus.wait_connected(10)
+        assert coordinator._mqtt.bus.wait_connected(10)
         # A board elsewhere would look for 127.0.0.1 on itself.
         assert _hello(directory)["broker"] == {"port": unit.port, "host": None}
     assert unit.process.poll() is None

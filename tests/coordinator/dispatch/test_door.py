@@ -17,7 +17,7 @@ from edgefl.coordinator.dispatch.lives import Lives
 from edgefl.coordinator.dispatch.outstanding import LOST_AFTER_S
 from edgefl.coordinator.fleet.presence import Presence
 from edgefl.coordinator.fleet.roster import Roster
-from edgefl.coordinator.superlink import Reply
+from edgefl.coordinator.mail import Reply
 from edgefl.errors import RunFailedError
 from edgefl.protocol import Capabilities, Heartbeat, Status
 from edgefl.types import Assignment, Joined, LocalPlan, TensorSpec, Update, derived_rng

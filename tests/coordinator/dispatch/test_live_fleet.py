@@ -13,7 +13,7 @@ from edgefl.coordinator.dispatch.live_fleet import EVALUATION_DEADLINE_S, FleetR
 from edgefl.coordinator.dispatch.outstanding import LOST_AFTER_S
 from edgefl.coordinator.fleet.presence import Presence
 from edgefl.coordinator.fleet.roster import Roster
-from edgefl.coordinator.superlink import Reply
+from edgefl.coordinator.mail import Reply
 from edgefl.errors import NetworkError
 from edgefl.protocol import EVALUATOR_NAME, Capabilities, Heartbeat, Status
 from edgefl.types import (

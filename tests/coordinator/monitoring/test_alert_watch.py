@@ -17,7 +17,8 @@ from edgefl.coordinator.fleet.roster import Roster
 from edgefl.coordinator.monitoring.alert_watch import AlertSources, AlertWatch
 from edgefl.coordinator.runs.ledger import Rows
 from edgefl.coordinator.runs.run_meter import RunMeter
-from edgefl.coordinator.service import Coordinator, StartOptions
+from edgefl.coordinator.service import Coordinator
+from edgefl.coordinator.start_options import StartOptions
 from edgefl.local_fleet import free_port
 from edgefl.protocol import Heartbeat, Status
 from edgefl.storage.records import RunRecord, RunStatus

@@ -18,7 +18,8 @@ from edgefl.coordinator.monitoring.fleet_collector import FleetCollector, Source
 from edgefl.coordinator.monitoring.metrics import Metrics, grafana_dashboard
 from edgefl.coordinator.runs.ledger import Rows
 from edgefl.coordinator.runs.run_meter import RunMeter
-from edgefl.coordinator.service import Coordinator, StartOptions
+from edgefl.coordinator.service import Coordinator
+from edgefl.coordinator.start_options import StartOptions
 from edgefl.device.trust import pinned_context, request
 from edgefl.local_fleet import free_port
 from edgefl.protocol import Heartbeat, Status

@@ -17,7 +17,8 @@ import pytest
 
 from edgefl.assembly import assemble
 from edgefl.coordinator.directory import CoordinatorDirectory, add_access, init_directory
-from edgefl.coordinator.service import Coordinator, StartOptions
+from edgefl.coordinator.service import Coordinator
+from edgefl.coordinator.start_options import StartOptions
 from edgefl.coordinator.web.page_api import qr_svg
 from edgefl.local_fleet import free_port
 from edgefl.protocol import JoinToken

@@ -1,0 +1,28 @@
+"""What goes to devices through Flower and what comes back, in our own words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edgefl.types import Json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """One complete reply of a device. `header` is its JSON, `body` one codec body (may be empty)."""
+
+    node_id: int
+    instruction_id: str
+    header: Json
+    body: bytes
+    bytes_up: int
+    bytes_down: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedBody:
+    """A body ready to be sent to many devices: inline, or cut into content-addressed chunks hashed once."""
+
+    inline: bytes | None
+    chunk_ids: tuple[str, ...] = ()
+    chunks: tuple[bytes, ...] = ()
