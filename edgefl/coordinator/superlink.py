@@ -2,7 +2,7 @@
 
 Flower's in-memory LinkState is a cache: it holds messages between dispatch and reply, while the store is the
 truth. The subclass here wakes us when a reply's last byte has landed, keeps node ids over restarts, and makes
-refused replies visible. `FleetApi` serves Flower's Fleet API and nothing else of Flower's HTTP surface.
+refused replies visible. `FlowerCalls` answers Flower's Fleet API and nothing else of Flower's HTTP surface.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import datetime as dt
 import json
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
@@ -56,11 +55,21 @@ from flwr.superlink.federation import NoOpFederationManager
 from flwr.superlink.routers.fleet.node_auth import authenticate_node
 from flwr.superlink.servicer.fleet import fleet_handlers
 from google.protobuf.message import DecodeError
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.types import Receive, Scope, Send
 
-from edgefl.coordinator.asgi import Traffic, error_json, read_capped, respond
+from edgefl.coordinator.asgi import error_json
+from edgefl.coordinator.fleet_api import (
+    MAX_OBJECT_BYTES,
+    PREFIX,
+    PULL_MESSAGES,
+    PULL_OBJECT,
+    PUSH_MESSAGES,
+    PUSH_OBJECT,
+    Answer,
+    FleetApi,
+    OnRefused,
+)
+from edgefl.coordinator.half_replies import HalfReplies
 from edgefl.coordinator.mail import PreparedBody, Reply
 from edgefl.errors import NetworkError
 from edgefl.protocol import (
@@ -69,7 +78,6 @@ from edgefl.protocol import (
     FIELD_JSON,
     INLINE_BODY_BYTES,
     MAX_BODY_BYTES,
-    MAX_REQUEST_BYTES,
     RECORD_BODY,
     RECORD_HEADER,
     REPLY_SALT_BYTES,
@@ -82,15 +90,6 @@ TTL_S = 100 * 365 * 24 * 3600.0
 """How long Flower keeps a message by wall clock: a clock that jumps must not end it, our own deadlines do."""
 EARLIEST_MESSAGE_S = 1_740_700_800.0
 """Flower refuses messages that were made earlier; a coordinator without network time may stand there."""
-MAX_OBJECT_BYTES = CHUNK_BYTES + REPLY_SALT_BYTES + 1024
-"""The largest piece of a reply: one salted chunk with Flower's header before it."""
-OnRefused = Callable[[str, Request, int | None, str], None]
-_PREFIX = "/v1/fleet/"
-_PUSH_OBJECT = "push-object"
-_PUSH_MESSAGES = "push-messages"
-_PULL_MESSAGES, _PULL_OBJECT = "pull-messages", "pull-object"
-_PUSH_OBJECT_BYTES = MAX_OBJECT_BYTES + 4096
-"""The largest request that carries such a piece: ids and lengths come on top."""
 
 
 def prepare_body(body: bytes) -> PreparedBody:
@@ -107,8 +106,7 @@ class EdgeLinkState(InMemoryLinkState):
     def __init__(self, manager: Any, store: Any, on_reply: Callable[[Message], None]) -> None:
         super().__init__(manager, store)
         self._on_reply = on_reply
-        self._open: dict[str, tuple[Message, set[str]]] = {}
-        self._open_lock = threading.Lock()
+        self.half = HalfReplies[Message]()
 
     def store_message_and_object_tree(self, message: Message, object_tree: Any, session_id: str) -> Any:
         if not _fits(object_tree):
@@ -124,8 +122,7 @@ class EdgeLinkState(InMemoryLinkState):
             self._cleanup_push_session(session_id, cleanup_messages=False)
             self._on_reply(message)
             return stored, []
-        with self._open_lock:
-            self._open[session_id] = (message, set(missing))
+        self.half.begin(session_id, message, missing)
         return stored, missing
 
     def store_object(self, run_id: int, session_id: str, object_id: str, object_content: bytes) -> bool:
@@ -133,13 +130,7 @@ class EdgeLinkState(InMemoryLinkState):
             raise _refusal(f"a piece of a reply has at most {MAX_OBJECT_BYTES} bytes, got {len(object_content)}")
         self._prolong(session_id)
         stored = bool(super().store_object(run_id, session_id, object_id, object_content))
-        complete = None
-        with self._open_lock:
-            if stored and session_id in self._open:
-                left = self._open[session_id][1]
-                left.discard(object_id)
-                if not left:
-                    complete = self._open.pop(session_id)[0]
+        complete = self.half.arrived(session_id, object_id) if stored else None
         if complete is not None:
             self._on_reply(complete)
         return stored
@@ -148,9 +139,7 @@ class EdgeLinkState(InMemoryLinkState):
         """Forgets an instruction, its reply, and the pushing of it; what comes of them later is refused."""
         reply_id = reply_id or self.message_ins_id_to_message_res_id.get(instruction_id)
         if reply_id:
-            with self._open_lock:
-                session_ids = self._drop_open(reply_id)
-            for session_id in session_ids:
+            for session_id in self.half.drop(lambda reply: reply.metadata.message_id == reply_id):
                 self._cleanup_push_session(session_id, cleanup_messages=False)
             self.object_store.delete(reply_id)
         self.object_store.delete(instruction_id)
@@ -166,12 +155,6 @@ class EdgeLinkState(InMemoryLinkState):
     def _cleanup_expired_task_tokens_locked(self) -> None:
         """Lets no run expire: when a run ends is the loop's business, and this clock may jump."""
 
-    def _drop_open(self, reply_id: str) -> list[str]:
-        found = [session_id for session_id, (reply, _) in self._open.items() if reply.metadata.message_id == reply_id]
-        for session_id in found:
-            del self._open[session_id]
-        return found
-
     def _prolong(self, session_id: str) -> None:
         """Keeps a push session whose next piece has come, however long that took on a slow link."""
         with self._lock_object_push_sessions:
@@ -180,8 +163,7 @@ class EdgeLinkState(InMemoryLinkState):
                 session.expires_at = now() + dt.timedelta(seconds=OBJECT_PUSH_SESSION_TTL_SECONDS)
 
     def forget_sessions(self, run_id: int) -> None:
-        with self._open_lock:
-            self._open = {s: entry for s, entry in self._open.items() if entry[0].metadata.run_id != run_id}
+        self.half.drop(lambda reply: reply.metadata.run_id == run_id)
         self.delete_sessions_in_run(run_id)
 
     def activate_node(self, node_id: int, heartbeat_interval: float) -> bool:
@@ -250,11 +232,11 @@ class SuperLink:
     ) -> None:
         logging.getLogger("flwr").setLevel(logging.CRITICAL)  # it logs every push, and what we raise ourselves
         manager, objects = NoOpFederationManager(), ObjectStoreFactory(FLWR_IN_MEMORY_DB_NAME)
-        self._factory = LinkStateFactory(FLWR_IN_MEMORY_DB_NAME, manager, objects)
+        factory = LinkStateFactory(FLWR_IN_MEMORY_DB_NAME, manager, objects)
         self.state = EdgeLinkState(manager, objects.store(), self._collect)
-        self._factory.state_instance = self.state
+        factory.state_instance = self.state
         self._deliver = on_reply
-        self.api = FleetApi(self._factory, self.state, on_contact, on_refused)
+        self.api = FleetApi(FlowerCalls(factory, self.state), on_contact, on_refused)
 
     def register(self, public_key: bytes, name: str) -> int:
         """Returns the node id of a new device; the same key gets the same id again."""
@@ -389,10 +371,10 @@ _HANDLERS: dict[str, Handler] = {
     "activate-node": fleet_handlers.activate_node,
     "deactivate-node": fleet_handlers.deactivate_node,
     "send-node-heartbeat": fleet_handlers.send_node_heartbeat,
-    _PULL_MESSAGES: lambda message, state: fleet_handlers.pull_messages(message, state, state.object_store),
-    _PUSH_MESSAGES: fleet_handlers.push_messages,
-    _PUSH_OBJECT: fleet_handlers.push_object,
-    _PULL_OBJECT: fleet_handlers.pull_object,
+    PULL_MESSAGES: lambda message, state: fleet_handlers.pull_messages(message, state, state.object_store),
+    PUSH_MESSAGES: fleet_handlers.push_messages,
+    PUSH_OBJECT: fleet_handlers.push_object,
+    PULL_OBJECT: fleet_handlers.pull_object,
     "confirm-message-received": lambda message, state: fleet_handlers.confirm_message_received(
         message, state, state.object_store
     ),
@@ -401,55 +383,49 @@ _HANDLERS: dict[str, Handler] = {
 }
 
 
-class FleetApi:
-    """The ASGI application under `/v1/fleet/`: Flower's handlers without FastAPI's injection and middlewares.
+class FlowerCalls:
+    """Flower's handlers of the Fleet API; see `fleet_api.Calls`."""
 
-    An unknown key or a signature that does not hold gets 401 before its body is read, and is no sign of life; a
-    body over its limit gets 413. Registration by devices is not offered: nodes come from our own enrolment only.
-    """
+    names = frozenset(_HANDLERS)
 
-    def __init__(
-        self,
-        factory: LinkStateFactory,
-        state: EdgeLinkState,
-        on_contact: Callable[[int], None],
-        on_refused: OnRefused,
-    ) -> None:
-        self._state, self._on_refused = state, on_refused
+    def __init__(self, factory: LinkStateFactory, state: EdgeLinkState) -> None:
+        self._state = state
         self._app = SimpleNamespace(state=SimpleNamespace(linkstate_factory=factory))
-        self._on_contact = on_contact
-        self.traffic = Traffic()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope)
-        name = scope["path"].removeprefix(_PREFIX)
-        node_id = self._node_of(request)
-        if node_id is None:
-            self._on_refused("signature", request, None, f"{name[:40]}: its key or its signature does not count")
-            await respond(send, 401, error_json("Invalid SuperNode authentication"))
-        elif request.method != "POST" or name not in _HANDLERS:
-            await respond(send, 404, error_json("Not Found"))
-        else:
-            limit_bytes = _PUSH_OBJECT_BYTES if name == _PUSH_OBJECT else MAX_REQUEST_BYTES
-            body = await read_capped(request, receive, limit_bytes)
-            if body is None:
-                self._on_refused("size", request, node_id, f"{name}: a body over {limit_bytes} bytes, or cut off")
-                await respond(send, 413, error_json(f"body over {limit_bytes} bytes"))
-                return
-            self._on_contact(node_id)
-            self.traffic.sent(node_id, len(body))
-            status, content, fetched = await run_in_threadpool(self._answer, request, name, body)
-            if status in {401, 403} and self._is_foreign(name, body, node_id):
-                self._on_refused("reply", request, node_id, "it speaks for another device")
-            if fetched is not None or name == _PULL_OBJECT:
-                self.traffic.fetched(node_id, len(content), fetched)
-            else:
-                self.traffic.answered(node_id, len(content))
-            await respond(send, status, content)
+    def node_of(self, request: Request) -> int | None:
+        try:
+            key = base64.b64decode(request.headers[FLEET_HTTP_PUBLIC_KEY_HEADER], validate=True)
+            known: int | None = self._state.get_node_id_by_public_key(key)
+            return known if known is not None and _is_signed(request, key) else None
+        except (KeyError, ValueError, TypeError):  # a header that is missing or makes no sense
+            return None
 
-    def _is_foreign(self, name: str, body: bytes, node_id: int) -> bool:
-        """Returns whether a request was refused since it says that it is another device's, or answers its work."""
-        if name != _PUSH_MESSAGES:
+    def answer(self, request: Request, name: str, body: bytes) -> Answer:
+        """Whatever a handler raises must become a response: this is the boundary."""
+        try:
+            message = PROTOBUF_REQUEST_TYPES[("POST", PREFIX + name)]()
+            message.ParseFromString(body)
+            request.scope["app"] = self._app
+            request.state.protobuf_request = message
+            authenticate_node(request)
+            if name == PUSH_MESSAGES:
+                _check_sender(message)
+            answer = _HANDLERS[name](message, self._state)
+            content: bytes = answer.SerializeToString()
+        except HTTPException as error:
+            return Answer(status=error.status_code, content=error_json(str(error.detail)))
+        except FlowerError as error:
+            spec = API_ERROR_MAP[error.code]
+            told = json.dumps(error.to_json(spec.public_message)).encode()
+            return Answer(status=spec.http_status_code, content=told)
+        except Exception:  # the boundary of one request: the next device must still be served
+            log.debug("a request to %s failed", name, exc_info=True)
+            return Answer(status=500, content=error_json("Internal server error."))
+        pulled = [item.metadata.message_id for item in answer.messages_list] if name == PULL_MESSAGES else []
+        return Answer(status=200, content=content, instruction_id=pulled[-1] if pulled else None)
+
+    def is_foreign(self, name: str, body: bytes, node_id: int) -> bool:
+        if name != PUSH_MESSAGES:
             return True
         try:
             request = PushMessagesRequest.FromString(body)
@@ -459,48 +435,6 @@ class FleetApi:
         asked = [self._state.message_ins_store.get(one.reply_to_message_id) for one in told]
         owners = {request.node.node_id, *(one.src_node_id for one in told)}
         return bool((owners | {one.metadata.dst_node_id for one in asked if one is not None}) - {node_id})
-
-    def node_of(self, request: Request) -> int | None:
-        """Returns the node that has signed a request to another part of the application, or None."""
-        node_id = self._node_of(request)
-        if node_id is not None:
-            self._on_contact(node_id)
-        return node_id
-
-    def _node_of(self, request: Request) -> int | None:
-        """Returns the node that has signed the request's headers: what can be known before the body is read."""
-        try:
-            key = base64.b64decode(request.headers[FLEET_HTTP_PUBLIC_KEY_HEADER], validate=True)
-            known: int | None = self._state.get_node_id_by_public_key(key)
-            return known if known is not None and _is_signed(request, key) else None
-        except (KeyError, ValueError, TypeError):  # a header that is missing or makes no sense
-            return None
-
-    def _answer(self, request: Request, name: str, body: bytes) -> tuple[int, bytes, str | None]:
-        """Returns status, body, and the instruction in it if there is one.
-
-        Whatever a handler raises must become a response: this is the boundary.
-        """
-        try:
-            message = PROTOBUF_REQUEST_TYPES[("POST", _PREFIX + name)]()
-            message.ParseFromString(body)
-            request.scope["app"] = self._app
-            request.state.protobuf_request = message
-            authenticate_node(request)
-            if name == _PUSH_MESSAGES:
-                _check_sender(message)
-            answer = _HANDLERS[name](message, self._state)
-            content: bytes = answer.SerializeToString()
-        except HTTPException as error:
-            return error.status_code, error_json(str(error.detail)), None
-        except FlowerError as error:
-            spec = API_ERROR_MAP[error.code]
-            return spec.http_status_code, json.dumps(error.to_json(spec.public_message)).encode(), None
-        except Exception:  # the boundary of one request: the next device must still be served
-            log.debug("a request to %s failed", name, exc_info=True)
-            return 500, error_json("Internal server error."), None
-        pulled = [item.metadata.message_id for item in answer.messages_list] if name == _PULL_MESSAGES else []
-        return 200, content, pulled[-1] if pulled else None
 
 
 def _check_sender(request: Any) -> None:

@@ -24,6 +24,7 @@ from flwr.supernode.fleet_http_client import FleetHttpClient
 
 from edgefl.coordinator import superlink as superlink_module
 from edgefl.coordinator.directory import init_directory
+from edgefl.coordinator.fleet_api import MAX_OBJECT_BYTES, PUSH_OBJECT_BYTES
 from edgefl.coordinator.superlink import EdgeLinkState, SuperLink, prepare_body
 from edgefl.coordinator.web.https_port import WebServer, listen, make_app
 from edgefl.device.supernode import RefusedError, SuperNode, UnauthorisedError
@@ -101,7 +102,7 @@ class Site:
             "replies": len(state.message_res_store),
             "objects": len(state.object_store),
             "sessions": len(state._object_push_sessions),
-            "open": len(state._open),
+            "open": len(state.half),
         }
 
     def request(self, path, *, headers=(), method="POST", body=None):
@@ -457,7 +458,7 @@ def signed(device, *, key_pem=None, off_s=0.0):
 
 def test_a_body_over_the_cap_is_refused_before_it_is_read(site):
     device = site.device()
-    for name, limit in (("push-messages", MAX_REQUEST_BYTES), ("push-object", superlink_module._PUSH_OBJECT_BYTES)):
+    for name, limit in (("push-messages", MAX_REQUEST_BYTES), ("push-object", PUSH_OBJECT_BYTES)):
         headers = {"content-length": str(limit + 1), **signed(device)}
         assert site.request(f"/v1/fleet/{name}", headers=headers)[0] == 413
 
@@ -518,7 +519,7 @@ def test_a_piece_larger_than_a_chunk_is_refused(site, run):
     push_object = client.PushObject
 
     def swollen(request):
-        request.object_content = bytes(superlink_module.MAX_OBJECT_BYTES + 1)
+        request.object_content = bytes(MAX_OBJECT_BYTES + 1)
         return push_object(request)
 
     client.PushObject = swollen

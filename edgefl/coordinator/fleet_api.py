@@ -1,0 +1,108 @@
+"""Flower's Fleet API under `/v1/fleet/`: who may ask, how large a request may be, and what was sent and fetched.
+
+Only the outside is here, over plain ASGI; what a request means is Flower's business (`superlink.FlowerCalls`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from edgefl.coordinator.asgi import Traffic, error_json, read_capped, respond
+from edgefl.protocol import CHUNK_BYTES, MAX_REQUEST_BYTES, REPLY_SALT_BYTES
+
+PREFIX = "/v1/fleet/"
+PULL_MESSAGES, PULL_OBJECT = "pull-messages", "pull-object"
+PUSH_MESSAGES, PUSH_OBJECT = "push-messages", "push-object"
+MAX_OBJECT_BYTES = CHUNK_BYTES + REPLY_SALT_BYTES + 1024
+"""The largest piece of a reply: one salted chunk with Flower's header before it."""
+PUSH_OBJECT_BYTES = MAX_OBJECT_BYTES + 4096
+"""The largest request that carries such a piece: ids and lengths come on top."""
+
+OnRefused = Callable[[str, Request, int | None, str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a request is answered with; `instruction_id` names the instruction in it, if there is one."""
+
+    status: int
+    content: bytes
+    instruction_id: str | None = None
+
+
+class Calls(Protocol):
+    """What answers; `names` are the requests that it knows, as they stand behind the prefix."""
+
+    @property
+    def names(self) -> Collection[str]: ...
+
+    def node_of(self, request: Request) -> int | None:
+        """Returns the node that has signed a request's headers: what can be known before the body is read."""
+
+    def answer(self, request: Request, name: str, body: bytes) -> Answer:
+        """Returns the answer to one request, whatever goes wrong; called in a thread that may wait."""
+
+    def is_foreign(self, name: str, body: bytes, node_id: int) -> bool:
+        """Returns whether a request was refused since it says that it is another device's, or answers its work."""
+
+
+class FleetApi:
+    """The ASGI application under the prefix, without FastAPI's injection and middlewares.
+
+    An unknown key or a signature that does not hold gets 401 before its body is read, and is no sign of life; a
+    body over its limit gets 413. Registration by devices is not offered: nodes come from our own enrolment only.
+
+    Args:
+        calls: what answers.
+        on_contact: called with the node id of every authenticated request.
+        on_refused: called with what was tried, the request, its node if it is known, and why it was refused.
+    """
+
+    def __init__(self, calls: Calls, on_contact: Callable[[int], None], on_refused: OnRefused) -> None:
+        self._calls, self._on_contact, self._on_refused = calls, on_contact, on_refused
+        self.traffic = Traffic()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope)
+        name = scope["path"].removeprefix(PREFIX)
+        node_id = self._calls.node_of(request)
+        if node_id is None:
+            self._on_refused("signature", request, None, f"{name[:40]}: its key or its signature does not count")
+            await respond(send, 401, error_json("Invalid SuperNode authentication"))
+        elif request.method != "POST" or name not in self._calls.names:
+            await respond(send, 404, error_json("Not Found"))
+        else:
+            limit_bytes = PUSH_OBJECT_BYTES if name == PUSH_OBJECT else MAX_REQUEST_BYTES
+            body = await read_capped(request, receive, limit_bytes)
+            if body is None:
+                self._on_refused("size", request, node_id, f"{name}: a body over {limit_bytes} bytes, or cut off")
+                await respond(send, 413, error_json(f"body over {limit_bytes} bytes"))
+                return
+            answer = await self._answered(request, name, body, node_id)
+            await respond(send, answer.status, answer.content)
+
+    def node_of(self, request: Request) -> int | None:
+        """Returns the node that has signed a request to another part of the application, or None."""
+        node_id = self._calls.node_of(request)
+        if node_id is not None:
+            self._on_contact(node_id)
+        return node_id
+
+    async def _answered(self, request: Request, name: str, body: bytes, node_id: int) -> Answer:
+        """Returns the answer to a device that is known, and counts what both have cost."""
+        self._on_contact(node_id)
+        self.traffic.sent(node_id, len(body))
+        answer = await run_in_threadpool(self._calls.answer, request, name, body)
+        if answer.status in {401, 403} and self._calls.is_foreign(name, body, node_id):
+            self._on_refused("reply", request, node_id, "it speaks for another device")
+        if answer.instruction_id is not None or name == PULL_OBJECT:
+            self.traffic.fetched(node_id, len(answer.content), answer.instruction_id)
+        else:
+            self.traffic.answered(node_id, len(answer.content))
+        return answer
