@@ -106,6 +106,10 @@ class DeviceState:
     def key(self) -> Path:
         return self.root / "key.pem"
 
+    def refresh(self) -> None:
+        """Takes over what others have changed on the disk; raises as `load`."""
+        self.device = DeviceState.load(self.root).device
+
     def change(self, **changes: Any) -> None:
         """Takes over new values of `JoinedDevice` fields, durably; what others changed meanwhile stays."""
         # `device shard add` writes while the agent runs: the file is the truth, not what was loaded once.

@@ -1,0 +1,99 @@
+"""What a board tells of itself, and when it tells it again."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from edgefl.device.self_report import SelfReport
+from edgefl.device.state import DeviceState
+from edgefl.protocol import Capabilities
+
+
+class Site:
+    """A report over fakes that say what the test has set, and what it has told and asked."""
+
+    def __init__(self, state: DeviceState) -> None:
+        self.told: list[Capabilities] = []
+        self.asked: list[str] = []
+        self.stamps: Any = ()
+        self.address: str | None = None
+        self.speed: dict[str, Any] = {}
+        self.trainer = SimpleNamespace(
+            now=None, shard_stamps=lambda: self.stamps, blocks=dict, examples=lambda: {"digits": 9}
+        )
+        self.speeds = SimpleNamespace(
+            version=0,
+            told=lambda: self.speed,
+            busy=lambda: self.asked.append("busy"),
+            idle=lambda *_, **__: self.asked.append("idle"),
+        )
+        parts: Any = {"trainer": self.trainer, "speeds": self.speeds}
+        self.report = SelfReport(
+            state,
+            **parts,
+            accelerator="cpu",
+            software=lambda: {"packs": ["p"]},
+            address=lambda: self.address,
+            publish=self.told.append,
+        )
+
+
+@pytest.fixture
+def site(state: DeviceState) -> Site:
+    return Site(state)
+
+
+def test_it_is_told_once_and_again_when_the_shards_have_changed_or_it_was_forgotten(site: Site) -> None:
+    for _ in range(2):
+        site.report.tell()
+    assert len(site.told) == 1
+    site.stamps = ("another",)
+    for _ in range(2):
+        site.report.tell()
+    assert len(site.told) == 2
+    site.report.forget()
+    for _ in range(2):
+        site.report.tell()
+    assert len(site.told) == 3
+    assert site.told[0].shards == {"digits": 9}
+    assert site.told[0].facts["packs"] == ["p"]
+
+
+def test_a_speed_that_is_measured_later_is_told_with_the_capabilities_once(site: Site) -> None:
+    for _ in range(2):
+        site.report.tell()
+    site.speed = {"steps_per_s": {"digits": 812.0}}
+    site.speeds.version += 1
+    for _ in range(2):
+        site.report.tell()
+    assert [report.facts.get("steps_per_s") for report in site.told] == [None, {"digits": 812.0}]
+
+
+def test_an_agent_without_work_has_its_speed_measured_and_one_with_work_does_not(site: Site) -> None:
+    site.report.measure_speeds()
+    assert site.asked == [], "the first report comes before"
+    site.report.tell()
+    site.report.measure_speeds()
+    site.trainer.now = "r", "a", 1
+    site.report.measure_speeds()
+    assert site.asked == ["idle", "busy"]
+
+
+def test_neighbours_are_told_the_address_that_the_coordinator_is_reached_from(
+    site: Site, state: DeviceState, front_door: Any
+) -> None:
+    site.report.tell()
+    site.report.forget()
+    site.address = front_door.address
+    site.report.tell()
+    assert [told.facts.get("peer_address") for told in site.told] == [None, f"127.0.0.1:{state.device.peer_port}"]
+
+
+def test_a_shard_that_somebody_added_meanwhile_is_looked_at(site: Site, state: DeviceState) -> None:
+    DeviceState.load(state.root).set_shard("digits", "/data/digits.npz")
+    assert state.device.shards == {}
+    site.report.tell()
+    assert state.device.shards == {"digits": "/data/digits.npz"}
