@@ -19,21 +19,19 @@ from typing import Any
 import paho.mqtt.client as mqtt
 from paho.mqtt.reasoncodes import ReasonCode
 
+from edgefl.device.complaints import Complaints
+from edgefl.device.incoming import Incoming, LinkCallbacks
 from edgefl.device.mqtt_session import CONNECT_TIMEOUT_S, LinkIdentity, LinkTls, Session, link_context, new_session
 from edgefl.device.peers import Peers
-from edgefl.errors import NetworkError, NotJoinedError, StoreError
+from edgefl.errors import NotJoinedError, StoreError
 from edgefl.protocol import (
-    MAX_PEER_BYTES,
     Capabilities,
-    Command,
     CommandAnswer,
     Heartbeat,
     PresenceState,
     ProgressReport,
     Status,
     Topic,
-    parse_peer_topic,
-    parse_topic,
 )
 from edgefl.types import derived_rng
 
@@ -48,22 +46,6 @@ MAX_BACKOFF_S = 8.0
 PROGRESS_INTERVAL_S = 0.1
 GOODBYE_TIMEOUT_S = 2.0
 STABLE_AFTER_S = 5.0
-LOG_EVERY_S = 60.0
-REMEMBERED_COMMANDS = 256
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkCallbacks:
-    """What the agent does on MQTT's word; all run in the link's thread and should return soon.
-
-    `on_bell` also comes after every connect, since a bell may have rung while the link was down. `on_peer` gets the
-    name of a device and what it has for this one, after `Link.listen_to_peers`; the same value may come twice.
-    """
-
-    on_bell: Callable[[], None]
-    on_command: Callable[[Command], None]
-    on_connection: Callable[[bool], None] = lambda _: None
-    on_peer: Callable[[str, bytes], None] = lambda _sender, _payload: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,19 +86,23 @@ class Link:
         self._addresses = deque(addresses)
         self._context = link_context(tls)
         self._identity = identity
-        self._callbacks = callbacks
         self._next_session_no = next_session_no
         self._pace = pace
         self._rng = derived_rng("link", identity.device_id, identity.boot_id)
         self._state = PresenceState.ONLINE
         self._capabilities: Capabilities | None = None
         self._peers = Peers()
+        self._complaints = Complaints(log)
+        self._incoming = Incoming(
+            callbacks,
+            self._complaints,
+            listens_to_peers=lambda: self._peers.is_listening,
+            on_offline=self._contradict,
+        )
         self._lock = threading.Lock()
         self._session: Session | None = None
         self._unused_session_no: int | None = None
-        self._done_commands: deque[str] = deque(maxlen=REMEMBERED_COMMANDS)
         self._last_progress_s = -1.0
-        self._last_logged_s: dict[str, float] = {}
         self._stopping = threading.Event()
         self._is_connected = threading.Event()
         self._thread: threading.Thread | None = None
@@ -255,20 +241,20 @@ class Link:
         try:
             session = self._next_session()
         except (StoreError, OSError) as error:  # a card that is full now may have room later
-            self._log_sometimes("session", "cannot count a new session (%s); trying again", error)
+            self._complaints.add("session", "cannot count a new session (%s); trying again", error)
             return False
         host, port = self._addresses[0]
         try:
             session.client.connect(host, port, keepalive=self._pace.keep_alive_s)
         except (OSError, ValueError) as error:  # ValueError: a host name that cannot be one
             self._unused_session_no = session.number
-            self._log_sometimes(f"{host}:{port}", "cannot reach the broker at %s:%d (%s)", host, port, error)
+            self._complaints.add(f"{host}:{port}", "cannot reach the broker at %s:%d (%s)", host, port, error)
             return False
         try:
             if not self._stopping.is_set():
                 session.run(self._peers.send_due)
         except OSError as error:
-            self._log_sometimes(f"{host}:{port}", "lost the broker at %s:%d (%s)", host, port, error)
+            self._complaints.add(f"{host}:{port}", "lost the broker at %s:%d (%s)", host, port, error)
         finally:
             self._ended(session)
         return session.was_accepted
@@ -280,13 +266,12 @@ class Link:
         session.client.on_connect = self._connected
         session.client.on_subscribe = self._subscribed
         session.client.on_disconnect = self._disconnected
-        session.client.on_message = self._received
-        session.client.message_callback_add(session.peer_filter, self._received_from_peer)
+        self._incoming.attach(session)
         return session
 
     def _connected(self, client: mqtt.Client, session: Session, _flags: Any, reason: ReasonCode, _props: Any) -> None:
         if reason.is_failure:
-            self._log_sometimes("refused", "the broker refuses this device: %s", reason)
+            self._complaints.add("refused", "the broker refuses this device: %s", reason)
             client.disconnect()
             return
         session.was_accepted = True
@@ -295,7 +280,7 @@ class Link:
         session.publish_status(self._state)
         if self._capabilities is not None:
             session.publish(Topic.CAPABILITIES, self._capabilities.dump(), qos=1, retain=True)
-        # Our own status too: see `_own_status`.
+        # Our own status too: see `_contradict`.
         kinds = ((Topic.BELL, 0), (Topic.COMMAND, 1), (Topic.STATUS, 1))
         client.subscribe([(session.topic(kind), qos) for kind, qos in kinds])
         self._peers.attach(session)
@@ -309,18 +294,17 @@ class Link:
         is_refused = any(reason.is_failure for reason in reasons)
         if self._is_connected.is_set():  # so it was a later subscription
             if is_refused:
-                self._log_sometimes("lonely", "the broker lets this device hear no other device; check its rules")
+                self._complaints.add("lonely", "the broker lets this device hear no other device; check its rules")
             return
         if is_refused:
-            self._log_sometimes("deaf", "the broker lets this device hear no bell or no command; check its rules")
+            self._complaints.add("deaf", "the broker lets this device hear no bell or no command; check its rules")
         self._is_connected.set()
         log.info("connected to the broker, session %d", session.number)
-        self._guard(lambda: self._callbacks.on_connection(True))
-        self._guard(self._callbacks.on_bell)
+        self._incoming.connection(is_up=True)
 
     def _disconnected(self, _client: Any, session: Session, _flags: Any, reason: ReasonCode, _props: Any) -> None:
         if session.was_accepted and reason.is_failure:
-            self._log_sometimes("lost", "lost the broker (%s); connecting again", reason)
+            self._complaints.add("lost", "lost the broker (%s); connecting again", reason)
         self._ended(session)
 
     def _ended(self, session: Session) -> None:
@@ -331,51 +315,13 @@ class Link:
                 self._session = None
         if was_current and self._is_connected.is_set():
             self._is_connected.clear()
-            self._guard(lambda: self._callbacks.on_connection(False))
+            self._incoming.connection(is_up=False)
 
-    def _received(self, _client: Any, session: Session, message: mqtt.MQTTMessage) -> None:
-        try:
-            _, _, kind = parse_topic(message.topic)
-            if kind is Topic.BELL:
-                self._guard(self._callbacks.on_bell)
-            elif kind is Topic.COMMAND:
-                self._run_command(Command.load(bytes(message.payload)))
-            elif kind is Topic.STATUS and message.payload:
-                self._own_status(session, Status.load(bytes(message.payload)))
-        except NetworkError as error:
-            self._log_sometimes("malformed", "dropped a message: %s", error)
-
-    def _received_from_peer(self, _client: Any, _session: Session, message: mqtt.MQTTMessage) -> None:
-        payload = bytes(message.payload)
-        try:
-            _, sender, _ = parse_peer_topic(message.topic)
-        except NetworkError as error:
-            self._log_sometimes("malformed", "dropped a message: %s", error)
-            return
-        if len(payload) > MAX_PEER_BYTES:
-            text = "dropped %d bytes from %s, at most %d are taken"
-            self._log_sometimes("malformed", text, len(payload), sender, MAX_PEER_BYTES)
-        elif payload and self._peers.is_listening:  # an empty one only clears what was retained
-            self._guard(lambda: self._callbacks.on_peer(sender, payload))
-
-    def _own_status(self, session: Session, status: Status) -> None:
+    def _contradict(self, session: Session, status: Status) -> None:
         """Contradicts an `offline` that we did not send: a late will of an earlier session."""
-        if status.state == PresenceState.OFFLINE and not self._stopping.is_set():
+        if not self._stopping.is_set():
             log.info("somebody says that this device is offline (session %d); it is not", status.session_no)
             session.publish_status(self._state)
-
-    def _run_command(self, command: Command) -> None:
-        if command.id in self._done_commands:
-            return
-        self._done_commands.append(command.id)
-        self._guard(lambda: self._callbacks.on_command(command))
-
-    def _guard(self, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except Exception:
-            # The boundary of paho's thread: presence must outlive whatever goes wrong in the agent.
-            log.exception("the agent failed to act on a message")
 
     def _say_goodbye(self, session: Session) -> None:
         sent = session.publish_status(self._state)
@@ -388,10 +334,3 @@ class Link:
     def _current(self) -> Session | None:
         with self._lock:
             return self._session
-
-    def _log_sometimes(self, key: str, text: str, *values: object) -> None:
-        now_s = time.monotonic()
-        last_s = self._last_logged_s.get(key)
-        if last_s is None or now_s - last_s >= LOG_EVERY_S:
-            self._last_logged_s[key] = now_s
-            log.warning(text, *values)
