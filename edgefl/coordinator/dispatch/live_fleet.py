@@ -14,25 +14,23 @@ from dataclasses import dataclass, replace
 from edgefl.coordinator.attempts import REFUSED
 from edgefl.coordinator.dispatch.door import Door, Note, Terms
 from edgefl.coordinator.dispatch.downlink import PREPARED, Downlink
+from edgefl.coordinator.dispatch.entrance import Entrance
 from edgefl.coordinator.dispatch.live_view import LiveView
 from edgefl.coordinator.dispatch.lives import Lives
-from edgefl.coordinator.dispatch.messages import evaluated, order_header, update_metrics
+from edgefl.coordinator.dispatch.messages import evaluated, node_messages, order_header, update_metrics
 from edgefl.coordinator.dispatch.outstanding import Bell, Mail, Outstanding, Pending
 from edgefl.coordinator.dispatch.participants import FleetRun
 from edgefl.coordinator.dispatch.waiting import Waiting
 from edgefl.coordinator.fleet.presence import DeviceState, Flapping, Transition
 from edgefl.coordinator.fleet.roster import Added, Changed, Holding, Removed, Restarted, Roster, RosterEvent
 from edgefl.coordinator.mail import Reply
-from edgefl.decentralised.mailbag import unpack_mail
 from edgefl.errors import CodecError, EdgeflError, NetworkError
 from edgefl.types import (
     Assignment,
-    EdgeMessage,
     Evaluated,
     Evaluation,
     Event,
     Joined,
-    Json,
     Lost,
     ModelSource,
     Order,
@@ -93,9 +91,9 @@ class LiveFleet:
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._out = Outstanding(mail=link, bell=bell, node_of=roster.node_of, on_unsendable=self._note_unsendable)
         self._downlink = Downlink(run)
-        self._door = None
+        door = None
         if terms is not None:
-            self._door = Door(
+            door = Door(
                 run=run,
                 terms=terms,
                 mail=link,
@@ -106,9 +104,9 @@ class LiveFleet:
                 model=self._downlink.first,
                 on_prepared=self._downlink.note_prepared,
             )
-        self._has_begun = False
         self._waiting = Waiting(run, clock, lambda kind, message: note(kind, "", message))
-        self._view = LiveView(run, roster, clock, admits=self._door.admits if self._door else lambda _: True)
+        self._view = LiveView(run, roster, clock, admits=door.admits if door else lambda _: True)
+        self._entrance = Entrance(door, self._view, roster)
         self._end_listening = roster.listen(self._queue.put)
 
     def post(self, item: Reply | Progress | Stop | InterruptedRunError) -> None:
@@ -117,8 +115,7 @@ class LiveFleet:
     def close(self) -> None:
         """Stops listening, recalls what is out, and closes the run in Flower's books."""
         self._end_listening()
-        if self._door is not None:
-            self._door.close()
+        self._entrance.close()
         self._view.close()
         self._out.close()
 
@@ -165,40 +162,18 @@ class LiveFleet:
             has_work = bool(self._view.busy) or self._out.next_deadline_s() is not None
             if self._waiting.look(self._view.idle, has_work=has_work):
                 return []  # so that it is kept now
-            events = [*self._overdue(), *self._at_the_door()]
+            events = [*self._overdue(), *self._entrance.turn()]
             arrived = self._arrived(0.0 if events else self._next_wake_s(until_s) - self.clock())
             # Replies first: what a device no longer holds may have been answered in the same breath.
             for item in sorted(arrived, key=lambda item: not isinstance(item, Reply)):
                 events += self._understood(item)
-            events += self._at_the_door()
+            events += self._entrance.turn()
             if events or self.clock() >= until_s:
                 return events
 
     def _next_wake_s(self, until_s: float) -> float:
-        door_s = self._door.next_deadline_s() if self._door is not None else None
-        times = (self._out.next_deadline_s(), door_s, self._waiting.next_look_s())
+        times = (self._out.next_deadline_s(), self._entrance.next_deadline_s(), self._waiting.next_look_s())
         return min([until_s, *(time_s for time_s in times if time_s is not None)])
-
-    def _at_the_door(self) -> list[Event]:
-        """Asks who has not been asked yet, and lets in who is ready.
-
-        Not before the run waits for the first time: only then it hears answers, and knows its model.
-        """
-        if self._door is None:
-            return []
-        if not self._has_begun:
-            self._has_begun = True
-            for info in self.roster.workers():
-                if self._view.accepts(info.device_id):
-                    self._door.meet(info.device_id)
-        admitted = self._door.turn()
-        for device_id in admitted:
-            self._view.let_in(device_id)
-        return [Joined(device_id=device_id) for device_id in admitted]
-
-    def _meet(self, device_id: str) -> None:
-        if self._door is not None and self._has_begun and self._view.accepts(device_id):
-            self._door.meet(device_id)
 
     def _arrived(self, timeout_s: float) -> list[_Item]:
         items: list[_Item] = []
@@ -232,7 +207,7 @@ class LiveFleet:
                 return self._noticed(item)
 
     def _noticed(self, event: RosterEvent) -> list[Event]:
-        self._tell_door(event)
+        self._entrance.noticed(event)
         match event:
             case Transition(after=DeviceState.GONE | DeviceState.OFFLINE):
                 return self._lose_all(event.device_id, f"device {event.after}: {event.reason}")
@@ -249,25 +224,6 @@ class LiveFleet:
             case Transition() | Flapping() | Added():
                 pass
         return []
-
-    def _tell_door(self, event: RosterEvent) -> None:
-        if self._door is None:
-            return
-        match event:
-            case Transition(after=DeviceState.GONE | DeviceState.OFFLINE | DeviceState.DRAINING) | Removed():
-                self._door.leave(event.device_id)
-            case Transition(after=DeviceState.ONLINE, before=before) if before is DeviceState.LATE:
-                pass
-            case Changed() if self.roster.is_drained(event.device_id):
-                self._door.leave(event.device_id)
-            case Transition(after=DeviceState.ONLINE) | Added() | Changed():
-                self._meet(event.device_id)
-            case Restarted():
-                self._door.restarted(event.device_id)
-            case Holding():
-                self._door.heard(event.device_id, event.assignment_ids, event.at_s)
-            case _:
-                pass
 
     def _restarted(self, device_id: str) -> list[Event]:
         """Gives a new agent the work of the one before; the model that it held is gone."""
@@ -340,7 +296,7 @@ class LiveFleet:
     def _answered(self, reply: Reply) -> Pending | None:
         """Returns the order that a reply is about; None where it was for the door, or nobody waits for it."""
         device_id, named = self.roster.device_of(reply.node_id), str(reply.header.get("assignment"))
-        if self._door is not None and device_id is not None and self._door.answered(device_id, reply):
+        if device_id is not None and self._entrance.answered(device_id, reply):
             return None
         pending = self._out.get(named)
         if pending is None or pending.order.device_id != device_id:
@@ -360,14 +316,14 @@ class LiveFleet:
             info = self.roster.info(order.device_id)
             made = evaluated(order, header["metrics"], info.source if info else "device")
             return replace(made, bytes_up=reply.bytes_up, bytes_down=reply.bytes_down)
-        outbox, body = _unpacked(order, header, reply.body)
+        outbox, body = node_messages(order, header, reply.body)
         tensors = self._run.decode(body) if body or order.plan.node is None else {}
         metrics = update_metrics(
             header["metrics"],
             turnaround_s=self.clock() - pending.given_s,
             bytes_up=reply.bytes_up,
             bytes_down=reply.bytes_down,
-            ahead=self._door.take_bytes(order.device_id) if self._door is not None else (0, 0),
+            ahead=self._entrance.take_bytes(order.device_id),
         )
         if metrics.iterations > 0:
             self.roster.note_speed(order.device_id, metrics.compute_s / metrics.iterations)
@@ -388,23 +344,3 @@ def _is_whole(pending: Pending) -> bool:
     """Says whether an order's message held the whole model."""
     part = {"base", PREPARED} & set(pending.model)
     return not part and pending.model.get("model") is not False
-
-
-def _unpacked(order: Assignment, header: Json, body: bytes) -> tuple[tuple[EdgeMessage, ...], bytes]:
-    """Returns a node's messages and what is behind them; the body as it is of a device that is no node.
-
-    Raises:
-        ValueError: it answers for another node, or for an edge that it does not have.
-        NetworkError: the header does not fit the body.
-    """
-    plan = order.plan.node
-    if plan is None:
-        return (), body
-    outbox, rest = unpack_mail(header.get("mail", []), body)
-    edges = {(order.device_id, side.neighbour) for side in plan.edges}
-    strange = [message.edge for message in outbox if message.edge not in edges]
-    if strange:
-        raise ValueError(f"it sends along {' - '.join(strange[0])}, which is no edge of its own")
-    if bool(rest) != plan.reports:
-        raise ValueError("it holds no model, which was asked for" if plan.reports else "it holds more than messages")
-    return outbox, rest

@@ -14,8 +14,9 @@ from types import MappingProxyType
 from typing import Any
 
 from edgefl.coordinator.dispatch.lives import Lives
+from edgefl.decentralised.mailbag import unpack_mail
 from edgefl.protocol import finite
-from edgefl.types import AHEAD, Assignment, Evaluated, Evaluation, Json, UpdateMetrics
+from edgefl.types import AHEAD, Assignment, EdgeMessage, Evaluated, Evaluation, Json, UpdateMetrics
 
 MAX_COUNT = 2**53
 """Counts beyond this are no counts: JSON numbers are exact up to here."""
@@ -110,6 +111,26 @@ def evaluated(order: Evaluation, metrics: Json, source: str) -> Evaluated:
         accuracy=accuracy,
         subject=order.subject,
     )
+
+
+def node_messages(order: Assignment, header: Json, body: bytes) -> tuple[tuple[EdgeMessage, ...], bytes]:
+    """Returns a node's messages and what is behind them; the body as it is of a device that is no node.
+
+    Raises:
+        ValueError: it answers for another node, or for an edge that it does not have.
+        NetworkError: the header does not fit the body.
+    """
+    plan = order.plan.node
+    if plan is None:
+        return (), body
+    outbox, rest = unpack_mail(header.get("mail", []), body)
+    edges = {(order.device_id, side.neighbour) for side in plan.edges}
+    strange = [message.edge for message in outbox if message.edge not in edges]
+    if strange:
+        raise ValueError(f"it sends along {' - '.join(strange[0])}, which is no edge of its own")
+    if bool(rest) != plan.reports:
+        raise ValueError("it holds no model, which was asked for" if plan.reports else "it holds more than messages")
+    return outbox, rest
 
 
 def _number(value: Any, *, at_least: float = 0.0) -> float:
