@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from edgefl.cli.device_options import state_option
 from edgefl.cli.render import print_rows
 from edgefl.errors import NotFoundError
 
@@ -16,12 +17,6 @@ if TYPE_CHECKING:
 
 COLUMNS: tuple[str, ...] = ("row", "class", "index", "probability")
 
-state_option = click.option(
-    "--state",
-    "root",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="State directory [default: ~/.local/share/edgefl/device].",
-)
 model_option = click.option(
     "--model",
     "file",

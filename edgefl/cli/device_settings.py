@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from edgefl.cli.device_options import state_option
 from edgefl.errors import UsageError
 
 NO_LIMIT = "none"
@@ -38,12 +39,7 @@ temperature_option = click.option(
 
 
 @click.command("set")
-@click.option(
-    "--state",
-    "root",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="State directory [default: ~/.local/share/edgefl/device].",
-)
+@state_option
 @temperature_option
 def set_(*, root: Path | None, max_temperature: str | float | None) -> None:
     """Change a setting of this joined board."""
