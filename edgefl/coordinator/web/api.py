@@ -47,17 +47,36 @@ def operator_router(  # noqa: PLR0913 one keyword per neighbour
     told of run files whose name could be meant as a path.
     """
     router = APIRouter()
-    reads, acts = [Depends(viewer)], [Depends(operator)]
+    reads = [Depends(viewer)]
 
     @router.get("/healthz")
     def healthz() -> Json:
         return {"v": PROTOCOL_VERSION, "status": "ok", "version": __version__}
 
+    _add_runs(router, store, reads)
+    _add_orders(router, store, worker, acts=[Depends(operator)], check=check, note=note)
+    _add_devices(router, store, roster, reads)
+    add_history(router, store, reads)
+    return router
+
+
+def _add_runs(router: APIRouter, store: Store, reads: list[Any]) -> None:
     @router.get("/edgefl/v1/runs", dependencies=reads)
     def runs() -> Json:
         places = {record.run_id: place for place, record in enumerate(store.queued_runs(), 1)}
         return _rows([{**run_json(r), "queue_position": places.get(r.run_id)} for r in reversed(store.runs())])
 
+    @router.get("/edgefl/v1/runs/{run}", dependencies=reads)
+    def show(run: str) -> Json:
+        record = store.run(find_run(store, run))
+        kept = store.checkpoints(record.run_id)
+        figures = node_figures(store.newest_node_round(record.run_id))
+        return {**run_json(record), "model": kept[0].sha256 if kept else None, **figures}
+
+
+def _add_orders(
+    router: APIRouter, store: Store, worker: RunWorker, *, acts: list[Any], check: Check, note: Note
+) -> None:
     @router.post("/edgefl/v1/runs", dependencies=acts)
     def submit(
         request: Request,
@@ -73,19 +92,14 @@ def operator_router(  # noqa: PLR0913 one keyword per neighbour
         _check_priority(priority)
         return {**check(checked), **run_json(submit_run(store, worker, checked, priority))}
 
-    @router.get("/edgefl/v1/runs/{run}", dependencies=reads)
-    def show(run: str) -> Json:
-        record = store.run(find_run(store, run))
-        kept = store.checkpoints(record.run_id)
-        figures = node_figures(store.newest_node_round(record.run_id))
-        return {**run_json(record), "model": kept[0].sha256 if kept else None, **figures}
-
     @router.post("/edgefl/v1/runs/{run}/stop", dependencies=acts)
     def stop(run: str) -> Json:
         run_id = find_run(store, run)
         worker.stop_run(run_id, "stopped by the operator")
         return run_json(store.run(run_id))
 
+
+def _add_devices(router: APIRouter, store: Store, roster: Roster, reads: list[Any]) -> None:
     @router.get("/edgefl/v1/devices", dependencies=reads)
     def devices() -> Json:
         return _rows(device_rows(store, roster))
@@ -96,9 +110,6 @@ def operator_router(  # noqa: PLR0913 one keyword per neighbour
         row = next(row for row in device_rows(store, roster) if row["device_id"] == device)
         facts = store.capabilities().get(device)
         return {"v": PROTOCOL_VERSION, **row, "capabilities": dict(facts.facts) if facts else {}}
-
-    add_history(router, store, reads)
-    return router
 
 
 def submit_run(store: Store, worker: RunWorker, config: RunConfig, priority: int = 0) -> RunRecord:
