@@ -7,7 +7,7 @@ give out work. After the goal is reached nothing new is assigned; what is in fli
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Generic
 
 from edgefl.errors import StrategyError
@@ -77,7 +77,7 @@ class _Source(Generic[S]):
 
 
 @dataclass(slots=True)
-class _Drain:
+class Drain:
     """The end of a run: training may come in until `recalled_until_s`, scores until `scored_until_s`."""
 
     reason: str
@@ -116,6 +116,18 @@ class _Drain:
         return not view.busy or view.now_s >= self.recalled_until_s
 
 
+@dataclass(slots=True)
+class Course:
+    """Where a run stands between two turns, beside the strategy's state; `drain` once its goal is reached."""
+
+    tally: Tally = field(default_factory=Tally)
+    drain: Drain | None = None
+
+    @property
+    def keeps_model(self) -> bool:
+        return self.drain is not None and self.drain.keeps_model
+
+
 class OpenGate:
     """Lets everything pass."""
 
@@ -144,6 +156,8 @@ def drive(  # noqa: PLR0913 the parts of a run, by name
     rounds: RoundCount | None = None,
     gate: Gate | None = None,
     earlier: Earlier = _NOTHING,
+    course: Course | None = None,
+    turn: Callable[[S, Course], None] = lambda _state, _course: None,
     left: Callable[[S], None] = lambda _: None,
 ) -> tuple[S, str]:
     """Runs a strategy on a fleet until the goal is reached.
@@ -158,6 +172,8 @@ def drive(  # noqa: PLR0913 the parts of a run, by name
         rounds: how many versions are a round; one when None.
         gate: who may be asked and whose updates are let in; everybody when None.
         earlier: what a run that goes on has counted before.
+        course: where it stood, of a run that goes on exactly there; nothing is counted from `earlier` then.
+        turn: told at the beginning of every turn how things stand; all that came before is in the journal.
         left: given the state when the fleet raises instead of bringing events; it is whole then.
 
     Returns:
@@ -167,50 +183,47 @@ def drive(  # noqa: PLR0913 the parts of a run, by name
         RunFailedError: no device can do the work.
     """
     source = _Source(strategy, state)
-    tally = Tally(version=source.version, rounds=rounds or RoundCount())
-    tally.go_on(earlier)
-    gate = gate or OpenGate()
-    drain: _Drain | None = None
-
-    def give(*orders: Order) -> None:
-        journal.decided(Decision(orders=orders))
-        journal.commit()
-        tally.give(orders, fleet.view().now_s)
-        fleet.dispatch(orders, source)
+    if course is None:
+        course = Course(Tally(version=source.version, rounds=rounds or RoundCount()))
+        course.tally.go_on(earlier)
+    tally, gate = course.tally, gate or OpenGate()
 
     while True:
+        turn(source.state, course)
         view = fleet.view()
-        keeps_model = drain is not None and drain.keeps_model
+
+        def give(*orders: Order, now_s: float = view.now_s) -> None:
+            journal.decided(Decision(orders=orders))
+            journal.commit()
+            tally.give(orders, now_s)
+            fleet.dispatch(orders, source)
+
         orders: list[Evaluation] = []
-        if not keeps_model:
+        if not course.keeps_model:
             orders += _close_ready(source, view, tally, evaluate, journal=journal, give=give)
         tally.scores.ask(orders)
-        if drain is None and (reason := tally.reached(goal, view.now_s)) is not None:
+        if course.drain is None and (reason := tally.reached(goal, view.now_s)) is not None:
             until_s = view.now_s + DRAIN_S
             # A model that is good enough stays as it is; otherwise what is recalled is still learnt from.
             is_good = tally.scores.reached(goal)
-            drain = _Drain(reason=reason, recalled_until_s=until_s, scored_until_s=until_s, keeps_model=is_good)
+            course.drain = Drain(reason=reason, recalled_until_s=until_s, scored_until_s=until_s, keeps_model=is_good)
             if not is_good:
                 give(*orders)  # with the model as it is now
                 source.state = _finished(strategy, source.state)
                 orders = [*_close_ready(source, view, tally, evaluate, journal=journal, give=give)]
                 tally.scores.ask(orders)
-        if drain is None:
-            tally.check_hope(view, gate.barred)
-            source.state, decision = strategy.assign(source.state, gate.view(view))
-            decision = _adjusted(decision, gate, view)
+        if course.drain is None:
+            decision = _asked(source, view, tally, gate)
         else:
-            orders += drain.evaluations(source, tally, view, evaluate)
-            if not orders and drain.is_over(tally, view):
+            orders += course.drain.evaluations(source, tally, view, evaluate)
+            if not orders and course.drain.is_over(tally, view):
                 journal.commit()
-                return source.state, drain.reason
-            decision = drain.recalls(view)
+                return source.state, course.drain.reason
+            decision = course.drain.recalls(view)
         give(*orders, *decision.orders)
-        until_s = tally.next_wake_s(goal, view.now_s + decision.next_wake_s, is_over=drain is not None)
-        for event in journal.received([_let_in(event, gate) for event in _waited(fleet, until_s, source, left)]):
-            _note(event, tally, gate)
-            if isinstance(event, Update) and not (drain is not None and drain.keeps_model):
-                source.state = strategy.receive(source.state, event)
+        until_s = tally.next_wake_s(goal, view.now_s + decision.next_wake_s, is_over=course.drain is not None)
+        events = [_let_in(event, gate) for event in _waited(fleet, until_s, source, left)]
+        _take(journal.received(events), source, course, gate)
 
 
 def _waited(fleet: Fleet, until_s: float, source: _Source[S], left: Callable[[S], None]) -> Sequence[Event]:
@@ -222,7 +235,10 @@ def _waited(fleet: Fleet, until_s: float, source: _Source[S], left: Callable[[S]
         raise
 
 
-def _adjusted(decision: Decision, gate: Gate, view: FleetView) -> Decision:
+def _asked(source: _Source[S], view: FleetView, tally: Tally, gate: Gate) -> Decision:
+    """Returns what the strategy decides, as the gate lets it pass."""
+    tally.check_hope(view, gate.barred)
+    source.state, decision = source.strategy.assign(source.state, gate.view(view))
     orders = tuple(gate.adjust(order, view) if isinstance(order, Assignment) else order for order in decision.orders)
     return replace(decision, orders=orders)
 
@@ -233,6 +249,13 @@ def _let_in(event: Event, gate: Gate) -> Event:
     if reason is None or not isinstance(event, Update):
         return event
     return Lost(device_id=event.device_id, assignment_id=event.assignment_id, outcome=Outcome.REFUSED, reason=reason)
+
+
+def _take(events: Sequence[Event], source: _Source[S], course: Course, gate: Gate) -> None:
+    for event in events:
+        _note(event, course.tally, gate)
+        if isinstance(event, Update) and not course.keeps_model:
+            source.state = source.strategy.receive(source.state, event)
 
 
 def _note(event: Event, tally: Tally, gate: Gate) -> None:

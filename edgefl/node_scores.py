@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -20,16 +19,17 @@ class NodeAccuracy:
 
 @dataclass(slots=True)
 class NodeScores:
-    """Who evaluates models of single devices, and what came of it, version by version."""
+    """Who evaluates models of single devices, and what came of it, version by version, with how many still out."""
 
     outstanding: dict[str, int] = field(default_factory=dict)
     results: dict[int, list[Evaluated]] = field(default_factory=dict)
-    _num_outstanding: Counter[int] = field(default_factory=Counter, init=False)
+    num_outstanding: dict[int, int] = field(default_factory=dict)
 
     def ask(self, orders: Sequence[Order]) -> None:
         asked = {o.assignment_id: o.version for o in orders if isinstance(o, Evaluation) and o.subject}
         self.outstanding |= asked
-        self._num_outstanding.update(asked.values())
+        for version in asked.values():
+            self.num_outstanding[version] = self.num_outstanding.get(version, 0) + 1
 
     def note(self, event: Evaluated | Lost) -> NodeAccuracy | None:
         """Returns the accuracy after a round with the last event that was waited for, where one came at all."""
@@ -38,16 +38,16 @@ class NodeScores:
             return None
         if isinstance(event, Evaluated):
             self.results.setdefault(version, []).append(event)
-        self._num_outstanding[version] -= 1
-        if self._num_outstanding[version]:
+        self.num_outstanding[version] -= 1
+        if self.num_outstanding[version]:
             return None
-        del self._num_outstanding[version]
+        del self.num_outstanding[version]
         return _accuracy(self.results.pop(version, []))
 
     def rest(self) -> list[NodeAccuracy]:
         """Returns the accuracies of what came where not all have answered; nobody is waited for any more."""
         found = [_accuracy(self.results[version]) for version in sorted(self.results)]
-        self.outstanding, self.results, self._num_outstanding = {}, {}, Counter()
+        self.outstanding, self.results, self.num_outstanding = {}, {}, {}
         return [accuracy for accuracy in found if accuracy is not None]
 
 

@@ -221,6 +221,8 @@ class Trainer:
             self._board.look()
 
     def _train(self, job: Job, warm: WarmTask, body: bytes) -> tuple[Json, bytes]:
+        if job.header.get("held"):  # or it would have been answered already
+            raise NeedsDenseError("the answer to it is not held here any more")
         self._nodes.begin_run(job.run)
         if job.plan.node is not None:
             return self._nodes.work(job, warm, body, watch=self._watch(job), is_recalled=self._recall_of(job))

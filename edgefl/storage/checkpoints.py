@@ -31,22 +31,31 @@ _NOTE_SUFFIX = ".checkpoint.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A saved state; it contains the journal up to `last_record`."""
+    """A saved state; it contains the journal up to `last_record`.
+
+    `standing` names a second file beside it, with what else a run needs to go on exactly there; empty for none.
+    """
 
     sha256: str
     last_record: int
     bytes_file: int
+    standing: str = ""
 
 
-def save_state(directory: Path, state: Any, last_record: int) -> Checkpoint:
-    """Returns the new checkpoint once it is durable.
+def save_state(directory: Path, state: Any, last_record: int, standing: Any = None) -> Checkpoint:
+    """Returns the new checkpoint once it is durable; `standing` is another dataclass, saved beside the state.
 
     Raises:
         JournalError: the state holds something that would not come back the same.
         StoreFullError: no room; the checkpoints before are untouched.
     """
     content = pack_state(state)
-    saved = Checkpoint(sha256=_write_named(directory, content), last_record=last_record, bytes_file=len(content))
+    saved = Checkpoint(
+        sha256=_write_named(directory, content),
+        last_record=last_record,
+        bytes_file=len(content),
+        standing="" if standing is None else _write_named(directory, pack_state(standing)),
+    )
     note = json.dumps({"v": FORMAT, **asdict(saved)}).encode()
     write_whole(directory / f"{last_record:020d}{_NOTE_SUFFIX}", note)
     return saved
@@ -72,10 +81,34 @@ def load_state(directory: Path, cls: type[T], checkpoint: Checkpoint | None = No
         raise JournalError(f"checkpoint {path}: {error}") from error
 
 
+def load_standing(directory: Path, cls: type[T], checkpoint: Checkpoint) -> T:
+    """Returns what was saved beside a state.
+
+    Raises:
+        JournalError: its file is missing or damaged, or holds another class.
+    """
+    path = _named(directory, checkpoint.standing)
+    content = _read_named(path, f"standing of record {checkpoint.last_record}")
+    try:
+        return unpack_state(content, cls)
+    except JournalError as error:
+        raise JournalError(f"checkpoint {path}: {error}") from error
+
+
 def checkpoints(directory: Path) -> list[Checkpoint]:
     """Returns the checkpoints of a run, newest first; a damaged one is left out, with a warning."""
     notes = sorted(directory.glob(f"*{_NOTE_SUFFIX}"), reverse=True) if directory.is_dir() else []
     return [checkpoint for path in notes if (checkpoint := _read_note(path)) is not None]
+
+
+def checkpoint_files(directory: Path, checkpoint: Checkpoint) -> list[Path]:
+    """Returns the files of a checkpoint, whether they are there or not."""
+    return [_named(directory, name) for name in (checkpoint.sha256, checkpoint.standing) if name]
+
+
+def is_whole(path: Path) -> bool:
+    """Returns whether a file that is named by its SHA-256 is there and holds that."""
+    return path.is_file() and sha256_of_file(path) == path.stem
 
 
 def prune_checkpoints(directory: Path, *, keep: int = 2) -> list[Checkpoint]:
@@ -88,7 +121,7 @@ def prune_checkpoints(directory: Path, *, keep: int = 2) -> list[Checkpoint]:
     for checkpoint in old:
         (directory / f"{checkpoint.last_record:020d}{_NOTE_SUFFIX}").unlink()
     sync_directory(directory)
-    named = {checkpoint.sha256 for checkpoint in kept}
+    named = {name for checkpoint in kept for name in (checkpoint.sha256, checkpoint.standing)}
     for path in directory.iterdir():
         if path.suffix == TEMPORARY_SUFFIX or (path.suffix == _STATE_SUFFIX and path.stem not in named):
             path.unlink()

@@ -20,12 +20,16 @@ from edgefl.storage.journal_records import (
     Decode,
     Entry,
     Packed,
+    Seen,
+    Turn,
     entry_of,
     lazy_tensors,
     pack_aggregated,
     pack_checkpoint,
     pack_decision,
     pack_event,
+    pack_seen,
+    pack_turn,
     update_format,
 )
 from edgefl.storage.wal import (
@@ -78,6 +82,7 @@ class WalJournal:
         self._handle = -1
         self._path = directory
         self._salt = self._end = self._synced = 0
+        self._needs_sync = False
         self._next_record = 1
         make_private_directory(directory)
         self._open_newest()
@@ -107,15 +112,26 @@ class WalJournal:
         with self._all_or_nothing():
             self._append(pack_aggregated(version, assignment_ids))
 
+    def turned(self, entry: Turn | Seen) -> None:
+        """Keeps what the loop sees of the fleet. It becomes durable with what follows from it, and needs no sync."""
+        with self._all_or_nothing():
+            self._append(pack_turn(entry) if isinstance(entry, Turn) else pack_seen(entry), is_needed=False)
+
     def checkpointed(self, mark: CheckpointMark) -> None:
         """Keeps, durably, that a checkpoint was written, and begins a new file."""
         with self._all_or_nothing():
             self._append(pack_checkpoint(mark))
-            self.commit()
+            self.sync()
             self._rotate()
 
     def commit(self) -> None:
-        """Returns when everything that was appended is durable: one fsync, none if nothing was."""
+        """Returns when everything that happened is durable: one fsync, none if nothing did."""
+        self._check_usable()
+        if self._needs_sync:
+            self.sync()
+
+    def sync(self) -> None:
+        """Returns when everything that was appended is durable."""
         self._check_usable()
         if self._synced == self._end:
             return
@@ -125,7 +141,7 @@ class WalJournal:
         except OSError as error:
             self._failure = f"journal {self._path} could not be made durable ({error.strerror}); start the run again"
             raise (StoreFullError if error.errno in FULL_ERRNOS else JournalError)(self._failure) from error
-        self._synced = self._end
+        self._synced, self._needs_sync = self._end, False
 
     def entries(self, *, after: int = 0) -> Iterator[tuple[int, Entry]]:
         """Yields record number and content of what was appended behind record `after`."""
@@ -146,7 +162,7 @@ class WalJournal:
             return
         try:
             if self._failure is None:
-                self.commit()
+                self.sync()
         finally:
             os.close(self._handle)
             self._handle = -1
@@ -174,10 +190,10 @@ class WalJournal:
             event, body=None, tensors=lazy_tensors(lambda: read(at, length), update_format(event), self._decode)
         )
 
-    def _append(self, packed: Packed) -> int:
+    def _append(self, packed: Packed, *, is_needed: bool = True) -> int:
         """Returns where the body of the new record begins in the file."""
         if self._end > max(self._max_file_bytes, HEADER_BYTES):
-            self.commit()
+            self.sync()
             self._rotate()
         identity = packed.assignment_id.encode()
         head = pack_record_header(packed.kind, identity, packed.parts, salt=self._salt, synced=self._synced)
@@ -186,6 +202,7 @@ class WalJournal:
             _write_all(self._handle, part, self._end)
             self._end += len(part)
         self._next_record += 1
+        self._needs_sync |= is_needed
         return start
 
     @contextmanager

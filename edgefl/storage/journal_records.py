@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from edgefl.errors import JournalError
@@ -17,6 +17,7 @@ from edgefl.storage.wal import Record, RecordKind
 from edgefl.types import (
     Assignment,
     Decision,
+    DeviceInfo,
     EdgeMessage,
     Evaluated,
     Evaluation,
@@ -28,11 +29,14 @@ from edgefl.types import (
     NodePlan,
     Order,
     Outcome,
+    Progress,
     Recall,
+    Role,
     Stop,
     Tensors,
     Update,
     UpdateMetrics,
+    Vitals,
 )
 
 Decode = Callable[[bytes], Tensors]
@@ -62,7 +66,31 @@ class CheckpointMark:
     last_record: int
 
 
-Entry = Event | Decision | Aggregated | CheckpointMark
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """The loop began a turn; with what had changed in the fleet's view since the one before.
+
+    Attributes:
+        now_s: of the view.
+        at: Unix seconds.
+        devices: those that came or changed, and None for those that went.
+        progress: what devices reported.
+    """
+
+    now_s: float
+    at: float
+    devices: Mapping[str, DeviceInfo | None] = field(default_factory=dict)
+    progress: tuple[Progress, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """How boards were when somebody looked at them in this turn; None for one that had not said."""
+
+    vitals: Mapping[str, Vitals | None]
+
+
+Entry = Event | Decision | Aggregated | CheckpointMark | Turn | Seen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +127,17 @@ def pack_decision(decision: Decision) -> Packed:
 
 def pack_aggregated(version: int, assignment_ids: Sequence[str]) -> Packed:
     return _pack(RecordKind.AGGREGATED, "", {"version": version, "assignment_ids": list(assignment_ids)})
+
+
+def pack_turn(turn: Turn) -> Packed:
+    devices = {name: None if info is None else _shallow(info) for name, info in turn.devices.items()}
+    progress = [_shallow(report) for report in turn.progress]
+    return _pack(RecordKind.TURN, "", {"now_s": turn.now_s, "at": turn.at, "devices": devices, "progress": progress})
+
+
+def pack_seen(seen: Seen) -> Packed:
+    vitals = {name: None if known is None else _shallow(known) for name, known in seen.vitals.items()}
+    return _pack(RecordKind.VITALS, "", {"vitals": vitals})
 
 
 def pack_checkpoint(mark: CheckpointMark) -> Packed:
@@ -194,6 +233,22 @@ def _read_aggregated(meta: Json, _blob: bytes, _source: _Source) -> Aggregated:
     return Aggregated(version=meta["version"], assignment_ids=tuple(meta["assignment_ids"]))
 
 
+def _read_turn(meta: Json, _blob: bytes, _source: _Source) -> Turn:
+    devices = {name: None if known is None else _device(known) for name, known in meta["devices"].items()}
+    progress = tuple(Progress(**report) for report in meta["progress"])
+    return Turn(now_s=meta["now_s"], at=meta["at"], devices=devices, progress=progress)
+
+
+def _device(known: Json) -> DeviceInfo:
+    blocks = {task: tuple(numbers) for task, numbers in known["blocks"].items()}
+    groups, tasks = tuple(known["groups"]), tuple(known["tasks"])
+    return DeviceInfo(**{**known, "role": Role(known["role"]), "groups": groups, "tasks": tasks, "blocks": blocks})
+
+
+def _read_seen(meta: Json, _blob: bytes, _source: _Source) -> Seen:
+    return Seen(vitals={name: None if known is None else Vitals(**known) for name, known in meta["vitals"].items()})
+
+
 _READERS: dict[RecordKind, Callable[[Json, bytes, _Source], Entry]] = {
     RecordKind.UPDATE: _read_update,
     RecordKind.EVALUATED: lambda meta, _blob, _source: Evaluated(**meta),
@@ -202,6 +257,8 @@ _READERS: dict[RecordKind, Callable[[Json, bytes, _Source], Entry]] = {
     RecordKind.DECISION: _read_decision,
     RecordKind.AGGREGATED: _read_aggregated,
     RecordKind.CHECKPOINT: lambda meta, _blob, _source: CheckpointMark(**meta),
+    RecordKind.TURN: _read_turn,
+    RecordKind.VITALS: _read_seen,
 }
 
 

@@ -26,6 +26,7 @@ REASON = "the run was interrupted"
 REMEMBERED = 50_000
 """The lives of so many newest assignments are known; devices are told of no older ones any more."""
 _OUT = (Update.outcome.is_(None), Update.received_at.is_(None))
+_CHUNK = 500
 _UNUSED = {"outcome": None, "applied_version": None, "staleness": None, "wait_s": None}
 
 
@@ -176,6 +177,27 @@ def _so_far(connection: Connection, run_id: str) -> SoFar:
         lives=tuple(_lives(connection, run_id)),
         devices=tuple(_devices(connection, run_id)),
     )
+
+
+def unused_updates(store: Store, run_id: str, used_later: Collection[str] = ()) -> tuple[UpdateRow, ...]:
+    """Returns updates that came and were not used, as far as that was so before those of `used_later` were."""
+    received = (Update.run_id == run_id, Update.received_at.is_not(None))
+    names, found, names_used = UpdateRow.__dataclass_fields__, list[UpdateRow](), sorted(used_later)
+    with store.database.read() as connection:
+        found += _unused(connection, run_id)
+        for start in range(0, len(used_later), _CHUNK):
+            chunk = names_used[start : start + _CHUNK]
+            query = select(Update.__table__).where(*received, Update.assignment_id.in_(chunk)).order_by(Update.id)
+            rows = [{name: row[name] for name in names} for row in connection.execute(query).mappings()]
+            found += [UpdateRow(**{**row, **_UNUSED}) for row in rows]
+    return tuple(found)
+
+
+def forget_told(store: Store, run_id: str, kinds: Collection[str], since: float) -> None:
+    """Takes out a run's events of some kinds, which will be told again."""
+    told = (Event.run_id == run_id, Event.kind.in_(list(kinds)), Event.at >= since)
+    with store.database.write() as connection:
+        connection.execute(delete(Event).where(*told))
 
 
 def _devices(connection: Connection, run_id: str) -> Sequence[str]:

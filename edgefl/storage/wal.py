@@ -52,6 +52,8 @@ class RecordKind(IntEnum):
     DECISION = 5
     AGGREGATED = 6
     CHECKPOINT = 7
+    TURN = 8
+    VITALS = 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,6 +57,8 @@ class Terms:
         memory_bytes, disk_bytes: what must be free on a board.
         sends_model: the first model goes along with *prepare*.
         expected: devices that took part before the run was taken up again; see `COME_BACK_S`.
+        has_begun: the run goes on where it was: the expected are asked nothing, it begins when they are back, and
+            nobody is required.
     """
 
     require: int | str = "any"
@@ -66,6 +68,7 @@ class Terms:
     disk_bytes: int = 0
     sends_model: bool = True
     expected: tuple[str, ...] = ()
+    has_begun: bool = False
 
 
 Note = Callable[[str, str, str], None]
@@ -116,6 +119,11 @@ class Door:
             return
         if guest is not None:
             self.mail.cancel(guest.instruction_id)
+        if self.terms.has_begun and device_id in self.terms.expected:
+            self._guests.by_device[device_id] = Guest(
+                device_id=device_id, asked_s=self.clock(), stand=Stand.READY, is_new=True
+            )
+            return
         is_told = guest is not None and guest.is_told
         self._guests.by_device[device_id] = Guest(device_id=device_id, asked_s=self.clock(), is_told=is_told)
         self._send(self._guests.by_device[device_id])
@@ -220,6 +228,8 @@ class Door:
 
     def _may_go(self, now_s: float) -> bool:
         terms, guests = self.terms, self._guests.by_device.values()
+        if terms.has_begun:
+            return not self._awaits_former(now_s)
         waits = any(
             guest.stand is Stand.ASKED and not guest.is_busy and now_s < guest.asked_s + terms.ready_s
             for guest in guests

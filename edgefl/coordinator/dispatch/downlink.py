@@ -23,6 +23,8 @@ KEPT_BYTES = 64 * 1024 * 1024
 
 KEEP: Json = {"keep": True}
 NO_MODEL: Json = {"model": False}
+HELD: Json = {"held": True, **NO_MODEL}
+"""Only the answer is wanted, of a device that said that it holds the assignment; else it asks for the whole model."""
 PREPARED = "prepared"
 """The model is not in the body: the device has fetched that of this version when it prepared for the run."""
 

@@ -12,18 +12,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from edgefl.coordinator.attempts import REFUSED
-from edgefl.coordinator.dispatch.door import Door, Note, Terms
-from edgefl.coordinator.dispatch.downlink import PREPARED, Downlink
+from edgefl.coordinator.dispatch.door import COME_BACK_S, Door, Note, Terms
+from edgefl.coordinator.dispatch.downlink import HELD, PREPARED, Downlink
 from edgefl.coordinator.dispatch.entrance import Entrance
+from edgefl.coordinator.dispatch.journaled_fleet import Given
 from edgefl.coordinator.dispatch.live_view import LiveView
 from edgefl.coordinator.dispatch.lives import Lives
 from edgefl.coordinator.dispatch.messages import evaluated, node_messages, order_header, update_metrics
 from edgefl.coordinator.dispatch.outstanding import Bell, Mail, Outstanding, Pending
 from edgefl.coordinator.dispatch.participants import FleetRun
 from edgefl.coordinator.dispatch.waiting import Waiting
-from edgefl.coordinator.fleet.presence import DeviceState, Flapping, Transition
+from edgefl.coordinator.fleet.presence import DeviceState, Transition
 from edgefl.coordinator.fleet.roster import Added, Changed, Holding, Removed, Restarted, Roster, RosterEvent
 from edgefl.coordinator.mail import Reply
+from edgefl.coordinator.superlink import prepare_body
 from edgefl.errors import CodecError, EdgeflError, NetworkError
 from edgefl.types import (
     Assignment,
@@ -72,6 +74,7 @@ class LiveFleet:
         clock: seconds, monotone.
         terms: what devices are asked before they get work; nothing when None.
         note: keeps an event of a device, or of the run where it names none.
+        run_clock: the run's own time, which the view says; `clock` where there is none.
     """
 
     def __init__(  # noqa: PLR0913 the parts of a run, by name
@@ -84,6 +87,7 @@ class LiveFleet:
         clock: Callable[[], float],
         terms: Terms | None = None,
         note: Note = lambda _kind, _device, _message: None,
+        run_clock: Callable[[], float] | None = None,
     ) -> None:
         self.roster, self.clock, self._note = roster, clock, note
         self._lives = run.lives or Lives(run.run_id)
@@ -105,19 +109,20 @@ class LiveFleet:
                 on_prepared=self._downlink.note_prepared,
             )
         self._waiting = Waiting(run, clock, lambda kind, message: note(kind, "", message))
-        self._view = LiveView(run, roster, clock, admits=door.admits if door else lambda _: True)
+        self._adopted_until_s: float | None = None
+        self._view = LiveView(run, roster, run_clock or clock, admits=door.admits if door else lambda _: True)
         self._entrance = Entrance(door, self._view, roster)
         self._end_listening = roster.listen(self._queue.put)
 
     def post(self, item: Reply | Progress | Stop | InterruptedRunError) -> None:
         self._queue.put(item)
 
-    def close(self) -> None:
-        """Stops listening, recalls what is out, and closes the run in Flower's books."""
+    def close(self, *, goes_on: bool = False) -> None:
+        """Stops listening, recalls what is out unless the run goes on later, and closes it in Flower's books."""
         self._end_listening()
         self._entrance.close()
         self._view.close()
-        self._out.close()
+        self._out.close(recalls=not goes_on)
 
     def view(self) -> LiveView:
         return self._view.refresh()
@@ -132,6 +137,67 @@ class LiveFleet:
             if isinstance(order, Assignment):
                 self._view.give(order)
             self._give(order, source)
+
+    def adopt(self, out: Sequence[Given], source: ModelSource) -> None:
+        """Takes up orders that an earlier coordinator gave, whose devices may have finished by now.
+
+        A device is asked for the answer when it says that it holds the assignment, and is sent it anew when it says
+        that it does not. Evaluations are asked for anew.
+        """
+        self._downlink.look_at(source)
+        now_s = self.clock()
+        for given in out:
+            order, key = given.order, self._lives.known(given.order.assignment_id)
+            deadline_s = order.deadline_s if isinstance(order, Assignment) else EVALUATION_DEADLINE_S
+            pending = Pending(
+                key=key,
+                order=order,
+                header={**self._run.header, **order_header(self._lives, order, key=key)},
+                body=prepare_body(b""),
+                given_s=given.given_s,
+                deadline_s=None if deadline_s is None else given.given_s + deadline_s,
+                sent_s=now_s,
+                model=HELD,
+            )
+            self._out.adopt(pending)
+            if isinstance(order, Evaluation):
+                self._evaluate_again(pending, source)
+        self._adopted_until_s = now_s + COME_BACK_S
+        log.info("%d orders were out when the coordinator ended; their devices are asked for them", len(out))
+
+    def _evaluate_again(self, pending: Pending, source: ModelSource) -> None:
+        order = pending.order
+        if not isinstance(order, Evaluation) or order.version != source.version or order.subject:
+            self._note_unsendable(pending.key, "the model that it evaluates went with the coordinator")
+            return
+        mail = self._downlink.mail(order, source)
+        pending.body, pending.model = mail.body, mail.header
+        self._out.send_again(pending, "the coordinator restarted")
+
+    def _compared(self, event: Holding) -> list[Event]:
+        """Sends again what got lost, and asks for what a device had when the coordinator ended."""
+        events: list[Event] = []
+        for pending in self._out.of(event.device_id):
+            if pending.instruction_id:
+                continue
+            if pending.key in event.assignment_ids:
+                pending.sent_s = self.clock()
+                self._out.send_again(pending, "its answer is wanted")
+            else:
+                events += self._send_whole(pending, "it does not hold it any more")
+        self._out.compare(event)
+        return events
+
+    def _not_back(self) -> list[Event]:
+        """Gives up on orders of an earlier coordinator whose devices have said nothing in time."""
+        if self._adopted_until_s is None or self.clock() < self._adopted_until_s:
+            return []
+        self._adopted_until_s = None
+        return [
+            self._lose(pending, Outcome.LOST, f"not heard of within {COME_BACK_S:g} s of the coordinator's restart")
+            for pending in self._out
+            if not pending.instruction_id
+        ]
 
     def _give(self, order: Assignment | Evaluation, source: ModelSource) -> None:
         now_s, mail, header = self.clock(), self._downlink.mail(order, source), order_header(self._lives, order)
@@ -162,7 +228,7 @@ class LiveFleet:
             has_work = bool(self._view.busy) or self._out.next_deadline_s() is not None
             if self._waiting.look(self._view.idle, has_work=has_work):
                 return []  # so that it is kept now
-            events = [*self._overdue(), *self._entrance.turn()]
+            events = [*self._overdue(), *self._not_back(), *self._entrance.turn()]
             arrived = self._arrived(0.0 if events else self._next_wake_s(until_s) - self.clock())
             # Replies first: what a device no longer holds may have been answered in the same breath.
             for item in sorted(arrived, key=lambda item: not isinstance(item, Reply)):
@@ -172,7 +238,8 @@ class LiveFleet:
                 return events
 
     def _next_wake_s(self, until_s: float) -> float:
-        times = (self._out.next_deadline_s(), self._entrance.next_deadline_s(), self._waiting.next_look_s())
+        door_s, look_s = self._entrance.next_deadline_s(), self._waiting.next_look_s()
+        times = (self._out.next_deadline_s(), door_s, look_s, self._adopted_until_s)
         return min([until_s, *(time_s for time_s in times if time_s is not None)])
 
     def _arrived(self, timeout_s: float) -> list[_Item]:
@@ -217,20 +284,19 @@ class LiveFleet:
                 return [Joined(device_id=event.device_id)]
             case Changed():
                 return [Joined(device_id=event.device_id)]
-            case Restarted():
-                return self._restarted(event.device_id)
-            case Holding():
-                self._out.compare(event)
-            case Transition() | Flapping() | Added():
-                pass
-        return []
+            case Restarted() | Holding():
+                return self._restarted(event.device_id) if isinstance(event, Restarted) else self._compared(event)
+            case _:
+                return []
 
     def _restarted(self, device_id: str) -> list[Event]:
         """Gives a new agent the work of the one before; the model that it held is gone."""
         self._downlink.forget(device_id)
         events: list[Event] = []
         for pending in self._out.of(device_id):
-            if "base" in pending.model or PREPARED in pending.model:
+            if not pending.instruction_id:
+                continue  # its first heartbeat says what it still has
+            if {"base", PREPARED, "held"} & set(pending.model):
                 events += self._send_whole(pending, "its agent restarted")
             else:
                 self._out.send_again(pending, "its agent restarted")

@@ -32,9 +32,12 @@ PLAUSIBLE = MappingProxyType(
 """What a device may say of its board; anything else is taken for not known."""
 
 
-def order_header(lives: Lives, order: Assignment | Evaluation) -> Json:
-    """Returns what a device is told of one order that is given now, besides what it is told of the run."""
-    header: Json = {"assignment": lives.given(order.assignment_id)}
+def order_header(lives: Lives, order: Assignment | Evaluation, *, key: str | None = None) -> Json:
+    """Returns what a device is told of one order, besides what it is told of the run.
+
+    `key` is the id on the wire of an order that was given before; without it the order is given now.
+    """
+    header: Json = {"assignment": key or lives.given(order.assignment_id)}
     if isinstance(order, Evaluation):
         return {**header, "version": order.version}
     if order.block is not None:

@@ -95,11 +95,15 @@ class Outstanding:
         return next((pending for pending in self if pending.instruction_id == instruction_id), None)
 
     def give(self, pending: Pending) -> None:
+        self.adopt(pending)
+        self._send(pending)
+
+    def adopt(self, pending: Pending) -> None:
+        """Takes up an order that an earlier coordinator gave; nothing is sent."""
         self._pending[pending.key] = pending
         self._by_device.setdefault(pending.order.device_id, {})[pending.key] = pending
         if pending.deadline_s is not None:
             heapq.heappush(self._deadlines, (pending.deadline_s, pending.key))
-        self._send(pending)
 
     def settle(self, pending: Pending) -> None:
         """Takes an order out: it was answered, or nobody waits for it any more. A later reply is refused."""
@@ -109,7 +113,7 @@ class Outstanding:
         if not own:
             del self._by_device[pending.order.device_id]
         self._recalled.discard(pending.key)
-        self._mail.cancel(pending.instruction_id)
+        self._cancel(pending)
 
     def next_deadline_s(self) -> float | None:
         """Returns the earliest deadline of an order that is out."""
@@ -135,7 +139,7 @@ class Outstanding:
     def send_again(self, pending: Pending, why: str) -> None:
         """Hands an order out once more, with the header and the body that it has now."""
         log.warning("sending %s to %s again: %s", pending.key, pending.order.device_id, why)
-        self._mail.cancel(pending.instruction_id)
+        self._cancel(pending)
         self._send(pending)
         if pending.key in self._recalled:  # an agent that is new has not heard of it
             self._command_recall(pending.key, pending.order.device_id)
@@ -151,11 +155,15 @@ class Outstanding:
                 pending.sent_s = holding.at_s
                 self.send_again(pending, "it got lost on the way")
 
-    def close(self) -> None:
-        """Recalls what is out, and closes the run in Flower's books."""
-        for pending in self:
+    def close(self, *, recalls: bool = True) -> None:
+        """Closes the run in Flower's books, and recalls what is out unless somebody will ask for it."""
+        for pending in self if recalls else ():
             self.recall(pending.key, pending.order.device_id)
         self._mail.close()
+
+    def _cancel(self, pending: Pending) -> None:
+        if pending.instruction_id:
+            self._mail.cancel(pending.instruction_id)
 
     def _command_recall(self, key: str, device_id: str) -> None:
         self._bell.command(device_id, Command(id=uuid.uuid4().hex, kind=CommandKind.RECALL, argument=key))

@@ -27,8 +27,10 @@ class Admitting(Protocol):
     def layout(self) -> str: ...
 
 
-def terms_of(run: Admitting, expected: tuple[str, ...] = ()) -> Terms:
+def terms_of(run: Admitting, expected: tuple[str, ...] = (), *, has_begun: bool = False) -> Terms:
     """Returns the terms of a run; `expected` are the devices that took part before it was taken up again.
+
+    With `has_begun` it goes on where it was.
 
     The first model is sent ahead only where every device is going to use it: nodes of a graph may have one of their
     own, and where some are drawn for each round the others would fetch it for nothing.
@@ -42,6 +44,7 @@ def terms_of(run: Admitting, expected: tuple[str, ...] = ()) -> Terms:
         memory_bytes=MODELS_IN_MEMORY * model_bytes,
         disk_bytes=MODELS_ON_DISK * model_bytes,
         expected=expected,
+        has_begun=has_begun,
         sends_model=not has_nodes and devices.count is None and devices.fraction is None,
     )
 

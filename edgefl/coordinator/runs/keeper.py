@@ -7,6 +7,7 @@ import time
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.runs.kept_models import ModelKeeper
 from edgefl.coordinator.runs.ledger import Ledger
+from edgefl.coordinator.runs.standing import Standing
 from edgefl.storage.checkpoints import prune_checkpoints, save_state
 from edgefl.storage.journal import WalJournal
 from edgefl.storage.journal_records import CheckpointMark
@@ -15,6 +16,8 @@ from edgefl.types import Tensors
 CHECKPOINT_EVERY = 10
 CHECKPOINT_EVERY_S = 10.0
 """A run's state is checkpointed after so many versions, but no more often than that; the last one always is."""
+CHECKPOINT_AFTER_S = 60.0
+"""With long rounds after each of them: what lies behind a checkpoint is done again before a run goes on."""
 
 
 class Keeper:
@@ -32,19 +35,29 @@ class Keeper:
         self._every_version = every_version
         self._folder = directory.runs / run_id / "checkpoints"
         self._wal, self._ledger = wal, ledger
-        self._checkpointed_s = time.monotonic()
+        self._checkpointed_s, self._version, self._at_once = time.monotonic(), 0, False
 
-    def after(self, version: int, state: object) -> None:
-        """Checkpoints every tenth version, unless rounds are so short that this would be all that is done."""
-        if self._every_version or (
-            version % CHECKPOINT_EVERY == 0 and time.monotonic() - self._checkpointed_s >= CHECKPOINT_EVERY_S
-        ):
-            self.checkpoint(state)
+    def begin(self, version: int, *, at_once: bool = False) -> None:
+        """Says with which version the run begins, and whether that is to be kept at once."""
+        self._version, self._at_once = version, at_once
 
-    def checkpoint(self, state: object) -> None:
-        """Writes the state; rows that follow from journal files that go are in the store before."""
-        self._wal.commit()
-        saved = save_state(self._folder, state, self._wal.last_record)
+    def is_due(self, version: int) -> bool:
+        """Returns whether a checkpoint is to be written: rounds may be so short that nothing else would be done."""
+        num_versions, since_s = version - self._version, time.monotonic() - self._checkpointed_s
+        is_tenth = num_versions >= CHECKPOINT_EVERY and since_s >= CHECKPOINT_EVERY_S
+        is_new = self._every_version or is_tenth or since_s >= CHECKPOINT_AFTER_S
+        if self._at_once or (num_versions and is_new):
+            self._version, self._at_once = version, False
+            return True
+        return False
+
+    def checkpoint(self, state: object, standing: Standing | None = None) -> None:
+        """Writes the state; rows that follow from journal files that go are in the store before.
+
+        With `standing`, between two turns, the run can go on exactly there.
+        """
+        self._wal.sync()
+        saved = save_state(self._folder, state, self._wal.last_record, standing)
         self._wal.checkpointed(CheckpointMark(sha256=saved.sha256, last_record=saved.last_record))
         self._ledger.publish()
         self._ledger.flush()

@@ -7,6 +7,7 @@ from typing import Any
 
 from edgefl.coordinator.runs.kept_models import ModelKeeper
 from edgefl.node_scores import mean_accuracy
+from edgefl.tally import Scoreboard
 from edgefl.types import Decision, Evaluated, Evaluation, Event, Journal, Lost, Tensors
 
 
@@ -32,6 +33,11 @@ class ModelJournal:
         self._version, self._state = -1, None
         self._asked: dict[str, int] = {}
         self._results: dict[int, list[Evaluated]] = {}
+
+    def go_on(self, scores: Scoreboard) -> None:
+        """Takes up which evaluations are out, and what has come of them."""
+        self._asked = dict(scores.outstanding)
+        self._results = {version: list(results) for version, results in scores.results.items()}
 
     def received(self, events: Sequence[Event]) -> Sequence[Event]:
         kept = self._journal.received(events)

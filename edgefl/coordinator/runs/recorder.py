@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -15,10 +16,13 @@ from edgefl.coordinator.runs.ledger import EventRow, Ledger
 from edgefl.errors import StrategyError
 from edgefl.node_scores import NodeAccuracy, NodeScores
 from edgefl.storage.records import DispatchRow, EvaluationRow, RoundFigures, UpdateRow
-from edgefl.tally import RoundCount, Scoreboard
+from edgefl.tally import RoundCount, Scoreboard, Tally
 from edgefl.types import Assignment, Decision, Evaluated, Event, Lost, Outcome, Update
 
 log = logging.getLogger(__name__)
+
+TOLD = ("assignment-lost", "device-flagged")
+"""Kinds of events that follow from what the journal has."""
 
 
 class Wal(Protocol):
@@ -54,11 +58,11 @@ class Recorder:
         rounds: which round a version belongs to; the loop's own, which learns it with the first work.
         clock: Unix seconds, for the rows.
         monotonic: the fleet's clock, which the events carry.
-        checkpoint: called with (version, state) after every aggregation.
+        on_version: told every version that was made.
         flagged: the devices that are not asked any more because their updates were refused too often.
         facts: asked at the end of every round.
-        earlier: updates that came before the run was taken up again, and were not used yet; None for a run that
-            begins.
+        earlier: updates that came before the run was taken up again, and were not used yet.
+        may_repeat: an assignment may have been given before, for other work.
     """
 
     def __init__(  # noqa: PLR0913 the parts of a run, by name
@@ -69,13 +73,14 @@ class Recorder:
         rounds: RoundCount,
         clock: Callable[[], float],
         monotonic: Callable[[], float],
-        checkpoint: Callable[[int, object], None],
+        on_version: Callable[[int], None] = lambda _version: None,
         flagged: Callable[[], Collection[str]] = frozenset,
         facts: Facts = no_facts,
-        earlier: Sequence[UpdateRow] | None = None,
+        earlier: Sequence[UpdateRow] = (),
+        may_repeat: bool = False,
     ) -> None:
         self._wal, self._ledger, self._count = wal, ledger, rounds
-        self._clock, self._monotonic, self._checkpoint = clock, monotonic, checkpoint
+        self._clock, self._monotonic, self._on_version = clock, monotonic, on_version
         self._flagged, self._known_flagged = flagged, set[str]()
         self._facts = facts
         self._unused: dict[str, tuple[UpdateRow, float]] = {}
@@ -83,9 +88,14 @@ class Recorder:
         self._opened_s: dict[int, float] = {}
         self._open = _OpenRound()
         self._scores, self._nodes = Scoreboard(), NodeScores()
-        self._goes_on = earlier is not None
-        for row in earlier or ():
+        self._may_repeat = may_repeat
+        for row in earlier:
             self._unused[row.assignment_id] = row, self._monotonic()
+
+    def go_on(self, asked: Iterable[Assignment], tally: Tally) -> None:
+        """Takes up what was asked and what was scored before."""
+        self._asked = {order.assignment_id: order for order in asked}
+        self._scores, self._nodes = copy.deepcopy(tally.scores), copy.deepcopy(tally.nodes)
 
     def received(self, events: Sequence[Event]) -> Sequence[Event]:
         for event in events:
@@ -126,7 +136,7 @@ class Recorder:
                     codec=order.codec or "dense",
                 )
             )
-        self._ledger.dispatch(rows, may_repeat=self._goes_on)
+        self._ledger.dispatch(rows, may_repeat=self._may_repeat)
 
     def aggregated(self, version: int, assignment_ids: Sequence[str], state: object) -> None:
         self._wal.aggregated(version, assignment_ids)
@@ -149,7 +159,7 @@ class Recorder:
         self._open.add(version, rows, state)
         if self._count.ends_at(version):
             self._close_round(number, now_s)
-        self._checkpoint(version, state)
+        self._on_version(version)
 
     def _close_round(self, number: int, now_s: float) -> None:
         done, self._open = self._open, _OpenRound()

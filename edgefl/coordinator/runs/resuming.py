@@ -4,22 +4,40 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.dispatch.lives import Lives
+from edgefl.coordinator.dispatch.replay import Script, has_turns
+from edgefl.coordinator.runs.recorder import TOLD
+from edgefl.coordinator.runs.standing import Standing
 from edgefl.errors import JournalError, UsageError
-from edgefl.storage.checkpoints import Checkpoint, checkpoints, load_state
+from edgefl.storage.checkpoints import (
+    Checkpoint,
+    checkpoint_files,
+    checkpoints,
+    is_whole,
+    load_standing,
+    load_state,
+)
 from edgefl.storage.journal import WalJournal, journal_entries
-from edgefl.storage.journal_records import Entry
+from edgefl.storage.journal_records import Aggregated, Entry, Turn
 from edgefl.storage.records import RunRecord, RunStatus, UpdateRow
-from edgefl.storage.rewinding import Mark, SoFar, counted_so_far, rewind, versions_per_round
+from edgefl.storage.rewinding import (
+    Mark,
+    SoFar,
+    counted_so_far,
+    forget_told,
+    rewind,
+    unused_updates,
+    versions_per_round,
+)
 from edgefl.storage.store import Store
 from edgefl.tally import Earlier, RoundCount
-from edgefl.types import Strategy, Tensors
+from edgefl.types import DeviceInfo, Role, Strategy, Tensors
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +60,7 @@ class Resumed:
     """What a run begins or goes on with: the state, under which ids it gives work, and what was counted before.
 
     `goes_on` says that there was something before; `devices` took part in the newest round, and are given a moment to
-    come back.
+    come back. With a `standing` it goes on exactly where it was, and the `script` says what happened after that.
     """
 
     state: Any
@@ -51,6 +69,13 @@ class Resumed:
     unused: tuple[UpdateRow, ...] = ()
     devices: tuple[str, ...] = ()
     goes_on: bool = False
+    standing: Standing | None = None
+    script: Script = field(default_factory=Script)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the run goes on exactly where it was."""
+        return self.standing is not None or not self.script.is_over
 
 
 def check_resumable(record: RunRecord, directory: CoordinatorDirectory, assemble: Callable[[], Resumable]) -> None:
@@ -111,6 +136,77 @@ def resumed_state(
     )
 
 
+def resumed_exactly(
+    record: RunRecord, made: Resumable, directory: CoordinatorDirectory, store: Store, wal: WalJournal
+) -> Resumed | None:
+    """Returns what a run goes on with where its coordinator ended, in the middle of a round too.
+
+    None for a run that begins, and for one whose journal does not say what the loop saw.
+
+    Raises:
+        JournalError: no checkpoint is whole, or the journal behind it cannot be read.
+    """
+    run_id, strategy = record.run_id, made.strategy
+    if getattr(strategy, "goes_on_alone", False):
+        return None
+    first, saved, standing = strategy.init(made.model), _newest(directory, run_id), None
+    state = first
+    if saved is None and record.resumes:
+        return None
+    if saved is not None:
+        if not saved.standing:
+            return None
+        state = load_state(_folder(directory, run_id), type(first), saved)
+        standing = load_standing(_folder(directory, run_id), Standing, saved)
+    behind = _entries_behind(wal, saved)
+    if not has_turns(iter(behind)) or (saved is None and not behind):
+        return None
+    so_far = counted_so_far(store, run_id)
+    forget_told(store, run_id, TOLD, since=standing.fleet.at if standing is not None else 0.0)
+    log.info("run %s goes on where it was, behind version %d", run_id, strategy.version(state))
+    return Resumed(
+        state=state,
+        lives=Lives(run_id, record.resumes, dict(so_far.lives)),
+        unused=unused_updates(store, run_id, _used(behind)),
+        devices=_trainers(standing, behind),
+        goes_on=True,
+        standing=standing,
+        script=Script(behind),
+    )
+
+
+def goes_on_exactly(run_id: str, directory: CoordinatorDirectory) -> bool:
+    """Returns whether a run that nobody drives can go on where it was; cheap, and nothing is changed."""
+    try:
+        saved = _newest(directory, run_id)
+        if saved is not None:
+            return bool(saved.standing)
+        entries = journal_entries(directory.runs / run_id / "journal")
+        return isinstance(next((entry for _, entry in entries), None), Turn)
+    except JournalError as error:
+        log.error("run %s: %s", run_id, error)  # noqa: TRY400 a line for the operator, no bug of ours
+        return False
+
+
+def _entries_behind(wal: WalJournal, saved: Checkpoint | None) -> list[Entry]:
+    if saved is None:
+        return [entry for _, entry in wal.entries()]
+    return _behind(lambda after: wal.entries(after=after), saved)
+
+
+def _used(behind: Sequence[Entry]) -> set[str]:
+    return {name for entry in behind if isinstance(entry, Aggregated) for name in entry.assignment_ids}
+
+
+def _trainers(standing: Standing | None, behind: Sequence[Entry]) -> tuple[str, ...]:
+    """Returns who could work last."""
+    devices: dict[str, DeviceInfo | None] = dict(standing.fleet.devices) if standing is not None else {}
+    for entry in behind:
+        if isinstance(entry, Turn):
+            devices |= entry.devices
+    return tuple(sorted(name for name, info in devices.items() if info is not None and info.role == Role.TRAINER))
+
+
 def _earlier(so_far: SoFar) -> Earlier:
     return Earlier(updates=so_far.updates, bytes=so_far.bytes, seconds=so_far.seconds)
 
@@ -149,14 +245,17 @@ def _mark(rounds: RoundCount, version: int) -> Mark:
 
 
 def _newest(directory: CoordinatorDirectory, run_id: str) -> Checkpoint | None:
-    """Returns the newest checkpoint whose file is there and whole."""
+    """Returns the newest checkpoint whose files are there and whole; those before the newest are good as well."""
     folder = _folder(directory, run_id)
     saved = checkpoints(folder)
-    if not saved:
-        return None
-    if not (folder / f"{saved[0].sha256}.safetensors").is_file():
-        raise JournalError(f"the checkpoint of run {run_id} is missing in {folder}; submit the run again")
-    return saved[0]
+    for checkpoint in saved:
+        damaged = [path for path in checkpoint_files(folder, checkpoint) if not is_whole(path)]
+        if not damaged:
+            return checkpoint
+        log.error("run %s: %s is missing or damaged; looking for the checkpoint before", run_id, damaged[0])
+    if saved:
+        raise JournalError(f"no checkpoint of run {run_id} is whole in {folder}; submit the run again")
+    return None
 
 
 def _folder(directory: CoordinatorDirectory, run_id: str) -> Path:

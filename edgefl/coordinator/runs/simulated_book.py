@@ -77,7 +77,7 @@ class RunBook:
     def recorder(self, rounds: RoundCount, gate: StrategyGate, facts: Facts = no_facts) -> Recorder:
         """Returns the journal for the loop; `gate` says whom nobody asks any more, `facts` are the strategy's."""
 
-        def after(version: int, _state: object) -> None:
+        def after(version: int) -> None:
             if self._on_change is not None and rounds.ends_at(version):
                 self._on_change(self._progress(RunStatus.RUNNING, rounds.of(version)))
 
@@ -87,7 +87,7 @@ class RunBook:
             rounds=rounds,
             clock=self._now,
             monotonic=self._clock,
-            checkpoint=after,
+            on_version=after,
             flagged=lambda: gate.guard.flagged,
             facts=facts,
         )

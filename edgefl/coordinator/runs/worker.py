@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -9,29 +10,35 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from edgefl.config import RunConfig
 from edgefl.coordinator.directory import CoordinatorDirectory
-from edgefl.coordinator.dispatch.door import NotReadyError
 from edgefl.coordinator.dispatch.live_fleet import Bell, FleetRun, InterruptedRunError, LiveFleet
 from edgefl.coordinator.dispatch.participants import EncodeChanges
+from edgefl.coordinator.dispatch.replay import ReplayError, RunClock
 from edgefl.coordinator.fleet.roster import Roster
 from edgefl.coordinator.mail import Reply
 from edgefl.coordinator.runs.admission import Admitting, terms_of
-from edgefl.coordinator.runs.facts import facts_of
+from edgefl.coordinator.runs.driving import Driver
 from edgefl.coordinator.runs.keeper import Keeper
 from edgefl.coordinator.runs.kept_models import ModelKeeper
 from edgefl.coordinator.runs.ledger import EventRow, Ledger
-from edgefl.coordinator.runs.model_journal import ModelJournal
 from edgefl.coordinator.runs.planning import Plannable
 from edgefl.coordinator.runs.recorder import Recorder
-from edgefl.coordinator.runs.resuming import Resumable, Resumed, check_resumable, resumed_state
+from edgefl.coordinator.runs.resuming import (
+    Resumable,
+    Resumed,
+    check_resumable,
+    goes_on_exactly,
+    resumed_exactly,
+    resumed_state,
+)
 from edgefl.coordinator.runs.run_meter import RunMeter
 from edgefl.coordinator.superlink import SuperLink
 from edgefl.errors import EdgeflError, JournalError, RunFailedError, StoreError, UsageError
 from edgefl.files import write_whole
-from edgefl.loop import EvaluationRule, drive
+from edgefl.loop import EvaluationRule
 from edgefl.protocol import Command, CommandKind
 from edgefl.storage.journal import WalJournal
 from edgefl.storage.records import RunRecord, RunStatus
@@ -41,6 +48,10 @@ from edgefl.strategies.gate import StrategyGate
 from edgefl.types import Json, Progress, Stop, Tensors
 
 log = logging.getLogger(__name__)
+
+COORDINATOR_STOPPED = "the coordinator was stopped"
+MAX_RESTARTS = 5
+"""A run that ended the coordinator so often at one version waits until somebody resumes it."""
 
 
 class Assembled(Admitting, Plannable, Resumable, Protocol):
@@ -106,22 +117,40 @@ class RunWorker:
         self._site, self._on_fatal = site, on_fatal
         self._wake, self._stopping = threading.Event(), threading.Event()
         self._active: _Active | None = None
+        self._inexact: set[str] = set()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._work, name="runs", daemon=True)
 
     def recover(self) -> None:
-        """Marks what an earlier coordinator left running as interrupted; to be called before anybody may ask.
+        """Queues again what an earlier coordinator left unfinished; to be called before anybody may ask.
 
-        A run whose devices went on meanwhile is queued again.
+        A run that cannot go on where it was is marked as interrupted.
         """
         for status in (RunStatus.RUNNING, RunStatus.STOPPING, RunStatus.INTERRUPTED):
             for record in self._site.store.runs(status=status):
-                if status is RunStatus.STOPPING and self._mark(record.run_id).exists():
-                    self._end(record.run_id, RunStatus.STOPPED, record.reason or "stopped")
-                elif self._mark(record.run_id).exists():
-                    self._set_status(record.run_id, RunStatus.QUEUED, "its devices went on without a coordinator")
+                run_id = record.run_id
+                ended_with_us = status is RunStatus.RUNNING or record.reason == COORDINATOR_STOPPED
+                if status is RunStatus.STOPPING and self._mark(run_id).exists():
+                    self._end(run_id, RunStatus.STOPPED, record.reason or "stopped")
+                elif self._mark(run_id).exists():
+                    self._set_status(run_id, RunStatus.QUEUED, "its devices went on without a coordinator")
+                elif ended_with_us and self._may_go_on(record):
+                    self._set_status(run_id, RunStatus.QUEUED, "goes on where its coordinator ended")
                 elif status is not RunStatus.INTERRUPTED:
-                    self._set_status(record.run_id, RunStatus.INTERRUPTED, "its coordinator ended without a word")
+                    self._set_status(run_id, RunStatus.INTERRUPTED, "its coordinator ended without a word")
+
+    def _may_go_on(self, record: RunRecord) -> bool:
+        """Returns whether a run can go on where it was, and has not ended the coordinator again and again there."""
+        folder = self._site.directory.runs / record.run_id
+        if not goes_on_exactly(record.run_id, self._site.directory):
+            return False
+        note = folder / "restarts.json"
+        known = json.loads(note.read_bytes()) if note.is_file() else {}
+        count = known.get("count", 0) + 1 if known.get("version") == record.version else 1
+        write_whole(note, json.dumps({"version": record.version, "count": count}).encode())
+        if count > MAX_RESTARTS:
+            log.error("run %s: the coordinator ended %d times at version %d", record.run_id, count, record.version)
+        return count <= MAX_RESTARTS
 
     def start(self) -> None:
         """Takes up the queue."""
@@ -182,7 +211,9 @@ class RunWorker:
                 self._active.fleet.post(Stop(reason=reason))
 
     def resume_run(self, run_id: str) -> None:
-        """Lets a run that was interrupted or stopped wait for its turn again, to go on from its newest checkpoint.
+        """Lets a run that was interrupted or stopped wait for its turn again.
+
+        It goes on where it was; from its newest checkpoint when it was stopped, or its journal does not say more.
 
         Raises:
             UsageError: it is not over, or there is nothing to go on with.
@@ -193,16 +224,24 @@ class RunWorker:
         with self._lock:
             if site.store.run(run_id).status is not record.status:
                 raise UsageError(f"run {run_id} has just been taken up or stopped by somebody else")
-            with site.store.batch(durable=True):
-                site.store.queue_again(run_id)
-                site.store.record_event(RESUMED, f"was {record.status}", at=time.time(), run_id=run_id)
+            is_whole = record.status is RunStatus.INTERRUPTED and run_id not in self._inexact
+            if is_whole and goes_on_exactly(run_id, site.directory):
+                self._set_status(run_id, RunStatus.QUEUED, "goes on where it was")
+            else:
+                self._begin_life(record)
         self.wake()
+
+    def _begin_life(self, record: RunRecord) -> None:
+        """Queues a run whose assignments, from its checkpoint on, may have names that were given before."""
+        with self._site.store.batch(durable=True):
+            self._site.store.queue_again(record.run_id)
+            self._site.store.record_event(RESUMED, f"was {record.status}", at=time.time(), run_id=record.run_id)
 
     def stop(self) -> None:
         """Interrupts the active run, so that it can be taken up again, and ends the thread."""
         self._stopping.set()
         self._wake.set()
-        self.post(InterruptedRunError("the coordinator was stopped"))
+        self.post(InterruptedRunError(COORDINATOR_STOPPED))
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -237,6 +276,11 @@ class RunWorker:
             self._drive(record, self._assembled(record))
         except InterruptedRunError as error:
             self._end(run_id, RunStatus.INTERRUPTED, str(error))
+        except ReplayError as error:
+            log.warning("run %s cannot go on where it was, it goes on from its checkpoint: %s", run_id, error)
+            self._inexact.add(run_id)
+            self._end(run_id, RunStatus.INTERRUPTED, f"goes on from its checkpoint: {error}")
+            self._begin_life(record)
         except (StoreError, JournalError):
             raise
         except EdgeflError as error:
@@ -272,73 +316,53 @@ class RunWorker:
         self._site.meter.ended(run_id, status, reason)
 
     def _drive(self, record: RunRecord, assembled: Assembled) -> None:
-        site, strategy, run_id = self._site, assembled.strategy, record.run_id
-        goes_on_alone = bool(getattr(strategy, "goes_on_alone", False))
+        site, run_id, clock = self._site, record.run_id, RunClock()
+        goes_on_alone = bool(getattr(assembled.strategy, "goes_on_alone", False))
         ledger = Ledger(site.store, run_id, site.meter.note)
         folder = site.directory.runs / run_id / "journal"
         with WalJournal(folder, assembled.decode, time_sync=site.meter.time_sync) as wal:
-            keeper = Keeper(site.directory, run_id, wal=wal, ledger=ledger, every_version=goes_on_alone)
             before = self._begun(record, assembled, wal)
-            state = before.state
             # After the rewind: what was kept behind the checkpoint is kept no longer.
             models = ModelKeeper(site.directory.models, site.store, run_id, assembled.config.models)
             if goes_on_alone:
                 write_whole(self._mark(run_id), b"")
-            if goes_on_alone or record.resumes:
-                keeper.checkpoint(state)  # so that another life of the coordinator gives other ids
-            left: list[Any] = []
-            recorder = Recorder(
+            live, is_over = self._open_fleet(assembled, ledger, before, clock), False
+            driver = Driver(
+                made=assembled,
+                before=before,
                 wal=wal,
                 ledger=ledger,
-                rounds=assembled.rounds,
-                clock=time.time,
-                monotonic=time.monotonic,
-                checkpoint=keeper.after,
-                flagged=lambda: assembled.gate.guard.flagged,
-                facts=facts_of(strategy),
-                earlier=before.unused if record.resumes else None,
+                keeper=Keeper(site.directory, run_id, wal=wal, ledger=ledger, every_version=goes_on_alone),
+                models=models,
+                live=live,
+                clock=clock,
+                gives_other_ids=goes_on_alone or (bool(record.resumes) and not before.is_exact),
             )
-            fleet = self._open_fleet(assembled, ledger, before)
             try:
-                state, reason = drive(
-                    strategy,
-                    state,
-                    fleet=fleet,
-                    journal=ModelJournal(recorder, models, strategy.model, lambda: wal.last_record),
-                    goal=assembled.goal,
-                    evaluate=assembled.evaluate,
-                    rounds=assembled.rounds,
-                    gate=assembled.gate,
-                    earlier=before.earlier,
-                    left=left.append,
-                )
-            except (StoreError, JournalError):
+                state, reason = driver.drive()
+                is_over = True
+            except (InterruptedRunError, StoreError, JournalError):
                 raise
-            except Exception as error:
-                recorder.commit()  # what the last turn brought is history too
-                ledger.finish()
-                # Boards that are away must not cost a run what it has reached: it can be taken up once more.
-                waits = isinstance(error, NotReadyError) and before.goes_on
-                if left and (waits or isinstance(error, InterruptedRunError)):
-                    keeper.checkpoint(left[-1])
-                if waits:
-                    raise InterruptedRunError(str(error)) from error
+            except BaseException:
+                is_over = True
                 raise
             finally:
-                self._close_fleet(fleet)
+                self._close_fleet(live, goes_on=not is_over)
                 models.close()
-            version = strategy.version(state)
             self._tell_end(run_id)
-            keeper.finish(version, assembled.rounds.of(version), state, strategy.model(state), models)
-            self._finish(recorder, run_id, assembled.config, reason)
+            driver.finish(state)
+            self._finish(driver.recorder, run_id, assembled.config, reason)
             log.info("run %s is over: %s", run_id, reason)
 
     def _begun(self, record: RunRecord, assembled: Assembled, wal: WalJournal) -> Resumed:
         """Returns what a run begins with, or goes on with; a checkpoint that cannot be used ends it alone."""
+        arguments = record, assembled, self._site.directory, self._site.store, wal
         try:
-            return resumed_state(record, assembled, self._site.directory, self._site.store, wal)
-        except JournalError as error:
-            raise RunFailedError(str(error)) from error
+            exact = None if record.run_id in self._inexact else resumed_exactly(*arguments)
+            return exact or resumed_state(*arguments)
+        except JournalError as error:  # whoever repairs the file may let it go on
+            log.error("run %s cannot go on: %s", record.run_id, error)  # noqa: TRY400 a line for the operator
+            raise InterruptedRunError(str(error)) from error
 
     def _tell_end(self, run_id: str) -> None:
         """Tells devices that go on by themselves that a run is over; who does not hear it rests at its limit."""
@@ -360,7 +384,7 @@ class RunWorker:
                     self._site.on_finished(run_id, config)
             self._active = None
 
-    def _open_fleet(self, assembled: Assembled, ledger: Ledger, before: Resumed) -> LiveFleet:
+    def _open_fleet(self, assembled: Assembled, ledger: Ledger, before: Resumed, clock: RunClock) -> LiveFleet:
         config, site, lives = assembled.config, self._site, before.lives
         run_id = lives.run_id
         run = FleetRun(
@@ -380,9 +404,16 @@ class RunWorker:
         def note(kind: str, device_id: str, message: str) -> None:
             ledger.event(EventRow(kind=kind, device_id=device_id or None, message=message, at=time.time()))
 
-        link, terms = site.superlink.open_run(), terms_of(assembled, before.devices)
+        link, terms = site.superlink.open_run(), terms_of(assembled, before.devices, has_begun=before.is_exact)
         fleet = LiveFleet(
-            run=run, link=link, roster=site.roster, bell=site.bell, clock=time.monotonic, terms=terms, note=note
+            run=run,
+            link=link,
+            roster=site.roster,
+            bell=site.bell,
+            clock=time.monotonic,
+            run_clock=clock.now_s,
+            terms=terms,
+            note=note,
         )
         with self._lock:
             self._active = self._active or _Active(run_id=run_id)
@@ -390,11 +421,11 @@ class RunWorker:
             if self._active.stop_reason is not None:
                 fleet.post(Stop(reason=self._active.stop_reason))
         if self._stopping.is_set():
-            fleet.post(InterruptedRunError("the coordinator was stopped"))
+            fleet.post(InterruptedRunError(COORDINATOR_STOPPED))
         return fleet
 
-    def _close_fleet(self, fleet: LiveFleet) -> None:
+    def _close_fleet(self, fleet: LiveFleet, *, goes_on: bool) -> None:
         with self._lock:
             if self._active is not None:
                 self._active.fleet = None
-        fleet.close()
+        fleet.close(goes_on=goes_on)

@@ -141,7 +141,8 @@ def test_vitals_are_those_of_the_last_heartbeat(site):
         seq=1, session_no=1, uptime_s=1.0, temperature_c=71.5, throttled="under-voltage", battery_fraction=0.4
     )
     site.roster.note_heartbeat("pi-1", beat)
-    vitals = site.view.vitals["pi-1"]
+    assert site.view.vitals.get("pi-1") is None, "all through a turn it stays as it was seen"
+    vitals = site.view.refresh().vitals["pi-1"]
     assert (vitals.temperature_c, vitals.is_throttled, vitals.battery_fraction) == (71.5, True, 0.4)
     assert (list(site.view.vitals), site.view.vitals.get("pi-2"), site.view.vitals.get("nobody")) == (
         ["pi-1"],

@@ -43,7 +43,7 @@ class Book:
     """A recorder, its store and journal, and a clock that is set by hand."""
 
     def __init__(self, root, versions_per_round=1, **options):
-        self.now_s, self.checkpoints, self.flagged = 0.0, [], set()
+        self.now_s, self.versions, self.flagged = 0.0, [], set()
         self.path = root / "edgefl.db"
         self.store = Store.open(self.path)
         self.store.add_run(
@@ -57,7 +57,7 @@ class Book:
             rounds=RoundCount(versions_per_round=versions_per_round),
             clock=lambda: 1000.0 + self.now_s,
             monotonic=lambda: self.now_s,
-            checkpoint=lambda version, state: self.checkpoints.append((version, state)),
+            on_version=self.versions.append,
             flagged=lambda: self.flagged,
             **options,
         )
@@ -308,11 +308,11 @@ def test_nothing_is_in_the_store_before_it_is_in_the_journal(book):
     assert book.rows("rounds")[0]["closed_at"] is None
 
 
-def test_every_version_is_offered_for_a_checkpoint(book):
+def test_every_version_is_told(book):
     book.order(0, "a")
     book.receive(update(0, "a"))
     book.close_round(1, "v0-a")
-    assert book.checkpoints == [(1, "state 1")]
+    assert book.versions == [1]
 
 
 def test_a_turn_without_news_writes_nothing(book):
@@ -400,7 +400,7 @@ def test_an_update_that_never_came_cannot_be_used(book):
 def apply(book, *names):
     """Applies updates one by one, as an asynchronous strategy does."""
     for name in names:
-        version = book.checkpoints[-1][0] + 1 if book.checkpoints else 1
+        version = book.versions[-1] + 1 if book.versions else 1
         book.close_round(version, name)
 
 

@@ -1,0 +1,149 @@
+"""One run, driven from where it begins or goes on to its end: puts its journal, history and fleet around the loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from edgefl.coordinator.dispatch.door import NotReadyError
+from edgefl.coordinator.dispatch.journaled_fleet import JournaledFleet, Real
+from edgefl.coordinator.dispatch.live_fleet import InterruptedRunError
+from edgefl.coordinator.dispatch.replay import RunClock
+from edgefl.coordinator.runs.facts import facts_of
+from edgefl.coordinator.runs.keeper import Keeper
+from edgefl.coordinator.runs.kept_models import ModelKeeper
+from edgefl.coordinator.runs.ledger import Ledger
+from edgefl.coordinator.runs.model_journal import ModelJournal
+from edgefl.coordinator.runs.recorder import Recorder
+from edgefl.coordinator.runs.resuming import Resumed
+from edgefl.coordinator.runs.standing import standing_of
+from edgefl.errors import JournalError, StoreError
+from edgefl.loop import Course, EvaluationRule, drive
+from edgefl.storage.journal import WalJournal
+from edgefl.strategies.gate import StrategyGate
+from edgefl.tally import Goal, RoundCount
+from edgefl.types import Assignment, Strategy
+
+
+class Drivable(Protocol):
+    """The part of an assembled run that the loop needs."""
+
+    @property
+    def strategy(self) -> Strategy[Any]: ...
+    @property
+    def goal(self) -> Goal: ...
+    @property
+    def evaluate(self) -> EvaluationRule: ...
+    @property
+    def rounds(self) -> RoundCount: ...
+    @property
+    def gate(self) -> StrategyGate: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Driver:
+    """Used by the thread of the run, once.
+
+    Attributes:
+        made, before: the run's objects, and what it begins or goes on with.
+        wal, ledger, keeper, models: where all of it goes.
+        live, clock: the real boards, and the run's own time.
+        gives_other_ids: a checkpoint is to be written before anything is given out, so that another life of the
+            coordinator gives other ids.
+    """
+
+    made: Drivable
+    before: Resumed
+    wal: WalJournal
+    ledger: Ledger
+    keeper: Keeper
+    models: ModelKeeper
+    live: Real
+    clock: RunClock
+    gives_other_ids: bool = False
+    recorder: Recorder = field(init=False)
+    _fleet: JournaledFleet = field(init=False)
+    _stand: tuple[Any, Course] | None = None
+
+    def __post_init__(self) -> None:
+        made, before, standing = self.made, self.before, self.before.standing
+        self._fleet = JournaledFleet(
+            self.live, self.wal, before.script, self.clock, None if standing is None else standing.fleet
+        )
+        self.recorder = Recorder(
+            wal=self._fleet,
+            ledger=self.ledger,
+            rounds=made.rounds,
+            clock=self.clock.at,
+            monotonic=self.clock.now_s,
+            flagged=lambda: made.gate.guard.flagged,
+            facts=facts_of(made.strategy),
+            earlier=before.unused,
+            may_repeat=before.lives.number > 0 and not before.is_exact,
+        )
+
+    def drive(self) -> tuple[Any, str]:
+        """Returns the last state and why the run ended.
+
+        Raises:
+            InterruptedRunError: the coordinator stops, or boards that took part are away; the run can go on later.
+            ReplayError: it does not come to what its journal says.
+            EdgeflError: it has failed.
+        """
+        made, before = self.made, self.before
+        journal = ModelJournal(self.recorder, self.models, made.strategy.model, lambda: self.wal.last_record)
+        course = None
+        if before.standing is not None:
+            before.standing.restore(made.gate.guard)
+            course = before.standing.course_of(made.rounds)
+            out = (given.order for given in before.standing.fleet.out.values())
+            self.recorder.go_on([order for order in out if isinstance(order, Assignment)], course.tally)
+            journal.go_on(course.tally.scores)
+        self.keeper.begin(made.strategy.version(before.state), at_once=self.gives_other_ids)
+        try:
+            return drive(
+                made.strategy,
+                before.state,
+                fleet=self._fleet,
+                journal=journal,
+                goal=made.goal,
+                evaluate=made.evaluate,
+                rounds=made.rounds,
+                gate=made.gate,
+                earlier=before.earlier,
+                course=course,
+                turn=self._turn,
+                left=self._left,
+            )
+        except (StoreError, JournalError):
+            raise
+        except Exception as error:
+            self.recorder.commit()  # what the last turn brought is history too
+            self.ledger.finish()
+            # Boards that are away must not cost a run what it has reached: it can be taken up once more.
+            waits = isinstance(error, NotReadyError) and before.goes_on
+            if self._fleet.is_live and self._stand and (waits or isinstance(error, InterruptedRunError)):
+                self._checkpoint(*self._stand)
+            if waits:
+                raise InterruptedRunError(str(error)) from error
+            raise
+
+    def finish(self, state: Any) -> None:
+        """Keeps the last state and the model of a run that is over."""
+        strategy = self.made.strategy
+        version = strategy.version(state)
+        self.keeper.finish(version, self.made.rounds.of(version), state, strategy.model(state), self.models)
+
+    def _turn(self, state: Any, course: Course) -> None:
+        self._stand = state, course
+        if self._fleet.is_live and self.keeper.is_due(course.tally.version):
+            self._checkpoint(state, course)
+
+    def _left(self, state: Any) -> None:
+        if self._stand is not None:
+            self._stand = state, self._stand[1]
+
+    def _checkpoint(self, state: Any, course: Course) -> None:
+        can_go_on = not getattr(self.made.strategy, "goes_on_alone", False)
+        standing = standing_of(course, self._fleet.standing(), self.made.gate.guard) if can_go_on else None
+        self.keeper.checkpoint(state, standing)

@@ -1,0 +1,47 @@
+"""What a run needs beside its strategy's state to go on exactly where it was, as it is saved with a checkpoint."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from dataclasses import dataclass, field
+
+from edgefl.coordinator.dispatch.journaled_fleet import FleetStanding
+from edgefl.loop import Course
+from edgefl.strategies.gate import Guard
+from edgefl.tally import RoundCount
+
+
+@dataclass(slots=True, kw_only=True)
+class GuardStanding:
+    """Whose updates were refused, and the norms of those that were let in last."""
+
+    strikes: dict[str, int] = field(default_factory=dict)
+    norms: list[float] = field(default_factory=list)
+    flagged: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True, kw_only=True)
+class Standing:
+    """Everything between two turns that is not the strategy's."""
+
+    course: Course = field(default_factory=Course)
+    fleet: FleetStanding = field(default_factory=FleetStanding)
+    guard: GuardStanding = field(default_factory=GuardStanding)
+
+    def course_of(self, rounds: RoundCount) -> Course:
+        """Returns the course for the loop to change, with the run's own count of rounds, which learns what it was."""
+        course = copy.deepcopy(self.course)
+        rounds.versions_per_round = course.tally.rounds.versions_per_round
+        course.tally.rounds = rounds
+        return course
+
+    def restore(self, guard: Guard) -> None:
+        """Tells a guard what it knew."""
+        guard.strikes, guard.flagged = dict(self.guard.strikes), set(self.guard.flagged)
+        guard.norms = deque(self.guard.norms, maxlen=guard.norms.maxlen)
+
+
+def standing_of(course: Course, fleet: FleetStanding, guard: Guard) -> Standing:
+    known = GuardStanding(strikes=guard.strikes, norms=list(guard.norms), flagged=guard.flagged)
+    return Standing(course=course, fleet=fleet, guard=known)

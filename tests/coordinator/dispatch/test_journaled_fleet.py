@@ -1,0 +1,260 @@
+"""A journal brings every strategy back to where it was: the real loop, a real journal, boards that fail in every way."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from faulty_fleet import NAMES, TASK, FaultyFleet, first_model
+
+from edgefl.coordinator.dispatch.fleet_book import FleetBook, SeenVitals
+from edgefl.coordinator.dispatch.journaled_fleet import FleetStanding, Given, JournaledFleet
+from edgefl.coordinator.dispatch.replay import ReplayError, RunClock, Script
+from edgefl.coordinator.runs.standing import Standing, standing_of
+from edgefl.loop import Course, drive
+from edgefl.storage.journal import WalJournal, journal_entries
+from edgefl.storage.journal_records import Turn
+from edgefl.storage.state_files import pack_state, unpack_state, unpack_tensors
+from edgefl.strategies.evaluation import EvaluationSchedule
+from edgefl.strategies.gate import Guard, Selection, StrategyGate
+from edgefl.strategies.registry import BUILT_IN, make_strategy
+from edgefl.strategies.rounds import RoundRules
+from edgefl.tally import Goal, RoundCount
+from edgefl.types import Assignment, Decision, DeviceInfo, Event, Lost, Order, Progress, Update, Vitals
+
+NEEDED: dict[str, dict[str, Any]] = {"fedbuff": {"buffer_size": 4}, "gradient-tracking": {"exchanges_per_round": 4}}
+NEEDED |= {name: {"iterations": 2} for name in ("ad-psgd", "admm-isvr", "dsgd", "k-gt", "pdmm-isvr")}
+# Those whose devices go on by themselves take their own way; see `resuming`.
+STRATEGIES = sorted(BUILT_IN)
+
+
+class LiveBook(FleetBook):
+    """A live view of the faulty fleet; boards get warmer with time."""
+
+    def __init__(self, fleet: FaultyFleet) -> None:
+        self.fleet = fleet
+        self.seen = SeenVitals(self)  # type: ignore[arg-type] # only `get` and iteration are used
+        super().__init__(self.seen)
+        self._changed: dict[str, DeviceInfo | None] = {}
+        self._reports: list[Progress] = []
+
+    def get(self, device_id: str) -> Vitals:
+        return Vitals(temperature_c=50.0 + 10 * (int(self.fleet.now_s / 2) % 5))
+
+    def refresh(self) -> LiveBook:
+        for name, info in self.fleet.info.items():
+            now = info if name in self.fleet.present else None
+            if self.devices.get(name) != now:
+                self._changed[name] = now
+                self.put(name, now)
+        self.begin(self.fleet.now_s)
+        self.seen.begin()
+        return self
+
+    def take_changes(self) -> tuple[dict[str, DeviceInfo | None], tuple[Progress, ...]]:
+        changed, self._changed = self._changed, {}
+        reports, self._reports = tuple(self._reports), []
+        return changed, reports
+
+    def note_progress(self, progress: Progress) -> None:
+        self._reports.append(progress)
+        super().note_progress(progress)
+
+
+class LiveFaultyFleet:
+    """The faulty fleet as the live one."""
+
+    def __init__(self, fleet: FaultyFleet) -> None:
+        self.fleet, self.book = fleet, LiveBook(fleet)
+        self.orders: dict[str, Assignment] = {}
+
+    def view(self) -> LiveBook:
+        return self.book.refresh()
+
+    def adopt(self, out: Sequence[Given], source: object) -> None:
+        raise AssertionError("a run that begins has nothing out")
+
+    def dispatch(self, orders: Sequence[Order], source: object) -> None:
+        for order in orders:
+            if isinstance(order, Assignment):
+                self.orders[order.assignment_id] = order
+                self.book.give(order)
+        self.fleet.dispatch(orders, source)
+
+    def wait(self, until_s: float) -> Sequence[Event]:
+        events: Sequence[Event] = self.fleet.wait(until_s)
+        for event in events:
+            if isinstance(event, Progress):
+                self.book.note_progress(event)
+            elif isinstance(event, Update | Lost) and event.assignment_id in self.orders:
+                self.book.settle(self.orders.pop(event.assignment_id))
+                if isinstance(event, Update):
+                    self.book.note_speed(event.device_id, event.metrics)
+        return events
+
+
+class ReachedError(Exception):
+    """The journal is over: what follows would be new."""
+
+
+class NoFleet:
+    """In place of the live fleet: being asked for ends the test."""
+
+    def view(self) -> Any:
+        raise ReachedError
+
+    adopt = dispatch = wait = view
+
+
+class LoopJournal:
+    """What the recorder is to the loop, without its rows."""
+
+    def __init__(self, fleet: JournaledFleet, checked: Any) -> None:
+        self.fleet, self.checked = fleet, checked
+
+    def received(self, events: Sequence[Event]) -> Sequence[Event]:
+        self.checked.received(events)
+        return self.fleet.received(events)
+
+    def decided(self, decision: Decision) -> None:
+        self.fleet.decided(decision)
+
+    def aggregated(self, version: int, assignment_ids: Sequence[str], state: object) -> None:
+        self.fleet.aggregated(version, assignment_ids)
+
+    def commit(self) -> None:
+        self.fleet.commit()
+
+
+@dataclass
+class Played:
+    """How the run stood at every turn: as bytes, and every so often as a whole, with its place in the journal."""
+
+    digests: list[str] = field(default_factory=list)
+    records: list[int] = field(default_factory=list)
+    wholes: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
+    reason: str = ""
+
+
+def built(name: str, seed: int) -> Any:
+    rules = RoundRules(task=TASK, deadline_s=4.0, seed=seed, max_devices=5 if name == "fedavg" else None)
+    return make_strategy(name, NEEDED.get(name, {}), rules)
+
+
+def gate() -> StrategyGate:
+    return StrategyGate(selection=Selection(max_temperature_c=75.0), guard=Guard(takes_models=True))
+
+
+def digest(state: Any, course: Course) -> str:
+    return hashlib.sha256(pack_state(state) + pack_state(course)).hexdigest()
+
+
+def play(folder: Path, name: str, seed: int, *, rounds: int = 4) -> Played:
+    """Runs a strategy on the faulty fleet with a journal."""
+    strategy, faulty, clock, made = built(name, seed), FaultyFleet(seed), RunClock(), gate()
+    played = Played()
+    with WalJournal(folder, unpack_tensors) as wal:
+        fleet = JournaledFleet(LiveFaultyFleet(faulty), wal, Script(), clock)  # type: ignore[arg-type]
+        clock.tell(0.0, 0.0)  # no time of its own here
+
+        def turn(state: Any, course: Course) -> None:
+            number = len(played.digests)
+            played.digests.append(digest(state, course))
+            played.records.append(wal.last_record)
+            if number % 7 == 3:
+                standing = standing_of(course, fleet.standing(), made.guard)
+                played.wholes[number] = pack_state(state), pack_state(standing)
+
+        _, played.reason = drive(
+            strategy, strategy.init(first_model(seed)), fleet=fleet, journal=LoopJournal(fleet, faulty.journal),
+            goal=Goal(rounds=rounds), evaluate=EvaluationSchedule(), gate=made, turn=turn,
+            rounds=RoundCount(versions_per_round=getattr(strategy, "versions_per_round", 1)),
+        )  # fmt: skip
+        wal.commit()
+    return played
+
+
+def replay(entries: Sequence[Any], name: str, seed: int, whole: tuple[bytes, bytes] | None = None) -> list[str]:
+    """Returns how the run stood at every turn up to where the journal ends."""
+    strategy, clock, made, found = built(name, seed), RunClock(), gate(), list[str]()
+    state, course, before = strategy.init(first_model(seed)), None, None
+    rounds = RoundCount(versions_per_round=getattr(strategy, "versions_per_round", 1))
+    if whole is not None:
+        state, standing = unpack_state(whole[0], type(state)), unpack_state(whole[1], Standing)
+        course, before = standing.course_of(rounds), standing.fleet
+        standing.restore(made.guard)
+
+    class Checked:
+        def received(self, events: Sequence[Event]) -> None: ...
+
+    with pytest.raises(ReachedError):
+        fleet = JournaledFleet(NoFleet(), NoFleet(), Script(entries), clock, before)  # type: ignore[arg-type]
+        drive(
+            strategy, state, fleet=fleet, journal=LoopJournal(fleet, Checked()), goal=Goal(rounds=4),
+            evaluate=EvaluationSchedule(), gate=made, rounds=rounds, course=course,
+            turn=lambda state, course: found.append(digest(state, course)),
+        )  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_journal_brings_a_run_to_the_same_state_turn_by_turn(tmp_path: Path, name: str) -> None:
+    played = play(tmp_path, name, 1)
+    assert played.reason.startswith("rounds reached")
+    entries = [entry for _, entry in journal_entries(tmp_path, unpack_tensors)]
+    assert replay(entries[: last_turn(entries)], name, 1) == played.digests
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_checkpoint_and_the_journal_behind_it_bring_a_run_to_the_same_state(tmp_path: Path, name: str) -> None:
+    played = play(tmp_path, name, 2)
+    for number, whole in list(played.wholes.items())[:3]:
+        entries = [entry for _, entry in journal_entries(tmp_path, unpack_tensors, after=played.records[number])]
+        assert replay(entries[: last_turn(entries)], name, 2, whole) == played.digests[number:]
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedasync", "esync", "adacomp", "dsgd"])
+def test_a_journal_that_ends_anywhere_is_followed_to_its_end(tmp_path: Path, name: str) -> None:
+    played = play(tmp_path, name, 3)
+    entries = [entry for _, entry in journal_entries(tmp_path, unpack_tensors)]
+    rng = np.random.default_rng(0)
+    for length in sorted(rng.permutation(last_turn(entries))[:12].tolist()):
+        found = replay(entries[:length], name, 3)
+        turns = sum(isinstance(entry, Turn) for entry in entries[:length])
+        # What came of the last turn may have been cut off: it is as if the rest of it had not come yet.
+        assert found[:turns] == played.digests[:turns]
+        assert turns <= len(found) <= turns + 1
+
+
+def last_turn(entries: Sequence[Any]) -> int:
+    return max(place for place, entry in enumerate(entries) if isinstance(entry, Turn))
+
+
+def test_a_strategy_that_does_something_else_is_found_out(tmp_path: Path) -> None:
+    play(tmp_path, "fedavg", 1)
+    entries = [entry for _, entry in journal_entries(tmp_path, unpack_tensors)]
+    with pytest.raises(ReplayError, match="the journal has"):
+        replay(entries, "fedasync", 1)
+
+
+def test_a_journal_that_does_not_say_what_the_loop_saw_is_no_script(tmp_path: Path) -> None:
+    play(tmp_path, "fedavg", 1)
+    entries = [entry for _, entry in journal_entries(tmp_path, unpack_tensors) if not isinstance(entry, Turn)]
+    with pytest.raises(ReplayError, match="does not say what the loop saw"):
+        Script(entries)
+
+
+def test_a_standing_comes_back_as_it_was_saved() -> None:
+    order = Assignment(assignment_id="a", device_id=NAMES[0], base_version=1, plan=built("fedavg", 1).plan)
+    fleet = FleetStanding(
+        now_s=3.5, at=1e9, out={"a": Given(order=order, given_s=3.0)},
+        devices={NAMES[0]: DeviceInfo(device_id=NAMES[0], tasks=(TASK,), examples={TASK: 3}, capabilities={"x": [1]})},
+        vitals={NAMES[0]: Vitals(temperature_c=61.0), NAMES[1]: None},
+    )  # fmt: skip
+    standing = standing_of(Course(), fleet, Guard(strikes={"b": 2}, flagged={"c"}))
+    assert unpack_state(pack_state(standing), Standing) == standing
