@@ -71,27 +71,29 @@ def test_a_restart_repeats_no_join(fleet: LocalFleet) -> None:
     assert sorted(joined) == ["coordinator-evaluator", *NAMES]
 
 
-def test_sigterm_interrupts_the_active_run_and_calls_the_devices_back(
-    fleet: LocalFleet, tools: Any, tmp_path: Path
+@pytest.mark.parametrize("how", ["stopped", "killed"])
+def test_a_round_goes_on_under_the_next_coordinator_and_its_devices_never_stopped(
+    fleet: LocalFleet, tools: Any, tmp_path: Path, how: str
 ) -> None:
     run_id = _mid_round(fleet, tools, tmp_path / "gate")
-    assert fleet.end("coordinator") == 0
-    with _sound(fleet) as connection:
-        (row,) = connection.execute("SELECT status, reason FROM runs WHERE run_id = ?", (run_id,))
-    assert row == ("interrupted", "the coordinator was stopped")
+    given = tools.eventually(lambda: fleet.history("updates", run=run_id), what="the rows of what was given out")
+    row_before = next(row for row in given if row["device_id"] == NAMES[0])
+    if how == "stopped":
+        assert fleet.end("coordinator") == 0
+        with _sound(fleet) as connection:
+            (row,) = connection.execute("SELECT status, reason FROM runs WHERE run_id = ?", (run_id,))
+        assert row == ("interrupted", "the coordinator was stopped")
+    else:
+        fleet.kill("coordinator")
     fleet.start_coordinator()
-    _works(fleet)
-    assert tools.status(fleet, run_id) == "interrupted"
-
-
-def test_after_a_kill_the_run_is_interrupted_and_everything_else_goes_on(
-    fleet: LocalFleet, tools: Any, tmp_path: Path
-) -> None:
-    run_id = _mid_round(fleet, tools, tmp_path / "gate")
-    fleet.kill("coordinator")
-    fleet.start_coordinator()
-    assert tools.status(fleet, run_id) == "interrupted"
-    assert [row["kind"] for row in fleet.history("events", run=run_id)] == ["run-interrupted"]
+    tools.eventually(lambda: tools.status(fleet, run_id) == "running", what="it goes on by itself")
+    fleet.wait_present(3)
+    fleet.operator().post(f"/edgefl/v1/runs/{run_id}/stop")  # which calls back the very work that was under way
+    tools.eventually(lambda: tools.status(fleet, run_id) == "stopped", what="both have answered")
+    used = [row for row in fleet.history("updates", run=run_id) if row["outcome"] == "used"]
+    assert sorted(row["device_id"] for row in used) == [*NAMES]
+    assert row_before["assignment_id"] in {row["assignment_id"] for row in used}
+    assert row_before["dispatched_at"] in {row["dispatched_at"] for row in used}, "it was not given out again"
     _works(fleet)
     _sound(fleet).close()
 
