@@ -30,7 +30,7 @@ from edgefl.config import parse_run
 from edgefl.coordinator import access, superlink
 from edgefl.coordinator.brokers import broker, bus
 from edgefl.coordinator.dispatch import door, live_fleet, outstanding, questions
-from edgefl.coordinator.dispatch.downlink import KEEP, NO_MODEL, PREPARED
+from edgefl.coordinator.dispatch.downlink import HELD, KEEP, PREPARED
 from edgefl.coordinator.dispatch.lives import Lives
 from edgefl.coordinator.dispatch.messages import order_header
 from edgefl.coordinator.fleet import presence
@@ -207,7 +207,7 @@ def test_protocol_md_describes_every_key_of_an_instruction_and_no_other() -> Non
     of_model = {
         **KEEP,
         "base": 0,
-        **NO_MODEL,
+        **HELD,
         "mail": [],
         PREPARED: 0,
     }  # where the downlink sends what changed, or messages

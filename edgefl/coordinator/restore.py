@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 
 from edgefl.coordinator.backup import FORMAT, MANIFEST, BackedUpFile, Manifest
 from edgefl.coordinator.directory import CoordinatorDirectory, load_directory
+from edgefl.coordinator.runs.standing import ANOTHER_LIFE
 from edgefl.errors import NotFoundError, StoreError, StoreTooNewError, UsageError
 from edgefl.files import DATABASE_NAME, make_private_directory, store_error, sync_directory
 from edgefl.storage.database import SCHEMA_REVISION
@@ -144,6 +145,8 @@ def _check_store(stage: Path, manifest: Manifest) -> None:
 
 
 def _make_durable(stage: Path) -> None:
+    for run in (stage / "runs").glob("*"):
+        (run / ANOTHER_LIFE).touch(mode=0o600)
     for name in ("models", "runs", "broker"):
         make_private_directory(stage / name)
     for path in stage.rglob("*"):

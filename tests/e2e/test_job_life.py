@@ -91,8 +91,8 @@ def test_an_interrupted_run_goes_on_to_its_goal_as_if_nothing_had_been(
     else:
         fleet.kill("coordinator")
     with sqlite3.connect(fleet.database) as connection:
-        closed = connection.execute("SELECT started_at FROM rounds WHERE run_id = ? AND closed_at > 0", (run_id,))
-        before = [started_at for (started_at,) in closed]
+        query = "SELECT started_at FROM rounds WHERE run_id = ? AND closed_at > 0 ORDER BY round"
+        before = [started_at for (started_at,) in connection.execute(query, (run_id,))]
     fleet.start_coordinator()
     assert fleet.wait_run(run_id)["status"] == "finished"
     rounds = fleet.history("rounds", run=run_id)

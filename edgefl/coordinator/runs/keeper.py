@@ -7,7 +7,7 @@ import time
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.runs.kept_models import ModelKeeper
 from edgefl.coordinator.runs.ledger import Ledger
-from edgefl.coordinator.runs.standing import Standing
+from edgefl.coordinator.runs.standing import ANOTHER_LIFE, Standing
 from edgefl.storage.checkpoints import prune_checkpoints, save_state
 from edgefl.storage.journal import WalJournal
 from edgefl.storage.journal_records import CheckpointMark
@@ -61,6 +61,7 @@ class Keeper:
         self._wal.checkpointed(CheckpointMark(sha256=saved.sha256, last_record=saved.last_record))
         self._ledger.publish()
         self._ledger.flush()
+        (self._folder.parent / ANOTHER_LIFE).unlink(missing_ok=True)
         kept = prune_checkpoints(self._folder)
         self._wal.prune(kept[-1].last_record)
         self._checkpointed_s = time.monotonic()

@@ -13,7 +13,7 @@ from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.dispatch.lives import Lives
 from edgefl.coordinator.dispatch.replay import Script, has_turns
 from edgefl.coordinator.runs.recorder import TOLD
-from edgefl.coordinator.runs.standing import Standing
+from edgefl.coordinator.runs.standing import ANOTHER_LIFE, Standing
 from edgefl.errors import JournalError, UsageError
 from edgefl.storage.checkpoints import (
     Checkpoint,
@@ -147,7 +147,7 @@ def resumed_exactly(
         JournalError: no checkpoint is whole, or the journal behind it cannot be read.
     """
     run_id, strategy = record.run_id, made.strategy
-    if getattr(strategy, "goes_on_alone", False):
+    if getattr(strategy, "goes_on_alone", False) or (directory.runs / run_id / ANOTHER_LIFE).exists():
         return None
     first, saved, standing = strategy.init(made.model), _newest(directory, run_id), None
     state = first
@@ -177,6 +177,8 @@ def resumed_exactly(
 
 def goes_on_exactly(run_id: str, directory: CoordinatorDirectory) -> bool:
     """Returns whether a run that nobody drives can go on where it was; cheap, and nothing is changed."""
+    if (directory.runs / run_id / ANOTHER_LIFE).exists():
+        return False
     try:
         saved = _newest(directory, run_id)
         if saved is not None:

@@ -9,6 +9,8 @@ import pytest
 
 from edgefl.compression.codec import make_codec
 from edgefl.compression.decoding import decode_body
+from edgefl.coordinator.dispatch.door import COME_BACK_S
+from edgefl.coordinator.dispatch.journaled_fleet import Given
 from edgefl.coordinator.dispatch.live_fleet import EVALUATION_DEADLINE_S, FleetRun, InterruptedRunError, LiveFleet
 from edgefl.coordinator.dispatch.outstanding import LOST_AFTER_S
 from edgefl.coordinator.fleet.presence import Presence
@@ -752,3 +754,75 @@ def test_a_device_s_own_model_is_sent_for_its_evaluation_and_comes_back_under_it
     for key in ("e-pi", "e-"):
         site.reply(node, key, metrics={"num_examples": 20, "loss": 0.5, "accuracy": 0.75}, body=b"")
     assert [(event.assignment_id, event.subject) for event in site.of(Evaluated)] == [("e-pi", "pi"), ("e-", "")]
+
+
+def adopt(site, *orders):
+    """Takes up orders of an earlier coordinator."""
+    site.fleet.adopt([Given(order=order, given_s=site.clock()) for order in orders], site.source)
+    site.give()
+
+
+def test_only_the_answer_is_wanted_of_a_device_that_holds_an_earlier_coordinators_order(site):
+    adopt(site, training())
+    assert site.mail.sent == []
+    site.beat("pi", holding=["a-1"])
+    assert site.events() == []
+    ((node_id, kind, header, body),) = site.mail.sent
+    assert (node_id, kind, header["assignment"], body.inline) == (101, "train", "run-1/a-1", b"")
+    assert (header["held"], header["model"]) == (True, False)
+    site.reply(101)
+    (update,) = site.of(Update)
+    assert (update.assignment_id, update.device_id) == ("a-1", "pi")
+
+
+def test_an_earlier_coordinators_order_is_given_again_when_its_device_has_lost_it(site):
+    adopt(site, training())
+    site.beat("pi")
+    assert site.events() == []
+    ((_, _, header, body),) = site.mail.sent
+    assert "held" not in header
+    assert decode_body(body.inline, SHAPES)["w"].tolist() == [0.0] * 3
+
+
+def test_an_earlier_coordinators_order_is_lost_with_the_model_that_it_began_with(site):
+    site.source.version = 4
+    adopt(site, training())
+    site.beat("pi")
+    ((name, outcome, reason),) = lost(site)
+    assert (name, outcome) == ("a-1", Outcome.LOST)
+    assert "needs a whole model that is kept no longer" in reason
+
+
+def test_a_device_that_is_not_heard_of_after_a_restart_is_waited_for_so_long_and_no_longer(site):
+    adopt(site, training(), evaluation())
+    assert [(name, outcome) for name, outcome, _ in lost(site)] == [("e-1", Outcome.FAILED)]
+    site.clock.jumped_s += COME_BACK_S
+    ((name, _, reason),) = lost(site)
+    assert (name, reason) == ("a-1", "not heard of within 15 s of the coordinator's restart")
+
+
+def test_an_evaluation_of_the_newest_model_is_asked_for_anew(site):
+    site.source.version = 3
+    adopt(site, evaluation())
+    ((_, kind, header, body),) = site.mail.sent
+    assert (kind, header["assignment"]) == ("evaluate", "run-1/e-1")
+    assert decode_body(body.inline, SHAPES)["w"].tolist() == [3.0] * 3
+
+
+def test_an_agent_that_restarts_after_it_was_asked_for_its_answer_is_given_the_work_again(site):
+    adopt(site, training())
+    site.beat("pi", holding=["a-1"])
+    site.events()
+    site.say("pi", "online", boot="boot-2", session=2)
+    site.events()
+    assert [header.get("held") for _, _, header, _ in site.mail.sent] == [True, None]
+    assert len(site.mail.open) == 1
+
+
+def test_a_coordinator_that_stops_calls_no_work_back_that_it_will_ask_for_again():
+    site = Site()
+    site.add("pi")
+    site.give(training())
+    site.fleet.close(goes_on=True)
+    assert site.bell.commands == []
+    assert site.mail.is_closed

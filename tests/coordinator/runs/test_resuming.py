@@ -12,13 +12,24 @@ import pytest
 from edgefl.assembly import Assembled, assemble
 from edgefl.config import parse_run
 from edgefl.coordinator.directory import CoordinatorDirectory
-from edgefl.coordinator.runs.resuming import check_resumable, resumed_state
+from edgefl.coordinator.dispatch.journaled_fleet import FleetStanding
+from edgefl.coordinator.runs.resuming import (
+    Resumed,
+    check_resumable,
+    goes_on_exactly,
+    resumed_exactly,
+    resumed_state,
+)
+from edgefl.coordinator.runs.standing import ANOTHER_LIFE, standing_of
 from edgefl.errors import EdgeflError, JournalError, UsageError
+from edgefl.loop import Course
 from edgefl.storage.checkpoints import save_state
 from edgefl.storage.journal import WalJournal
-from edgefl.storage.journal_records import CheckpointMark
+from edgefl.storage.journal_records import CheckpointMark, Turn
 from edgefl.storage.records import RunRecord, RunStatus, UpdateRow
 from edgefl.storage.store import Store
+from edgefl.strategies.gate import Guard
+from edgefl.tally import Tally
 from edgefl.types import DeviceInfo, Outcome, Progress, Speed, Update, UpdateMetrics, Vitals
 
 NAMES = ("pi-1", "pi-2")
@@ -200,3 +211,69 @@ def test_a_run_whose_devices_went_on_counts_on_from_what_it_had(
         resumed = resumed_state(run, made("ad-psgd", carrier="peer"), directory, store, wal)
     assert resumed.goes_on
     assert (resumed.earlier.updates, resumed.earlier.bytes, resumed.earlier.seconds) == (1, 42, 8.0)
+
+
+def exact_checkpoint(directory: CoordinatorDirectory, run: RunRecord, made_run: Assembled, rounds: int) -> Path:
+    """A checkpoint with all that a run needs to go on there; returns the file of its state."""
+    folder = directory.runs / run.run_id
+    state = advanced(made_run, rounds)
+    course = Course(Tally(version=rounds, updates=2 * rounds))
+    fleet = FleetStanding(now_s=5.0 + rounds, at=100.0, devices=dict(View().devices))
+    with WalJournal(folder / "journal", lambda _: {}) as wal:
+        wal.turned(Turn(now_s=5.0 + rounds, at=100.0))
+        standing = standing_of(course, fleet, Guard(strikes={"pi-2": 1}))
+        saved = save_state(folder / "checkpoints", state, wal.last_record, standing)
+        wal.checkpointed(CheckpointMark(sha256=saved.sha256, last_record=saved.last_record))
+    return folder / "checkpoints" / f"{saved.sha256}.safetensors"
+
+
+def gone_on(run: RunRecord, store: Store, directory: CoordinatorDirectory, made_run: Assembled) -> Resumed | None:
+    with WalJournal(directory.runs / run.run_id / "journal", lambda _: {}) as wal:
+        return resumed_exactly(run, made_run, directory, store, wal)
+
+
+def test_a_run_goes_on_exactly_where_its_checkpoint_and_the_journal_end(
+    store: Store, directory: CoordinatorDirectory
+) -> None:
+    run, again = record(store, RunStatus.RUNNING), made()
+    exact_checkpoint(directory, run, made(), 3)
+    assert goes_on_exactly(run.run_id, directory)
+    resumed = gone_on(run, store, directory, again)
+    assert resumed is not None
+    assert resumed.standing is not None
+    assert (again.strategy.version(resumed.state), resumed.standing.course.tally.updates) == (3, 6)
+    assert (resumed.devices, resumed.is_exact, resumed.script.is_over) == (NAMES, True, True)
+    assert resumed.standing.guard.strikes == {"pi-2": 1}
+    assert resumed.lives.known("a") == f"{run.run_id}/a", "boards are asked for what they have, under the same ids"
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
+    store: Store, directory: CoordinatorDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, again = record(store, RunStatus.RUNNING), made()
+    exact_checkpoint(directory, run, made(), 2)
+    newest = exact_checkpoint(directory, run, made(), 4)
+    newest.write_bytes(newest.read_bytes()[:-1] + b"x")
+    resumed = gone_on(run, store, directory, again)
+    assert resumed is not None
+    assert again.strategy.version(resumed.state) == 2
+    assert f"{newest} is missing or damaged; looking for the checkpoint before" in caplog.text
+
+
+def test_a_run_out_of_a_backup_goes_on_under_other_ids(store: Store, directory: CoordinatorDirectory) -> None:
+    run = record(store, RunStatus.RUNNING)
+    exact_checkpoint(directory, run, made(), 3)
+    (directory.runs / run.run_id / ANOTHER_LIFE).touch()
+    assert not goes_on_exactly(run.run_id, directory)
+    assert gone_on(run, store, directory, made()) is None
+
+
+def test_a_journal_without_turns_goes_on_from_its_checkpoint_only(
+    store: Store, directory: CoordinatorDirectory
+) -> None:
+    run = record(store, RunStatus.RUNNING)
+    assert gone_on(run, store, directory, made()) is None, "it begins"
+    with WalJournal(directory.runs / run.run_id / "journal", lambda _: {}) as wal:
+        wal.aggregated(1, ["a"])
+    assert not goes_on_exactly(run.run_id, directory)
+    assert gone_on(run, store, directory, made()) is None
