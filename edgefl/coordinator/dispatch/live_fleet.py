@@ -23,7 +23,7 @@ from edgefl.coordinator.dispatch.outstanding import Bell, Mail, Outstanding, Pen
 from edgefl.coordinator.dispatch.participants import FleetRun
 from edgefl.coordinator.dispatch.waiting import Waiting
 from edgefl.coordinator.fleet.presence import DeviceState, Transition
-from edgefl.coordinator.fleet.roster import Added, Changed, Holding, Removed, Restarted, Roster, RosterEvent
+from edgefl.coordinator.fleet.roster import Changed, Holding, Removed, Restarted, Roster, RosterEvent
 from edgefl.coordinator.mail import Reply
 from edgefl.coordinator.superlink import prepare_body
 from edgefl.errors import CodecError, EdgeflError, NetworkError
