@@ -10,6 +10,7 @@ import pytest
 from edgefl.compression.codec import make_codec
 from edgefl.compression.decoding import decode_body
 from edgefl.coordinator.dispatch.door import COME_BACK_S
+from edgefl.coordinator.dispatch.fleet_book import FleetBook
 from edgefl.coordinator.dispatch.journaled_fleet import Given
 from edgefl.coordinator.dispatch.live_fleet import EVALUATION_DEADLINE_S, FleetRun, InterruptedRunError, LiveFleet
 from edgefl.coordinator.dispatch.outstanding import LOST_AFTER_S
@@ -758,6 +759,11 @@ def test_a_device_s_own_model_is_sent_for_its_evaluation_and_comes_back_under_it
 
 def adopt(site, *orders):
     """Takes up orders of an earlier coordinator."""
+    book = FleetBook()
+    for order in orders:
+        if isinstance(order, Assignment):
+            book.give(order)
+    site.fleet.view().take_over(book)
     site.fleet.adopt([Given(order=order, given_s=site.clock()) for order in orders], site.source)
     site.give()
 
