@@ -94,6 +94,7 @@ class BoardOptions:
         made: Files = {}
         made |= extras.wheels(self.wheels) if self.wheels else {}
         made |= extras.lock(self.lock) if self.lock else {}
+        made["version"] = f"{extras.edgefl_version(made)}\n".encode()
         return made | extras.signers(self.signers) | drop_ins.shard_drop_ins(self._shards())
 
     def _shards(self) -> dict[str, str]:
@@ -139,8 +140,8 @@ _OPTIONS: Sequence[Callable[[Any], Any]] = (
     _option("--ttl", default="24h", show_default=True, help="How long a token that is made lets in: 24h, 7d."),
     _option("--group", "groups", multiple=True, help="Put the board into this group; may be repeated."),
     _option("--url", metavar="URL", help="The coordinator that makes the token [default: operator.toml's]."),
-    _option("--wheels", type=click.Path(path_type=Path, file_okay=False), help="Wheels to install from, offline."),
-    _option("--lock", type=_FILE, help="A hash-pinned requirements file to install by."),
+    _option("--wheels", type=click.Path(path_type=Path, file_okay=False), help="edgefl's wheel, or all wheels."),
+    _option("--lock", type=_FILE, help="A hash-pinned requirements file [default: the board's]."),
     _option(
         "--signer", "signers", multiple=True, type=_FILE, help="Public key whose releases it runs; may be repeated."
     ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgefl.cli.render import format_option, print_rows
-from edgefl.errors import ConfigError, JoinError
+from edgefl.errors import JoinError
 
 if TYPE_CHECKING:
     from edgefl.provision.ssh_join import BoardResult
@@ -32,10 +31,8 @@ _FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
 )
 @click.option("--token", "text", envvar="EDGEFL_JOIN_TOKEN", help="A token for all [default: one is made for each].")
 @click.option("--url", metavar="URL", help="The coordinator that makes the tokens [default: operator.toml's].")
-@click.option(
-    "--wheels", type=click.Path(path_type=Path, file_okay=False), help="Wheels to install from [default: an index]."
-)
-@click.option("--lock", type=_FILE, help="A hash-pinned requirements file to install by.")
+@click.option("--wheels", type=click.Path(path_type=Path, file_okay=False), help="edgefl's wheel, or all wheels.")
+@click.option("--lock", type=_FILE, help="A hash-pinned requirements file [default: each board's].")
 @click.option("--signer", "signers", multiple=True, type=_FILE, help="Public key whose releases it runs; repeat.")
 @click.option("--jobs", type=click.IntRange(1, 256), default=8, show_default=True, help="How many boards at a time.")
 @click.option(
@@ -123,15 +120,10 @@ def _brought(
     wheels: Path | None, lock: Path | None, signers: tuple[Path, ...]
 ) -> tuple[Mapping[str, bytes | Path], str, bool]:
     """Returns what the payload takes along, the version of edgefl in it, and whether it needs no index."""
-    from edgefl import __version__  # noqa: PLC0415 beside the other
     from edgefl.provision import extras  # noqa: PLC0415 fast start
 
     files: dict[str, bytes | Path] = {**extras.signers(signers), **(extras.lock(lock) if lock else {})}
-    if wheels is None:
-        return {**files, "version": f"{__version__}\n".encode()}, __version__, False
-    found = extras.wheels(wheels)
-    own = next(name for name in found if name.startswith("wheels/edgefl-"))
-    match = re.match(r"wheels/edgefl-([^-]+)-", own)
-    if match is None:
-        raise ConfigError(f"{own} is no wheel of edgefl: its name says no version")
-    return {**files, **found}, match[1], len(found) > 1
+    files |= extras.wheels(wheels) if wheels else {}
+    version = extras.edgefl_version(files)
+    num_wheels = sum(name.startswith("wheels/") for name in files)
+    return {**files, "version": f"{version}\n".encode()}, version, num_wheels > 1

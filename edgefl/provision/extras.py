@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_public_key
 
-from edgefl.errors import ConfigError, NotFoundError
+from edgefl.errors import ConfigError, NotFoundError, UsageError
 from edgefl.provision.card import Files
+from edgefl.provision.payload import LOCK
+
+_WHEEL = re.compile(r"wheels/edgefl-([^-]+)-")
+_LOCKED = re.compile(r"^edgefl==(\S+).*--hash=sha256:", re.MULTILINE)
 
 
 def wheels(folder: Path) -> Files:
@@ -47,7 +52,31 @@ def lock(path: Path) -> Files:
         raise NotFoundError(f"the lock {path} cannot be read: {error.strerror}") from None
     if "--hash=sha256:" not in text:
         raise ConfigError(f"the lock {path} has no hashes; boards install only what it names by SHA-256")
-    return {"requirements.txt": path}
+    return {LOCK: path}
+
+
+def edgefl_version(files: Mapping[str, bytes | Path]) -> str:
+    """Returns the version of edgefl that a payload brings; one that brings none is refused.
+
+    Boards never ask an index for edgefl itself: whoever may publish there could publish under this name.
+
+    Raises:
+        UsageError: there is neither edgefl's wheel nor a lock with its hash.
+        ConfigError: the wheel's name says no version.
+    """
+    for name in files:
+        if name.startswith("wheels/edgefl-"):
+            if (found := _WHEEL.match(name)) is None:
+                raise ConfigError(f"{name} is no wheel of edgefl: its name says no version")
+            return found[1]
+    given = files.get(LOCK)
+    if isinstance(given, Path) and (found := _LOCKED.search(given.read_text(encoding="utf-8"))):
+        return found[1]
+    raise UsageError(
+        "boards take edgefl from a wheel that you bring, since an index could hold another package of this name: "
+        "--wheels FOLDER, made with edgefl provision wheels, or for boards with internet with: "
+        "python3 -m pip wheel --no-deps -w FOLDER ."
+    )
 
 
 def signers(paths: Iterable[Path]) -> Files:

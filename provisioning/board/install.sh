@@ -61,14 +61,40 @@ find_python() {
 
 # The one thing that is asked of the payload's names: its wheel of edgefl says which version is wanted.
 find_wanted() {
+    own=
     wanted=
     for wheel in "$folder/wheels/edgefl-"*.whl; do
         [ -e "$wheel" ] || continue
+        [ -z "$own" ] || fail "$folder/wheels has several wheels of edgefl; leave the one that is wanted"
+        own=$wheel
         wanted=${wheel##*/edgefl-}
         wanted=${wanted%%-*}
     done
     if [ -z "$wanted" ] && [ -e "$folder/version" ]; then
         wanted=$(cat "$folder/version")
+    fi
+}
+
+# What comes from an index comes by its hash: by the lock that was given, else by the one of this kind of board.
+find_lock() {
+    lock=$folder/requirements.txt
+    [ ! -e "$lock" ] || return 0
+    lock=
+    has_all_wheels && return 0
+    board=$("$python" -c 'import platform, sys
+print("%s-cp%d%d" % (platform.machine() if sys.maxsize > 2**32 else "32bit", *sys.version_info[:2]))')
+    if [ -e "$folder/locks/$board.txt" ]; then
+        lock=$folder/locks/$board.txt
+    else
+        say "there is no lock for this board ($board): what edgefl needs comes from the index as it is there"
+    fi
+}
+
+# Whoever may publish on an index could publish something called edgefl there: the name alone is no origin.
+check_origin() {
+    if [ -z "$own" ] && ! grep -qs '^edgefl==.*--hash=sha256:' "$folder/requirements.txt"; then
+        fail "the payload has neither edgefl's wheel nor a lock with its hash, and an index is not asked for edgefl" \
+            "itself: make the payload with --wheels"
     fi
 }
 
@@ -147,6 +173,7 @@ has_all_wheels() {
     return 1
 }
 
+# edgefl itself is installed by its path, so that no index has a say in it, whatever version it offers.
 install_packages() {
     set -- --prefer-binary
     if ls "$folder/wheels/"*.whl >/dev/null 2>&1; then
@@ -157,14 +184,11 @@ install_packages() {
     elif [ "$(date +%Y)" -lt 2025 ]; then
         fail "the clock says $(date -u +%Y-%m-%d), so no index can be trusted: timedatectl set-ntp true, or bring wheels"
     fi
-    if [ -e "$folder/constraints.txt" ]; then
-        set -- "$@" --constraint "$folder/constraints.txt"
-    fi
-    if [ -e "$folder/requirements.txt" ]; then
-        pip_install "$@" --require-hashes --requirement "$folder/requirements.txt"
+    if [ -n "$lock" ]; then
+        pip_install "$@" --require-hashes --requirement "$lock"
         set -- "$@" --no-deps
     fi
-    pip_install "$@" "edgefl${wanted:+==$wanted}"
+    [ -z "$own" ] || pip_install "$@" "$own"
 }
 
 make_slot() {
@@ -255,7 +279,9 @@ find_slot
 changed=no
 make_user
 if [ "$is_new" = yes ]; then
+    check_origin
     check_room
+    find_lock
     make_slot
 else
     say "edgefl $there is installed already"

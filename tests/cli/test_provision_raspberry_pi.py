@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from made_wheels import make_wheel
 
+from edgefl import __version__
 from edgefl.assembly import assemble
 from edgefl.cli.main import main
 from edgefl.cli.operator import grant_access
@@ -34,8 +36,12 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.delenv("EDGEFL_JOIN_TOKEN", raising=False)
 
+    wheels = make_wheel(tmp_path / "wheels", "edgefl", __version__, {}).parent
+
     def call(*arguments: str | Path) -> tuple[int, str, str]:
         capsys.readouterr()
+        if "--wheels" not in arguments:
+            arguments = (*arguments, "--wheels", wheels)
         with pytest.raises(SystemExit) as ended:
             main(["-q", "provision", "raspberry-pi", *map(str, arguments)])
         out, err = capsys.readouterr()
@@ -142,6 +148,17 @@ def test_what_makes_no_sense_is_one_line_and_writes_nothing(
     assert tree(card) == before
 
 
+def test_a_board_that_would_ask_an_index_for_edgefl_is_refused(
+    card: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = tree(card)
+    with pytest.raises(SystemExit) as ended:
+        main(["-q", "provision", "raspberry-pi", "--boot", str(card), "--name", "pi-01", "--token", TOKEN])
+    assert ended.value.code == 2
+    assert "another package of this name: --wheels FOLDER" in capsys.readouterr().err
+    assert tree(card) == before
+
+
 def test_a_refusal_makes_no_token(run: Run, card: Path, coordinator: Coordinator, tmp_path: Path) -> None:
     tokens = num_tokens(tmp_path)
     (card / "user-data").write_text("#!/bin/sh\nreboot\n")
@@ -193,7 +210,8 @@ def test_a_jetson_s_overlay_holds_a_join_file(
     run: Run, coordinator: Coordinator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["-q", "provision", "jetson", "--name", "orin-1", "--out", str(tmp_path / "overlay.tar.gz")])
+        main(["-q", "provision", "jetson", "--name", "orin-1", "--out", str(tmp_path / "overlay.tar.gz"),
+              "--wheels", str(tmp_path / "wheels")])  # fmt: skip
     assert not ended.value.code
     assert "numeric-owner" in capsys.readouterr().out
     with tarfile.open(tmp_path / "overlay.tar.gz") as tar:

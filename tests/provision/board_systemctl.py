@@ -33,6 +33,8 @@ def is_active(unit: str) -> bool:
 
 
 def start(unit: str) -> None:
+    if not unit.endswith(".service"):
+        return  # a path to watch: nothing of these tests writes there
     condition = re.search(r"^ConditionPathExists=(.+)$", (UNITS / unit).read_text(), re.MULTILINE)
     if is_active(unit) or (condition and not Path(condition[1].replace("%S", "/var/lib")).exists()):
         return

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import shutil
 import stat
 import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,6 +61,25 @@ class Board:
         files: dict[str, bytes | Path] = {"edgefl/__init__.py": b"", "edgefl/__main__.py": MAIN}
         make_wheel(wheels, "edgefl", version, files, requires=["dep"])
         make_wheel(wheels, "dep", "1.0", {"dep.py": f"NAME = {version!r}\n".encode()})
+
+    def index(self, *wheels: Path) -> None:
+        """Makes these wheels all that the board's index holds."""
+        simple = self.root.parent / "simple"
+        simple.mkdir(exist_ok=True)
+        for wheel in wheels:
+            page = simple / wheel.name.split("-")[0] / "index.html"
+            page.parent.mkdir(parents=True, exist_ok=True)
+            with page.open("a") as links:
+                digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+                links.write(f'<a href="{wheel.as_uri()}#sha256={digest}">{wheel.name}</a>\n')
+        self.environment |= {"PIP_INDEX_URL": simple.as_uri(), "PIP_CONFIG_FILE": os.devnull}
+
+    def board_lock(self, *lines: str) -> None:
+        """Puts this into the lock of the kind of board that this machine is, and takes the others away."""
+        shutil.rmtree(self.folder / "locks")
+        (self.folder / "locks").mkdir()
+        name = f"{platform.machine()}-cp{sys.version_info[0]}{sys.version_info[1]}.txt"
+        (self.folder / "locks" / name).write_text("".join(f"{line}\n" for line in lines))
 
     def runs(self) -> str:
         """What the edgefl in use says."""
@@ -153,6 +174,7 @@ def test_a_slot_that_was_cut_off_is_made_anew(board: Board) -> None:
 def test_an_installation_that_fails_leaves_the_slot_in_use_alone(board: Board) -> None:
     board.install()
     board.release("1.1")
+    board.index()
     (board.folder / "wheels" / "dep-1.0-py3-none-any.whl").unlink()
     done = board.install()
     assert done.returncode == 1
@@ -172,6 +194,68 @@ def test_the_lock_is_kept_to(board: Board) -> None:
     lock.write_text(f"dep==1.0 --hash=sha256:{hashlib.sha256(body).hexdigest()}\n")
     assert board.install().returncode == 0
     assert board.runs() == "edgefl, version 1.0"
+
+
+def _hashed(wheel: Path) -> str:
+    name, version = wheel.name.split("-")[:2]
+    return f"{name}=={version} --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}"
+
+
+def _strangers(folder: Path, dep: str = "1.0") -> list[Path]:
+    """Somebody else's edgefl, of versions that pip would prefer to ours, and what ours needs."""
+    evil: dict[str, bytes | Path] = {"edgefl/__init__.py": b"", "edgefl/__main__.py": b"print('evil')\n"}
+    return [
+        *(make_wheel(folder, "edgefl", version, evil) for version in ("1.0+zz", "99.0")),
+        make_wheel(folder, "dep", dep, {"dep.py": b"NAME = 'of the index'\n"}),
+    ]
+
+
+@pytest.mark.parametrize("is_locked", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_package_called_edgefl_on_the_index_is_not_taken_for_ours(board: Board, is_locked: bool) -> None:
+    found = _strangers(board.root.parent / "strangers")
+    board.index(*found)
+    (board.folder / "wheels" / "dep-1.0-py3-none-any.whl").unlink()
+    if is_locked:
+        board.board_lock(_hashed(found[-1]))
+    else:
+        shutil.rmtree(board.folder / "locks")
+    done = board.install()
+    assert done.returncode == 0, done.stderr
+    assert board.runs() == "edgefl, version of the index"
+    assert ("there is no lock for this board" in done.stdout) is not is_locked
+
+
+def test_what_the_index_gives_must_have_the_hash_of_the_board_s_lock(board: Board) -> None:
+    found = _strangers(board.root.parent / "strangers")
+    board.index(*found)
+    board.board_lock(f"dep==1.0 --hash=sha256:{'0' * 64}")
+    (board.folder / "wheels" / "dep-1.0-py3-none-any.whl").unlink()
+    done = board.install()
+    assert done.returncode == 1
+    assert "DO NOT MATCH THE HASHES" in done.stderr
+    assert not (board.root / "opt/edgefl/current").exists()
+
+
+@pytest.mark.slow
+def test_without_a_wheel_of_ours_only_a_hash_says_which_edgefl_it_is(board: Board) -> None:
+    ours = shutil.copytree(board.folder / "wheels", board.root.parent / "ours")
+    board.index(*_strangers(board.root.parent / "strangers", dep="0.9"), *sorted(ours.iterdir()))
+    shutil.rmtree(board.folder / "wheels")
+    done = board.install()
+    assert done.returncode == 1
+    assert "neither edgefl's wheel nor a lock with its hash" in done.stderr
+    assert not (board.root / "opt").exists()
+    (board.folder / "requirements.txt").write_text("".join(f"{_hashed(wheel)}\n" for wheel in ours.iterdir()))
+    (board.folder / "version").write_text("1.0\n")
+    done = board.install()
+    assert done.returncode == 0, done.stderr
+    assert board.runs() == "edgefl, version 1.0"
+
+
+def test_two_wheels_of_edgefl_are_not_chosen_between(board: Board) -> None:
+    make_wheel(board.folder / "wheels", "edgefl", "2.0", {})
+    done = board.install()
+    assert (done.returncode, "several wheels of edgefl" in done.stderr) == (1, True)
 
 
 def test_signers_and_drop_ins_are_put_where_they_are_read(board: Board) -> None:

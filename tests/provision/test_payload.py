@@ -2,6 +2,7 @@ import hashlib
 import json
 from pathlib import Path
 
+from edgefl.provision.locks import BOARDS, parse_lock
 from edgefl.provision.payload import MANIFEST, payload
 
 
@@ -14,3 +15,16 @@ def test_the_manifest_names_every_file_but_the_secret_one_with_its_sum() -> None
     install = files["install.sh"]
     assert isinstance(install, Path)
     assert told["install.sh"]["sha256"] == hashlib.sha256(install.read_bytes()).hexdigest()
+
+
+def test_a_payload_has_the_lock_of_every_kind_of_board_unless_one_was_chosen(tmp_path: Path) -> None:
+    files = payload("{}")
+    names = {f"locks/{family.machine}-{family.abi}.txt" for family in BOARDS.values()}
+    assert {name for name in files if name.startswith("locks/")} == names
+    for name in names:
+        lock = files[name]
+        assert isinstance(lock, Path)
+        assert any(wheel.name == "flwr" for wheel in parse_lock(lock.read_text())), name
+    assert len(names) == len(BOARDS), "two families cannot be told apart on the board"
+    chosen = payload("{}", {"requirements.txt": tmp_path / "lock"} if (tmp_path / "lock").write_text("x") else {})
+    assert not [name for name in chosen if name.startswith("locks/")]

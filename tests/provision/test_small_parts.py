@@ -129,6 +129,23 @@ def test_a_lock_pins_by_hash(tmp_path: Path) -> None:
         extras.lock(tmp_path / "none")
 
 
+def test_a_payload_says_which_edgefl_it_brings_and_one_that_would_ask_an_index_for_it_is_refused(
+    tmp_path: Path,
+) -> None:
+    wheel = {"wheels/edgefl-1.2-py3-none-any.whl": b""}
+    lock = tmp_path / "lock"
+    lock.write_text("numpy==2.0 --hash=sha256:00\n")
+    assert extras.edgefl_version(wheel) == "1.2"
+    assert extras.edgefl_version({**wheel, **extras.lock(lock)}) == "1.2"
+    for files in ({}, {"wheels/numpy-2-py3-none-any.whl": b""}, extras.lock(lock)):
+        with pytest.raises(UsageError, match="another package of this name"):
+            extras.edgefl_version(files)
+    lock.write_text("edgefl==1.3 --hash=sha256:00\n")
+    assert extras.edgefl_version(extras.lock(lock)) == "1.3"
+    with pytest.raises(ConfigError, match="says no version"):
+        extras.edgefl_version({"wheels/edgefl-": b""})
+
+
 def test_signers_are_public_ed25519_keys(tmp_path: Path) -> None:
     key = ed25519.Ed25519PrivateKey.generate()
     (tmp_path / "team.pub.pem").write_bytes(
