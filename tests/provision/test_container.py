@@ -61,6 +61,8 @@ def test_an_image_has_a_pinned_base_no_root_a_health_check_and_an_init(dockerfil
     told = steps(dockerfile)
     (base,) = [rest.partition("=")[2] for kind, rest in told if kind == "ARG" and rest.startswith("BASE=")]
     assert re.search(r":[^:]*\d[^:]*$", base), f"{base} names no release"
+    assert ("ARG", "BASE") in told, "a stage must ask for BASE again to name it"
+    assert ("LABEL", 'org.opencontainers.image.base.name="${BASE}"') in told
     users = [rest for kind, rest in told if kind == "USER"]
     checks = [rest for kind, rest in told if kind == "HEALTHCHECK"]
     assert users
@@ -98,6 +100,68 @@ def test_compose_builds_targets_that_there_are_with_files_that_there_are() -> No
             assert secret in COMPOSE["secrets"]
 
 
+def test_compose_takes_a_base_by_its_digest_and_else_the_one_of_the_dockerfile() -> None:
+    (base,) = [rest for kind, rest in steps(FOLDER / "Dockerfile") if kind == "ARG" and rest.startswith("BASE=")]
+    for service in COMPOSE["services"].values():
+        assert service["build"]["args"]["BASE"] == f"${{EDGEFL_BASE:-{base.removeprefix('BASE=')}}}"
+
+
+@pytest.mark.parametrize(
+    ("machine", "cpython", "extras", "lock", "rest"),
+    [
+        ("aarch64", "313", "", "pi-cp313-light", "--no-deps ."),
+        ("aarch64", "313", "[train]", "pi-cp313", "--no-deps ."),
+        ("aarch64", "312", "", "jetson-cp312-light", "--no-deps ."),
+        ("x86_64", "313", "", "pc-cp313-light", "--no-deps ."),
+        ("x86_64", "313", "[train]", "pc-cp313-light", "--constraint constraints.txt .[train]"),
+    ],
+)
+def test_an_image_installs_by_the_hashes_of_its_machine_s_lock(
+    tmp_path: Path, machine: str, cpython: str, extras: str, lock: str, rest: str
+) -> None:
+    done, told = _packages(tmp_path, machine, cpython, extras)
+    assert done.returncode == 0, done.stderr
+    common = "-m pip install --no-cache-dir --quiet"
+    assert told == [
+        f"{common} --require-hashes --requirement provisioning/locks/{lock}.txt",
+        f"{common} {rest}",
+    ]
+    assert (ROOT / f"provisioning/locks/{lock}.txt").is_file()
+
+
+@pytest.mark.parametrize(("machine", "cpython"), [("armv7l", "313"), ("x86_64", "314")])
+def test_an_image_without_a_lock_is_not_built(tmp_path: Path, machine: str, cpython: str) -> None:
+    done, told = _packages(tmp_path, machine, cpython, "")
+    assert (done.returncode, told) == (1, [])
+    assert "there is no lock" in done.stderr
+
+
+def _packages(
+    folder: Path, machine: str, cpython: str, extras: str
+) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """Runs packages.sh where python3 only notes what pip would do; returns that too."""
+    calls = folder / "calls"
+    calls.touch()
+    programs = {
+        "uname": f"echo {machine}",
+        "python3": f'mkdir -p "$3/bin" && cp {folder}/pip "$3/bin/python"',
+        "pip": f'case "$*" in *version_info*) echo cp{cpython};; *) echo "$*" >>{calls};; esac',
+    }
+    for name, text in programs.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    done = subprocess.run(
+        ["sh", str(FOLDER / "packages.sh"), str(folder / "venv"), extras],
+        cwd=ROOT,
+        env={"PATH": f"{folder}:/usr/bin:/bin", "PIP_FLAGS": "--quiet"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
+    )
+    return done, calls.read_text().splitlines()
+
+
 def test_compose_puts_the_coordinator_where_the_broker_is() -> None:
     services = COMPOSE["services"]
     assert services["coordinator"]["network_mode"] == "service:broker"
@@ -112,6 +176,8 @@ def test_the_scripts_are_plain_shell_and_call_edgefl_with_options_that_it_has(sc
     if shutil.which("shellcheck") is not None:
         done = subprocess.run(["shellcheck", str(script)], capture_output=True, text=True, check=False, timeout=60)
         assert (done.returncode, done.stdout) == (0, "")
+    if script.name == "packages.sh":
+        return  # it makes what has edgefl
     calls = re.findall(r"^\s*(?:exec )?edgefl (.+)$", script.read_text().replace("\\\n", " "), re.MULTILINE)
     assert calls
     for call in calls:
