@@ -10,7 +10,6 @@ import contextlib
 import logging
 import re
 import socket
-import ssl
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from edgefl import __version__
 from edgefl.device.board.fits import role_that_fits
 from edgefl.device.board.training_facts import training_facts
 from edgefl.device.joining.keys import certificate_in, new_key, public_pem, request_pem
+from edgefl.device.joining.reaching import Site, reach
 from edgefl.device.state import (
     DeviceState,
     JoinedDevice,
@@ -28,8 +28,8 @@ from edgefl.device.state import (
     save_joined,
     save_pending,
 )
-from edgefl.device.trust import Hello, fetch_ca, pinned_context, post_json, say_hello
-from edgefl.errors import JoinError, NetworkError, VersionError, WrongCaError
+from edgefl.device.trust import post_json
+from edgefl.errors import JoinError, NetworkError, VersionError
 from edgefl.protocol import PEER_PORT, JoinToken, checked_slug
 from edgefl.types import Json
 
@@ -51,16 +51,6 @@ class JoinWishes:
     threads: int | None = None
     peer_port: int = PEER_PORT
     facts: Json = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
-    """A coordinator that was reached and whose CA is the token's."""
-
-    address: str
-    ca_pem: bytes
-    context: ssl.SSLContext
-    hello: Hello
 
 
 def join(token: JoinToken, wishes: JoinWishes, *, root: Path, addresses: Sequence[str] = ()) -> DeviceState:
@@ -102,35 +92,6 @@ def _fitting(wishes: JoinWishes) -> JoinWishes:
         facts = {**wishes.facts, **training_facts(role, wishes.shards, wishes.facts)}
         return replace(wishes, role=role, facts=facts)
     return wishes
-
-
-def reach(addresses: Sequence[str], ca_fingerprint: str) -> Site:
-    """Returns the first coordinator among `addresses` that has the right CA.
-
-    The first address is what the user said: another CA there ends the search. The others may have become somebody
-    else's in the meantime and are passed over.
-
-    Raises:
-        WrongCaError: another CA at the first address, or at the others and nothing better.
-        NetworkError: none answers.
-    """
-    failures: list[WrongCaError | NetworkError] = []
-    for address in dict.fromkeys(addresses):
-        try:
-            ca_pem = fetch_ca(address, ca_fingerprint)
-            context = pinned_context(ca_pem)
-            return Site(address=address, ca_pem=ca_pem, context=context, hello=say_hello(address, context))
-        except WrongCaError as error:
-            if not failures:
-                raise
-            failures.append(error)
-        except NetworkError as error:
-            failures.append(error)
-    if not failures:
-        raise NetworkError("no address of the coordinator is known; give one: edgefl device join HOST:PORT --token T")
-    worst = next((failure for failure in failures if isinstance(failure, WrongCaError)), failures[0])
-    others = f" (nor {len(failures) - 1} other addresses)" if len(failures) > 1 else ""
-    raise type(worst)(f"{worst}{others}")
 
 
 def host_slug() -> str:

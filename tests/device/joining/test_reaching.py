@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import ssl
+import threading
+from typing import Any
+
+import pytest
+
+from edgefl.device.joining.reaching import Site, reach
+from edgefl.device.trust import Hello
+from edgefl.errors import NetworkError, WrongCaError
+
+HELLO = Hello(version="1", fleet="lab", addresses=(), broker_port=1, broker_host=None, skew_s=0.0)
+NEVER_S = 60.0
+
+
+def _site(address: str) -> Site:
+    return Site(address=address, ca_pem=b"", context=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), hello=HELLO)
+
+
+class Net:
+    """Addresses of which each answers at once, later, with an error, or not before the test ends."""
+
+    def __init__(self, **answers: Exception | threading.Event | None) -> None:
+        self.answers = answers
+        self.asked: list[str] = []
+
+    def ask(self, address: str, _fingerprint: str) -> Site:
+        self.asked.append(address)
+        answer = self.answers[address]
+        if isinstance(answer, threading.Event):
+            answer.wait(NEVER_S)
+        if isinstance(answer, Exception):
+            raise answer
+        return _site(address)
+
+    def reach(self, **options: Any) -> str:
+        return reach(list(self.answers), "f" * 64, ask=self.ask, **options).address
+
+
+def test_silent_addresses_before_the_right_one_cost_no_time_of_their_own() -> None:
+    silent = threading.Event()
+    net = Net(a=silent, b=silent, c=silent, d=None)
+    try:
+        assert net.reach(grace_s=0.1) == "d"
+    finally:
+        silent.set()
+
+
+def test_a_better_address_that_is_a_little_slower_is_taken() -> None:
+    late, last = threading.Event(), threading.Event()
+    net = Net(a=late, b=None)
+
+    def ask(address: str, fingerprint: str) -> Site:
+        if address == "b":
+            threading.Timer(0.1, late.set).start()  # b has answered when a begins to
+            last.set()
+        return net.ask(address, fingerprint)
+
+    assert reach(["a", "b"], "f" * 64, ask=ask, grace_s=NEVER_S).address == "a"
+    assert last.is_set()
+
+
+def test_the_order_counts_and_not_who_is_first() -> None:
+    assert Net(a=None, b=None, c=None).reach() == "a"
+    assert Net(a=NetworkError("no"), b=None, c=None).reach() == "b"
+
+
+def test_a_worse_address_is_not_waited_for() -> None:
+    silent = threading.Event()
+    try:
+        assert Net(a=NetworkError("no"), b=None, c=silent).reach(grace_s=NEVER_S) == "b"
+    finally:
+        silent.set()
+
+
+def test_another_ca_at_the_first_address_ends_the_search_though_a_later_one_is_right() -> None:
+    with pytest.raises(WrongCaError, match="somebody"):
+        Net(a=WrongCaError("somebody"), b=None).reach(grace_s=NEVER_S)
+    assert Net(a=NetworkError("no"), b=WrongCaError("somebody"), c=None).reach() == "c"
+
+
+@pytest.mark.parametrize(
+    ("answers", "kind", "told"),
+    [
+        ({"a": NetworkError("a is away"), "b": NetworkError("b is away")}, NetworkError, "a is away .nor 1 other"),
+        ({"a": NetworkError("a is away"), "b": WrongCaError("b is odd")}, WrongCaError, "b is odd .nor 1 other"),
+        ({}, NetworkError, "no address of the coordinator is known"),
+    ],
+)
+def test_what_is_worst_is_said_when_none_is_right(
+    answers: dict[str, Exception], kind: type[Exception], told: str
+) -> None:
+    with pytest.raises(kind, match=told):
+        Net(**answers).reach()
+
+
+def test_a_fault_of_ours_keeps_its_name() -> None:
+    with pytest.raises(ZeroDivisionError):
+        Net(a=ZeroDivisionError()).reach()
+
+
+@pytest.mark.parametrize("num", [1, 3])
+def test_each_address_is_asked_once(num: int) -> None:
+    asked: list[str] = []
+
+    def ask(address: str, _fingerprint: str) -> Site:
+        asked.append(address)
+        return _site(address)
+
+    reach(["a"] * num, "f" * 64, ask=ask)
+    assert asked == ["a"]
