@@ -90,24 +90,26 @@ def join_from_file(path: str, side: BoardSide, *, root: Path, is_patient: bool, 
 def _wishes(file: JoinFile, side: BoardSide) -> JoinWishes:
     from edgefl.device.joining.enrolment import JoinWishes, host_slug  # noqa: PLC0415 fast start
 
-    reports = {task: report for task, place in file.shards.items() if (report := _found(side, task, place))}
-    shards = {task: file.shards[task] for task in reports}
+    faults: dict[str, str] = {}
+    reports = {task: report for task, place in file.shards.items() if (report := _found(side, task, place, faults))}
     return JoinWishes(
         name=file.name or host_slug(),
         role=file.role,
-        shards=shards,
+        # All of them: what cannot be read yet is used as soon as it can be, and the doctor names it until then.
+        shards=file.shards,
         examples={task: report.num_examples for task, report in reports.items()},
         accelerator=side.accelerator,
         threads=side.threads,
         peer_port=side.peer_port,
-        facts=side.facts(shards, file.role),
+        facts={**side.facts(file.shards, file.role), **({"shard_errors": faults} if faults else {})},
     )
 
 
-def _found(side: BoardSide, task: str, place: str) -> ShardReport | None:
+def _found(side: BoardSide, task: str, place: str, faults: dict[str, str]) -> ShardReport | None:
     """Nobody is beside the board to mend a shard, and its data may come later: it joins without."""
     try:
         return side.report(task, place)
-    except EdgeflError as error:
-        log.warning("joining without a shard for %s: %s; later: edgefl device shard add %s PATH", task, error, task)
+    except (EdgeflError, OSError) as error:
+        log.warning("joining without data for %s: %s; it is used as soon as it can be read", task, error)
+        faults[task] = str(error)
         return None

@@ -60,8 +60,9 @@ class SelfReport:
             device = self._state.device
             trains = training_facts(device.role, device.shards, facts)
             own = {**trains, **self._peer_facts(), **self._software(), **self._speeds.told()}
-            told = {**facts, **({"blocks": blocks} if blocks else {}), **own}
-            self._publish(Capabilities(facts=told, shards=self._trainer.examples()))
+            examples, faults = self._trainer.examples(), self._trainer.shard_faults()
+            marks = {**({"blocks": blocks} if blocks else {}), **({"shard_errors": faults} if faults else {})}
+            self._publish(Capabilities(facts={**facts, **marks, **own}, shards=examples))
 
     def measure_speeds(self) -> None:
         """Has the next speed measured that is not known yet, unless a node trains by itself meanwhile."""

@@ -177,6 +177,10 @@ class Trainer:
         """Returns how many examples each shard holds now; a shard that cannot be read counts as absent."""
         return self._tasks.examples()
 
+    def shard_faults(self) -> dict[str, str]:
+        """Returns why shards could not be read when `examples` was last asked, by task."""
+        return self._tasks.faults()
+
     def blocks(self) -> dict[str, list[int]]:
         """Returns the blocks of each redundant shard, by task; other shards are left out."""
         return self._tasks.blocks()

@@ -54,6 +54,7 @@ class WarmTasks:
     def __init__(self, shards: Callable[[], Mapping[str, str]], *, accelerator: str, threads: int | None) -> None:
         self._shards, self._accelerator, self._threads = shards, accelerator, threads
         self._warm: OrderedDict[str, WarmTask] = OrderedDict()
+        self._faults: dict[str, str] = {}
 
     def of(self, header: Json) -> WarmTask:
         """Returns the task that an instruction names.
@@ -124,7 +125,14 @@ class WarmTasks:
 
     def examples(self) -> dict[str, int]:
         """Returns how many examples each shard holds now; a shard that cannot be read counts as absent."""
-        return {name: count for name, path in self._shards().items() for count in _read(name, path, _count)}
+        self._faults = {}
+        return {
+            name: count for name, path in self._shards().items() for count in _read(name, path, _count, self._faults)
+        }
+
+    def faults(self) -> dict[str, str]:
+        """Returns why shards could not be read when they were last counted, by task."""
+        return dict(self._faults)
 
     def blocks(self) -> dict[str, list[int]]:
         """Returns the blocks of each redundant shard; other shards are left out."""
@@ -138,13 +146,15 @@ class WarmTasks:
         return path
 
 
-def _read(name: str, path: str, what: Callable[[str, str], T]) -> Iterator[T]:
+def _read(name: str, path: str, what: Callable[[str, str], T], faults: dict[str, str] | None = None) -> Iterator[T]:
     """Gives what is asked of a shard, or nothing when the shard cannot be used."""
     try:
         yield what(name, path)
     except Exception as error:  # a loader of the user's own may raise anything, and the board must stay
         ours = isinstance(error, EdgeflError)
         log.warning("shard %s of task %s cannot be used: %s", path, name, error, exc_info=not ours)
+        if faults is not None:
+            faults[name] = str(error) if ours else f"{type(error).__name__}: {error}"
 
 
 def _count(name: str, path: str) -> int:
@@ -164,9 +174,9 @@ def _blocks(path: str) -> Blocks:
 
 
 def _stamp(path: Path) -> object:
-    """Returns what changes when the data does: times and sizes of the file, or of a folder's files."""
+    """Returns what changes when the data does, or who may read it: times and sizes of the file, or of a folder's."""
     try:
         files = sorted(path.iterdir()) if path.is_dir() else [path]
-        return tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
+        return tuple((file.name, seen.st_ctime_ns, seen.st_size) for file in files if (seen := file.stat()))
     except OSError:
         return None

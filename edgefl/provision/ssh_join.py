@@ -17,7 +17,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from edgefl.device.joining.join_file import JoinFile
-from edgefl.device.joining.shard_access import shown_folder
+from edgefl.device.joining.shard_access import remedy
 from edgefl.errors import ConfigError, DataError, EdgeflError, JoinError, NetworkError
 from edgefl.provision import sources
 from edgefl.provision.drop_ins import shard_drop_ins
@@ -210,11 +210,9 @@ class _Board:
         except (ValueError, LookupError, TypeError):
             raise DataError(f"its data cannot be looked at: {told.last_line()}") from None
         for path, reason in unreadable.items():
-            folder = shown_folder(path)
             raise DataError(
                 f"{path}: {reason}; nothing was changed. If it is there, let the device read it: "
-                f"sudo chgrp -R edgefl {folder} && sudo chmod -R g+rX {folder}, "
-                f"or sudo setfacl -R -m u:edgefl:rX {folder}"
+                f"{remedy(path, 'edgefl')}"
             )
 
     def _hand_over(self, connection: Connection) -> None:

@@ -6,6 +6,7 @@ trains, so files stay small and a sample keeps its hash for ever.
 
 from __future__ import annotations
 
+import os
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -51,8 +52,17 @@ def read_shard(
         DataError: nothing there, or a file that is damaged, of another task, or makes no sense.
     """
     place, expected = Path(path), _Expected(task=task, input_shape=input_shape, num_classes=num_classes)
-    if not path or not place.exists():
+    try:
+        is_there = bool(path) and place.exists()
+        is_open = is_there and os.access(place, os.R_OK | os.X_OK if place.is_dir() else os.R_OK)
+    except PermissionError:
+        is_there, is_open = True, False
+    if not is_there:
         raise DataError(f"shard {path!r} of task {task} does not exist; give a .npz file or a folder of them")
+    if not is_open:
+        raise DataError(
+            f"shard {path!r} of task {task} may not be read by this user; let it: setfacl, chgrp or chmod"
+        )
     if not place.is_dir():
         if not card_path(place).exists():
             raise DataError(

@@ -21,6 +21,7 @@ from edgefl.device.joining.join_file import JoinFile
 from edgefl.device.state import DeviceState
 from edgefl.local_fleet import free_port
 from edgefl.protocol import JoinToken
+from edgefl.storage.queries import history
 from edgefl.storage.store import Store
 from edgefl.tasks.cards import ShardCard
 from edgefl.tasks.shards import write_shard
@@ -66,15 +67,21 @@ def test_a_file_says_it_all_and_is_gone_after_the_join(
     assert not file.exists()
 
 
-def test_a_missing_shard_is_said_and_the_board_joins_without(
+def test_data_that_is_missing_holds_up_no_join_is_told_and_is_used_when_it_comes(
     run: Any, front_door: Any, written: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = written(front_door.token(), shards={"digits": "/nowhere/d.npz", "no-such-task": "/nowhere/x"})
     code, _, err = run("--file", file, "--until-joined", "--state", tmp_path / "d")
     assert code == 0, err
-    assert DeviceState.load(tmp_path / "d").device.shards == {}
-    assert "joining without a shard for digits" in caplog.text
-    assert "joining without a shard for no-such-task" in caplog.text
+    assert set(DeviceState.load(tmp_path / "d").device.shards) == {"digits", "no-such-task"}
+    for task in ("digits", "no-such-task"):
+        assert f"joining without data for {task}" in caplog.text
+    told = front_door.store.capabilities()["pi-1"]
+    assert told.shards == {}
+    assert "'/nowhere/d.npz' of task digits does not exist" in told.facts["shard_errors"]["digits"]
+    found = [row for row in history(front_door.store, "events") if row["kind"] == "shard-unreadable"]
+    assert {row["message"].split(":")[0] for row in found} == {"digits", "no-such-task"}
+    assert {row["device_id"] for row in found} == {"pi-1"}
     assert file.exists()
 
 

@@ -21,8 +21,13 @@ class Site:
         self.stamps: Any = ()
         self.address: str | None = None
         self.speed: dict[str, Any] = {}
+        self.faults: dict[str, str] = {}
         self.trainer = SimpleNamespace(
-            now=None, shard_stamps=lambda: self.stamps, blocks=dict, examples=lambda: {"digits": 9}
+            now=None,
+            shard_stamps=lambda: self.stamps,
+            blocks=dict,
+            examples=lambda: {"digits": 9},
+            shard_faults=lambda: self.faults,
         )
         self.speeds = SimpleNamespace(
             version=0,
@@ -97,3 +102,14 @@ def test_a_shard_that_somebody_added_meanwhile_is_looked_at(site: Site, state: D
     assert state.device.shards == {}
     site.report.tell()
     assert state.device.shards == {"digits": "/data/digits.npz"}
+
+
+def test_data_that_cannot_be_read_is_told_and_told_away_when_it_can(site: Site) -> None:
+    site.faults = {"digits": "late.npz does not exist"}
+    site.report.tell()
+    site.faults, site.stamps = {}, ("there",)
+    site.report.tell()
+    assert [report.facts.get("shard_errors") for report in site.told] == [
+        {"digits": "late.npz does not exist"},
+        None,
+    ]

@@ -1,4 +1,6 @@
 import json
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -130,6 +132,55 @@ def test_one_bare_array_under_the_name_of_a_shard_is_one_clear_line(tmp_path):
 def test_a_shard_that_is_not_there_is_one_clear_line(path):
     with pytest.raises(DataError, match=r"does not exist; give a .npz file or a folder"):
         read(path)
+
+
+@pytest.mark.parametrize("closed", ["home", "home/data", "home/data/device-01.npz", None])
+def test_data_that_is_closed_to_this_user_is_one_clear_line(tmp_path, shard, closed):
+    folder = tmp_path / "home" / "data"
+    folder.mkdir(parents=True)
+    for file in (shard, card_path(shard)):
+        file.chmod(0o644)
+        file.rename(folder / file.name)
+    for path in (tmp_path, folder.parent, folder):
+        path.chmod(0o755)
+    if closed is not None:
+        (tmp_path / closed).chmod(0)
+    place = Path("home/data") if closed == "home/data" else Path("home/data/device-01.npz")
+    try:
+        told = as_nobody(tmp_path, lambda: read(place))
+    finally:
+        for path in (folder.parent, folder):
+            path.chmod(0o755)
+    if closed is None:
+        assert told == ""
+    else:
+        assert told.startswith("DataError: shard 'home/data")
+        assert "may not be read by this user" in told
+
+
+def as_nobody(folder, call):
+    """Returns what is raised when a user calls this, in a folder, who may read nothing that is not for all."""
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        told = "it was cut off"
+        try:
+            os.chdir(folder)
+            if os.geteuid() == 0:
+                os.setgroups([])
+                os.setgid(65534)
+                os.setuid(65534)
+            call()
+            told = ""
+        except DataError as error:
+            told = f"DataError: {error}"
+        finally:
+            os.write(writer, told.encode())
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as answer:
+        told = answer.read()
+    os.waitpid(child, 0)
+    return told
 
 
 def test_an_empty_folder_says_so(tmp_path):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from edgefl.coordinator.fleet.presence import Flapping, Transition
 from edgefl.coordinator.fleet.roster import Restarted, Roster, RosterEvent
+from edgefl.coordinator.fleet.shard_faults import record_capabilities
 from edgefl.errors import NotFoundError
 from edgefl.protocol import Capabilities, Heartbeat, ProgressReport, Status, Topic
 from edgefl.storage.records import HeartbeatRow
@@ -157,7 +158,7 @@ class Diary:
 
     def _write_capabilities(self, device_id: str, report: Capabilities, at: float) -> None:
         try:
-            self._store.record_capabilities(device_id, report.facts, report.shards, at)
+            record_capabilities(self._store, device_id, report.facts, report.shards, at=at)
             info = self._roster.info(device_id)
             self._store.update_device(device_id, examples=dict(info.examples) if info else {})
         except NotFoundError:

@@ -25,6 +25,7 @@ from edgefl.coordinator import pki
 from edgefl.coordinator.access import error_response
 from edgefl.coordinator.attempts import Note, network_of, nobody_notes
 from edgefl.coordinator.directory import CoordinatorDirectory, token_hash
+from edgefl.coordinator.fleet.shard_faults import record_capabilities
 from edgefl.coordinator.joining.own_certificates import DAY_S, renewal_window
 from edgefl.coordinator.joining.tokens import ROLES
 from edgefl.coordinator.throttle import Throttle
@@ -149,7 +150,7 @@ class EnrolmentService:
             at=now,
             device_id=request.name,
         )
-        self._store.record_capabilities(request.name, request.facts, request.shards, at=now)
+        record_capabilities(self._store, request.name, request.facts, request.shards, at=now)
         self._on_enrolled(request.name, request.public_key)
         log.info("%s joined as %s", device.device_id, device.role)
         answer = {"device_id": device.device_id, "role": device.role, "certificate": cert_pem.decode()}

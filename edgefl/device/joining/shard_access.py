@@ -9,10 +9,14 @@ from __future__ import annotations
 import json
 import os
 import pwd
+import shlex
 import stat
 import sys
 from pathlib import PurePosixPath
 
+from edgefl.device.joining.join_file import JoinFile
+
+MISSING = "there is nothing"
 HIDDEN = ("/home/", "/root/", "/run/user/", "/tmp/", "/var/tmp/")  # noqa: S108 places of a board, not ours
 """What the sandbox of the units hides."""
 MOST_FILES = 10_000
@@ -36,7 +40,7 @@ def shown_folder(path: str) -> str:
 def unreadable(path: str, user: str) -> str | None:
     """Returns why `user` cannot read the shard at `path` as the units show it, None if he can; asked by root."""
     if not os.path.exists(path):  # noqa: PTH110 a path of the command line
-        return "there is nothing"
+        return MISSING
     start = shown_folder(path) if is_hidden(path) else "/"
     if not os.path.isdir(start):  # noqa: PTH112 likewise
         start = str(PurePosixPath(start).parent)
@@ -89,10 +93,32 @@ def _read(folder: int, name: str, left: list[int]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Prints what USER cannot read of PATH..., as JSON by path; ends with 1 if there is anything."""
+    """Prints what USER cannot read of PATH..., as JSON by path; ends with 1 if there is anything.
+
+    With `--join FILE USER` the paths are those of a join file, and what is printed are lines for a board's log.
+    """
+    if arguments[0] == "--join":
+        return _tell(PurePosixPath(arguments[1]), arguments[2])
     user, *paths = arguments
     found = {path: reason for path in paths if (reason := unreadable(path, user))}
     sys.stdout.write(json.dumps({"v": 1, "unreadable": found}) + "\n")
+    return 1 if found else 0
+
+
+def remedy(path: str, user: str) -> str:
+    """Returns what whoever owns the data may type to let the user read it."""
+    folder = shlex.quote(shown_folder(path))
+    return f"sudo chgrp -R {user} {folder} && sudo chmod -R g+rX {folder}, or sudo setfacl -R -m u:{user}:rX {folder}"
+
+
+def _tell(file: PurePosixPath, user: str) -> int:
+    with open(file, encoding="utf-8") as text:  # noqa: PTH123 a pure path
+        shards = JoinFile.parse(text.read()).shards
+    found = {task: reason for task, path in shards.items() if (reason := unreadable(path, user))}
+    for task, reason in found.items():
+        path = shards[task]
+        mend = "put it there" if reason == MISSING else f"let the device read it: {remedy(path, user)}"
+        sys.stdout.write(f"the data of {task}, {path}, cannot be used yet: {reason}; {mend}\n")
     return 1 if found else 0
 
 

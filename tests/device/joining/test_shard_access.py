@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from edgefl.device.joining.join_file import JoinFile
 from edgefl.device.joining.shard_access import is_hidden, shown_folder, unreadable
+from edgefl.protocol import JoinToken
 
 USER = "nobody"
 
@@ -84,6 +86,21 @@ def test_the_command_tells_all_and_ends_with_1(data: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
     assert done.returncode == 1
     assert json.loads(done.stdout)["unreadable"].keys() == {str(data / "a.npz")}
+
+
+def test_of_a_join_file_lines_say_what_would_help(data: Path) -> None:
+    (data / "a.npz").chmod(0o600)
+    token = JoinToken(ca_fingerprint="a" * 64, token_id="t1", secret="s3cret", fleet="lab", addresses=("pc:8000",))
+    shards = {"digits": str(data / "a.npz"), "mnist": str(data / "none"), "noop": str(data / "a.json")}
+    file = data / "join.json"
+    file.write_text(JoinFile(token=token.text(), shards=shards).text())
+    command = [sys.executable, "-m", "edgefl.device.joining.shard_access", "--join", str(file), USER]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    first, second = done.stdout.splitlines()
+    assert done.returncode == 1
+    assert first.startswith(f"the data of digits, {data}/a.npz, cannot be used yet: {USER} may not read it")
+    assert first.endswith(f"sudo setfacl -R -m u:{USER}:rX {data}")
+    assert second.endswith("there is nothing; put it there")
 
 
 @pytest.mark.parametrize(
