@@ -48,6 +48,7 @@ class BoardOptions:
     wheels: Path | None
     lock: Path | None
     signers: tuple[Path, ...]
+    keeps_wheels: bool
 
     @classmethod
     def given(cls) -> BoardOptions:
@@ -94,6 +95,7 @@ class BoardOptions:
         made: Files = {}
         made |= extras.wheels(self.wheels) if self.wheels else {}
         made |= extras.lock(self.lock) if self.lock else {}
+        made |= {"keep-wheels": b""} if self.keeps_wheels else {}
         made["version"] = f"{extras.edgefl_version(made)}\n".encode()
         return made | extras.signers(self.signers) | drop_ins.shard_drop_ins(self._shards())
 
@@ -144,6 +146,9 @@ _OPTIONS: Sequence[Callable[[Any], Any]] = (
     _option("--lock", type=_FILE, help="A hash-pinned requirements file [default: the board's]."),
     _option(
         "--signer", "signers", multiple=True, type=_FILE, help="Public key whose releases it runs; may be repeated."
+    ),
+    _option(
+        "--keep-wheels", "keeps_wheels", is_flag=True, help="Leave the wheels on the card after the installation."
     ),
 )
 

@@ -210,11 +210,21 @@ scrub() {
     done
 }
 
+# After the mark, so that what is installed works and is not made again: the wheels would lie there for ever.
+tidy_card() {
+    source=$(cat "$home/source")
+    if [ -e "$source/wheels" ] && [ ! -e "$source/keep-wheels" ]; then
+        rm -rf "$source/wheels" || say "cannot remove $source/wheels; it only takes room"
+        sync
+    fi
+}
+
 finish() {
     rm -rf "$payload"
     mkdir -p "$root/var/lib"
     : >"$done_mark"
     sync
+    tidy_card
     rm -f "$units/multi-user.target.wants/$unit" "$units/$unit"
     for name in edgefl-join.service edgefl-device.service edgefl-update.path; do
         system start --no-block "$name" || true

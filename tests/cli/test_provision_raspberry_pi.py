@@ -148,6 +148,13 @@ def test_what_makes_no_sense_is_one_line_and_writes_nothing(
     assert tree(card) == before
 
 
+@pytest.mark.parametrize("keeps", [True, False])
+def test_wheels_stay_on_a_card_only_when_that_is_said(run: Run, card: Path, keeps: bool) -> None:
+    words = ["--keep-wheels"] if keeps else []
+    assert run("--boot", card, "--name", "pi-01", "--token", TOKEN, *words)[0] == 0
+    assert (card / "edgefl/keep-wheels").exists() is keeps
+
+
 def test_a_board_that_would_ask_an_index_for_edgefl_is_refused(
     card: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -80,6 +80,30 @@ def board(tmp_path: Path) -> Board:
     return board
 
 
+WHEELS: dict[str, bytes | Path] = {"wheels/edgefl-1-py3-none-any.whl": b"PK", "wheels/dep-1-py3-none-any.whl": b"PK"}
+
+
+def test_the_wheels_leave_the_card_when_the_installation_has_worked_and_not_before(board: Board) -> None:
+    board.write_card(extra=WHEELS)
+    board.firstboot("--no-start")
+    (board.root / "no-network").touch()
+    assert board.work().returncode != 0
+    assert len(list((board.card / "wheels").iterdir())) == 2
+    (board.root / "no-network").unlink()
+    ran = board.work()
+    assert ran.returncode == 0, ran.stdout
+    assert not (board.card / "wheels").exists()
+    assert {"firstboot.log", "install.sh", MANIFEST} <= {path.name for path in board.card.iterdir()}
+    assert board.done.exists()
+
+
+def test_wheels_that_are_to_stay_do(board: Board) -> None:
+    board.write_card(extra={**WHEELS, "keep-wheels": b""})
+    board.firstboot("--no-start")
+    assert board.work().returncode == 0
+    assert len(list((board.card / "wheels").iterdir())) == 2
+
+
 def test_the_first_call_only_keeps_the_script_and_a_unit_that_every_boot_starts(board: Board) -> None:
     ran = board.firstboot("--no-start")
     assert ran.returncode == 0, ran.stderr
