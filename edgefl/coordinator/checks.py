@@ -80,9 +80,8 @@ def _running(directory: CoordinatorDirectory, *, is_running: bool) -> Finding:
 
 
 def _certificates(directory: CoordinatorDirectory, now: float) -> list[Finding]:
-    new_fleet = "set up a new directory and let the boards join again: edgefl coordinator init"
     known = (
-        ("the CA's certificate", directory.ca_cert, directory.ca_key, new_fleet, None),
+        ("the CA's certificate", directory.ca_cert, directory.ca_key, RESTART, "a start of the coordinator"),
         ("the server's certificate", directory.server_cert, directory.server_key, RESTART, "a running coordinator"),
         (
             "the coordinator's own certificate", directory.client_cert, directory.client_key, RESTART,

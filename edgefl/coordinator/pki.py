@@ -5,8 +5,8 @@ basicConstraints and keyUsage and a key identifier, every leaf names the CA's ke
 
 Dates: certificates are valid from 1970-01-01. A board without a clock battery starts there (or at the build date of
 its system) and must still be able to join, and a certificate that is valid from its making would lock out every
-board whose clock is a little behind. The CA ends in 20 years; what it signs ends in days (`[certificates]`) and is
-renewed long before, by whoever holds it.
+board whose clock is a little behind. The CA ends in 20 years and gets a new end, with the same key, long before; what
+it signs ends in days (`[certificates]`), never after it, and is renewed long before, by whoever holds it.
 """
 
 from __future__ import annotations
@@ -47,14 +47,16 @@ class KeyPair:
 
 def create_authority(fleet: str) -> KeyPair:
     """Returns a new self-signed CA (EC P-256) for a fleet."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = _name(f"edgefl {fleet} CA")
-    builder = (
-        _builder(name, name, key.public_key(), _now() + dt.timedelta(days=CA_YEARS * 365 + 5))
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_key_usage(key_cert_sign=True, crl_sign=True), critical=True)
-    )
-    return _pair(key, builder.sign(key, hashes.SHA256()))
+    return _authority(ec.generate_private_key(ec.SECP256R1()), _name(f"edgefl {fleet} CA"))
+
+
+def renewed_authority(authority: KeyPair) -> KeyPair:
+    """Returns the CA with the same key and name, and its full life before it.
+
+    Whoever trusts the former certificate trusts what the new one signs, and the other way round: fingerprints in
+    tokens and state directories are the key's.
+    """
+    return _authority(_load_key(authority.key_pem), _load_certificate(authority.cert_pem).subject)
 
 
 def issue_server(authority: KeyPair, hosts: Sequence[str], *, days: float = SERVER_DAYS) -> KeyPair:
@@ -177,6 +179,15 @@ class _Leaf:
     alternatives: x509.SubjectAlternativeName
     usage: x509.ObjectIdentifier
     days: float
+
+
+def _authority(key: ec.EllipticCurvePrivateKey, name: x509.Name) -> KeyPair:
+    builder = (
+        _builder(name, name, key.public_key(), _now() + dt.timedelta(days=CA_YEARS * 365 + 5))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_key_usage(key_cert_sign=True, crl_sign=True), critical=True)
+    )
+    return _pair(key, builder.sign(key, hashes.SHA256()))
 
 
 def _sign_client(authority: KeyPair, key: ec.EllipticCurvePublicKey, name: str, days: float) -> x509.Certificate:

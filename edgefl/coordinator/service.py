@@ -26,7 +26,7 @@ from edgefl.coordinator.fleet.membership import Membership
 from edgefl.coordinator.fleet.presence import Presence
 from edgefl.coordinator.fleet.roster import Roster
 from edgefl.coordinator.joining.enrolment import BrokerSite, EnrolmentService
-from edgefl.coordinator.joining.own_certificates import renew_own
+from edgefl.coordinator.joining.own_certificates import renew_ca, renew_own
 from edgefl.coordinator.joining.renewal import RenewalService
 from edgefl.coordinator.joining.rotation import Rotation, note_own, own_serial
 from edgefl.coordinator.monitoring.monitoring import Monitoring, Watched
@@ -148,6 +148,8 @@ class Coordinator:
         listener = listen(self._options.host, self._options.port)
         self._closers.callback(listener.close)
         self._directory = self._settle(self._directory)
+        if renew_ca(self._directory, now=time.time()):
+            log.info("the certificate of the fleet's CA is renewed, with the same key")
         return listener
 
     def _open_store(self) -> None:

@@ -46,6 +46,29 @@ def _handshake(client: ssl.SSLContext, server: ssl.SSLContext, host: str) -> tup
     return ends[0], ends[1]
 
 
+def test_a_renewed_ca_and_its_former_certificate_vouch_for_each_other_s_leaves(
+    authority: pki.KeyPair, tmp_path: Path
+) -> None:
+    renewed = pki.renewed_authority(authority)
+    assert renewed.cert_pem != authority.cert_pem
+    for trusted, signer in ((authority, renewed), (renewed, authority)):
+        server = pki.issue_server(signer, ["localhost"])
+        client = pki.issue_client(signer, "pi-1")
+        ends = _handshake(
+            _context(ssl.PROTOCOL_TLS_CLIENT, trusted, client, tmp_path),
+            _context(ssl.PROTOCOL_TLS_SERVER, trusted, server, tmp_path),
+            "localhost",
+        )
+        assert all(end.version() for end in ends)
+    stranger = pki.issue_server(pki.create_authority("lab"), ["localhost"])
+    ends = [
+        _context(ssl.PROTOCOL_TLS_CLIENT, renewed, pki.issue_client(renewed, "pi-1"), tmp_path),
+        _context(ssl.PROTOCOL_TLS_SERVER, renewed, stranger, tmp_path),
+    ]
+    with pytest.raises(ssl.SSLCertVerificationError):
+        _handshake(*ends, "localhost")
+
+
 def _request(key: object, name: str = "pi-1") -> bytes:
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     request = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(key, hashes.SHA256())  # type: ignore[arg-type]

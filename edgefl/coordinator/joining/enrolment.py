@@ -98,6 +98,7 @@ class EnrolmentService:
         version: str = __version__,
     ) -> None:
         self._authority = directory.authority()
+        self._ca_ends_at = pki.expires_at(self._authority.cert_pem)
         self._directory = directory
         self._store = store
         self._on_enrolled = on_enrolled
@@ -113,7 +114,8 @@ class EnrolmentService:
     def hello(self) -> Json:
         """Returns what every board asks at connect: the time, the version, where everything is, what to renew."""
         now = self._clock()
-        earliest, latest = renewal_window(self._directory.certificates.client_days * DAY_S, now)
+        life_s = self._directory.certificates.client_days * DAY_S
+        earliest, latest = renewal_window(life_s, now, ca_ends_at=self._ca_ends_at)
         told = {"time": now, "version": self._version, "certificates": {"earliest": earliest, "latest": latest}}
         return {"v": PROTOCOL_VERSION, **told, **self._site()}
 

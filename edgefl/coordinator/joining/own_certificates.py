@@ -7,17 +7,33 @@ from pathlib import Path
 from edgefl.coordinator import pki
 from edgefl.coordinator.directory import CoordinatorDirectory, issue_own
 from edgefl.errors import ConfigError
+from edgefl.files import write_whole
 
 DAY_S = 86_400.0
+CA_LEFT_S = 5 * 365 * DAY_S
+"""With less of its life left the CA's certificate is renewed, at the next start of the coordinator."""
 
 
-def renewal_window(life_s: float, now: float) -> tuple[float, float]:
+def renewal_window(life_s: float, now: float, *, ca_ends_at: float) -> tuple[float, float]:
     """Returns two instants in unix seconds: a certificate that ends before or after is to be renewed.
 
-    The first is a third of its life ahead; one that ends after the second was made when certificates lived longer.
+    The first is a third of its life ahead, but not after the CA's end, since no certificate is better than that; one
+    that ends after the second was made when certificates lived longer.
     """
     now = pki.issuing_time(now)
-    return now + life_s / 3, now + life_s + DAY_S
+    return min(now + life_s / 3, ca_ends_at), now + life_s + DAY_S
+
+
+def renew_ca(directory: CoordinatorDirectory, *, now: float) -> bool:
+    """Returns whether the CA's certificate got a new end, since the former one was near; its key stays.
+
+    Boards and operators need not hear of it: what they trust is the key. To be called before anything has it open.
+    """
+    authority = directory.authority()
+    if pki.expires_at(authority.cert_pem) - pki.issuing_time(now) >= CA_LEFT_S:
+        return False
+    write_whole(directory.ca_cert, pki.renewed_authority(authority).cert_pem)
+    return True
 
 
 def renew_own(directory: CoordinatorDirectory, *, now: float) -> bool:
@@ -28,7 +44,8 @@ def renew_own(directory: CoordinatorDirectory, *, now: float) -> bool:
     """
     pairs = ((directory.server_cert, directory.server_key), (directory.client_cert, directory.client_key))
     life_s = directory.certificates.server_days * DAY_S
-    if all(_is_good(cert, key, life_s=life_s, now=now) for cert, key in pairs):
+    window = renewal_window(life_s, now, ca_ends_at=pki.expires_at(directory.ca_cert.read_bytes()))
+    if all(_is_good(cert, key, *window) for cert, key in pairs):
         return False
     issue_own(directory)
     return True
@@ -40,10 +57,9 @@ def own_expiries(directory: CoordinatorDirectory) -> dict[str, float]:
     return {name: pki.expires_at(path.read_bytes()) for name, path in files.items()}
 
 
-def _is_good(cert: Path, key: Path, *, life_s: float, now: float) -> bool:
+def _is_good(cert: Path, key: Path, earliest: float, latest: float) -> bool:
     try:
         cert_pem, key_pem = cert.read_bytes(), key.read_bytes()
-        earliest, latest = renewal_window(life_s, now)
         return pki.belong_together(cert_pem, key_pem) and earliest <= pki.expires_at(cert_pem) <= latest
     except (OSError, ConfigError):
         return False

@@ -1,15 +1,97 @@
-"""The coordinator's own certificates: when they end."""
+"""The certificates that the coordinator keeps for itself: when they end, and when they are made anew."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from edgefl.config import CertificateSettings
 from edgefl.coordinator import pki
-from edgefl.coordinator.directory import init_directory
-from edgefl.coordinator.joining.own_certificates import DAY_S, own_expiries
+from edgefl.coordinator.directory import CoordinatorDirectory, init_directory
+from edgefl.coordinator.joining.own_certificates import (
+    CA_LEFT_S,
+    DAY_S,
+    own_expiries,
+    renew_ca,
+    renew_own,
+    renewal_window,
+)
+
+NOW = time.time()
+FAR = NOW + 20 * 365 * DAY_S
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> CoordinatorDirectory:
+    return init_directory(tmp_path / "c", hosts=["127.0.0.1"], fleet="lab")
+
+
+def shown(directory: CoordinatorDirectory) -> tuple[bytes, bytes]:
+    return directory.server_cert.read_bytes(), directory.client_cert.read_bytes()
+
+
+def ca_end(directory: CoordinatorDirectory) -> float:
+    return pki.expires_at(directory.ca_cert.read_bytes())
+
+
+@pytest.mark.parametrize(("left_days", "is_due"), [(29, True), (31, False), (90, False), (92, True)])
+def test_a_certificate_of_90_days_is_renewed_in_its_last_30_or_when_it_is_good_for_longer(
+    left_days: float, is_due: bool
+) -> None:
+    earliest, latest = renewal_window(90 * DAY_S, NOW, ca_ends_at=FAR)
+    assert (not earliest <= NOW + left_days * DAY_S <= latest) is is_due
+
+
+def test_what_ends_with_the_ca_is_as_good_as_can_be() -> None:
+    ca_ends_at = NOW + 5 * DAY_S
+    earliest, latest = renewal_window(90 * DAY_S, NOW, ca_ends_at=ca_ends_at)
+    assert earliest <= ca_ends_at <= latest
+    assert not earliest <= ca_ends_at - DAY_S
+
+
+def test_a_clock_that_stands_in_1970_is_not_believed() -> None:
+    assert renewal_window(90 * DAY_S, 0.0, ca_ends_at=FAR)[0] > pki.EARLIEST_NOW.timestamp()
+
+
+def test_the_coordinator_s_own_are_renewed_at_two_thirds_of_their_life(directory: CoordinatorDirectory) -> None:
+    before, days = shown(directory), directory.certificates.server_days
+    assert not renew_own(directory, now=NOW + 0.6 * days * DAY_S)
+    assert shown(directory) == before
+    assert renew_own(directory, now=NOW + 0.7 * days * DAY_S)
+    assert all(new != old for new, old in zip(shown(directory), before, strict=True))
+    assert not renew_own(directory, now=NOW)
+
+
+def test_a_shorter_life_is_taken_up_at_once(directory: CoordinatorDirectory) -> None:
+    shorter = replace(directory, certificates=CertificateSettings(server_days=30.0))
+    assert renew_own(shorter, now=NOW)
+    assert pki.expires_at(directory.server_cert.read_bytes()) < NOW + 31 * DAY_S
+
+
+@pytest.mark.parametrize("damaged", ["server_key", "client_cert"])
+def test_a_pair_that_a_power_cut_parted_is_made_anew(directory: CoordinatorDirectory, damaged: str) -> None:
+    path: Path = getattr(directory, damaged)
+    path.write_bytes(directory.ca_key.read_bytes() if damaged.endswith("key") else b"")
+    assert renew_own(directory, now=NOW)
+    assert pki.belong_together(directory.server_cert.read_bytes(), directory.server_key.read_bytes())
+    assert not renew_own(directory, now=NOW)
+
+
+def test_the_ca_gets_a_new_end_with_the_same_key_in_its_last_years(directory: CoordinatorDirectory) -> None:
+    former, end, key = directory.authority(), ca_end(directory), directory.ca_key.read_bytes()
+    leaf = pki.issue_client(former, "pi-1")
+    assert not renew_ca(directory, now=end - CA_LEFT_S - DAY_S)
+    assert directory.ca_cert.read_bytes() == former.cert_pem
+    assert renew_ca(directory, now=end - CA_LEFT_S + DAY_S)
+    new = directory.authority()
+    assert new.cert_pem != former.cert_pem
+    assert directory.ca_key.read_bytes() == key
+    assert pki.fingerprint(new.cert_pem) == pki.fingerprint(former.cert_pem), "tokens and boards know it by this"
+    assert pki.belong_together(new.cert_pem, key)
+    assert pki.expires_at(leaf.cert_pem) < ca_end(directory)
 
 
 def test_the_ends_of_all_three_certificates_are_told_in_unix_seconds(tmp_path: Path) -> None:
