@@ -11,9 +11,11 @@ from typing import Literal
 import pytest
 
 from edgefl.config import (
+    MAX_NAME_CHARS,
     CoordinatorSettings,
     RunConfig,
     RunSection,
+    check_run_name,
     from_mapping,
     load_run,
     parse_run,
@@ -366,3 +368,34 @@ def test_what_is_no_number_of_required_devices_is_refused(require: object) -> No
         ConfigError, match=r"devices.require must be a whole number at least 1 or one of 'any', 'all'"
     ):
         parse_run({"run": {"task": "digits"}, "devices": {"require": require}})
+
+
+@pytest.mark.parametrize("name", [None, "digits again", "Läufe 7", "a.b", "x" * MAX_NAME_CHARS, "-rf", "..a"])
+def test_a_run_s_name_may_be_what_people_write(name: str | None) -> None:
+    check_run_name(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        " ",
+        ".",
+        "..",
+        ". .",
+        "a/b",
+        "/",
+        "a\\b",
+        "a\nb",
+        "\x1b[2J",
+        "a\x00",
+        "\u202eabc",
+        "\u2028",
+        "x" * (MAX_NAME_CHARS + 1),
+    ],
+)
+def test_a_run_s_name_is_no_path_no_control_character_and_no_page(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"run\.name must be 1 to .* without slashes, got") as told:
+        check_run_name(name)
+    assert len(str(told.value)) < 250, "the message does not repeat all of it"
+    assert str(told.value).isprintable()

@@ -34,9 +34,10 @@ class Rotation:
         send: sends a command to a device; it may get lost.
         on_own: called after the coordinator's own ones are new: whoever has them open takes them up.
         clock: Unix seconds.
+        monotonic: seconds, for how often is looked.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 one keyword per neighbour
         self,
         *,
         directory: CoordinatorDirectory,
@@ -45,12 +46,13 @@ class Rotation:
         send: Send,
         on_own: Callable[[], None],
         clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._directory, self._store, self._roster = directory, store, roster
         self._send, self._on_own, self._clock = send, on_own, clock
         self._due = set(due_for_rotation(store))
-        self._lock = threading.Lock()
-        self._next_look_s = time.monotonic() + LOOK_EVERY_S
+        self._lock, self._monotonic = threading.Lock(), monotonic
+        self._next_look_s = monotonic() + LOOK_EVERY_S
 
     def listen(self) -> Callable[[], None]:
         """Asks devices when they come; returns what ends that."""
@@ -79,9 +81,9 @@ class Rotation:
 
     def look(self) -> None:
         """Renews the coordinator's own certificates when it is time, and asks again who has not; call it often."""
-        if time.monotonic() < self._next_look_s:
+        if self._monotonic() < self._next_look_s:
             return
-        self._next_look_s = time.monotonic() + LOOK_EVERY_S
+        self._next_look_s = self._monotonic() + LOOK_EVERY_S
         former = own_serial(self._directory)
         if renew_own(self._directory, now=self._clock()):
             log.info("the coordinator's certificates are renewed")

@@ -1,0 +1,95 @@
+"""Renewing at the coordinator; the device's side and both together are tested beside the device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from joining_members import AT, Members
+
+from edgefl.coordinator import pki
+from edgefl.coordinator.joining.renewal import MAX_CSR_CHARS, MAX_RENEWALS, REMEMBER_S, RenewalService
+from edgefl.device.joining.keys import new_key, public_pem, request_pem
+from edgefl.errors import JoinError, NameTakenError, NetworkError, NotFoundError, TooManyTriesError
+from edgefl.storage.certificate_rows import revoked_serials, serials
+
+
+class Desk(Members):
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.now, self.renewed = AT, list[tuple[str, bytes]]()
+        self.service = RenewalService(
+            directory=self.directory,
+            store=self.store,
+            on_renewed=lambda name, key: self.renewed.append((name, key)),
+            clock=lambda: self.now,
+        )
+
+    def renew(self, name: str, key: bytes, subject: str = "whatever") -> bytes:
+        body = json.dumps({"v": 1, "csr": request_pem(key, subject).decode()}).encode()
+        return str(self.service.renew(name, body)["certificate"]).encode()
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Desk:
+    desk = Desk(tmp_path / "c")
+    desk.join("pi-1")
+    desk.join("pi-2")
+    return desk
+
+
+def test_a_new_key_takes_the_place_of_the_old_one_and_the_old_certificate_counts_no_more(desk: Desk) -> None:
+    former, key = serials(desk.store)["pi-1"], new_key()
+    cert = desk.renew("pi-1", key)
+    assert desk.renewed == [("pi-1", public_pem(key))]
+    assert serials(desk.store)["pi-1"] == pki.serial(cert)
+    assert former in revoked_serials(desk.store, now=0.0)
+    assert desk.store.device("pi-1").public_key == public_pem(key)
+
+
+def test_the_certificate_is_the_device_s_whatever_its_request_says(desk: Desk) -> None:
+    cert = x509.load_pem_x509_certificate(desk.renew("pi-1", new_key(), subject="pi-2"))
+    assert cert.subject.rfc4514_string() == "CN=pi-1"
+
+
+def test_the_same_request_again_gets_the_same_answer_and_uses_nothing_up(desk: Desk) -> None:
+    key = new_key()
+    certs = {desk.renew("pi-1", key) for _ in range(2 * MAX_RENEWALS)}
+    assert (len(certs), len(desk.renewed)) == (1, 1)
+
+
+def test_a_device_cannot_fill_the_list_of_certificates_and_may_go_on_later(desk: Desk) -> None:
+    for _ in range(MAX_RENEWALS):
+        desk.renew("pi-1", new_key())
+    with pytest.raises(TooManyTriesError, match="pi-1 has renewed its certificate 5 times"):
+        desk.renew("pi-1", new_key())
+    assert desk.renew("pi-2", new_key()), "another one pays nothing for it"
+    desk.now += REMEMBER_S + 1
+    assert desk.renew("pi-1", new_key())
+
+
+def test_another_device_s_key_is_refused(desk: Desk) -> None:
+    with pytest.raises(NameTakenError):
+        desk.renew("pi-1", desk.keys["pi-2"])
+    assert desk.renewed == []
+
+
+def test_a_device_that_was_removed_meanwhile_gets_nothing(desk: Desk) -> None:
+    desk.store.remove_device("pi-1", at=AT)
+    with pytest.raises(NotFoundError):
+        desk.renew("pi-1", new_key())
+    assert desk.renewed == []
+
+
+@pytest.mark.parametrize("csr", [None, 7, "x" * (MAX_CSR_CHARS + 1), "\u00fc"])
+def test_what_is_no_request_is_refused(desk: Desk, csr: object) -> None:
+    with pytest.raises(NetworkError, match="csr must be a text"):
+        desk.service.renew("pi-1", json.dumps({"v": 1, "csr": csr}).encode())
+
+
+def test_a_request_that_does_not_prove_its_key_is_refused(desk: Desk) -> None:
+    text = request_pem(new_key(), "pi-1").decode()
+    with pytest.raises(JoinError):
+        desk.service.renew("pi-1", json.dumps({"v": 1, "csr": text.replace("A", "B")}).encode())

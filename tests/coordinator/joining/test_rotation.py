@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from joining_members import AT, Members
+
+from edgefl.coordinator.fleet.presence import DeviceState, Transition
+from edgefl.coordinator.fleet.roster import RosterEvent
+from edgefl.coordinator.joining.rotation import LOOK_EVERY_S, Rotation, own_serial
+from edgefl.device.joining.keys import new_key, public_pem
+from edgefl.protocol import Command, CommandKind
+from edgefl.storage.certificate_rows import renew_certificate, revoked_serials
+
+
+class Present:
+    """A roster: who is known, and who of them is there."""
+
+    def __init__(self, *names: str) -> None:
+        self.names, self.there = set(names), set(names)
+        self.tell: Callable[[RosterEvent], None] = lambda _: None
+
+    def known(self) -> list[Any]:
+        return [type("Info", (), {"device_id": name}) for name in sorted(self.names)]
+
+    def info(self, name: str) -> Any:
+        return name if name in self.names else None
+
+    def worker(self, name: str) -> Any:
+        return name if name in self.there else None
+
+    def listen(self, listener: Callable[[RosterEvent], None]) -> Callable[[], None]:
+        self.tell = listener
+        return lambda: None
+
+
+class Site(Members):
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        for name in ("pi-1", "pi-2"):
+            self.join(name)
+        self.roster, self.asked, self.taken_up = Present("pi-1", "pi-2"), list[str](), 0
+        self.second, self.now = 0.0, AT
+        self.rotation = self.start()
+
+    def start(self) -> Rotation:
+        rotation = Rotation(
+            directory=self.directory, store=self.store, roster=self.roster,  # type: ignore[arg-type]
+            send=self._send, on_own=self._own, clock=lambda: self.now, monotonic=lambda: self.second,
+        )  # fmt: skip
+        rotation.listen()
+        return rotation
+
+    def _send(self, name: str, command: Command) -> None:
+        assert command.kind is CommandKind.RENEW
+        self.asked.append(name)
+
+    def _own(self) -> None:
+        self.taken_up += 1
+
+    def look(self) -> list[str]:
+        """Who is asked at the next look."""
+        self.asked.clear()
+        self.second += LOOK_EVERY_S
+        self.rotation.look()
+        return sorted(self.asked)
+
+    def renew(self, name: str) -> None:
+        renew_certificate(
+            self.store, name, public_key=public_pem(new_key()), serial=f"{hash(name) % 2**60:x}", ends_at=AT, at=AT
+        )
+        self.rotation.renewed(name)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path / "c")
+
+
+def test_a_rotation_asks_all_and_makes_the_coordinator_s_own_anew(site: Site) -> None:
+    former, before = own_serial(site.directory), site.directory.server_cert.read_bytes()
+    assert site.rotation.rotate() == ["pi-1", "pi-2"] == site.asked
+    assert site.directory.server_cert.read_bytes() != before
+    assert former in revoked_serials(site.store, now=0.0, own=own_serial(site.directory))
+    assert site.taken_up == 1
+
+
+def test_who_has_not_renewed_is_asked_again_and_nobody_else(site: Site) -> None:
+    site.rotation.rotate()
+    assert site.look() == ["pi-1", "pi-2"]
+    site.renew("pi-1")
+    assert site.look() == ["pi-2"]
+    site.renew("pi-2")
+    assert site.look() == []
+
+
+def test_a_restart_forgets_nobody_who_was_asked(site: Site) -> None:
+    site.rotation.rotate()
+    site.renew("pi-1")
+    site.rotation = site.start()
+    assert site.look() == ["pi-2"]
+
+
+def test_a_device_that_was_away_is_asked_when_it_comes(site: Site) -> None:
+    site.roster.there.discard("pi-2")
+    site.rotation.rotate()
+    assert site.look() == ["pi-1"]
+    site.asked.clear()
+    site.roster.there.add("pi-2")
+    change = Transition(device_id="pi-2", before=DeviceState.GONE, after=DeviceState.ONLINE, reason="back")
+    site.roster.tell(change)
+    assert site.asked == ["pi-2"]
+    site.renew("pi-2")
+    site.roster.tell(change)
+    assert site.asked == ["pi-2"]
+
+
+def test_a_device_that_was_removed_is_not_asked(site: Site) -> None:
+    site.rotation.rotate()
+    site.roster.names.discard("pi-1")
+    assert site.look() == ["pi-2"]
+
+
+def test_without_a_rotation_nobody_is_asked_and_the_own_ones_are_renewed_in_time(site: Site) -> None:
+    former = own_serial(site.directory)
+    assert (site.look(), own_serial(site.directory)) == ([], former)
+    site.now = AT + 500 * 365 * 86400.0
+    site.rotation.look()
+    assert own_serial(site.directory) == former, "it looks once a minute"
+    site.look()
+    assert own_serial(site.directory) != former
+    assert former in revoked_serials(site.store, now=0.0, own=own_serial(site.directory))
+    assert site.taken_up == 1
