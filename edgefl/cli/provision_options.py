@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from edgefl.errors import UsageError
+from edgefl.errors import ConfigError, UsageError
 from edgefl.protocol import JoinToken, checked_address, checked_slug
 
 if TYPE_CHECKING:
@@ -100,10 +100,14 @@ class BoardOptions:
         return made | extras.signers(self.signers) | drop_ins.shard_drop_ins(self._shards())
 
     def _shards(self) -> dict[str, str]:
-        found = {shard: _SHARD.match(shard) for shard in self.shards}
-        if wrong := [shard for shard, match in found.items() if match is None]:
-            raise UsageError(f"--shard must be TASK=PATH-ON-THE-BOARD, got {wrong[0]!r}")
-        return {match[1]: match[2] for match in found.values() if match}
+        found: dict[str, str] = {}
+        for shard in self.shards:
+            if (match := _SHARD.match(shard)) is None:
+                raise UsageError(f"--shard must be TASK=PATH-ON-THE-BOARD, got {shard!r}")
+            if match[1] in found:
+                raise UsageError(f"--shard names {match[1]} twice; a board has one place for a task's data")
+            found[match[1]] = match[2]
+        return found
 
     def _made(self) -> BoardToken:
         from edgefl.client import Operator  # noqa: PLC0415 fast start
@@ -153,7 +157,25 @@ _OPTIONS: Sequence[Callable[[Any], Any]] = (
 )
 
 
+def read_text(file: IO[str], what: str, *, at_most: int) -> str:
+    """Returns the text of an open file.
+
+    Raises:
+        ConfigError: it is no text, or longer than `at_most` characters; the message shows nothing of it.
+    """
+    try:
+        text = file.read(at_most + 1)
+    except UnicodeDecodeError:
+        raise ConfigError(f"{what} is no text") from None
+    if len(text) > at_most:
+        raise ConfigError(f"{what} is longer than {at_most} characters")
+    return text
+
+
 def _first(path: Path | None) -> str:
     assert path is not None
-    with click.open_file(str(path)) as file:
-        return str(file.read(8192))
+    try:
+        with click.open_file(str(path)) as file:
+            return read_text(file, f"the token file {path}", at_most=8192)
+    except OSError as error:
+        raise ConfigError(f"the token file {path} cannot be read: {error.strerror}") from None

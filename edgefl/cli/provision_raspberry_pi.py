@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
-from edgefl.cli.provision_options import BoardOptions, BoardToken, board_options
+from edgefl.cli.provision_options import BoardOptions, BoardToken, board_options, read_text
 from edgefl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def command(  # noqa: PLR0913, PLR0917 one argument per option
         name="",
         hostname=None if hostname is None else card.checked_hostname(hostname),
         user=None if user is None else card.checked_user(user),
-        ssh_keys=() if ssh_key is None else card.ssh_keys(ssh_key.read(65536), ssh_key.name),
+        ssh_keys=() if ssh_key is None else card.ssh_keys(_keys_in(ssh_key), ssh_key.name),
         network=network,
     )
     job = Job(options=options, wishes=wishes, extras=options.extras(), system=system, force=force)
@@ -280,6 +280,10 @@ def _say(name: str, words: str, files: Mapping[str, bytes | Path], token: BoardT
 
     until = f"; its token lets one board in until {token.expires}" if token.expires else ""
     click.echo(f"{name}: {words}, {len(files)} files, {num_bytes(files) / 1e6:.1f} MB{until}")
+
+
+def _keys_in(file: TextIO) -> str:
+    return read_text(file, f"the SSH key {file.name}", at_most=65536)
 
 
 def _key(ssid: str, password: str | None) -> str:

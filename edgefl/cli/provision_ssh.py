@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from edgefl.cli.provision_options import read_text
 from edgefl.cli.render import format_option, print_rows
 from edgefl.errors import JoinError
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from edgefl.provision.ssh_join import BoardResult
 
 COLUMNS = ("host", "name", "result", "step", "seconds", "note")
-MAX_HOSTS_BYTES = 1_000_000
+MAX_HOSTS_CHARS = 1_000_000
 TOKEN_TTL = "1h"  # noqa: S105 a lifetime, no secret
 _FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
 
@@ -66,7 +67,7 @@ def ssh(  # noqa: PLR0913 one argument per option
     from edgefl.provision.hosts_file import parse_hosts  # noqa: PLC0415 fast start
     from edgefl.provision.ssh_join import Outcome, TokenDesk, Visit, visit_all  # noqa: PLC0415 likewise
 
-    hosts = parse_hosts(hosts_file.read(MAX_HOSTS_BYTES))
+    hosts = parse_hosts(read_text(hosts_file, "the hosts file", at_most=MAX_HOSTS_CHARS))
     fingerprint, make = _desk(text, url)
     extra, version, is_offline = _brought(wheels, lock, signers)
     visit = Visit(

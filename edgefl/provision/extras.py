@@ -14,6 +14,7 @@ from edgefl.errors import ConfigError, NotFoundError, UsageError
 from edgefl.provision.card import Files
 from edgefl.provision.payload import LOCK
 
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+!-]{0,199}")
 _WHEEL = re.compile(r"wheels/edgefl-([^-]+)-")
 _LOCKED = re.compile(r"^edgefl==(\S+).*--hash=sha256:", re.MULTILINE)
 
@@ -36,7 +37,7 @@ def wheels(folder: Path) -> Files:
         )
     if strange := [path.name for path in found if path.suffix != ".whl"]:
         raise ConfigError(f"{folder} holds what is no wheel: {', '.join(strange[:5])}; boards install wheels only")
-    return {f"wheels/{path.name}": path for path in found}
+    return {f"wheels/{_plain(path.name)}": path for path in found}
 
 
 def lock(path: Path) -> Files:
@@ -50,6 +51,8 @@ def lock(path: Path) -> Files:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise NotFoundError(f"the lock {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"the lock {path} is no text; a lock lies in provisioning/locks") from None
     if "--hash=sha256:" not in text:
         raise ConfigError(f"the lock {path} has no hashes; boards install only what it names by SHA-256")
     return {LOCK: path}
@@ -92,8 +95,20 @@ def signers(paths: Iterable[Path]) -> Files:
             pem = path.read_bytes()
         except OSError as error:
             raise NotFoundError(f"the signer's key {path} cannot be read: {error.strerror}") from None
-        made[f"signers/{path.stem}.pem"] = _public(pem, path)
+        name = f"signers/{_plain(path.stem)}.pem"
+        if name in made:
+            raise ConfigError(f"two signers' keys are called {path.stem}; rename one, boards tell them apart by this")
+        made[name] = _public(pem, path)
     return made
+
+
+def _plain(name: str) -> str:
+    """Returns a file's name that a card, a manifest and a shell take as it is."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"a file of a payload is called by letters, digits and . _ + - ! alone, got {name!r}; rename it"
+        )
+    return name
 
 
 def _public(pem: bytes, path: Path) -> bytes:

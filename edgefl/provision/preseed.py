@@ -39,7 +39,7 @@ def preseed(wishes: Wishes, known_text: str = "") -> bytes:
     value["runcmd"]["early"] = list(dict.fromkeys(commands))
     for section, settings in _sections(wishes, known).items():
         value[section] = {**known.get(section, {}), **settings}
-    return f"# {MARK}; the join token is not in here.\n{_toml(value)}".encode()
+    return f"# {MARK}; the join token is not in here.\n{_checked_toml(value)}".encode()
 
 
 def _sections(wishes: Wishes, known: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -61,6 +61,20 @@ def _sections(wishes: Wishes, known: dict[str, Any]) -> dict[str, dict[str, Any]
         static = {"method": "static", "address": network.address, "gateway": network.gateway}
         made["ethernet"] = {**static, "dns": list(network.dns)}
     return made
+
+
+def _checked_toml(value: dict[str, Any]) -> str:
+    try:
+        text = _toml(value)
+        is_kept = tomllib.loads(text) == value
+    except (TypeError, tomllib.TOMLDecodeError):
+        is_kept = False
+    if not is_kept:
+        raise ConfigError(
+            f"the card's {NAME} holds more than plain values in one level of tables (dates, tables in tables, odd "
+            "keys), which cannot be kept; mend or remove it"
+        )
+    return text
 
 
 def _toml(value: dict[str, Any]) -> str:

@@ -123,6 +123,10 @@ def test_a_token_is_made_by_the_coordinator_for_one_board(run: Run, card: Path, 
         (["--boot", "{empty}", "--name", "pi-01"], 3, "no boot partition"),
         (["--boot", "{card}", "--name", "pi-01", "--shard", "digits"], 2, "TASK=PATH"),
         (["--boot", "{card}", "--name", "pi-01", "--shard", "digits=d.npz"], 2, "absolute path"),
+        (["--boot", "{card}", "--name", "pi-01", "--shard", "a=/d", "--shard", "a=/e"], 2, "names a twice"),
+        (["--boot", "{card}", "--name", "pi-01", "--ssh-key", "{binary}"], 3, "is no text"),
+        (["--boot", "{card}", "--name", "pi-01", "--token-file", "{binary}"], 3, "is no text"),
+        (["--boot", "{card}", "--name", "pi-01", "--token-file", "{new}"], 3, "cannot be read"),
         (["--boot", "{card}", "--name", "pi-01", "--wheels", "{empty}"], 3, "one wheel of edgefl"),
         (["--boot", "{card}", "--name", "pi-01", "--wifi-ssid", "lab"], 2, "password is missing"),
         (["--boot", "{card}", "--name", "pi-01", "--wifi-ssid", "lab", "--wifi-password", "x"], 2, "8 to 63"),
@@ -141,7 +145,9 @@ def test_what_makes_no_sense_is_one_line_and_writes_nothing(
     (tmp_path / "empty").mkdir()
     before = tree(card)
     places = {"card": card, "empty": tmp_path / "empty", "new": tmp_path / "new"}
-    token = [] if "--token" in given or "--count" in given else ["--token", TOKEN]
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    places["binary"] = tmp_path / "binary"
+    token = [] if {"--token", "--count", "--token-file"} & set(given) else ["--token", TOKEN]
     ended, out, err = run(*(word.format(**places) if "efl1" not in word else word for word in given), *token)
     assert (ended, out, err.count("\n")) == (code, "", 1), err
     assert words in err

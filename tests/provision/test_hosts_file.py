@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from edgefl.cli.main import main
+from edgefl.cli.provision_ssh import MAX_HOSTS_CHARS
 from edgefl.errors import ConfigError
 from edgefl.provision.hosts_file import BoardHost, parse_hosts
 
@@ -60,3 +64,21 @@ def test_what_is_not_understood_is_told_with_its_line(text: str, told: str) -> N
     with pytest.raises(ConfigError) as raised:
         parse_hosts(text)
     assert told in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"pi@board name=a\xff\n", "the hosts file is no text"),
+        (b"# a board a line\n" * MAX_HOSTS_CHARS, "the hosts file is longer than 1000000 characters"),
+    ],
+)
+def test_a_file_that_is_no_text_or_would_be_cut_off_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, told: str
+) -> None:
+    (tmp_path / "hosts").write_bytes(content)
+    with pytest.raises(SystemExit) as ended:
+        main(["-q", "provision", "ssh", "--hosts", str(tmp_path / "hosts"), "--token", "x"])
+    err = capsys.readouterr().err
+    assert (ended.value.code, err.count("\n")) == (3, 1)
+    assert told in err

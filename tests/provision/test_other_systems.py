@@ -125,6 +125,20 @@ def test_preseed_keeps_what_the_card_s_own_says() -> None:
         preseed.preseed(Wishes(name="pi-01"), "[")
 
 
+@pytest.mark.parametrize(
+    "known",
+    [
+        "[user]\nborn = 2026-01-01\n",
+        "[wlan.more]\nssid = 'x'\n",
+        "'odd key' = 1\n",
+        "[runcmd]\nlate = [{ a = 1 }]\n",
+    ],
+)
+def test_settings_that_would_be_written_wrong_are_refused(known: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be kept"):
+        preseed.preseed(Wishes(name="pi-01"), known)
+
+
 def test_what_is_replaced_is_kept_beside_it_once_and_never_with_a_token() -> None:
     card = {"user-data": b"#cloud-config\nhostname: a\n", "meta-data": b"x: efl1.abc\n"}
     made = card_files(System.TRIXIE, Wishes(name="pi-01"), {}, card.get)

@@ -146,6 +146,31 @@ def test_a_payload_says_which_edgefl_it_brings_and_one_that_would_ask_an_index_f
         extras.edgefl_version({"wheels/edgefl-": b""})
 
 
+@pytest.mark.parametrize(
+    "name", ['edgefl-1-"-py3.whl', "edgefl-1 -py3.whl", "edgefl-1\n-py3.whl", "edgefl-1-$(x).whl"]
+)
+def test_a_file_whose_name_a_shell_or_the_manifest_would_misread_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match="rename it"):
+        extras.wheels(tmp_path)
+
+
+def test_two_signers_of_one_name_are_not_taken_for_one(tmp_path: Path) -> None:
+    paths = [tmp_path / folder / "team.pem" for folder in ("a", "b")]
+    for path in paths:
+        path.parent.mkdir()
+        key = ed25519.Ed25519PrivateKey.generate().public_key()
+        path.write_bytes(key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    with pytest.raises(ConfigError, match="two signers' keys are called team"):
+        extras.signers(paths)
+
+
+def test_a_lock_that_is_no_text_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "lock").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="is no text"):
+        extras.lock(tmp_path / "lock")
+
+
 def test_signers_are_public_ed25519_keys(tmp_path: Path) -> None:
     key = ed25519.Ed25519PrivateKey.generate()
     (tmp_path / "team.pub.pem").write_bytes(
