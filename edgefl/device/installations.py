@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -20,6 +19,7 @@ from numpy.random import Generator
 
 from edgefl.bundles.archive import MAX_FILE_BYTES, read_bundle
 from edgefl.bundles.keys import Signers
+from edgefl.device.errands import Errands
 from edgefl.device.file_fetch import TIMEOUT_S, Source, WantedFile, fetch_file, json_answer
 from edgefl.device.install_facts import BY_HAND, Site, install_facts
 from edgefl.device.slots.acceptance import accepted_wheels
@@ -28,17 +28,14 @@ from edgefl.device.slots.inbox import FOLDER, REQUEST, SUFFIX, InstallRequest, w
 from edgefl.device.slots.status import read_status
 from edgefl.device.state import DeviceState
 from edgefl.device.trust import request
-from edgefl.errors import BundleError, ConfigError, DataError, EdgeflError, NetworkError, NotFoundError, StoreError
+from edgefl.errors import BundleError, ConfigError, DataError, EdgeflError, NotFoundError, StoreError
 from edgefl.files import make_private_directory, write_whole
 from edgefl.types import Json
 
 log = logging.getLogger(__name__)
 
 NOTE = "note.json"
-FIRST_BACKOFF_S = 0.5
-MAX_BACKOFF_S = 30.0
 LOOK_S = 0.5
-DAMAGED_ATTEMPTS = 2
 
 _ENDED = frozenset({"running", "refused", "failed", "rolled-back"})
 _ID = re.compile(r"[A-Za-z0-9._-]{1,100}\Z")
@@ -52,10 +49,6 @@ class InstallReport:
     id: str
     state: str
     reason: str | None = None
-
-
-class _NotWantedError(Exception):
-    """Another installation was ordered, or the agent stops."""
 
 
 class Installations:
@@ -80,25 +73,20 @@ class Installations:
         on_change: Callable[[], None],
         rng: Generator,
     ) -> None:
-        self._root, self._site, self._source, self._on_change, self._rng = state.root, site, source, on_change, rng
+        self._root, self._site, self._source, self._on_change = state.root, site, source, on_change
         self._folder = state.root / FOLDER
         self._note = self._read_note()
         self._health = _health(site, boot_id)
-        self._orders = [self._note.id] if self._note is not None and self._note.state not in _ENDED else []
-        self._lock = threading.Lock()
-        self._wake, self._stopping = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._work, name="installations", daemon=True)
+        under_way = [self._note.id] if self._note is not None and self._note.state not in _ENDED else []
+        self._errands = Errands("installations", self._install, on_failure=self._failed, rng=rng, orders=under_way)
 
     def start(self) -> None:
         """Says that this version has come up, and goes on with what an earlier life was at."""
         self._tell_health()
-        self._thread.start()
+        self._errands.start()
 
     def stop(self, within_s: float = 2.0) -> None:
-        self._stopping.set()
-        self._wake.set()
-        if self._thread.is_alive():
-            self._thread.join(within_s)
+        self._errands.stop(within_s)
 
     def connected(self) -> None:
         """Says that this version works: it has reached the coordinator, and the two understand each other."""
@@ -108,10 +96,7 @@ class Installations:
 
     def install(self, installation: str) -> None:
         """Begins an installation; one that is done is only reported again."""
-        with self._lock:
-            if installation not in self._orders[-1:]:
-                self._orders.append(installation)
-        self._wake.set()
+        self._errands.add(installation)
 
     @property
     def report(self) -> Json | None:
@@ -123,25 +108,9 @@ class Installations:
         """Returns what capabilities say; see `install_facts`."""
         return install_facts(self._site)
 
-    def _work(self) -> None:
-        while not self._stopping.is_set():
-            with self._lock:
-                order = self._orders[0] if self._orders else None
-            if order is None:
-                self._wake.wait()
-                self._wake.clear()
-                continue
-            try:
-                self._install(order)
-            except _NotWantedError:
-                pass
-            except Exception as error:  # the boundary of the thread: the next order may be the remedy
-                log.exception("installation %s failed", order)
-                self._note = InstallReport(id=order, state="failed", reason=f"{type(error).__name__}: {error}")
-                self._on_change()
-            with self._lock:
-                if not self._stopping.is_set():
-                    self._orders.remove(order)
+    def _failed(self, installation: str, error: Exception) -> None:
+        self._note = InstallReport(id=installation, state="failed", reason=f"{type(error).__name__}: {error}")
+        self._on_change()
 
     def _install(self, installation: str) -> None:
         note = self._note
@@ -149,7 +118,9 @@ class Installations:
             self._on_change()
             return
         try:
-            if note is None or note.id != installation or note.state != "requested":
+            is_asked = note is not None and note.id == installation and note.state == "requested"
+            # The note comes before the request, so a power cut may have left it without one.
+            if not is_asked or not (self._folder / REQUEST).exists():
                 self._ask(installation)
             self._await_outcome(installation)
         except BundleError as error:
@@ -172,32 +143,20 @@ class Installations:
         log.info("installation %s: verified; the updater takes over", installation)
 
     def _fetched(self, installation: str) -> Path:
-        backoff_s, damaged = FIRST_BACKOFF_S, 0
-        while True:
-            try:
-                wanted = fetch_bundle_offer(self._source(), installation)
-                self._prune(keep=wanted.sha256)
-                return fetch_file(self._source(), wanted, self._folder, lambda: not self._is_called_off())
-            except NetworkError as error:
-                log.info("installation %s: %s; trying again", installation, error)
-                self._on_change()
-            except DataError as error:
-                damaged += 1
-                if damaged == DAMAGED_ATTEMPTS:
-                    raise
-                log.warning("installation %s: %s; fetching it once more", installation, error)
-            self._check_wanted()
-            self._wake.wait(backoff_s * self._rng.uniform(0.5, 1.0))
-            self._wake.clear()
-            self._check_wanted()
-            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+        def attempt() -> Path:
+            wanted = fetch_bundle_offer(self._source(), installation)
+            self._prune(keep=wanted.sha256)
+            return fetch_file(self._source(), wanted, self._folder, lambda: not self._errands.is_called_off())
+
+        return self._errands.until_done(attempt, what=f"installation {installation}", on_away=self._on_change)
 
     def _await_outcome(self, installation: str) -> None:
         slots = self._site.slots
         if slots is None:
             raise ConfigError(BY_HAND)
         patience_s = time.monotonic() + self._site.no_answer_s
-        while not self._stopping.wait(LOOK_S):
+        while True:
+            self._errands.sleep(LOOK_S)
             status = read_status(slots)
             if status.outcome is not None and status.outcome.id == installation:
                 self._end(InstallReport(id=installation, state=status.outcome.state, reason=status.outcome.reason))
@@ -210,14 +169,16 @@ class Installations:
                     f"the updater did not begin within {self._site.no_answer_s:g} s; on the board: "
                     "systemctl status edgefl-update.path edgefl-update.service"
                 )
-        raise _NotWantedError
 
     def _end(self, report: InstallReport) -> None:
         if report.reason:
             log.warning("installation %s is %s: %s", report.id, report.state, report.reason)
         else:
             log.info("installation %s is %s", report.id, report.state)
-        self._keep(report)
+        try:
+            self._keep(report)
+        except StoreError as error:  # it is said, and must not become a failure of what has ended otherwise
+            log.warning("what became of installation %s cannot be kept: %s", report.id, error)
         if self._folder.is_dir():
             (self._folder / REQUEST).unlink(missing_ok=True)
             self._prune()
@@ -251,14 +212,6 @@ class Installations:
             write_health(self._root, self._health)
         except StoreError as error:
             log.warning("the updater cannot be told that this version works: %s", error)
-
-    def _check_wanted(self) -> None:
-        if self._is_called_off():
-            raise _NotWantedError
-
-    def _is_called_off(self) -> bool:
-        with self._lock:
-            return self._stopping.is_set() or len(self._orders) > 1
 
 
 def fetch_bundle_offer(source: Source, installation: str) -> WantedFile:

@@ -13,6 +13,7 @@ import pytest
 from model_source import ModelSource
 from wheel_files import Signer, make_slots, stand_in
 
+from edgefl.device import installations as module
 from edgefl.device.file_fetch import Source
 from edgefl.device.install_facts import BY_HAND, Site, install_facts
 from edgefl.device.installations import Installations
@@ -21,7 +22,7 @@ from edgefl.device.slots.inbox import InstallRequest, read_request
 from edgefl.device.slots.layout import Pack, SlotRecord, Slots
 from edgefl.device.slots.status import Outcome, UpdaterStatus, write_status
 from edgefl.device.state import DeviceState, JoinedDevice
-from edgefl.errors import NetworkError
+from edgefl.errors import NetworkError, StoreFullError
 from edgefl.types import derived_rng
 
 
@@ -224,3 +225,37 @@ def test_a_note_that_is_damaged_is_left_aside(board: Board) -> None:
     (board.root / "updates").mkdir()
     (board.root / "updates" / "note.json").write_text(json.dumps([1]))
     assert board.start().report is None
+
+
+def test_a_power_cut_between_note_and_request_costs_nothing(board: Board) -> None:
+    wanted = board.offers(release(board))
+    first = board.start()
+    first.install("i1")
+    reports(first, "requested")
+    until(lambda: read_request(board.root))
+    first.stop()
+    (board.root / "updates" / "request.json").unlink()
+    again = board.start()
+    assert until(lambda: read_request(board.root)) == wanted
+    board.answer("running")
+    reports(again, "running")
+    assert len(board.coordinator.ranges) == 1
+
+
+def test_a_note_that_finds_no_room_makes_no_failure_of_a_release_that_runs(
+    board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    board.offers(release(board))
+    installations = board.start()
+    installations.install("i1")
+    reports(installations, "requested")
+    until(lambda: read_request(board.root))
+
+    def no_room(path: Path, _content: bytes) -> None:
+        raise StoreFullError(f"{path} cannot be written: No space left on device")
+
+    monkeypatch.setattr(module, "write_whole", no_room)
+    board.answer("running")
+    reports(installations, "running")
+    until(lambda: not list((board.root / "updates").glob("*.bundle")))
+    assert installations.report == {"id": "i1", "state": "running"}

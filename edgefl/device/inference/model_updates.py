@@ -7,32 +7,23 @@ was killed goes on when it starts again.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from numpy.random import Generator
 
+from edgefl.device.errands import Errands
 from edgefl.device.inference.model_check import Question, Scores, check_apart
 from edgefl.device.inference.model_fetch import Offer, Source, fetch_model, fetch_offer
 from edgefl.device.inference.model_store import DeployedModel, ModelStore, Note, Report, report_json
 from edgefl.device.state import DeviceState
-from edgefl.errors import DataError, NetworkError, NotFoundError, StoreError
+from edgefl.errors import DataError, NotFoundError, StoreError
 from edgefl.types import Json
 
 log = logging.getLogger(__name__)
 
-FIRST_BACKOFF_S = 0.5
-MAX_BACKOFF_S = 30.0
-DAMAGED_ATTEMPTS = 2
-"""A file that arrives damaged is fetched once more from its beginning."""
-
 _ENDED = frozenset({"running", "refused", "failed", "reverted"})
-
-
-class _NotWantedError(Exception):
-    """Another command came, or the agent stops."""
 
 
 class ModelUpdates:
@@ -55,24 +46,21 @@ class ModelUpdates:
         rng: Generator,
         check: Callable[[Question], Scores] = check_apart,
     ) -> None:
-        self._root, self._source, self._on_change, self._rng, self._check = state.root, source, on_change, rng, check
+        self._root, self._source, self._on_change, self._check = state.root, source, on_change, check
         self._store = ModelStore(state.root)
         self._note = self._store.read()
-        self._commands: list[tuple[str, str]] = [("deploy", self._note.pending)] if self._note.pending else []
-        self._lock = threading.Lock()
-        self._wake, self._stopping = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._work, name="models", daemon=True)
+        under_way = [("deploy", self._note.pending)] if self._note.pending else []
+        self._errands: Errands[tuple[str, str]] = Errands(
+            "models", self._carry_out, on_failure=self._failed, rng=rng, orders=under_way
+        )
 
     def start(self) -> None:
         """Goes on with what an earlier life of the agent was at."""
-        self._thread.start()
+        self._errands.start()
 
     def stop(self, within_s: float = 2.0) -> None:
         """Leaves what is under way; it is taken up again at the next start."""
-        self._stopping.set()
-        self._wake.set()
-        if self._thread.is_alive():
-            self._thread.join(within_s)
+        self._errands.stop(within_s)
 
     @property
     def model(self) -> str | None:
@@ -87,40 +75,20 @@ class ModelUpdates:
 
     def deploy(self, deployment: str) -> None:
         """Begins a deployment; one that is done already is only reported again."""
-        self._command("deploy", deployment)
+        self._errands.add(("deploy", deployment))
 
     def roll_back(self, deployment: str) -> None:
         """Leaves a deployment: gives it up, or goes back to the model before it."""
-        self._command("rollback", deployment)
+        self._errands.add(("rollback", deployment))
 
-    def _command(self, kind: str, deployment: str) -> None:
-        with self._lock:
-            if (kind, deployment) not in self._commands[-1:]:
-                self._commands.append((kind, deployment))
-        self._wake.set()
+    def _carry_out(self, order: tuple[str, str]) -> None:
+        kind, deployment = order
+        (self._deploy if kind == "deploy" else self._go_back)(deployment)
 
-    def _work(self) -> None:
-        while not self._stopping.is_set():
-            with self._lock:
-                command = self._commands[0] if self._commands else None
-            if command is None:
-                self._wake.wait()
-                self._wake.clear()
-                continue
-            try:
-                (self._deploy if command[0] == "deploy" else self._go_back)(command[1])
-            except _NotWantedError:
-                pass
-            except StoreError as error:  # the note could not be written; what is to be said is said all the same
-                log.warning("deployment %s: %s", command[1], error)
-            except Exception as error:  # the boundary of the thread: the next deployment may be the remedy
-                log.exception("deployment %s failed", command[1])
-                reason = f"{type(error).__name__}: {error}"
-                self._note = replace(self._note, report=Report(id=command[1], state="failed", reason=reason))
-                self._on_change()
-            with self._lock:
-                if not self._stopping.is_set():
-                    self._commands.remove(command)
+    def _failed(self, order: tuple[str, str], error: Exception) -> None:
+        reason = f"{type(error).__name__}: {error}"
+        self._note = replace(self._note, report=Report(id=order[1], state="failed", reason=reason))
+        self._on_change()
 
     def _deploy(self, deployment: str) -> None:
         note = self._note
@@ -142,34 +110,14 @@ class ModelUpdates:
             self._end(Report(id=deployment, state="failed", reason=str(error)))
 
     def _fetched(self, deployment: str) -> tuple[Offer, Path]:
-        """Returns the file, however often the connection breaks; what is final is raised."""
-        backoff_s, damaged = FIRST_BACKOFF_S, 0
-        while True:
-            try:
-                offer = fetch_offer(self._source(), deployment)
-                self._store.prune(self._note, keep=offer.sha256)
-                return offer, fetch_model(
-                    self._source(), offer, self._store.folder, lambda: not self._is_called_off()
-                )
-            except NetworkError as error:
-                log.info("deployment %s: %s; trying again", deployment, error)
-                self._on_change()
-            except DataError as error:
-                damaged += 1
-                if damaged == DAMAGED_ATTEMPTS:
-                    raise
-                log.warning("deployment %s: %s; fetching it once more", deployment, error)
-            if self._is_called_off():
-                raise _NotWantedError
-            self._wake.wait(backoff_s * self._rng.uniform(0.5, 1.0))
-            self._wake.clear()
-            if self._is_called_off():
-                raise _NotWantedError
-            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+        def attempt() -> tuple[Offer, Path]:
+            offer = fetch_offer(self._source(), deployment)
+            self._store.prune(self._note, keep=offer.sha256)
+            return offer, fetch_model(
+                self._source(), offer, self._store.folder, lambda: not self._errands.is_called_off()
+            )
 
-    def _is_called_off(self) -> bool:
-        with self._lock:
-            return self._stopping.is_set() or len(self._commands) > 1
+        return self._errands.until_done(attempt, what=f"deployment {deployment}", on_away=self._on_change)
 
     def _judge(self, offer: Offer, path: Path) -> None:
         device, former = DeviceState.load(self._root).device, self._note.current
@@ -187,8 +135,7 @@ class ModelUpdates:
                 test_fraction=offer.test_fraction,
             )
         )
-        if self._is_called_off():
-            raise _NotWantedError
+        self._errands.check_wanted()
         report = Report(
             id=offer.deployment,
             state="running",
@@ -226,7 +173,10 @@ class ModelUpdates:
         """Keeps the model that there is, and what is to be said."""
         if report.reason:
             log.warning("deployment %s is %s: %s", report.id, report.state, report.reason)
-        self._keep(replace(self._note, report=report, pending=None))
+        try:
+            self._keep(replace(self._note, report=report, pending=None))
+        except StoreError as error:  # it is said, and must not become a failure of what has ended otherwise
+            log.warning("what became of deployment %s cannot be kept: %s", report.id, error)
         self._store.prune(self._note)
 
     def _keep(self, note: Note) -> None:
