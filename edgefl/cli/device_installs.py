@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 import click
 
 from edgefl.cli.render import format_option, print_rows
+from edgefl.cli.rollouts import canary_option, operator, path_of, print_rollout, url_option, watched
 from edgefl.errors import RunFailedError, UsageError
 
-FINAL = frozenset({"done", "failed", "superseded"})
-POLL_S = 0.5
 COLUMNS = ("installation_id", "kind", "name", "version", "status", "counts", "created_at", "reason")
 DEVICE_COLUMNS = ("device_id", "part", "state", "reported_at", "reason")
 FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 
-url_option = click.option("--url", metavar="URL", help="The coordinator [default: the one in operator.toml].")
-canary_option = click.option(
-    "--canary", type=click.IntRange(0), default=0, show_default=True, help="How many devices get it first."
-)
 within_option = click.option(
     "--within", "canary_s", type=float, metavar="SECONDS", help="Time of the canaries [default: 1800]."
 )
@@ -94,26 +88,28 @@ def install(  # noqa: PLR0913 one argument per option
 def updates(*, installation: str | None, url: str | None, fmt: str) -> None:
     """List what was brought to the boards, oldest first, or the devices of one with what they report."""
     if installation is None:
-        rows = _operator(url).get("/edgefl/v1/installations")["rows"]
+        rows = operator(url).get("/edgefl/v1/installations")["rows"]
         print_rows(rows, COLUMNS, fmt, kind="installations")
         return
-    _print(_operator(url).get(_path(installation)), fmt)
+    _print(operator(url).get(path_of("installations", installation)), fmt)
 
 
 def _bring(bundle: Path, url: str | None) -> Any:
     from edgefl.protocol import BUNDLES_PATH  # noqa: PLC0415 fast start
 
     with bundle.open("rb") as file:
-        return _operator(url).upload(BUNDLES_PATH, file)
+        return operator(url).upload(BUNDLES_PATH, file)
 
 
 def _order(wish: dict[str, Any], waits: bool, url: str | None, fmt: str) -> None:
     given = {name: value for name, value in wish.items() if value is not None}
-    found = _operator(url).post("/edgefl/v1/installations", given)
+    found = operator(url).post("/edgefl/v1/installations", given)
     for name, reason in sorted(found["left_out"].items()):
         click.echo(f"{name} is left out: {reason}", err=True)
     if waits:
-        found = _watched(found, url)
+        path = path_of("installations", found["installation_id"])
+        reader = operator(url)
+        found = watched(found, lambda: reader.get(path))
     if fmt == "table":
         click.echo(found["installation_id"])
     if waits or fmt != "table":
@@ -124,35 +120,5 @@ def _order(wish: dict[str, Any], waits: bool, url: str | None, fmt: str) -> None
         raise RunFailedError(f"{found['name']} {found['version']} is not everywhere: {said}")
 
 
-def _watched(found: Any, url: str | None) -> Any:
-    operator = _operator(url)
-    said = None
-    while found["status"] not in FINAL:
-        if (found["status"], found["counts"]) != said:
-            said = found["status"], found["counts"]
-            counts = ", ".join(f"{number} {state}" for state, number in sorted(found["counts"].items()))
-            click.echo(f"{found['status']}: {counts}", err=True)
-        time.sleep(POLL_S)
-        found = operator.get(_path(found["installation_id"]))
-    return found
-
-
 def _print(found: Any, fmt: str) -> None:
-    if fmt == "table":
-        print_rows([found], COLUMNS)
-        print_rows(found["each"], DEVICE_COLUMNS)
-        return
-    rows = found["each"] if fmt == "csv" else [found]
-    print_rows(rows, DEVICE_COLUMNS if fmt == "csv" else (*COLUMNS, "each"), fmt, kind="installations")
-
-
-def _operator(url: str | None) -> Any:
-    from edgefl.client import Operator  # noqa: PLC0415 fast start
-
-    return Operator.from_options(url)
-
-
-def _path(installation: str) -> str:
-    from edgefl.client import named_path  # noqa: PLC0415 fast start
-
-    return named_path("installations", installation)
+    print_rollout(found, fmt, kind="installations", columns=COLUMNS, device_columns=DEVICE_COLUMNS)

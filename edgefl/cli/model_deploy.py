@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import click
 
 from edgefl.cli.render import format_option, print_rows
+from edgefl.cli.rollouts import canary_option, operator, path_of, print_rollout, url_option, watched
 from edgefl.errors import RunFailedError
 
-FINAL = frozenset({"done", "failed", "superseded"})
-POLL_S = 0.5
 COLUMNS = ("deployment_id", "model", "task", "status", "counts", "created_at", "reason")
 DEVICE_COLUMNS = (
     "device_id",
@@ -25,12 +23,10 @@ DEVICE_COLUMNS = (
 )
 SHOWN_DIGITS = 12
 
-url_option = click.option("--url", metavar="URL", help="The coordinator [default: the one in operator.toml].")
-
 
 @click.command()
 @click.argument("model")
-@click.option("--canary", type=click.IntRange(0), default=0, show_default=True, help="How many devices get it first.")
+@canary_option
 @click.option("--to", "devices", multiple=True, metavar="DEVICE", help="Only this device; may be repeated.")
 @click.option("--within", "canary_s", type=float, metavar="SECONDS", help="Time of the canaries [default: 600].")
 @click.option("--tolerance", type=float, help="How much lower the accuracy may be than before [default: 0.02].")
@@ -63,9 +59,11 @@ def deploy(  # noqa: PLR0913 one argument per option
         "min_accuracy": min_accuracy,
     }
     given = {name: value for name, value in asked.items() if value is not None}
-    found = _operator(url).post("/edgefl/v1/deployments", given)
+    found = operator(url).post("/edgefl/v1/deployments", given)
     if watches:
-        found = _watched(found, url)
+        path = path_of("deployments", found["deployment_id"])
+        reader = operator(url)
+        found = watched(found, lambda: reader.get(path))
     if fmt == "table":
         click.echo(found["deployment_id"])
     if watches or fmt != "table":
@@ -81,45 +79,15 @@ def deploy(  # noqa: PLR0913 one argument per option
 def deployments(*, deployment: str | None, url: str | None, fmt: str) -> None:
     """List the deployments, oldest first, or the devices of one with what they report."""
     if deployment is None:
-        rows = _operator(url).get("/edgefl/v1/deployments")["rows"]
+        rows = operator(url).get("/edgefl/v1/deployments")["rows"]
         print_rows([_short(row, fmt) for row in rows], COLUMNS, fmt, kind="deployments")
         return
-    _print(_operator(url).get(_path(deployment)), fmt)
+    _print(operator(url).get(path_of("deployments", deployment)), fmt)
 
 
 def _print(found: Any, fmt: str) -> None:
-    if fmt == "table":
-        print_rows([_short(found, fmt)], COLUMNS)
-        print_rows(found["each"], DEVICE_COLUMNS)
-        return
-    rows = found["each"] if fmt == "csv" else [found]
-    print_rows(rows, DEVICE_COLUMNS if fmt == "csv" else (*COLUMNS, "each"), fmt, kind="deployments")
-
-
-def _watched(found: Any, url: str | None) -> Any:
-    operator = _operator(url)
-    said = None
-    while found["status"] not in FINAL:
-        if (found["status"], found["counts"]) != said:
-            said = found["status"], found["counts"]
-            counts = ", ".join(f"{number} {state}" for state, number in sorted(found["counts"].items()))
-            click.echo(f"{found['status']}: {counts}", err=True)
-        time.sleep(POLL_S)
-        found = operator.get(_path(found["deployment_id"]))
-    return found
+    print_rollout(_short(found, fmt), fmt, kind="deployments", columns=COLUMNS, device_columns=DEVICE_COLUMNS)
 
 
 def _short(row: Any, fmt: str) -> Any:
     return {**row, "model": row["model"][:SHOWN_DIGITS]} if fmt == "table" else row
-
-
-def _operator(url: str | None) -> Any:
-    from edgefl.client import Operator  # noqa: PLC0415 fast start
-
-    return Operator.from_options(url)
-
-
-def _path(deployment: str) -> str:
-    from edgefl.client import named_path  # noqa: PLC0415 fast start
-
-    return named_path("deployments", deployment)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated
 
 from fastapi import APIRouter, Body, Depends, Request
 from fastapi.responses import FileResponse
@@ -14,6 +13,7 @@ from edgefl.coordinator.access import MAX_PATH_CHARS, Guard
 from edgefl.coordinator.attempts import Note, network_of, nobody_notes
 from edgefl.coordinator.rollouts.deployment_wishes import DeploymentWish
 from edgefl.coordinator.rollouts.deployments import Deployments
+from edgefl.coordinator.web.rollout_json import rollout_json, rollout_with_devices
 from edgefl.errors import NotAllowedError
 from edgefl.protocol import PROTOCOL_VERSION
 from edgefl.storage.deployment_records import DeploymentRecord
@@ -52,7 +52,7 @@ def deployment_router(
     @router.get("", dependencies=reads)
     def listed() -> Json:
         counts = store.deployment_counts()
-        rows = [_as_json(one, counts.get(one.deployment_id, {})) for one in reversed(store.deployments())]
+        rows = [rollout_json(one, counts.get(one.deployment_id, {})) for one in reversed(store.deployments())]
         return {"v": PROTOCOL_VERSION, "rows": rows}
 
     @router.post("", dependencies=acts)
@@ -77,14 +77,5 @@ def deployment_router(
 
 
 def _shown(store: Store, record: DeploymentRecord) -> Json:
-    """Returns one deployment with its devices."""
-    rows = store.deployment_devices(record.deployment_id)
-    counts = store.deployment_counts().get(record.deployment_id, {})
-    each = [{**asdict(row), "state": str(row.state)} for row in rows]
-    return {"v": PROTOCOL_VERSION, **_as_json(record, counts), "each": each}
-
-
-def _as_json(record: DeploymentRecord, counts: Mapping[str, int]) -> Json:
-    """Returns a deployment as JSON values, with how many of its devices are in which state."""
-    value: dict[str, Any] = {**asdict(record), "options": dict(record.options), "counts": dict(counts)}
-    return {**value, "status": str(record.status), "devices": list(record.devices) if record.devices else None}
+    rows, counts = store.deployment_devices(record.deployment_id), store.deployment_counts()
+    return rollout_with_devices(record, rows, counts.get(record.deployment_id, {}))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import APIRouter, Body, Depends, Request
@@ -15,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from edgefl.config import from_mapping
 from edgefl.coordinator.access import Guard
 from edgefl.coordinator.rollouts.installations import Installations, InstallationWish
+from edgefl.coordinator.web.rollout_json import rollout_json, rollout_with_devices
 from edgefl.errors import NetworkError
 from edgefl.protocol import BUNDLES_PATH, PROTOCOL_VERSION
 from edgefl.storage.installation_records import InstallationRecord
@@ -50,7 +49,7 @@ def installation_router(
     @router.get("/edgefl/v1/installations", dependencies=reads)
     def listed() -> Json:
         counts = store.installation_counts()
-        rows = [_as_json(one, counts.get(one.installation_id, {})) for one in reversed(store.installations())]
+        rows = [rollout_json(one, counts.get(one.installation_id, {})) for one in reversed(store.installations())]
         return {"v": PROTOCOL_VERSION, "rows": rows}
 
     @router.post("/edgefl/v1/installations", dependencies=acts)
@@ -76,12 +75,5 @@ def installation_router(
 
 
 def _shown(store: Store, record: InstallationRecord) -> Json:
-    """Returns one installation with its devices."""
-    rows = store.installation_devices(record.installation_id)
-    counts = store.installation_counts().get(record.installation_id, {})
-    each = [{**asdict(row), "state": str(row.state)} for row in rows]
-    return {"v": PROTOCOL_VERSION, **_as_json(record, counts), "each": each}
-
-
-def _as_json(record: InstallationRecord, counts: Mapping[str, int]) -> Json:
-    return {**asdict(record), "status": str(record.status), "counts": dict(counts)}
+    rows, counts = store.installation_devices(record.installation_id), store.installation_counts()
+    return rollout_with_devices(record, rows, counts.get(record.installation_id, {}))
