@@ -379,7 +379,30 @@ class DayTotal(Sums, Base):
     day: Mapped[str] = mapped_column(primary_key=True)
 
 
-class Deployment(Base):
+class Rollout:
+    """What every rollout has, of a model or of software: canaries first, and how it ended."""
+
+    canary: Mapped[int]
+    canary_s: Mapped[float]
+    canary_until: Mapped[float | None]
+    status: Mapped[str]
+    reason: Mapped[str | None]
+    created_at: Mapped[float]
+    finished_at: Mapped[float | None]
+
+
+class RolloutDevice:
+    """Where one device of a rollout stands."""
+
+    id: Mapped[int] = mapped_column(Counter, primary_key=True)
+    device_id: Mapped[str]
+    part: Mapped[str]
+    state: Mapped[str]
+    reason: Mapped[str | None]
+    reported_at: Mapped[float | None]
+
+
+class Deployment(Rollout, Base):
     """A model on its way to devices. `devices` names them, NULL means every device with a shard for the task.
 
     `model` is the SHA-256 of its safetensors file, `onnx_sha256` that of the file that devices fetch.
@@ -394,21 +417,14 @@ class Deployment(Base):
     task: Mapped[str]
     options: Mapped[dict[str, Any]]
     devices: Mapped[list[str] | None]
-    canary: Mapped[int]
-    canary_s: Mapped[float]
     tolerance: Mapped[float]
     min_accuracy: Mapped[float]
     test_fraction: Mapped[float]
-    status: Mapped[str]
-    reason: Mapped[str | None]
     onnx_sha256: Mapped[str | None]
     bytes_file: Mapped[int | None]
-    created_at: Mapped[float]
-    canary_until: Mapped[float | None]
-    finished_at: Mapped[float | None]
 
 
-class DeploymentDevice(Base):
+class DeploymentDevice(RolloutDevice, Base):
     """One device of a deployment; accuracies, of the new model and of the one before, are on its own data."""
 
     __tablename__ = "deployment_devices"
@@ -418,19 +434,13 @@ class DeploymentDevice(Base):
         Index("ix_deployment_devices_state", "state"),
     )
 
-    id: Mapped[int] = mapped_column(Counter, primary_key=True)
     deployment_id: Mapped[str] = mapped_column(ForeignKey("deployments.deployment_id"))
-    device_id: Mapped[str]
-    part: Mapped[str]
-    state: Mapped[str]
-    reason: Mapped[str | None]
     accuracy: Mapped[float | None]
     former_accuracy: Mapped[float | None]
     num_examples: Mapped[int | None]
-    reported_at: Mapped[float | None]
 
 
-class Installation(Base):
+class Installation(Rollout, Base):
     """A release or task pack on its way to devices; `sha256` names its bundle, `key` who signed it."""
 
     __tablename__ = "installations"
@@ -443,16 +453,9 @@ class Installation(Base):
     key: Mapped[str]
     sha256: Mapped[str]
     bytes_file: Mapped[int]
-    canary: Mapped[int]
-    canary_s: Mapped[float]
-    status: Mapped[str]
-    reason: Mapped[str | None]
-    created_at: Mapped[float]
-    canary_until: Mapped[float | None]
-    finished_at: Mapped[float | None]
 
 
-class InstallationDevice(Base):
+class InstallationDevice(RolloutDevice, Base):
     """One device of an installation."""
 
     __tablename__ = "installation_devices"
@@ -461,10 +464,4 @@ class InstallationDevice(Base):
         Index("ix_installation_devices_device", "device_id", "state"),
     )
 
-    id: Mapped[int] = mapped_column(Counter, primary_key=True)
     installation_id: Mapped[str] = mapped_column(ForeignKey("installations.installation_id"))
-    device_id: Mapped[str]
-    part: Mapped[str]
-    state: Mapped[str]
-    reason: Mapped[str | None]
-    reported_at: Mapped[float | None]
