@@ -37,7 +37,7 @@ from edgefl.coordinator.fleet import presence
 from edgefl.coordinator.joining.enrolment import enrolment_router
 from edgefl.coordinator.joining.renewal import renewal_router
 from edgefl.coordinator.monitoring.metrics import metrics_router
-from edgefl.coordinator.rollouts import deployments, installations, rollout
+from edgefl.coordinator.rollouts import deployments, installations, rollout, telling
 from edgefl.coordinator.web.api import operator_router
 from edgefl.coordinator.web.certificates_api import certificates_router
 from edgefl.coordinator.web.dashboard import dashboard_router
@@ -322,7 +322,7 @@ def test_protocol_md_describes_the_frames_from_board_to_board() -> None:
         ("Limits", f"deploys | {MAX_MODEL_BYTES // 2**20} MiB"),
         ("Limits", f"`edgefl device serve` | {inference_server.MAX_BODY_BYTES // 2**20} MiB"),
         ("Deployments", f"leave {file_fetch.SPARE_BYTES // 2**20} MiB"),
-        ("Deployments", f"every {deployments.TELL_AGAIN_S:g} s"),
+        ("Deployments", f"every {telling.TELL_AGAIN_S:g} s"),
         ("Work", f"{INLINE_BODY_BYTES // 1024} KiB"),
         ("Work", f"{CHUNK_BYTES // 2**20} MiB"),
         ("Work", f"{REPLY_SALT_BYTES} bytes"),

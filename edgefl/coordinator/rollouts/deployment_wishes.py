@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from edgefl.coordinator.fleet.roster import Roster
+from edgefl.coordinator.rollouts.rollout import check_canaries
 from edgefl.errors import ConfigError, NotFoundError, UsageError
 from edgefl.protocol import EVALUATOR_NAME
 from edgefl.types import DeviceInfo
@@ -35,10 +36,7 @@ class DeploymentWish:
     min_accuracy: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.canary < 0:
-            raise ConfigError(f"canary must be 0 or more devices, got {self.canary}")
-        if not 0 < self.canary_s <= 7 * 24 * 3600:
-            raise ConfigError(f"the canaries' time must be above 0 and at most a week, got {self.canary_s} s")
+        check_canaries(self.canary, self.canary_s)
         for name, value in (("tolerance", self.tolerance), ("min_accuracy", self.min_accuracy)):
             if not 0 <= value <= 1:
                 raise ConfigError(f"{name} must be an accuracy in 0 to 1, got {value}")

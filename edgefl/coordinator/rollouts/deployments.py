@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from edgefl.config import RunConfig
 from edgefl.coordinator.directory import CoordinatorDirectory
-from edgefl.coordinator.fleet.presence import PRESENT
 from edgefl.coordinator.fleet.roster import Roster
 from edgefl.coordinator.rollouts.deployment_files import Export, make_file, prune_files
 from edgefl.coordinator.rollouts.deployment_wishes import DeploymentWish, can_use, targets
-from edgefl.coordinator.rollouts.rollout import REPORTED, Step, advance, begin, failed
+from edgefl.coordinator.rollouts.rollout import REPORTED, Step, advance, begin, failed, removed
+from edgefl.coordinator.rollouts.rollout_thread import RolloutThread
+from edgefl.coordinator.rollouts.telling import Commander, News, Teller, new_id, present, reason_of
 from edgefl.errors import EdgeflError, NotFoundError, StoreError
-from edgefl.protocol import Command, CommandKind, Heartbeat, finite
+from edgefl.protocol import CommandKind, Heartbeat, finite
 from edgefl.storage.deployment_records import (
     DeploymentDeviceRecord,
     DeploymentRecord,
@@ -27,25 +25,15 @@ from edgefl.storage.deployment_records import (
 )
 from edgefl.storage.model_rows import find_model
 from edgefl.storage.store import Store
-from edgefl.types import DeviceInfo, Json
+from edgefl.types import Json
 
 log = logging.getLogger(__name__)
 
-TICK_S = 1.0
-TELL_AGAIN_S = 15.0
-"""A device that was told and says nothing of it is told again after so long."""
-MAX_REASON_CHARS = 500
 KEPT_FILES = 50
 """Files of so many newest deployments stay; a device that joins later is told of one of these."""
 AT_WORK = frozenset({"fetching", "checking"})
 
 _EXPECTED = frozenset({DeviceStage.TOLD, DeviceStage.RUNNING})
-
-
-class Commander(Protocol):
-    """Who carries a command to a device."""
-
-    def command(self, device_id: str, command: Command) -> None: ...
 
 
 class Deployments:
@@ -70,23 +58,16 @@ class Deployments:
         export: Export,
         on_fatal: Callable[[EdgeflError], None],
     ) -> None:
-        self._store, self._roster, self._commander, self._export = store, roster, commander, export
-        self._models, self._folder, self._on_fatal = directory.models, directory.root / "deployments", on_fatal
-        self._told_s: dict[tuple[str, str], float] = {}
-        self._news: dict[str, Heartbeat] = {}
-        self._known: dict[str, tuple[str | None, Json | None]] = {}
-        self._lock = threading.Lock()
-        self._wake, self._stopping = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._work, name="deployments", daemon=True)
+        self._store, self._roster, self._export = store, roster, export
+        self._models, self._folder = directory.models, directory.root / "deployments"
+        self._news, self._teller = News(), Teller(roster, commander)
+        self._thread = RolloutThread("deployments", self._look, on_fatal)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        self._stopping.set()
-        self._wake.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._thread.stop()
 
     def submit(self, wish: DeploymentWish) -> DeploymentRecord:
         """Keeps a new deployment and returns it; all else happens later.
@@ -100,7 +81,7 @@ class Deployments:
         config = RunConfig.from_json(self._store.run(run_id).config)
         names = targets(self._roster, config.run.task, wish.devices)
         record = DeploymentRecord(
-            deployment_id=f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:6]}",
+            deployment_id=new_id(),
             run_id=run_id,
             model=model,
             task=config.run.task,
@@ -116,7 +97,7 @@ class Deployments:
         )
         self._store.add_deployment(record, names)
         self._note(record, "submitted", f"model {model[:12]} to {len(names)} devices")
-        self._wake.set()
+        self._thread.wake()
         return record
 
     def after_run(self, run_id: str, config: RunConfig) -> None:
@@ -133,12 +114,8 @@ class Deployments:
 
     def heard(self, device_id: str, heartbeat: Heartbeat) -> None:
         """Takes note of what a device says about its model."""
-        with self._lock:
-            told = (heartbeat.model, heartbeat.deployment)
-            if self._known.get(device_id) == told:
-                return
-            self._known[device_id], self._news[device_id] = told, heartbeat
-        self._wake.set()
+        if self._news.note(device_id, heartbeat.deployment):
+            self._thread.wake()
 
     def offer(self, deployment_id: str, device_id: str) -> Json:
         """Returns what a device has to know to fetch and judge the model.
@@ -171,44 +148,14 @@ class Deployments:
             raise NotFoundError(f"deployment {deployment_id} is not for {device_id} now")
         return record
 
-    def _work(self) -> None:
-        while not self._stopping.is_set():
-            self._wake.wait(TICK_S)
-            self._wake.clear()
-            try:
-                self._take_news()
-                stumbled = [record for record in self._store.open_deployments() if not self._stepped(record)]
-                self._adopt()
-            except StoreError as error:
-                self._on_fatal(error)
-                return
-            except Exception:  # the boundary of the thread: what comes next must still be carried out
-                log.exception("the deployments stumbled; they are looked at again")
-                stumbled = []
-            if stumbled:
-                self._stopping.wait(TICK_S)
+    def _look(self) -> bool:
+        heard = self._thread.each(self._news.take().items(), lambda news: self._take(*news))
+        went_well = self._thread.each(self._store.open_deployments(), self._step)
+        self._adopt()
+        return heard and went_well
 
-    def _stepped(self, record: DeploymentRecord) -> bool:
-        """Goes on with one deployment; returns whether that went well."""
-        try:
-            if not self._stopping.is_set():
-                self._step(record)
-        except StoreError:
-            raise
-        except Exception:  # the boundary of one deployment: the others must still be carried out
-            log.exception("deployment %s stumbled; it is tried again", record.deployment_id)
-            return False
-        return True
-
-    def _take_news(self) -> None:
-        with self._lock:
-            news, self._news = self._news, {}
-        for device_id, heartbeat in news.items():
-            self._take(device_id, heartbeat)
-
-    def _take(self, device_id: str, heartbeat: Heartbeat) -> None:
+    def _take(self, device_id: str, said: Json) -> None:
         """Keeps what a device reports; one that runs something else than it should is told again."""
-        said = heartbeat.deployment or {}
         rows = self._store.device_deployments(device_id)
         row = next((row for row in rows if row.deployment_id == said.get("id")), None)
         state = said.get("state") if isinstance(said.get("state"), str) else None
@@ -226,11 +173,10 @@ class Deployments:
             self._store.set_deployment_devices(newest.deployment_id, {device_id: again})
 
     def _report(self, row: DeploymentDeviceRecord, state: DeviceStage, said: Json) -> None:
-        reason = said.get("reason")
-        examples = said.get("num_examples")
+        reason, examples = reason_of(said), said.get("num_examples")
         values = {
             "state": state,
-            "reason": str(reason)[:MAX_REASON_CHARS] if reason else None,
+            "reason": reason,
             "accuracy": finite(said.get("accuracy")),
             "former_accuracy": finite(said.get("former_accuracy")),
             "num_examples": examples if isinstance(examples, int) and not isinstance(examples, bool) else None,
@@ -238,13 +184,16 @@ class Deployments:
         }
         with self._store.batch(durable=True):
             self._store.set_deployment_devices(row.deployment_id, {row.device_id: values})
-            message = f"{row.deployment_id}: {state}" + (f", {values['reason']}" if reason else "")
+            message = f"{row.deployment_id}: {state}" + (f", {reason}" if reason else "")
             self._store.record_event(f"model-{state}", message, at=time.time(), device_id=row.device_id)
         log.info("%s: deployment %s", row.device_id, message)
 
     def _step(self, record: DeploymentRecord) -> None:
         rows = self._store.deployment_devices(record.deployment_id)
         now = time.time()
+        if (step := removed(rows, self._is_known)) is not None:
+            self._apply(record, step)
+            rows = self._store.deployment_devices(record.deployment_id)
         if record.status is DeploymentStatus.PREPARING:
             self._apply(record, self._prepared(record, rows, now))
             self._prune()
@@ -264,7 +213,7 @@ class Deployments:
         except Exception as error:  # a task of the user's own is exported here; its fault is this deployment's
             log.warning("the model of deployment %s cannot be exported", record.deployment_id, exc_info=True)
             return failed(record, rows, f"the model cannot be exported: {error}", now)
-        first = begin(record, rows, self._present(), now)
+        first = begin(record, rows, present(self._roster), now)
         return Step(values={**first.values, "onnx_sha256": sha256, "bytes_file": num_bytes}, devices=first.devices)
 
     def _prune(self) -> None:
@@ -276,7 +225,8 @@ class Deployments:
         status, reason = step.values.get("status"), step.values.get("reason")
         with self._store.batch(durable=True):
             self._store.set_deployment_devices(record.deployment_id, step.devices)
-            self._store.set_deployment(record.deployment_id, **step.values)
+            if step.values:
+                self._store.set_deployment(record.deployment_id, **step.values)
             if status is not None:
                 self._note(record, str(status), str(reason or f"model {record.model[:12]}"))
 
@@ -287,23 +237,16 @@ class Deployments:
 
     def _tell(self, deployment_id: str) -> None:
         """Sends commands to those that are there and have not acted on them yet; the others get theirs later."""
-        now_s, heartbeats = time.monotonic(), self._roster.heartbeats()
-        kinds = {DeviceStage.TOLD: CommandKind.DEPLOY, DeviceStage.REVERTING: CommandKind.ROLLBACK}
+
+        def is_at_it(heartbeat: Heartbeat) -> bool:
+            said = heartbeat.deployment or {}
+            return said.get("id") == deployment_id and str(said.get("state")) in AT_WORK
+
         for row in self._store.deployment_devices(deployment_id):
-            kind = kinds.get(row.state)
-            heartbeat = heartbeats.get(row.device_id)
-            # The first heartbeat of a session comes when its subscriptions stand: before it, a command would be lost.
-            if kind is None or heartbeat is None or self._roster.state(row.device_id) not in PRESENT:
-                continue
-            key, said = (f"{kind}-{deployment_id}", row.device_id), heartbeat.deployment or {}
-            is_at_it = (
-                kind is CommandKind.DEPLOY and said.get("id") == deployment_id and str(said.get("state")) in AT_WORK
-            )
-            if not is_at_it and now_s - self._told_s.get(key, -TELL_AGAIN_S) >= TELL_AGAIN_S:
-                self._told_s[key] = now_s
-                # A new id each time: an agent that forgot, or was not ready, must not take it for one that is done.
-                command_id = f"{key[0]}-{uuid.uuid4().hex[:8]}"
-                self._commander.command(row.device_id, Command(id=command_id, kind=kind, argument=deployment_id))
+            if row.state is DeviceStage.TOLD:
+                self._teller.tell(row.device_id, CommandKind.DEPLOY, deployment_id, is_at_it=is_at_it)
+            elif row.state is DeviceStage.REVERTING:
+                self._teller.tell(row.device_id, CommandKind.ROLLBACK, deployment_id, is_at_it=lambda _: False)
 
     def _adopt(self) -> None:
         """Gives the newest deployment for everybody to devices that joined, or got data, after it."""
@@ -314,13 +257,13 @@ class Deployments:
                 newest.setdefault(record.task, record)
         for record in newest.values():
             have = {row.device_id for row in self._store.deployment_devices(record.deployment_id)}
-            new = [info.device_id for info in self._present() if can_use(info, record.task)]
+            new = [info.device_id for info in present(self._roster) if can_use(info, record.task)]
             if added := [name for name in new if name not in have and not self._has_newer(name, record)]:
                 self._store.add_deployment_devices(record.deployment_id, added, DeviceStage.TOLD)
+
+    def _is_known(self, device_id: str) -> bool:
+        return self._roster.info(device_id) is not None
 
     def _has_newer(self, device_id: str, record: DeploymentRecord) -> bool:
         rows = self._store.device_deployments(device_id)
         return any(self._store.deployment(row.deployment_id).created_at > record.created_at for row in rows[:1])
-
-    def _present(self) -> list[DeviceInfo]:
-        return [info for info in self._roster.known() if self._roster.state(info.device_id) in PRESENT]

@@ -6,22 +6,28 @@ The coordinator carries bundles and trusts none: what a board runs is for the bo
 from __future__ import annotations
 
 import logging
-import threading
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from edgefl import __version__
 from edgefl.bundles.manifest import Kind
-from edgefl.coordinator.fleet.presence import PRESENT
 from edgefl.coordinator.fleet.roster import Roster
 from edgefl.coordinator.rollouts.bundle_files import BundleFiles, KeptBundle
-from edgefl.coordinator.rollouts.deployments import MAX_REASON_CHARS, TELL_AGAIN_S, TICK_S, Commander
-from edgefl.coordinator.rollouts.rollout import Step, advance, begin
-from edgefl.errors import ConfigError, EdgeflError, NotFoundError, StoreError, UsageError
-from edgefl.protocol import EVALUATOR_NAME, Command, CommandKind, Heartbeat, check_version
+from edgefl.coordinator.rollouts.rollout import Step, advance, begin, check_canaries, removed
+from edgefl.coordinator.rollouts.rollout_thread import RolloutThread
+from edgefl.coordinator.rollouts.telling import (
+    MAX_REASON_CHARS,
+    Commander,
+    News,
+    Teller,
+    new_id,
+    present,
+    reason_of,
+)
+from edgefl.errors import ConfigError, EdgeflError, NotFoundError, UsageError
+from edgefl.protocol import EVALUATOR_NAME, CommandKind, Heartbeat, check_version
 from edgefl.storage.deployment_records import DeploymentStatus, DeviceStage
 from edgefl.storage.installation_records import InstallationDeviceRecord, InstallationRecord
 from edgefl.storage.store import Store
@@ -63,10 +69,7 @@ class InstallationWish:
     def __post_init__(self) -> None:
         if (self.bundle is None) == (self.version is None):
             raise ConfigError("an installation needs a bundle or the version of a release, and not both")
-        if self.canary < 0:
-            raise ConfigError(f"canary must be 0 or more devices, got {self.canary}")
-        if not 0 < self.canary_s <= 7 * 24 * 3600:
-            raise ConfigError(f"the canaries' time must be above 0 and at most a week, got {self.canary_s} s")
+        check_canaries(self.canary, self.canary_s)
 
 
 class Installations:
@@ -81,23 +84,15 @@ class Installations:
         commander: Commander,
         on_fatal: Callable[[EdgeflError], None],
     ) -> None:
-        self._store, self._roster, self._commander, self._on_fatal = store, roster, commander, on_fatal
-        self.files = files
-        self._told_s: dict[tuple[str, str], float] = {}
-        self._news: dict[str, Json] = {}
-        self._known: dict[str, Json | None] = {}
-        self._lock = threading.Lock()
-        self._wake, self._stopping = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._work, name="installations", daemon=True)
+        self._store, self._roster, self.files = store, roster, files
+        self._news, self._teller = News(), Teller(roster, commander)
+        self._thread = RolloutThread("installations", self._look, on_fatal)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        self._stopping.set()
-        self._wake.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._thread.stop()
 
     def submit(self, wish: InstallationWish) -> tuple[InstallationRecord, dict[str, str]]:
         """Keeps a new installation; returns it, and the devices that are left out, with the reason.
@@ -118,24 +113,20 @@ class Installations:
                 message = f"{record.installation_id}: {record.kind} {record.name} {record.version}"
                 self._store.record_event("update-requested", message, at=time.time(), device_id=name)
             first = begin(
-                record, self._store.installation_devices(record.installation_id), self._present(), time.time()
+                record, self._store.installation_devices(record.installation_id), present(self._roster), time.time()
             )
             self._apply(record, first)
         log.info(
             "installation %s: %s %s to %d devices", record.installation_id, record.name, record.version, len(names)
         )
         self.files.prune({one.sha256 for one in self._store.open_installations()})
-        self._wake.set()
+        self._thread.wake()
         return self._store.installation(record.installation_id), left_out
 
     def heard(self, device_id: str, heartbeat: Heartbeat) -> None:
         """Takes note of what a device says about its last installation."""
-        told = heartbeat.installation
-        with self._lock:
-            if told is None or self._known.get(device_id) == told:
-                return
-            self._known[device_id], self._news[device_id] = told, told
-        self._wake.set()
+        if self._news.note(device_id, heartbeat.installation):
+            self._thread.wake()
 
     def offer(self, installation_id: str, device_id: str) -> Json:
         """Returns what a device has to know to fetch the bundle.
@@ -178,33 +169,19 @@ class Installations:
             raise UsageError(f"no device can be updated from here ({told or 'none has joined'})")
         return chosen, left_out
 
-    def _work(self) -> None:
-        while not self._stopping.is_set():
-            self._wake.wait(TICK_S)
-            self._wake.clear()
-            try:
-                self._take_news()
-                for record in self._store.open_installations():
-                    self._step(record)
-            except StoreError as error:
-                self._on_fatal(error)
-                return
-            except Exception:  # the boundary of the thread: what comes next must still be carried out
-                log.exception("the installations stumbled; they are looked at again")
-                self._stopping.wait(TICK_S)
+    def _look(self) -> bool:
+        heard = self._thread.each(self._news.take().items(), lambda news: self._take(*news))
+        return self._thread.each(self._store.open_installations(), self._step) and heard
 
-    def _take_news(self) -> None:
-        with self._lock:
-            news, self._news = self._news, {}
-        for device_id, said in news.items():
-            rows = self._store.device_installations(device_id)
-            row = next((row for row in rows if row.installation_id == said.get("id")), None)
-            if row is not None and row.state in _UNANSWERED and said.get("state") in REPORTED:
-                self._report(row, said)
+    def _take(self, device_id: str, said: Json) -> None:
+        rows = self._store.device_installations(device_id)
+        row = next((row for row in rows if row.installation_id == said.get("id")), None)
+        if row is not None and row.state in _UNANSWERED and str(said.get("state")) in REPORTED:
+            self._report(row, said)
 
     def _report(self, row: InstallationDeviceRecord, said: Json) -> None:
         stage, event = REPORTED[str(said["state"])]
-        reason = str(said["reason"])[:MAX_REASON_CHARS] if said.get("reason") else None
+        reason = reason_of(said)
         values = {"state": stage, "reason": reason, "reported_at": time.time()}
         record = self._store.installation(row.installation_id)
         message = f"{row.installation_id}: {record.name} {record.version}" + (f", {reason}" if reason else "")
@@ -215,6 +192,9 @@ class Installations:
 
     def _step(self, record: InstallationRecord) -> None:
         rows = self._store.installation_devices(record.installation_id)
+        if (step := removed(rows, self._is_known)) is not None:
+            self._apply(record, step)
+            rows = self._store.installation_devices(record.installation_id)
         if (step := advance(record, rows, time.time())) is not None:
             self._apply(record, step)
         self._tell(record.installation_id)
@@ -222,30 +202,24 @@ class Installations:
     def _apply(self, record: InstallationRecord, step: Step) -> None:
         with self._store.batch(durable=True):
             self._store.set_installation_devices(record.installation_id, step.devices)
-            self._store.set_installation(record.installation_id, **step.values)
+            if step.values:
+                self._store.set_installation(record.installation_id, **step.values)
         if status := step.values.get("status"):
             log.info("installation %s is %s %s", record.installation_id, status, step.values.get("reason") or "")
 
+    def _is_known(self, device_id: str) -> bool:
+        return self._roster.info(device_id) is not None
+
     def _tell(self, installation_id: str) -> None:
         """Sends the command to those that are there and are not at it yet; the others get it later."""
-        now_s, heartbeats = time.monotonic(), self._roster.heartbeats()
-        for row in self._store.installation_devices(installation_id):
-            heartbeat = heartbeats.get(row.device_id)
-            # The first heartbeat of a session comes when its subscriptions stand: before it, a command would be lost.
-            if row.state is not DeviceStage.TOLD or heartbeat is None:
-                continue
-            key, said = (installation_id, row.device_id), heartbeat.installation or {}
-            is_at_it = said.get("id") == installation_id and str(said.get("state")) in AT_WORK
-            is_due = now_s - self._told_s.get(key, -TELL_AGAIN_S) >= TELL_AGAIN_S
-            if is_due and not is_at_it and self._roster.state(row.device_id) in PRESENT:
-                self._told_s[key] = now_s
-                # A new id each time: an agent that has started anew must not take it for one that is done.
-                command_id = f"install-{installation_id}-{uuid.uuid4().hex[:8]}"
-                command = Command(id=command_id, kind=CommandKind.INSTALL, argument=installation_id)
-                self._commander.command(row.device_id, command)
 
-    def _present(self) -> list[DeviceInfo]:
-        return [info for info in self._roster.known() if self._roster.state(info.device_id) in PRESENT]
+        def is_at_it(heartbeat: Heartbeat) -> bool:
+            said = heartbeat.installation or {}
+            return said.get("id") == installation_id and str(said.get("state")) in AT_WORK
+
+        for row in self._store.installation_devices(installation_id):
+            if row.state is DeviceStage.TOLD:
+                self._teller.tell(row.device_id, CommandKind.INSTALL, installation_id, is_at_it=is_at_it)
 
 
 def why_not(info: DeviceInfo) -> str:
@@ -259,7 +233,7 @@ def why_not(info: DeviceInfo) -> str:
 def _record(wish: InstallationWish, bundle: KeptBundle) -> InstallationRecord:
     manifest = bundle.manifest
     return InstallationRecord(
-        installation_id=f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:6]}",
+        installation_id=new_id(),
         kind=str(manifest.kind),
         name=manifest.name,
         version=manifest.version,

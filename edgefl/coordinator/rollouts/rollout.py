@@ -8,10 +8,11 @@ point goes on from there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from edgefl.errors import ConfigError
 from edgefl.storage.deployment_records import CANARY, DeploymentStatus, DeviceStage
 from edgefl.types import DeviceInfo
 
@@ -44,9 +45,12 @@ class RolloutDevice(Protocol):
     def reason(self) -> str | None: ...
 
 
+MAX_CANARY_S = 7 * 24 * 3600.0
+
 Rows = Sequence[RolloutDevice]
 
 _UNANSWERED = frozenset({DeviceStage.HELD, DeviceStage.TOLD})
+_WAITED_FOR = frozenset({*_UNANSWERED, DeviceStage.REVERTING})
 _UNUSABLE = frozenset({DeviceStage.REFUSED, DeviceStage.FAILED, DeviceStage.ROLLED_BACK})
 _MAY_RUN = frozenset({DeviceStage.TOLD, DeviceStage.RUNNING})
 REPORTED = dict.fromkeys((DeviceStage.RUNNING, DeviceStage.REFUSED, DeviceStage.FAILED), DeviceStage.TOLD) | {
@@ -61,6 +65,14 @@ class Step:
 
     values: Mapping[str, Any] = field(default_factory=dict)
     devices: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def check_canaries(canary: int, canary_s: float) -> None:
+    """Raises `ConfigError` unless so many canaries, and so many seconds for them, make sense."""
+    if canary < 0:
+        raise ConfigError(f"canary must be 0 or more devices, got {canary}")
+    if not 0 < canary_s <= MAX_CANARY_S:
+        raise ConfigError(f"the canaries' time must be above 0 and at most a week, got {canary_s} s")
 
 
 def choose_canaries(present: Sequence[DeviceInfo], number: int) -> list[str]:
@@ -96,6 +108,14 @@ def advance(rollout: Rollout, rows: Rows, now: float) -> Step | None:
     if rollout.status is DeploymentStatus.ROLLING and not any(row.state in _UNANSWERED for row in rows):
         return _finished(rows, now)
     return None
+
+
+def removed(rows: Rows, is_known: Callable[[str], bool]) -> Step | None:
+    """Returns what becomes of devices that left the fleet before they answered; nobody waits for those."""
+    gone = {"state": DeviceStage.FAILED, "reason": "it was taken out of the fleet"}
+    waited_for = (row.device_id for row in rows if row.state in _WAITED_FOR)
+    changes = {name: gone for name in waited_for if not is_known(name)}
+    return Step(devices=changes) if changes else None
 
 
 def failed(rollout: Rollout, rows: Rows, reason: str, now: float) -> Step:

@@ -13,7 +13,7 @@ from edgefl.config import ConfigError, parse_run
 from edgefl.coordinator.directory import CoordinatorDirectory, init_directory
 from edgefl.coordinator.fleet.presence import Presence
 from edgefl.coordinator.fleet.roster import Roster
-from edgefl.coordinator.rollouts import deployments as module
+from edgefl.coordinator.rollouts import telling
 from edgefl.coordinator.rollouts.deployment_wishes import DeploymentWish
 from edgefl.coordinator.rollouts.deployments import Deployments
 from edgefl.errors import EdgeflError, NotFoundError, TaskError, UsageError
@@ -192,29 +192,33 @@ def test_a_device_is_not_told_before_its_subscriptions_stand(fleet: Fleet) -> No
     eventually(lambda: fleet.heard("a") == 1)
 
 
-def test_a_device_that_says_nothing_is_told_again_and_one_that_is_at_it_is_not(fleet: Fleet) -> None:
+def test_a_device_that_says_nothing_is_told_again_and_one_that_is_at_it_is_not(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fleet.add("deaf")
     fleet.add("busy")
     deployments = fleet.start()
     record = deployments.submit(wish())
     eventually(lambda: len(fleet.commands) == 2)
     fleet.say("busy", "fetching", record.deployment_id)
-    later = {key: at_s - module.TELL_AGAIN_S for key, at_s in deployments._told_s.items()}
-    deployments._told_s.update(later)
-    eventually(lambda: fleet.heard("deaf") == 2)
+    monkeypatch.setattr(telling, "TELL_AGAIN_S", 0.0)
+    eventually(lambda: fleet.heard("deaf") > 1)
     assert fleet.heard("busy") == 1
     assert len(set(fleet.ids)) == len(fleet.ids)
 
 
-def test_a_device_that_runs_something_else_than_it_should_is_told_again(fleet: Fleet) -> None:
+def test_a_device_that_runs_something_else_than_it_should_is_told_again(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fleet.add("a")
     record = fleet.start().submit(wish())
     eventually(lambda: fleet.commands)
     fleet.say("a", "running", record.deployment_id, record.deployment_id)
     eventually(lambda: fleet.stages(record.deployment_id)["a"] == "running")
-    fleet.running[0]._told_s.clear()
+    heard = fleet.heard("a")
+    monkeypatch.setattr(telling, "TELL_AGAIN_S", 0.0)
     fleet.say("a")  # a state directory that was put back, say
-    eventually(lambda: fleet.heard("a") == 2)
+    eventually(lambda: fleet.heard("a") > heard)
 
 
 def test_a_failed_canary_sends_the_others_back_until_they_say_so(fleet: Fleet) -> None:
@@ -329,3 +333,12 @@ def test_a_finished_run_deploys_its_model_only_if_it_asks_for_it(fleet: Fleet) -
     deployments.after_run(
         "gone", parse_run(asking)
     )  # what hinders it is an event, and the run has finished all the same
+
+
+def test_nobody_waits_for_a_canary_that_was_taken_out_of_the_fleet(fleet: Fleet) -> None:
+    fleet.add("a")
+    record = fleet.start().submit(wish(canary=1))
+    eventually(lambda: fleet.heard("a"))
+    fleet.roster.remove("a")
+    eventually(lambda: str(fleet.store.deployment(record.deployment_id).status) == "failed")
+    assert fleet.store.deployment(record.deployment_id).reason == "canary a: it was taken out of the fleet"

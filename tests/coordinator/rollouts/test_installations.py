@@ -14,8 +14,7 @@ from wheel_files import Signer, make_wheel, stand_in
 from edgefl import __version__
 from edgefl.coordinator.fleet.presence import Presence
 from edgefl.coordinator.fleet.roster import Roster
-from edgefl.coordinator.rollouts import bundle_files
-from edgefl.coordinator.rollouts import installations as module
+from edgefl.coordinator.rollouts import bundle_files, rollout_thread
 from edgefl.coordinator.rollouts.bundle_files import BundleFiles
 from edgefl.coordinator.rollouts.installations import OLDER, Installations, InstallationWish
 from edgefl.errors import BundleError, ConfigError, EdgeflError, NotFoundError, UsageError, VersionError
@@ -294,6 +293,38 @@ def test_a_device_that_says_nonsense_changes_nothing(fleet: Fleet) -> None:
     made = submit(fleet, fleet.start())
     for state, name in (("running", "other"), ("exploded", made), (7, made), (["x"], made)):
         fleet.say("pi-1", state, name)  # type: ignore[arg-type]
-    time.sleep(2 * module.TICK_S)
+    time.sleep(2 * rollout_thread.TICK_S)
     assert fleet.stages(made) == {"pi-1": "told"}
     assert not fleet.fatal
+
+
+def test_what_one_board_says_wrong_does_not_hide_what_another_says(fleet: Fleet) -> None:
+    fleet.add("pi-1")
+    fleet.add("pi-2")
+    first = fleet.start()
+    made = submit(fleet, first)
+    first.stop()
+    fleet.running.clear()
+    again = Installations(
+        store=fleet.store, roster=fleet.roster, files=fleet.files, commander=fleet, on_fatal=fleet.fatal.append
+    )
+    fleet.running.append(again)
+    fleet.say("pi-1", ["x"], made)  # type: ignore[arg-type]
+    fleet.say("pi-2", "running", made)
+    again.start()
+    eventually(lambda: fleet.stages(made) == {"pi-1": "told", "pi-2": "running"})
+
+
+def test_nobody_waits_for_a_board_that_was_taken_out_of_the_fleet(fleet: Fleet) -> None:
+    fleet.add("pi-1")
+    fleet.add("pi-2", is_online=False)
+    fleet.roster.note_capabilities("pi-2", Capabilities(facts=ABLE))
+    made = submit(fleet, fleet.start())
+    fleet.say("pi-1", "running", made)
+    eventually(lambda: fleet.stages(made)["pi-1"] == "running")
+    assert fleet.status(made) == "rolling"
+    fleet.roster.remove("pi-2")
+    eventually(lambda: fleet.status(made) == "done")
+    assert fleet.stages(made)["pi-2"] == "failed"
+    assert fleet.store.installation_devices(made)[1].reason == "it was taken out of the fleet"
+    assert not fleet.store.open_installations()
