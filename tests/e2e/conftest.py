@@ -82,10 +82,11 @@ class Tools:
             devices.append(LocalDevice(name=name, shards={self.gated: str(root / f"{name}.npz")}))
         return devices
 
-    def fleet(self, root: Path, devices: Sequence[LocalDevice], **options: Any) -> LocalFleet:
-        return LocalFleet(
-            root=root, devices=devices, environment={"PYTHONPATH": self.environment["PYTHONPATH"]}, **options
-        )
+    def fleet(
+        self, root: Path, devices: Sequence[LocalDevice], *, also_importable: Sequence[Path] = (), **options: Any
+    ) -> LocalFleet:
+        path = os.pathsep.join([self.environment["PYTHONPATH"], *map(str, also_importable)])
+        return LocalFleet(root=root, devices=devices, environment={"PYTHONPATH": path}, **options)
 
     @staticmethod
     def gate(folder: Path) -> Gate:
