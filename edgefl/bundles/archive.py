@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import shutil
 import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ SIGNATURE_BYTES = 64
 MAX_FILE_BYTES = MAX_BUNDLE_BYTES + 1024 * 1024
 """What the file may have with its headers."""
 _BLOCK = tarfile.BLOCKSIZE
+_END_BYTES = 2 * _BLOCK
+_MAX_REST_BYTES = _END_BYTES + tarfile.RECORDSIZE
+"""A tar ends with two empty blocks, and may then be filled up to a whole record."""
 _PIECE_BYTES = 1 << 20
 _KINDS = {
     tarfile.SYMTYPE: "a symbolic link", tarfile.LNKTYPE: "a hard link", tarfile.DIRTYPE: "a folder",
@@ -61,15 +65,14 @@ class Bundle:
 
 def write_bundle(out: Path, *, text: bytes, signature: bytes, wheels: Sequence[Path]) -> None:
     """Writes a bundle of a manifest's text, its signature, and the wheels in the manifest's order."""
-    with (
-        open_whole(out, mode=0o644) as file,
-        tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar,
-    ):
+    with open_whole(out, mode=0o644) as file:
         for name, content in ((MANIFEST, text), (SIGNATURE, signature)):
-            tar.addfile(_plain(name, len(content)), io.BytesIO(content))
+            _add(file, name, len(content), io.BytesIO(content))
         for wheel in wheels:
             with wheel.open("rb") as source:
-                tar.addfile(_plain(f"{WHEELS}/{wheel.name}", wheel.stat().st_size), source)
+                _add(file, f"{WHEELS}/{wheel.name}", wheel.stat().st_size, source)
+        # The end alone, not filled up to a whole record as tarfile does: that may be more than older readers take.
+        file.write(bytes(_END_BYTES))
 
 
 def read_bundle(file: IO[bytes]) -> Bundle:
@@ -93,16 +96,19 @@ def read_bundle(file: IO[bytes]) -> Bundle:
         file.seek(_padded(num_bytes), os.SEEK_CUR)
     if file.tell() > size:
         raise BundleError("the bundle ends in the middle of a wheel; fetch or copy it again")
-    rest = file.read(tarfile.RECORDSIZE + 1)
-    if len(rest) > tarfile.RECORDSIZE or rest.strip(b"\0"):
+    rest = file.read(_MAX_REST_BYTES + 1)
+    if len(rest) > _MAX_REST_BYTES or rest.strip(b"\0"):
         raise BundleError("the bundle holds more than its manifest names")
     return Bundle(file=file, text=text, signature=signature, manifest=manifest, starts=starts)
 
 
-def _plain(name: str, num_bytes: int) -> tarfile.TarInfo:
+def _add(file: IO[bytes], name: str, num_bytes: int, source: IO[bytes]) -> None:
+    """Writes a plain file and its header."""
     info = tarfile.TarInfo(name)
     info.size, info.mode = num_bytes, 0o644
-    return info
+    file.write(info.tobuf(tarfile.USTAR_FORMAT))
+    shutil.copyfileobj(source, file)
+    file.write(bytes(_padded(num_bytes) - num_bytes))
 
 
 def _content(file: IO[bytes], name: str, least: int, most: int) -> bytes:

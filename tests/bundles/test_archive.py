@@ -48,6 +48,18 @@ def test_any_tar_can_list_it_without_unpacking(bundle: Path) -> None:
         ]
 
 
+def test_a_bundle_of_any_length_is_read_also_when_tar_has_filled_up_its_last_record(tmp_path: Path) -> None:
+    signer = Signer(tmp_path)
+    for num_bytes in range(1, tarfile.RECORDSIZE, tarfile.BLOCKSIZE):
+        wheel = make_wheel(tmp_path / "w", "gulls", "1.0", {"gulls.bin": bytes(num_bytes)})
+        path = signer.bundle(tmp_path / "b.bundle", wheel, kind="pack", version="1.0")
+        assert read(path).manifest.name == "gulls"
+        assert path.stat().st_size % tarfile.BLOCKSIZE == 0
+        filled = rebuilt(path, lambda _: None)
+        assert filled.stat().st_size % tarfile.RECORDSIZE == 0
+        assert read(filled).manifest.name == "gulls"
+
+
 def test_a_wheel_that_was_changed_is_not_unpacked(bundle: Path, tmp_path: Path) -> None:
     content = bytearray(bundle.read_bytes())
     content[content.rindex(b"y = 2")] ^= 1
