@@ -25,7 +25,7 @@ class Card:
     """One board's card: who it is to be, and how it finds the coordinator (`coordinator` is HOST:PORT).
 
     It installs from the wheels of its family, without any index. `static` is its address and its gateway; without
-    it, it asks by DHCP.
+    it, it asks by DHCP. `signer` is the public key whose releases it takes.
     """
 
     name: str
@@ -33,13 +33,15 @@ class Card:
     coordinator: str
     family: BoardFamily
     static: tuple[str, str] | None = None
+    signer: Path | None = None
 
     def write(self, site: Site, *place: str) -> None:
         """Writes it where `--boot DIR` or `--image FILE --out FILE` says."""
         static = ["--ip", f"{self.static[0]}/24", "--gateway", self.static[1]] if self.static else []
+        signer = ["--signer", str(self.signer)] if self.signer else []
         site.fleet.command(
             "provision", "raspberry-pi", *place, "--token", self.token, "--name", self.name,
-            "--address", self.coordinator, "--shard", f"digits={SHARD_ON_BOARD}", *static,
+            "--address", self.coordinator, "--shard", f"digits={SHARD_ON_BOARD}", *static, *signer,
             "--wheels", str(cache.wheels(self.family)), "--lock", str(cache.lock(self.family)),
         )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Iterator
@@ -11,9 +12,12 @@ import pytest
 from boards import cache
 from boards.card import SHARD_ON_BOARD, Card, put_shard, put_stock
 from boards.nspawn_board import NspawnBoard, why_not
+from boards.releases import BREAKS, later, release, update
 from boards.site import Site, eventually
 from boards.time_line import TimeLine
+from wheel_files import Signer
 
+from edgefl.bundles.keys import PUBLIC_NAME
 from edgefl.provision.locks import board_family
 
 pytestmark = [pytest.mark.board, pytest.mark.timeout(900)]
@@ -22,6 +26,11 @@ FAMILY = board_family("pc-cp313")
 FIRST_BOOT_S = 300.0
 BOOT_S = 90.0
 NUM_BOARDS = 4
+QUICK_UPDATES = """[Service]
+ExecStart=
+ExecStart=/opt/edgefl/current/bin/python -I -m edgefl device apply-update --health-s 60 --settle-s {settle_s} -- \
+    systemctl restart --no-block edgefl-device.service
+"""
 
 
 class Bench:
@@ -30,6 +39,7 @@ class Bench:
     def __init__(self, folder: Path, shard: Path) -> None:
         self.folder, self.shard = folder, shard
         self._numbers = [NspawnBoard.number_of(place) for place in range(NUM_BOARDS)]
+        self.signer = Signer(folder / "operator")
         self.site = Site.on(folder / "site", [NspawnBoard.host_address_of(number) for number in self._numbers])
         self.boards: list[NspawnBoard] = []
 
@@ -45,6 +55,7 @@ class Bench:
             coordinator=f"{board.host_address}:{self.site.fleet.port}",
             family=FAMILY,
             static=(board.address, board.host_address),
+            signer=self.signer.folder / PUBLIC_NAME,
         )
         card.write(self.site, "--boot", str(board.boot))
         return board, card.token
@@ -180,3 +191,77 @@ def test_a_power_cut_at_the_first_boot_does_no_harm(bench: Bench, moment: str) -
     bench.site.wait_online(board.name, timeout_s=FIRST_BOOT_S)
     eventually(lambda: not board.files_with(token), 60, "the token to go")
     assert bench.site.device(board.name)["examples"]
+
+
+def hasten(board: NspawnBoard, settle_s: int) -> None:
+    """Lets the board's updater wait a minute for a new agent, not five."""
+    folder = board.root / "etc/systemd/system/edgefl-update.service.d"
+    folder.mkdir(exist_ok=True)
+    (folder / "quick.conf").write_text(QUICK_UPDATES.format(settle_s=settle_s))
+    board.run("systemctl", "daemon-reload")
+
+
+def version_of(bench: Bench, name: str) -> str:
+    """Returns the version that the device's heartbeats say, once it is online."""
+    bench.site.wait_online(name, timeout_s=BOOT_S)
+    return str(bench.site.device(name)["version"])
+
+
+def test_a_signed_release_runs_on_the_board_and_a_broken_one_goes_back_by_itself(
+    bench: Bench, kitchen: tuple[NspawnBoard, str], time_lines: list[TimeLine]
+) -> None:
+    board, _ = kitchen
+    hasten(board, settle_s=5)
+    bench.site.wait_online("kitchen", timeout_s=BOOT_S)
+    line = TimeLine("The same board takes a signed release, then one whose agent does not start:")
+    time_lines.append(line)
+    good = release(bench.signer, bench.folder / "good", later(1))
+    code, said = update(bench.site, "kitchen", good, later(1))
+    assert code == 0, said + board.run("journalctl", "--no-pager", "--unit=edgefl-update")
+    line.note("the release runs, its agent has settled")
+    eventually(lambda: version_of(bench, "kitchen") == later(1), BOOT_S, "heartbeats of the new version")
+    assert board.run("readlink", "/opt/edgefl/current").strip() == "b"
+    assert bench.site.updates(bench.site.train())[0]["outcome"] == "used"
+
+    broken = release(bench.signer, bench.folder / "broken", later(2), BREAKS)
+    code, said = update(bench.site, "kitchen", broken, later(2))
+    assert code == 41, said
+    assert "kitchen rolled-back: its agent did not come up within 60 s" in said
+    line.note("the broken one was tried and left again")
+    eventually(lambda: version_of(bench, "kitchen") == later(1), BOOT_S, "heartbeats of the version before")
+    assert board.run("readlink", "/opt/edgefl/current").strip() == "b"
+    assert bench.site.updates(bench.site.train())[0]["outcome"] == "used"
+    assert board.run("systemctl", "--failed", "--no-legend", "--plain").strip() == ""
+
+
+def test_what_a_stranger_signed_is_refused_by_the_board(bench: Bench, kitchen: tuple[NspawnBoard, str]) -> None:
+    slot = kitchen[0].run("readlink", "/opt/edgefl/current")
+    stranger = Signer(bench.folder / "stranger")
+    code, said = update(bench.site, "kitchen", release(stranger, bench.folder / "foreign", later(3)), later(3))
+    assert code == 41, said
+    assert f"signed by key {stranger.id}, which this board does not trust" in said
+    assert kitchen[0].run("readlink", "/opt/edgefl/current") == slot
+
+
+def test_a_power_cut_after_a_new_agent_has_come_up_loses_nothing(
+    bench: Bench, kitchen: tuple[NspawnBoard, str]
+) -> None:
+    board, _ = kitchen
+    hasten(board, settle_s=20)
+    status, health = board.root / "opt/edgefl/update/status.json", board.root / "var/lib/edgefl/health.json"
+    version = later(4)
+    bundle = release(bench.signer, bench.folder / "cut", version)
+    bench.site.fleet.command("devices", "update", "kitchen", "--to", version, "--bundle", str(bundle))
+
+    def is_proven() -> bool:
+        trial, said = json.loads(status.read_bytes()).get("trial") or {}, json.loads(health.read_bytes())
+        return trial.get("step") == "trial" and said["version"] == version and said["connected"] is True
+
+    eventually(is_proven, 300, "the new agent to reach the coordinator")
+    board.cut_power()
+    board.start()
+    eventually(
+        lambda: json.loads(status.read_bytes()).get("trial") is None, 180, "the updater to finish what it was at"
+    )
+    assert json.loads(status.read_bytes())["outcome"]["state"] == "running", board.console.tail()
+    assert version_of(bench, "kitchen") == version

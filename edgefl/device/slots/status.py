@@ -35,14 +35,17 @@ class Step(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A request under way. An agent that starts in the new slot repeats `token`, so it cannot be an older one."""
+    """A request under way.
+
+    An agent that starts in the new slot repeats `token`, so it cannot be an older one; every try has a new one.
+    """
 
     id: str
     sha256: str
     step: Step
     old: str
     new: str
-    token: str
+    token: str = ""
     attempts: int = 1
     kind: str = ""
     name: str = ""

@@ -94,7 +94,6 @@ class Updater:
             step=Step.BUILDING,
             old=old,
             new=self._slots.idle(),
-            token=secrets.token_hex(16),
             attempts=attempts,
         )
         self._write(trial)
@@ -172,8 +171,9 @@ class Updater:
         self._on_step("marked")
         self._slots.flip(trial.new)
         self._on_step("flipped")
-        # Only now is there a token to be read: an agent that knows it has started after the flip.
-        trial = replace(trial, step=Step.TRIAL)
+        # A new token for every try: an agent that knows it has started after this flip, and what an agent said before
+        # a power cut does not count.
+        trial = replace(trial, step=Step.TRIAL, token=secrets.token_hex(16))
         self._write(trial)
         self._on_step("in trial")
         try:

@@ -97,9 +97,20 @@ class SlotBoard:
         write_request(self.state, InstallRequest(id=asked, sha256=sha256))
         return asked
 
-    def updater(self, on_step: Callable[[str], None] = lambda _: None) -> Updater:
-        board = Board(slots=self.slots, state_dir=self.state, signers=self.signer.trusted, restart=self.restart)
-        return Updater(board, pace=QUICK, on_step=on_step)
+    def removal(self, name: str = "gulls", version: str = "0.1") -> Path:
+        out = self.folder / f"no-{name}-{version}.bundle"
+        return self.signer.bundle(out, kind="removal", version=version, name=name)
+
+    def updater(
+        self,
+        on_step: Callable[[str], None] = lambda _: None,
+        *,
+        restart: Callable[[], None] | None = None,
+        pace: Pace = QUICK,
+    ) -> Updater:
+        restart = restart or self.restart
+        board = Board(slots=self.slots, state_dir=self.state, signers=self.signer.trusted, restart=restart)
+        return Updater(board, pace=pace, on_step=on_step)
 
     def install(self, bundle: Path) -> Outcome:
         self.ask(bundle)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
+
+from edgefl.device.slots.proving import Pace
 
 pytestmark = pytest.mark.slow
 
@@ -61,4 +64,15 @@ def test_a_status_that_is_damaged_costs_the_trial_and_not_the_board(board: Any) 
     (board.slots.work / "status.json").write_text('{"v": 1, "tri')
     outcome = board.updater().run()
     assert outcome.state == "running"
+    assert board.runs() == ("b", "1.1")
+
+
+def test_what_an_agent_said_before_a_power_cut_does_not_count_after_it(board: Any) -> None:
+    """As `systemctl restart --no-block`: the updater goes on before the new agent has overwritten what was said."""
+    board.ask(board.release("1.1"))
+    board.killed_at("proven")
+    late = threading.Timer(0.5, board.restart)
+    outcome = board.updater(restart=late.start, pace=Pace(health_s=10.0, settle_s=2.0, away_s=20.0)).run()
+    late.join()
+    assert (outcome.state, outcome.reason) == ("running", None)
     assert board.runs() == ("b", "1.1")
