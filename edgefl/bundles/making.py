@@ -15,6 +15,9 @@ from edgefl.bundles.wheels import wheel_names
 from edgefl.errors import BundleError, UsageError
 from edgefl.files import sha256_of_file, store_error
 
+MAX_NAME_CHARS = 100
+"""What the header of a tar holds of a file's own name."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BundleWish:
@@ -60,6 +63,8 @@ def _entry(path: Path) -> WheelEntry:
         raise BundleError(f"{path.name} is no wheel; only wheels are signed, build one: pip wheel --no-deps FOLDER")
     return WheelEntry(file=path.name, sha256=sha256_of_file(path), num_bytes=path.stat().st_size)
 
+    if len(path.name) > MAX_NAME_CHARS:
+        raise BundleError(f"{path.name} has a name of {len(path.name)} characters, at most {MAX_NAME_CHARS} fit")
 
 def _only_project(entries: Sequence[WheelEntry]) -> str:
     try:

@@ -98,7 +98,7 @@ class Manifest:
             raise BundleError(f"its manifest has {len(text)} bytes, at most {MAX_MANIFEST_BYTES} are read")
         try:
             value = json.loads(text.decode())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BundleError(f"its manifest is not JSON: {error}") from None
         if not isinstance(value, dict) or value.get("v") != FORMAT:
             raise BundleError(f"its manifest is not of format {FORMAT}; it was made by another edgefl")

@@ -21,6 +21,8 @@ MAX_ENTRIES = 50_000
 MAX_METADATA_BYTES = 1024 * 1024
 # Run whenever any Python of the slot starts, the privileged updater's too: only a release may bring such.
 _RUN_AT_START = frozenset({"sitecustomize.py", "usercustomize.py"})
+# Likewise, or installed elsewhere than among the packages, or (egg-info) what passes for a project of another name.
+_NOT_FOR_PACKS = (".pth", ".data", ".egg-info", ".egg-link", ".egg")
 
 
 def wheel_names(path: Path, entry: WheelEntry, kind: Kind) -> list[str]:
@@ -86,6 +88,9 @@ def _check_entry(entry: WheelEntry, info: zipfile.ZipInfo) -> None:
     if info.flag_bits & 0x1:
         raise BundleError(f"{entry.file} is encrypted")
 
+    # One spelling alone, so that what is looked at is what pip makes of it: `./x.pth` is installed as `x.pth`.
+    if str(path) != info.filename.removesuffix("/"):
+        raise BundleError(f"{entry.file} holds {info.filename[:120]!r}, which must be called {str(path)[:120]!r}")
 
 def _check_metadata(entry: WheelEntry, wheel: zipfile.ZipFile) -> None:
     """The name of the file decides what is believed of a wheel; what is in it must say the same."""
@@ -106,7 +111,7 @@ def _check_metadata(entry: WheelEntry, wheel: zipfile.ZipFile) -> None:
 def _check_pack(entry: WheelEntry, names: Sequence[str]) -> None:
     for name in names:
         top = name.partition("/")[0]
-        if top.endswith((".pth", ".data")) or top in _RUN_AT_START:
+        if top.lower().endswith(_NOT_FOR_PACKS) or top in _RUN_AT_START:
             raise BundleError(f"{entry.file} holds {name[:120]!r}, which a pack must not: packages and entry points")
-        if top == RELEASE_NAME or top.partition("-")[0] == RELEASE_NAME:
+        if canonicalize_name(top.partition("-")[0].partition(".")[0]) == RELEASE_NAME:
             raise BundleError(f"{entry.file} holds {name[:120]!r}, which is edgefl's own; a pack must not replace it")

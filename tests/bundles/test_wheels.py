@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import stat
 import zipfile
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -36,6 +36,12 @@ def test_a_path_that_leads_out_is_refused(tmp_path: Path, name: str) -> None:
         names(make_wheel(tmp_path, "gulls", "1.0", {name: "x"}))
 
 
+@pytest.mark.parametrize("name", ["./evil.pth", "gulls//x.py", ".//sitecustomize.py"])
+def test_a_path_in_a_roundabout_spelling_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(BundleError, match=f"which must be called '{PurePosixPath(name)}'"):
+        names(make_wheel(tmp_path, "gulls", "1.0", {name: "x"}))
+
+
 def test_a_symbolic_link_in_a_wheel_is_refused(tmp_path: Path) -> None:
     path = make_wheel(tmp_path, "gulls", "1.0", {"gulls.py": ""})
     link = zipfile.ZipInfo("gulls/link")
@@ -51,6 +57,10 @@ def test_a_symbolic_link_in_a_wheel_is_refused(tmp_path: Path) -> None:
     [
         ("evil.pth", "which a pack must not"),
         ("sitecustomize.py", "which a pack must not"),
+        ("Evil.PTH", "which a pack must not"),
+        ("numpy-99.egg-info/PKG-INFO", "which a pack must not"),
+        ("EdgeFL-99.dist-info/entry_points.txt", "which is edgefl's own; a pack must not replace it"),
+        ("edgefl.abi3.so", "which is edgefl's own; a pack must not replace it"),
         ("gulls-1.0.data/scripts/sudo", "which a pack must not"),
         ("edgefl/device/agent.py", "which is edgefl's own; a pack must not replace it"),
         ("edgefl-9.dist-info/x", "which is edgefl's own"),

@@ -66,7 +66,7 @@ def read_health(state_dir: Path) -> Health | None:
             connected=value["connected"] is True,
             packs={str(name): str(version) for name, version in value["packs"].items()},
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return None
     finally:
         os.close(handle)

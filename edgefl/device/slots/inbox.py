@@ -56,7 +56,7 @@ def read_request(state_dir: Path) -> InstallRequest | None:
         sound = value["v"] == 1 and _ID.match(found.id) and _SHA256.match(found.sha256)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise BundleError(f"{state_dir / FOLDER / REQUEST} makes no sense: {error!r}") from None
     if not sound:
         raise BundleError(f"{state_dir / FOLDER / REQUEST} makes no sense: it names no installation and no bundle")
