@@ -6,6 +6,7 @@ Whether a signature is right is for the boards to say, which trust nobody here.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import tempfile
 import time
@@ -19,6 +20,8 @@ from edgefl.bundles.manifest import Kind, Manifest
 from edgefl.errors import BundleError, NotFoundError, StoreError
 from edgefl.files import make_private_directory, store_error, sync_directory
 from edgefl.types import Json
+
+log = logging.getLogger(__name__)
 
 SUFFIX = ".bundle"
 MIN_DIGITS = 6
@@ -68,8 +71,13 @@ class BundleFiles:
         return self.folder / f"{sha256}{SUFFIX}"
 
     def kept(self) -> list[KeptBundle]:
-        """Returns the bundles, newest first."""
-        found = [self.look(path) for path in self.folder.glob(f"*{SUFFIX}")] if self.folder.is_dir() else []
+        """Returns the bundles, newest first; what is damaged, or of another edgefl's making, is none."""
+        found = []
+        for path in self.folder.glob(f"*{SUFFIX}") if self.folder.is_dir() else ():
+            try:
+                found.append(self.look(path))
+            except (BundleError, StoreError) as error:
+                log.warning("%s is left aside: %s", path, error)
         return sorted(found, key=lambda one: one.kept_at, reverse=True)
 
     def find(self, text: str) -> KeptBundle:

@@ -328,3 +328,9 @@ def test_nobody_waits_for_a_board_that_was_taken_out_of_the_fleet(fleet: Fleet) 
     assert fleet.stages(made)["pi-2"] == "failed"
     assert fleet.store.installation_devices(made)[1].reason == "it was taken out of the fleet"
     assert not fleet.store.open_installations()
+
+
+def test_a_bundle_that_is_damaged_on_the_disk_does_not_hide_the_others(fleet: Fleet) -> None:
+    (fleet.files.folder / f"{'0' * 64}.bundle").write_bytes(bytes(5000))
+    assert [one.sha256 for one in fleet.files.kept()] == [fleet.release]
+    assert fleet.files.release(NEXT).sha256 == fleet.release
