@@ -21,7 +21,7 @@ from edgefl.bundles.keys import Signers, load_private, make_key
 from edgefl.bundles.making import BundleWish, make_bundle
 from edgefl.bundles.manifest import Kind
 
-KINDS = {"release": Kind.RELEASE, "pack": Kind.PACK}
+KINDS = {str(kind): kind for kind in Kind}
 
 
 def make_wheel(

@@ -117,6 +117,13 @@ class Signers:
         loaded = [load_public(path) for path in files]
         return cls(folder=folder, keys={key_id(key): key for key in loaded})
 
+    @classmethod
+    def own(cls, folder: Path) -> Signers:
+        """Returns the public key of the pair in a folder as the only one; none when there is no pair."""
+        path = folder / PUBLIC_NAME
+        key = load_public(path) if path.exists() else None
+        return cls(folder=folder, keys={key_id(key): key} if key is not None else {})
+
     def verify(self, bundle: Bundle) -> str:
         """Returns the id of the key that signed a bundle.
 

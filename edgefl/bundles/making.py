@@ -21,7 +21,11 @@ MAX_NAME_CHARS = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BundleWish:
-    """What is to be signed. `name` is that of a pack's main project; it can be left out when there is one alone."""
+    """What is to be signed.
+
+    `name` is that of a pack's main project, which can be left out when there is one alone, or of the pack that a
+    removal takes off.
+    """
 
     kind: Kind
     version: str
@@ -40,7 +44,7 @@ def make_bundle(wish: BundleWish, wheels: Sequence[Path], key: Ed25519PrivateKey
     entries = tuple(_entry(path) for path in wheels)
     manifest = Manifest(
         kind=wish.kind,
-        name=RELEASE_NAME if wish.kind is Kind.RELEASE else wish.name or _only_project(entries),
+        name=RELEASE_NAME if wish.kind is Kind.RELEASE else wish.name or _only_project(wish.kind, entries),
         version=wish.version,
         serial=wish.serial,
         key=key_id(key.public_key()),
@@ -59,14 +63,16 @@ def make_bundle(wish: BundleWish, wheels: Sequence[Path], key: Ed25519PrivateKey
 
 
 def _entry(path: Path) -> WheelEntry:
+    if len(path.name) > MAX_NAME_CHARS:
+        raise BundleError(f"{path.name} has a name of {len(path.name)} characters, at most {MAX_NAME_CHARS} fit")
     if path.suffix != ".whl":
         raise BundleError(f"{path.name} is no wheel; only wheels are signed, build one: pip wheel --no-deps FOLDER")
     return WheelEntry(file=path.name, sha256=sha256_of_file(path), num_bytes=path.stat().st_size)
 
-    if len(path.name) > MAX_NAME_CHARS:
-        raise BundleError(f"{path.name} has a name of {len(path.name)} characters, at most {MAX_NAME_CHARS} fit")
 
-def _only_project(entries: Sequence[WheelEntry]) -> str:
+def _only_project(kind: Kind, entries: Sequence[WheelEntry]) -> str:
+    if kind is Kind.REMOVAL:
+        raise UsageError("say with --name which pack is to be taken off")
     try:
         projects = {entry.project for entry in entries}
     except ValueError as error:

@@ -32,10 +32,14 @@ _FILE = re.compile(r"[A-Za-z0-9_.+!-]{1,200}\.whl\Z")
 
 
 class Kind(StrEnum):
-    """A RELEASE is edgefl itself with what it needs, a PACK a user's own task, codec or local steps."""
+    """A RELEASE is edgefl itself with what it needs, a PACK a user's own task, codec or local steps.
+
+    A REMOVAL takes a pack off again, up to its version; it brings no wheels.
+    """
 
     RELEASE = "release"
     PACK = "pack"
+    REMOVAL = "removal"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +68,8 @@ class Manifest:
     """What a bundle is.
 
     Attributes:
-        kind, name, version: a release is named `edgefl`, a pack like the project that it brings.
+        kind, name, version: a release is named `edgefl`, a pack like the project that it brings, a removal like the
+            pack that it takes off.
         serial: grows with every signature of the same signer: an older bundle is never taken after a newer one.
         key: id of the key that signed it; see `keys.key_id`.
         wheels: of one project there may be several, for different boards.
@@ -112,10 +117,11 @@ class Manifest:
     @classmethod
     def _made(cls, value: Mapping[str, Any]) -> Manifest:
         wheels = value["wheels"]
-        if not isinstance(wheels, list) or not 0 < len(wheels) <= MAX_WHEELS:
-            raise BundleError(f"a bundle holds 1 to {MAX_WHEELS} wheels")
+        kind = Kind(value["kind"])
+        if not isinstance(wheels, list) or len(wheels) > MAX_WHEELS or bool(wheels) == (kind is Kind.REMOVAL):
+            raise BundleError(f"a release or pack holds 1 to {MAX_WHEELS} wheels, a removal none")
         return cls(
-            kind=Kind(value["kind"]),
+            kind=kind,
             name=_text(value["name"]),
             version=_text(value["version"]),
             serial=_number(value["serial"]),
@@ -166,6 +172,8 @@ def _check_projects(manifest: Manifest) -> None:
     is_release = manifest.kind is Kind.RELEASE
     if is_release != (manifest.name == RELEASE_NAME):
         raise BundleError(f"a release is named {RELEASE_NAME}, a pack is not; got a {manifest.kind} {manifest.name}")
+    if manifest.kind is Kind.REMOVAL:
+        return
     versions = {wheel.version for wheel in manifest.wheels if wheel.project == manifest.name}
     if versions != {str(Version(manifest.version))}:
         found = ", ".join(sorted(versions)) or "none"

@@ -48,6 +48,12 @@ def wheel_names(path: Path, entry: WheelEntry, kind: Kind) -> list[str]:
     return names
 
 
+def unpacked_bytes(path: Path) -> int:
+    """Returns what a wheel takes on a disk once it is unpacked, as it says itself."""
+    with zipfile.ZipFile(path) as wheel:
+        return sum(info.file_size for info in wheel.infolist())
+
+
 def fitting(entries: Iterable[WheelEntry], tags: Sequence[Tag]) -> list[WheelEntry]:
     """Returns the best wheel of every project for a Python that takes these tags, best first.
 
@@ -82,15 +88,15 @@ def _check_entry(entry: WheelEntry, info: zipfile.ZipInfo) -> None:
     path = PurePosixPath(info.filename)
     if path.is_absolute() or ".." in path.parts or "\\" in info.orig_filename or "\0" in info.orig_filename:
         raise BundleError(f"{entry.file} holds {info.filename[:120]!r}, which lies outside of where it is installed")
+    # One spelling alone, so that what is looked at is what pip makes of it: `./x.pth` is installed as `x.pth`.
+    if str(path) != info.filename.removesuffix("/"):
+        raise BundleError(f"{entry.file} holds {info.filename[:120]!r}, which must be called {str(path)[:120]!r}")
     mode = info.external_attr >> 16
     if mode and not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or not stat.S_IFMT(mode)):
         raise BundleError(f"{entry.file} holds {info.filename[:120]!r}, which is no plain file")
     if info.flag_bits & 0x1:
         raise BundleError(f"{entry.file} is encrypted")
 
-    # One spelling alone, so that what is looked at is what pip makes of it: `./x.pth` is installed as `x.pth`.
-    if str(path) != info.filename.removesuffix("/"):
-        raise BundleError(f"{entry.file} holds {info.filename[:120]!r}, which must be called {str(path)[:120]!r}")
 
 def _check_metadata(entry: WheelEntry, wheel: zipfile.ZipFile) -> None:
     """The name of the file decides what is believed of a wheel; what is in it must say the same."""

@@ -1,4 +1,4 @@
-"""`edgefl devices update`, `install` and `updates`: bring releases and task packs to the boards."""
+"""`edgefl devices update`, `install`, `uninstall` and `updates`: bring releases and task packs to the boards."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from edgefl.errors import RunFailedError, UsageError
 
 COLUMNS = ("installation_id", "kind", "name", "version", "status", "counts", "created_at", "reason")
 DEVICE_COLUMNS = ("device_id", "part", "state", "reported_at", "reason")
+BRINGS = {"release": "update --to VERSION --bundle FILE", "pack": "install FILE", "removal": "uninstall FILE"}
 FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 
 within_option = click.option(
@@ -46,11 +47,9 @@ def update(  # noqa: PLR0913 one argument per option
     """Bring release VERSION of edgefl to the boards, or to DEVICEs alone; a board on which it fails goes back."""
     wish: dict[str, Any] = {"version": version}
     if bundle is not None:
-        brought = _bring(bundle, url)
-        if (brought["kind"], brought["version"]) != ("release", version):
-            raise UsageError(
-                f"{bundle} is {brought['kind']} {brought['name']} {brought['version']}, not release {version}"
-            )
+        brought = _bring(bundle, url, kind="release")
+        if brought["version"] != version:
+            raise UsageError(f"{bundle} is release {brought['version']}, not {version}")
         wish = {"bundle": brought["sha256"]}
     _order({**wish, "devices": list(devices) or None, "canary": canary, "canary_s": canary_s}, waits, url, fmt)
 
@@ -74,9 +73,31 @@ def install(  # noqa: PLR0913 one argument per option
     fmt: str,
 ) -> None:
     """Bring the task pack in the signed bundle PACK to the boards, or to the DEVICEs alone."""
-    brought = _bring(pack, url)
-    if brought["kind"] != "pack":
-        raise UsageError(f"{pack} is a {brought['kind']}; bring it with: edgefl devices update --to VERSION --bundle")
+    brought = _bring(pack, url, kind="pack")
+    wish = {"bundle": brought["sha256"], "devices": list(devices) or None, "canary": canary, "canary_s": canary_s}
+    _order(wish, waits, url, fmt)
+
+
+@click.command()
+@click.argument("pack", type=FILE)
+@click.argument("devices", nargs=-1, metavar="[DEVICE]...")
+@canary_option
+@within_option
+@wait_option
+@url_option
+@format_option
+def uninstall(  # noqa: PLR0913 one argument per option
+    *,
+    pack: Path,
+    devices: tuple[str, ...],
+    canary: int,
+    canary_s: float | None,
+    waits: bool,
+    url: str | None,
+    fmt: str,
+) -> None:
+    """Take a task pack off the boards again, or off the DEVICEs alone, as the signed removal in PACK says."""
+    brought = _bring(pack, url, kind="removal")
     wish = {"bundle": brought["sha256"], "devices": list(devices) or None, "canary": canary, "canary_s": canary_s}
     _order(wish, waits, url, fmt)
 
@@ -94,10 +115,19 @@ def updates(*, installation: str | None, url: str | None, fmt: str) -> None:
     _print(operator(url).get(path_of("installations", installation)), fmt)
 
 
-def _bring(bundle: Path, url: str | None) -> Any:
-    from edgefl.protocol import BUNDLES_PATH  # noqa: PLC0415 fast start
+def _bring(bundle: Path, url: str | None, *, kind: str) -> Any:
+    """Gives the coordinator a bundle, once it is of the kind that the command is for; returns what it is."""
+    from edgefl.bundles.archive import read_bundle  # noqa: PLC0415 fast start
+    from edgefl.protocol import BUNDLES_PATH  # noqa: PLC0415 likewise
 
     with bundle.open("rb") as file:
+        found = read_bundle(file).manifest
+        if found.kind != kind:
+            raise UsageError(
+                f"{bundle} is {found.kind} {found.name} {found.version}; bring it with: edgefl devices "
+                + BRINGS[found.kind]
+            )
+        file.seek(0)
         return operator(url).upload(BUNDLES_PATH, file)
 
 
@@ -117,7 +147,8 @@ def _order(wish: dict[str, Any], waits: bool, url: str | None, fmt: str) -> None
     bad = [row for row in found["each"] if row["state"] in {"refused", "failed", "rolled-back"}]
     if waits and (bad or found["status"] == "failed"):
         said = "; ".join(f"{row['device_id']} {row['state']}: {row['reason']}" for row in bad) or found["reason"]
-        raise RunFailedError(f"{found['name']} {found['version']} is not everywhere: {said}")
+        where = "off everywhere" if found["kind"] == "removal" else "everywhere"
+        raise RunFailedError(f"{found['name']} {found['version']} is not {where}: {said}")
 
 
 def _print(found: Any, fmt: str) -> None:

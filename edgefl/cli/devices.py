@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from edgefl.cli.device_installs import install, update, updates
+from edgefl.cli.device_installs import install, uninstall, update, updates
 from edgefl.cli.listing import ListedGroup
 from edgefl.cli.render import format_option, human, print_rows
 
@@ -116,6 +116,7 @@ def remove(*, device: str, url: str | None) -> None:
 
 command.add_command(update)
 command.add_command(install)
+command.add_command(uninstall)
 command.add_command(updates)
 
 

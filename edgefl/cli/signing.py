@@ -57,13 +57,17 @@ def init(*, folder: Path | None, no_passphrase: bool) -> None:
 @click.argument(
     "wheels",
     nargs=-1,
-    required=True,
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    metavar="WHEEL...",
+    metavar="[WHEEL]...",
 )
-@click.option("--kind", type=click.Choice(["release", "pack"]), required=True, help="edgefl itself, or a task pack.")
-@click.option("--version", required=True, help="Its version: that of its main wheel.")
-@click.option("--name", help="The main project of a pack of several.")
+@click.option(
+    "--kind",
+    type=click.Choice(["release", "pack", "removal"]),
+    required=True,
+    help="edgefl itself, a task pack, or what takes a pack off the boards again, without wheels.",
+)
+@click.option("--version", required=True, help="That of its main wheel, or of the pack that is removed.")
+@click.option("--name", help="The main project of a pack of several, or the pack that is removed.")
 @click.option(
     "--out",
     required=True,
@@ -82,7 +86,10 @@ def sign(  # noqa: PLR0913 one argument per option
     allow_downgrade: bool,
     folder: Path | None,
 ) -> None:
-    """Put WHEELs into a signed bundle; of one project there may be several, for different boards."""
+    """Put WHEELs into a signed bundle; of one project there may be several, for different boards.
+
+    A removal has none: sign --kind removal --name PACK --version VERSION --out FILE.
+    """
     from edgefl.bundles.making import BundleWish, make_bundle  # noqa: PLC0415 fast start
     from edgefl.bundles.manifest import Kind  # noqa: PLC0415 likewise
 
@@ -112,7 +119,8 @@ def show(*, bundle: Path, signers: Path | None, folder: Path | None, fmt: str) -
     with bundle.open("rb") as file:
         found = read_bundle(file)
         manifest = found.manifest
-        fault = _fault(lambda: Signers.load(signers or folder or _default_folder()).verify(found))
+        own = folder or _default_folder()
+        fault = _fault(lambda: (Signers.load(signers) if signers else Signers.own(own)).verify(found))
     row = {
         "kind": str(manifest.kind), "name": manifest.name, "version": manifest.version, "serial": manifest.serial,
         "key": manifest.key, "allow_downgrade": manifest.allow_downgrade, "bytes": bundle.stat().st_size,

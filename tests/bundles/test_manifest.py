@@ -53,6 +53,8 @@ def test_the_file_name_of_a_wheel_says_what_it_is() -> None:
         ({"name": "gulls"}, "a release is named edgefl, a pack is not"),
         ({"kind": "pack", "name": "gulls"}, "must hold a wheel of gulls .* it holds none"),
         ({"wheels": {}}, "holds 1 to 500 wheels"),
+        ({"kind": "removal", "name": "gulls"}, "a removal none"),
+        ({"kind": "removal", "wheels": []}, "a release is named edgefl"),
         ({"key": None}, "expected a text"),
     ],
 )
@@ -70,8 +72,15 @@ def test_a_pack_must_not_bring_edgefl_along() -> None:
 def test_no_more_than_the_cap_is_parsed() -> None:
     with pytest.raises(BundleError, match="its manifest has"):
         Manifest.load(b" " * (MAX_MANIFEST_BYTES + 1))
-    with pytest.raises(BundleError, match="is not JSON"):
-        Manifest.load(b"\xff")
+    for text in (b"\xff", b"[" * 200_000):
+        with pytest.raises(BundleError, match="is not JSON"):
+            Manifest.load(text)
+
+
+def test_a_removal_names_a_pack_and_brings_nothing() -> None:
+    manifest = load(kind="removal", name="gulls", wheels=[])
+    assert (manifest.kind, manifest.name, manifest.version, manifest.wheels) == (Kind.REMOVAL, "gulls", "1.2.0", ())
+    assert Manifest.load(manifest.dump()) == manifest
 
 
 def test_versions_are_compared_as_versions() -> None:

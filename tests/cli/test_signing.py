@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from wheel_files import make_wheel
 
 from edgefl.cli.main import edgefl
-from edgefl.errors import BundleError, ConfigError
+from edgefl.errors import BundleError, ConfigError, UsageError
 
 
 def run(*arguments: object, check: bool = True, **options: object) -> Result:
@@ -41,6 +41,7 @@ def test_a_bundle_is_signed_trusted_and_shown(signed: Path, tmp_path: Path) -> N
     assert (row["kind"], row["name"], row["version"], row["trusted"]) == ("pack", "gulls", "1.0", True)
     assert [wheel["file"] for wheel in row["wheels"]] == ["gulls-1.0-py3-none-any.whl"]
     assert "gulls-1.0-py3-none-any.whl" in run("signing", "show", signed, "--signers", trusted).output
+    assert "gulls-1.0-py3-none-any.whl" in run("signing", "show", signed, "--keys", tmp_path / "keys").output
 
 
 def test_show_tells_what_a_bundle_is_also_when_nobody_here_trusts_it(signed: Path, tmp_path: Path) -> None:
@@ -82,3 +83,24 @@ def test_apply_update_says_where_there_are_no_slots(tmp_path: Path) -> None:
     result = run("device", "apply-update", "--root", tmp_path, "--state", tmp_path, "true", check=False)
     assert isinstance(result.exception, ConfigError)
     assert "a board that was installed by hand is updated by hand" in str(result.exception)
+
+
+def test_a_removal_is_signed_without_wheels_and_needs_the_name_of_its_pack(signed: Path, tmp_path: Path) -> None:
+    out = tmp_path / "no-gulls.bundle"
+    sign = ("signing", "sign", "--kind", "removal", "--version", "1.0", "--out", out, "--keys", tmp_path / "keys")
+    told = run(*sign, "--name", "gulls").output
+    assert told.startswith("removal gulls 1.0, 0 wheels, signed by ")
+    assert "removal" in run("signing", "show", out, "--keys", tmp_path / "keys").output
+    assert isinstance(run(*sign, check=False).exception, UsageError)
+    wheel = next((tmp_path / "w").glob("*.whl"))
+    assert isinstance(run(*sign, wheel, "--name", "gulls", check=False).exception, BundleError)
+
+
+def test_a_wheel_whose_name_fits_no_bundle_is_said_before_anything_is_written(signed: Path, tmp_path: Path) -> None:
+    wheel = next((tmp_path / "w").glob("*.whl"))
+    long = wheel.rename(wheel.with_name(f"gulls-1.0-py3-none-{'.'.join(['manylinux2014_x86_64'] * 5)}.whl"))
+    result = run("signing", "sign", long, "--kind", "pack", "--version", "1.0", "--out", tmp_path / "x", "--keys",
+                 tmp_path / "keys", check=False)  # fmt: skip
+    assert isinstance(result.exception, BundleError)
+    assert "has a name of 127 characters, at most 100 fit" in str(result.exception)
+    assert not (tmp_path / "x").exists()

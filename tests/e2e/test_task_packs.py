@@ -41,6 +41,15 @@ class Packed:
     def packs(self) -> Any:
         return self.site.device()["capabilities"]["installs"].get("packs")
 
+    def signed(self, name: str, *words: str) -> Path:
+        """Returns a bundle that the operator signed on the command line."""
+        out = self.site.folder / name
+        status, output = self.site.run(
+            "signing", "sign", *words, "--out", str(out), "--keys", str(self.site.signer.folder)
+        )
+        assert status == 0, output
+        return out
+
     def install(self, bundle: Path, command: str = "install") -> tuple[int, str]:
         return self.site.run("devices", command, str(bundle), "board", "--wait")
 
@@ -97,8 +106,9 @@ def test_what_is_not_signed_for_the_board_never_runs_there_and_the_event_says_wh
 
 def test_a_users_task_and_local_step_train_on_the_board_once_their_pack_is_installed(packed: Packed) -> None:
     site = packed.site
-    bundle = site.signer.bundle(site.folder / "gulls.bundle", packed.wheel, kind="pack", version="0.1")
-    status, output = packed.install(bundle)
+    status, output = packed.install(
+        packed.signed("gulls.bundle", str(packed.wheel), "--kind", "pack", "--version", "0.1")
+    )
     assert status == 0, output
     facts = site.tools.eventually(packed.packs, 30, "the packs of the board")
     assert facts == {"gull-count": {"version": "0.1", "tasks": ["gulls"], "local_steps": ["clipped-sgd"]}}
@@ -114,3 +124,26 @@ def test_a_users_task_and_local_step_train_on_the_board_once_their_pack_is_insta
     assert losses[-1] < 0.5 * losses[0]
     accuracies = [row["accuracy"] for row in site.fleet.history("evaluations", run=run)]
     assert accuracies[-1] > 0.9
+
+
+def test_a_pack_leaves_the_board_again_and_the_board_stays_with_its_data(packed: Packed) -> None:
+    site = packed.site
+    assert packed.packs(), "the test before has installed it"
+    removal = packed.signed("no-gulls.bundle", "--kind", "removal", "--name", "gull-count", "--version", "0.1")
+    status, output = packed.install(removal)
+    assert status == 2
+    assert "is removal gull-count 0.1; bring it with: edgefl devices uninstall" in output
+    slot = site.device()["capabilities"]["installs"]["slot"]
+    status, output = packed.install(removal, "uninstall")
+    assert status == 0, output
+    site.tools.eventually(lambda: packed.packs() == {}, 30, "the pack to be gone")
+    site.tools.eventually(lambda: "gulls" not in site.device()["examples"], 60, "nobody to count birds any more")
+    assert site.device()["examples"]["digits"] > 0
+    assert site.device()["capabilities"]["installs"]["slot"] != slot
+    assert not list((site.root / "current" / "lib").rglob("gull_count*"))
+    assert list((site.root / slot / "lib").rglob("gull_count*")), "the slot before was changed"
+
+    config = parse_run({"run": {"task": "digits", "rounds": 1, "evaluate_on": "none"}, "devices": {"min": 2}})
+    run = site.fleet.submit(config)
+    assert site.fleet.wait_run(run)["status"] == "finished"
+    assert {row["device_id"] for row in site.fleet.history("updates", run=run)} == {"board", "manual"}

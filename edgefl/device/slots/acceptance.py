@@ -14,7 +14,7 @@ from edgefl.errors import BundleError
 
 
 def accepted_wheels(bundle: Bundle, signers: Signers, slots: Slots) -> list[WheelEntry]:
-    """Returns the wheels of a bundle that are for this board.
+    """Returns the wheels of a bundle that are for this board; of a removal none.
 
     Raises:
         BundleError: it is not signed by somebody whom this board trusts, not for this board, or not newer.
@@ -44,8 +44,10 @@ def check_order(manifest: Manifest, record: SlotRecord, release: str) -> None:
 
 
 def is_there(manifest: Manifest, record: SlotRecord, release: str) -> bool:
-    """Returns whether a slot has this very bundle already."""
+    """Returns whether a slot is already as this very bundle would make it."""
     pack = record.packs.get(manifest.name)
+    if manifest.kind is Kind.REMOVAL:
+        return pack is None
     there = release if manifest.kind is Kind.RELEASE else pack.version if pack is not None else None
     is_same = there is not None and Version(there) == Version(manifest.version)
     return is_same and record.serials.get(manifest.name) == manifest.serial

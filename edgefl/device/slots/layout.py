@@ -43,9 +43,11 @@ class SlotRecord:
     packs: Mapping[str, Pack] = field(default_factory=dict)
     serials: Mapping[str, int] = field(default_factory=dict)
 
-    def with_pack(self, name: str, pack: Pack | None, serial: int) -> SlotRecord:
-        """Returns the record with one more bundle in it; without a pack it is a release."""
-        packs = {**self.packs, name: pack} if pack is not None else self.packs
+    def with_bundle(self, name: str, pack: Pack | None, serial: int) -> SlotRecord:
+        """Returns the record after one more bundle of this name; a release and a removal leave no pack."""
+        packs = {other: one for other, one in self.packs.items() if other != name}
+        if pack is not None:
+            packs[name] = pack
         return replace(self, packs=packs, serials={**self.serials, name: serial})
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from edgefl.bundles.archive import Bundle, read_bundle
 from edgefl.bundles.keys import Signers
 from edgefl.bundles.manifest import Kind, Manifest
-from edgefl.bundles.wheels import wheel_names
+from edgefl.bundles.wheels import unpacked_bytes, wheel_names
 from edgefl.device.slots.acceptance import accepted_wheels, is_there
 from edgefl.device.slots.building import Brought, build_slot, clear_slot
 from edgefl.device.slots.children import Children
@@ -29,12 +29,14 @@ from edgefl.device.slots.layout import Pack, Slots
 from edgefl.device.slots.proving import Expected, Pace, prove
 from edgefl.device.slots.smoke import smoke_test
 from edgefl.device.slots.status import Outcome, Step, Trial, UpdaterStatus, read_status, write_status
-from edgefl.errors import BundleError, EdgeflError, StoreError
+from edgefl.errors import BundleError, EdgeflError, StoreError, StoreFullError
 
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
 """A request that was cut off so often while its slot was built or tried is given up."""
+SPARE_BYTES = 32 * 1024 * 1024
+"""What must be left on the disk beside what an update brings, for the board itself."""
 _USUAL_PACE = Pace()
 
 Restart = Callable[[], None]
@@ -105,7 +107,7 @@ class Updater:
         except OSError as error:
             return self._give_up(trial, StoreError(f"the slot cannot be built: {error}"))
         if manifest is None:
-            return self._end(trial, Outcome(id=trial.id, state="running", reason="it was there already"))
+            return self._end(trial, Outcome(id=trial.id, state="running", reason="nothing was to be done"))
         trial = replace(
             trial, step=Step.FLIPPING, kind=str(manifest.kind), name=manifest.name, version=manifest.version
         )
@@ -145,17 +147,28 @@ class Updater:
             shutil.rmtree(folder)
         folder.mkdir(mode=0o700)
         chosen = [entry for entry in bundle.manifest.wheels if entry.file in files]
+        self._check_room(sum(entry.num_bytes for entry in chosen), "unpack the bundle")
         names = {}
         for entry in chosen:
             path = folder / entry.file
             bundle.unpack(entry, path)
             names[path] = wheel_names(path, entry, bundle.manifest.kind)
+        self._check_room(sum(map(unpacked_bytes, names)), "install the wheels")
         return Brought(manifest=bundle.manifest, names=names, projects=tuple(entry.project for entry in chosen))
+
+    def _check_room(self, num_bytes: int, what: str) -> None:
+        """Raises `StoreFullError` unless the board keeps some room for itself beside what is to come."""
+        free = shutil.disk_usage(self._slots.root).free
+        if free < num_bytes + SPARE_BYTES:
+            raise StoreFullError(
+                f"to {what} takes {num_bytes} bytes and {SPARE_BYTES} must stay free; "
+                f"{self._slots.root} has {free} left"
+            )
 
     def _keep_record(self, trial: Trial, brought: Brought) -> None:
         manifest = brought.manifest
         pack = Pack(version=manifest.version, projects=brought.projects) if manifest.kind is Kind.PACK else None
-        record = self._slots.record(trial.old).with_pack(manifest.name, pack, manifest.serial)
+        record = self._slots.record(trial.old).with_bundle(manifest.name, pack, manifest.serial)
         self._slots.write_record(trial.new, record)
 
     def _smoke(self, trial: Trial, brought: Brought) -> None:
@@ -199,7 +212,10 @@ class Updater:
     def _leave(self, trial: Trial) -> Outcome:
         """Goes back to the slot before; the same when it is done twice."""
         log.warning("%s %s is left again: %s", trial.name, trial.version, trial.reason)
-        self._write(trial)
+        try:
+            self._write(trial)
+        except OSError as error:  # a disk that is full must not keep the board in a version that does not work
+            log.warning("that it is left cannot be written down: %s", error)
         self._on_step("leaving")
         self._slots.flip(trial.old)
         self._on_step("flipped back")

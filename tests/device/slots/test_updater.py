@@ -107,7 +107,7 @@ def test_the_same_bundle_again_changes_nothing(board: Any) -> None:
     board.install(bundle)
     restarts = board.restarts
     outcome = board.install(bundle)
-    assert (outcome.state, outcome.reason, board.restarts) == ("running", "it was there already", restarts)
+    assert (outcome.state, outcome.reason, board.restarts) == ("running", "nothing was to be done", restarts)
 
 
 def refused(board: Any, bundle: Path) -> str:
@@ -242,6 +242,105 @@ def test_a_pack_must_not_replace_what_the_board_has(board: Any) -> None:
     bundle = board.signer.bundle(board.folder / "x.bundle", wheel, kind="pack", version="0.3")
     outcome = board.install(bundle)
     assert "would replace pip/__init__.py, which belongs to something else" in outcome.reason
+
+
+def test_a_pack_must_not_take_the_name_of_a_command_that_the_board_has(board: Any) -> None:
+    commands = "[console_scripts]\nedgefl-gulls = gulls:Gulls\n"
+    files = {"gulls/__init__.py": "class Gulls:\n    pass\n"}
+    for version, points, state in (
+        ("0.1", commands.replace("edgefl-gulls", "python"), "refused"),
+        ("0.2", commands, "running"),
+        ("0.3", commands, "running"),
+    ):
+        wheel = make_wheel(board.wheels, "gulls", version, files, points=points)
+        outcome = board.install(board.signer.bundle(board.folder / "c.bundle", wheel, kind="pack", version=version))
+        assert outcome.state == state, outcome.reason
+        assert state == "running" or outcome.reason == "its command python would replace one that this board has"
+
+
+TASKS = "from importlib.metadata import entry_points as e; print([p.name for p in e(group='edgefl.tasks')])"
+
+
+def test_a_removal_takes_a_pack_off_and_leaves_the_slot_before_as_it_was(board: Any) -> None:
+    board.install(board.pack())
+    board.install(board.pack("terns"))
+    before = board.tree("a")
+    assert board.install(board.removal()).state == "running"
+    assert (board.runs(), board.python(TASKS)) == (("b", "1.0"), "['terns']")
+    assert json.loads((board.state / "health.json").read_bytes())["packs"] == {"terns": "0.1"}
+    assert not list(board.slots.packages("b").glob("gulls*"))
+    assert board.tree("a") == before
+    outcome = board.install(board.removal())
+    assert (outcome.state, outcome.reason) == ("running", "nothing was to be done")
+
+
+def test_a_removal_has_its_place_in_the_order_of_what_was_signed(board: Any) -> None:
+    early, pack = board.removal(), board.pack()
+    board.install(pack)
+    assert "gulls 0.1 was signed before what this board has" in board.install(early).reason
+    higher = board.pack(version="0.2")
+    assert "gulls 0.1 is older than the 0.2" in (board.install(higher), board.install(board.removal()))[1].reason
+    assert board.install(board.removal(version="0.2")).state == "running"
+    assert "was signed before what this board has" in board.install(higher).reason
+    assert board.install(board.pack(version="0.2")).state == "running"
+
+
+def test_only_somebody_whom_the_board_trusts_can_take_a_pack_off(board: Any, tmp_path: Path) -> None:
+    board.install(board.pack())
+    stranger = Signer(tmp_path / "stranger")
+    foreign = stranger.bundle(tmp_path / "x.bundle", kind="removal", version="0.1", name="gulls", serial=10**9)
+    outcome = board.install(foreign)
+    assert outcome.state == "refused"
+    assert f"signed by key {stranger.id}, which this board does not trust" in outcome.reason
+    assert board.python(TASKS) == "['gulls']"
+
+
+def test_a_pack_that_another_one_needs_stays(board: Any) -> None:
+    board.install(board.pack())
+    assert board.install(board.pack("terns", requires=["gulls"])).state == "running"
+    outcome = board.install(board.removal())
+    assert outcome.reason == "this board lacks what it needs: terns 0.1 requires gulls, which is not installed."
+    assert board.python(TASKS) == "['terns', 'gulls']" or board.python(TASKS) == "['gulls', 'terns']"
+
+
+def test_a_project_that_a_newer_pack_does_not_bring_any_more_goes(board: Any) -> None:
+    first, second = (
+        make_wheel(board.wheels, name, "0.1", {f"{name}/__init__.py": ""}) for name in ("gulls", "feathers")
+    )
+    both = board.signer.bundle(board.folder / "2.bundle", first, second, kind="pack", version="0.1", name="gulls")
+    assert board.install(both).state == "running"
+    assert board.install(board.pack(version="0.2")).state == "running"
+    assert not list(board.slots.packages("a").glob("feathers*"))
+    assert board.install(board.pack("feathers")).state == "running"  # nobody else's any more
+
+
+def test_a_disk_without_room_fails_before_anything_is_built(board: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from edgefl.device.slots import updater  # noqa: PLC0415 only here
+
+    usage = updater.shutil.disk_usage(board.folder)
+    monkeypatch.setattr(updater.shutil, "disk_usage", lambda _: usage._replace(free=updater.SPARE_BYTES))
+    outcome = board.install(board.release("1.1"))
+    assert outcome.state == "failed"
+    assert "must stay free" in outcome.reason
+    assert (board.slots.in_use(), board.restarts) == ("a", 1)
+    assert not board.slots.path("b").exists()
+
+
+def test_a_disk_that_is_full_does_not_keep_a_board_in_a_version_that_fails(
+    board: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from edgefl.device.slots import updater  # noqa: PLC0415 only here
+
+    write = updater.write_status
+
+    def full_when_leaving(slots: Any, status: Any) -> None:
+        if status.trial is not None and status.trial.step == "leaving":
+            raise OSError(28, "No space left on device")
+        write(slots, status)
+
+    monkeypatch.setattr(updater, "write_status", full_when_leaving)
+    assert board.install(board.release("1.1", "crashes")).state == "rolled-back"
+    assert board.runs() == ("a", "1.0")
 
 
 def test_only_one_updater_works_at_a_time(board: Any) -> None:
