@@ -54,52 +54,44 @@ def update(  # noqa: PLR0913 one argument per option
     _order({**wish, "devices": list(devices) or None, "canary": canary, "canary_s": canary_s}, waits, url, fmt)
 
 
-@click.command()
-@click.argument("pack", type=FILE)
-@click.argument("devices", nargs=-1, metavar="[DEVICE]...")
-@canary_option
-@within_option
-@wait_option
-@url_option
-@format_option
-def install(  # noqa: PLR0913 one argument per option
-    *,
-    pack: Path,
-    devices: tuple[str, ...],
-    canary: int,
-    canary_s: float | None,
-    waits: bool,
-    url: str | None,
-    fmt: str,
-) -> None:
-    """Bring the task pack in the signed bundle PACK to the boards, or to the DEVICEs alone."""
-    brought = _bring(pack, url, kind="pack")
-    wish = {"bundle": brought["sha256"], "devices": list(devices) or None, "canary": canary, "canary_s": canary_s}
-    _order(wish, waits, url, fmt)
+def _carrying(name: str, *, kind: str, text: str) -> click.Command:
+    """Returns the command that brings signed bundles of one kind to the boards."""
+
+    @click.command(name, help=text)
+    @click.argument("pack", type=FILE)
+    @click.argument("devices", nargs=-1, metavar="[DEVICE]...")
+    @canary_option
+    @within_option
+    @wait_option
+    @url_option
+    @format_option
+    def command(  # noqa: PLR0913 one argument per option
+        *,
+        pack: Path,
+        devices: tuple[str, ...],
+        canary: int,
+        canary_s: float | None,
+        waits: bool,
+        url: str | None,
+        fmt: str,
+    ) -> None:
+        sha256 = _bring(pack, url, kind=kind)["sha256"]
+        wish = {"bundle": sha256, "devices": list(devices) or None, "canary": canary, "canary_s": canary_s}
+        _order(wish, waits, url, fmt)
+
+    return command
 
 
-@click.command()
-@click.argument("pack", type=FILE)
-@click.argument("devices", nargs=-1, metavar="[DEVICE]...")
-@canary_option
-@within_option
-@wait_option
-@url_option
-@format_option
-def uninstall(  # noqa: PLR0913 one argument per option
-    *,
-    pack: Path,
-    devices: tuple[str, ...],
-    canary: int,
-    canary_s: float | None,
-    waits: bool,
-    url: str | None,
-    fmt: str,
-) -> None:
-    """Take a task pack off the boards again, or off the DEVICEs alone, as the signed removal in PACK says."""
-    brought = _bring(pack, url, kind="removal")
-    wish = {"bundle": brought["sha256"], "devices": list(devices) or None, "canary": canary, "canary_s": canary_s}
-    _order(wish, waits, url, fmt)
+install = _carrying(
+    "install",
+    kind="pack",
+    text="Bring the task pack in the signed bundle PACK to the boards, or to the DEVICEs alone.",
+)
+uninstall = _carrying(
+    "uninstall",
+    kind="removal",
+    text="Take a task pack off the boards again, or off the DEVICEs alone, as the signed removal in PACK says.",
+)
 
 
 @click.command()
