@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from edgefl.coordinator.fleet.live_vitals import LiveVitals
@@ -19,6 +20,17 @@ from edgefl.types import DeviceInfo, Role, Vitals
 _ABLE = frozenset({DeviceState.ONLINE, DeviceState.LATE})
 SMOOTHING = 0.3
 """Weight of the newest measurement in a device's smoothed speed."""
+_TOLD = ("temperature_c", "run", "iteration")
+NEVER_SEEN: Mapping[str, Any] = MappingProxyType(
+    {
+        "presence": "never seen",
+        "drained": False,
+        "silent_s": None,
+        **dict.fromkeys(_TOLD),
+        "seconds_per_iteration": None,
+    }
+)
+"""The operator's facts of a device that has joined and that nobody has heard of yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,13 +216,11 @@ class Roster:
                 heartbeat = record.heartbeat if record else None
                 rows.append(
                     {
+                        **NEVER_SEEN,
                         "device_id": device_id,
-                        "presence": str(record.state) if record else "never seen",
+                        **({"presence": str(record.state), "silent_s": round(record.silent_s, 1)} if record else {}),
                         "drained": entry.is_drained,
-                        "silent_s": round(record.silent_s, 1) if record else None,
-                        "temperature_c": heartbeat.temperature_c if heartbeat else None,
-                        "run": heartbeat.run if heartbeat else None,
-                        "iteration": heartbeat.iteration if heartbeat else None,
+                        **({name: getattr(heartbeat, name) for name in _TOLD} if heartbeat else {}),
                         "seconds_per_iteration": entry.seconds_per_iteration,
                     }
                 )

@@ -14,7 +14,7 @@ from edgefl import __version__
 from edgefl.config import RunConfig, check_run_name, parse_run
 from edgefl.coordinator.access import Guard
 from edgefl.coordinator.attempts import Note, network_of, nobody_notes
-from edgefl.coordinator.fleet.roster import Roster
+from edgefl.coordinator.fleet.roster import NEVER_SEEN, Roster
 from edgefl.coordinator.runs.worker import RunWorker
 from edgefl.coordinator.web.history_api import add_history
 from edgefl.errors import ConfigError, UsageError
@@ -149,7 +149,7 @@ def device_rows(store: Store, roster: Roster) -> list[Json]:
             "joined_at": record.joined_at,
             "last_seen_at": record.last_seen_at,
             "model": heard.model if (heard := heartbeats.get(record.device_id)) else running.get(record.device_id),
-            **now.get(record.device_id, {}),
+            **now.get(record.device_id, NEVER_SEEN),  # one that joins at this moment is in the store first
         }
         for record in store.devices()
     ]
