@@ -293,8 +293,14 @@ class LocalFleet:
 
 
 def free_port() -> int:
-    """Returns a port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Returns a port of loopback that nobody has, and that the system gives to nobody unasked for the next minute.
+
+    A connection that its server has closed is remembered that long (TIME_WAIT), and keeps the port from outgoing
+    connections and from those that ask for any port. Who asks for this one gets it, with SO_REUSEADDR.
+    """
+    with socket.create_server((LOOPBACK, 0)) as server:
+        port: int = server.getsockname()[1]
+        with socket.create_connection((LOOPBACK, port)) as client:
+            server.accept()[0].close()
+            client.recv(1)  # the end of the other side: who closes first is remembered
+    return port

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -24,5 +25,10 @@ def test_a_coordinator_that_dies_is_told_with_its_last_words(tmp_path: Path) -> 
             fleet.wait_present(1)
 
 
-def test_free_ports_differ() -> None:
-    assert free_port() != free_port()
+def test_a_free_port_is_kept_from_all_but_those_who_ask_for_it() -> None:
+    port = free_port()
+    with socket.socket() as one_that_looks_for_any_port, pytest.raises(OSError, match="in use"):
+        one_that_looks_for_any_port.bind(("127.0.0.1", port))
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(OSError, match="in use"):
+        socket.create_server(("127.0.0.1", port))
+    assert free_port() != port

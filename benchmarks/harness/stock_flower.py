@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from edgefl.local_fleet import free_port
 from harness.process_trees import die_with_parent
 
 START_TIMEOUT_S = 60.0
@@ -50,7 +51,7 @@ class StockFleet:
 
     root: Path
     num_devices: int
-    port: int = field(default_factory=lambda: free_port())  # noqa: PLW0108 defined below
+    port: int = field(default_factory=free_port)
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def __enter__(self) -> Self:
@@ -146,14 +147,6 @@ class StockFleet:
 def scripts() -> Path:
     """Returns the folder of the console scripts of this environment."""
     return Path(sysconfig.get_path("scripts"))
-
-
-def free_port() -> int:
-    """Returns a port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _environment(home: Path) -> dict[str, str]:

@@ -31,6 +31,7 @@ from edgefl.adapters.process_globals import ensure_identity
 from edgefl.compression.codec import make_codec
 from edgefl.config import load_run, parse_run
 from edgefl.errors import ConfigError, NetworkError, UsageError
+from edgefl.local_fleet import free_port
 from edgefl.processes import end_with_parent
 from edgefl.storage.checkpoints import load_model_file
 from edgefl.tasks.cutting import cut_shards
@@ -505,12 +506,6 @@ class StockFlower:
             assert time.monotonic() < until_s, logs
             assert all(process.poll() is None for process in self.processes), logs
             threading.Event().wait(0.1)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def listens(port):

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import socket
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from edgefl.cli.operator import grant_access
 from edgefl.client import Operator, load_operator_file, named_path, operator_path
 from edgefl.coordinator.directory import init_directory
 from edgefl.errors import ConfigError, NetworkError, NotAllowedError, NotFoundError, UsageError, WrongCaError
+from edgefl.local_fleet import free_port
 
 
 @pytest.fixture(autouse=True)
@@ -77,10 +77,8 @@ def test_the_url_of_the_environment_gives_way_to_the_option(
 
 
 def test_a_stopped_coordinator_is_a_network_error(granted_door: Any) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     with pytest.raises(NetworkError, match="cannot be reached"):
-        Operator.from_options(f"https://127.0.0.1:{port}").get("/edgefl/v1/seen")
+        Operator.from_options(f"https://127.0.0.1:{free_port()}").get("/edgefl/v1/seen")
 
 
 def test_without_a_file_one_line_says_where_it_comes_from() -> None:

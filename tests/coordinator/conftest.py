@@ -17,6 +17,7 @@ import paho.mqtt.client as mqtt
 import pytest
 from paho.mqtt.enums import CallbackAPIVersion
 
+from edgefl import local_fleet
 from edgefl.coordinator import pki
 from edgefl.coordinator.brokers.broker import Broker, BrokerAddress, BrokerTls, client_context
 from edgefl.coordinator.brokers.choice import make_broker, mosquitto_path
@@ -64,9 +65,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 @pytest.fixture
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return local_fleet.free_port()
 
 
 @dataclass

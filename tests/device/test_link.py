@@ -17,6 +17,7 @@ from edgefl.coordinator.brokers.broker import BrokerTls, client_context
 from edgefl.coordinator.brokers.choice import make_broker
 from edgefl.device.link import Link, LinkCallbacks, LinkIdentity, LinkPace, LinkTls
 from edgefl.errors import NotJoinedError, StoreFullError
+from edgefl.local_fleet import free_port
 from edgefl.protocol import Capabilities, Command, CommandKind, Heartbeat, ProgressReport, Status
 
 pytestmark = pytest.mark.timeout(60)
@@ -37,9 +38,7 @@ class Site:
     def __init__(self, directory):
         self.directory = directory
         self.authority = pki.create_authority("lab")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.broker = make_broker(
             "auto",
             directory=directory / "broker",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ from edgefl.coordinator.brokers.choice import make_broker, mosquitto_path
 from edgefl.device.link import Link, LinkCallbacks, LinkIdentity, LinkPace, LinkTls
 from edgefl.device.peers import WINDOW_BYTES, Peers
 from edgefl.errors import NetworkError, UsageError
+from edgefl.local_fleet import free_port
 from edgefl.protocol import MAX_PEER_BYTES, MAX_RETAINED_PEER_BYTES
 
 pytestmark = pytest.mark.timeout(60)
@@ -246,9 +246,7 @@ class Site:
     def __init__(self, directory, spec):
         self.directory = directory
         self.authority = pki.create_authority("lab")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         server = BrokerTls(**self.files("server", pki.issue_server(self.authority, ["127.0.0.1"])))
         self.broker = make_broker(
             spec, directory=directory / "broker", fleet="lab", tls=server, host="127.0.0.1", port=self.port

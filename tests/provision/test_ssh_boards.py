@@ -20,7 +20,7 @@ from made_wheels import make_edgefl_wheels
 
 from edgefl import __version__
 from edgefl.config import parse_run
-from edgefl.local_fleet import LocalFleet
+from edgefl.local_fleet import LocalFleet, free_port
 from edgefl.tasks.cutting import cut_shards
 
 HERE = Path(__file__).parent
@@ -129,9 +129,7 @@ def _board(root: Path, name: str, shard: Path) -> SshBoard:
     systemctl = HERE / "board_systemctl.py"
     shutil.copy(root / "user.pub", folder / "authorized")
     (folder / "programs" / "systemctl").write_text(f"#!{sys.executable}\n" + systemctl.read_text())
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     # Debian's own Python cannot make virtual environments everywhere; the one of these tests can.
     (folder / "sshd_config").write_text(
         f"Port {port}\nListenAddress 127.0.0.1\nHostKey {root / 'host'}\nAuthorizedKeysFile /etc/ssh/authorized\n"

@@ -28,6 +28,7 @@ from edgefl.errors import (
     VersionError,
     WrongCaError,
 )
+from edgefl.local_fleet import free_port
 
 PI = JoinWishes(name="pi-1", shards={"digits": "/data/a.npz"}, examples={"digits": 300}, facts={"model": "Pi 5"})
 YEAR_S = 365 * 86400.0
@@ -207,15 +208,13 @@ def test_a_directory_of_another_device_is_not_overwritten(front_door: Any, tmp_p
 
 
 def test_a_dead_address_is_passed_over_for_the_token_s_own(front_door: Any, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        dead = f"127.0.0.1:{probe.getsockname()[1]}"
+    dead = f"127.0.0.1:{free_port()}"
     state = join(front_door.token(), PI, root=tmp_path / "d", addresses=[dead])
     assert state.device.addresses == (front_door.address,)
 
 
 def test_no_coordinator_is_a_network_error_that_names_the_address(front_door: Any, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        dead = f"127.0.0.1:{probe.getsockname()[1]}"
+    dead = f"127.0.0.1:{free_port()}"
     token = replace(front_door.token(), addresses=())
     with pytest.raises(NetworkError, match=dead):
         join(token, PI, root=tmp_path / "d", addresses=[dead])
