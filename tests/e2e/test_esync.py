@@ -66,12 +66,11 @@ def test_fast_devices_do_more_while_the_slowest_does_one_and_wait_little(
         assert len(rows[name]) == 3 * ROUNDS
     done = _iterations(rows["esync"])
     assert set(done["device-03"]) == {1}
-    assert min(done["device-01"]) >= 4
-    assert min(done["device-02"]) >= 2
-    # In one round or another the machine holds the slowest up, and the others rightly do more meanwhile.
-    assert max(median(counts) for counts in done.values()) <= 9
+    # In one round or another the machine holds one of them up, and the others rightly do more meanwhile.
+    assert 4 <= median(done["device-01"]) <= 9
+    assert 2 <= median(done["device-02"]) <= 9
     assert {row["iterations"] for row in rows["ssgd"]} == {1}
-    assert _waiting(rows["ssgd"]) > 0.4
+    assert _waiting(rows["ssgd"]) > 0.25
     assert _waiting(rows["esync"]) < _waiting(rows["ssgd"]) / 2
 
 

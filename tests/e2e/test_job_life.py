@@ -18,6 +18,7 @@ from edgefl.local_fleet import LocalFleet
 
 BOTH = ("device-01", "device-02")
 ALL = (*BOTH, "device-03")
+UNDER_WAY = {"queued", "running", "stopping"}
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +29,16 @@ def fleet(tools: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loca
     with tools.fleet(root, devices, test_shards={"digits": str(tools.test_shard)}) as running:
         yield running
     tools.check_logs(root)
+
+
+@pytest.fixture(autouse=True)
+def idle(fleet: LocalFleet, tools: Any) -> Iterator[None]:
+    """Ends what a test that failed has left behind: the runs of the others would wait for it."""
+    yield
+    left = [row["run_id"] for row in fleet.operator().get("/edgefl/v1/runs")["rows"] if row["status"] in UNDER_WAY]
+    for run_id in left:
+        fleet.operator().post(f"/edgefl/v1/runs/{run_id}/stop")
+    tools.eventually(lambda: not {tools.status(fleet, run_id) for run_id in left} & UNDER_WAY)
 
 
 def digits(**sections: Any) -> RunConfig:
