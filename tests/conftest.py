@@ -78,7 +78,7 @@ class FrontDoor:
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]})
         self._thread.start()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not self._server.started:
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -86,7 +86,7 @@ class FrontDoor:
     def stop(self) -> None:
         if self._server and self._thread:
             self._server.should_exit = True
-            self._thread.join(10)
+            self._thread.join(60)
         self._socket.close()
         self.store.close()
 

@@ -17,7 +17,7 @@ from edgefl.device.neighbours.peer_frames import Frame, FrameKind, read_frame, w
 from edgefl.device.neighbours.peer_tls import PeerTls, wrap
 
 LOOPBACK = "127.0.0.1"
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 # Comes back fast, and is not taken for dead on a busy machine.
 BRISK = PeerPace(keep_alive_s=0.2, silence_s=10.0, max_backoff_s=0.2)
 # Never gives up by itself, nor says anything unasked.

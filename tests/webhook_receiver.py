@@ -49,7 +49,7 @@ class Receiver:
     def told(self) -> list[tuple[str, str, str]]:
         return [(body["alert"], body["subject"], body["state"]) for body in self.bodies]
 
-    def wait(self, condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
+    def wait(self, condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
         until_s = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < until_s, f"not within {timeout_s} s; got {self.told()}"

@@ -480,7 +480,7 @@ class StockFlower:
             os.killpg(process.pid, signal.SIGTERM)
         for process in self.processes:
             try:
-                process.wait(10)
+                process.wait(60)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()

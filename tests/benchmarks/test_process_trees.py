@@ -91,7 +91,7 @@ def test_a_process_that_is_gone_costs_nothing(trees: ModuleType) -> None:
 def test_a_meter_sees_what_happens_while_it_is_entered(trees: ModuleType, parent: subprocess.Popen[str]) -> None:
     begin_s = time.time()
     with trees.Meter({"device": parent.pid}, interval_s=0.01) as meter:
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + 60
         while len(meter.samples["device"]) < 3:
             assert time.monotonic() < deadline_s
             time.sleep(0.005)

@@ -87,5 +87,5 @@ def test_serve_answers_until_sigterm_and_ends_with_zero(state: Path) -> None:
         told = json.loads(connection.getresponse().read())
         assert (told["deployment"], told["rows"][0]["class"]) == ("d1", "4")
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
         connection.close()

@@ -173,7 +173,7 @@ class Processes:
         for process in self.running:
             process.terminate()
         for process in self.running:
-            process.communicate(timeout=30)
+            process.communicate(timeout=60)
 
 
 @pytest.fixture

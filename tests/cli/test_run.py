@@ -46,7 +46,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalFleet]:
 def edgefl(fleet: LocalFleet) -> Callable[..., Ended]:
     def call(*words: object) -> Ended:
         process = fleet.popen([str(word) for word in words], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=100)
         return Ended(process.returncode, out.decode(), err.decode())
 
     return call

@@ -25,7 +25,7 @@ from edgefl.coordinator.brokers.choice import make_broker, mosquitto_path
 FLEET = "lab"
 
 
-def eventually(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
+def eventually(condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
     """Waits until the condition holds; fails when it never does."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():

@@ -41,7 +41,7 @@ def test_closing_leaves_no_thread_and_no_open_database(directory: CoordinatorDir
         coordinator.stop()
         coordinator.wait()
     # The web server's worker threads notice a moment later that it is over.
-    until_s = time.monotonic() + 10
+    until_s = time.monotonic() + 60
     while set(threading.enumerate()) - before and time.monotonic() < until_s:
         time.sleep(0.02)
     assert set(threading.enumerate()) - before == set()
@@ -119,7 +119,7 @@ def test_a_run_whose_first_model_is_gone_fails_and_the_coordinator_goes_on(
             )  # fmt: skip
         (tmp_path / "damaged.safetensors").write_bytes(b"no model")
         with Coordinator(directory, _options(directory), assemble):
-            until_s = time.monotonic() + 10
+            until_s = time.monotonic() + 60
             while any(record.status is not RunStatus.FAILED for record in store.runs()):
                 assert time.monotonic() < until_s
                 time.sleep(0.02)
@@ -165,7 +165,7 @@ def test_the_coordinator_s_own_broker_refuses_removed_devices_from_the_start_and
             waiting = threading.Thread(target=coordinator.wait)
             waiting.start()
             store.remove_device("pi-2", at=4.0)
-            until_s = time.monotonic() + 10
+            until_s = time.monotonic() + 60
             while coordinator._mqtt.broker._refused != {"pi-1", "pi-2"}:
                 assert time.monotonic() < until_s
                 time.sleep(0.02)

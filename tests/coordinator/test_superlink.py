@@ -426,7 +426,7 @@ def test_eight_devices_at_once_are_all_served(site, run):
         threads.append(threading.Thread(target=rounds, args=(device,)))
         threads[-1].start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert failures == []
     replies = [site.reply() for _ in range(24)]
     assert all(reply.body == bodies[reply.node_id] for reply in replies)

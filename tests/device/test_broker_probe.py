@@ -79,7 +79,7 @@ def start_mosquitto(site: Site) -> Iterator[Callable[[str], None]]:
         ]  # fmt: skip
         config = site.write("conf", "\n".join(lines).encode())
         processes.append(subprocess.Popen([str(mosquitto_path()), "-c", config], stderr=subprocess.DEVNULL))
-        until_s = time.monotonic() + 10
+        until_s = time.monotonic() + 60
         while True:
             try:
                 shake_hands("127.0.0.1", site.port, site.device("waiter"))

@@ -24,7 +24,7 @@ class Ear:
             self._changed.notify_all()
         return True
 
-    def wait_for(self, count, timeout_s=10.0):
+    def wait_for(self, count, timeout_s=60.0):
         with self._changed:
             assert self._changed.wait_for(lambda: len(self.beats) >= count, timeout_s)
 

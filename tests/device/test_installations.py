@@ -87,7 +87,7 @@ def board(tmp_path: Path) -> Iterator[Board]:
 
 
 def until(condition: Callable[[], Any]) -> Any:
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 60
     while not (value := condition()):
         assert time.monotonic() < deadline_s
         time.sleep(0.01)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(60)
 ROOT = "edgefl/v1/lab/pi-1"
 
 
-def eventually(condition, timeout_s=10.0):
+def eventually(condition, timeout_s=60.0):
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, f"did not happen within {timeout_s} s"
@@ -122,7 +122,7 @@ def beat(seq):
 
 def test_it_says_online_with_the_number_of_its_session(site):
     link = site.link()
-    assert link.wait_connected(10)
+    assert link.wait_connected(60)
     eventually(site.statuses)
     expected = Status(state="online", boot_id="boot", session_no=1, version="1.2.3", will=False)
     assert site.statuses() == [expected]
@@ -131,7 +131,7 @@ def test_it_says_online_with_the_number_of_its_session(site):
 
 def test_a_clean_stop_says_offline_itself_and_leaves_no_thread(site):
     link = site.link()
-    assert link.wait_connected(10)
+    assert link.wait_connected(60)
     link.stop()
     eventually(lambda: len(site.statuses()) == 2)
     assert site.statuses()[-1] == Status(state="offline", boot_id="boot", session_no=1, version="1.2.3", will=False)
@@ -141,18 +141,18 @@ def test_a_clean_stop_says_offline_itself_and_leaves_no_thread(site):
 
 def test_each_connection_has_its_own_session_number_and_will(site):
     link = site.link()
-    assert link.wait_connected(10)
+    assert link.wait_connected(60)
     eventually(site.statuses)
     site.broker.stop()
     eventually(lambda: not link.is_connected())
     site.broker.start()
-    assert link.wait_connected(20)
+    assert link.wait_connected(60)
     eventually(lambda: link.session_no == 2)
     # Somebody of the same name takes the session over: the broker sends the will of session 2.
-    eventually(site.ear.is_connected, 20)
+    eventually(site.ear.is_connected)
     eventually(lambda: site.statuses()[-1].session_no == 2)
     rival = site.link(on_connection=lambda up: None)
-    assert rival.wait_connected(20)
+    assert rival.wait_connected(60)
     eventually(lambda: any(status.will and status.session_no == 2 for status in site.statuses()))
 
 
@@ -162,13 +162,13 @@ def test_an_attempt_that_fails_before_the_broker_hears_of_it_uses_no_session_num
     until_s = time.monotonic() + 1.5
     eventually(lambda: time.monotonic() > until_s)
     site.broker.start()
-    assert link.wait_connected(20)
+    assert link.wait_connected(60)
     assert link.session_no == 1
 
 
 def test_it_contradicts_an_offline_that_it_did_not_send(site):
     link = site.link()
-    assert link.wait_connected(10)
+    assert link.wait_connected(60)
     eventually(site.statuses)
     late_will = Status(state="offline", boot_id="boot", session_no=0, will=True)
     site.ear.publish(f"{ROOT}/status", late_will.dump(), qos=1, retain=True)
@@ -182,18 +182,18 @@ def test_it_tries_every_address_of_the_coordinator(site):
         link = site.link(
             addresses=[("no-such-host.invalid", site.port), ("127.0.0.1", nobody), ("127.0.0.1", site.port)]
         )
-        assert link.wait_connected(20)
+        assert link.wait_connected(60)
 
 
 def test_draining_is_told_and_kept_over_a_reconnect(site):
     link = site.link()
-    assert link.wait_connected(10)
+    assert link.wait_connected(60)
     link.set_draining(draining=True)
     eventually(lambda: [status.state for status in site.statuses()] == ["online", "draining"])
     site.broker.stop()
     eventually(lambda: not link.is_connected())
     site.broker.start()
-    eventually(lambda: site.statuses()[-1].session_no == 2, 20)
+    eventually(lambda: site.statuses()[-1].session_no == 2)
     assert site.statuses()[-1].state == "draining"
     link.set_draining(draining=False)
     eventually(lambda: site.statuses()[-1].state == "online")
@@ -203,7 +203,7 @@ def test_heartbeats_carry_the_present_session_and_are_dropped_while_down(site):
     link = site.link(start=False)
     assert not link.publish_heartbeat(beat(1))
     link.start()
-    assert link.wait_connected(10)
+    assert link.wait_connected(60)
     assert link.publish_heartbeat(beat(2))
     eventually(lambda: site.said("heartbeat"))
     (heartbeat,) = [Heartbeat.load(payload) for payload in site.said("heartbeat")]
@@ -218,13 +218,13 @@ def test_capabilities_are_said_again_after_a_broker_forgot_them(site):
     eventually(lambda: len(site.said("capabilities")) == 1)
     site.broker.stop()
     site.broker.start()
-    eventually(lambda: len(site.said("capabilities")) == 2, 20)
+    eventually(lambda: len(site.said("capabilities")) == 2)
     assert Capabilities.load(site.said("capabilities")[-1]) == capabilities
 
 
 def test_progress_leaves_at_most_ten_times_a_second(site):
     link = site.link()
-    assert link.wait_connected(10)
+    assert link.wait_connected(60)
     started_s = time.monotonic()
     sent = 0
     while time.monotonic() - started_s < 0.55:
@@ -236,7 +236,7 @@ def test_progress_leaves_at_most_ten_times_a_second(site):
 def test_the_bell_rings_once_at_connect_and_then_when_the_coordinator_rings(site):
     bells = []
     link = site.link(on_bell=lambda: bells.append(1))
-    assert link.wait_connected(10)
+    assert link.wait_connected(60)
     eventually(lambda: len(bells) == 1)
     eventually(site.statuses)
     site.ear.publish(f"{ROOT}/bell", b"")
@@ -246,7 +246,7 @@ def test_the_bell_rings_once_at_connect_and_then_when_the_coordinator_rings(site
 def test_a_command_that_comes_twice_runs_once(site):
     commands = []
     link = site.link(on_command=commands.append)
-    assert link.wait_connected(10)
+    assert link.wait_connected(60)
     for identifier in ("1", "1", "2", "1"):
         site.ear.publish(f"{ROOT}/command", Command(id=identifier, kind=CommandKind.RELOAD).dump(), qos=1)
     eventually(lambda: len(commands) == 2)
@@ -263,7 +263,7 @@ def test_malformed_commands_and_failing_callbacks_do_not_end_the_link(site, capl
             raise RuntimeError("a bug in the agent")
 
     link = site.link(on_command=fail_once)
-    assert link.wait_connected(10)
+    assert link.wait_connected(60)
     site.ear.publish(f"{ROOT}/command", b"\xff", qos=1)
     site.ear.publish(f"{ROOT}/status", b"[]", qos=1)
     for identifier in ("1", "2"):
@@ -287,7 +287,7 @@ def test_a_host_name_that_the_certificate_does_not_hold_is_believed_only_on_requ
     assert not strict.wait_connected(1.0)
     strict.stop()
     lenient = site.link(addresses=[("localhost", site.port)], tls=replace(site.link_tls(), check_hostname=False))
-    assert lenient.wait_connected(10)
+    assert lenient.wait_connected(60)
 
 
 def test_stopping_a_link_that_never_connected_takes_no_long_wait(site):
@@ -333,5 +333,5 @@ def test_a_card_that_is_full_for_a_while_does_not_end_the_link(site):
     )
     site.links.append(link)
     link.start()
-    assert link.wait_connected(10.0)
+    assert link.wait_connected(60)
     assert link.session_no == 7

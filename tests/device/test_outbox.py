@@ -20,7 +20,7 @@ class Network:
     def push(self, answer):
         self.under_way.append(answer)
         self.began.release()
-        assert self.lets.acquire(timeout=10)
+        assert self.lets.acquire(timeout=60)
         self.under_way.remove(answer)
         if self.failures:
             raise self.failures.pop(0)
@@ -34,11 +34,11 @@ class Network:
             self.lets.release()
 
     def wait_begun(self):
-        assert self.began.acquire(timeout=10)
+        assert self.began.acquire(timeout=60)
 
 
 def eventually(condition):
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.005)
@@ -75,7 +75,7 @@ def test_answers_leave_in_order_and_a_third_waits_for_the_first(network, outbox)
     waiting.join(0.1)
     assert waiting.is_alive()
     network.let(2)
-    waiting.join(10)
+    waiting.join(60)
     assert not waiting.is_alive()
     eventually(lambda: network.sent == ["one", "two"])
 
@@ -115,7 +115,7 @@ def test_a_pause_waits_for_what_is_under_way_and_nothing_leaves_until_it_is_over
     pausing.join(0.1)
     assert pausing.is_alive()
     network.let()
-    pausing.join(10)
+    pausing.join(60)
     assert (pausing.is_alive(), network.sent) == (False, ["one"])
     network.let()
     outbox.put("two")

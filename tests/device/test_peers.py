@@ -233,7 +233,7 @@ def test_it_listens_from_when_it_is_told_until_it_forgets(peers, session):
     assert (last.take(), peers.is_listening) == ([], False)
 
 
-def eventually(condition, timeout_s=10.0):
+def eventually(condition, timeout_s=60.0):
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, f"did not happen within {timeout_s} s"
@@ -289,7 +289,7 @@ class Device:
             pace=LinkPace(max_backoff_s=0.5),
         )
         self.link.start()
-        assert self.link.wait_connected(10)
+        assert self.link.wait_connected(60)
 
 
 @pytest.fixture(params=["mosquitto", "embedded"])
@@ -344,7 +344,7 @@ def test_a_broker_that_lost_everything_is_told_again_and_listening_goes_on(site)
     assert not one.link.publish_peer("pi-2", b"lost", retain=False) or one.link.is_connected()
     two.heard.clear()
     site.broker.start()
-    eventually(lambda: two.heard, 20)
+    eventually(lambda: two.heard)
     late = site.device("pi-4")
     late.link.listen_to_peers()
     eventually(lambda: late.heard == [("pi-1", b"for one who is away")])
@@ -398,7 +398,7 @@ def test_of_a_flood_the_last_value_arrives_and_the_connection_holds(site):
     for value in values:
         assert one.link.publish_peer("pi-2", value)
     assert time.monotonic() - started_s < 5, "publishing does not wait for the network"
-    eventually(lambda: two.heard and two.heard[-1] == ("pi-1", values[-1]), 30)
+    eventually(lambda: two.heard and two.heard[-1] == ("pi-1", values[-1]))
     numbers = [int.from_bytes(payload[:4], "big") for _, payload in two.heard]
     assert numbers == sorted(set(numbers))
     assert (len(one.sessions), len(two.sessions)) == (1, 1)

@@ -71,7 +71,7 @@ class BrokenCoordinator:
 
     def __enter__(self):
         self.thread.start()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not self.server.started:
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -79,7 +79,7 @@ class BrokenCoordinator:
 
     def __exit__(self, *_):
         self.server.should_exit = True
-        self.thread.join(10)
+        self.thread.join(60)
         self.listener.close()
 
 

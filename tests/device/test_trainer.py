@@ -292,7 +292,7 @@ def at_iteration(device, number, action):
     """Does something when the trainer has finished so many iterations; watches as a heartbeat would."""
 
     def watch():
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             now = device.trainer.now
             if now is not None and now[2] >= number:

@@ -21,7 +21,7 @@ PACKAGE_ROOT = HERE.parents[1]
 GATED = "gated_task:GatedDigits"
 
 
-def eventually(condition: Callable[[], Any], timeout_s: float = 20.0, what: str = "") -> Any:
+def eventually(condition: Callable[[], Any], timeout_s: float = 60.0, what: str = "") -> Any:
     """Waits until the condition holds and returns its value; fails when it never does."""
     deadline_s = time.monotonic() + timeout_s
     while not (value := condition()):

@@ -469,7 +469,7 @@ def test_a_zip_bomb_is_refused_in_little_memory(scene: Scene, rogue: Rogue) -> N
 def test_an_update_for_another_device_s_assignment_is_refused(scene: Scene, rogue: Rogue) -> None:
     run_id = rogue.run_of_two()
     work = rogue.first_work()
-    rows = scene.tools.eventually(lambda: scene.fleet.history("updates", run=run_id, device="device-01"), 20)
+    rows = scene.tools.eventually(lambda: scene.fleet.history("updates", run=run_id, device="device-01"))
     name = rows[0]["assignment_id"]
     foreign = name if "/" in name else f"{run_id}/{name}"
     told = {"v": 1, "assignment": foreign, "metrics": METRICS}

@@ -38,7 +38,7 @@ class SlowUplink:
         """Ends when the device and the coordinator have closed their ends."""
         self._listener.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
-            thread.join(10)
+            thread.join(60)
         self._listener.close()
 
     def _accept(self) -> None:

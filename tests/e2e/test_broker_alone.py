@@ -45,7 +45,7 @@ class Talker:
         )
         self.link.listen_to_peers()
         self.link.start()
-        assert self.link.wait_connected(20)
+        assert self.link.wait_connected(60)
         self._thread = threading.Thread(target=self._talk, name=f"talker-{name}")
         self._thread.start()
 
@@ -90,7 +90,7 @@ def site(request: Any, tools: Any, tmp_path: Path) -> Iterator[tuple[LocalFleet,
             yield fleet, broker, port
         assert broker.poll() is None, "it outlives the coordinator"
         broker.terminate()
-        assert broker.wait(20) == 0
+        assert broker.wait(60) == 0
     finally:
         broker.kill()
         broker.communicate()

@@ -158,7 +158,7 @@ def test_a_device_that_was_away_gets_it_when_it_returns(settled: Models) -> None
     settled.fleet.end("device-03")
     deployment = settled.deploy(settled.better, tolerance=1.0)
     others = {"device-01": "running", "device-02": "running", "device-03": "told"}
-    settled.tools.eventually(lambda: settled.stages(deployment) == others, 30)
+    settled.tools.eventually(lambda: settled.stages(deployment) == others)
     assert settled.show(deployment)["status"] == "rolling"
     settled.fleet.start_device("device-03")
     assert settled.wait(deployment)["counts"] == {"running": 3}
@@ -176,14 +176,14 @@ def test_a_coordinator_that_is_killed_in_the_middle_goes_on_with_it(settled: Mod
 def test_a_newer_deployment_takes_the_place_of_one_that_waits(settled: Models) -> None:
     settled.fleet.end("device-03")
     first = settled.deploy(settled.better, tolerance=1.0)
-    settled.tools.eventually(lambda: list(settled.stages(first).values()).count("running") == 2, 30)
+    settled.tools.eventually(lambda: list(settled.stages(first).values()).count("running") == 2)
     second = settled.deploy(settled.good, tolerance=1.0, devices=["device-03"])
     settled.fleet.start_device("device-03")
     assert settled.wait(second)["counts"] == {"running": 1}
     assert settled.wait(first)["counts"] == {"running": 2, "superseded": 1}
     good, better = settled.model(settled.good), settled.model(settled.better)
     expected = {"device-01": better, "device-02": better, "device-03": good}
-    settled.tools.eventually(lambda: settled.runs() == expected, 20)
+    settled.tools.eventually(lambda: settled.runs() == expected)
 
 
 def test_a_server_answers_every_request_while_models_change(settled: Models) -> None:
@@ -210,12 +210,12 @@ def test_a_server_answers_every_request_while_models_change(settled: Models) -> 
     client.start()
     better, good = settled.model(settled.better), settled.model(settled.good)
     settled.wait(settled.deploy(settled.better, tolerance=1.0, devices=["device-01"]))
-    settled.tools.eventually(lambda: better in seen, 20)
+    settled.tools.eventually(lambda: better in seen)
     stopping.set()
     client.join()
     assert (failures, seen) == ([], {good, better})
     process.terminate()
-    assert process.wait(10) == 0
+    assert process.wait(60) == 0
     process.stdout.close()
 
 
@@ -312,7 +312,7 @@ def test_a_device_that_is_killed_while_it_fetches_goes_on_when_it_starts_again(s
         way.bytes_per_s = 0
         fleet.start_device("device-02")
         assert settled.wait(deployment)["counts"] == {"running": 1}
-    settled.tools.eventually(lambda: settled.runs()["device-02"] == settled.model(fresh), 20)
+    settled.tools.eventually(lambda: settled.runs()["device-02"] == settled.model(fresh))
     assert not list(folder.glob("*.part"))
 
 
@@ -324,7 +324,7 @@ def test_a_device_that_is_killed_while_it_checks_decides_when_it_starts_again(se
     """The check is slowed by a device that is stopped as soon as it says that it checks."""
     deployment = settled.deploy(settled.better, tolerance=1.0, devices=["device-01"])
     note = settled.fleet.root / "device-01" / "models" / "current.json"
-    settled.tools.eventually(lambda: json.loads(note.read_text())["pending"] == deployment, 20)
+    settled.tools.eventually(lambda: json.loads(note.read_text())["pending"] == deployment)
     settled.fleet.kill("device-01")
     assert settled.note("device-01")["current"] is not None
     settled.fleet.start_device("device-01")
@@ -336,7 +336,7 @@ def test_a_device_that_joins_later_gets_the_model_of_the_fleet(settled: Models) 
     late = LocalDevice(name="late", shards={"digits": str(settled.tools.shards[3])})
     settled.fleet.add_device(late)
     good = settled.model(settled.good)
-    settled.tools.eventually(lambda: settled.runs().get("late") == good, 30)
+    settled.tools.eventually(lambda: settled.runs().get("late") == good)
     settled.fleet.end("late")
 
 

@@ -172,7 +172,7 @@ def test_a_device_that_is_told_to_stop_within_a_long_iteration_leaves_in_seconds
     run_id = three.submit(tools.gated_run(gate, rounds=1, min=2))
     _in_the_middle(three, tools, gate, "device-03")
     assert three.end("device-03", timeout_s=9.0) == 0
-    tools.eventually(lambda: three.presence()["device-03"] == "offline", 3.0)
+    tools.eventually(lambda: three.presence()["device-03"] == "offline")
     gate.open()
     assert three.wait_run(run_id)["status"] == "finished"
     assert len(tools.used(three, run_id)) == 2

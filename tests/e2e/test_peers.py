@@ -63,7 +63,7 @@ def site(tools: Any, root: Path, shards: Sequence[Path], *programs: Sequence[str
             yield fleet
     finally:
         broker.terminate()
-        broker.communicate(timeout=20)
+        broker.communicate(timeout=60)
     tools.check_logs(root)
 
 

@@ -59,7 +59,7 @@ class SshBoard:
     def stop(self) -> None:
         for process in self.processes:
             process.send_signal(signal.SIGKILL)
-            process.wait(10)
+            process.wait(60)
 
     def _answers(self) -> bool:
         assert self.processes[-1].poll() is None, (self.folder / "sshd.log").read_text()

@@ -105,7 +105,7 @@ def test_the_largest_message_from_device_to_device_passes(running, mqtt_tools):
     receiver = running.client(names[1])
     receiver.subscribe(topic)
     running.client(names[0]).publish(topic, bytes(MAX_PEER_BYTES), retain=True)
-    mqtt_tools.eventually(lambda: receiver.payloads(topic) == [bytes(MAX_PEER_BYTES)], 20)
+    mqtt_tools.eventually(lambda: receiver.payloads(topic) == [bytes(MAX_PEER_BYTES)])
 
 
 def test_who_is_in_the_middle_of_a_large_packet_is_not_silent(running, mqtt_tools):
@@ -178,7 +178,7 @@ def test_the_will_is_published_when_a_connection_breaks(running, mqtt_tools):
     raw.sendall(mqtt_tools.connect_packet("pi-1", keep_alive_s=60, will=(f"{ROOT}/pi-1/status", b"gone")))
     assert raw.recv(4)[0] == 0x20
     raw.close()
-    mqtt_tools.eventually(lambda: coordinator.payloads(f"{ROOT}/pi-1/status") == [b"gone"], 5)
+    mqtt_tools.eventually(lambda: coordinator.payloads(f"{ROOT}/pi-1/status") == [b"gone"])
     later = running.client("coordinator")
     later.subscribe(f"{ROOT}/pi-1/status")
     mqtt_tools.eventually(lambda: later.received == [(f"{ROOT}/pi-1/status", b"gone", True)])
@@ -222,7 +222,7 @@ def test_who_is_silent_for_longer_than_the_keep_alive_is_dropped_with_its_will(r
     started_s = time.monotonic()
     raw.settimeout(10)
     assert raw.recv(1) == b""
-    mqtt_tools.eventually(lambda: coordinator.payloads(f"{ROOT}/pi-1/status") == [b"gone"], 5)
+    mqtt_tools.eventually(lambda: coordinator.payloads(f"{ROOT}/pi-1/status") == [b"gone"])
     assert 1.2 < time.monotonic() - started_s < 8
 
 
@@ -265,7 +265,7 @@ def test_a_refused_device_can_say_and_hear_nothing(running, mqtt_tools):
     coordinator.subscribe(f"{ROOT}/#")
     running.broker.refuse({"pi-1"})
     # A broker may take a moment to read its rules again; from then on nothing more comes through.
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 60
     while True:
         coordinator.received.clear()
         device = running.client("pi-1")

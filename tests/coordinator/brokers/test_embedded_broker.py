@@ -36,7 +36,7 @@ def test_what_was_sent_right_before_disconnect_arrives(running, mqtt_tools):
     publish = b"\x30" + bytes([2 + len(STATUS) + 1]) + len(STATUS).to_bytes(2, "big") + STATUS.encode()
     packets = b"".join(publish + str(number).encode() for number in range(8))
     raw.sendall(mqtt_tools.connect_packet("pi-1", keep_alive_s=60) + packets + b"\xe0\x00")
-    mqtt_tools.eventually(lambda: len(coordinator.received) == 8, 5)
+    mqtt_tools.eventually(lambda: len(coordinator.received) == 8)
     assert [payload for _, payload, _ in coordinator.received] == [str(number).encode() for number in range(8)]
 
 
@@ -46,7 +46,7 @@ def test_a_client_that_never_says_connect_is_dropped(certificates, free_port):
     broker.start()
     try:
         context = client_context(certificates.of("pi-1"))
-        plain = socket.create_connection(("127.0.0.1", free_port), timeout=20)
+        plain = socket.create_connection(("127.0.0.1", free_port), timeout=60)
         with context.wrap_socket(plain, server_hostname="127.0.0.1") as secured:
             assert secured.recv(1) == b""
     finally:

@@ -119,7 +119,7 @@ def is_state(coordinator, name, state):
 def test_a_killed_device_is_gone_within_three_heartbeats(coordinator_of, device_of, mqtt_tools, heartbeat_s):
     coordinator = coordinator_of(heartbeat_s)
     process = device_of("pi-1", heartbeat_s)
-    mqtt_tools.eventually(is_state(coordinator, "pi-1", DeviceState.ONLINE), 20)
+    mqtt_tools.eventually(is_state(coordinator, "pi-1", DeviceState.ONLINE))
     process.kill()
     killed_s = time.monotonic()
     mqtt_tools.eventually(is_state(coordinator, "pi-1", DeviceState.GONE), 3 * heartbeat_s)
@@ -133,20 +133,20 @@ def test_a_device_that_falls_silent_is_gone_after_three_heartbeats_and_back_when
 ):
     coordinator = coordinator_of()
     process = device_of("pi-1")
-    mqtt_tools.eventually(is_state(coordinator, "pi-1", DeviceState.ONLINE), 20)
+    mqtt_tools.eventually(is_state(coordinator, "pi-1", DeviceState.ONLINE))
     os.kill(process.pid, signal.SIGSTOP)
     stopped_s = time.monotonic()
     mqtt_tools.eventually(is_state(coordinator, "pi-1", DeviceState.GONE), 20 * FAST_HEARTBEAT_S / 5 + 1)
     assert time.monotonic() - stopped_s >= 2 * FAST_HEARTBEAT_S
     os.kill(process.pid, signal.SIGCONT)
-    mqtt_tools.eventually(is_state(coordinator, "pi-1", DeviceState.ONLINE), 20)
+    mqtt_tools.eventually(is_state(coordinator, "pi-1", DeviceState.ONLINE))
 
 
 @pytest.mark.slow
 def test_a_device_that_falls_silent_is_gone_within_20_seconds(coordinator_of, device_of, mqtt_tools):
     coordinator = coordinator_of(heartbeat_s=5.0)
     process = device_of("pi-1", heartbeat_s=5.0)
-    mqtt_tools.eventually(lambda: len(coordinator.heartbeats) >= 2, 30)
+    mqtt_tools.eventually(lambda: len(coordinator.heartbeats) >= 2)
     os.kill(process.pid, signal.SIGSTOP)
     mqtt_tools.eventually(is_state(coordinator, "pi-1", DeviceState.GONE), 20)
 
@@ -154,10 +154,10 @@ def test_a_device_that_falls_silent_is_gone_within_20_seconds(coordinator_of, de
 def test_a_device_that_is_told_to_stop_says_goodbye(coordinator_of, device_of, mqtt_tools):
     coordinator = coordinator_of(STEADY_HEARTBEAT_S)
     process = device_of("pi-1", STEADY_HEARTBEAT_S)
-    mqtt_tools.eventually(is_state(coordinator, "pi-1", DeviceState.ONLINE), 20)
+    mqtt_tools.eventually(is_state(coordinator, "pi-1", DeviceState.ONLINE))
     process.terminate()
-    assert process.wait(20) == 0
-    mqtt_tools.eventually(is_state(coordinator, "pi-1", DeviceState.OFFLINE), 5)
+    assert process.wait(60) == 0
+    mqtt_tools.eventually(is_state(coordinator, "pi-1", DeviceState.OFFLINE))
     assert not coordinator.was_gone()
 
 
@@ -166,7 +166,7 @@ def test_a_broker_restart_makes_nobody_gone_and_everybody_comes_back(running, co
     for name in ("pi-1", "pi-2"):
         device_of(name, STEADY_HEARTBEAT_S)
     both = lambda: all(coordinator.state(name) is DeviceState.ONLINE for name in ("pi-1", "pi-2"))  # noqa: E731 two uses
-    mqtt_tools.eventually(both, 20)
+    mqtt_tools.eventually(both)
     running.broker.stop()
     mqtt_tools.eventually(lambda: coordinator.connections[-1:] == [False])
     # Longer than silence is forgiven otherwise.
@@ -175,18 +175,18 @@ def test_a_broker_restart_makes_nobody_gone_and_everybody_comes_back(running, co
     running.broker.start()
     seen = len(coordinator.heartbeats)
     back = lambda: {name for name, _ in coordinator.heartbeats[seen:]} == {"pi-1", "pi-2"}  # noqa: E731 one word
-    mqtt_tools.eventually(back, 30)
-    mqtt_tools.eventually(both, 5)
+    mqtt_tools.eventually(back)
+    mqtt_tools.eventually(both)
     assert coordinator.was_gone() == []
 
 
 def test_the_will_is_set_again_after_a_reconnect(running, coordinator_of, device_of, mqtt_tools):
     coordinator = coordinator_of(STEADY_HEARTBEAT_S)
     process = device_of("pi-1", STEADY_HEARTBEAT_S)
-    mqtt_tools.eventually(is_state(coordinator, "pi-1", DeviceState.ONLINE), 20)
+    mqtt_tools.eventually(is_state(coordinator, "pi-1", DeviceState.ONLINE))
     running.broker.stop()
     running.broker.start()
-    mqtt_tools.eventually(lambda: coordinator.heartbeats[-1:] and coordinator.heartbeats[-1][1].session_no == 2, 30)
+    mqtt_tools.eventually(lambda: coordinator.heartbeats[-1:] and coordinator.heartbeats[-1][1].session_no == 2)
     process.kill()
     mqtt_tools.eventually(is_state(coordinator, "pi-1", DeviceState.GONE), 15)
     assert coordinator.was_gone()[0].reason.startswith("last will")
@@ -201,7 +201,7 @@ def test_bell_and_command_reach_the_device_and_a_repeated_command_runs_once(coor
     lines = []
     reader = threading.Thread(target=lambda: lines.extend(line.strip() for line in process.stdout), daemon=True)
     reader.start()
-    mqtt_tools.eventually(lambda: coordinator.heartbeats, 20)
+    mqtt_tools.eventually(lambda: coordinator.heartbeats)
     # A heartbeat shows that the subscriptions, which were sent before it, are there.
     for _ in range(2):
         coordinator.bus.command("pi-1", Command(id="1", kind=CommandKind.DRAIN))
@@ -220,12 +220,12 @@ def test_a_killed_mosquitto_comes_back_by_itself(running, coordinator_of, device
         pytest.skip("the embedded broker dies only with the coordinator")
     coordinator = coordinator_of(STEADY_HEARTBEAT_S)
     device_of("pi-1", STEADY_HEARTBEAT_S)
-    mqtt_tools.eventually(is_state(coordinator, "pi-1", DeviceState.ONLINE), 20)
+    mqtt_tools.eventually(is_state(coordinator, "pi-1", DeviceState.ONLINE))
     os.kill(pid, signal.SIGKILL)
-    mqtt_tools.eventually(lambda: coordinator.connections == [True, False, True], 20)
+    mqtt_tools.eventually(lambda: coordinator.connections == [True, False, True])
     seen = len(coordinator.heartbeats)
-    mqtt_tools.eventually(lambda: len(coordinator.heartbeats) > seen, 20)
-    mqtt_tools.eventually(is_state(coordinator, "pi-1", DeviceState.ONLINE), 5)
+    mqtt_tools.eventually(lambda: len(coordinator.heartbeats) > seen)
+    mqtt_tools.eventually(is_state(coordinator, "pi-1", DeviceState.ONLINE))
     assert coordinator.was_gone() == []
     assert running.broker.alive()
     assert running.broker.pid != pid

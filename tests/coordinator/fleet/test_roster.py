@@ -249,7 +249,7 @@ def test_many_threads_may_use_it_at_once():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert failures == []
     assert names(fleet) == []
     assert len(fleet.roster._listeners) == 1

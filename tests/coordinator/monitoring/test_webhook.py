@@ -102,7 +102,7 @@ def test_nobody_waits_for_a_receiver_that_does_not_answer(receiver: Receiver) ->
     began_s = time.monotonic()
     for number in range(MAX_WAITING + 5):
         sender.send(message(number))
-    assert time.monotonic() - began_s < 1
+    assert time.monotonic() - began_s < 10, "the receiver holds the first one for twenty"
     assert sender.num_waiting == MAX_WAITING
     receiver.hold.set()
     sender.stop()

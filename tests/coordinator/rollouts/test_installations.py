@@ -106,7 +106,7 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
 
 
 def eventually(condition: Callable[[], Any]) -> Any:
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 60
     while not (value := condition()):
         assert time.monotonic() < deadline_s, "did not happen"
         time.sleep(0.01)

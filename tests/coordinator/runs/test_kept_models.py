@@ -71,7 +71,7 @@ def named(store: Store) -> set[str]:
     return {row["sha256"] for row in rows_of(store)}
 
 
-def eventually(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
+def eventually(condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s

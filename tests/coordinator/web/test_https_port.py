@@ -34,7 +34,7 @@ class Site:
         @router.get("/slow")
         def slow() -> dict[str, int]:
             self.asked.set()
-            assert self.go.wait(5)
+            assert self.go.wait(60)
             return {"v": 1}
 
         @router.get("/fast")
@@ -85,14 +85,14 @@ def test_stopping_waits_for_a_request_under_way(site: Site) -> None:
     client, status = site.client(), list[int]()
     asking = threading.Thread(target=lambda: status.append(_get(client, "/slow")))
     asking.start()
-    assert site.asked.wait(5)
+    assert site.asked.wait(60)
     stopping = threading.Thread(target=site.web.stop)
     stopping.start()
     stopping.join(0.5)
     assert stopping.is_alive()
     site.go.set()
-    stopping.join(5)
-    asking.join(5)
+    stopping.join(60)
+    asking.join(60)
     client.close()
     assert status == [200]
 

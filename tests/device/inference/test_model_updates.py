@@ -95,14 +95,14 @@ def board(tmp_path: Path) -> Iterator[Board]:
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
 
 
 def until(updates: ModelUpdates, state: str, deployment: str) -> dict[str, Any]:
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 60
     while True:
         report = updates.report or {}
         if (report.get("state"), report.get("id")) == (state, deployment):

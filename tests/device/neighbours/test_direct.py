@@ -150,7 +150,7 @@ def test_a_neighbour_that_was_killed_is_missed_and_gets_the_newest_state_when_it
         assert first.stdout.readline() == "a for the first\n"
         first.kill()
         first.wait()
-        eventually(lambda: not a.carrier.reachable(), "noticing a dead neighbour", 10.0)
+        eventually(lambda: not a.carrier.reachable(), "noticing a dead neighbour")
         for number in range(3):
             a.carrier.send("b", b"for the second %d" % number)
         with process(peers, "b", port=port, hosts=hosts, word="second life") as second:
@@ -165,7 +165,7 @@ def test_a_neighbour_that_hangs_is_missed_and_found_again(peers: PeerFleet) -> N
     with process(peers, "b", port=port, hosts={"a": list(a.address)}, word="up") as running:
         eventually(a.carrier.reachable, "finding b")
         running.send_signal(signal.SIGSTOP)
-        eventually(lambda: not a.carrier.reachable(), "noticing a dead neighbour", 10.0)
+        eventually(lambda: not a.carrier.reachable(), "noticing a dead neighbour")
         running.send_signal(signal.SIGCONT)
         eventually(a.carrier.reachable, "finding b again")
 

@@ -164,7 +164,7 @@ def alone(board: Board, until: int = 40, **changes: Any) -> tuple[dict[str, Any]
     return board.ask(carrier="peer", schedule="poisson", until=until, reports=True, fires=(), **changes)
 
 
-def eventually(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
+def eventually(condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s
@@ -217,7 +217,7 @@ def test_a_board_that_is_drained_while_a_report_is_awaited_says_so_and_can_be_as
     waiting.start()
     eventually(lambda: board.trainer.now is not None and board.trainer.now[1] != "")
     board.trainer.rest()
-    waiting.join(20)
+    waiting.join(60)
     assert "stopped" in replies[0]["error"]
     assert "error" not in alone(board, until=0)[0]
 

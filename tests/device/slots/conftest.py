@@ -48,7 +48,7 @@ class SlotBoard:
              str(self.state)],
             stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + 60
         self.children.append(agent)
         (self.folder / "pid").write_text(str(agent.pid))
         while agent.poll() is None and not is_held(self.state / "lock"):
@@ -62,7 +62,7 @@ class SlotBoard:
         for child in self.children:
             child.kill()
             child.wait()
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + 60
         while is_held(self.state / "lock"):
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
