@@ -1,4 +1,4 @@
-"""What a device says of its board is taken where it makes sense, and never costs the update."""
+"""What a device says of its board is taken where it makes sense; what a node sends along must be its own."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from edgefl.coordinator.dispatch.messages import update_metrics
-from edgefl.types import UpdateMetrics
+from edgefl.coordinator.dispatch.messages import node_messages, update_metrics
+from edgefl.decentralised.mailbag import pack_mail
+from edgefl.types import Assignment, EdgeMessage, EdgeSide, Json, LocalPlan, NodePlan, UpdateMetrics
 
 SOUND = {"iterations": 3, "num_examples": 9, "loss": 0.5, "compute_s": 1.0}
 
@@ -39,3 +40,40 @@ def test_vitals_that_make_no_sense_are_not_known_and_cost_nothing(vitals: object
     made = metrics(vitals=vitals)
     assert made == metrics()
     assert (made.iterations, made.throttled, made.max_temperature_c) == (3, None, None)
+
+
+def order(node: NodePlan | None) -> Assignment:
+    plan = LocalPlan(iterations=1, batch_size=1, learning_rate=0.1, node=node)
+    return Assignment(assignment_id="a-1", device_id="pi-1", base_version=0, plan=plan)
+
+
+def node(*, reports: bool = False) -> NodePlan:
+    side = EdgeSide(neighbour="pi-2", sign=1, degree=1, weight=0.5, period=1)
+    return NodePlan(method="ecl-isvr", edges=(side,), learning_rate=0.1, period=1, reports=reports)
+
+
+def answer(*edges: tuple[str, str], rest: bytes = b"") -> tuple[Json, bytes]:
+    told, body = pack_mail([EdgeMessage(edge=edge, step=1, body=b"edge") for edge in edges], rest)
+    return {"mail": told}, body
+
+
+def test_a_node_s_messages_stand_before_its_model() -> None:
+    outbox, rest = node_messages(order(node(reports=True)), *answer(("pi-1", "pi-2"), rest=b"model"))
+    assert ([message.edge for message in outbox], rest) == ([("pi-1", "pi-2")], b"model")
+
+
+def test_the_body_of_a_device_that_is_no_node_is_left_as_it_is() -> None:
+    assert node_messages(order(None), *answer(("pi-1", "pi-2"), rest=b"model")) == ((), b"edgemodel")
+
+
+@pytest.mark.parametrize("edge", [("pi-1", "pi-3"), ("pi-2", "pi-1"), ("pi-3", "pi-2")], ids=" - ".join)
+def test_a_message_along_another_s_edge_is_refused(edge: tuple[str, str]) -> None:
+    with pytest.raises(ValueError, match=f"{edge[0]} - {edge[1]}, which is no edge of its own"):
+        node_messages(order(node()), *answer(("pi-1", "pi-2"), edge))
+
+
+def test_a_model_comes_where_it_was_asked_for_and_only_there() -> None:
+    with pytest.raises(ValueError, match="it holds no model"):
+        node_messages(order(node(reports=True)), *answer(("pi-1", "pi-2")))
+    with pytest.raises(ValueError, match="more than messages"):
+        node_messages(order(node()), *answer(("pi-1", "pi-2"), rest=b"model"))
