@@ -444,7 +444,7 @@ def test_a_broker_whose_rules_know_no_peers_is_named(site, monkeypatch, caplog):
     monkeypatch.setattr(rules, "DEVICE_READS", [name for name in rules.DEVICE_READS if "peer" not in name])
     connections = []
     device = site.device("pi-1")
-    monkeypatch.setattr(device.link, "_callbacks", LinkCallbacks(
+    monkeypatch.setattr(device.link._incoming, "_callbacks", LinkCallbacks(
         on_bell=lambda: None, on_command=lambda _: None, on_connection=connections.append
     ))  # fmt: skip
     device.link.listen_to_peers()
