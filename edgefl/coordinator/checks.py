@@ -19,7 +19,7 @@ from edgefl.errors import EdgeflError, JournalError, StoreError, VersionError
 from edgefl.files import is_held, sha256_of_file
 from edgefl.findings import Finding, check_certificate, check_clock, check_disk, check_private, ok, problem, warning
 from edgefl.protocol import check_version
-from edgefl.storage.checkpoints import checkpoints
+from edgefl.storage.checkpoints import checkpoint_files, checkpoints, is_whole
 from edgefl.storage.database import SCHEMA_REVISION
 from edgefl.storage.journal_reader import read_journal
 from edgefl.storage.snapshot import check_database, device_versions, named_models
@@ -174,10 +174,10 @@ def _read_run(run: Path) -> list[Finding]:
     num_notes = len(list(folder.glob("*.checkpoint.json"))) if folder.is_dir() else 0
     if num_notes > len(saved):
         findings.append(problem("journals", f"run {run.name}: a checkpoint's note is damaged", BACKUP))
-    for checkpoint in saved:
-        path = folder / f"{checkpoint.sha256}.safetensors"
-        if sha256_of_file(path) != checkpoint.sha256:
-            findings.append(problem("journals", f"run {run.name}: checkpoint {path.name[:12]}… is damaged", BACKUP))
+    damaged = [path for checkpoint in saved for path in checkpoint_files(folder, checkpoint) if not is_whole(path)]
+    findings += [
+        problem("journals", f"run {run.name}: checkpoint {path.name[:12]}… is damaged", BACKUP) for path in damaged
+    ]
     _read_all(run / "journal", known=saved[0].last_record if saved else 0)
     return findings
 

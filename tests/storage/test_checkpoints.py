@@ -17,8 +17,11 @@ from safetensors.numpy import save_file
 
 from edgefl.errors import JournalError, NotFoundError, StoreFullError
 from edgefl.storage.checkpoints import (
+    checkpoint_files,
     checkpoints,
+    is_whole,
     load_model_file,
+    load_standing,
     load_state,
     prune_checkpoints,
     save_model,
@@ -256,3 +259,25 @@ def test_a_model_of_another_program_can_be_loaded(tmp_path):
         load_model_file(tmp_path / "letter.safetensors")
     with pytest.raises(NotFoundError):
         load_model_file(tmp_path / "nothing.safetensors")
+
+
+def test_what_stands_beside_a_state_is_kept_checked_and_pruned_with_it(tmp_path):
+    first = save_state(tmp_path, State(version=1), 10, PerDevice(staleness=1, moment={}))
+    second = save_state(tmp_path, State(version=2), 20, PerDevice(staleness=2, moment={"w": 0.5}))
+    assert load_standing(tmp_path, PerDevice, second) == PerDevice(staleness=2, moment={"w": 0.5})
+    assert [is_whole(path) for saved in (first, second) for path in checkpoint_files(tmp_path, saved)] == [True] * 4
+    prune_checkpoints(tmp_path, keep=1)
+    assert sorted(path.stem for path in tmp_path.glob("*.safetensors")) == sorted([second.sha256, second.standing])
+    (_, path) = checkpoint_files(tmp_path, second)
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert not is_whole(path)
+    with pytest.raises(JournalError, match=r"standing of record 20 is damaged"):
+        load_standing(tmp_path, PerDevice, second)
+    path.unlink()
+    assert not is_whole(path)
+
+
+def test_a_state_that_is_saved_alone_has_nothing_beside_it(tmp_path):
+    saved = save_state(tmp_path, State(version=1), 10)
+    assert saved.standing == ""
+    assert len(checkpoint_files(tmp_path, saved)) == 1

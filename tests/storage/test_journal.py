@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 import textwrap
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,13 +17,23 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edgefl.errors import JournalError, StoreFullError
-from edgefl.storage.journal import WalJournal
+from edgefl.storage.journal import WalJournal, journal_entries
 from edgefl.storage.journal_reader import read_journal
-from edgefl.storage.journal_records import Aggregated, CheckpointMark, entry_of, pack_decision, pack_event
+from edgefl.storage.journal_records import (
+    Aggregated,
+    CheckpointMark,
+    Seen,
+    Turn,
+    entry_of,
+    pack_decision,
+    pack_event,
+)
+from edgefl.storage.state_files import unpack_tensors
 from edgefl.storage.wal import HEADER_BYTES, Record, RecordKind, journal_files
 from edgefl.types import (
     Assignment,
     Decision,
+    DeviceInfo,
     EdgeMessage,
     EdgeSide,
     Evaluated,
@@ -34,10 +45,12 @@ from edgefl.types import (
     Outcome,
     Progress,
     Recall,
+    Role,
     SparseTensor,
     Stop,
     Update,
     UpdateMetrics,
+    Vitals,
 )
 
 in_a_fresh_directory = settings(
@@ -345,7 +358,7 @@ def test_a_killed_writer_loses_nothing_that_it_committed(tmp_path):
     script = textwrap.dedent(
         """
         import os, signal, sys
-        from edgefl.storage.journal import WalJournal
+        from edgefl.storage.journal import WalJournal, journal_entries
         from edgefl.types import Stop
         journal = WalJournal(__import__("pathlib").Path(sys.argv[1]), dict)
         for number in range(50):
@@ -518,3 +531,22 @@ def test_messages_that_do_not_fill_their_place_before_the_body_are_named(place, 
     told["outbox"] = [{"edge": ["a", "b"], "step": 1, "is_reply": False, "at": place}]
     with pytest.raises(JournalError, match="record 1"):
         read_record(RecordKind.UPDATE, {**told, "length": length}, b"message")
+
+
+def test_what_the_loop_saw_comes_back_and_costs_no_sync_of_its_own(tmp_path):
+    info = DeviceInfo(device_id="pi-1", role=Role.EVALUATOR, groups=("a",), blocks={"digits": (0, 2)})
+    report = Progress(device_id="pi-1", assignment_id="a", iteration=3, seconds_per_iteration=0.5, age_s=0.0)
+    turn = Turn(now_s=1.25, at=1e9, devices={"pi-1": info, "pi-2": None}, progress=(report,))
+    seen = Seen(vitals={"pi-1": Vitals(temperature_c=61.5), "pi-2": None})
+    syncs = []
+    with WalJournal(tmp_path, unpack_tensors, time_sync=lambda: syncs.append(1) or nullcontext()) as wal:
+        wal.turned(turn)
+        wal.turned(seen)
+        wal.commit()
+        assert syncs == []
+        wal.aggregated(1, ["a"])
+        wal.commit()
+        assert syncs == [1]
+    entries = [entry for _, entry in journal_entries(tmp_path)]
+    assert entries == [turn, seen, Aggregated(version=1, assignment_ids=("a",))]
+    assert entries[0].devices["pi-1"].role is Role.EVALUATOR
