@@ -168,8 +168,15 @@ def test_only_what_is_trained_and_shared_travels() -> None:
 QUADRATICS = Quadratics.drawn(8)
 
 
-@pytest.mark.parametrize("method", ["admm-isvr", "pdmm-isvr"])
-@pytest.mark.parametrize("loss", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("method", "loss"),
+    [
+        ("admm-isvr", 0.0),
+        ("pdmm-isvr", 0.3),
+        pytest.param("admm-isvr", 0.3, marks=pytest.mark.slow),
+        pytest.param("pdmm-isvr", 0.0, marks=pytest.mark.slow),
+    ],
+)
 def test_two_bits_a_number_lead_to_the_exact_optimum(method: str, loss: float) -> None:
     graph = make_graph("ring", tuple(f"n{place}" for place in range(8)))
     rate = 0.2 / QUADRATICS.smoothness

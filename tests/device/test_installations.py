@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from model_source import ModelSource
-from wheel_files import Signer, make_slots, stand_in
+from wheel_files import Signer, link_slots, make_slots, stand_in
 
 from edgefl.device import installations as module
 from edgefl.device.file_fetch import Source
@@ -29,10 +29,10 @@ from edgefl.types import derived_rng
 class Board:
     """A board in slots; the test is its updater and its coordinator."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, made: Path) -> None:
         self.folder = root
         self.signer = Signer(root)
-        self.slots = Slots(make_slots(root / "opt", stand_in(root, "1.0")))
+        self.slots = Slots(link_slots(made, root / "opt"))
         self.slots.work.mkdir()
         self.coordinator = ModelSource(root / "coordinator", b"", "")
         self.root = root / "pi"
@@ -79,9 +79,16 @@ class Board:
         return self.coordinator.source()
 
 
+@pytest.fixture(scope="module")
+def made_slots(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Version 1.0 in slot `a`, installed once for all boards."""
+    folder = tmp_path_factory.mktemp("made")
+    return make_slots(folder / "opt", stand_in(folder, "1.0"))
+
+
 @pytest.fixture
-def board(tmp_path: Path) -> Iterator[Board]:
-    made = Board(tmp_path)
+def board(tmp_path: Path, made_slots: Path) -> Iterator[Board]:
+    made = Board(tmp_path, made_slots)
     yield made
     made.close()
 

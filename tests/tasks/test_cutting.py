@@ -58,7 +58,7 @@ def test_digits_logistic_learns_too(tmp_path):
     assert cut_and_train("digits", {"model": "logistic"}, "iid", 4, tmp_path, rounds=5)[-1] >= 0.93
 
 
-@pytest.mark.parametrize("model", ["mlp", "logistic"])
+@pytest.mark.parametrize("model", ["logistic", pytest.param("mlp", marks=pytest.mark.slow)])
 def test_motionsense_in_numpy_reaches_92_percent_on_held_out_trials(tmp_path, model):
     data = real_data("motionsense")
     accuracies = cut_and_train("motionsense", {"model": model}, "natural", 6, tmp_path, rounds=5, data=data)

@@ -115,7 +115,7 @@ def is_state(coordinator, name, state):
     return lambda: coordinator.state(name) is state
 
 
-@pytest.mark.parametrize("heartbeat_s", [2.0, 5.0])
+@pytest.mark.parametrize("heartbeat_s", [2.0, pytest.param(5.0, marks=pytest.mark.slow)])
 def test_a_killed_device_is_gone_within_three_heartbeats(coordinator_of, device_of, mqtt_tools, heartbeat_s):
     coordinator = coordinator_of(heartbeat_s)
     process = device_of("pi-1", heartbeat_s)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from wheel_files import Signer, make_slots, make_wheel, stand_in
+from wheel_files import Signer, link_slots, make_slots, make_wheel, stand_in
 
 from edgefl.device.slots.inbox import InstallRequest, write_request
 from edgefl.device.slots.layout import Slots
@@ -29,10 +29,10 @@ QUICK = Pace(health_s=4.0, settle_s=0.5, away_s=8.0)
 class SlotBoard:
     """Version 1.0 is in slot `a` and runs."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, made: Path) -> None:
         self.folder, self.wheels = folder, folder / "wheels"
         self.signer = Signer(folder)
-        self.slots = Slots(make_slots(folder / "opt", stand_in(self.wheels, "1.0")))
+        self.slots = Slots(link_slots(made, folder / "opt"))
         self.state = folder / "state"
         (self.state / "updates").mkdir(parents=True)
         self.restarts = 0
@@ -140,8 +140,15 @@ class SlotBoard:
         }
 
 
+@pytest.fixture(scope="session")
+def made_slots(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Version 1.0 in slot `a`, installed once for all boards."""
+    folder = tmp_path_factory.mktemp("made")
+    return make_slots(folder / "opt", stand_in(folder / "wheels", "1.0"))
+
+
 @pytest.fixture
-def board(tmp_path: Path) -> Iterator[SlotBoard]:
-    made = SlotBoard(tmp_path)
+def board(tmp_path: Path, made_slots: Path) -> Iterator[SlotBoard]:
+    made = SlotBoard(tmp_path, made_slots)
     yield made
     made.stop()
