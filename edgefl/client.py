@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from urllib.parse import quote, urlencode, urlsplit
 
 from edgefl.errors import ConfigError, NetworkError, NotAllowedError, NotFoundError, UsageError
 from edgefl.types import Json
+from edgefl.untrusted import parse_json, parse_toml
 
 TIMEOUT_S = 30.0
 MAX_ANSWER_BYTES = 256 * 1024 * 1024
@@ -163,9 +163,9 @@ def read_operator_file(url: str | None = None) -> OperatorFile:
 def load_operator_file(path: Path) -> OperatorFile:
     """Returns what one file says; raises `ConfigError` when it is damaged."""
     try:
-        value = tomllib.loads(path.read_text())
+        value = parse_toml(path.read_text())
         return OperatorFile(**{name: _text(value[name]) for name in _NAMES})
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} cannot be read ({error}); run again: edgefl coordinator init") from None
 
 
@@ -173,7 +173,7 @@ def _answer(url: str, status: int, body: bytes) -> Json:
     from edgefl.protocol import error_from_code  # noqa: PLC0415 as above
 
     try:
-        value = json.loads(body)
+        value = parse_json(body)
     except ValueError:
         value = None
     if not isinstance(value, dict):

@@ -7,7 +7,6 @@ field's metadata bounds its value: `at_least` and `at_most` include the bound, `
 from __future__ import annotations
 
 import sys
-import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
@@ -18,6 +17,7 @@ from urllib.parse import urlsplit
 
 from edgefl.errors import ConfigError
 from edgefl.types import Json, Scalar
+from edgefl.untrusted import parse_toml
 
 T = TypeVar("T")
 EvaluateOn = Literal["auto", "coordinator", "devices", "evaluator", "none"]
@@ -359,7 +359,7 @@ def load_run(path: str | Path) -> RunConfig:
     """
     file = Path(path)
     try:
-        config = parse_run(tomllib.loads(file.read_text(encoding="utf-8")))
+        config = parse_run(parse_toml(file.read_text(encoding="utf-8")))
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
     except ValueError as error:
@@ -408,7 +408,7 @@ def parse_run_text(text: str) -> RunConfig:
         ConfigError: as `parse_run`; or it is no TOML, or names a file by a path that is not absolute.
     """
     try:
-        config = parse_run(tomllib.loads(text))
+        config = parse_run(parse_toml(text))
     except ValueError as error:
         raise ConfigError(f"the run file is not TOML: {error}") from None
     named = {"run.init": config.run.init}

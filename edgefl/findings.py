@@ -156,7 +156,7 @@ def check_certificate(  # noqa: PLR0913 one keyword per fact
         renewed_by: who renews it before it ends, None when nobody does.
     """
     from cryptography import x509  # noqa: PLC0415 slow to load, and only a doctor needs it
-    from cryptography.exceptions import InvalidSignature  # noqa: PLC0415 likewise
+    from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm  # noqa: PLC0415 likewise
     from cryptography.hazmat.primitives.serialization import load_pem_private_key  # noqa: PLC0415 likewise
 
     try:
@@ -165,7 +165,7 @@ def check_certificate(  # noqa: PLR0913 one keyword per fact
         cert.verify_directly_issued_by(authority)
     except InvalidSignature:
         return problem("certificates", f"{name} is not from this fleet's CA", remedy)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, KeyError, UnsupportedAlgorithm, x509.InvalidVersion) as error:
         return problem("certificates", f"{name} cannot be used: {error}", remedy)
     if key is not None and key != cert.public_key():
         return problem("certificates", f"{name} and its key do not belong together", remedy)

@@ -18,6 +18,7 @@ from typing import Any, Self
 
 from edgefl.errors import EdgeflError, NetworkError, TokenInvalidError, UsageError, VersionError
 from edgefl.types import Json, Shapes
+from edgefl.untrusted import parse_json, parse_message
 
 PROTOCOL_VERSION = 1
 MAX_JSON_BYTES = 64 * 1024
@@ -139,14 +140,17 @@ def dump_json(value: Mapping[str, Any]) -> bytes:
 def load_json(payload: bytes) -> Json:
     """Returns the object in `payload`.
 
+    Half characters and NULs, which no other text can carry on, are taken out of what it says.
+
     Raises:
-        NetworkError: too large, not UTF-8, not a JSON object, or of another protocol version.
+        NetworkError: too large, not UTF-8, not a JSON object, of another protocol version, or it holds a number that
+            is none or has more than 64 bits.
     """
     if len(payload) > MAX_JSON_BYTES:
         raise NetworkError(f"message of {len(payload)} bytes, at most {MAX_JSON_BYTES} are read")
     try:
-        value = json.loads(payload.decode())
-    except (UnicodeDecodeError, ValueError) as error:
+        value = parse_message(payload)
+    except ValueError as error:
         raise NetworkError(f"message is not JSON: {error}") from None
     if not isinstance(value, dict) or value.get("v") != PROTOCOL_VERSION:
         raise NetworkError(f"message is not an edgefl v{PROTOCOL_VERSION} object")
@@ -351,7 +355,7 @@ class JoinToken:
         try:
             raw = base64.b64decode(packed + "=" * (-len(packed) % 4), altchars=b"-_", validate=True)
             sound = hashlib.sha256(raw[3:]).digest()[:3] == raw[:3]
-            value = json.loads(raw[3:]) if sound else None
+            value = parse_json(raw[3:]) if sound else None
         except ValueError:
             value = None
         if not isinstance(value, list) or len(value) < 5:
@@ -409,11 +413,12 @@ def certificate_fingerprint(cert_pem: bytes) -> str:
         NetworkError: this is no certificate.
     """
     from cryptography import x509  # noqa: PLC0415 only joins need it
+    from cryptography.exceptions import UnsupportedAlgorithm  # noqa: PLC0415 likewise
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat  # noqa: PLC0415 likewise
 
     try:
         key = x509.load_pem_x509_certificate(cert_pem).public_key()
-    except ValueError as error:
+    except (ValueError, KeyError, UnsupportedAlgorithm, x509.InvalidVersion) as error:
         raise NetworkError(f"not a certificate: {error}") from None
     return hashlib.sha256(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).hexdigest()
 

@@ -195,12 +195,14 @@ class NodePlan:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
         """Returns the plan in JSON values, as `dataclasses.asdict` gives them; unknown fields are ignored."""
-        edges = tuple(EdgeSide(**_known(EdgeSide, edge)) for edge in value.get("edges", ()))
         known = _known(cls, value)
+        edges = tuple(EdgeSide(**_known(EdgeSide, edge)) for edge in known.get("edges", ()))
         return cls(**{**known, "edges": edges, "fires": tuple(known.get("fires", ()))})
 
 
-def _known(cls: type[Any], value: Mapping[str, Any]) -> dict[str, Any]:
+def _known(cls: type[Any], value: object) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"a {cls.__name__} must be a table, got {value!r:.40}")
     names = {item.name for item in fields(cls)}
     return {name: item for name, item in value.items() if name in names}
 
@@ -233,8 +235,9 @@ class LocalPlan:
     @classmethod
     def from_json(cls, value: Mapping[str, Any], inbox: tuple[EdgeMessage, ...] = ()) -> Self:
         """Returns the plan in JSON values, which have no inbox; unknown fields are ignored."""
-        node = value.get("node")
-        return cls(**{**_known(cls, value), "inbox": inbox, "node": node and NodePlan.from_json(node)})
+        known = _known(cls, value)
+        node = known.get("node")
+        return cls(**{**known, "inbox": inbox, "node": node and NodePlan.from_json(node)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

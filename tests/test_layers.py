@@ -19,36 +19,37 @@ SEAMS = {"types", "errors"}
 ROOMS = {
     "types": set(),
     "errors": set(),
-    "config": SEAMS,
-    "protocol": SEAMS,
+    "untrusted": set(),
+    "config": SEAMS | {"untrusted"},
+    "protocol": SEAMS | {"untrusted"},
     "node_scores": SEAMS,
     "summary": set(),
     "findings": set(),
     "tally": SEAMS | {"node_scores"},
     "loop": SEAMS | {"tally"},
     "files": {"errors"},
-    "bundles": SEAMS | {"files"},
+    "bundles": SEAMS | {"files", "untrusted"},
     "processes": set(),
     "watchdog": set(),
     "child_process": SEAMS | {"processes"},
     "strategies": SEAMS | {"decentralised"},
     "compression": SEAMS,
-    "decentralised": SEAMS,
-    "storage": SEAMS | {"files"},
-    "tasks": SEAMS | {"config", "decentralised", "files"},
+    "decentralised": SEAMS | {"untrusted"},
+    "storage": SEAMS | {"files", "untrusted"},
+    "tasks": SEAMS | {"config", "decentralised", "files", "untrusted"},
     "device": SEAMS
-    | {"child_process", "config", "files", "findings", "processes", "protocol", "watchdog"}
+    | {"child_process", "config", "files", "findings", "processes", "protocol", "untrusted", "watchdog"}
     | {"bundles", "compression", "decentralised", "tasks"},
-    "simulation": SEAMS | {"config", "compression", "decentralised", "tasks"},
+    "simulation": SEAMS | {"config", "compression", "decentralised", "tasks", "untrusted"},
     "history": SEAMS | {"storage"},
-    "adapters": SEAMS | {"config", "strategies", "tasks"},
+    "adapters": SEAMS | {"config", "strategies", "tasks", "untrusted"},
     "coordinator": SEAMS
     | {"config", "files", "findings", "processes", "protocol", "loop", "node_scores", "summary", "tally", "watchdog"}
-    | {"bundles", "strategies", "compression", "decentralised", "storage", "history"},
+    | {"bundles", "strategies", "compression", "decentralised", "storage", "history", "untrusted"},
 }
 # The operator's client and the fleet of this machine serve the command line and `edgefl.run` alike.
 ROOMS |= {
-    "client": SEAMS | {"protocol", "device"},
+    "client": SEAMS | {"protocol", "device", "untrusted"},
     "board_models": SEAMS | {"child_process", "storage", "tasks"},
     "local_fleet": SEAMS | {"client", "config", "processes"},
     "local_run": SEAMS | {"assembly", "config", "local_fleet", "summary", "tasks"},

@@ -9,6 +9,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from edgefl.errors import NetworkError
 from edgefl.types import Json
+from edgefl.untrusted import parse_json
 
 RECORD_HEADER = "edgefl"
 RECORD_BODY = "body"
@@ -37,7 +38,7 @@ def unpack(content: RecordDict) -> tuple[Json, bytes]:
         NetworkError: the message is none of ours.
     """
     try:
-        header = json.loads(str(content.config_records[RECORD_HEADER][_FIELD]))
+        header = parse_json(str(content.config_records[RECORD_HEADER][_FIELD]))
         arrays = content.array_records.get(RECORD_BODY)
         body = b"" if arrays is None else arrays[RECORD_BODY].numpy().tobytes()
     except (KeyError, TypeError, ValueError) as error:

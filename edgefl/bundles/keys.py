@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import (
     BestAvailableEncryption,
@@ -74,7 +74,7 @@ def load_private(path: Path, passphrase: str | None = None) -> Ed25519PrivateKey
     """
     try:
         key = load_pem_private_key(_content(path), passphrase.encode() if passphrase else None)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise ConfigError(f"{path} cannot be opened: {error}; is the passphrase right?") from None
     if not isinstance(key, Ed25519PrivateKey):
         raise ConfigError(f"{path} is no Ed25519 key; make one: edgefl signing init")
@@ -85,7 +85,7 @@ def load_public(path: Path) -> Ed25519PublicKey:
     """Returns a public key; raises `ConfigError` when there is none."""
     try:
         key = load_pem_public_key(_content(path))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise ConfigError(f"{path} is no public key in PEM: {error}") from None
     if not isinstance(key, Ed25519PublicKey):
         raise ConfigError(f"{path} is no Ed25519 key; bundles are signed with those alone")

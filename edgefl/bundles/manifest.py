@@ -18,6 +18,7 @@ from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel
 from packaging.version import InvalidVersion, Version
 
 from edgefl.errors import BundleError
+from edgefl.untrusted import parse_json
 
 FORMAT = 1
 MAX_MANIFEST_BYTES = 256 * 1024
@@ -102,8 +103,8 @@ class Manifest:
         if len(text) > MAX_MANIFEST_BYTES:
             raise BundleError(f"its manifest has {len(text)} bytes, at most {MAX_MANIFEST_BYTES} are read")
         try:
-            value = json.loads(text.decode())
-        except (ValueError, RecursionError) as error:
+            value = parse_json(text.decode())
+        except ValueError as error:
             raise BundleError(f"its manifest is not JSON: {error}") from None
         if not isinstance(value, dict) or value.get("v") != FORMAT:
             raise BundleError(f"its manifest is not of format {FORMAT}; it was made by another edgefl")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import lzma
 import stat
+import struct
 import sys
 import zipfile
+import zlib
 from collections.abc import Iterable, Sequence
 from email.parser import BytesHeaderParser
 from pathlib import Path, PurePosixPath
@@ -38,7 +41,8 @@ def wheel_names(path: Path, entry: WheelEntry, kind: Kind) -> list[str]:
             for info in infos:
                 _check_entry(entry, info)
             _check_metadata(entry, wheel)
-    except (zipfile.BadZipFile, OSError, KeyError, RuntimeError, NotImplementedError) as error:
+    except (zipfile.BadZipFile, OSError, LookupError, ValueError, EOFError, RuntimeError, struct.error, zlib.error,
+            lzma.LZMAError) as error:  # fmt: skip
         raise BundleError(f"{entry.file} is no wheel: {error}") from None
     names = [info.filename for info in infos if not info.is_dir()]
     if len(set(names)) != len(names):
@@ -105,7 +109,8 @@ def _check_metadata(entry: WheelEntry, wheel: zipfile.ZipFile) -> None:
         raise BundleError(f"{entry.file} is no wheel: it has {len(found)} METADATA, expected 1")
     with wheel.open(found[0]) as file:
         said = BytesHeaderParser().parsebytes(file.read(MAX_METADATA_BYTES))
-    name, version = said.get("Name") or "", said.get("Version") or ""
+    # A header of bytes that are no ASCII is no text.
+    name, version = str(said.get("Name") or ""), str(said.get("Version") or "")
     try:
         is_same = canonicalize_name(name) == entry.project and str(Version(version)) == entry.version
     except InvalidVersion:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ import click
 from edgefl.cli.device_options import state_option
 from edgefl.cli.listing import ListedGroup
 from edgefl.errors import DataError, NotFoundError, UsageError
+from edgefl.untrusted import parse_json
 
 if TYPE_CHECKING:
     from edgefl.tasks.shards import ShardReport
@@ -84,7 +84,7 @@ def _card_task(place: Path) -> str | None:
     cards = sorted(place.glob("*.json")) if place.is_dir() else [place.with_suffix(".json"), Path(f"{place}.json")]
     for card in cards:
         try:
-            task = json.loads(card.read_bytes())["task"]
+            task = parse_json(card.read_bytes())["task"]
         except (OSError, ValueError, KeyError, TypeError):
             continue
         if isinstance(task, str):

@@ -31,6 +31,7 @@ from edgefl.errors import (
     VersionError,
 )
 from edgefl.protocol import PROTOCOL_VERSION, error_code
+from edgefl.untrusted import sound_text
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ def error_response(error: EdgeflError) -> JSONResponse:
     """Returns an error's answer: its status, its code and its line."""
     status = next((status for kind, status in STATUS.items() if isinstance(error, kind)), 400)
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
-    content = {"v": PROTOCOL_VERSION, "error": error_code(error), "message": str(error)}
+    content = {"v": PROTOCOL_VERSION, "error": error_code(error), "message": sound_text(str(error))}
     return JSONResponse(content, status_code=status, headers=headers)
 
 

@@ -13,7 +13,6 @@ import json
 import os
 import secrets
 import socket
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from edgefl.coordinator.local_addresses import local_addresses
 from edgefl.errors import ConfigError, NotJoinedError, StoreError
 from edgefl.files import make_private_directory, write_whole
 from edgefl.protocol import COORDINATOR_NAME, certificate_fingerprint, checked_slug
+from edgefl.untrusted import parse_toml
 
 DEFAULT_FLEET = "fleet"
 DEFAULT_PORT = 8000
@@ -187,12 +187,12 @@ def load_directory(root: Path) -> CoordinatorDirectory:
     """
     path = root / "settings.toml"
     try:
-        value = tomllib.loads(path.read_text())
+        value = parse_toml(path.read_text())
     except FileNotFoundError:
         raise NotJoinedError(
             f"{root} is no coordinator directory; run: edgefl coordinator init --dir {root}"
         ) from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     directory = _from_settings(root, value)
     for file in (directory.ca_cert, directory.ca_key, directory.server_cert, directory.server_key):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import json
 import os
 import shutil
 import tarfile
@@ -20,6 +19,7 @@ from edgefl.errors import NotFoundError, StoreError, StoreTooNewError, UsageErro
 from edgefl.files import DATABASE_NAME, make_private_directory, store_error, sync_directory
 from edgefl.storage.database import SCHEMA_REVISION
 from edgefl.storage.snapshot import check_database
+from edgefl.untrusted import parse_json
 
 MAX_MANIFEST_BYTES = 256 * 1024 * 1024
 _BLOCK_BYTES = 1 << 20
@@ -105,7 +105,7 @@ def _manifest(archive: Path, members: tarfile.TarFile, member: tarfile.TarInfo) 
     if source is None or member.size > MAX_MANIFEST_BYTES:
         raise StoreError(f"{archive}: its manifest of {member.size} bytes is too large")
     try:
-        value = json.loads(source.read())
+        value = parse_json(source.read())
         if value["v"] > FORMAT:
             raise StoreTooNewError(f"{archive} was made by a newer edgefl ({value['version']}); update edgefl")
         files = {name: BackedUpFile(**entry) for name, entry in value["files"].items()}

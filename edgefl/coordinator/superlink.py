@@ -83,6 +83,7 @@ from edgefl.protocol import (
     REPLY_SALT_BYTES,
 )
 from edgefl.types import Json
+from edgefl.untrusted import parse_json
 
 log = logging.getLogger(__name__)
 
@@ -280,7 +281,7 @@ class SuperLink:
 
     def _read(self, message: Message) -> tuple[Json, bytes]:
         metadata, content = message.metadata, message.content
-        header = json.loads(str(content[RECORD_HEADER][FIELD_JSON]))
+        header = parse_json(str(content[RECORD_HEADER][FIELD_JSON]))
         if not isinstance(header, dict):
             raise TypeError(f"the header is a {type(header).__name__}, not an object")
         if RECORD_BODY in content:

@@ -6,7 +6,6 @@ hosts.json      {"hosts": [{"name": NAME, "addr": HOST, "port": PORT}, …]}
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from edgefl.decentralised.graph import Edge, Graph
 from edgefl.errors import ConfigError
+from edgefl.untrusted import parse_json
 
 _MAX_PORT = 65535
 _MAX_PERIOD = 10**9
@@ -124,7 +124,7 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _json(path: str | Path) -> Mapping[str, Any]:
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_each_once)
+        content = parse_json(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_each_once)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:

@@ -8,6 +8,7 @@ from typing import Any
 
 from edgefl.errors import NetworkError
 from edgefl.types import EdgeMessage
+from edgefl.untrusted import parse_json
 
 MOST_MESSAGES = 4096
 
@@ -54,7 +55,7 @@ def unpack_peer(payload: bytes) -> tuple[str, EdgeMessage]:
     """
     line, _, body = payload.partition(b"\n")
     try:
-        header = json.loads(line)
+        header = parse_json(line)
         run, told = header["run"], header["mail"]
     except (ValueError, KeyError, TypeError) as error:
         raise NetworkError(f"a neighbour's message begins with no JSON of ours: {error}") from None

@@ -31,6 +31,7 @@ from edgefl.device.trust import request
 from edgefl.errors import BundleError, ConfigError, DataError, EdgeflError, NotFoundError, StoreError
 from edgefl.files import make_private_directory, write_whole
 from edgefl.types import Json
+from edgefl.untrusted import parse_json
 
 log = logging.getLogger(__name__)
 
@@ -192,7 +193,7 @@ class Installations:
 
     def _read_note(self) -> InstallReport | None:
         try:
-            value = json.loads((self._folder / NOTE).read_bytes())
+            value = parse_json((self._folder / NOTE).read_bytes())
             return InstallReport(id=str(value["id"]), state=str(value["state"]), reason=value.get("reason"))
         except FileNotFoundError:
             return None

@@ -32,8 +32,8 @@ def job_of(device_id: str, header: Json) -> Job:
     """
     if header.get("v") != 1:
         raise NetworkError(f"instruction of version {header.get('v')!r}, this agent reads 1: update it")
-    block = None if header.get("block") is None else int(header["block"])
-    seed, version = int(header["seed"]), int(header["version"])
+    block = None if header.get("block") is None else _whole(header["block"])
+    seed, version = _whole(header["seed"]), _whole(header["version"])
     # Without the run's id, which is new for every submission: the same seed gives the same run. All who hold a
     # block draw the same numbers for it.
     source: tuple[int | str, ...] = (device_id,) if block is None else ("block", block)
@@ -48,3 +48,9 @@ def job_of(device_id: str, header: Json) -> Job:
         origin=(seed, version, *source),
         header=header,
     )
+
+
+def _whole(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"must be a whole number, got {value!r:.40}")
+    return value

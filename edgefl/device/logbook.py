@@ -18,6 +18,7 @@ from typing import Any
 
 from edgefl.errors import UsageError
 from edgefl.types import Json
+from edgefl.untrusted import parse_json
 
 MAX_FILE_BYTES = 512 * 1024
 KEPT_FILES = 3
@@ -127,11 +128,15 @@ def read_lines(folder: Path) -> Iterator[Json]:
             continue
         for row in text.splitlines():
             try:
-                line = json.loads(row)
+                line = parse_json(row)
             except ValueError:
                 continue
-            if isinstance(line, dict) and isinstance(line.get("n"), int):
+            if isinstance(line, dict) and isinstance(line.get("n"), int) and _is_time(line.get("at", 0.0)):
                 yield line
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float)
 
 
 def _number(wanted: Mapping[str, Any], name: str) -> float:

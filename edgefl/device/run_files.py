@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import re
-import zipfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from edgefl.files import open_whole
+from edgefl.tasks.npz import read_npz
 from edgefl.types import Array
-
-# RuntimeError and its NotImplementedError: what a damaged header makes zipfile take for encryption or a new method.
-UNREADABLE = (OSError, KeyError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
 
 KEPT_RUNS = 4
 
@@ -23,10 +19,9 @@ KEPT_RUNS = 4
 def load_arrays(folder: Path, run: str) -> dict[str, Array] | None:
     """Returns what was saved for a run, None when there is nothing or it cannot be read."""
     try:
-        # Opened here, since np.load leaves a file that is no zip open.
-        with _path(folder, run).open("rb") as file, np.load(file, allow_pickle=False) as stored:
-            return {name: stored[name] for name in stored.files}
-    except UNREADABLE:
+        with _path(folder, run).open("rb") as file:
+            return read_npz(file)
+    except (OSError, ValueError):
         return None
 
 

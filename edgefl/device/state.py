@@ -20,6 +20,7 @@ from typing import Any
 from edgefl.errors import ConfigError, NotJoinedError, StoreError
 from edgefl.files import make_private_directory, write_whole
 from edgefl.protocol import PEER_PORT
+from edgefl.untrusted import parse_json
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ class DeviceState:
         root = root or default_state_dir()
         path = root / "device.json"
         try:
-            value = json.loads(path.read_text())
+            value = parse_json(path.read_text())
         except FileNotFoundError:
             raise NotJoinedError(
                 f"{root} belongs to no fleet yet; run: edgefl device join HOST:PORT --token T"
@@ -137,7 +138,7 @@ class DeviceState:
         """Returns a number larger than every one before, also those before a power cut."""
         path = self.root / "session"
         try:
-            last = int(path.read_text())
+            last = _counted(path.read_text())
         except FileNotFoundError:
             last = 0
         except ValueError:
@@ -190,7 +191,7 @@ def save_pending(root: Path, pending: PendingJoin) -> None:
 def load_pending(root: Path) -> PendingJoin | None:
     """Returns what an unfinished join left, None when there is nothing of use."""
     try:
-        value = json.loads((root / ".pending").read_text())
+        value = parse_json((root / ".pending").read_text())
         return PendingJoin(key_pem=value["key"].encode(), name=str(value["name"]), ca_fingerprint=str(value["ca"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -198,6 +199,13 @@ def load_pending(root: Path) -> PendingJoin | None:
 
 def drop_pending(root: Path) -> None:
     (root / ".pending").unlink(missing_ok=True)
+
+
+def _counted(text: str) -> int:
+    number = int(text)
+    if not 0 <= number < 2**62:
+        raise ValueError(f"no count of sessions: {number}")
+    return number
 
 
 def _dump(device: JoinedDevice) -> bytes:
@@ -210,13 +218,28 @@ def _device(path: Path, value: object) -> JoinedDevice:
     known = {f.name for f in fields(JoinedDevice)}
     try:
         device = JoinedDevice(**{k: v for k, v in value.items() if k in known})
-        addresses = tuple(map(str, device.addresses))
     except TypeError as error:
         raise ConfigError(f"{path} is damaged: {error}") from None
-    texts = (device.device_id, device.fleet, device.role, device.accelerator)
-    if not all(isinstance(text, str) for text in texts) or not isinstance(device.shards, dict):
-        raise ConfigError(f"{path} is damaged: device_id, fleet, role and accelerator must be texts, shards a table")
+    texts = (device.device_id, device.fleet, device.role, device.accelerator, device.ca_fingerprint)
+    if not all(isinstance(text, str) and text for text in texts):
+        raise ConfigError(
+            f"{path} is damaged: device_id, fleet, role, accelerator and ca_fingerprint must be texts, "
+            f"got {texts!r:.200}"
+        )
+    addresses, shards, broker = device.addresses, device.shards, device.broker_host
+    if not _are_texts(addresses) or not isinstance(shards, dict) or not _are_texts([*shards.values()]):
+        raise ConfigError(f"{path} is damaged: addresses must be a list of texts, shards a table of them")
+    if broker is not None and not isinstance(broker, str):
+        raise ConfigError(f"{path} is damaged: broker_host must be a text or null, got {broker!r:.40}")
+    numbers = {"broker_port": device.broker_port, "peer_port": device.peer_port, "threads": device.threads or 1}
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 65536:
+            raise ConfigError(f"{path} is damaged: {name} must be a number up to 65535, got {number!r:.40}")
     limit = device.max_temperature_c
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float)):
         raise ConfigError(f"{path} is damaged: max_temperature_c must be a number or null, got {limit!r:.40}")
-    return replace(device, addresses=addresses)
+    return replace(device, addresses=tuple(addresses))
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)

@@ -44,6 +44,7 @@ from edgefl.protocol import (
     REPLY_SALT_BYTES,
 )
 from edgefl.types import Json
+from edgefl.untrusted import parse_json
 
 REQUEST_TIMEOUT_S = 30.0
 EARLIEST_MESSAGE_S = 1_740_700_800.0
@@ -183,8 +184,11 @@ class SuperNode:
         answer = _call(client.PullMessages, PullMessagesRequest(node=self._node))
         if not answer.messages_list:
             return None
-        message, tree = message_from_proto(answer.messages_list[0]), answer.message_object_trees[0]
-        header = json.loads(str(message.content[RECORD_HEADER][FIELD_JSON]))
+        try:
+            message, tree = message_from_proto(answer.messages_list[0]), answer.message_object_trees[0]
+            header = _checked(parse_json(str(message.content[RECORD_HEADER][FIELD_JSON])))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise NetworkError(f"the coordinator's instruction makes no sense: {error!r}") from None
         self._arriving = header.get("assignment")
         num_bytes = answer.ByteSize()
         if tree.children:
@@ -285,12 +289,22 @@ class SuperNode:
         return make_message(metadata=metadata, content=content)
 
 
+def _checked(header: Any) -> Json:
+    """Returns the header of an instruction, once it is clear what it belongs to."""
+    settled = header.get("settled", []) if isinstance(header, dict) else None
+    if not isinstance(settled, list) or not all(isinstance(name, str) for name in settled):
+        raise TypeError("its header must be an object, in which `settled` is a list of texts")
+    if not isinstance(header.get("assignment"), str | None):
+        raise TypeError("its assignment must be a text")
+    return cast("Json", header)
+
+
 def _client_app(train: Handler, evaluate: Handler, reply: Callable[[Message, Answer], Message]) -> ClientApp:
     """Returns a Flower `ClientApp` whose train and evaluate functions are ours."""
     app = ClientApp()
 
     def run(handler: Handler, message: Message) -> Message:
-        header = json.loads(str(message.content[RECORD_HEADER][FIELD_JSON]))
+        header = parse_json(str(message.content[RECORD_HEADER][FIELD_JSON]))
         return reply(message, handler(header, cast("bytes", message.content[RECORD_BODY][FIELD_BYTES])))
 
     @app.train()

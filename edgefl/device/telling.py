@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from edgefl.device.logbook import page
 from edgefl.errors import EdgeflError, NetworkError
 from edgefl.protocol import Command, CommandAnswer
 from edgefl.types import Json
+from edgefl.untrusted import parse_json
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def tell_logs(state_dir: Path, command: Command, publish: Callable[[CommandAnswe
 
 def _wanted(command: Command) -> Json:
     try:
-        wanted = json.loads(command.argument or "{}")
+        wanted = parse_json(command.argument or "{}")
     except ValueError:
         wanted = None
     if not isinstance(wanted, dict):

@@ -10,6 +10,7 @@ import yaml
 from edgefl.errors import ConfigError
 from edgefl.provision import sources
 from edgefl.provision.card import CGROUP, MARK, Files, Network, Read, Wishes, edited_cmdline
+from edgefl.untrusted import check_nesting
 
 HEADER = "#cloud-config"
 FIRSTBOOT = ["sh", "/boot/firmware/edgefl/firstboot.sh"]
@@ -93,8 +94,8 @@ def _cloud_config(text: str) -> dict[str, Any]:
     if not text.strip() or MARK in text:
         return {}
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        value = _parsed(text)
+    except ValueError:
         value = "no YAML"
     if not text.startswith(HEADER) or not isinstance(value, dict | None):
         raise ConfigError(
@@ -109,8 +110,8 @@ def _cloud_config(text: str) -> dict[str, Any]:
 def _network(text: str) -> dict[str, Any]:
     """Returns what somebody configured; the stock file says no more than that a wire may be plugged in."""
     try:
-        value = yaml.safe_load(text) if MARK not in text else None
-    except yaml.YAMLError:
+        value = _parsed(text) if MARK not in text else None
+    except ValueError:
         return {}
     network = value.get("network", value) if isinstance(value, dict) else {}
     if not isinstance(network, dict) or not network.get("wifis"):
@@ -118,6 +119,17 @@ def _network(text: str) -> dict[str, Any]:
         stock = {"eth0": {"dhcp4": True, "optional": True}}
         return network if wired and wired != stock else {}
     return network
+
+
+def _parsed(text: str) -> Any:
+    """Returns the value in a YAML text; whatever is wrong with it is a `ValueError`."""
+    try:
+        value = yaml.safe_load(text)
+    # What yaml makes of values that do not fit their tags, and of brackets without end.
+    except (yaml.YAMLError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+    check_nesting(value)
+    return value
 
 
 def _dumped(value: dict[str, Any], *header: str) -> bytes:

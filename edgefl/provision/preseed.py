@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
-import tomllib
+import math
+import re
 from typing import Any
 
 from edgefl.errors import ConfigError
 from edgefl.provision import sources
 from edgefl.provision.card import CGROUP, MARK, Files, Read, Wishes, edited_cmdline
+from edgefl.untrusted import parse_toml
 
 NAME = "rpi-preseed.toml"
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+\Z")
+_TABLES = ("runcmd", "system", "user", "ssh", "wlan", "ethernet")
 
 
 def files(wishes: Wishes, read: Read) -> Files:
@@ -29,17 +33,38 @@ def files(wishes: Wishes, read: Read) -> Files:
 
 def preseed(wishes: Wishes, known_text: str = "") -> bytes:
     """Returns the settings of a board that runs the payload's script at its first boot."""
-    ours = tomllib.loads(sources.text(f"raspberry-pi/{NAME}"))
+    ours = parse_toml(sources.text(f"raspberry-pi/{NAME}"))
     try:
-        known = {} if MARK in known_text else tomllib.loads(known_text)
-    except tomllib.TOMLDecodeError as error:
+        known = {} if MARK in known_text else parse_toml(known_text)
+    except ValueError as error:
         raise ConfigError(f"the card's {NAME} is no TOML: {error}; mend or remove it") from None
+    _check(known)
     value: dict[str, Any] = {**ours, **known, "runcmd": {**known.get("runcmd", {}), **ours["runcmd"]}}
     commands = [*known.get("runcmd", {}).get("early", []), *ours["runcmd"]["early"]]
     value["runcmd"]["early"] = list(dict.fromkeys(commands))
     for section, settings in _sections(wishes, known).items():
         value[section] = {**known.get(section, {}), **settings}
     return f"# {MARK}; the join token is not in here.\n{_checked_toml(value)}".encode()
+
+
+def _check(known: dict[str, Any]) -> None:
+    """Checks that a card's settings are of the kind that is written back: plain values and one level of tables."""
+    tables = {name: table for name, table in known.items() if isinstance(table, dict)}
+    loose = {name: value for name, value in known.items() if name not in tables}
+    for section, settings in {"": loose, **tables}.items():
+        for name, value in settings.items():
+            if not (_BARE_KEY.match(name) and all(map(_is_plain, value if isinstance(value, list) else [value]))):
+                raise ConfigError(
+                    f"the card's {NAME} holds {section}.{name}, which cannot be kept; mend or remove it"
+                )
+    is_table = all(isinstance(known.get(name, {}), dict) for name in _TABLES)
+    commands = known.get("runcmd", {}).get("early", []) if is_table else None
+    if not all(map(_BARE_KEY.match, tables)) or not isinstance(commands, list):
+        raise ConfigError(f"the card's {NAME} has no tables where they are due; mend or remove it")
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _sections(wishes: Wishes, known: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -87,4 +112,4 @@ def _toml(value: dict[str, Any]) -> str:
 
 
 def _word(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

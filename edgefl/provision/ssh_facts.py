@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from edgefl.errors import ConfigError, NetworkError
 from edgefl.provision.ssh import Told
+from edgefl.untrusted import parse_json
 
 PYTHON = (3, 11)
 ROOM_MB = 400
@@ -120,7 +120,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def _device(text: str) -> Mapping[str, Any]:
     try:
-        value = json.loads(text or "{}")
+        value = parse_json(text or "{}")
     except ValueError:
         value = None
     return value if isinstance(value, dict) else {}

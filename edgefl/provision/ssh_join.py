@@ -6,7 +6,6 @@ standard input of a command and never in its words.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import threading
@@ -25,6 +24,7 @@ from edgefl.provision.hosts_file import BoardHost
 from edgefl.provision.payload import payload
 from edgefl.provision.ssh import Connection, Told
 from edgefl.provision.ssh_facts import BoardFacts
+from edgefl.untrusted import parse_json
 
 log = logging.getLogger(__name__)
 
@@ -206,7 +206,7 @@ class _Board:
             return
         told = self._as_root(connection, PYTHON, "-I", "-m", "edgefl.device.joining.shard_access", "edgefl", *paths)
         try:
-            unreadable = dict(json.loads(told.output.splitlines()[-1])["unreadable"])
+            unreadable = dict(parse_json(told.output.splitlines()[-1])["unreadable"])
         except (ValueError, LookupError, TypeError):
             raise DataError(f"its data cannot be looked at: {told.last_line()}") from None
         for path, reason in unreadable.items():

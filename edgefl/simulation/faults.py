@@ -11,7 +11,6 @@ factor = 4               # how many times slower; kill needs none
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -22,6 +21,7 @@ from edgefl.config import from_mapping
 from edgefl.errors import ConfigError
 from edgefl.simulation.profiles import Profile
 from edgefl.simulation.traces import Steps, combined, merged
+from edgefl.untrusted import parse_toml
 
 Kind = Literal["kill", "slow", "link"]
 
@@ -56,7 +56,7 @@ def load_faults(path: str | Path) -> tuple[Fault, ...]:
         ConfigError: the file is missing, no TOML, or holds what makes no sense.
     """
     try:
-        table: dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        table: dict[str, Any] = parse_toml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"fault script {path}: cannot be read: {error.strerror}") from None
     except ValueError as error:

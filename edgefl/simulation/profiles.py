@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -16,6 +15,7 @@ from typing import Any
 
 from edgefl.errors import ConfigError
 from edgefl.simulation.traces import Absences, Steps, merged
+from edgefl.untrusted import parse_toml
 
 BUILT_IN_FILE = "profiles.toml"
 SOURCES = ("measured", "vendor", "estimated")
@@ -121,7 +121,7 @@ def load_catalogue(paths: Sequence[str | Path] = ()) -> Catalogue:
     Raises:
         ConfigError: a file is missing, no TOML, or holds what makes no sense.
     """
-    table = tomllib.loads((files("edgefl.simulation") / BUILT_IN_FILE).read_text(encoding="utf-8"))
+    table = parse_toml((files("edgefl.simulation") / BUILT_IN_FILE).read_text(encoding="utf-8"))
     catalogue = parse_catalogue(table, BUILT_IN_FILE)
     for path in paths:
         more = parse_catalogue(_table_of(Path(path)), str(path))
@@ -251,7 +251,7 @@ def _checked_table(value: object, where: str) -> Mapping[str, Any]:
 
 def _table_of(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return parse_toml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"profile file {path}: cannot be read: {error.strerror}") from None
     except ValueError as error:

@@ -18,6 +18,7 @@ from edgefl.errors import JournalError, NotFoundError
 from edgefl.files import TEMPORARY_SUFFIX, make_private_directory, sha256_of_file, sync_directory, write_whole
 from edgefl.storage.state_files import pack_model, pack_state, unpack_model, unpack_state
 from edgefl.types import Array, Tensors
+from edgefl.untrusted import parse_json
 
 log = logging.getLogger(__name__)
 
@@ -177,15 +178,15 @@ def _read_named(path: Path, what: str) -> bytes:
 
 def _read_note(path: Path) -> Checkpoint | None:
     try:
-        note = json.loads(path.read_bytes())
+        note = parse_json(path.read_bytes())
         version = note.pop("v")
         if version != FORMAT:
             raise JournalError(f"checkpoint note {path} has format {version}, this program reads {FORMAT}")
         checkpoint = Checkpoint(**note)
-        if f"{checkpoint.last_record:020d}{_NOTE_SUFFIX}" == path.name:
+        if _SHA256.match(checkpoint.sha256) and f"{checkpoint.last_record:020d}{_NOTE_SUFFIX}" == path.name:
             return checkpoint
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         log.warning("checkpoint note %s is damaged and left out: %r", path, error)
         return None
-    log.warning("checkpoint note %s names another record, %d, and is left out", path, checkpoint.last_record)
+    log.warning("checkpoint note %s names another record, or no file, and is left out", path)
     return None

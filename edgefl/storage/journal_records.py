@@ -38,6 +38,7 @@ from edgefl.types import (
     UpdateMetrics,
     Vitals,
 )
+from edgefl.untrusted import parse_json
 
 Decode = Callable[[bytes], Tensors]
 """Turns the codec body of an update into tensors."""
@@ -158,7 +159,7 @@ def entry_of(record: Record, decode: Decode, read: Callable[[int, int], bytes]) 
     try:
         meta, start = _unpack(record.body)
         return _READERS[record.kind](meta, record.body[start:], _Source(record, start, decode, read))
-    except (KeyError, TypeError, ValueError, IndexError, struct.error) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, struct.error) as error:
         raise JournalError(
             f"journal {record.path}: record {record.number} ({record.kind.name.lower()}) makes no sense: {error!r}"
         ) from error
@@ -325,7 +326,7 @@ def _unpack(body: bytes) -> tuple[Any, int]:
     start = _LENGTH.size + length
     if start > len(body):
         raise ValueError("its text is cut off")
-    return json.loads(body[_LENGTH.size : start]), start
+    return parse_json(body[_LENGTH.size : start]), start
 
 
 def _shallow(value: Any) -> Json:

@@ -23,6 +23,7 @@ from safetensors.numpy import save as save_safetensors
 
 from edgefl.errors import JournalError
 from edgefl.types import Array, SparseTensor, Tensor, Tensors
+from edgefl.untrusted import parse_json
 
 T = TypeVar("T")
 
@@ -35,6 +36,9 @@ _SEQUENCES: dict[str, type[Any]] = {
     "frozenset": frozenset,
     "deque": deque,
 }
+
+_NONSENSE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+"""What a value raises that is whole, but not of the form that is expected."""
 
 
 def pack_state(state: Any) -> bytes:
@@ -58,7 +62,7 @@ def unpack_state(content: bytes, cls: type[T]) -> T:
     unpacker = _Unpacker(arrays, _classes(cls))
     try:
         state = unpacker.unpack(value)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except _NONSENSE as error:
         raise JournalError(f"the state does not fit {cls.__name__}: {error!r}") from error
     if not isinstance(state, cls):
         raise JournalError(f"a {type(state).__name__} was saved, expected a {cls.__name__}")
@@ -82,7 +86,7 @@ def unpack_tensors(content: bytes) -> dict[str, Tensor]:
     unpacker = _Unpacker(arrays, {})
     try:
         return {name: cast("Tensor", unpacker.unpack(value)) for name, value in named}
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except _NONSENSE as error:
         raise JournalError(f"the tensors cannot be read: {error!r}") from error
 
 
@@ -104,7 +108,11 @@ def unpack_model(content: bytes) -> dict[str, Array]:
     arrays = _arrays(content)
     order = list(arrays)
     if _KEY in _metadata(content):
-        order = [name for name in _content(content) if name in arrays]
+        order = _content(content)
+        if not isinstance(order, list) or sorted(map(str, order)) != sorted(arrays):
+            raise JournalError(
+                "the file of tensors is damaged: the order of its tensors is not one of those it holds"
+            )
     return {name: _writable(arrays[name]) for name in order}
 
 
@@ -121,13 +129,13 @@ def _arrays(content: bytes) -> dict[str, Array]:
 
 def _metadata(content: bytes) -> dict[str, str]:
     # safetensors gives no access to the metadata of bytes: 8 bytes of length, then JSON.
-    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    header = parse_json(content[8 : 8 + int.from_bytes(content[:8], "little")])
     return dict(header.get("__metadata__") or {})
 
 
 def _content(content: bytes) -> Any:
     try:
-        text = json.loads(_metadata(content)[_KEY])
+        text = parse_json(_metadata(content)[_KEY])
         found, value = text["v"], text["state"]
     except (KeyError, TypeError, ValueError) as error:
         raise JournalError(f"the file of tensors is damaged: {error!r}") from error

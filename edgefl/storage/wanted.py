@@ -12,6 +12,7 @@ from sqlalchemy import Select, tuple_
 
 from edgefl.errors import UsageError
 from edgefl.storage.where import Condition
+from edgefl.untrusted import parse_json
 
 FIRST = ""
 """The place before the first row."""
@@ -115,7 +116,7 @@ def parse_place(text: str) -> tuple[Any, ...]:
     if text == FIRST:
         return ()
     try:
-        values = json.loads(text) if len(text) <= MAX_PLACE else None
+        values = parse_json(text) if len(text) <= MAX_PLACE else None
     except (ValueError, RecursionError):
         values = None
     is_sound = (

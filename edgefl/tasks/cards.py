@@ -11,6 +11,7 @@ from typing import IO
 
 from edgefl.errors import DataError
 from edgefl.files import open_whole, sha256_of_file
+from edgefl.untrusted import parse_json
 
 # A service of its own user must be able to read what its operator put there.
 SHARD_MODE = 0o644
@@ -51,7 +52,7 @@ def read_card(shard: Path) -> ShardCard:
     try:
         if path.stat().st_size > MAX_CARD_BYTES:
             raise DataError(f"shard card {path} has {path.stat().st_size} bytes, at most {MAX_CARD_BYTES} are read")
-        value = json.loads(path.read_bytes())
+        value = parse_json(path.read_bytes())
         return ShardCard(
             task=_text(value["task"]),
             scheme=_text(value.get("scheme", "")),
@@ -63,7 +64,7 @@ def read_card(shard: Path) -> ShardCard:
             blocks={int(block): (int(start), int(stop)) for block, (start, stop) in value.get("blocks", {}).items()},
             sha256=_text(value["sha256"]),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise DataError(
             f"shard card {path} cannot be read ({type(error).__name__}: {error}); cut the shard again"
         ) from None

@@ -5,14 +5,14 @@ Source: Malekzadeh et al., Mobile Sensor Data Anonymization, IoTDI 2019.
 
 from __future__ import annotations
 
-import zipfile
-import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from edgefl.errors import DataError
+from edgefl.tasks.npz import read_npz
 from edgefl.types import Array
 
 WINDOW = 128
@@ -20,7 +20,8 @@ STRIDE = 64
 FIRST_TEST_TRIAL = 11
 CHANNELS = 9
 FILE_NAME = "motionsense.npz"
-_ARRAYS = ("q", "scale", "length", "subject", "activity", "trial")
+_PER_RECORDING = ("length", "subject", "activity", "trial")
+_ARRAYS = ("q", "scale", *_PER_RECORDING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,12 +75,31 @@ def _arrays(path: Path) -> dict[str, Array]:
     if not path.is_file():
         raise DataError(f"{path} does not exist; --data names the folder that holds {FILE_NAME}")
     try:
-        # Opened here, since np.load leaves a file that is no zip open.
-        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in _ARRAYS}
-    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+        with path.open("rb") as file:
+            arrays = read_npz(file, _ARRAYS)
+    except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read ({error}); download it again") from None
-    total, shape = int(arrays["length"].sum()), arrays["q"].shape
+    if missing := [name for name in _ARRAYS if name not in arrays]:
+        raise DataError(f"{path} has no array {missing[0]!r}; download it again")
+    _check(arrays, path)
+    return arrays
+
+
+def _check(arrays: Mapping[str, Array], path: Path) -> None:
+    """Checks that there are so many whole numbers of each recording, and so many samples as they say together."""
+    lengths, shape = arrays["length"], arrays["q"].shape
+    for name in _PER_RECORDING:
+        found = arrays[name]
+        if not np.issubdtype(found.dtype, np.integer) or found.ndim != 1 or found.shape != lengths.shape:
+            raise DataError(f"{path}: {name} must be whole numbers, one a recording; download it again")
+    is_number = np.issubdtype(arrays["q"].dtype, np.number) and np.issubdtype(arrays["scale"].dtype, np.floating)
+    if not len(lengths) or lengths.min() < 0 or not is_number or arrays["scale"].ndim:
+        raise DataError(f"{path} holds no recordings, or samples that are no numbers; download it again")
+    total = sum(map(int, lengths))
     if shape != (CHANNELS, total):
         raise DataError(f"{path} holds samples {list(shape)}, its recordings add up to {[CHANNELS, total]}")
-    return arrays
+    is_test = arrays["trial"] >= FIRST_TEST_TRIAL
+    if is_test.all() or not is_test.any():
+        raise DataError(
+            f"{path} must hold recordings of trials before {FIRST_TEST_TRIAL} and later; download it again"
+        )

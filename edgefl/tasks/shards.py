@@ -7,8 +7,6 @@ trains, so files stay small and a sample keeps its hash for ever.
 from __future__ import annotations
 
 import os
-import zipfile
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +15,10 @@ import numpy as np
 
 from edgefl.errors import DataError
 from edgefl.tasks.cards import ShardCard, card_path, file_sha256, read_card, write_atomically, write_card
+from edgefl.tasks.npz import read_npz
 from edgefl.types import Array, Dataset, Task
+
+_ARRAYS = ("inputs", "labels")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,17 +123,13 @@ def _read_file(path: Path, expected: _Expected) -> Dataset:
 
 def _load(path: Path) -> Dataset:
     try:
-        # Opened here, since np.load leaves a file that is no zip open.
         with path.open("rb") as file:
-            arrays = np.load(file, allow_pickle=False)
-            if not isinstance(arrays, np.lib.npyio.NpzFile):
-                raise DataError(f"shard {path} is one bare array, not an .npz file with 'inputs' and 'labels'")
-            missing = [name for name in ("inputs", "labels") if name not in arrays]
-            if missing:
-                raise DataError(f"shard {path} has no array {missing[0]!r}, only {', '.join(arrays) or 'nothing'}")
-            return Dataset(inputs=arrays["inputs"], labels=arrays["labels"])
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+            arrays = read_npz(file, _ARRAYS)
+    except (OSError, ValueError) as error:
         raise DataError(f"shard {path} is not a readable .npz file ({error}); copy it again") from None
+    if missing := [name for name in _ARRAYS if name not in arrays]:
+        raise DataError(f"shard {path} has no array {missing[0]!r}, only {', '.join(arrays) or 'others'}")
+    return Dataset(inputs=arrays["inputs"], labels=arrays["labels"])
 
 
 def _checked(data: Dataset, path: Path, expected: _Expected) -> Dataset:

@@ -13,11 +13,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edgefl import __version__
 from edgefl.bundles.archive import MAX_FILE_BYTES
-from edgefl.coordinator.access import MAX_PATH_CHARS, show_errors
-from edgefl.coordinator.asgi import capped
+from edgefl.coordinator.access import MAX_PATH_CHARS, error_response, show_errors
+from edgefl.coordinator.asgi import capped, sound_json
 from edgefl.coordinator.attempts import Note, network_of, nobody_notes
 from edgefl.coordinator.directory import CoordinatorDirectory
-from edgefl.errors import NetworkError, PortInUseError
+from edgefl.errors import NetworkError, PortInUseError, UsageError
 from edgefl.protocol import BUNDLES_PATH
 
 FLEET_PREFIX = "/v1/fleet/"
@@ -42,15 +42,25 @@ def make_app(fleet_api: ASGIApp, routers: list[APIRouter], *, note: Note = nobod
         address = network_of(request.client.host if request.client else None)
         note("size", address, f"{request.url.path[:MAX_PATH_CHARS]}: a body that is too large")
 
-    ours, bundles = capped(app, MAX_REQUEST_BYTES, on_over), capped(app, MAX_FILE_BYTES, on_over)
+    ours = capped(sound_json(app, _refuse), MAX_REQUEST_BYTES, on_over)
+    bundles = capped(app, MAX_FILE_BYTES, on_over)
 
     async def switch(scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"] if scope["type"] == "http" else ""
         # Bundles are written to disk as they come, after who brings them has shown a token.
         chosen = fleet_api if path.startswith(FLEET_PREFIX) else bundles if path == BUNDLES_PATH else ours
+        if scope["type"] == "http" and not scope["query_string"].isascii():
+            await _refuse(send, "the address of the request must be ASCII; other characters are written as %XX")
+            return
         await chosen(scope, receive, send)
 
     return switch
+
+
+async def _refuse(send: Send, reason: str) -> None:
+    answer = error_response(UsageError(reason))
+    await send({"type": "http.response.start", "status": answer.status_code, "headers": answer.raw_headers})
+    await send({"type": "http.response.body", "body": bytes(answer.body)})
 
 
 def listen(host: str, port: int) -> socket.socket:

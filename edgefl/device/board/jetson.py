@@ -6,13 +6,13 @@ Files come first. `nvpmodel -q` and one line of `tegrastats` are asked only for 
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from pathlib import Path
 
 from edgefl.device.board.board import Board
 from edgefl.device.board.board_files import number, plain, text
 from edgefl.types import Json
+from edgefl.untrusted import parse_json
 
 TEGRASTATS_S = 2.5
 """The first line comes after one interval, of a second."""
@@ -37,7 +37,7 @@ def cuda_version(root: Path) -> str | None:
     """Returns the version of the CUDA tool kit on the disk."""
     told = text(root / "usr/local/cuda/version.json")
     with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-        return plain(str(json.loads(told or "")["cuda"]["version"]))
+        return plain(str(parse_json(told or "")["cuda"]["version"]))
     match = re.match(r"CUDA Version ([\d.]{1,20})", text(root / "usr/local/cuda/version.txt") or "")
     return match[1] if match else None
 

@@ -26,6 +26,7 @@ from edgefl.processes import end_with_parent
 from edgefl.tasks.backends import needs_torch, numpy_models
 from edgefl.tasks.registry import make_task
 from edgefl.types import Json
+from edgefl.untrusted import parse_json
 
 log = logging.getLogger(__name__)
 
@@ -199,7 +200,7 @@ def _shard_stamp(path: Path) -> list[object]:
 
 def _entry(out: bytes, code: int) -> Json:
     try:
-        answer = json.loads(out)
+        answer = parse_json(out)
         if "error" in answer:
             return {"error": str(answer["error"]["message"])[:MAX_REASON_CHARS]}
         return {
@@ -214,7 +215,7 @@ def _entry(out: bytes, code: int) -> Json:
 def _load(path: Path) -> dict[str, Json]:
     """Returns what was kept; nothing where that is damaged, and it is measured again."""
     try:
-        kept = json.loads(path.read_bytes())
+        kept = parse_json(path.read_bytes())
         speeds = kept["speeds"] if kept["v"] == 1 else {}
         return {str(name): _checked(entry) for name, entry in speeds.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

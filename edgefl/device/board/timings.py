@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import statistics
 import sys
@@ -19,6 +18,7 @@ from edgefl.device.state import DeviceState
 from edgefl.device.trust import pinned_context, say_hello
 from edgefl.errors import EdgeflError
 from edgefl.types import Json
+from edgefl.untrusted import parse_json
 
 IMPORTS = ("numpy", "cryptography.x509", "onnxruntime", "edgefl.device.agent", "torch")
 IMPORT_S = 60.0
@@ -50,7 +50,7 @@ def import_times(names: Sequence[str], run: RunProgram = run_program) -> Json:
     for name in names:
         told = run([sys.executable, "-c", _IMPORT, name], IMPORT_S)
         try:
-            found[name] = json.loads(told or "")
+            found[name] = parse_json(told or "")
         except ValueError:
             found[name] = {"error": f"it crashed, or took more than {IMPORT_S:g} s"}
     return found

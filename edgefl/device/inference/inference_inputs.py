@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import csv
-import zipfile
-import zlib
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +11,11 @@ import numpy as np
 from edgefl.device.inference.onnx_model import OnnxModel, features
 from edgefl.errors import DataError, UsageError
 from edgefl.tasks.idx import read_idx
+from edgefl.tasks.npz import read_npy, read_npz
 from edgefl.tasks.registry import make_task
 from edgefl.types import Array
 
+_LARGEST = float(np.finfo(np.float32).max)
 KINDS = ".npy, .npz, .csv, an IDX file, or a shard (file or folder) of the model's task"
 
 
@@ -57,12 +56,9 @@ def npy_array(content: bytes, what: str) -> Array:
         DataError: it is none.
     """
     try:
-        array = np.load(BytesIO(content), allow_pickle=False)
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile, SyntaxError) as error:
+        return read_npy(content)
+    except ValueError as error:
         raise DataError(f"{what} is no .npy array ({error})") from None
-    if not isinstance(array, np.ndarray):
-        raise DataError(f"{what} is an archive, not one .npy array")
-    return array
 
 
 def _shard(path: Path, model: OnnxModel) -> Rows:
@@ -74,14 +70,14 @@ def _shard(path: Path, model: OnnxModel) -> Rows:
 
 def _npz(path: Path, model: OnnxModel) -> Rows:
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            name = "inputs" if "inputs" in arrays else (list(arrays) or [""])[0]
-            if not name or (name != "inputs" and len(list(arrays)) > 1):
-                raise DataError(f"{path} must hold an array 'inputs', or one array alone; it has {list(arrays)}")
-            labels = arrays.get("labels")
-            return Rows(inputs=model.batch(arrays[name]), labels=labels)
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        with path.open("rb") as file:
+            arrays = read_npz(file)
+    except (OSError, ValueError) as error:
         raise DataError(f"{path} is no readable .npz file ({error})") from None
+    if "inputs" not in arrays and len(arrays) != 1:
+        raise DataError(f"{path} must hold an array 'inputs', or one array alone; it has {list(arrays)}")
+    inputs = arrays["inputs"] if "inputs" in arrays else next(iter(arrays.values()))
+    return Rows(inputs=model.batch(inputs), labels=arrays.get("labels"))
 
 
 def _csv(path: Path) -> Array:
@@ -98,13 +94,14 @@ def _csv(path: Path) -> Array:
     for number, line in enumerate(lines, 1):
         if len(line) != len(lines[0]):
             raise DataError(f"{path}: row {number} has {len(line)} values, the first has {len(lines[0])}")
-        if bad := next((cell for cell in line if not _is_number(cell)), None):
-            raise DataError(f"{path}: row {number} holds {bad!r}, not a number")
+        bad = [cell for cell in line if not _is_number(cell)]
+        if bad:
+            raise DataError(f"{path}: row {number} holds {bad[0]!r:.80}, not a number of float32")
     return np.array(lines, dtype=np.float32)
 
 
 def _is_number(text: str) -> bool:
     try:
-        return bool(np.isfinite(float(text)))
+        return abs(float(text)) <= _LARGEST
     except ValueError:
         return False

@@ -22,6 +22,7 @@ from edgefl.device.inference.model_store import DeployedModel, ModelStore
 from edgefl.device.inference.onnx_model import OnnxModel
 from edgefl.errors import DataError, EdgeflError, NetworkError, PortInUseError
 from edgefl.types import Array, Json
+from edgefl.untrusted import parse_json
 
 log = logging.getLogger(__name__)
 
@@ -242,14 +243,15 @@ class _Handler(BaseHTTPRequestHandler):
             rows = npy_array(body, "the body")
         else:
             try:
-                value = json.loads(body)
+                value = parse_json(body)
             except (ValueError, RecursionError) as error:
                 raise DataError(f"the body must be JSON rows or a .npy array: {error}") from None
             value = value.get("rows") if isinstance(value, dict) else value
             if not isinstance(value, list) or not value:
                 raise DataError('the body must be {"rows": [[…], …]} with at least one row')
             try:
-                rows = np.array(value, dtype=np.float32)
+                with np.errstate(over="ignore"):  # what is too large becomes an infinity, and is refused below
+                    rows = np.array(value, dtype=np.float32)
             except (ValueError, TypeError) as error:
                 raise DataError(f"rows must be lists of numbers, all of one shape: {error}") from None
         if np.issubdtype(rows.dtype, np.inexact) and not np.isfinite(rows).all():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -16,10 +17,12 @@ from typing import Any, TypeVar
 from edgefl.device.file_fetch import PART_SUFFIX
 from edgefl.files import make_private_directory, sync_directory, write_whole
 from edgefl.types import Json
+from edgefl.untrusted import parse_json
 
 log = logging.getLogger(__name__)
 
 NOTE = "current.json"
+_SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 FORMAT = 1
 
 T = TypeVar("T")
@@ -71,7 +74,7 @@ class ModelStore:
     def read(self) -> Note:
         """Returns what the board remembers; a damaged note counts as none, with a warning."""
         try:
-            value = json.loads(self.note_path.read_bytes())
+            value = parse_json(self.note_path.read_bytes())
             return _note(value)
         except FileNotFoundError:
             return Note()
@@ -134,16 +137,20 @@ def report_json(note: Note) -> Json | None:
 def _note(value: Mapping[str, Any]) -> Note:
     if value.get("v") != FORMAT:
         raise ValueError(f"format {value.get('v')!r}, this program reads {FORMAT}")
-    return Note(
-        current=_made(DeployedModel, value.get("current")),
-        former=_made(DeployedModel, value.get("former")),
-        report=_made(Report, value.get("report")),
-        pending=value.get("pending"),
-    )
+    current, former = (_made(DeployedModel, value.get(name)) for name in ("current", "former"))
+    report, pending = _made(Report, value.get("report")), value.get("pending")
+    for model in (current, former):
+        if model is not None and not _SHA256.match(model.sha256):
+            raise ValueError(f"no SHA-256: {model.sha256[:80]!r}")
+    if pending is not None and not isinstance(pending, str):
+        raise TypeError(f"pending must be a text, got {pending!r:.40}")
+    return Note(current=current, former=former, report=report, pending=pending)
 
 
 def _made(cls: type[T], value: Mapping[str, Any] | None) -> T | None:
     if value is None:
         return None
     known = {item.name for item in fields(cls)}  # type: ignore[arg-type]  # both are dataclasses
+    if nested := [name for name in known if isinstance(value.get(name), dict | list)]:
+        raise TypeError(f"{nested[0]} must be a plain value")
     return cls(**{name: item for name, item in value.items() if name in known})

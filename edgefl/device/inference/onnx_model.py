@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 
 from edgefl.errors import DataError, TaskError
 from edgefl.types import Array, Dataset, Json
+from edgefl.untrusted import parse_json
 
 OUTPUT = "logits"
 BATCH_VALUES = 200_000
@@ -175,7 +175,7 @@ def _session(path: Path, threads: int) -> Any:
 
 def _json(path: Path, facts: Mapping[str, str], name: str, kind: type[Any]) -> Any:
     try:
-        value = json.loads(facts.get(name) or "null")
+        value = parse_json(facts.get(name) or "null")
     except ValueError:
         value = False
     if value is not None and not isinstance(value, kind):

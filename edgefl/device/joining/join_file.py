@@ -9,6 +9,7 @@ from typing import Self
 
 from edgefl.errors import ConfigError
 from edgefl.protocol import JoinToken, checked_address, checked_slug
+from edgefl.untrusted import parse_json
 
 VERSION = 1
 ROLES = ("trainer", "evaluator")
@@ -40,7 +41,7 @@ class JoinFile:
             TokenInvalidError, UsageError: its token, name or an address is none.
         """
         try:
-            value = json.loads(text)
+            value = parse_json(text)
         except ValueError as error:
             raise ConfigError(f"the join file is not JSON: {error}") from None
         if not isinstance(value, dict) or value.pop("v", None) != VERSION:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
@@ -35,7 +36,10 @@ def new_key() -> bytes:
 
 
 def _load_key(key_pem: bytes) -> ec.EllipticCurvePrivateKey:
-    key = serialization.load_pem_private_key(key_pem, password=None)
+    try:
+        key = serialization.load_pem_private_key(key_pem, password=None)
+    except (TypeError, UnsupportedAlgorithm) as error:  # it is encrypted, or of a kind to come
+        raise ValueError(str(error)) from None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise JoinError("the key in the state directory is no EC key; remove the directory and join anew")
     return key

@@ -152,5 +152,5 @@ def ends_at(cert_pem: bytes) -> float:
 
     try:
         return x509.load_pem_x509_certificate(cert_pem).not_valid_after_utc.timestamp()
-    except ValueError as error:
+    except (ValueError, KeyError, x509.InvalidVersion) as error:
         raise NotJoinedError(f"the device's certificate cannot be read: {error}; join again") from None

@@ -19,6 +19,7 @@ from edgefl.errors import EdgeflError, NetworkError, StoreError
 from edgefl.files import write_whole
 from edgefl.protocol import host_and_port
 from edgefl.types import EdgeMessage, Json, LocalPlan, NodePlan, derived_rng
+from edgefl.untrusted import parse_json
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +149,7 @@ class NodeRunner:
     def kept_order(self) -> Json | None:
         """Returns the order that an earlier life of this device was at work on, None when there is none."""
         try:
-            order = json.loads(self._path.read_text())
+            order = parse_json(self._path.read_text())
         except (OSError, ValueError):
             return None
         return order if isinstance(order, dict) else None

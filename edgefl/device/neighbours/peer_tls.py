@@ -59,7 +59,7 @@ class PeerTls:
             dialling, listening = _dialling_context(), _listening_context(ca_pem.decode("ascii"))
             for context in (dialling, listening):
                 context.load_cert_chain(files.cert, files.key)
-        except (OSError, ValueError, NetworkError) as error:  # ssl.SSLError is an OSError
+        except (OSError, ValueError, KeyError, x509.InvalidVersion, NetworkError) as error:
             raise NotJoinedError(
                 f"the device's certificates in {files.ca.parent} cannot be used ({error}); join again"
             ) from None

@@ -39,6 +39,7 @@ from edgefl.errors import EdgeflError
 from edgefl.findings import check_software
 from edgefl.protocol import host_and_port
 from edgefl.types import Json, Role
+from edgefl.untrusted import parse_json
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +165,7 @@ def _device(state: DeviceState | None) -> Json:
     kept = ("device_id", "role", "accelerator", "threads", "max_temperature_c")
     told: Json = {"joined": True, **{name: getattr(device, name) for name in kept}, "tasks": sorted(device.shards)}
     try:
-        told["speeds"] = json.loads((state.root / SPEEDS).read_bytes())["speeds"]
+        told["speeds"] = parse_json((state.root / SPEEDS).read_bytes())["speeds"]
     except (OSError, ValueError, KeyError, TypeError):
         told["speeds"] = {}
     return told

@@ -15,6 +15,7 @@ from edgefl.device.report.field_report import VERSION, FieldReport
 from edgefl.errors import DataError, VersionError
 from edgefl.files import open_whole
 from edgefl.types import Json
+from edgefl.untrusted import parse_json
 
 FOLDER = "edgefl-report"
 REPORT = f"{FOLDER}/report.json"
@@ -56,7 +57,7 @@ def read_report(path: Path) -> Json:
             first = archive.next()
             file = archive.extractfile(first) if first is not None and first.name == REPORT else None
             raw = file.read(MAX_REPORT_BYTES + 1) if file is not None else b""
-        facts: Any = json.loads(raw) if 0 < len(raw) <= MAX_REPORT_BYTES else None
+        facts: Any = parse_json(raw) if 0 < len(raw) <= MAX_REPORT_BYTES else None
     except (OSError, tarfile.TarError, zlib.error, EOFError, ValueError, RecursionError) as error:
         raise DataError(f"{path} is no field report: {error}") from None
     if not isinstance(facts, dict) or not isinstance(facts.get("v"), int):

@@ -18,6 +18,7 @@ from edgefl import __version__
 from edgefl.device.slots.layout import Slots
 from edgefl.device.slots.status import read_status
 from edgefl.files import write_whole
+from edgefl.untrusted import parse_json
 
 NAME = "health.json"
 MAX_BYTES = 16 * 1024
@@ -57,7 +58,7 @@ def read_health(state_dir: Path) -> Health | None:
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             return None
-        value = json.loads(os.read(handle, MAX_BYTES))
+        value = parse_json(os.read(handle, MAX_BYTES))
         return Health(
             boot_id=str(value["boot_id"]),
             version=str(value["version"]),

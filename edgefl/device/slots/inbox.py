@@ -19,6 +19,7 @@ from pathlib import Path
 from edgefl.bundles.archive import MAX_FILE_BYTES
 from edgefl.errors import BundleError
 from edgefl.files import open_whole, write_whole
+from edgefl.untrusted import parse_json
 
 FOLDER, REQUEST = "updates", "request.json"
 SUFFIX = ".bundle"
@@ -51,7 +52,7 @@ def read_request(state_dir: Path) -> InstallRequest | None:
     try:
         with _opened(state_dir, REQUEST) as handle:
             content = os.read(handle, MAX_REQUEST_BYTES)
-        value = json.loads(content)
+        value = parse_json(content)
         found = InstallRequest(id=value["id"], sha256=value["bundle"])
         sound = value["v"] == 1 and _ID.match(found.id) and _SHA256.match(found.sha256)
     except FileNotFoundError:

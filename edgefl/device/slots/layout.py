@@ -19,6 +19,7 @@ from packaging.utils import canonicalize_name
 from edgefl.bundles.manifest import RELEASE_NAME
 from edgefl.errors import BundleError, ConfigError
 from edgefl.files import open_whole, sync_directory
+from edgefl.untrusted import parse_json
 
 log = logging.getLogger(__name__)
 
@@ -106,12 +107,12 @@ class Slots:
         """Returns what bundles have brought into a slot; one that was installed otherwise has none."""
         path = self.path(name) / RECORD
         try:
-            value = json.loads(path.read_bytes())
+            value = parse_json(path.read_bytes())
             packs = {str(key): _pack(one) for key, one in value["packs"].items()}
             serials = {str(key): int(serial) for key, serial in value["serials"].items()}
         except FileNotFoundError:
             return SlotRecord()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise BundleError(f"{path} is damaged ({error}); install the board's slots again") from None
         return SlotRecord(packs=packs, serials=serials)
 

@@ -7,7 +7,6 @@ an hour at most. After that the board goes back as well: what was not proven is 
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from edgefl.device.slots.health import Health, read_health
 from edgefl.device.slots.layout import Slots
 from edgefl.errors import BundleError
 from edgefl.files import is_held
+from edgefl.untrusted import parse_json
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def reaches_coordinator(slots: Slots, slot: str, state_dir: Path, children: Chil
     ]  # fmt: skip
     told = children.as_device(command, within_s=120.0)
     try:
-        return told.returncode == 0 and json.loads(told.stdout).get("coordinator") is not None
+        return told.returncode == 0 and parse_json(told.stdout).get("coordinator") is not None
     except ValueError:
         return False
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from edgefl.device.slots.layout import Slots
 from edgefl.files import open_whole
+from edgefl.untrusted import parse_json
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ def read_status(slots: Slots) -> UpdaterStatus:
     """Returns what the updater has written; nothing when it never ran, or when the file is damaged."""
     path = slots.work / NAME
     try:
-        value = json.loads(path.read_bytes())
+        value = parse_json(path.read_bytes())
         trial = _made(Trial, value.get("trial"))
         if trial is not None:
             trial = Trial(**{**asdict(trial), "step": Step(trial.step)})
@@ -95,4 +96,6 @@ def _made(cls: type[T], value: Mapping[str, Any] | None) -> T | None:
     if value is None:
         return None
     known = {item.name for item in fields(cls)}  # type: ignore[arg-type]  # both are dataclasses
+    if nested := [name for name in known if isinstance(value.get(name), dict | list)]:
+        raise TypeError(f"{nested[0]} must be a plain value")
     return cls(**{name: item for name, item in value.items() if name in known})
