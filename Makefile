@@ -3,7 +3,7 @@
 #   VENV       where the virtual environment lies                  (.venv)
 #   PYTHON     the interpreter it is made with                      (the first one that is 3.11 or newer)
 #   PIP_FLAGS  more arguments for pip; on a PC without a GPU: --extra-index-url https://download.pytorch.org/whl/cpu
-#   ARGS       more arguments for the demo or for pytest            (make demo ARGS="--devices 8")
+#   ARGS       more arguments for the demo, for pytest or for fuzz  (make fuzz ARGS="--reader mqtt-status --cases 1000")
 #
 # EDGEFL_BOARDS names the folder that keeps the root file systems and wheels of emulated boards.
 
@@ -28,7 +28,7 @@ help:
 	@echo "make board-test   boot emulated boards from blank cards, print their time lines (root, Debian; minutes)"
 	@echo "make wheel-check  import every wheel of a board under the processors of old ones (root, Debian; minutes)"
 	@echo "make locks        pin what boards install anew, from pyproject.toml and constraints.txt"
-	@echo "make fuzz         feed a million damaged bodies to the decoders (Linux on x86-64; minutes)"
+	@echo "make fuzz         feed a million damaged inputs to each reader of bytes from outside (hours)"
 	@echo "make check        format, lint, strict types; insecure code, vulnerable packages, secrets in logs"
 	@echo "make bench        measure the figures that the README quotes (hours; EDGEFL_DATA says where data is)"
 	@echo "make clean        remove the environment and what tools left behind"
@@ -52,7 +52,7 @@ locks: $(VENV)/.installed-dev
 	$(BIN)/python provisioning/locks/make_locks.py $(ARGS)
 
 fuzz: $(VENV)/.installed-dev
-	$(BIN)/python tests/fuzz/fuzz_bodies.py $(ARGS)
+	$(BIN)/python tests/fuzz/feed_readers.py $(ARGS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .

@@ -1,0 +1,467 @@
+"""The coordinator's port, as ASGI and without a socket: the API of operators and the page, Flower's, and replies."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import datetime as dt
+import itertools
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import quote, unquote_to_bytes
+
+import numpy as np
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.app import ConfigRecord, Metadata, RecordDict
+from flwr.app.message import make_message
+from flwr.common.serde import message_to_proto
+from flwr.proto.fleet_pb2 import ActivateNodeRequest, PullMessagesRequest, PullMessagesResponse, PushMessagesRequest
+from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
+from flwr.proto.message_pb2 import ObjectTree, PullObjectRequest, PushObjectRequest
+from flwr.proto.node_pb2 import Node
+from flwr.proto.run_pb2 import GetRunRequest
+from flwr.supercore.primitives.asymmetric import bytes_to_private_key, sign_message
+from fuzz.reader import MIB, Form, Reader, Seed
+
+from edgefl.assembly import assemble
+from edgefl.compression.codec import make_codec
+from edgefl.compression.decoding import decode_body
+from edgefl.coordinator.directory import add_access, init_directory
+from edgefl.coordinator.dispatch.live_fleet import FleetRun, LiveFleet
+from edgefl.coordinator.fleet.presence import Presence
+from edgefl.coordinator.fleet.roster import Roster
+from edgefl.coordinator.service import Coordinator, StartOptions
+from edgefl.coordinator.superlink import Reply, SuperLink, prepare_body
+from edgefl.coordinator.web.https_port import make_app
+from edgefl.device.jobs import job_of
+from edgefl.device.supernode import SuperNode
+from edgefl.errors import EdgeflError
+from edgefl.local_fleet import free_port
+from edgefl.protocol import Status
+from edgefl.storage.checkpoints import save_model
+from edgefl.types import (
+    Assignment,
+    EdgeSide,
+    Evaluation,
+    LocalPlan,
+    Lost,
+    NodePlan,
+    TensorSpec,
+    derived_rng,
+)
+
+SHAPES = (TensorSpec(name="w", shape=(3,)),)
+RUN_FILE = {"run": {"task": "digits", "rounds": 3, "seed": 7}, "strategy": {"name": "fedavg"}}
+
+
+class Port:
+    """An ASGI application that is asked one request after the other; `end` is called when it is closed."""
+
+    def __init__(self, app: Any, end: Callable[[], object] = lambda: None) -> None:
+        self.app, self._loop, self._end = app, asyncio.new_event_loop(), end
+
+    def close(self) -> None:
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
+        self._end()
+
+    def ask(
+        self, method: str, path: bytes, query: bytes, headers: list[tuple[bytes, bytes]], body: bytes
+    ) -> tuple[int, bytes]:
+        """Returns status and body; an exception that leaves the application is the caller's."""
+        return self._loop.run_until_complete(self._asked(method, path, query, headers, body))
+
+    async def _asked(
+        self, method: str, path: bytes, query: bytes, headers: list[tuple[bytes, bytes]], body: bytes
+    ) -> tuple[int, bytes]:
+        scope = {
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "https",
+            "path": path.decode(errors="replace"), "raw_path": path, "query_string": query, "root_path": "",
+            "headers": [(b"host", b"pi"), (b"content-length", b"%d" % len(body)), *headers],
+            "client": ("127.0.0.1", 5), "server": ("127.0.0.1", 8000),
+        }  # fmt: skip
+        events = iter([{"type": "http.request", "body": body, "more_body": False}])
+        status, answer = [0], bytearray()
+
+        async def receive() -> dict[str, Any]:
+            return next(events, {"type": "http.disconnect"})
+
+        async def send(message: Mapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                status[0] = message["status"]
+            answer.extend(message.get("body", b""))
+
+        await self.app(scope, receive, send)
+        return status[0], bytes(answer)
+
+
+def open_coordinator(folder: Path) -> tuple[Coordinator, str]:
+    """A whole coordinator with a run, a device and a model in its books, and the operator's token.
+
+    Its run worker is stopped: runs that are submitted wait in the queue.
+    """
+    bare = init_directory(folder / "c", hosts=["127.0.0.1"], fleet="lab", port=free_port())
+    directory, operator, _viewer = add_access(bare)
+    options = StartOptions(host="127.0.0.1", port=directory.port, broker="embedded", broker_port=free_port())
+    coordinator = Coordinator(directory, options, assemble)
+    coordinator.__enter__()
+    worker: Any = coordinator._worker
+    worker.stop()
+    store = coordinator._store
+    store.add_token(token_id="t", secret_sha256="ab" * 32, expires_at=2e9, uses=9, groups=())
+    store.enroll_device(token_id="t", secret_sha256="ab" * 32, now=1e9, device_id="pi", public_key=b"k")
+    coordinator._roster.add("pi", node_id=5, role="trainer", groups=(), examples={"digits": 9})
+    store.add_run(
+        run_id="run-1", name="first", task="digits", strategy="fedavg", config=RUN_FILE, seed=7, submitted_at=1e9
+    )
+    save_model(directory.models, {"w": np.zeros(3, np.float32)})
+    return coordinator, operator
+
+
+def port_of(coordinator: Coordinator) -> Port:
+    web: Any = coordinator._web
+    return Port(web._server.config.app, lambda: coordinator.__exit__(None, None, None))
+
+
+REQUESTS: tuple[tuple[str, str, Any], ...] = (
+    ("GET", "/healthz", None), ("GET", "/metrics", None), ("GET", "/", None), ("GET", "/edgefl/v1/hello", None),
+    ("GET", "/edgefl/v1/runs", None), ("GET", "/edgefl/v1/runs/first", None), ("GET",
+    "/edgefl/v1/runs/latest/curve?points=40", None),
+    ("GET", "/edgefl/v1/runs/run-1/spans?rounds=5&until=3", None), ("GET", "/edgefl/v1/devices", None),
+    ("GET", "/edgefl/v1/devices/pi", None), ("GET", "/edgefl/v1/models?run=first", None), ("GET",
+    "/edgefl/v1/models/latest/file", None),
+    ("GET", "/edgefl/v1/history/why?run=first&round=2", None),
+    ("GET", "/edgefl/v1/history/updates?run=first&device=pi&since=5&until=9e9&limit=5&where=loss%3C0.5&by=loss",
+    None),
+    ("GET", "/edgefl/v1/history/heartbeats?after=%5B5.5%2C1%5D&device=pi", None),
+    ("GET", "/edgefl/v1/history/events?after=&where=kind%3Djoined", None), ("GET",
+    "/edgefl/v1/history/rounds?limit=1", None),
+    ("GET", "/edgefl/v1/deployments", None), ("GET", "/edgefl/v1/installations", None), ("GET", "/edgefl/v1/bundles",
+    None),
+    ("GET", "/edgefl/v1/access", None),
+    ("POST", "/edgefl/v1/runs", {"config": RUN_FILE, "priority": 3}), ("POST", "/edgefl/v1/runs/plan",
+    {"config": RUN_FILE}),
+    ("POST", "/edgefl/v1/run-files", {"toml": '[run]\ntask = "digits"\nrounds = 3\n[strategy]\nname = "esync"\n'}),
+    ("POST", "/edgefl/v1/tokens", {"ttl": "24h", "uses": 2, "groups": ["lab"], "role": "trainer"}),
+    ("POST", "/edgefl/v1/runs/run-1/stop", {}), ("POST", "/edgefl/v1/runs/run-1/resume", {}),
+    ("POST", "/edgefl/v1/devices/pi/drain", {}), ("POST", "/edgefl/v1/devices/pi/resume", {}),
+    ("POST", "/edgefl/v1/deployments", {"model": "latest", "devices": ["pi"], "canary": 1, "canary_s": 5,
+    "tolerance": 0.1}),
+    ("POST", "/edgefl/v1/installations", {"bundle": "abcdef", "devices": ["pi"], "canary": 0}),
+    ("POST", "/edgefl/v1/enroll", {"v": 1}), ("POST", "/edgefl/v1/certificates/rotate", {}),
+)  # fmt: skip
+
+
+def operator_api(folder: Path) -> Reader:
+    """Requests of an operator and of the page: a line of method and path, then the body. A 5xx is a finding.
+
+    Every request shows the operator's token: what those without one reach is less. `/feed` goes on for ever and has
+    a reader of its own.
+    """
+    coordinator, token = open_coordinator(folder)
+    port = port_of(coordinator)
+    shown = [(b"authorization", f"Bearer {token}".encode()), (b"content-type", b"application/json")]
+
+    def feed(data: bytes) -> None:
+        line, _, body = data.partition(b"\n")
+        method, _, target = line.partition(b" ")
+        path, _, query = target.partition(b"?")
+        if b"feed" in path:
+            return
+        status, answer = port.ask(method.decode(errors="replace"), unquote_to_bytes(path), query, shown, body)
+        assert status < 500, (status, answer[:300])
+        if status >= 400:
+            raise EdgeflError(answer.decode(errors="replace"))
+
+    def closed(line: bytes):
+        return lambda found: line + b"\n" + found
+
+    seeds = []
+    for method, target, value in REQUESTS:
+        body = b"" if value is None else json.dumps(value).encode()
+        if value:
+            seeds.append(Seed(content=body, form=Form.JSON, close=closed(f"{method} {target}".encode())))
+        seeds.append(
+            Seed(
+                content=f"{method} {target}".encode(),
+                form=Form.TEXT,
+                close=lambda found, body=body: found.replace(b"\n", b"") + b"\n" + body,
+            )
+        )
+    words = (
+        b"limit=", b"where=", b"after=", b"by=", b"since=nan", b"until=inf", b"%00", b"%ed%a0%80", b"%ff", b"..%2f",
+        b"/edgefl/v1/",
+        b"points=99999", b"&", b"?", b"run=latest", b"loss%3E", b"~", b"device=pi", b"1e400", b"-1", b"9" * 40,
+        quote("ä").encode(),
+    )  # fmt: skip
+    return Reader(
+        feed=feed, seeds=tuple(seeds), words=words, most_bytes=64 * MIB, takes_seeds=False, close=port.close
+    )
+
+
+def feed_requests(folder: Path) -> Reader:
+    """`Last-Event-ID` of a page that comes back."""
+    coordinator, _ = open_coordinator(folder)
+    port = port_of(coordinator)
+
+    def feed(data: bytes) -> None:
+        header = data.replace(b"\r", b"").replace(b"\n", b"")
+        status, answer = port.ask("GET", b"/edgefl/v1/feed", b"", [(b"last-event-id", header)], b"")
+        assert status == 200, (status, answer[:300])
+
+    seeds = (Seed(content=b"3f2a-17", form=Form.TEXT), Seed(content=b"17", form=Form.TEXT))
+    return Reader(feed=feed, seeds=seeds, close=port.close)
+
+
+class _Nodes:
+    """Flower's side of a coordinator with one device, whose requests are signed."""
+
+    def __init__(self) -> None:
+        self.replies: list[Reply] = []
+        self.superlink = SuperLink(on_reply=self.replies.append, on_contact=lambda _: None)
+        key = ec.generate_private_key(ec.SECP256R1())
+        self.pem = key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+        self.public = key.public_key().public_bytes(
+            serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+        )
+        self.node_id = self.superlink.register(self.public, "pi")
+        self.run = self.superlink.open_run()
+        self._headers, self._signed_s = [(b"", b"")], -1e9
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Signed headers, made anew now and then: their time counts for a few minutes."""
+        if time.monotonic() - self._signed_s > 60:
+            stamp = dt.datetime.now(dt.UTC).isoformat()
+            signature = sign_message(bytes_to_private_key(self.pem), stamp.encode())
+            told = {
+                "flwr-public-key": base64.b64encode(self.public).decode(), "flwr-timestamp": stamp,
+                "flwr-signature": base64.b64encode(signature).decode(),
+            }  # fmt: skip
+            self._headers = [(name.encode(), value.encode()) for name, value in _flower_headers(told).items()]
+            self._signed_s = time.monotonic()
+        return self._headers
+
+    def reply(self, instruction: str, header: Any, body: bytes) -> Any:
+        """A reply as a device makes it."""
+        metadata = Metadata(
+            run_id=self.run._run_id, message_id="ab" * 32, src_node_id=self.node_id, dst_node_id=1,
+            reply_to_message_id=instruction, group_id="", created_at=time.time(), ttl=3600.0, message_type="train",
+        )  # fmt: skip
+        content = RecordDict(
+            {"header": ConfigRecord({"json": json.dumps(header)}), "body": ConfigRecord({"bytes": body})}
+        )
+        return make_message(metadata=metadata, content=content)
+
+
+def _flower_headers(told: Mapping[str, str]) -> dict[str, str]:
+    from flwr.common.constant import TIMESTAMP_HEADER  # noqa: PLC0415 names that may move with Flower
+    from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER  # noqa: PLC0415
+
+    names = {
+        "flwr-public-key": FLEET_HTTP_PUBLIC_KEY_HEADER, "flwr-timestamp": TIMESTAMP_HEADER,
+        "flwr-signature": FLEET_HTTP_SIGNATURE_HEADER,
+    }  # fmt: skip
+    return {names[name].lower(): value for name, value in told.items()}
+
+
+def fleet_api(_folder: Path) -> Reader:
+    """`/v1/fleet/…`: the call's name in a line, then its protobuf, signed by a device. An exception is a finding.
+
+    Flower's handlers are not ours, and answer 500 to some of what makes no sense; so a 500 counts as refused.
+    """
+    nodes = _Nodes()
+    port = Port(make_app(nodes.superlink.api, []))
+    body = prepare_body(b"model")
+    node = Node(node_id=nodes.node_id)
+
+    def feed(data: bytes) -> None:
+        name, _, content = data.partition(b"\n")
+        if len(nodes.superlink.state.message_ins_store) < 2:
+            nodes.run.send(nodes.node_id, kind="train", header={"assignment": "a"}, body=body)
+        nodes.replies.clear()
+        status, answer = port.ask("POST", b"/v1/fleet/" + name, b"", nodes.headers(), content)
+        assert status in {200, 400, 401, 403, 404, 409, 410, 413, 500, 503}, (status, answer[:300])
+        for reply in nodes.replies:
+            json.dumps(reply.header)
+            assert isinstance(bytes(reply.body), bytes)
+        if status != 200:
+            raise EdgeflError(str(status))
+
+    instruction = nodes.run.send(nodes.node_id, kind="train", header={"assignment": "a"}, body=body)
+    reply = nodes.reply(instruction, {"v": 1, "assignment": "a", "metrics": {}}, b"update")
+    tree = ObjectTree(object_id=reply.metadata.message_id, children=[])
+    calls: dict[str, Any] = {
+        "activate-node": ActivateNodeRequest(public_key=nodes.public, heartbeat_interval=30.0),
+        "send-node-heartbeat": SendNodeHeartbeatRequest(node=node, heartbeat_interval=30.0),
+        "pull-messages": PullMessagesRequest(node=node),
+        "push-messages": PushMessagesRequest(
+            node=node, messages_list=[message_to_proto(reply)], message_object_trees=[tree]
+        ),
+        "push-object": PushObjectRequest(
+            node=node, run_id=nodes.run._run_id, object_id="cd" * 32, object_content=b"piece", session_id="s"
+        ),
+        "pull-object": PullObjectRequest(node=node, run_id=nodes.run._run_id, object_id="cd" * 32),
+        "get-run": GetRunRequest(node=node, run_id=nodes.run._run_id),
+    }
+    seeds = [
+        Seed(content=call.SerializeToString(), close=lambda found, name=name: name.encode() + b"\n" + found)
+        for name, call in calls.items()
+    ]
+    header = Seed(
+        content=json.dumps({"v": 1, "assignment": "a", "metrics": {"loss": 0.5}}).encode(), form=Form.JSON,
+        close=lambda found: b"push-messages\n" + _push(nodes, node, found).SerializeToString(),
+    )  # fmt: skip
+    names = Seed(content=b"pull-messages", form=Form.TEXT, close=lambda found: found.replace(b"\n", b"") + b"\n")
+    return Reader(feed=feed, seeds=(*seeds, header, names), most_bytes=32 * MIB, takes_seeds=False, close=port.close)
+
+
+def _push(nodes: _Nodes, node: Any, header: bytes) -> Any:
+    """A push of a reply to what is asked now, whose header is this text."""
+    asked = next(iter(nodes.superlink.state.message_ins_store), "none")
+    message = message_to_proto(nodes.reply(asked, {}, b"update"))
+    record = next(item for item in message.content.items if item.key == "header")
+    record.config_record.items[0].value.string = header.decode(errors="replace")
+    tree = ObjectTree(object_id=message.metadata.message_id, children=[])
+    return PushMessagesRequest(node=node, messages_list=[message], message_object_trees=[tree])
+
+
+class _Mail:
+    """Flower's books, as short as can be."""
+
+    def __init__(self) -> None:
+        self._number = itertools.count(1)
+
+    def send(self, _node_id: int, **_: Any) -> str:
+        return f"i{next(self._number)}"
+
+    def is_known(self, _name: str) -> bool:
+        return True
+
+    def is_delivered(self, _name: str) -> bool:
+        return True
+
+    def cancel(self, _name: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def replies(_folder: Path) -> Reader:
+    """Headers and bodies of replies to an assignment, an evaluation and a node's order; the first byte says which."""
+    codec = make_codec("dense", SHAPES)
+    roster = Roster(Presence(), lambda: 5.0)
+    roster.note_bus(connected=True)
+    roster.add("pi", node_id=7, role="trainer", groups=(), examples={"digits": 9})
+    roster.note_status("pi", Status(state="online", boot_id="b", session_no=1))
+    run = FleetRun(
+        run_id="r", task="digits", header={"v": 1, "run": "r", "task": "digits"}, groups=(), names=(),
+        join_at_start=False,
+        encode=lambda model, version: codec.encode(model, derived_rng(version)),
+        decode=lambda body: decode_body(body, SHAPES), encode_changes=None,
+    )  # fmt: skip
+    source: Any = SimpleNamespace(
+        version=0, model=lambda: {"w": np.zeros(3, np.float32)}, model_of=lambda _: {"w": np.zeros(3, np.float32)},
+        changed=lambda _: None,
+    )  # fmt: skip
+    bell: Any = SimpleNamespace(ring=lambda _: None, command=lambda *_: None)
+    mail: Any = _Mail()
+    node = NodePlan(
+        method="gossip", edges=(EdgeSide(neighbour="b", sign=1.0, degree=1, weight=0.5, period=1),),
+        learning_rate=0.1,
+        period=1, codec="dense", carrier="relay", reports=True,
+    )  # fmt: skip
+    plain = Assignment(assignment_id="a", device_id="pi", base_version=0, plan=LocalPlan(iterations=3))
+    orders = {
+        b"u": plain, b"e": Evaluation(assignment_id="a", device_id="pi", version=0, round=0),
+        b"n": Assignment(assignment_id="a", device_id="pi", base_version=0, plan=LocalPlan(iterations=3, node=node)),
+    }  # fmt: skip
+    update = codec.encode({"w": np.ones(3, np.float32)}, derived_rng(1))
+
+    def feed(data: bytes) -> None:
+        kind, header, body = _parted(data)
+        try:
+            value = json.loads(header)
+        except (ValueError, RecursionError):
+            return  # never comes so far: see fleet_api
+        if not isinstance(value, dict):
+            return
+        fleet = LiveFleet(run=run, link=mail, roster=roster, bell=bell, clock=lambda: 5.0)
+        fleet.dispatch([orders.get(kind, plain)], source)
+        fleet.post(Reply(node_id=7, instruction_id="i1", header=value, body=body, bytes_up=5, bytes_down=5))
+        events = fleet.wait(5.0)
+        json.dumps([str(event) for event in events])
+        for event in events:
+            assert not isinstance(event, Lost) or len(event.reason) <= 1000
+        fleet.close()
+
+    metrics = {
+        "iterations": 3, "num_examples": 9, "loss": 0.5, "compute_s": 1.5, "accuracy": 0.9, "extra": {"a": 1.0},
+        "vitals": {"max_temperature_c": 60.0, "throttled": "ok", "energy_j": 5.0},
+    }  # fmt: skip
+    header = {"v": 1, "run": "r", "assignment": "r/a", "metrics": metrics}
+    mailed = {**header, "mail": [["pi", "b", 1, 0, 4]]}
+    said = ((b"u", header, update), (b"e", header, b""), (b"n", mailed, b"mail" + update), (b"u", {**header,
+    "error": "no"}, b""),
+            (b"u", {**header, "needs_dense": True, "error": "x"}, b""))  # fmt: skip
+    seeds = []
+    for kind, value, body in said:
+        text = json.dumps(value).encode()
+        seeds.append(
+            Seed(content=text, form=Form.JSON, close=lambda found, k=kind, b=body: _joined_parts(k, found, b))
+        )
+        seeds.append(Seed(content=body, close=lambda found, k=kind, t=text: _joined_parts(k, t, found)))
+    return Reader(feed=feed, seeds=tuple(seeds))
+
+
+def instructions(_folder: Path) -> Reader:
+    """What a device pulls: Flower's answer, its header, and the job that it is made into."""
+    nodes = _Nodes()
+    node = SuperNode(
+        private_key_pem=nodes.pem, trust=None, clock=time.time, train=lambda header, body: (header, body),  # type: ignore[arg-type]
+        evaluate=lambda header, body: (header, body),
+    )  # fmt: skip
+    header = {
+        "v": 1, "run": "r", "assignment": "r/a", "version": 3, "seed": 7, "task": "digits", "codec": "dense",
+        "block": None,
+        "plan": {"algorithm": "sgd", "iterations": 3, "batch_size": 4, "node": {
+            "method": "gossip", "edges": [{"neighbour": "b", "sign": 1.0, "degree": 1, "weight": 0.5, "period": 1}],
+            "learning_rate": 0.1, "period": 1, "codec": "dense", "carrier": "relay"}},
+        "settled": ["r/b"], "test_fraction": 0.2,
+    }  # fmt: skip
+
+    def feed(data: bytes) -> None:
+        answer = PullMessagesResponse.FromString(data)
+        node._client = SimpleNamespace(PullMessages=lambda _request: answer)  # type: ignore[assignment]
+        pulled = node.pull()
+        if pulled is not None:
+            job_of("pi", pulled.header)
+
+    def pulled(text: bytes) -> bytes:
+        message = nodes.reply("cd" * 32, {}, b"model")
+        proto = message_to_proto(message)
+        record = next(item for item in proto.content.items if item.key == "header")
+        record.config_record.items[0].value.string = text.decode(errors="replace")
+        tree = ObjectTree(object_id=proto.metadata.message_id, children=[])
+        return PullMessagesResponse(messages_list=[proto], message_object_trees=[tree]).SerializeToString()
+
+    text = json.dumps(header).encode()
+    seeds = (Seed(content=text, form=Form.JSON, close=pulled), Seed(content=pulled(text)))
+    from google.protobuf.message import DecodeError  # noqa: PLC0415 what the client makes a NetworkError of
+
+    refused = (EdgeflError, DecodeError, KeyError, TypeError, ValueError)
+    return Reader(feed=feed, seeds=seeds, refuses=refused)
+
+
+def _parted(data: bytes) -> tuple[bytes, bytes, bytes]:
+    length = int.from_bytes(data[1:4], "little")
+    return data[:1], data[4 : 4 + length], data[4 + length :]
+
+
+def _joined_parts(kind: bytes, header: bytes, body: bytes) -> bytes:
+    return kind + len(header).to_bytes(3, "little") + header + body

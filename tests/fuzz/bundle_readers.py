@@ -1,0 +1,147 @@
+"""Code that boards run: bundles, their manifests, wheels and signatures, and the keys that are believed."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import zipfile
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from fuzz.reader import MIB, Form, Reader, Seed
+from fuzz.storage_readers import _tar_sealed
+from made_wheels import make_wheel
+
+from edgefl.bundles.archive import read_bundle, write_bundle
+from edgefl.bundles.keys import Signers, key_id, load_public, make_key, sign
+from edgefl.bundles.manifest import Kind, Manifest, WheelEntry
+from edgefl.bundles.wheels import fitting, wheel_names
+
+
+class Workshop:
+    """A signer and a pack of one small wheel."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.wheel = make_wheel(folder / "wheels", "mytask", "1.0", {"mytask.py": b"x = 1\n"})
+        self.key = Ed25519PrivateKey.generate()
+        self.signers = Signers(folder=folder, keys={key_id(self.key.public_key()): self.key.public_key()})
+        content = self.wheel.read_bytes()
+        self.entry = WheelEntry(
+            file=self.wheel.name, sha256=hashlib.sha256(content).hexdigest(), num_bytes=len(content)
+        )
+        self.manifest = Manifest(
+            kind=Kind.PACK,
+            name="mytask",
+            version="1.0",
+            serial=5,
+            key=key_id(self.key.public_key()),
+            wheels=(self.entry,),
+        )
+
+    def bundle(self, text: bytes | None = None) -> bytes:
+        text = self.manifest.dump() if text is None else text
+        out = self.folder / "made.bundle"
+        write_bundle(out, text=text, signature=sign(self.key, text), wheels=[self.wheel])
+        return out.read_bytes()
+
+
+def bundles(folder: Path) -> Reader:
+    """A bundle as a board opens it: structure, signature, every wheel; a damaged one must never count as signed."""
+    shop = Workshop(folder)
+    path, whole = folder / "x.bundle", shop.bundle()
+
+    def feed(data: bytes) -> None:
+        path.write_bytes(data)
+        with path.open("rb") as file:
+            opened = read_bundle(file)
+            shop.signers.verify(opened)
+            for entry in opened.manifest.wheels:
+                opened.unpack(entry, folder / "unpacked.whl")
+            assert opened.text == shop.manifest.dump(), "a text that was not signed"
+
+    def with_header(place: int):
+        return lambda found: whole[:place] + _tar_sealed(found[:512].ljust(512, b"\0")) + whole[place + 512 :]
+
+    heads = [place for place in range(0, len(whole), 512) if whole[place + 257 : place + 262] == b"ustar"]
+    seeds = [
+        Seed(content=whole),
+        *(Seed(content=whole[place : place + 512], close=with_header(place)) for place in heads),
+    ]
+    return Reader(feed=feed, seeds=tuple(seeds), most_bytes=4 * MIB)
+
+
+def manifests(folder: Path) -> Reader:
+    """A manifest, and which of its wheels would be taken."""
+    shop = Workshop(folder)
+    release = {
+        "v": 1, "kind": "release", "name": "edgefl", "version": "1.2.0", "serial": 9, "key": "ab" * 8,
+        "allow_downgrade": True,
+        "wheels": [
+            {"file": "edgefl-1.2.0-py3-none-any.whl", "sha256": "ab" * 32, "bytes": 100},
+            {"file": "numpy-2.1.0-cp311-cp311-manylinux_2_17_aarch64.whl", "sha256": "cd" * 32, "bytes": 200},
+        ],
+    }  # fmt: skip
+
+    def feed(data: bytes) -> None:
+        manifest = Manifest.load(data)
+        assert Manifest.load(manifest.dump()) == manifest
+        fitting(manifest.wheels, [tag for wheel in manifest.wheels for tag in wheel.tags])
+
+    seeds = [
+        Seed(content=shop.manifest.dump(), form=Form.JSON),
+        Seed(content=json.dumps(release).encode(), form=Form.JSON),
+    ]
+    return Reader(feed=feed, seeds=tuple(seeds))
+
+
+def wheels(folder: Path) -> Reader:
+    """A wheel before anybody installs it."""
+    shop = Workshop(folder)
+    path = folder / shop.wheel.name
+
+    def feed(data: bytes) -> None:
+        path.write_bytes(data)
+        wheel_names(path, shop.entry, Kind.PACK)
+
+    def with_metadata(found: bytes) -> bytes:
+        out = io.BytesIO()
+        with zipfile.ZipFile(shop.wheel) as old, zipfile.ZipFile(out, "w") as new:
+            for info in old.infolist():
+                new.writestr(info, found if info.filename.endswith("METADATA") else old.read(info))
+        return out.getvalue()
+
+    with zipfile.ZipFile(shop.wheel) as old:
+        metadata = old.read("mytask-1.0.dist-info/METADATA")
+    seeds = (Seed(content=shop.wheel.read_bytes()), Seed(content=metadata, form=Form.TEXT, close=with_metadata))
+    return Reader(
+        feed=feed, seeds=seeds, words=(b"../", b"Name: mytask", b"Version: 1.0", b".pth", b"edgefl/", b"\x01\x00")
+    )
+
+
+def signing_keys(folder: Path) -> Reader:
+    """The public keys in a board's folder."""
+    make_key(folder / "keys", None)
+    public = (folder / "keys" / "signing.pub.pem").read_bytes()
+    path = folder / "trusted.pem"
+
+    def feed(data: bytes) -> None:
+        path.write_bytes(data)
+        load_public(path)
+
+    return Reader(feed=feed, seeds=tuple(pem_seeds(public)))
+
+
+def pem_seeds(pem: bytes) -> list[Seed]:
+    """A PEM text, and the DER in it."""
+    import base64  # noqa: PLC0415 beside its use
+
+    first, *lines, last = pem.strip().splitlines()
+    der = base64.b64decode(b"".join(lines))
+
+    def close(found: bytes) -> bytes:
+        text = base64.b64encode(found)
+        return b"\n".join([first, *(text[at : at + 64] for at in range(0, len(text), 64)), last, b""])
+
+    return [Seed(content=pem), Seed(content=der, close=close)]

@@ -1,0 +1,257 @@
+"""What a device finds in its own folders after a bad night, and what its local servers are asked."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from fuzz.reader import MIB, Form, Reader, Seed
+from onnx_graphs import constant_model
+
+from edgefl.device.board.speed_book import _load
+from edgefl.device.inference.inference_server import InferenceServer, Served, _Handler
+from edgefl.device.inference.model_store import DeployedModel, ModelStore, Note, Report
+from edgefl.device.inference.onnx_model import OnnxModel
+from edgefl.device.installations import Installations
+from edgefl.device.joining.keys import new_key
+from edgefl.device.logbook import page
+from edgefl.device.neighbours.node_runner import NodeRunner
+from edgefl.device.report.report_archive import read_report, summary
+from edgefl.device.slots.health import Health, read_health
+from edgefl.device.slots.inbox import read_request
+from edgefl.device.slots.layout import Slots
+from edgefl.device.slots.status import Outcome, Step, Trial, read_status
+from edgefl.device.state import DeviceState, JoinedDevice, _dump, load_pending
+
+
+def states(folder: Path) -> Reader:
+    """`device.json`, the counter of sessions, and what is left of a join that was cut off."""
+    device = JoinedDevice(
+        device_id="pi-1", fleet="lab", role="trainer", ca_fingerprint="ab" * 32, addresses=("pi.local:8000",),
+        broker_port=8883, shards={"digits": "/srv/digits"}, threads=2, max_temperature_c=75.0,
+    )  # fmt: skip
+    pending = {"key": new_key().decode(), "name": "pi-1", "ca": "ab" * 32}
+    names = {b"d": "device.json", b"s": "session", b"p": ".pending"}
+
+    def feed(data: bytes) -> None:
+        for name in names.values():
+            (folder / name).unlink(missing_ok=True)
+        kind = data[:1]
+        (folder / names.get(kind, "device.json")).write_bytes(data[1:])
+        if kind == b"s":
+            assert DeviceState(folder, device).next_session_no() > 0
+        elif kind == b"p":
+            load_pending(folder)
+        else:
+            state = DeviceState.load(folder)
+            state.change(threads=1)
+            _used(state.device)
+
+    seeds = (
+        Seed(content=_dump(device), form=Form.JSON, close=lambda found: b"d" + found),
+        Seed(content=b"17\n", form=Form.TEXT, close=lambda found: b"s" + found),
+        Seed(content=json.dumps(pending).encode(), form=Form.JSON, close=lambda found: b"p" + found),
+    )
+    return Reader(feed=feed, seeds=seeds)
+
+
+def notes(folder: Path) -> Reader:
+    """Small notes of agent and updater; the first byte says which. Most count as missing when they are damaged."""
+    slots = Slots(folder / "opt")
+    for place in (slots.work, slots.path("a"), folder / "models", folder / "updates"):
+        place.mkdir(parents=True, exist_ok=True)
+    store = ModelStore(folder)
+    runner: Any = SimpleNamespace(_path=folder / "node.json")
+    installs: Any = SimpleNamespace(_folder=folder / "updates")
+    places: dict[bytes, tuple[Path, Callable[[], object]]] = {
+        b"h": (folder / "health.json", lambda: read_health(folder)),
+        b"r": (folder / "updates" / "request.json", lambda: read_request(folder)),
+        b"s": (slots.work / "status.json", lambda: hash(read_status(slots))),
+        b"l": (next(slots.path("a").glob("*.json"), slots.path("a") / _record_name()), lambda: slots.record("a")),
+        b"m": (store.note_path, store.read),
+        b"b": (folder / "speeds.json", lambda: _load(folder / "speeds.json")),
+        b"n": (folder / "node.json", lambda: NodeRunner.kept_order(runner)),
+        b"i": (folder / "updates" / _install_note_name(), lambda: Installations._read_note(installs)),
+    }
+
+    def feed(data: bytes) -> None:
+        path, read = places.get(data[:1], places[b"h"])
+        path.write_bytes(data[1:])
+        read()
+
+    model = DeployedModel(deployment="d1", sha256="ab" * 32, model="cd" * 32, task="digits")
+    trial = Trial(id="i1", sha256="ab" * 32, step=Step.TRIAL, old="a", new="b", token="t")
+    values: dict[bytes, Any] = {
+        b"h": {"v": 1, **asdict(Health(boot_id="b", version="0.9.1", packs={"p": "1"}))},
+        b"r": {"v": 1, "id": "i1", "bundle": "ab" * 32},
+        b"s": {"v": 1, "trial": asdict(trial), "outcome": asdict(Outcome(id="i0", state="running"))},
+        b"l": {"v": 1, "packs": {"p": {"version": "1", "projects": ["p", "q"]}}, "serials": {"k": 5}},
+        b"m": {"v": 1, **asdict(Note(current=model, former=model, report=Report(id="d1", state="running"),
+        pending="d2"))},
+        b"b": {"v": 1, "speeds": {"digits": {"steps_per_s": 5.0, "batch_size": 4, "backend": "numpy",
+        "stamp": ["x"]}}},
+        b"n": {"run": "r", "plan": {}},
+        b"i": {"v": 1, "id": "i1", "state": "running", "reason": None},
+    }  # fmt: skip
+    seeds = [
+        Seed(content=json.dumps(value).encode(), form=Form.JSON, close=lambda found, mark=mark: mark + found)
+        for mark, value in values.items()
+    ]
+    return Reader(feed=feed, seeds=tuple(seeds))
+
+
+def logbooks(folder: Path) -> Reader:
+    """The log that a device keeps, read for a page of it."""
+    rows = [{"n": n, "at": 5.0 + n, "level": "INFO", "logger": "x", "message": "ä" * n, "run": "r"} for n in range(4)]
+    content = b"\n".join(json.dumps(row).encode() for row in rows)
+
+    def feed(data: bytes) -> None:
+        (folder / _log_name()).write_bytes(data)
+        json.dumps(page(folder, {"after": 1, "since": 2.0})).encode()
+
+    one = Seed(
+        content=json.dumps(rows[1]).encode(),
+        form=Form.JSON,
+        close=lambda found: content + b"\n" + found.replace(b"\n", b" "),
+    )
+    return Reader(feed=feed, seeds=(Seed(content=content, form=Form.TEXT), one))
+
+
+def reports(folder: Path) -> Reader:
+    """A field report of another board, on the operator's machine."""
+    facts = {"v": 1, "made_at": 5.0, "device": {"id": "pi", "speeds": [{"a": 1}]}, "checks": [["a", True]]}
+
+    def packed(text: bytes) -> bytes:
+        out = io.BytesIO()
+        with tarfile.open(fileobj=out, mode="w:gz", compresslevel=1) as archive:
+            member = tarfile.TarInfo(_report_name())
+            member.size = len(text)
+            archive.addfile(member, io.BytesIO(text))
+        return out.getvalue()
+
+    def feed(data: bytes) -> None:
+        path = folder / "report.tar.gz"
+        path.write_bytes(data)
+        summary(read_report(path)).encode(errors="replace")
+
+    text = json.dumps(facts).encode()
+    seeds = (Seed(content=packed(text)), Seed(content=text, form=Form.JSON, close=packed))
+    return Reader(feed=feed, seeds=seeds, most_bytes=32 * MIB)
+
+
+class _Wire:
+    """What a request handler takes for a connection."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content, self.sent = io.BytesIO(content), bytearray()
+
+    def makefile(self, *_: Any, **__: Any) -> Any:
+        return self._content
+
+    def sendall(self, data: bytes) -> None:
+        self.sent += data
+
+    def settimeout(self, _seconds: float) -> None: ...
+
+    def setsockopt(self, *_: Any) -> None: ...
+
+    def shutdown(self, _how: int) -> None: ...
+
+
+def inference_requests(folder: Path) -> Reader:
+    """Whole requests to a board's inference server; none may end in its log as an internal error."""
+    constant_model(folder / "m.onnx", 3)
+    served = Served(file=folder / "m.onnx")
+    server = InferenceServer(served, "127.0.0.1", 0)
+    inner: Any = server._server
+
+    def feed(data: bytes) -> None:
+        wire: Any = _Wire(data)
+        _Handler(wire, ("127.0.0.1", 5), inner)
+        assert b" 500 " not in bytes(wire.sent[:20]), bytes(wire.sent[:400])
+
+    array = io.BytesIO()
+    np.save(array, np.zeros((2, 8, 8), np.uint8))
+    rows = json.dumps({"rows": [np.zeros((8, 8)).tolist()]}).encode()
+
+    def post(found: bytes) -> bytes:
+        return b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(found) + found
+
+    seeds = (
+        Seed(content=rows, form=Form.JSON, close=post),
+        Seed(content=array.getvalue(), close=post),
+        Seed(content=post(rows), form=Form.TEXT),
+        Seed(content=b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\nGET /model HTTP/1.0\r\n\r\n", form=Form.TEXT),
+    )
+    words = (
+        b"GET ",
+        b"POST ",
+        b"/predict",
+        b"HTTP/1.1",
+        b"Content-Length: 5",
+        b"Transfer-Encoding: chunked",
+        b"Expect: 100-continue",
+    )
+    return Reader(feed=feed, seeds=seeds, words=words, most_bytes=16 * MIB, close=inner.server_close)
+
+
+def model_facts(folder: Path) -> Reader:
+    """What a model's file says of itself, in the metadata of an export; the graph itself is the library's to read."""
+    from onnx import load, save  # noqa: PLC0415 beside its use
+    from onnx.helper import set_model_props  # noqa: PLC0415 likewise
+
+    constant_model(folder / "m.onnx", 3)
+    model = load(folder / "m.onnx")
+    told = {each.key: each.value for each in model.metadata_props}
+
+    def feed(data: bytes) -> None:
+        value = json.loads(data)
+        if not isinstance(value, dict):
+            return  # no metadata of a model
+        texts = {str(name): entry if isinstance(entry, str) else json.dumps(entry) for name, entry in value.items()}
+        set_model_props(model, texts)
+        save(model, str(folder / "fed.onnx"))
+        opened = OnnxModel(folder / "fed.onnx", threads=1)
+        opened.predict(np.zeros((1, 8, 8), np.float32))
+
+    return Reader(
+        feed=feed, seeds=(Seed(content=json.dumps(told).encode(), form=Form.JSON),),
+        refuses=(*Reader.__dataclass_fields__["refuses"].default, ValueError, RecursionError),
+    )  # fmt: skip
+
+
+def _used(device: JoinedDevice) -> None:
+    """Looks at every field as an agent does that starts."""
+    assert device.device_id
+    hash((device.device_id, device.role, device.addresses, device.threads, device.peer_port, device.broker_port))
+
+
+def _record_name() -> str:
+    from edgefl.device.slots import layout  # noqa: PLC0415 a name of that file
+
+    return layout.RECORD
+
+
+def _install_note_name() -> str:
+    from edgefl.device import installations  # noqa: PLC0415 a name of that file
+
+    return installations.NOTE
+
+
+def _log_name() -> str:
+    from edgefl.device import logbook  # noqa: PLC0415 a name of that file
+
+    return logbook.FILE_NAME
+
+
+def _report_name() -> str:
+    from edgefl.device.report import report_archive  # noqa: PLC0415 a name of that file
+
+    return report_archive.REPORT

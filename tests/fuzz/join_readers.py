@@ -1,0 +1,237 @@
+"""Joining and renewing, both ends: what boards ask for, and what a coordinator answers them."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import io
+import json
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from cryptography.x509.oid import NameOID
+from fuzz.reader import Form, Reader, Seed
+
+from edgefl import __version__
+from edgefl.coordinator import pki
+from edgefl.coordinator.directory import init_directory
+from edgefl.coordinator.joining.enrolment import BrokerSite, EnrolmentService
+from edgefl.coordinator.joining.renewal import RenewalService
+from edgefl.coordinator.joining.tokens import TokenTerms, make_token
+from edgefl.device import installations, trust
+from edgefl.device.file_fetch import Source, json_answer
+from edgefl.device.inference import model_fetch
+from edgefl.device.joining.enrolment import _joined
+from edgefl.device.joining.keys import certificate_in, new_key, public_pem
+from edgefl.device.joining.renewal import ends_at
+from edgefl.device.trust import _json, say_hello
+from edgefl.findings import check_certificate
+from edgefl.protocol import JoinToken, certificate_fingerprint
+from edgefl.storage.store import Store
+
+KEY = ec.generate_private_key(ec.SECP256R1())
+PUBLIC = KEY.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).decode()
+
+
+def csr_pem() -> bytes:
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "pi-1")])
+    return (
+        x509.CertificateSigningRequestBuilder()
+        .subject_name(name)
+        .sign(KEY, hashes.SHA256())
+        .public_bytes(Encoding.PEM)
+    )
+
+
+def armoured(der: bytes, what: str = "CERTIFICATE REQUEST") -> str:
+    text = base64.b64encode(der).decode()
+    lines = [text[at : at + 64] for at in range(0, len(text), 64)]
+    return "\n".join([f"-----BEGIN {what}-----", *lines, f"-----END {what}-----", ""])
+
+
+def _der(pem: bytes) -> bytes:
+    return base64.b64decode(b"".join(pem.strip().splitlines()[1:-1]))
+
+
+def enrolments(folder: Path) -> Reader:
+    """`POST /edgefl/v1/enroll`: JSON, the certificate request in it, and the key beside it."""
+    directory = init_directory(folder / "c", hosts=["pi.local"], fleet="lab")
+    store = Store.open(directory.database)
+    service = EnrolmentService(
+        directory=directory,
+        store=store,
+        on_enrolled=lambda *_: None,
+        broker=BrokerSite(port=8883),
+        clock=lambda: 5000.0,
+    )
+    token = make_token(store, directory, TokenTerms(uses=1), now=5000.0)
+    value = {
+        "v": 1, "token_id": token.token_id, "secret": token.secret, "name": "pi-1", "role": "trainer",
+        "csr": csr_pem().decode(), "public_key": PUBLIC, "version": __version__,
+        "capabilities": {"facts": {"cores": 4, "model": "Pi"}, "shards": {"digits": 90}},
+    }  # fmt: skip
+
+    def feed(data: bytes) -> None:
+        json.dumps(service.enroll(data), allow_nan=False)
+
+    def with_csr(der: bytes) -> bytes:
+        return json.dumps({**value, "csr": armoured(der)}).encode()
+
+    def with_key(der: bytes) -> bytes:
+        return json.dumps({**value, "public_key": armoured(der, "PUBLIC KEY")}).encode()
+
+    seeds = (
+        Seed(content=json.dumps(value).encode(), form=Form.JSON),
+        Seed(content=_der(csr_pem()), close=with_csr),
+        Seed(content=_der(PUBLIC.encode()), close=with_key),
+    )
+    return Reader(feed=feed, seeds=seeds, close=store.close)
+
+
+def renewals(folder: Path) -> Reader:
+    """`POST /edgefl/v1/renew`, of a device that was known by its signature."""
+    directory = init_directory(folder / "c", hosts=["pi.local"], fleet="lab")
+    store = Store.open(directory.database)
+    store.add_token(token_id="t", secret_sha256="ab" * 32, expires_at=2e9, uses=100, groups=())
+    store.enroll_device(token_id="t", secret_sha256="ab" * 32, now=1e9, device_id="pi-1", public_key=b"before")
+    now = [1e9]
+
+    def clock() -> float:
+        now[0] += 700.0
+        return now[0]
+
+    service = RenewalService(directory=directory, store=store, on_renewed=lambda *_: None, clock=clock)
+
+    def feed(data: bytes) -> None:
+        service.renew("pi-1", data)
+
+    value = {"v": 1, "csr": csr_pem().decode()}
+    seeds = (
+        Seed(content=json.dumps(value).encode(), form=Form.JSON),
+        Seed(content=_der(csr_pem()), close=lambda der: json.dumps({"v": 1, "csr": armoured(der)}).encode()),
+    )
+    return Reader(feed=feed, seeds=seeds, close=store.close)
+
+
+def certificates(_folder: Path) -> Reader:
+    """Certificates and revocation lists, wherever they are read; the first byte says what the rest is."""
+    authority = pki.create_authority("lab")
+    client = pki.issue_client(authority, "pi-1")
+    revoked = pki.revocation_list(authority, ["ab"], number=7)
+
+    def feed(data: bytes) -> None:
+        kind, pem = data[:1], data[1:]
+        if kind == b"r":
+            assert pki.revocation_number(pem) >= 0
+            return
+        if kind == b"k":
+            pki.belong_together(client.cert_pem, pem)
+            check_certificate("x", client.cert_pem, authority.cert_pem, key_pem=pem, now=5.0, remedy="")
+            return
+        check_certificate("x", pem, authority.cert_pem, now=5.0, remedy="")
+        pki.belong_together(pem, client.key_pem)
+        certificate_fingerprint(pem)
+        pki.serial(pem)
+        pki.expires_at(pem)
+        ends_at(pem)
+
+    kinds = (
+        (b"c", "CERTIFICATE", client.cert_pem),
+        (b"r", "X509 CRL", revoked),
+        (b"k", "PRIVATE KEY", client.key_pem),
+    )
+    seeds = []
+    for mark, what, pem in kinds:
+        seeds.append(Seed(content=pem, close=lambda found, mark=mark: mark + found))
+        seeds.append(
+            Seed(content=_der(pem), close=lambda der, mark=mark, what=what: mark + armoured(der, what).encode())
+        )
+    return Reader(feed=feed, seeds=tuple(seeds))
+
+
+def coordinator_answers(_folder: Path) -> Reader:
+    """What a device is answered: hello, its join, its certificate, offers of files; the first byte says which."""
+    own = new_key()
+    authority = pki.create_authority("lab")
+    cert_pem = pki.sign_request(authority, csr_pem(), "pi-1")
+    own_cert = _own_certificate(authority, own)
+    token = JoinToken(ca_fingerprint="ab" * 32, token_id="t", secret="s", fleet="lab", addresses=("b:1",))
+    wishes: Any = SimpleNamespace(shards={}, accelerator="auto", threads=None, peer_port=8884)
+    site: Any = SimpleNamespace(address="pi:8000")
+    source: Any = Source(address="pi:8000", trust=None, headers={})  # type: ignore[arg-type]
+    said = [b""]
+
+    @contextmanager
+    def connected(*_: Any) -> Any:
+        answer = http.client.HTTPResponse(
+            _Socket(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(said[0]) + said[0])
+        )
+        answer.begin()
+        yield SimpleNamespace(request=lambda *_, **__: None, getresponse=lambda: answer)
+
+    trust._connected = connected  # type: ignore[assignment]  # nothing listens here
+    hello = {
+        "v": 1, "time": 5.5, "version": "0.9.1", "fleet": "lab", "addresses": ["a:1"], "broker": {"port": 1,
+        "host": None},
+        "certificates": {"earliest": 1.0, "latest": 2.0},
+    }  # fmt: skip
+    joined = {**hello, "device_id": "pi-1", "role": "trainer", "certificate": cert_pem.decode()}
+    offer = {
+        "v": 1, "deployment": "d1", "model": "ab" * 32, "sha256": "cd" * 32, "bytes": 1000, "task": "digits",
+        "options": {},
+        "tolerance": 0.1, "min_accuracy": 0.0, "test_fraction": 0.2,
+    }  # fmt: skip
+    bundle = {
+        "v": 1,
+        "installation": "i1",
+        "sha256": "cd" * 32,
+        "bytes": 9,
+        "kind": "pack",
+        "name": "p",
+        "version": "1",
+    }
+    refused = {"v": 1, "error": "token-used", "message": "no uses left"}
+    readers = {
+        b"h": lambda body: say_hello("pi:8000", source.trust),
+        b"j": lambda body: _joined(_json("pi:8000", 200, body), site, token, wishes),
+        b"c": lambda body: certificate_in(_json("pi:8000", 200, body), own),
+        b"o": lambda body: model_fetch.fetch_offer(source, "d1"),
+        b"b": lambda body: installations.fetch_bundle_offer(source, "i1"),
+        b"e": lambda body: _json("pi:8000", 403, body),
+        b"f": lambda body: json_answer("pi:8000", 404, body),
+    }
+
+    def feed(data: bytes) -> None:
+        said[0] = data[1:]
+        readers.get(data[:1], readers[b"h"])(data[1:])
+
+    values = {
+        b"h": hello, b"j": joined, b"c": {"v": 1, "certificate": own_cert.decode()}, b"o": offer, b"b": bundle,
+        b"e": refused, b"f": refused,
+    }  # fmt: skip
+    seeds = [
+        Seed(content=json.dumps(value).encode(), form=Form.JSON, close=lambda found, mark=mark: mark + found)
+        for mark, value in values.items()
+    ]
+    return Reader(feed=feed, seeds=tuple(seeds), takes_seeds=False)
+
+
+class _Socket:
+    def __init__(self, content: bytes) -> None:
+        self._content = io.BytesIO(content)
+
+    def makefile(self, *_: Any) -> Any:
+        return self._content
+
+
+def _own_certificate(authority: pki.KeyPair, key_pem: bytes) -> bytes:
+    from edgefl.device.joining.keys import request_pem  # noqa: PLC0415 beside its use
+
+    assert public_pem(key_pem)
+    return pki.sign_request(authority, request_pem(key_pem, "pi-1"), "pi-1")

@@ -1,0 +1,287 @@
+"""What comes over MQTT, on both sides, and from board to board."""
+
+from __future__ import annotations
+
+import json
+import queue
+import zlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
+from fuzz.reader import Form, Reader, Seed
+
+from edgefl.coordinator import pki
+from edgefl.coordinator.dispatch.questions import Questions
+from edgefl.coordinator.fleet.diary import Diary
+from edgefl.coordinator.fleet.presence import Presence
+from edgefl.coordinator.fleet.roster import Roster
+from edgefl.coordinator.monitoring.device_series import device_series
+from edgefl.coordinator.rollouts.bundle_files import BundleFiles
+from edgefl.coordinator.rollouts.deployments import Deployments
+from edgefl.coordinator.rollouts.installations import Installations
+from edgefl.coordinator.web.feed_state import device_row
+from edgefl.decentralised.mailbag import pack_peer, unpack_mail, unpack_peer
+from edgefl.device.link import Link, LinkCallbacks
+from edgefl.device.logbook import page
+from edgefl.device.neighbours.peer_frames import FRAME_VERSION, HEADER, MAGIC, FrameKind, read_frame
+from edgefl.device.neighbours.peer_tls import verified_name
+from edgefl.device.telling import _wanted
+from edgefl.errors import EdgeflError
+from edgefl.protocol import (
+    Capabilities,
+    Command,
+    CommandAnswer,
+    CommandKind,
+    Heartbeat,
+    ProgressReport,
+    Status,
+    Topic,
+    parse_peer_topic,
+    parse_topic,
+)
+from edgefl.storage.store import Store
+from edgefl.types import EdgeMessage, Progress
+
+FLUSHED_EVERY = 8
+"""Writing to the store takes a hundred times longer than hearing a message."""
+
+
+class Fleet:
+    """A coordinator's ears: everything that a message of a device reaches, down to the store and the page."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = Store.open(folder / "fleet.db")
+        self.now_s = 1000.0
+        self.roster = Roster(Presence(), lambda: self.now_s)
+        self.roster.note_bus(connected=True)
+        self.progress: list[Progress] = []
+        common: dict[str, Any] = {
+            "store": self.store, "roster": self.roster, "commander": SimpleNamespace(command=lambda *_: None),
+            "on_fatal": self._fatal,
+        }  # fmt: skip
+        directory: Any = SimpleNamespace(models=folder / "models", root=folder)
+        self.deployments = Deployments(directory=directory, export=lambda *_: None, **common)
+        self.installations = Installations(files=BundleFiles(folder / "bundles"), **common)
+        self.diary = Diary(
+            store=self.store, roster=self.roster, clock=lambda: 1e9 + self.now_s, on_progress=self.progress.append,
+            on_heartbeat=self._beat,
+        )  # fmt: skip
+        self.store.add_token(token_id="t", secret_sha256="ab" * 32, expires_at=2e9, uses=100, groups=())
+        self.join("pi")
+
+    def join(self, name: str) -> None:
+        self.store.enroll_device(
+            token_id="t", secret_sha256="ab" * 32, now=1e9, device_id=name, public_key=name.encode()
+        )
+        self.roster.add(name, node_id=5, role="trainer", groups=(), examples={"digits": 9})
+
+    def hear(self, kind: Topic, payload: bytes) -> None:
+        """Takes a message as the coordinator does, shows the device as the page does, and writes now and then."""
+        self.now_s += 0.25
+        self.progress.clear()
+        self.diary.message("pi", kind, payload)
+        self.roster.tick()
+        row = device_row(self.roster, "pi")
+        json.dumps({"row": row, "facts": self.roster.facts()}, allow_nan=False).encode()
+        device_series(self.roster, max_devices=10, now=1e9).encode()
+        dict(self.roster.vitals)
+        if zlib.crc32(payload) % FLUSHED_EVERY == 0:
+            self.deployments._take_news()
+            self.installations._take_news()
+            self.diary.flush()
+        else:  # so that what breaks a flush is in the message that was flushed
+            for kept in (self.diary._heartbeats, self.diary._capabilities, self.diary._events, self.diary._versions):
+                kept.clear()
+
+    def _beat(self, device_id: str, heartbeat: Heartbeat) -> None:
+        self.deployments.heard(device_id, heartbeat)
+        self.installations.heard(device_id, heartbeat)
+
+    def _fatal(self, error: EdgeflError) -> None:
+        raise AssertionError(f"the store is said to be lost: {error}")
+
+
+def status(folder: Path) -> Reader:
+    """`status`, as the coordinator hears it."""
+    said = (
+        Status(state="online", boot_id="b1", session_no=3, version="0.9.1"),
+        Status(state="offline", boot_id="b1", session_no=3, will=True),
+        Status(state="draining", boot_id="b2", session_no=4, version="0.9.1"),
+    )
+    return _heard(folder, Topic.STATUS, [one.dump() for one in said])
+
+
+def heartbeat(folder: Path) -> Reader:
+    """`heartbeat`, with all that it may tell."""
+    whole = Heartbeat(
+        seq=7, session_no=3, uptime_s=55.5, clock_skew_s=-0.2, temperature_c=61.5, throttled="ok", cpu_fraction=0.5,
+        memory_fraction=0.25, memory_bytes=10**8, disk_free_bytes=10**9, battery_fraction=0.9, power_w=4.5,
+        run="run-1", assignment="run-1/a1", iteration=12, holding=["run-1/a1"], model="ab" * 32,
+        deployment={"id": "d1", "state": "running", "accuracy": 0.9, "num_examples": 12, "runs": "d1"},
+        installation={"id": "i1", "state": "running", "reason": None},
+    )  # fmt: skip
+    return _heard(folder, Topic.HEARTBEAT, [whole.dump(), Heartbeat(seq=1, session_no=9, uptime_s=0.0).dump()])
+
+
+def capabilities(folder: Path) -> Reader:
+    """`capabilities`: whatever a board found out about itself."""
+    facts = {
+        "model": "Raspberry Pi 5", "cores": 4, "memory_bytes": 8 * 10**9, "accelerators": ["cpu"],
+        "steps_per_s": {"digits": {"steps_per_s": 12.5}}, "libraries": {"numpy": "2.1"}, "blocks": {"digits": [0, 1]},
+        "compression": {"topk": 1e6},
+    }  # fmt: skip
+    return _heard(folder, Topic.CAPABILITIES, [Capabilities(facts=facts, shards={"digits": 90}).dump()])
+
+
+def progress(folder: Path) -> Reader:
+    """`progress` of an assignment."""
+    report = ProgressReport(assignment="run-1/a1", iteration=3, seconds_per_iteration=0.25, age_s=0.1)
+    return _heard(folder, Topic.PROGRESS, [report.dump()])
+
+
+def answer(folder: Path) -> Reader:
+    """`answer` to a question of the coordinator."""
+    fleet = Fleet(folder)
+    questions = Questions(SimpleNamespace(command=lambda *_: None), fleet.roster)
+    said: queue.SimpleQueue[CommandAnswer] = queue.SimpleQueue()
+    questions._waiting["c1"] = "pi", said
+    lines = {"lines": [{"n": 1, "at": 5.0, "level": "INFO", "message": "ä"}], "has_more": False}
+
+    def feed(data: bytes) -> None:
+        questions.answered("pi", data)
+        while not said.empty():
+            json.dumps(said.get().content, allow_nan=False).encode()
+
+    seeds = (CommandAnswer(id="c1", content=lines), CommandAnswer(id="c1", error="no"))
+    seeds_of = tuple(Seed(content=one.dump(), form=Form.JSON) for one in seeds)
+    return Reader(feed=feed, seeds=seeds_of, close=fleet.store.close)
+
+
+def commands(folder: Path) -> Reader:
+    """`command` and the device's own `status`, as the device's link takes them; and what a question asks."""
+    obeyed: list[Command] = []
+    published: list[str] = []
+    link: Any = object.__new__(Link)
+    link._callbacks = LinkCallbacks(on_bell=lambda: None, on_command=obeyed.append)
+    link._done_commands, link._last_logged_s, link._state = [], {}, "online"
+    link._stopping = SimpleNamespace(is_set=lambda: False)
+    link._log_sometimes = _raise_again
+    session = SimpleNamespace(publish_status=published.append)
+    folder = folder / "logs"
+    folder.mkdir()
+    (folder / "agent.log").write_text('{"n": 1, "at": 5.0, "run": "r"}\n')
+
+    def feed(data: bytes) -> None:
+        kind, payload = (Topic.STATUS, data[1:]) if data[:1] == b"s" else (Topic.COMMAND, data[1:])
+        message = SimpleNamespace(topic=f"edgefl/v1/lab/pi/{kind}", payload=payload)
+        obeyed.clear()
+        published.clear()
+        del link._done_commands[:]
+        link._received(None, session, message)
+        for command in obeyed:
+            hash(command.id)
+            assert command.argument is None or isinstance(command.argument, str)
+            if command.kind == CommandKind.LOGS:
+                json.dumps(page(folder, _wanted(command)))
+
+    logs = Command(id="c1", kind="logs", argument=json.dumps({"after": 1, "since": 2.5, "run": "r"}))
+    said = [
+        logs,
+        *(Command(id="c2", kind=str(kind), argument="x") for kind in CommandKind if kind != CommandKind.LOGS),
+    ]
+    inner = Seed(
+        content=(logs.argument or "").encode(), form=Form.JSON,
+        close=lambda found: b"c" + json.dumps({"v": 1, "id": "c", "kind": "logs",
+        "argument": found.decode(errors="replace")}).encode(),
+    )  # fmt: skip
+    seeds = [inner, *(Seed(content=one.dump(), form=Form.JSON, close=lambda found: b"c" + found) for one in said)]
+    own = Status(state="offline", boot_id="b", session_no=1, will=True).dump()
+    return Reader(feed=feed, seeds=(*seeds, Seed(content=own, form=Form.JSON, close=lambda found: b"s" + found)))
+
+
+def topics(_folder: Path) -> Reader:
+    """Names of topics."""
+
+    def feed(data: bytes) -> None:
+        name = data.decode(errors="surrogateescape")
+        try:
+            parse_topic(name)
+        except EdgeflError:
+            parse_peer_topic(name)
+
+    seeds = [Seed(content=name, form=Form.TEXT) for name in (b"edgefl/v1/lab/pi/status", b"edgefl/v1/lab/a/peer/b")]
+    return Reader(feed=feed, seeds=tuple(seeds), words=(b"edgefl", b"v1", b"peer", b"bell", b"+", b"#"))
+
+
+def neighbours(_folder: Path) -> Reader:
+    """`peer` messages of other devices, and the mail beside an instruction's body."""
+    message = EdgeMessage(edge=("a", "b"), step=3, body=b"body of a codec", is_reply=False)
+    packed = pack_peer("run-1", message)
+    line, _, body = packed.partition(b"\n")
+
+    def feed(data: bytes) -> None:
+        run, found = unpack_peer(data)
+        assert isinstance(run, str)
+        hash((found.edge, found.step))
+        unpack_mail([[*found.edge, found.step, 0, len(found.body)]], found.body)
+
+    seeds = (Seed(content=packed), Seed(content=line, form=Form.JSON, close=lambda found: found + b"\n" + body))
+    return Reader(feed=feed, seeds=seeds)
+
+
+def frames(_folder: Path) -> Reader:
+    """Frames from board to board, from a connection that ends behind them."""
+
+    class Connection:
+        def __init__(self, content: bytes) -> None:
+            self.rest = memoryview(content)
+
+        def settimeout(self, _seconds: float) -> None: ...
+
+        def recv(self, count: int) -> bytes:
+            piece, self.rest = self.rest[:count], self.rest[count:]
+            return bytes(piece)
+
+    def feed(data: bytes) -> None:
+        connection: Any = Connection(data)
+        while connection.rest:
+            read_frame(connection, silence_s=1.0)
+
+    def frame(kind: FrameKind, payload: bytes = b"") -> bytes:
+        return HEADER.pack(MAGIC, FRAME_VERSION, kind, len(payload), 77, 3) + payload
+
+    seeds = [
+        frame(FrameKind.WELCOME),
+        frame(FrameKind.MESSAGE, b"x" * 40) + frame(FrameKind.ALIVE),
+        frame(FrameKind.TAKEN),
+    ]
+    return Reader(feed=feed, seeds=tuple(Seed(content=one) for one in seeds), refuses=(EdgeflError, ConnectionError))
+
+
+def shown_certificates(_folder: Path) -> Reader:
+    """The certificate that another board shows."""
+    authority = pki.create_authority("lab")
+    ours = x509.load_pem_x509_certificate(authority.cert_pem)
+    client = x509.load_pem_x509_certificate(pki.issue_client(authority, "pi-1").cert_pem)
+    other = x509.load_pem_x509_certificate(pki.issue_client(pki.create_authority("lab"), "pi-1").cert_pem)
+
+    def feed(data: bytes) -> None:
+        assert verified_name(data, ours) == "pi-1"
+
+    der = client.public_bytes(Encoding.DER)
+    assert der != other.public_bytes(Encoding.DER)
+    return Reader(feed=feed, seeds=(Seed(content=der),))
+
+
+def _heard(folder: Path, kind: Topic, payloads: list[bytes]) -> Reader:
+    fleet = Fleet(folder)
+    seeds = tuple(Seed(content=payload, form=Form.JSON) for payload in payloads)
+    return Reader(feed=lambda data: fleet.hear(kind, data), seeds=seeds, close=fleet.store.close)
+
+
+def _raise_again(_key: str, _text: str, *values: object) -> None:
+    """Takes the place of a line in the log: what is logged as a malformed message is the refusal."""
+    raise next(value for value in values if isinstance(value, EdgeflError))

@@ -1,0 +1,183 @@
+"""Data: shards and their cards, the files that shards are cut from, and rows that a model is run on."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fuzz.codec_readers import npz_seeds
+from fuzz.reader import MIB, Form, Reader, Seed
+
+from edgefl.device.inference.inference_inputs import read_rows
+from edgefl.tasks.gradients import read_gradient
+from edgefl.tasks.idx import MAX_BYTES, read_idx
+from edgefl.tasks.motion_windows import read_motion_windows
+from edgefl.tasks.registry import make_task
+from edgefl.tasks.shards import check_shard
+
+PIXELS = {"inputs": np.arange(192, dtype=np.uint8).reshape(3, 8, 8) % 17, "labels": np.array([0, 9, 3])}
+
+
+def npz(arrays: dict[str, np.ndarray], *, packed: bool = False) -> bytes:
+    out = io.BytesIO()
+    (np.savez_compressed if packed else np.savez)(out, **arrays)
+    return out.getvalue()
+
+
+def bomb(name: str, num_bytes: int) -> bytes:
+    """An archive of a few kilobytes with a member of zeros that says it is an array of so many bytes."""
+    out, head = io.BytesIO(), io.BytesIO()
+    np.lib.format.write_array_header_1_0(head, {"descr": "|u1", "fortran_order": False, "shape": (num_bytes,)})
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(f"{name}.npy", head.getvalue() + bytes(num_bytes))
+    return out.getvalue()
+
+
+def pickled() -> bytes:
+    out = io.BytesIO()
+    np.savez(out, inputs=np.array([{"a": 1}], dtype=object), labels=np.array([0]))
+    return out.getvalue()
+
+
+def shards(folder: Path) -> Reader:
+    """A shard folder into which a board collects: files without cards."""
+    place = folder / "shard"
+    place.mkdir()
+    task = make_task("digits")
+
+    def feed(data: bytes) -> None:
+        (place / "part.npz").write_bytes(data)
+        check_shard(task, str(place))
+
+    seeds = (Seed(content=npz(PIXELS)), Seed(content=npz(PIXELS, packed=True)), *npz_seeds(PIXELS))
+    return Reader(feed=feed, seeds=seeds, words=NPY_WORDS)
+
+
+def cards(folder: Path) -> Reader:
+    """A shard's card beside a shard that is right."""
+    path = folder / "pi.npz"
+    path.write_bytes(npz(PIXELS))
+    task = make_task("digits")
+    card = {
+        "v": 1, "task": "digits", "scheme": "iid", "source": "here", "num_examples": 3, "counts": {"0": 1, "9": 1,
+        "3": 1},
+        "labels": ["0", "1"], "groups": ["a"], "blocks": {"0": [0, 2], "1": [2, 3]},
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+    }  # fmt: skip
+
+    def feed(data: bytes) -> None:
+        path.with_suffix(".json").write_bytes(data)
+        check_shard(task, str(path))
+
+    return Reader(feed=feed, seeds=(Seed(content=json.dumps(card).encode(), form=Form.JSON),))
+
+
+def idx_files(folder: Path) -> Reader:
+    """IDX files, plain and packed; what one unpacks to may be large, but no larger than a data set's."""
+    images = struct.pack(">BBBBIII", 0, 0, 8, 3, 3, 2, 2) + bytes(12)
+    labels = struct.pack(">BBBBI", 0, 0, 8, 1, 3) + bytes(3)
+    seeds = (Seed(content=images), Seed(content=labels), Seed(content=gzip.compress(images)))
+    inner = Seed(content=images, close=lambda found: gzip.compress(found, 1))
+    return Reader(feed=_of_file(folder, "x-idx3-ubyte", read_idx), seeds=(*seeds, inner), most_bytes=3 * MAX_BYTES)
+
+
+def motion_sets(folder: Path) -> Reader:
+    """The file of MotionSense."""
+    arrays = {
+        "q": np.zeros((9, 300), np.int16), "scale": np.array(0.01), "length": np.array([150, 150]),
+        "subject": np.array([1, 2]), "activity": np.array([0, 3]), "trial": np.array([1, 11]),
+    }  # fmt: skip
+    seeds = (Seed(content=npz(arrays)), *npz_seeds(arrays))
+    return Reader(
+        feed=_of_file(folder, "motionsense.npz", read_motion_windows),
+        seeds=seeds,
+        words=NPY_WORDS,
+        most_bytes=64 * MIB,
+    )
+
+
+def gradients(folder: Path) -> Reader:
+    """A gradient's file for `edgefl codecs bench`; the first byte says of which kind."""
+    arrays = {"w": np.ones((3, 4), np.float32), "n": np.array([1, 2])}
+    from safetensors.numpy import save  # noqa: PLC0415 beside its use
+
+    def feed(data: bytes) -> None:
+        path = folder / ("g.npz" if data[:1] == b"n" else "g.safetensors")
+        path.write_bytes(data[1:])
+        read_gradient(path)
+
+    tensors = save(arrays)
+    size = int.from_bytes(tensors[:8], "little")
+    seeds = [
+        Seed(content=npz(arrays), close=lambda found: b"n" + found),
+        Seed(content=tensors, close=lambda found: b"s" + found),
+    ]
+    seeds += [
+        Seed(content=seed.content, close=lambda found, close=seed.close: b"n" + close(found))
+        for seed in npz_seeds(arrays)
+    ]
+    seeds.append(
+        Seed(
+            content=tensors[8 : 8 + size], form=Form.JSON,
+            close=lambda found: b"s" + len(found).to_bytes(8, "little") + found + tensors[8 + size :],
+        )
+    )  # fmt: skip
+    return Reader(feed=feed, seeds=tuple(seeds), words=NPY_WORDS)
+
+
+def rows(folder: Path) -> Reader:
+    """Rows for `edgefl device infer`: .npy, .npz, .csv and IDX; the first byte says which."""
+
+    class Model:
+        task, options, preprocess, path = "digits", {}, "", folder / "m.onnx"
+
+        def batch(self, found: Any) -> Any:
+            return found
+
+    model: Any = Model()
+    names = {b"y": "r.npy", b"z": "r.npz", b"c": "r.csv", b"i": "r-idx"}
+
+    def feed(data: bytes) -> None:
+        path = folder / names.get(data[:1], "r.csv")
+        path.write_bytes(data[1:])
+        read_rows(path, model)
+
+    def closed(mark: bytes, close: Callable[[bytes], bytes] = lambda found: found) -> Callable[[bytes], bytes]:
+        return lambda found: mark + close(found)
+
+    array = io.BytesIO()
+    np.save(array, PIXELS["inputs"])
+    images = struct.pack(">BBBBIII", 0, 0, 8, 3, 3, 2, 2) + bytes(12)
+    seeds = (
+        Seed(content=array.getvalue(), close=closed(b"y")),
+        Seed(content=npz(PIXELS), close=closed(b"z")),
+        *(Seed(content=seed.content, close=closed(b"z", seed.close)) for seed in npz_seeds(PIXELS)),
+        Seed(content=b"a,b\n1,2.5\n-3,4e5\n", form=Form.TEXT, close=closed(b"c")),
+        Seed(content=images, close=closed(b"i")),
+    )
+    return Reader(feed=feed, seeds=seeds, words=NPY_WORDS, most_bytes=3 * MAX_BYTES)
+
+
+NPY_WORDS = (
+    b"|O", b"<U9", b"<m8", b"<M8[s]", b"|V8", b"<c16", b"<f2", b">i8", b"|b1", b"(3,)", b"(99999999999,)", b"(-1,)",
+    b"(1000000, 1000000)", b"()", b"True", b"'descr'", b"None", b"[('a', '<i4')]", b"(0,)", b"(3, 8, 8)", b"1_0",
+    b"L",
+)  # fmt: skip
+
+
+def _of_file(folder: Path, name: str, read: Callable[[Path], object]) -> Callable[[bytes], object]:
+    path = folder / name
+
+    def feed(data: bytes) -> object:
+        path.write_bytes(data)
+        return read(path)
+
+    return feed

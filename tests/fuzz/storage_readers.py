@@ -1,0 +1,295 @@
+"""What lies on disk and may be damaged: journals, their records, checkpoints, states, models, backups."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import struct
+import tarfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from fuzz.reader import MIB, Form, Reader, Seed
+
+from edgefl.compression.codec import make_codec
+from edgefl.compression.decoding import decode_body
+from edgefl.coordinator.restore import _checked, _unpacked
+from edgefl.storage.checkpoints import load_state, prune_checkpoints, save_state
+from edgefl.storage.journal import WalJournal
+from edgefl.storage.journal_reader import read_journal
+from edgefl.storage.journal_records import entry_of, pack_decision, pack_event
+from edgefl.storage.state_files import (
+    pack_model,
+    pack_state,
+    pack_tensors,
+    unpack_model,
+    unpack_state,
+    unpack_tensors,
+)
+from edgefl.storage.wal import HEADER_BYTES, RECORD_HEADER_BYTES, Record, RecordKind, journal_files, read_header
+from edgefl.types import (
+    Array,
+    Assignment,
+    Decision,
+    EdgeMessage,
+    EdgeSide,
+    Evaluated,
+    Evaluation,
+    LocalPlan,
+    Lost,
+    NodePlan,
+    Outcome,
+    Recall,
+    SparseTensor,
+    Stop,
+    TensorSpec,
+    Update,
+    UpdateMetrics,
+)
+
+SHAPES = (TensorSpec(name="w", shape=(4,)),)
+BODY = make_codec("dense", SHAPES).encode({"w": np.ones(4, np.float32)}, np.random.default_rng(0))
+
+
+def _decode(body: bytes) -> dict[str, Array]:
+    return dict(decode_body(body, SHAPES))  # type: ignore[arg-type]
+
+
+def events() -> tuple[Update | Evaluated | Lost | Stop, ...]:
+    metrics = UpdateMetrics(iterations=5, num_examples=9, loss=0.5, extra={"a": 1.0})
+    message = EdgeMessage(edge=("a", "b"), step=1, body=b"mail")
+    update = Update(
+        assignment_id="a1", device_id="pi", base_version=3, tensors={}, metrics=metrics, body=BODY, outbox=(message,),
+        received_s=2.5,
+    )  # fmt: skip
+    plain = Update(
+        assignment_id="a2", device_id="pi", base_version=3, metrics=metrics, body=None,
+        tensors={"w": SparseTensor(indices=np.array([1]), values=np.ones(1, np.float32), shape=(4,))},
+    )  # fmt: skip
+    scores = Evaluated(
+        assignment_id="e1", device_id="pi", version=1, round=1, source="device", num_examples=3, loss=0.1,
+        accuracy=0.5,
+        subject="",
+    )  # fmt: skip
+    lost = Lost(device_id="pi", assignment_id="a3", outcome=Outcome.LOST, reason="silent")
+    return update, plain, scores, lost, Stop(reason="enough")
+
+
+def decision() -> Decision:
+    node = NodePlan(
+        method="gossip", edges=(EdgeSide(neighbour="b", sign=1.0, degree=2, weight=0.5, period=1),),
+        learning_rate=0.1,
+        period=1, codec="int8", carrier="relay",
+    )  # fmt: skip
+    inbox = (EdgeMessage(edge=("b", "a"), step=1, body=b"in"),)
+    plans = (LocalPlan(iterations=3), LocalPlan(epochs=1.0, inbox=inbox, node=node))
+    orders = [
+        Assignment(assignment_id=f"a{n}", device_id="pi", base_version=0, plan=plan) for n, plan in enumerate(plans)
+    ]
+    evaluation = Evaluation(assignment_id="e1", device_id="pi", version=0, round=0)
+    return Decision(orders=(*orders, evaluation, Recall(assignment_id="a0", device_id="pi")), next_wake_s=5.0)
+
+
+def journals(folder: Path) -> Reader:
+    """A journal's file, read as a coordinator does that starts again."""
+    place = folder / "journal"
+    with WalJournal(place, _decode) as journal:
+        journal.received(events())
+        journal.decided(decision())
+        journal.commit()
+        journal.aggregated(1, ["a1", "a2"])
+        journal.commit()
+    path = journal_files(place)[0]
+    content = path.read_bytes()
+    header = read_header(path)
+    assert header is not None
+    last = [record.offset for record in read_journal(place)][-1]
+
+    def sealed(found: bytes) -> bytes:
+        """The same file with another last record, whose checksum is right."""
+        start = last - RECORD_HEADER_BYTES
+        head = struct.pack("<4sI", b"\xe5WR\x01", len(found))
+        rest = struct.pack("<BBHQ", RecordKind.AGGREGATED, 0, 0, HEADER_BYTES)
+        crc = zlib.crc32(found, zlib.crc32(rest, zlib.crc32(head, header.salt)))
+        return content[:start] + head + struct.pack("<I", crc) + rest + found
+
+    def feed(data: bytes) -> None:
+        path.write_bytes(data)
+        read = lambda start, length: data[start : start + length]  # noqa: E731 as long as its name
+        for record in read_journal(place):
+            entry = entry_of(record, _decode, read)
+            assert entry is not None
+        with WalJournal(place, _decode) as opened:
+            opened.aggregated(2, ["a9"])
+
+    seeds = (Seed(content=content), Seed(content=content[:HEADER_BYTES]), Seed(content=content[last:], close=sealed))
+    return Reader(feed=feed, seeds=seeds)
+
+
+def records(_folder: Path) -> Reader:
+    """The body of a record that is whole, as an older version might have written it; its kind comes first."""
+    packed = [one for event in events() if (one := pack_event(event)) is not None] + [pack_decision(decision())]
+    seeds = []
+    for one in packed:
+        body, mark = b"".join(one.parts), bytes([one.kind])
+        (length,) = struct.unpack_from("<I", body)
+        seeds.append(Seed(content=body, close=lambda found, mark=mark: mark + found))
+        seeds.append(
+            Seed(
+                content=body[4 : 4 + length], form=Form.JSON,
+                close=lambda found, mark=mark, rest=body[4 + length :]: mark + struct.pack("<I",
+                len(found)) + found + rest,
+            )
+        )  # fmt: skip
+
+    def feed(data: bytes) -> None:
+        kind = RecordKind(1 + (data[0] - 1) % len(RecordKind)) if data else RecordKind.STOP
+        body = data[1:]
+        record = Record(number=1, kind=kind, assignment_id="a1", body=body, path=Path("000001.wal"), offset=0)
+        entry = entry_of(record, _decode, lambda start, length: body[start : start + length])
+        if isinstance(entry, Update):
+            dict(entry.tensors)
+
+    return Reader(feed=feed, seeds=tuple(seeds), refuses=(*Reader.__dataclass_fields__["refuses"].default,))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inner:
+    weight: Array
+    sparse: SparseTensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """As a strategy's state is: some of everything that can be kept."""
+
+    model: dict[str, Array]
+    inner: Inner
+    names: tuple[str, ...] = ()
+    seen: frozenset[str] = frozenset()
+    best: float = float("inf")
+    raw: bytes = b"raw"
+    by_device: dict[str, int] = field(default_factory=dict)
+
+
+def states(_folder: Path) -> Reader:
+    """A checkpoint's state."""
+    state = State(
+        model={"w": np.ones(4, np.float32)}, names=("a", "b"), seen=frozenset({"x"}), by_device={"pi": 1},
+        inner=Inner(weight=np.zeros((2, 2)), sparse=SparseTensor(indices=np.array([1]), values=np.ones(1), shape=(4,
+        ))),
+    )  # fmt: skip
+    content = pack_state(state)
+    return Reader(feed=lambda data: unpack_state(data, State), seeds=tuple(_safetensors_seeds(content)))
+
+
+def tensors(_folder: Path) -> Reader:
+    """Tensors of an update that came without a codec, and whole models; the first byte says which."""
+    sparse = SparseTensor(indices=np.array([1]), values=np.ones(1, np.float32), shape=(4,))
+    update, model = pack_tensors({"w": np.ones(3), "s": sparse}), pack_model({"w": np.ones(3), "v": np.zeros((2, 2))})
+    seeds = [
+        Seed(
+            content=seed.content, form=seed.form, close=lambda found, mark=mark, close=seed.close: mark + close(found)
+        )
+        for mark, content in ((b"u", update), (b"m", model))
+        for seed in _safetensors_seeds(content)
+    ]
+    feed = lambda data: (unpack_tensors if data[:1] == b"u" else unpack_model)(data[1:])  # noqa: E731 as long as its name
+    return Reader(feed=feed, seeds=tuple(seeds))
+
+
+def checkpoint_notes(folder: Path) -> Reader:
+    """The note beside a checkpoint's state; a damaged one is left out."""
+    place = folder / "checkpoints"
+    saved = save_state(place, Inner(weight=np.zeros((2, 2))), 7)
+    note, state = place / f"{7:020d}.checkpoint.json", place / f"{saved.sha256}.safetensors"
+    content, kept = note.read_bytes(), state.read_bytes()
+
+    def feed(data: bytes) -> None:
+        note.write_bytes(data)
+        state.write_bytes(kept)
+        try:
+            load_state(place, Inner)
+        finally:
+            prune_checkpoints(place)
+
+    return Reader(feed=feed, seeds=(Seed(content=content, form=Form.JSON),))
+
+
+def backups(folder: Path) -> Reader:
+    """The archive of a backup, read up to its checks; the settings in it have a reader of their own."""
+    content = b"x = 1\n"
+    manifest = {
+        "v": 1, "fleet": "lab", "version": "0.9.1", "created_at": 5.0, "revision": "0001", "has_models": False,
+        "files": {"settings.toml": {"sha256": hashlib.sha256(content).hexdigest(), "num_bytes": len(content)}},
+    }  # fmt: skip
+    count = [0]
+
+    def packed(text: bytes) -> bytes:
+        out = io.BytesIO()
+        with tarfile.open(fileobj=out, mode="w:gz", compresslevel=1) as archive:
+            for name, body in (("settings.toml", content), ("manifest.json", text)):
+                member = tarfile.TarInfo(name)
+                member.size = len(body)
+                archive.addfile(member, io.BytesIO(body))
+        return out.getvalue()
+
+    def feed(data: bytes) -> None:
+        path, stage = folder / "backup.tar.gz", folder / f"stage-{count[0]}"
+        count[0] += 1
+        path.write_bytes(data)
+        stage.mkdir()
+        try:
+            _checked(path, _unpacked(path, stage))
+        finally:
+            _remove(stage)
+
+    text = json.dumps(manifest).encode()
+    plain = zlib.decompress(packed(text), 31)
+    seeds = (
+        Seed(content=packed(text)),
+        Seed(content=plain),
+        Seed(content=text, form=Form.JSON, close=packed),
+        Seed(content=plain[:512], close=lambda found: _tar_sealed(found[:512].ljust(512, b"\0")) + plain[512:]),
+    )
+    return Reader(feed=feed, seeds=seeds, most_bytes=16 * MIB)
+
+
+def _tar_sealed(header: bytes) -> bytes:
+    """A header of a tar with the checksum that it should have."""
+    blank = header[:148] + b" " * 8 + header[156:]
+    return blank[:148] + b"%06o\0 " % sum(blank) + blank[156:]
+
+
+def _remove(folder: Path) -> None:
+    for path in sorted(folder.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+    folder.rmdir()
+
+
+def _safetensors_seeds(content: bytes) -> list[Seed]:
+    """All of the file, its header, and the JSON in the header's metadata."""
+    size = int.from_bytes(content[:8], "little")
+    header, rest = content[8 : 8 + size], content[8 + size :]
+
+    def close(found: bytes) -> bytes:
+        return len(found).to_bytes(8, "little") + found + rest
+
+    def deep(found: bytes) -> bytes:
+        value = json.loads(header)
+        value["__metadata__"]["edgefl"] = found.decode(errors="replace")
+        return close(json.dumps(value).encode())
+
+    inner = json.loads(header)["__metadata__"]["edgefl"].encode()
+    return [
+        Seed(content=content),
+        Seed(content=header, form=Form.JSON, close=close),
+        Seed(content=inner, form=Form.JSON, close=deep),
+    ]
+
+
+Close = Callable[[bytes], bytes]

@@ -1,0 +1,235 @@
+"""Every reader of bytes from outside: it reads what is valid, and refuses what is damaged with an error of ours.
+
+The long form is `make fuzz`. Here each reader gets a moment of the same mutations, and hypothesis' own inputs.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from random import Random
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+from fuzz.feed_readers import warm_up
+from fuzz.mutation import changed, mutated
+from fuzz.reader import Form, HangError, Reader, Seed, TooLargeError, TooSlowError, Trial, alarmed
+from fuzz.readers import INSIDE, READERS
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from edgefl.errors import EdgeflError, NetworkError
+
+PACKAGE = Path(__file__).parents[2] / "edgefl"
+SHARE_S = 0.25
+"""How long each reader is fed here."""
+PARSERS = {
+    "parse_json", "parse_toml", "parse_message", "load_json", "safe_load", "frombuffer", "fromfile", "unpack_from",
+    "iter_unpack", "FromString", "ParseFromString", "message_from_proto", "b64decode", "fromisoformat", "load_file",
+    "load_safetensors", "ZipFile", "GzipFile", "frombuf", "load_pem_x509_csr", "load_pem_x509_certificate",
+    "load_der_x509_certificate", "load_pem_private_key", "load_pem_public_key", "load_pem_x509_crl",
+    "InferenceSession",
+    "literal_eval", "loadtxt", "genfromtxt", "memmap", "open_memmap", "read_array", "decompress",
+}  # fmt: skip
+"""Names of calls that give bytes a meaning, whatever they are called on; those of `QUALIFIED` with what they are."""
+QUALIFIED = {
+    "json.loads", "json.load", "tomllib.loads", "tomllib.load", "np.load", "numpy.load", "struct.unpack",
+    "tarfile.open",
+    "csv.reader", "shlex.split", "onnx.load", "lzma.open", "gzip.open", "torch.load", "pickle.loads",
+}  # fmt: skip
+OURS = {"untrusted.py"}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Reader]]:
+    readers: list[Reader] = []
+
+    @cache
+    def make(name: str) -> Reader:
+        readers.append(READERS[name].make(tmp_path_factory.mktemp(name)))
+        return readers[-1]
+
+    yield make
+    for reader in readers:
+        reader.close()
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_what_is_valid_is_read(made: Callable[[str], Reader], name: str) -> None:
+    reader = made(name)
+    for seed in reader.seeds:
+        try:
+            reader.feed(seed.close(seed.content))
+        except EdgeflError:
+            assert not reader.takes_seeds, seed.content
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_what_is_damaged_is_read_or_refused_within_the_caps(made: Callable[[str], Reader], name: str) -> None:
+    reader, luck = made(name), Random(name)
+    warm_up(reader)
+    trial, until_s = Trial(reader), time.monotonic() + SHARE_S
+    with alarmed(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", RuntimeWarning)
+        while time.monotonic() < until_s:
+            seed = luck.choice(reader.seeds)
+            trial.run(seed.close(mutated(seed, luck, reader.words)))
+    assert not trial.findings, [(one.what, one.where, one.content) for one in trial.findings.values()]
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@pytest.mark.parametrize("name", [name for name in READERS if name.startswith(("mqtt-", "peer-", "file-", "disk-"))])
+def test_any_bytes_and_any_json_are_read_or_refused(made: Callable[[str], Reader], name: str) -> None:
+    reader = made(name)
+
+    @settings(max_examples=15, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(st.binary(max_size=80) | JSON_VALUES.map(lambda value: json.dumps(value).encode()), st.integers(0, 99))
+    def feed(content: bytes, number: int) -> None:
+        trial = Trial(reader)
+        trial.run(reader.seeds[number % len(reader.seeds)].close(content))
+        assert not trial.findings, [(one.what, one.where) for one in trial.findings.values()]
+
+    with alarmed(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        feed()
+
+
+@pytest.mark.parametrize("name", [name for name, entry in READERS.items() if entry.covers])
+def test_a_reader_runs_through_the_functions_that_it_stands_for(made: Callable[[str], Reader], name: str) -> None:
+    reader, seen = made(name), set[CodeType]()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            seen.add(frame.f_code)
+
+    import threading  # noqa: PLC0415 beside its use
+
+    threading.setprofile_all_threads(note) if sys.version_info >= (3, 12) else threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        warm_up(reader)
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    reached = {
+        f"{Path(code.co_filename).relative_to(PACKAGE)}:{code.co_qualname.replace('.<locals>', '')}"
+        for code in seen
+        if Path(code.co_filename).is_relative_to(PACKAGE)
+    }
+    assert not set(READERS[name].covers) - reached
+
+
+def parsing_functions() -> Iterator[str]:
+    """`file:name` of every function of edgefl that calls a parser."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        file = path.relative_to(PACKAGE).as_posix()
+        if file not in OURS:
+            yield from (f"{file}:{name}" for name in _parsing(ast.parse(path.read_text()), ()))
+
+
+def _parsing(tree: ast.AST, where: tuple[str, ...]) -> set[str]:
+    found: set[str] = set()
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found |= _parsing(node, (*where, node.name))
+            continue
+        if isinstance(node, ast.Call) and _is_parser(node.func):
+            found.add(".".join(where))
+        found |= _parsing(node, where)
+    return found
+
+
+def _is_parser(called: ast.expr) -> bool:
+    name = ast.unparse(called)
+    is_struct = name.endswith(".unpack") and name.rpartition(".")[0].isupper()
+    return name in QUALIFIED or name.rpartition(".")[2] in PARSERS or is_struct
+
+
+def test_whoever_parses_bytes_stands_in_the_registry_or_reads_nothing_from_outside() -> None:
+    covered = {function for entry in READERS.values() for function in entry.covers}
+    parsing = set(parsing_functions())
+    assert sorted(parsing - covered - set(INSIDE)) == []
+    assert sorted(set(INSIDE) - parsing) == [], "they parse nothing any more"
+    assert sorted(covered & set(INSIDE)) == []
+
+
+def test_a_parser_that_is_new_would_be_noticed() -> None:
+    source = "import json\nclass A:\n    def read(self, body):\n        return json.loads(body)\n"
+    assert _parsing(ast.parse(source), ()) == {"A.read"}
+
+
+def _feeding(feed: Callable[[bytes], object], **options: Any) -> Trial:
+    trial = Trial(Reader(feed=feed, seeds=(), **options))
+    with alarmed():
+        for content in (b"", b"a", b"b", b"\x00" * 5):
+            trial.run(content)
+    return trial
+
+
+def test_an_error_that_is_not_of_ours_is_a_finding_with_its_input() -> None:
+    def feed(data: bytes) -> None:
+        if not data:
+            raise NetworkError("refused")
+        if data == b"a":
+            raise KeyError("x")
+
+    trial = _feeding(feed)
+    (found,) = trial.findings.values()
+    assert (found.content, found.what, trial.num_cases, trial.num_read) == (b"a", "KeyError: 'x'", 4, 2)
+
+
+def test_an_input_that_takes_too_much_memory_or_time_or_never_ends_is_a_finding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def take(data: bytes) -> None:
+        kept = bytearray(5_000_000)
+        assert len(kept) > len(data)
+        raise NetworkError("refused, but dearly")
+
+    def spin(_data: bytes) -> None:
+        until_s = time.process_time() + 0.05
+        while time.process_time() < until_s:
+            pass
+
+    def hang(data: bytes) -> None:
+        while data == b"a":
+            time.sleep(0.01)
+
+    monkeypatch.setattr("fuzz.reader.MEASURED_EVERY", 1)
+    assert {kind for kind, _ in _feeding(take, most_bytes=1_000_000).findings} == {TooLargeError.__name__}
+    assert {kind for kind, _ in _feeding(spin, most_s=0.01).findings} == {TooSlowError.__name__}
+    monkeypatch.setattr("fuzz.reader.HANGS_AFTER_S", 0.2)
+    assert {kind for kind, _ in _feeding(hang).findings} == {HangError.__name__}
+
+
+@pytest.mark.parametrize("form", Form)
+def test_mutations_differ_and_most_keep_the_form_of_the_seed(form: Form) -> None:
+    content = {Form.JSON: b'{"v": 1, "a": [1, "x"]}', Form.TOML: b"[a]\nx = 1\ny = 'z'\n"}.get(form, b"a: 1, b: 2")
+    luck = Random(5)
+    made = [mutated(Seed(content=content, form=form), luck) for _ in range(300)]
+    assert len(set(made)) > 100
+    if form is Form.JSON:
+        assert sum(_is_json(one) for one in made) > 150
+    assert changed(content, form, Random(5)) == changed(content, form, Random(5))
+
+
+def _is_json(content: bytes) -> bool:
+    try:
+        json.loads(content)
+    except (ValueError, RecursionError):
+        return False
+    return True
