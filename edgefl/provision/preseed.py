@@ -91,8 +91,8 @@ def _sections(wishes: Wishes, known: dict[str, Any]) -> dict[str, dict[str, Any]
 def _checked_toml(value: dict[str, Any]) -> str:
     try:
         text = _toml(value)
-        is_kept = tomllib.loads(text) == value
-    except (TypeError, tomllib.TOMLDecodeError):
+        is_kept = parse_toml(text) == value
+    except (TypeError, ValueError):
         is_kept = False
     if not is_kept:
         raise ConfigError(
