@@ -110,7 +110,7 @@ def open_coordinator(folder: Path) -> tuple[Coordinator, str]:
     options = StartOptions(host="127.0.0.1", port=directory.port, broker="embedded", broker_port=free_port())
     coordinator = Coordinator(directory, options, assemble)
     coordinator.__enter__()
-    worker: Any = coordinator._worker
+    worker: Any = coordinator._askers.worker
     worker.stop()
     store = coordinator._store
     store.add_token(token_id="t", secret_sha256="ab" * 32, expires_at=2e9, uses=9, groups=())

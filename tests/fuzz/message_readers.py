@@ -24,7 +24,7 @@ from edgefl.coordinator.rollouts.deployments import Deployments
 from edgefl.coordinator.rollouts.installations import Installations
 from edgefl.coordinator.web.feed_state import device_row
 from edgefl.decentralised.mailbag import pack_peer, unpack_mail, unpack_peer
-from edgefl.device.link import Link, LinkCallbacks
+from edgefl.device.incoming import Incoming, LinkCallbacks
 from edgefl.device.logbook import page
 from edgefl.device.neighbours.peer_frames import FRAME_VERSION, HEADER, MAGIC, FrameKind, read_frame
 from edgefl.device.neighbours.peer_tls import verified_name
@@ -89,8 +89,9 @@ class Fleet:
         device_series(self.roster, max_devices=10, now=1e9).encode()
         dict(self.roster.vitals)
         if zlib.crc32(payload) % FLUSHED_EVERY == 0:
-            self.deployments._take_news()
-            self.installations._take_news()
+            for rollouts in (self.deployments, self.installations):
+                for device_id, said in rollouts._news.take().items():
+                    rollouts._take(device_id, said)
             self.diary.flush()
         else:  # so that what breaks a flush is in the message that was flushed
             for kept in (self.diary._heartbeats, self.diary._capabilities, self.diary._events, self.diary._versions):
@@ -163,13 +164,15 @@ def answer(folder: Path) -> Reader:
 def commands(folder: Path) -> Reader:
     """`command` and the device's own `status`, as the device's link takes them; and what a question asks."""
     obeyed: list[Command] = []
-    published: list[str] = []
-    link: Any = object.__new__(Link)
-    link._callbacks = LinkCallbacks(on_bell=lambda: None, on_command=obeyed.append)
-    link._done_commands, link._last_logged_s, link._state = [], {}, "online"
-    link._stopping = SimpleNamespace(is_set=lambda: False)
-    link._log_sometimes = _raise_again
-    session = SimpleNamespace(publish_status=published.append)
+    told: list[Status] = []
+    incoming: Any = Incoming(
+        LinkCallbacks(on_bell=lambda: None, on_command=obeyed.append),
+        SimpleNamespace(add=_raise_again),  # type: ignore[arg-type] # it only complains
+        listens_to_peers=lambda: False,
+        on_offline=lambda _session, status: told.append(status),
+    )
+    incoming._guard = lambda action: action()
+    session = SimpleNamespace()
     folder = folder / "logs"
     folder.mkdir()
     (folder / "agent.log").write_text('{"n": 1, "at": 5.0, "run": "r"}\n')
@@ -178,9 +181,9 @@ def commands(folder: Path) -> Reader:
         kind, payload = (Topic.STATUS, data[1:]) if data[:1] == b"s" else (Topic.COMMAND, data[1:])
         message = SimpleNamespace(topic=f"edgefl/v1/lab/pi/{kind}", payload=payload)
         obeyed.clear()
-        published.clear()
-        del link._done_commands[:]
-        link._received(None, session, message)
+        told.clear()
+        incoming._done_commands.clear()
+        incoming._received(None, session, message)
         for command in obeyed:
             hash(command.id)
             assert command.argument is None or isinstance(command.argument, str)

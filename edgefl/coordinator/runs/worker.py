@@ -46,6 +46,7 @@ from edgefl.storage.rewinding import RESUMED
 from edgefl.storage.store import Store
 from edgefl.strategies.gate import StrategyGate
 from edgefl.types import Json, Progress, Stop, Tensors
+from edgefl.untrusted import parse_json
 
 log = logging.getLogger(__name__)
 
@@ -145,8 +146,11 @@ class RunWorker:
         if not goes_on_exactly(record.run_id, self._site.directory):
             return False
         note = folder / "restarts.json"
-        known = json.loads(note.read_bytes()) if note.is_file() else {}
-        count = known.get("count", 0) + 1 if known.get("version") == record.version else 1
+        try:
+            known = parse_json(note.read_bytes())
+            count = int(known["count"]) + 1 if known["version"] == record.version else 1
+        except (OSError, ValueError, KeyError, TypeError):
+            count = 1
         write_whole(note, json.dumps({"version": record.version, "count": count}).encode())
         if count > MAX_RESTARTS:
             log.error("run %s: the coordinator ended %d times at version %d", record.run_id, count, record.version)
