@@ -183,7 +183,8 @@ def _read_note(path: Path) -> Checkpoint | None:
         if version != FORMAT:
             raise JournalError(f"checkpoint note {path} has format {version}, this program reads {FORMAT}")
         checkpoint = Checkpoint(**note)
-        if _SHA256.match(checkpoint.sha256) and f"{checkpoint.last_record:020d}{_NOTE_SUFFIX}" == path.name:
+        names = (checkpoint.sha256, checkpoint.standing or checkpoint.sha256)
+        if all(_SHA256.match(name) for name in names) and f"{checkpoint.last_record:020d}{_NOTE_SUFFIX}" == path.name:
             return checkpoint
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         log.warning("checkpoint note %s is damaged and left out: %r", path, error)
