@@ -36,6 +36,9 @@ help:
 demo: $(VENV)/.installed-demo
 	$(BIN)/edgefl demo $(ARGS)
 
+# Hundreds of processes import the same modules: these are compiled once, whatever the environment says.
+test test-slow: export PYTHONDONTWRITEBYTECODE :=
+
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not board" $(ARGS)
 

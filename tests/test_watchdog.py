@@ -73,9 +73,13 @@ def test_without_a_watchdog_it_only_says_ready_and_stopping(manager: Manager) ->
     assert [manager.next(5), manager.next(5), manager.next(0.1)] == ["READY=1", "STOPPING=1", None]
 
 
-def test_outside_of_systemd_nothing_is_told_and_nothing_fails(tmp_path: Path) -> None:
+def test_outside_of_systemd_nothing_is_told_and_nothing_fails(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     Notifier().tell("READY=1")
+    assert not caplog.records
     Notifier(address=str(tmp_path / "nobody")).tell("READY=1")
+    assert "cannot be told READY=1" in caplog.text
 
 
 def test_an_abstract_socket_is_reached() -> None:

@@ -333,9 +333,11 @@ def test_a_device_knows_what_it_has_pulled_until_it_has_answered(site, run):
     site.reply()
 
 
-def test_cancelling_what_was_never_sent_is_no_error(run):
+def test_cancelling_what_was_never_sent_is_no_error_and_takes_nothing_else(site, run):
+    sent = send(run, site.device())
     run.cancel("")
     run.cancel("0" * 64)
+    assert run.is_known(sent)
 
 
 def test_an_instruction_is_known_until_it_is_answered_and_delivered_once(site, run):

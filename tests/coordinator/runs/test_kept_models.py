@@ -301,6 +301,7 @@ def test_killed_at_any_step_every_row_has_its_file(
 
 def test_a_sweep_of_no_folder_does_nothing(store: Store, tmp_path: Path) -> None:
     sweep_models(tmp_path / "none", store, now=0.0)
+    assert not (tmp_path / "none").exists()
 
 
 def test_the_name_of_a_file_is_its_hash(store: Store, folder: Path, keep: Any) -> None:
