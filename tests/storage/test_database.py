@@ -332,7 +332,9 @@ def test_a_store_from_before_paced_seconds_keeps_its_updates_and_can_take_new_on
             "r",
             [UpdateRow(assignment_id="b", device_id="d", round=1, base_version=0, paced_s=2.5, received_at=9.0)],
         )
+        store.open_round("r", 1, started_at=1.0, num_devices=2)
+        store.close_round("r", 1, version=1, closed_at=9.0)
         rows = [(row["assignment_id"], row["bytes_up"], row["paced_s"]) for row in history(store, "updates")]
-        slow = history(store, "slow")
+        (slow,) = history(store, "slow")
     assert sorted(rows) == [("a", 5, None), ("b", None, 2.5)]
-    assert all("paced_s" in row for row in slow)
+    assert (slow["round"], slow["seconds"], slow["paced_s"]) == (1, 8.0, None)
