@@ -186,7 +186,10 @@ def test_older_mail_and_mail_of_strangers_is_dropped() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("loss", "delay"), [(0.3, 0.0), (0.6, 0.0), (0.0, 40.0), (0.3, 40.0)])
+@pytest.mark.parametrize(
+    ("loss", "delay"),
+    [(0.6, 0.0), (0.3, 40.0), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0.3, 0.0), (0.0, 40.0)))],
+)
 def test_lost_and_late_mail_only_delays(method: str, loss: float, delay: float) -> None:
     run = network(method, "ring", schedule="poisson", loss=loss, delay=delay).run(10000)
     assert run.error(QUADRATICS.optimum()) < 1e-12

@@ -47,8 +47,8 @@ def test_pairwise_averaging_ends_beside_the_optimum(spec: str, expected: float) 
     ("method", "period", "spec", "most"),
     [
         ("gradient-tracking", 1, "ring", 1e-14),
-        ("gradient-tracking", 1, "paper-random", 3e-14),
-        ("d2", 1, "ring", 6e-11),
+        pytest.param("gradient-tracking", 1, "paper-random", 3e-14, marks=pytest.mark.slow),
+        pytest.param("d2", 1, "ring", 6e-11, marks=pytest.mark.slow),
         ("d2", 1, "paper-random", 5e-11),
         ("k-gt", 8, "ring", 1e-11),
         ("k-gt", 8, "paper-random", 2e-2),
