@@ -41,7 +41,8 @@ class Job:
 
     def files_of(self, name: str, token: BoardToken, read: Read) -> tuple[Files, str]:
         """Returns what a card gets, and in words for which system."""
-        from edgefl.provision.card import System, card_files, detected_system  # noqa: PLC0415 fast start
+        from edgefl.provision.card import System, detected_system  # noqa: PLC0415 fast start
+        from edgefl.provision.card_files import card_files  # noqa: PLC0415 likewise
 
         system: System
         if self.system is None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
 from edgefl.errors import UsageError
-from edgefl.provision.payload import FOLDER
 
 Files = dict[str, bytes | Path]
 """Content by path below the boot partition; a path is a file to copy."""
@@ -79,21 +78,6 @@ def detected_system(read: Read) -> tuple[System, str]:
     return System.TRIXIE, "nothing speaks against it"
 
 
-def card_files(system: System, wishes: Wishes, payload: Mapping[str, bytes | Path], read: Read) -> Files:
-    """Returns all that is written onto the card, the payload first.
-
-    Raises:
-        ConfigError: what lies on the card cannot be kept; see the messages.
-    """
-    from edgefl.provision import cloud_init, firstrun, preseed  # noqa: PLC0415 each imports this module
-
-    render = {System.TRIXIE: cloud_init.files, System.BOOKWORM: firstrun.files, System.PRESEED: preseed.files}[system]
-    files: Files = {f"{FOLDER}/{name}": content for name, content in payload.items()}
-    made = render(wishes, lambda name: read(f"{name}{BACKUP}") or read(name))
-    files |= {f"{name}{BACKUP}": old for name in made if (old := _to_keep(name, read)) is not None}
-    return files | made
-
-
 def edited_cmdline(text: str, *, add: Iterable[str], drop: Callable[[str], bool]) -> bytes:
     """Returns the kernel's command line with other words; it is always one line."""
     words = [word for word in text.split() if not drop(word)]
@@ -156,11 +140,3 @@ def checked_interface(text: str) -> str:
     if not _INTERFACE.match(text):
         raise UsageError(f"an interface is named as eth0 or end0, got {text!r}")
     return text
-
-
-def _to_keep(name: str, read: Read) -> bytes | None:
-    """Returns what is to be kept of a file beside its replacement: the user's own, once, and no tokens."""
-    old = read(name)
-    if old is None or read(f"{name}{BACKUP}") is not None or MARK.encode() in old or b"efl1." in old:
-        return None
-    return old

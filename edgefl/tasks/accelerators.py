@@ -1,8 +1,9 @@
-"""Names of accelerators that a learner may be asked to run on."""
+"""What a learner runs on: torch, where it is installed, and the names of accelerators."""
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from edgefl.errors import TaskError
 
@@ -18,3 +19,19 @@ def checked_accelerator(name: str) -> str:
     if not _KNOWN.match(name):
         raise TaskError(f"accelerator must be cpu, cuda or cuda:N, got {name!r}")
     return name
+
+
+def import_torch() -> Any:
+    """Returns torch.
+
+    Raises:
+        TaskError: it is not installed.
+    """
+    try:
+        import torch  # noqa: PLC0415 seconds to import, and absent on small boards
+    except ImportError as error:
+        raise TaskError(
+            f"this task trains with torch, which cannot be imported ({error}); "
+            "install it with: pip install 'edgefl[train]' -c constraints.txt"
+        ) from None
+    return torch

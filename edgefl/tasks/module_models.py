@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from edgefl.errors import ConfigError, TaskError
+from edgefl.tasks.accelerators import import_torch
 from edgefl.tasks.onnx_steps import Graph, drawn_as, steps_of
-from edgefl.tasks.torch_learner import TorchLearner, import_torch, module_shapes
+from edgefl.tasks.torch_learner import TorchLearner, module_shapes
 from edgefl.types import Array, Shapes, derived_seed
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from edgefl.errors import TaskError
+from edgefl.tasks.accelerators import import_torch
 from edgefl.tasks.onnx_steps import OPSET, Graph, quiet
-from edgefl.tasks.torch_learner import import_torch
 from edgefl.types import Array
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import numpy as np
 
 from edgefl.errors import TaskError
 from edgefl.files import open_whole, store_error
-from edgefl.tasks.torch_learner import import_torch
+from edgefl.tasks.accelerators import import_torch
 from edgefl.types import Tensors
 
 FILE_MODE = 0o644

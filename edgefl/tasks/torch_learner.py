@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from edgefl.errors import TaskError
-from edgefl.tasks.accelerators import checked_accelerator
+from edgefl.tasks.accelerators import checked_accelerator, import_torch
 from edgefl.tasks.onnx_steps import Graph
+from edgefl.tasks.onnx_torch import draw_module
 from edgefl.types import Array, Dataset, Shapes, TensorKind, Tensors, TensorSpec
 
 if TYPE_CHECKING:
@@ -117,8 +118,6 @@ class TorchLearner:
 
     def draw(self, graph: Graph, features: str, example: Array) -> str:
         """Adds the model to an ONNX graph and returns the name of its logits; raises as `onnx_torch.draw_module`."""
-        from edgefl.tasks.onnx_torch import draw_module  # noqa: PLC0415 it imports this module
-
         return draw_module(self._module, graph, features, example)
 
     def reseed(self, seed: int) -> None:
@@ -163,22 +162,6 @@ def module_shapes(module: torch.nn.Module) -> Shapes:
     parameters = [_spec(name, tensor, TensorKind.PARAMETER) for name, tensor in module.named_parameters()]
     buffers = [_spec(name, tensor, TensorKind.BUFFER) for name, tensor in _saved_buffers(module)]
     return (*parameters, *buffers)
-
-
-def import_torch() -> Any:
-    """Returns torch.
-
-    Raises:
-        TaskError: it is not installed.
-    """
-    try:
-        import torch  # noqa: PLC0415 seconds to import, and absent on small boards
-    except ImportError as error:
-        raise TaskError(
-            f"this task trains with torch, which cannot be imported ({error}); "
-            "install it with: pip install 'edgefl[train]' -c constraints.txt"
-        ) from None
-    return torch
 
 
 def _usable_device(accelerator: str) -> torch.device:

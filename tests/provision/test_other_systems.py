@@ -12,7 +12,8 @@ import pytest
 
 from edgefl.errors import ConfigError
 from edgefl.provision import firstrun, preseed
-from edgefl.provision.card import Network, System, Wishes, card_files, detected_system
+from edgefl.provision.card import Network, System, Wishes, detected_system
+from edgefl.provision.card_files import card_files
 
 KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIFIp2etN me@pc"
 NASTY = Wishes(
