@@ -125,10 +125,12 @@ class Board:
     held_version: int | None = None
     speed: Speed = field(default_factory=Speed)
     throttle: Throttle | None = None
+    congestion: Throttle | None = None
     _rng: Generator | None = None
 
     def __post_init__(self) -> None:
         self.throttle = Throttle.of(self.profile.throttling)
+        self.congestion = Throttle.of(self.profile.congestion)
 
     @property
     def device_id(self) -> str:
@@ -146,6 +148,15 @@ class Board:
 
     def work_s(self, start_s: float, now_s: float) -> float:
         return now_s - start_s if self.throttle is None else self.throttle.work_s(start_s, now_s)
+
+    def sent_s(self, start_s: float, transfer_s: float) -> float:
+        """Returns when a transfer is through that takes so long on a link that is free of others."""
+        return start_s + transfer_s if self.congestion is None else self.congestion.end_s(start_s, transfer_s)
+
+    def latency_s(self, now_s: float) -> float:
+        """Returns what a message takes besides its bytes."""
+        usual_s, delays = self.profile.latency_s, self.profile.delays
+        return usual_s + (value_at(delays, now_s) or 0.0) if delays else usual_s
 
     def examples_of(self, block: int | None) -> int:
         return self.num_examples if block is None else self.block_sizes.get(block, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 
@@ -19,6 +20,8 @@ from edgefl.simulation.training import Training
 from edgefl.simulation.workbench import Trade, Workbench
 from edgefl.simulation.workers import WorkerPool
 from edgefl.types import DeviceInfo, Json, Shapes
+
+log = logging.getLogger(__name__)
 
 USUAL_WAVES = 20
 """How often a run that does not say its rounds is expected to give out as much work as at first."""
@@ -40,6 +43,9 @@ def read_faults(config: RunConfig, names: Sequence[str]) -> tuple[Fault, ...]:
         return ()
     faults = load_faults(config.simulation.faults)
     check_hits(faults, names)
+    if left_out := [fault for fault in faults if not fault.is_simulated]:
+        what = ", ".join(dict.fromkeys(f"{fault.kind} of {fault.device}" for fault in left_out))
+        log.warning("%d of %d faults have nothing like them in virtual time: %s", len(left_out), len(faults), what)
     return faults
 
 

@@ -79,7 +79,7 @@ class Journeys:
         """Asks a board to finish an assignment now; nothing happens when it has."""
         work = self._works.get(assignment_id)
         if work is not None and not work.is_recalled:
-            self._agenda.at(self._agenda.now_s + work.board.profile.latency_s, self._recalled, work)
+            self._agenda.at(self._agenda.now_s + work.board.latency_s(self._agenda.now_s), self._recalled, work)
 
     def break_off(self, board: Board) -> None:
         """A board has died: what it held is gone, though nobody knows yet."""
@@ -232,7 +232,7 @@ class Journeys:
             seconds_per_iteration=(self._agenda.now_s - work.started_s) / iteration,
             age_s=0.0,
         )
-        self._agenda.at(self._agenda.now_s + work.board.profile.latency_s, self._heard, (work, report))
+        self._agenda.at(self._agenda.now_s + work.board.latency_s(self._agenda.now_s), self._heard, (work, report))
         self._report_after(work, iteration)
 
     def _heard(self, subject: tuple[Work, Progress]) -> None:

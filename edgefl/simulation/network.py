@@ -8,7 +8,6 @@ from typing import Any
 from edgefl.simulation.agenda import Agenda
 from edgefl.simulation.boards import Board
 from edgefl.simulation.links import SharedLink
-from edgefl.simulation.traces import value_at
 
 Crossing = tuple[Callable[[Any], None], Any, float, float]
 """What is called, with whom, not before this second, and the latency that follows the last byte."""
@@ -31,16 +30,15 @@ class Network:
     def send_down(self, board: Board, num_bytes: int, act: Callable[[Any], None], subject: Any) -> None:
         """Calls `act` with the subject when the board has got it all."""
         board.down_free_s = self._own_end_s(board, board.down_free_s, num_bytes, board.profile.down_bytes_per_s)
-        self._carry(self._down, num_bytes, (act, subject, board.down_free_s, board.profile.latency_s))
+        self._carry(self._down, num_bytes, (act, subject, board.down_free_s, board.latency_s(self._agenda.now_s)))
 
     def send_up(self, board: Board, num_bytes: int, act: Callable[[Any], None], subject: Any) -> None:
         """Calls `act` with the subject when the coordinator has got it all."""
         board.up_free_s = self._own_end_s(board, board.up_free_s, num_bytes, board.profile.up_bytes_per_s)
-        self._carry(self._up, num_bytes, (act, subject, board.up_free_s, board.profile.latency_s))
+        self._carry(self._up, num_bytes, (act, subject, board.up_free_s, board.latency_s(self._agenda.now_s)))
 
     def _own_end_s(self, board: Board, free_s: float, num_bytes: int, bytes_per_s: float) -> float:
-        congestion = value_at(board.profile.congestion, self._agenda.now_s) if board.profile.congestion else None
-        return max(self._agenda.now_s, free_s) + num_bytes / bytes_per_s * (congestion or 1.0)
+        return board.sent_s(max(self._agenda.now_s, free_s), num_bytes / bytes_per_s)
 
     def _carry(self, link: SharedLink[Crossing] | None, num_bytes: int, crossing: Crossing) -> None:
         if link is None:

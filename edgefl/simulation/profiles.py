@@ -53,6 +53,7 @@ class Profile:
         mtbf_s, mttr_s: mean seconds until it fails and until it is back, both exponential; None: it does not fail.
         throttling: (from second, factor): iterations take so many times longer from then on.
         congestion: likewise for transfers.
+        delays: (from second, seconds): every message takes so much longer from then on.
         temperature_c, battery: (from second, value): what its heartbeats would say.
         sources: by field, where a number is from: measured, vendor or estimated, and how.
     """
@@ -73,6 +74,7 @@ class Profile:
     mttr_s: float | None = None
     throttling: Steps = ()
     congestion: Steps = ()
+    delays: Steps = ()
     temperature_c: Steps = ()
     battery: Steps = ()
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -179,7 +181,14 @@ class _Fields:
             raise ConfigError(f"{self._where}: mtbf_s and mttr_s go together")
         if "memory_bytes" in self._table:
             values["memory_bytes"] = int(self._number("memory_bytes", self._table["memory_bytes"], 0))
-        traces = {"offline": 0.0, "throttling": 1e-9, "congestion": 1e-9, "temperature_c": -273.0, "battery": 0.0}
+        traces = {
+            "offline": 0.0,
+            "throttling": 1e-9,
+            "congestion": 1e-9,
+            "delays": 0.0,
+            "temperature_c": -273.0,
+            "battery": 0.0,
+        }
         values |= {key: self._pairs(key, least) for key, least in traces.items() if key in self._table}
         values["offline"] = merged(values.get("offline", ()))
         return Profile(

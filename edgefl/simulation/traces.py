@@ -71,6 +71,12 @@ def combined(traces: Sequence[Steps]) -> Steps:
     return tuple((at, math.prod(value_at(trace, at) or 1.0 for trace in traces)) for at in times)
 
 
+def summed(traces: Sequence[Steps]) -> Steps:
+    """Returns the sum of several traces; before its first step each counts as 0."""
+    times = sorted({at for trace in traces for at, _ in trace})
+    return tuple((at, math.fsum(value_at(trace, at) or 0.0 for trace in traces)) for at in times)
+
+
 def merged(absences: Iterable[tuple[float, float]]) -> Absences:
     """Returns the same absences in order, those that touch or overlap as one."""
     whole: list[tuple[float, float]] = []

@@ -13,6 +13,7 @@ import pytest
 from edgefl.errors import RunFailedError
 from edgefl.simulation.boards import Board
 from edgefl.simulation.downlink import Downlink
+from edgefl.simulation.faults import Fault, with_faults
 from edgefl.simulation.fleet import LOST_IN_A_ROW, QUIET_WAITS, VirtualFleet, World
 from edgefl.simulation.profiles import Profile
 from edgefl.simulation.training import FailedJobError, Job, Scores, Sent, Trained
@@ -183,7 +184,29 @@ def test_an_update_tells_how_its_board_was_as_far_as_its_profile_says() -> None:
 def test_a_congested_link_takes_longer() -> None:
     virtual = fleet([board(profile=replace(BOARD, congestion=((0.0, 4.0), (3.0, 1.0))))])
     virtual.dispatch([order("a")], Source())
-    assert times(until(virtual, 50.0), Update) == [(4.5 + 3.0 + 1.5, "a")]
+    # Down, three quarters of a second's bytes take 3 s and the rest a quarter; 0.5 s later they are there.
+    assert times(until(virtual, 50.0), Update) == [(3.75 + 3.0 + 1.5, "a")]
+
+
+def test_nothing_passes_a_cable_that_is_cut_and_what_was_under_way_goes_on_behind() -> None:
+    cut = Fault(device="d0", at_s=0.5, kind="cut", for_s=10.0)
+    virtual = fleet([board(profile=with_faults("d0", BOARD, [cut]))])
+    virtual.dispatch([order("a")], Source())
+    assert times(until(virtual, 50.0), Update) == [(1.5 + 10.0 + 3.0 + 1.5, "a")]
+
+
+def test_a_board_that_stands_still_goes_on_where_it_was() -> None:
+    freeze = Fault(device="d0", at_s=2.0, kind="freeze", for_s=10.0)
+    virtual = fleet([board(profile=with_faults("d0", BOARD, [freeze]))])
+    virtual.dispatch([order("a")], Source())
+    assert times(until(virtual, 50.0), Update) == [(1.5 + 3.0 + 10.0 + 1.5, "a")]
+
+
+def test_messages_take_longer_while_they_are_delayed() -> None:
+    delay = Fault(device="d*", at_s=0.0, kind="delay", for_s=2.0, amount=0.3)
+    virtual = fleet([board(profile=with_faults("d0", BOARD, [delay]))])
+    virtual.dispatch([order("a")], Source())
+    assert times(until(virtual, 50.0), Update) == [(1.5 + 0.3 + 3.0 + 1.5, "a")]
 
 
 def test_a_recall_ends_after_the_present_iteration() -> None:

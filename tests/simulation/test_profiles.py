@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from edgefl.errors import ConfigError
 from edgefl.simulation.costs import Workload, iteration_seconds, reference_cost
-from edgefl.simulation.faults import Fault, check_hits, load_faults, with_faults
+from edgefl.simulation.faults import Fault, check_hits, load_faults, script_of, with_faults
 from edgefl.simulation.profiles import IterationCost, Profile, load_catalogue, parse_catalogue, profile_names
 from edgefl.tasks.registry import make_task
 
@@ -143,13 +144,59 @@ def test_faults_become_part_of_those_they_hit(tmp_path: Path) -> None:
     assert other == parsed(throttling=[[0, 2]])
 
 
+def test_a_worse_network_becomes_slower_transfers() -> None:
+    faults = [
+        Fault(device="device-01", at_s=1.0, kind="loss", for_s=2.0, amount=0.2),
+        Fault(device="device-01", at_s=4.0, kind="rate", for_s=2.0, amount=250_000.0),
+        Fault(device="device-01", at_s=7.0, kind="cut", for_s=2.0),
+        Fault(device="device-01", at_s=8.0, kind="delay", for_s=2.0, amount=0.3),
+    ]
+    hit = with_faults("device-01", parsed(up_bytes_per_s=5e5, down_bytes_per_s=1e6), faults)
+    assert hit.congestion == ((1.0, 1.25), (3.0, 1.0), (4.0, 4.0), (6.0, 1.0), (7.0, math.inf), (9.0, 1.0))
+    assert hit.delays == ((8.0, 0.3), (10.0, 0.0))
+    assert not hit.offline
+    assert not hit.throttling
+
+
+def test_what_never_comes_back_is_gone() -> None:
+    faults = [Fault(device="device-01", at_s=5.0, kind=kind) for kind in ("cut", "freeze")]
+    hit = with_faults("device-01", parsed(), faults)
+    assert hit == replace(parsed(), offline=((5.0, math.inf),))
+
+
+def test_virtual_time_leaves_out_what_it_has_not() -> None:
+    faults = [
+        Fault(device="coordinator", at_s=1.0, kind="kill", for_s=2.0),
+        Fault(device="device-01", at_s=1.0, kind="clock", amount=-3600.0),
+    ]
+    check_hits(faults, ["device-01"])
+    assert with_faults("device-01", parsed(), faults) == parsed()
+    assert with_faults("coordinator", parsed(), faults) == parsed()
+
+
+def test_a_script_is_read_as_it_was_written(tmp_path: Path) -> None:
+    faults = (
+        Fault(device="device-*", at_s=0.1 + 0.2, kind="clock", for_s=1e-7, amount=-86_400.0),
+        Fault(device="broker", at_s=12, kind="freeze", for_s=3.0),
+        Fault(device="device-01", at_s=13.5, kind="slow", factor=4.0),
+    )
+    (tmp_path / "faults.toml").write_text(script_of(faults))
+    assert load_faults(tmp_path / "faults.toml") == faults
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ('[[fault]]\ndevice = "a"\nat_s = 1\nkind = "loss"\n', "fault.amount: 'loss' needs one"),
+        ('[[fault]]\ndevice = "a"\nat_s = 1\nkind = "cut"\namount = 2.0\n', "fault.amount: 'cut' takes none"),
+        (
+            '[[fault]]\ndevice = "a"\nat_s = 1\nkind = "loss"\namount = 1.0\n',
+            "of 'loss' it lies between 0 and 1, got 1",
+        ),
         ('[[fault]]\ndevice = "a"\nat_s = 1\nkind = "slow"\n', "'slow' needs one"),
         ('[[fault]]\ndevice = "a"\nat_s = 1\nkind = "kill"\nfactor = 2\n', "'kill' takes none"),
         ('[[fault]]\ndevice = "a"\nat_s = -1\nkind = "kill"\n', r"fault\.at_s must be a number at least 0"),
-        ('[[fault]]\ndevice = "a"\nat_s = 1\nkind = "burn"\n', "one of 'kill', 'slow', 'link'"),
+        ('[[fault]]\ndevice = "a"\nat_s = 1\nkind = "burn"\n', "one of 'kill', 'freeze', 'slow'"),
         ("[fault]\n", r"must hold \[\[fault\]\] tables alone, got fault = \{\}"),
         ("x = 1\n", r"must hold \[\[fault\]\] tables alone"),
     ],
