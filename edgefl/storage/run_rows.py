@@ -170,7 +170,8 @@ class RunRows:
     def close_rounds(self, run_id: str, closed: Mapping[int, tuple[int, float]]) -> None:
         """Ends rounds, each with its version and when: sums are taken from updates, the run's `rounds` follow.
 
-        The run's `version` is that of the last one.
+        The run's `version` follows as well, and neither ever goes down: when a run is taken up again, what is in the
+        journal behind its checkpoint is written a second time.
 
         Raises:
             NotFoundError: one of them was never opened.
@@ -199,9 +200,12 @@ class RunRows:
             table: Any = Round.__table__
             one = update(table).where(table.c.run_id == run_id, table.c.round == bindparam("of_round"))
             connection.execute(one, rows)  # which name the columns that change
-            newest, (version, _) = max(closed), list(closed.values())[-1]
-            rounds = case((Run.rounds < newest, newest), else_=Run.rounds)
-            connection.execute(update(Run).where(Run.run_id == run_id).values(rounds=rounds, version=version))
+            newest, latest = max(closed), max(version for version, _ in closed.values())
+            values = {
+                "rounds": case((Run.rounds < newest, newest), else_=Run.rounds),
+                "version": case((Run.version < latest, latest), else_=Run.version),
+            }
+            connection.execute(update(Run).where(Run.run_id == run_id).values(**values))
 
     def sum_rounds(self, run_id: str) -> None:
         """Takes the sums of every round from its updates anew: some of them come after their round has closed.

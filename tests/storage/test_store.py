@@ -405,9 +405,16 @@ def test_rounds_closed_at_once_are_as_if_closed_one_by_one(store):
             "round, version, started_at, closed_at, seconds, num_devices, num_updates, loss, bytes_up, waited_for"
         )
         rows[run_id] = sql(store, f"SELECT {columns}, waited_s FROM rounds WHERE run_id = '{run_id}' ORDER BY round")
-        assert (store.run(run_id).rounds, store.run(run_id).version) == (3, 11)
+        assert (store.run(run_id).rounds, store.run(run_id).version) == (3, 13)
     assert rows["at-once"] == rows["one-by-one"]
     assert [row[:5] for row in rows["at-once"]] == [(n, n + 10, 1000.0 * n, 1000.0 * n + 7, 7.0) for n in (1, 2, 3)]
+
+
+def test_rounds_that_are_closed_a_second_time_take_no_run_back(store, run_id):
+    for number in (1, 2, 3):
+        store.record_round(run_id, number, ["a"])
+    store.close_rounds(run_id, {1: (1, 2000.0), 2: (2, 2001.0)})
+    assert (store.run(run_id).rounds, store.run(run_id).version) == (3, 3)
 
 
 def test_of_rounds_that_are_not_all_open_none_is_closed(store, run_id):
