@@ -157,7 +157,8 @@ class Agent:
                     self._line.drop()
                     if not self._stopping.is_set():
                         log.warning("%s; trying again", error)
-                    self._stopping.wait(backoff_s * self._rng.uniform(0.5, 1.0))
+                    # A coordinator that is back rings for work that waits, by a broker that was never away.
+                    self._bell.wait(backoff_s * self._rng.uniform(0.5, 1.0))
                     backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
         finally:
             self._models.stop()

@@ -9,6 +9,7 @@ from typing import Any
 
 from edgefl.device.agent import Agent
 from edgefl.device.state import DeviceState
+from edgefl.errors import NetworkError
 
 
 class SlowNetwork:
@@ -51,3 +52,26 @@ def test_a_device_trains_on_while_its_last_answer_is_sent(state: DeviceState) ->
     agent._bench.outbox.close(20)
     assert network.trained == ["a-1", "a-2"]
     assert network.sent == ["answer to a-1", "answer to a-2"]
+
+
+def test_a_device_that_waits_to_try_again_tries_at_once_when_the_bell_rings(state: DeviceState) -> None:
+    agent, tries, changed = Agent(state), list[float](), threading.Condition()
+
+    def no_coordinator() -> None:
+        with changed:
+            tries.append(time.monotonic())
+            changed.notify_all()
+        raise NetworkError("no coordinator")
+
+    agent._line.connect = no_coordinator  # type: ignore[method-assign]
+    running = threading.Thread(target=agent.run)
+    running.start()
+    with changed:
+        assert changed.wait_for(lambda: len(tries) == 5, 30)
+        rung_s = time.monotonic()  # the next comes by itself in 2 s at the earliest
+        agent._bell.ring()
+        assert changed.wait_for(lambda: len(tries) == 6, 30)
+    agent.stop()
+    running.join(30)
+    assert not running.is_alive()
+    assert tries[5] - rung_s < 1.0
