@@ -19,12 +19,14 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 # An environment that was only half made would pass for a whole one.
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow board-test wheel-check locks fuzz check bench clean
+.PHONY: help demo test test-slow chaos chaos-short board-test wheel-check locks fuzz check bench clean
 
 help:
 	@echo "make demo         run a whole fleet on this machine"
 	@echo "make test         run the tests that take seconds"
 	@echo "make test-slow    run the tests that take minutes"
+	@echo "make chaos-short  do bad things of every kind to a fleet while it trains (minutes)"
+	@echo "make chaos        200 random kills over one run, the ledger, and a table of how long recoveries took (half an hour)"
 	@echo "make board-test   boot emulated boards from blank cards, print their time lines (root, Debian; minutes)"
 	@echo "make wheel-check  import every wheel of a board under the processors of old ones (root, Debian; minutes)"
 	@echo "make locks        pin what boards install anew, from pyproject.toml and constraints.txt"
@@ -40,10 +42,16 @@ demo: $(VENV)/.installed-demo
 test test-slow: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not board" $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not board and not chaos" $(ARGS)
 
 test-slow: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "slow and not board" --timeout 1800 $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not board and not chaos" --timeout 1800 $(ARGS)
+
+chaos-short: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m chaos -s $(ARGS) tests/chaos
+
+chaos: $(VENV)/.installed-dev
+	PYTHONPATH=tests $(BIN)/python tests/chaos/run_chaos.py $(ARGS)
 
 board-test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m board -rs $(ARGS) tests/boards

@@ -53,9 +53,13 @@ class BoardNetwork:
         """This machine's address on the switch."""
         return f"{self._net}.1"
 
-    def program(self, board: str) -> tuple[str, ...]:
+    def address_of(self, board: str) -> str:
+        """The board's address on the switch."""
+        return f"{self._net}.{11 + list(self.boards).index(board)}"
+
+    def program(self, board: str, program: Sequence[str] = PROGRAM) -> tuple[str, ...]:
         """Returns the `edgefl` of a board, for `LocalDevice.program`."""
-        return ("ip", "netns", "exec", self._space(board), *PROGRAM)
+        return ("ip", "netns", "exec", self._space(board), *program)
 
     def __enter__(self) -> Self:
         try:
@@ -86,6 +90,15 @@ class BoardNetwork:
         """Loses so many of the packets that reach the board."""
         chain = f"type filter hook input priority 0;\nnumgen random mod 100 < {percent} counter drop\n"
         self.within(board, "nft", f"table inet weather {{\nchain arriving {{\n{chain}}}\n}}\n")
+
+    def calm(self, board: str) -> None:
+        """Takes back what `limit` and `lose` have done."""
+        for within in ((), self._exec(board)):
+            wire = "eth0" if within else self._wire(board)
+            subprocess.run(
+                [*within, "tc", "qdisc", "delete", "dev", wire, "root"], capture_output=True, check=False, env=_env()
+            )
+        self.within(board, "nft", "flush ruleset")
 
     def num_lost(self, board: str) -> int:
         """Returns how many packets were lost on purpose so far."""
@@ -129,8 +142,7 @@ class BoardNetwork:
         _run("ip", "netns", "add", space)
         _run("ip", "link", "add", wire, "type", "veth", "peer", "name", "eth0", "netns", space)
         _run("ip", "link", "set", wire, "master", self._switch, "up")
-        number = 11 + list(self.boards).index(board)
-        self.within(board, "ip", "address", "add", f"{self._net}.{number}/24", "dev", "eth0")
+        self.within(board, "ip", "address", "add", f"{self.address_of(board)}/24", "dev", "eth0")
         self.within(board, "ip", "link", "set", "lo", "up")
         self.within(board, "ip", "link", "set", "eth0", "up")
 
