@@ -163,6 +163,8 @@ class LiveFleet:
             if isinstance(order, Evaluation):
                 self._evaluate_again(pending, source)
         self._adopted_until_s = now_s + COME_BACK_S
+        for device_id in dict.fromkeys(given.order.device_id for given in out):
+            self._out.inquire(device_id)
         log.info("%d orders were out when the coordinator ended; their devices are asked for them", len(out))
 
     def _evaluate_again(self, pending: Pending, source: ModelSource) -> None:
@@ -281,6 +283,7 @@ class LiveFleet:
             case Removed():
                 return self._lose_all(event.device_id, "device removed")
             case Transition(after=DeviceState.ONLINE, before=before) if before is not DeviceState.LATE:
+                self._out.inquire(event.device_id)  # what was asked before it was there, nobody has heard
                 return [Joined(device_id=event.device_id)]
             case Changed():
                 return [Joined(device_id=event.device_id)]

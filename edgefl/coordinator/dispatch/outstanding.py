@@ -105,6 +105,11 @@ class Outstanding:
         if pending.deadline_s is not None:
             heapq.heappush(self._deadlines, (pending.deadline_s, pending.key))
 
+    def inquire(self, device_id: str) -> None:
+        """Asks a device for a heartbeat, which says what it holds, when an order of an earlier coordinator is out."""
+        if any(not pending.instruction_id for pending in self.of(device_id)):
+            self._bell.command(device_id, Command(id=uuid.uuid4().hex, kind=CommandKind.BEAT))
+
     def settle(self, pending: Pending) -> None:
         """Takes an order out: it was answered, or nobody waits for it any more. A later reply is refused."""
         del self._pending[pending.key]

@@ -781,6 +781,22 @@ def test_only_the_answer_is_wanted_of_a_device_that_holds_an_earlier_coordinator
     assert (update.assignment_id, update.device_id) == ("a-1", "pi")
 
 
+def test_a_device_is_asked_what_it_holds_for_an_earlier_coordinator_at_once_and_when_it_is_there():
+    site = Site()
+    site.add("pi", online=False)
+    adopt(site, training())
+    assert site.bell.commands == [("pi", "beat", None)]
+    site.say("pi", "online")
+    site.events()
+    assert site.bell.commands == [("pi", "beat", None)] * 2
+    site.beat("pi", holding=["a-1"])
+    site.events()
+    site.say("pi", "online", boot="boot-2", session=2)
+    site.events()
+    assert len(site.mail.sent) == 2
+    assert len(site.bell.commands) == 2, "its order is one of this coordinator now"
+
+
 def test_an_earlier_coordinators_order_is_given_again_when_its_device_has_lost_it(site):
     adopt(site, training())
     site.beat("pi")
