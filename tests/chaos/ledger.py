@@ -17,7 +17,7 @@ from typing import Any
 
 from edgefl.storage.journal import journal_entries
 from edgefl.storage.journal_records import Aggregated
-from edgefl.types import Lost, Update
+from edgefl.types import Assignment, Decision, Lost, Update
 
 SHOWN = 5
 
@@ -30,6 +30,13 @@ class Answer:
     assignment: str
     sha256: str
     what: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """Assignments in the journal that were about to be given out."""
+
+    assignments: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +56,15 @@ class Applied:
     assignments: tuple[str, ...]
 
 
+Noted = Given | Received | Applied | str
+"""What is in a journal; a string is the assignment that was lost or refused, visibly."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Books:
     """All that was written down of a run; `entries` in the journal's order, `rows` of the history."""
 
-    entries: Sequence[Received | Applied | str]
-    """A string is the assignment that was lost or refused, visibly."""
+    entries: Sequence[Noted]
     answers: Sequence[Answer]
     rows: Sequence[Mapping[str, Any]]
     rounds: Sequence[Mapping[str, Any]]
@@ -94,7 +104,7 @@ def audit(books: Books) -> Audit:
                 uses[assignment] += 1
                 if assignment not in received:
                     found.foreign.append(f"{assignment}, which never came")
-        else:
+        elif isinstance(entry, str):
             settled.add(entry)
     found.num_aggregated, found.num_dropped = len(uses), len(settled - set(uses))
     found.doubled = [f"{assignment}: {times} times" for assignment, times in uses.items() if times > 1]
@@ -102,6 +112,24 @@ def audit(books: Books) -> Audit:
     _tell(found)
     found.problems += _history_problems(books, uses, found.num_versions)
     return found
+
+
+def forgotten(entries: Sequence[Noted], answers: Sequence[Answer], version: int) -> list[str]:
+    """Returns what somebody has relied on, and the journal that a coordinator left behind does not know.
+
+    Args:
+        entries: of the journal as it is now, before anybody goes on with it.
+        answers: that devices have sent by then: nothing is given out before it is durable.
+        version: that an operator was told of.
+    """
+    given = {name for entry in entries if isinstance(entry, Given) for name in entry.assignments}
+    applied = max((entry.version for entry in entries if isinstance(entry, Applied)), default=0)
+    problems = []
+    if unknown := sorted({answer.assignment for answer in answers} - given):
+        problems.append(f"{len(unknown)} assignments were answered, and no journal knows them: {unknown[0]}, …")
+    if version > applied:
+        problems.append(f"version {version} was told, the journal ends with {applied}")
+    return problems
 
 
 def _lost(answers: Iterable[Answer], received: Mapping[str, Sequence[Received]], settled: set[str]) -> list[str]:
@@ -150,7 +178,7 @@ def _history_problems(books: Books, uses: Mapping[str, int], num_versions: int) 
     return problems
 
 
-def read_journal_entries(folders: Sequence[Path]) -> list[Received | Applied | str]:
+def read_journal_entries(folders: Sequence[Path]) -> list[Noted]:
     """Returns what the files of one journal say; of a file that lies in several folders the last one counts."""
     with tempfile.TemporaryDirectory() as name:
         whole = Path(name)
@@ -177,8 +205,10 @@ def _digest(body: bytes) -> Any:
     return {"sha256": hashlib.sha256(body).hexdigest()}
 
 
-def _entry(found: object) -> Received | Applied | str | None:
+def _entry(found: object) -> Noted | None:
     match found:
+        case Decision():
+            return Given(assignments=tuple(o.assignment_id for o in found.orders if isinstance(o, Assignment)))
         case Update():
             sha256 = str(found.tensors["sha256"])
             return Received(device=found.device_id, assignment=found.assignment_id, sha256=sha256)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from chaos.ledger import Audit, Books, audit, read_answers, read_journal_entries
+from chaos.ledger import Answer, Audit, Books, audit, forgotten, read_answers, read_journal_entries
 from chaos.processes import Site
 
 from edgefl.config import RunConfig
@@ -75,6 +75,9 @@ class Play:
                 return
             self.say(f"{fault.at_s:8.1f} s  {fault.kind} of {fault.device}")
             self.site.begin(fault, self._rng)
+            if fault.kind == "torn-tail":
+                entries = read_journal_entries(self.site.journal_folders())
+                self.problems += forgotten(entries, self._answers(), self._version)
             self._idle(fault.for_s or 0.0)
             self.site.end(fault)
             self._recover(fault)
@@ -88,17 +91,19 @@ class Play:
     def audit(self) -> Audit:
         """Compares what was written down of the run, once it is over."""
         site, run_id = self.site, self.site.run_id
-        answers = [
-            answer for name in site.names for answer in read_answers(site.notes(name) / "answers", name, run_id)
-        ]
         return audit(
             Books(
                 entries=read_journal_entries(site.journal_folders()),
-                answers=answers,
+                answers=self._answers(),
                 rows=site.fleet.history("updates", run=run_id),
                 rounds=sorted(site.fleet.history("rounds", run=run_id), key=lambda row: row["round"]),
             )
         )
+
+    def _answers(self) -> list[Answer]:
+        site = self.site
+        files = [(name, site.notes(name) / "answers") for name in site.names]
+        return [answer for name, file in files for answer in read_answers(file, name, site.run_id)]
 
     def _recover(self, fault: Fault) -> None:
         ended_s, version = time.monotonic(), self._version

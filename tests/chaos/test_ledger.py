@@ -8,10 +8,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from chaos.ledger import Answer, Applied, Audit, Books, Received, audit, read_answers, read_journal_entries
+from chaos.ledger import (
+    Answer,
+    Applied,
+    Audit,
+    Books,
+    Given,
+    Noted,
+    Received,
+    audit,
+    forgotten,
+    read_answers,
+    read_journal_entries,
+)
 
 from edgefl.storage.journal import WalJournal
-from edgefl.types import LazyTensors, Lost, Outcome, Update, UpdateMetrics
+from edgefl.types import Assignment, Decision, LazyTensors, LocalPlan, Lost, Outcome, Update, UpdateMetrics
 
 DEVICES = ("d1", "d2")
 
@@ -19,9 +31,10 @@ DEVICES = ("d1", "d2")
 def books(versions: int = 3) -> Books:
     """A run in which both devices brought one update for each version."""
     named = [(f"a{version}-{device}", device, version) for version in range(1, versions + 1) for device in DEVICES]
-    entries: list[Received | Applied | str] = []
+    entries: list[Noted] = []
     for version in range(1, versions + 1):
         mine = [name for name, _, at in named if at == version]
+        entries.append(Given(assignments=tuple(mine)))
         entries += [Received(device=name[-2:], assignment=name, sha256=f"of {name}") for name in mine]
         entries.append(Applied(version=version, assignments=tuple(mine)))
     return Books(
@@ -52,7 +65,7 @@ def test_a_run_in_which_all_is_well_has_no_problem() -> None:
 def test_an_update_that_counts_twice_is_found() -> None:
     made = books()
     entries = list(made.entries)
-    entries[5] = Applied(version=2, assignments=("a2-d1", "a1-d2"))
+    entries[7] = Applied(version=2, assignments=("a2-d1", "a1-d2"))
     found = audit(replace(made, entries=entries))
     assert found.doubled == ["a1-d2: 2 times"]
     assert any("aggregated more than once: a1-d2" in problem for problem in found.problems)
@@ -81,8 +94,17 @@ def test_an_update_that_no_device_has_sent_is_found() -> None:
 
 def test_a_version_that_is_made_again_is_found() -> None:
     made = books()
-    again = [*made.entries[:6], Applied(version=2, assignments=()), *made.entries[6:]]
+    again = [*made.entries[:8], Applied(version=2, assignments=()), *made.entries[8:]]
     assert "do not follow the one before: 2" in only_problem(audit(replace(made, entries=again)))
+
+
+def test_what_was_acted_on_before_it_was_durable_is_found() -> None:
+    made = books()
+    assert forgotten(made.entries, made.answers, 3) == []
+    torn = made.entries[:8]
+    assert forgotten(torn, made.answers[:8], 2) == []
+    assert forgotten(torn, made.answers, 2) == ["2 assignments were answered, and no journal knows them: a3-d1, …"]
+    assert forgotten(torn, made.answers[:8], 3) == ["version 3 was told, the journal ends with 2"]
 
 
 @pytest.mark.parametrize(
@@ -111,6 +133,9 @@ def test_journals_and_notes_are_read_as_they_were_written(tmp_path: Path) -> Non
     )  # fmt: skip
     kept, there = tmp_path / "kept", tmp_path / "there"
     with WalJournal(there, lambda _: {}, max_file_bytes=0) as journal:
+        plan = LocalPlan(iterations=1)
+        orders = [Assignment(assignment_id="a1-d1", device_id="d1", base_version=0, plan=plan)]
+        journal.decided(Decision(orders=orders))
         journal.received([update])
         journal.aggregated(1, ["a1-d1"])
         journal.received([Lost(device_id="d2", assignment_id="a1-d2", outcome=Outcome.LOST, reason="gone")])
@@ -119,8 +144,11 @@ def test_journals_and_notes_are_read_as_they_were_written(tmp_path: Path) -> Non
     first.rename(kept / first.name)
     sha256 = hashlib.sha256(body).hexdigest()
     assert read_journal_entries([kept, there]) == [
-        Received(device="d1", assignment="a1-d1", sha256=sha256), Applied(version=1, assignments=("a1-d1",)), "a1-d2",
-    ]  # fmt: skip
+        Given(assignments=("a1-d1",)),
+        Received(device="d1", assignment="a1-d1", sha256=sha256),
+        Applied(version=1, assignments=("a1-d1",)),
+        "a1-d2",
+    ]
     notes = tmp_path / "answers"
     notes.write_text(
         f'{{"what": "sending", "run": "r", "assignment": "a1-d1", "sha256": "{sha256}"}}\n'
