@@ -266,7 +266,7 @@ class LocalFleet:
         )
 
     def _answers(self) -> bool:
-        return bool(self.operator().get("/healthz")["status"] == "ok")
+        return bool(self.operator().get("/healthz").get("status") == "ok")
 
     def _wait(self, is_true: Callable[[], bool], what: str, timeout_s: float = START_TIMEOUT_S) -> None:
         until, pause = time.monotonic() + timeout_s, threading.Event()

@@ -245,7 +245,7 @@ def test_a_folder_that_the_board_collects_into_counts_with_every_file(tmp_path):
         ({"plan": {"iterations": "many"}}, "TypeError"),
         ({"body": b"junk"}, "CodecError"),
         ({"body": b""}, "CodecError"),
-        ({"seed": "x"}, "ValueError"),
+        ({"seed": "x"}, "TypeError: must be a whole number, got 'x'"),
     ],
     ids=str,
 )
@@ -462,7 +462,7 @@ def test_blocks_are_reported_by_task_and_only_where_there_are_some(tmp_path, sha
     ("changes", "error"),
     [
         ({"block": 7}, "TaskError: this device holds no block 7 of task digits; it holds 0, 3, 4"),
-        ({"block": "x"}, "ValueError"),
+        ({"block": "x"}, "TypeError: must be a whole number, got 'x'"),
         ({"block": 3, "codec": "ef|topk:0.1"}, "must give the same result on all who hold it"),
         ({"block": 3, "plan": {"keeps_state": True}}, "must give the same result on all who hold it"),
     ],
