@@ -175,7 +175,6 @@ def coordinator_answers(_folder: Path) -> Reader:
         answer.begin()
         yield SimpleNamespace(request=lambda *_, **__: None, getresponse=lambda: answer)
 
-    trust._connected = connected  # type: ignore[assignment]  # nothing listens here
     hello = {
         "v": 1, "time": 5.5, "version": "0.9.1", "fleet": "lab", "addresses": ["a:1"], "broker": {"port": 1,
         "host": None},
@@ -208,8 +207,12 @@ def coordinator_answers(_folder: Path) -> Reader:
     }
 
     def feed(data: bytes) -> None:
-        said[0] = data[1:]
-        readers.get(data[:1], readers[b"h"])(data[1:])
+        said[0], real = data[1:], trust._connected
+        trust._connected = connected  # type: ignore[assignment]  # nothing listens here
+        try:
+            readers.get(data[:1], readers[b"h"])(data[1:])
+        finally:
+            trust._connected = real
 
     values = {
         b"h": hello, b"j": joined, b"c": {"v": 1, "certificate": own_cert.decode()}, b"o": offer, b"b": bundle,
