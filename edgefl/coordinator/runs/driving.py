@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from edgefl.coordinator.dispatch.door import NotReadyError
 from edgefl.coordinator.dispatch.journaled_fleet import JournaledFleet, Real
 from edgefl.coordinator.dispatch.live_fleet import InterruptedRunError
-from edgefl.coordinator.dispatch.replay import RunClock
+from edgefl.coordinator.dispatch.replay import ReplayError, RunClock
 from edgefl.coordinator.runs.facts import facts_of
 from edgefl.coordinator.runs.keeper import Keeper
 from edgefl.coordinator.runs.kept_models import ModelKeeper
@@ -118,11 +118,13 @@ class Driver:
         except (StoreError, JournalError):
             raise
         except Exception as error:
+            if not self._fleet.is_live:  # what the journal has was survived once: it is no reason to fail now
+                raise ReplayError(f"{type(error).__name__}: {error}") from error
             self.recorder.commit()  # what the last turn brought is history too
             self.ledger.finish()
             # Boards that are away must not cost a run what it has reached: it can be taken up once more.
             waits = isinstance(error, NotReadyError) and before.goes_on
-            if self._fleet.is_live and self._stand and (waits or isinstance(error, InterruptedRunError)):
+            if self._stand and (waits or isinstance(error, InterruptedRunError)):
                 self._checkpoint(*self._stand)
             if waits:
                 raise InterruptedRunError(str(error)) from error

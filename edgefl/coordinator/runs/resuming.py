@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from edgefl.coordinator.dispatch.replay import Script, has_turns
 from edgefl.coordinator.runs.recorder import TOLD
 from edgefl.coordinator.runs.standing import ANOTHER_LIFE, Standing
 from edgefl.errors import JournalError, UsageError
+from edgefl.files import write_whole
 from edgefl.storage.checkpoints import (
     Checkpoint,
     checkpoint_files,
@@ -38,9 +40,12 @@ from edgefl.storage.rewinding import (
 from edgefl.storage.store import Store
 from edgefl.tally import Earlier, RoundCount
 from edgefl.types import DeviceInfo, Role, Strategy, Tensors
+from edgefl.untrusted import parse_json
 
 log = logging.getLogger(__name__)
 
+MAX_DEATHS = 5
+"""A run at one version of which the coordinator died more often waits until somebody resumes it."""
 RESUMABLE = frozenset({RunStatus.INTERRUPTED, RunStatus.STOPPED})
 
 
@@ -188,6 +193,28 @@ def goes_on_exactly(run_id: str, directory: CoordinatorDirectory) -> bool:
     except JournalError as error:
         log.error("run %s: %s", run_id, error)  # noqa: TRY400 a line for the operator, no bug of ours
         return False
+
+
+def may_go_on(record: RunRecord, directory: CoordinatorDirectory) -> bool:
+    """Returns whether a run that its coordinator left behind goes on by itself.
+
+    Not when it cannot go on exactly, or when its coordinators died of it again and again at one version; those that
+    were stopped in good order do not count.
+    """
+    if not goes_on_exactly(record.run_id, directory):
+        return False
+    if record.status is not RunStatus.RUNNING:
+        return True
+    note = directory.runs / record.run_id / "restarts.json"
+    try:
+        known = parse_json(note.read_bytes())
+        count = int(known["count"]) + 1 if known["version"] == record.version else 1
+    except (OSError, ValueError, KeyError, TypeError):
+        count = 1
+    write_whole(note, json.dumps({"version": record.version, "count": count}).encode())
+    if count > MAX_DEATHS:
+        log.error("run %s: the coordinator died %d times at version %d", record.run_id, count, record.version)
+    return count <= MAX_DEATHS
 
 
 def _entries_behind(wal: WalJournal, saved: Checkpoint | None) -> list[Entry]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -31,6 +30,7 @@ from edgefl.coordinator.runs.resuming import (
     Resumed,
     check_resumable,
     goes_on_exactly,
+    may_go_on,
     resumed_exactly,
     resumed_state,
 )
@@ -46,13 +46,10 @@ from edgefl.storage.rewinding import RESUMED
 from edgefl.storage.store import Store
 from edgefl.strategies.gate import StrategyGate
 from edgefl.types import Json, Progress, Stop, Tensors
-from edgefl.untrusted import parse_json
 
 log = logging.getLogger(__name__)
 
 COORDINATOR_STOPPED = "the coordinator was stopped"
-MAX_RESTARTS = 5
-"""A run that ended the coordinator so often at one version waits until somebody resumes it."""
 
 
 class Assembled(Admitting, Plannable, Resumable, Protocol):
@@ -135,26 +132,10 @@ class RunWorker:
                     self._end(run_id, RunStatus.STOPPED, record.reason or "stopped")
                 elif self._mark(run_id).exists():
                     self._set_status(run_id, RunStatus.QUEUED, "its devices went on without a coordinator")
-                elif ended_with_us and self._may_go_on(record):
+                elif ended_with_us and may_go_on(record, self._site.directory):
                     self._set_status(run_id, RunStatus.QUEUED, "goes on where its coordinator ended")
                 elif status is not RunStatus.INTERRUPTED:
                     self._set_status(run_id, RunStatus.INTERRUPTED, "its coordinator ended without a word")
-
-    def _may_go_on(self, record: RunRecord) -> bool:
-        """Returns whether a run can go on where it was, and has not ended the coordinator again and again there."""
-        folder = self._site.directory.runs / record.run_id
-        if not goes_on_exactly(record.run_id, self._site.directory):
-            return False
-        note = folder / "restarts.json"
-        try:
-            known = parse_json(note.read_bytes())
-            count = int(known["count"]) + 1 if known["version"] == record.version else 1
-        except (OSError, ValueError, KeyError, TypeError):
-            count = 1
-        write_whole(note, json.dumps({"version": record.version, "count": count}).encode())
-        if count > MAX_RESTARTS:
-            log.error("run %s: the coordinator ended %d times at version %d", record.run_id, count, record.version)
-        return count <= MAX_RESTARTS
 
     def start(self) -> None:
         """Takes up the queue."""

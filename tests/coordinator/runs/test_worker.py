@@ -1,4 +1,4 @@
-"""The run worker, over a real store: what must not wait for it."""
+"""The run worker, over a real store: what must not wait for it, and what it takes up again."""
 
 from __future__ import annotations
 
@@ -10,14 +10,20 @@ from typing import Any
 
 import pytest
 
+from edgefl.assembly import assemble
+from edgefl.config import parse_run
 from edgefl.coordinator.directory import CoordinatorDirectory
+from edgefl.coordinator.dispatch.fleet_book import FleetBook
 from edgefl.coordinator.fleet.presence import Presence
 from edgefl.coordinator.fleet.roster import Roster
-from edgefl.coordinator.runs.worker import RunSite, RunWorker
+from edgefl.coordinator.runs.resuming import MAX_DEATHS
+from edgefl.coordinator.runs.worker import COORDINATOR_STOPPED, RunSite, RunWorker
 from edgefl.coordinator.superlink import SuperLink
+from edgefl.storage.journal import WalJournal
+from edgefl.storage.journal_records import Turn
 from edgefl.storage.records import RunStatus
 from edgefl.storage.store import Store
-from edgefl.types import Progress
+from edgefl.types import Decision, DeviceInfo, Progress, Update, UpdateMetrics
 
 
 class Bell:
@@ -37,14 +43,14 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 @pytest.fixture
-def worker(store: Store, tmp_path: Path) -> RunWorker:
+def worker(request: pytest.FixtureRequest, store: Store, tmp_path: Path) -> RunWorker:
     site = RunSite(
         directory=CoordinatorDirectory(root=tmp_path, fleet="lab", hosts=()),
         store=store,
         roster=Roster(Presence(), time.monotonic),
         superlink=SuperLink(on_reply=lambda _: None, on_contact=lambda _: None),
         bell=Bell(),
-        assemble=never_assembled,
+        assemble=request.param if hasattr(request, "param") else never_assembled,
     )
     return RunWorker(site, on_fatal=lambda _: None)
 
@@ -71,3 +77,112 @@ def test_what_devices_send_is_passed_on_while_a_stop_waits_for_the_store(store: 
         assert passed.wait(60)
     stopping.join(60)
     assert store.run("r").status is RunStatus.STOPPED
+
+
+CONFIG = {"run": {"task": "digits", "rounds": 3}}
+TURN = Turn(now_s=1.0, at=100.0, devices={"pi-1": DeviceInfo(device_id="pi-1", tasks=("digits",))})
+
+
+def left_behind(worker: RunWorker, status: RunStatus, *entries: Turn, reason: str | None = None) -> str:
+    """A run as an earlier coordinator left it, with what its journal has."""
+    config = parse_run(CONFIG).to_json()
+    store, directory = worker._site.store, worker._site.directory
+    run_id = f"r{len(store.runs())}"
+    store.add_run(run_id=run_id, name="n", task="digits", strategy="fedavg", config=config, seed=7, submitted_at=1.0)
+    store.set_run_status(run_id, status, at=2.0, reason=reason)
+    with WalJournal(directory.runs / run_id / "journal", lambda _: {}) as wal:
+        for entry in entries:
+            wal.turned(entry)
+    return run_id
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "after"),
+    [
+        (RunStatus.RUNNING, None, RunStatus.QUEUED),
+        (RunStatus.INTERRUPTED, COORDINATOR_STOPPED, RunStatus.QUEUED),
+        (RunStatus.INTERRUPTED, "too few devices are ready", RunStatus.INTERRUPTED),
+        (RunStatus.STOPPING, "somebody asked", RunStatus.INTERRUPTED),
+    ],
+)
+def test_what_ended_with_its_coordinator_goes_on_and_what_ended_otherwise_waits(
+    store: Store, worker: RunWorker, status: RunStatus, reason: str | None, after: RunStatus
+) -> None:
+    run_id = left_behind(worker, status, TURN, reason=reason)
+    worker.recover()
+    assert store.run(run_id).status is after
+    assert store.run(run_id).resumes == 0
+
+
+def test_a_run_whose_journal_says_too_little_waits_for_somebody_to_resume_it(store: Store, worker: RunWorker) -> None:
+    run_id = left_behind(worker, RunStatus.RUNNING)
+    worker.recover()
+    assert store.run(run_id).status is RunStatus.INTERRUPTED
+
+
+def test_a_run_of_which_coordinators_die_at_one_version_is_not_taken_up_for_ever(
+    store: Store, worker: RunWorker
+) -> None:
+    run_id = left_behind(worker, RunStatus.RUNNING, TURN)
+    for _ in range(MAX_DEATHS):
+        store.set_run_status(run_id, RunStatus.RUNNING, at=3.0)
+        worker.recover()
+        assert store.run(run_id).status is RunStatus.QUEUED
+    for _ in range(MAX_DEATHS):  # stopped in good order, as often as anybody likes
+        store.set_run_status(run_id, RunStatus.INTERRUPTED, at=3.0, reason=COORDINATOR_STOPPED)
+        worker.recover()
+        assert store.run(run_id).status is RunStatus.QUEUED
+    store.set_run_status(run_id, RunStatus.RUNNING, at=3.0)
+    worker.recover()
+    assert store.run(run_id).status is RunStatus.INTERRUPTED
+
+
+def test_a_count_of_deaths_begins_anew_with_every_version(store: Store, worker: RunWorker) -> None:
+    run_id = left_behind(worker, RunStatus.RUNNING, TURN)
+    for number in range(1, 2 * MAX_DEATHS):
+        store.set_run_status(run_id, RunStatus.RUNNING, at=3.0)
+        store.open_round(run_id, number, started_at=3.0)
+        store.close_round(run_id, number, version=number, closed_at=4.0)
+        worker.recover()
+        assert store.run(run_id).status is RunStatus.QUEUED
+
+
+def first_orders(run_id: str) -> Decision:
+    """What the run decides when it sees `TURN`."""
+    made, book = assemble(parse_run(CONFIG), run_id), FleetBook()
+    book.begin(TURN.now_s)
+    for device_id, info in TURN.devices.items():
+        book.put(device_id, info)
+    _, decision = made.strategy.assign(made.strategy.init(made.model), book)
+    assert decision.orders
+    return decision
+
+
+@pytest.mark.parametrize("worker", [assemble], indirect=True)
+@pytest.mark.parametrize("how", ["something else was decided", "an update cannot be read any more"])
+def test_a_run_that_its_journal_does_not_lead_back_goes_on_from_its_checkpoint(
+    store: Store, worker: RunWorker, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_id = left_behind(worker, RunStatus.RUNNING, TURN)
+    with WalJournal(worker._site.directory.runs / run_id / "journal", lambda _: {}) as wal:
+        if how == "something else was decided":
+            wal.aggregated(1, ["nobody-knows"])
+        else:
+            decision = first_orders(run_id)
+            wal.decided(decision)
+            (order,) = decision.orders
+            wal.received([Update(
+                assignment_id=order.assignment_id, device_id="pi-1", base_version=0, tensors={},
+                metrics=UpdateMetrics(iterations=1, num_examples=1), body=b"no codec's",
+            )])  # fmt: skip
+        wal.turned(TURN)
+    worker.recover()
+    worker.start()
+    deadline_s = time.monotonic() + 60
+    while store.run(run_id).resumes == 0 or store.run(run_id).status is not RunStatus.RUNNING:
+        assert time.monotonic() < deadline_s, store.run(run_id)
+        time.sleep(0.02)
+    worker.stop()
+    assert (store.run(run_id).status, store.run(run_id).resumes) == (RunStatus.INTERRUPTED, 1)
+    told = "the journal has aggregated" if how == "something else was decided" else "CodecError"
+    assert told in caplog.text
