@@ -117,7 +117,8 @@ def logistic(results: Results, args: argparse.Namespace) -> None:
         others = {name: [cell_of(name, graph)] for name in args.variants if name not in UNTUNED}
         every = {name: (plain | others)[name] for name in args.variants}
         print_table(f"the same on {title}, untuned: learning rate 0.1, constant", every, results)
-        _draw_logistic(title, graph, columns, plain, results, args)
+        searched = {name: cell_of(name, graph) for name in args.variants if name not in SAME_RATE}
+        _draw(title, columns, plain, searched, results, args.out)
 
 
 def tuned_cells(names: Sequence[str], graph: str, results: Results, args: argparse.Namespace) -> dict[str, Cell]:
@@ -180,6 +181,8 @@ def cnn(results: Results, args: argparse.Namespace) -> None:
     columns = {name: of_seeds(cell, args.long_seeds) for name, cell in best.items()}
     results.run(by_seed(columns.values()))
     print_table(f"small CNN on ring, {args.cnn_rounds} rounds, batches of {args.cnn_batch}", columns, results)
+    print_margins(columns, results, args.by)
+    _draw("ring, small CNN", columns, {}, cells, results, args.out)
 
 
 def paper(results: Results, args: argparse.Namespace) -> None:
@@ -259,13 +262,13 @@ def _percent(values: Sequence[float]) -> str:
     return f"{100 * statistics.fmean(values):.2f}" + (f" ± {100 * margin:.2f}" if margin is not None else "")
 
 
-def _draw_logistic(
+def _draw(
     title: str,
-    graph: str,
     columns: dict[str, list[Cell]],
     plain: dict[str, list[Cell]],
+    searched: dict[str, Cell],
     results: Results,
-    args: argparse.Namespace,
+    folder: Path,
 ) -> None:
     from harness.isvr_figures import draw_accuracies, draw_curves, draw_rates  # noqa: PLC0415 matplotlib is slow
 
@@ -273,10 +276,11 @@ def _draw_logistic(
     untuned = {name: found for name, cells in plain.items() if (found := results.known(cells))}
     if not tuned:
         return
-    _told(draw_curves({name: found[0] for name, found in tuned.items()}, title, args.out / f"curves-{title}.png"))
-    _told(draw_accuracies(tuned, untuned, title, args.out / f"accuracies-{title}.png"))
-    searched = {name: results.like(cell_of(name, graph)) for name in tuned if name not in SAME_RATE}
-    _told(draw_rates(searched, title, args.out / f"rates-{title}.png"))
+    ending = f"{title.replace(', ', '-').replace(' ', '-')}.png"
+    _told(draw_curves({name: found[0] for name, found in tuned.items()}, title, folder / f"curves-{ending}"))
+    _told(draw_accuracies(tuned, untuned, title, folder / f"accuracies-{ending}"))
+    rates = {name: results.like(cell) for name, cell in searched.items() if name in tuned}
+    _told(draw_rates(rates, title, folder / f"rates-{ending}"))
 
 
 def _told(path: Path) -> None:
