@@ -68,7 +68,10 @@ def probe(
 @temperature_option
 def start(root: Path | None, signers: Path, max_temperature: str | float | None) -> None:
     """Run the agent until SIGTERM or Ctrl-C; what the systemd unit runs."""
-    from edgefl.device.agent import run_agent  # noqa: PLC0415 fast start
+    from edgefl.device.frugal import be_frugal  # noqa: PLC0415 fast start
+
+    be_frugal()  # before all other imports
+    from edgefl.device.agent import run_agent  # noqa: PLC0415 likewise
     from edgefl.device.install_facts import own_site  # noqa: PLC0415 likewise
     from edgefl.device.state import DeviceState  # noqa: PLC0415 likewise
 

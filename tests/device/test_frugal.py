@@ -1,0 +1,50 @@
+"""What a device's process is spared."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SEEN = """
+import sys
+from edgefl.device.frugal import be_frugal
+{call}
+import edgefl.device.agent
+print(len([name for name in sys.modules if name.partition(".")[0] in ("pygments", "markdown_it")]))
+"""
+HEAPS = """
+import re, threading
+from pathlib import Path
+from edgefl.device.frugal import be_frugal
+{call}
+kept = []
+barrier = threading.Barrier(9)
+def take():
+    kept.append([bytes(1000) for _ in range(1000)])
+    barrier.wait(60)
+    barrier.wait(60)
+for _ in range(8):
+    threading.Thread(target=take, daemon=True).start()
+barrier.wait(60)
+# glibc's further heaps are mappings that begin at a multiple of 64 MiB.
+starts = [int(line.partition("-")[0], 16) for line in Path("/proc/self/maps").read_text().splitlines()]
+print(len([start for start in starts if start % (64 << 20) == 0]))
+barrier.wait(60)
+"""
+
+
+def said(program: str, call: str) -> int:
+    done = subprocess.run(
+        [sys.executable, "-c", program.format(call=call)], check=True, capture_output=True, timeout=120
+    )
+    return int(done.stdout)
+
+
+def test_the_agent_imports_no_renderer_of_terminals() -> None:
+    assert said(SEEN, "") > 50
+    assert said(SEEN, "be_frugal()") == 0
+
+
+def test_threads_share_one_heap() -> None:
+    assert said(HEAPS, "") >= 4
+    assert said(HEAPS, "be_frugal()") == 0
