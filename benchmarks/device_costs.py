@@ -2,11 +2,11 @@
 
     python benchmarks/device_costs.py [--data DIR] [--parts memory start] [--turns 5] [--json]
 
-memory: one real device process of a real fleet (TLS, Mosquitto). PSS of its whole process tree, looked at every 50 ms
-while it trains, and its highest RSS, which is what it takes where nobody shares libraries with it. Then the same with
-the device in a control group that kills it above so many MB, page cache included, as on a board of 512 MB whose
-system takes the rest. Beside it, in the same run, the RSS of what it cannot do without: `import flwr` (Flower's messages are
-its), and, for the CNN, a bare torch loop over as many of the images.
+memory: one real device process of a real fleet (TLS, Mosquitto). PSS of its whole process tree, looked at every 50
+ms while it trains, and its highest RSS, which is what it takes where nobody shares libraries with it. Then the same
+with the device in a control group that kills it above so many MB, page cache included, as on a board of 512 MB
+whose system takes the rest. Beside it, in the same run, the RSS of what it cannot do without: `import flwr`
+(Flower's messages are its), and, for the CNN, a bare torch loop over as many of the images.
 
 start: from `edgefl device start` to the first heartbeat that the coordinator has in its store, and to its first
 assignment of a run that is asked for then; beside it the time of `import flwr`. `--data` holds `mnist/`.
