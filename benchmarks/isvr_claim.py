@@ -232,6 +232,15 @@ def print_table(heading: str, columns: dict[str, list[Cell]], results: Results) 
                 f"{statistics.fmean(outcome.bytes_per_edge for outcome in outcomes) / 1e6:.4g}",
             )
         )
+        num_diverged = sum(bool(outcome.failure) for outcome in outcomes)
+        if 0 < num_diverged < len(outcomes):
+            ended = [outcome for outcome in outcomes if not outcome.failure]
+            print(
+                f"    {num_diverged} of {len(outcomes)} seeds diverged; the others: "
+                f"mean model {_percent([of_average(outcome) for outcome in ended])}, "
+                f"nodes {_percent([of_nodes(outcome) for outcome in ended])}, "
+                f"worst {100 * statistics.fmean(min(outcome.nodes) for outcome in ended):.2f}"
+            )
 
 
 def print_margins(columns: dict[str, list[Cell]], results: Results, by: str) -> None:
