@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import gc
 import socket
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import uvicorn
 from fastapi import Depends, FastAPI
+from sqlalchemy import Connection, inspect
 
 from edgefl.coordinator.access import require_operator, require_viewer, show_errors
 from edgefl.coordinator.directory import CoordinatorDirectory, init_directory
@@ -20,6 +23,7 @@ from edgefl.coordinator.joining.enrolment import BrokerSite, EnrolmentService, e
 from edgefl.coordinator.joining.tokens import TokenTerms, make_token
 from edgefl.errors import NotFoundError
 from edgefl.protocol import JoinToken
+from edgefl.storage import database
 from edgefl.storage.store import Store
 
 
@@ -128,6 +132,26 @@ class FrontDoor:
             await app(scope, receive, send)
 
         return noting
+
+
+@pytest.fixture(scope="session", autouse=True)
+def migrate_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Gives every new store of this process what the migrations made of its first one, which takes them 70 ms."""
+    migrate, first = database._upgrade, tmp_path_factory.mktemp("store") / "first.db"
+    Store.open(first).close()
+    with closing(sqlite3.connect(first)) as made:
+        script = [line for line in made.iterdump() if line not in {"BEGIN TRANSACTION;", "COMMIT;"}]
+
+    def upgrade(connection: Connection) -> None:
+        if connection.dialect.name != "sqlite" or inspect(connection).get_table_names():
+            migrate(connection)
+            return
+        for statement in script:
+            connection.exec_driver_sql(statement)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(database, "_upgrade", upgrade)
+        yield
 
 
 @pytest.fixture
