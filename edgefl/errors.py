@@ -25,6 +25,7 @@ EdgeflError                  1   anything below, or nothing more exact
 ├── NotAllowedError          37  the operator token is missing or wrong
 ├── VersionError             38  the other side speaks another version
 ├── NotFoundError            40  no such run, device or model
+├── ClonedError              39  another agent works under this device's identity: this one is the copy
 ├── RunFailedError           41  the run ended without reaching its goal
 ├── UnsoundError             50  `edgefl doctor` found a problem
 └── BundleError              51  a release or task pack that is damaged, not trusted, or not for this board
@@ -138,6 +139,10 @@ class NotFoundError(EdgeflError):
 
 
 class RunFailedError(EdgeflError):
+class ClonedError(EdgeflError):
+    exit_code = 39
+
+
     exit_code = 41
 
 

@@ -49,6 +49,13 @@ GONE_AFTER_HEARTBEATS = 3
 POLL_S = 30.0
 """A device asks for work this often even when no bell rings."""
 
+INSTANCE_HEADER = "edgefl-instance"
+"""Which agent process of a device asks: new with every start, and on no disk."""
+STAMP_HEADER = "edgefl-stamp"
+"""With every answer to a device; its next request repeats it, and so shows that the process which asks is alive."""
+CLONED_STATUS = 409
+"""The answer to an agent that another one of the same identity was there before."""
+
 RECORD_HEADER = "header"
 RECORD_BODY = "body"
 FIELD_JSON = "json"
@@ -214,7 +221,8 @@ class PresenceState(StrEnum):
 class Status(_Message):
     """`status`, retained, and the last will. `session_no` grows with every connection of a device.
 
-    `will` tells a broken connection from a goodbye: both are `offline`.
+    `will` tells a broken connection from a goodbye: both are `offline`. `boot_id` is new with every start of the
+    agent, and `board` a hash that tells one board from another.
     """
 
     state: str
@@ -222,6 +230,7 @@ class Status(_Message):
     session_no: int
     version: str = ""
     will: bool = False
+    board: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +238,7 @@ class Heartbeat(_Message):
     """`heartbeat`: what a board feels like, every five seconds. Fractions lie in 0-1.
 
     `model` is the SHA-256 of the deployed model that it runs, `deployment` what became of the last deployment,
-    `installation` what became of the last release or task pack.
+    `installation` what became of the last release or task pack; `boot_id` is that of the status.
     """
 
     seq: int
@@ -251,6 +260,7 @@ class Heartbeat(_Message):
     model: str | None = None
     deployment: Json | None = None
     installation: Json | None = None
+    boot_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,6 +294,7 @@ class CommandKind(StrEnum):
     BEAT = "beat"
     LOGS = "logs"
     RENEW = "renew"
+    REFUSED = "refused"
 
 
 class Phase(StrEnum):
@@ -298,7 +309,7 @@ class Command(_Message):
     """`command`: idempotent by `id`.
 
     `argument` is an assignment id, a run id (`end`), a log level, a deployment id (`deploy` and `rollback`), an
-    installation id (`install`), or JSON (`logs`).
+    installation id (`install`), or JSON (`logs`, `refused`).
     """
 
     id: str

@@ -17,6 +17,7 @@ COLUMNS = (
     "device_id",
     "presence",
     "drained",
+    "cloned",
     "silent_s",
     "role",
     "groups",
@@ -31,7 +32,7 @@ COLUMNS = (
 )
 
 SHOWN_DIGITS = 12
-_OPTIONAL = ("drained", "groups", "run", "iteration", "temperature_c", "model")
+_OPTIONAL = ("drained", "cloned", "groups", "run", "iteration", "temperature_c", "model")
 _ONLY_SHOWN = ("seconds_per_iteration", "joined_at")
 
 url_option = click.option("--url", metavar="URL", help="The coordinator [default: the one in operator.toml].")
@@ -49,7 +50,10 @@ def list_(*, url: str | None, fmt: str) -> None:
     """List the devices with presence, shards, what they are at and the model they run; `show` and JSON say more."""
     rows, columns = _get("/edgefl/v1/devices", url)["rows"], list(COLUMNS)
     if fmt == "table":
-        rows = [{**row, "model": (row.get("model") or "")[:SHOWN_DIGITS]} for row in rows]
+        rows = [
+            {**row, "model": (row.get("model") or "")[:SHOWN_DIGITS], "cloned": "yes" if row.get("cloned") else ""}
+            for row in rows
+        ]
         unused = {name for name in _OPTIONAL if not any(row.get(name) for row in rows)}
         columns = [name for name in COLUMNS if name not in unused and name not in _ONLY_SHOWN]
     print_rows(rows, columns, fmt, kind="devices")

@@ -147,11 +147,11 @@ async def _gone() -> Message:
     return {"type": "http.disconnect"}
 
 
-async def respond(send: Send, status: int, content: bytes) -> None:
-    """Sends one protobuf answer, or for another status than 200 one JSON error."""
+async def respond(send: Send, status: int, content: bytes, *more: tuple[bytes, bytes]) -> None:
+    """Sends one protobuf answer, or for another status than 200 one JSON error; `more` are further headers."""
     media = b"application/protobuf" if status == 200 else b"application/json"
-    headers = [(b"content-type", media), (b"content-length", str(len(content)).encode())]
-    if status in {401, 413}:
+    headers = [(b"content-type", media), (b"content-length", str(len(content)).encode()), *more]
+    if status in {401, 409, 413}:
         headers.append(HANG_UP)
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": content})

@@ -14,7 +14,14 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from edgefl.coordinator.asgi import Traffic, error_json, read_capped, respond
-from edgefl.protocol import CHUNK_BYTES, MAX_REQUEST_BYTES, REPLY_SALT_BYTES
+from edgefl.protocol import (
+    CHUNK_BYTES,
+    CLONED_STATUS,
+    INSTANCE_HEADER,
+    MAX_REQUEST_BYTES,
+    REPLY_SALT_BYTES,
+    STAMP_HEADER,
+)
 
 PREFIX = "/v1/fleet/"
 PULL_MESSAGES, PULL_OBJECT = "pull-messages", "pull-object"
@@ -52,20 +59,34 @@ class Calls(Protocol):
         """Returns whether a request was refused since it says that it is another device's, or answers its work."""
 
 
+class Watcher(Protocol):
+    """What is told of every authenticated request (the fleet's roster)."""
+
+    def note_contact(self, node_id: int) -> None:
+        """Takes a sign of life."""
+
+    def note_call(self, node_id: int, instance: str, *, stamp: str, address: str) -> str | None:
+        """Takes which process of a device asks; returns why that one is refused, None if it is not."""
+
+    def stamp(self, node_id: int) -> str:
+        """Returns what the answer carries, and the next request of that process repeats."""
+
+
 class FleetApi:
     """The ASGI application under the prefix, without FastAPI's injection and middlewares.
 
     An unknown key or a signature that does not hold gets 401 before its body is read, and is no sign of life; a
-    body over its limit gets 413. Registration by devices is not offered: nodes come from our own enrolment only.
+    body over its limit gets 413, the copy of a device at work 409. Registration by devices is not offered: nodes
+    come from our own enrolment only.
 
     Args:
         calls: what answers.
-        on_contact: called with the node id of every authenticated request.
+        watcher: told of every authenticated request; it may refuse the process that asks.
         on_refused: called with what was tried, the request, its node if it is known, and why it was refused.
     """
 
-    def __init__(self, calls: Calls, on_contact: Callable[[int], None], on_refused: OnRefused) -> None:
-        self._calls, self._on_contact, self._on_refused = calls, on_contact, on_refused
+    def __init__(self, calls: Calls, watcher: Watcher, on_refused: OnRefused) -> None:
+        self._calls, self._watcher, self._on_refused = calls, watcher, on_refused
         self.traffic = Traffic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -75,6 +96,8 @@ class FleetApi:
         if node_id is None:
             self._on_refused("signature", request, None, f"{name[:40]}: its key or its signature does not count")
             await respond(send, 401, error_json("Invalid SuperNode authentication"))
+        elif (cloned := self._met(request, node_id)) is not None:
+            await respond(send, CLONED_STATUS, error_json(cloned))
         elif request.method != "POST" or name not in self._calls.names:
             await respond(send, 404, error_json("Not Found"))
         else:
@@ -85,18 +108,29 @@ class FleetApi:
                 await respond(send, 413, error_json(f"body over {limit_bytes} bytes"))
                 return
             answer = await self._answered(request, name, body, node_id)
-            await respond(send, answer.status, answer.content)
+            stamp = self._watcher.stamp(node_id).encode()
+            await respond(send, answer.status, answer.content, (STAMP_HEADER.encode(), stamp))
 
     def node_of(self, request: Request) -> int | None:
-        """Returns the node that has signed a request to another part of the application, or None."""
+        """Returns the node that has signed a request to another part of the application, or None.
+
+        None for a process that is refused, too: a copy must not renew the certificate of a device at work.
+        """
         node_id = self._calls.node_of(request)
-        if node_id is not None:
-            self._on_contact(node_id)
+        if node_id is None or self._met(request, node_id) is not None:
+            return None
+        self._watcher.note_contact(node_id)
         return node_id
+
+    def _met(self, request: Request, node_id: int) -> str | None:
+        """Returns why the process that asks is refused, None if it is not; agents of older versions do not say."""
+        headers, address = request.headers, request.client.host if request.client else ""
+        instance = headers.get(INSTANCE_HEADER, "")
+        return self._watcher.note_call(node_id, instance, stamp=headers.get(STAMP_HEADER, ""), address=address)
 
     async def _answered(self, request: Request, name: str, body: bytes, node_id: int) -> Answer:
         """Returns the answer to a device that is known, and counts what both have cost."""
-        self._on_contact(node_id)
+        self._watcher.note_contact(node_id)
         self.traffic.sent(node_id, len(body))
         answer = await run_in_threadpool(self._calls.answer, request, name, body)
         if answer.status in {401, 403} and self._calls.is_foreign(name, body, node_id):

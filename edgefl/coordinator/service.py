@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
@@ -24,7 +26,8 @@ from edgefl.coordinator.fleet.diary import Diary
 from edgefl.coordinator.fleet.draining import Draining
 from edgefl.coordinator.fleet.membership import Membership
 from edgefl.coordinator.fleet.presence import Presence
-from edgefl.coordinator.fleet.roster import Roster
+from edgefl.coordinator.fleet.roster import Roster, RosterEvent
+from edgefl.coordinator.fleet.twins import Cloned, TwinTried
 from edgefl.coordinator.joining.enrolment import BrokerSite, EnrolmentService
 from edgefl.coordinator.joining.own_certificates import renew_ca, renew_own
 from edgefl.coordinator.joining.renewal import RenewalService
@@ -43,7 +46,7 @@ from edgefl.coordinator.web.https_port import WebServer, listen, make_app
 from edgefl.coordinator.web.routes import Answering, all_routers
 from edgefl.errors import EdgeflError, TaskError
 from edgefl.processes import on_stop_signal
-from edgefl.protocol import Command, Topic, checked_address
+from edgefl.protocol import Command, CommandKind, Topic, checked_address
 from edgefl.storage.news import last_seen
 from edgefl.storage.store import Store
 from edgefl.watchdog import LoopLife, Notifier, watched
@@ -182,7 +185,7 @@ class Coordinator:
             is_device=lambda name: self._roster.info(name) is not None,
         )
         self._superlink = SuperLink(
-            on_reply=self._switchboard.post, on_contact=self._roster.note_contact, on_refused=self._note_refused
+            on_reply=self._switchboard.post, watcher=self._roster, on_refused=self._note_refused
         )
         self._members = Membership(self._store, self._superlink, self._roster)
         self._members.restore()
@@ -214,6 +217,7 @@ class Coordinator:
         self._rotation.listen()
 
     def _make_askers(self) -> Askers:
+        self._roster.listen(self._turn_away)
         """Returns what asks devices for something, not yet started, and watched."""
         bus, store, roster = self._mqtt.bus, self._store, self._roster
         watched = Watched(
@@ -322,6 +326,13 @@ class Coordinator:
 
     def _last_flush(self) -> None:
         try:
+    def _turn_away(self, event: RosterEvent) -> None:
+        """Tells an agent that it is a copy, and is not wanted; on the topic of the device whose copy it is."""
+        if isinstance(event, Cloned | TwinTried):
+            told = json.dumps({"boot_id": event.refused, "reason": event.reason})
+            command = Command(id=uuid.uuid4().hex, kind=CommandKind.REFUSED, argument=told)
+            self._send_command(event.device_id, command)
+
             self._diary.flush()
             self._attempts.flush(is_last=True)
         except EdgeflError as error:

@@ -68,6 +68,7 @@ from edgefl.coordinator.fleet_api import (
     Answer,
     FleetApi,
     OnRefused,
+    Watcher,
 )
 from edgefl.coordinator.half_replies import HalfReplies
 from edgefl.coordinator.mail import PreparedBody, Reply
@@ -220,7 +221,7 @@ class SuperLink:
 
     Args:
         on_reply: called with every complete reply, in a thread of the web server.
-        on_contact: called with the node id of every authenticated request.
+        watcher: told of every authenticated request.
         on_refused: called with what was tried, the request, its node if it is known, and why it was refused.
     """
 
@@ -228,7 +229,7 @@ class SuperLink:
         self,
         *,
         on_reply: Callable[[Reply], None],
-        on_contact: Callable[[int], None],
+        watcher: Watcher,
         on_refused: OnRefused = lambda _what, _request, _node, _detail: None,
     ) -> None:
         logging.getLogger("flwr").setLevel(logging.CRITICAL)  # it logs every push, and what we raise ourselves
@@ -237,7 +238,7 @@ class SuperLink:
         self.state = EdgeLinkState(manager, objects.store(), self._collect)
         factory.state_instance = self.state
         self._deliver = on_reply
-        self.api = FleetApi(FlowerCalls(factory, self.state), on_contact, on_refused)
+        self.api = FleetApi(FlowerCalls(factory, self.state), watcher, on_refused)
 
     def register(self, public_key: bytes, name: str) -> int:
         """Returns the node id of a new device; the same key gets the same id again."""

@@ -30,6 +30,7 @@ from edgefl.device.link import LinkCallbacks
 from edgefl.device.logbook import Logbook
 from edgefl.device.moving_link import MovingLink
 from edgefl.device.neighbours.carriers import Carriers
+from edgefl.device.refusal import check_welcome, keep_refusal
 from edgefl.device.self_report import SelfReport
 from edgefl.device.state import DeviceState
 from edgefl.device.supernode import UnauthorisedError, signed_headers
@@ -37,16 +38,18 @@ from edgefl.device.telling import LOGS
 from edgefl.device.trainer import AbandonedError, Trainer
 from edgefl.device.trust import pinned_context
 from edgefl.device.workbench import Workbench
-from edgefl.errors import NetworkError, StoreError
+from edgefl.errors import ClonedError, NetworkError, StoreError
 from edgefl.processes import on_stop_signal
 from edgefl.protocol import HEARTBEAT_S, POLL_S, Command, ProgressReport
 from edgefl.types import derived_rng
+from edgefl.untrusted import parse_message
 from edgefl.watchdog import LoopLife, Notifier, watched
 
 log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.25
 MAX_BACKOFF_S = 30.0
+MAX_REASON_CHARS = 500
 SEND_WITHIN_S = 3.0
 """An agent that is told to stop still sends the answer that is under way, for so long."""
 LEAVE_WITHIN_S = 5.0
@@ -54,7 +57,12 @@ LEAVE_WITHIN_S = 5.0
 
 
 class Agent:
-    """One device at work; `run` returns after `stop`."""
+    """One device at work; `run` returns after `stop`.
+
+    Attributes:
+        life: beats while the main loop goes on.
+        refused, refusal: whether and why the coordinator has told this agent, over MQTT, that it is a copy.
+    """
 
     def __init__(
         self,
@@ -68,11 +76,13 @@ class Agent:
         self.life = LoopLife()
         self._stopping, self._ended, self._bell = threading.Event(), threading.Event(), Bell()
         self._boot_id = uuid.uuid4().hex
+        self.refusal: str | None = None
+        self.refused = threading.Event()
         self._rng = derived_rng("agent", state.device_id, time.time_ns())
         self._trust = pinned_context(state.ca.read_bytes())
         self._accelerator = chosen_accelerator(state.device.accelerator)
         self._carriers = Carriers(state, lambda: self._link.now)
-        self._renewal = Renewal(state, self._trust, sign=lambda key: signed_headers(key, self._line.clock))
+        self._renewal = Renewal(state, self._trust, sign=self._signed)
         self._link = MovingLink(
             state,
             self._boot_id,
@@ -97,6 +107,7 @@ class Agent:
             trust=self._trust,
             trainer=self._trainer,
             clock=self._line.clock,
+            instance=self._boot_id,
             on_work=self._speeds.busy,
             on_failure=self._bell.ring,
         )
@@ -135,7 +146,11 @@ class Agent:
         return False
 
     def run(self) -> None:
-        """Works until `stop`; survives every loss of the coordinator and of the broker."""
+        """Works until `stop`; survives every loss of the coordinator and of the broker.
+
+        Raises:
+            ClonedError: another agent of the same identity was there before, and the coordinator refuses this one.
+        """
         self._link.start()
         self._heart.start()
         self._models.start()
@@ -170,6 +185,8 @@ class Agent:
             self._link.stop()
             self._bench.supernode.close()
             self._ended.set()
+        if self.refusal is not None:
+            raise ClonedError(self.refusal)
 
     def _connect(self) -> None:
         """Finds the coordinator, unless it is at hand, and follows the broker where that has moved with it."""
@@ -278,6 +295,22 @@ class Agent:
             installation=self._installations.report,
         )
 
+    def _signed(self, key_pem: bytes) -> dict[str, str]:
+        return signed_headers(key_pem, self._line.clock, self._boot_id)
+
+    def _refused(self, told: str) -> None:
+        """Ends this agent if it is the one that is refused: its twin hears the same topic."""
+        try:
+            value = parse_message(told.encode())
+            boot_id, reason = str(value["boot_id"]), str(value["reason"])[:MAX_REASON_CHARS]
+        except (ValueError, KeyError, TypeError):
+            log.warning("ignored a refusal that makes no sense")
+            return
+        if boot_id == self._boot_id:
+            self.refusal = f"the coordinator refuses this agent, a copy: {reason}"
+            self.stop()
+            self.refused.set()
+
     def _obey(self, command: Command) -> None:
         self._commands.obey(command)
 
@@ -343,11 +376,17 @@ class Agent:
             heart=self._heart,
             bell=self._bell,
             link=self._link,
+            on_refused=self._refused,
         )
 
 
 def run_agent(state: DeviceState, site: Site | None = None) -> None:
-    """Runs the agent of a joined device until SIGTERM or SIGINT."""
+    """Runs the agent of a joined device until SIGTERM or SIGINT.
+
+    Raises:
+        ClonedError: this is the copy of a device that is at work, also when that was found out before.
+    """
+    check_welcome(state.root)
     agent = Agent(state, site=site)
     agent.keep_log()
 
@@ -358,6 +397,19 @@ def run_agent(state: DeviceState, site: Site | None = None) -> None:
             logging.shutdown()
             os._exit(0)  # what lies on disk is whole at any time, and nothing can end a thread that computes
 
+    def stop_when_refused() -> None:
+        agent.refused.wait()
+        if not agent.leave(LEAVE_WITHIN_S):  # in the middle of an iteration that takes minutes
+            log.error("%s", agent.refusal)
+            keep_refusal(state.root, agent.refusal or "")
+            logging.shutdown()
+            os._exit(ClonedError.exit_code)
+
+    threading.Thread(target=stop_when_refused, name="refused", daemon=True).start()
     with on_stop_signal(stop), watched(Notifier.from_environment(), agent.life):
-        agent.run()
+        try:
+            agent.run()
+        except ClonedError as error:
+            keep_refusal(state.root, str(error))
+            raise
     log.info("%s has left the fleet for now", state.device_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from edgefl.device.bell import Bell
@@ -33,6 +34,7 @@ class Commands:
     heart: Heart
     bell: Bell
     link: MovingLink
+    on_refused: Callable[[str], None]
 
     def obey(self, command: Command) -> None:
         """Does one command, in the link's thread; one that is unknown here is logged."""
@@ -42,6 +44,7 @@ class Commands:
             CommandKind.DEPLOY: self.models.deploy,
             CommandKind.ROLLBACK: self.models.roll_back,
             CommandKind.INSTALL: self.installations.install,
+            CommandKind.REFUSED: self.on_refused,
         }
         match command.kind:
             case kind if kind in of_something and command.argument:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from edgefl import __version__
 from edgefl.device.state import DeviceState
 from edgefl.device.trust import Hello, say_hello
-from edgefl.errors import EdgeflError, NetworkError, StoreError
+from edgefl.errors import ClonedError, EdgeflError, NetworkError, StoreError
 from edgefl.protocol import check_version
 
 log = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ class CoordinatorLine:
 
         Raises:
             NetworkError: it answers at none.
+            ClonedError: it does not want this agent, which is a copy.
         """
         failures = []
         for address in self._state.device.addresses:
@@ -67,6 +68,8 @@ class CoordinatorLine:
                 check_version(__version__, hello.version)
                 self._on_hello(hello)
                 self._enter(address)
+            except ClonedError:
+                raise  # at every other address it is the same coordinator
             except EdgeflError as error:
                 failures.append(f"{address}: {error}")
                 continue

@@ -156,7 +156,9 @@ class Link:
         session = self._current()
         if session is None:
             return False
-        session.publish(Topic.HEARTBEAT, replace(heartbeat, session_no=session.number).dump())
+        session.publish(
+            Topic.HEARTBEAT, replace(heartbeat, session_no=session.number, boot_id=self._identity.boot_id).dump()
+        )
         return True
 
     def publish_capabilities(self, capabilities: Capabilities) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from edgefl import __version__
+from edgefl.device.board.capabilities import board_hash
 from edgefl.device.link import Link, LinkCallbacks, LinkIdentity, LinkTls
 from edgefl.device.state import DeviceState
 from edgefl.protocol import Capabilities, CommandAnswer, Heartbeat, ProgressReport, host_and_port
@@ -22,6 +23,7 @@ class MovingLink:
 
     def __init__(self, state: DeviceState, boot_id: str, callbacks: LinkCallbacks) -> None:
         self._state, self._boot_id, self._callbacks = state, boot_id, callbacks
+        self._board = board_hash() or ""
         self.now = self._made()
 
     def start(self) -> None:
@@ -68,6 +70,7 @@ class MovingLink:
             device_id=self._state.device_id,
             boot_id=self._boot_id,
             version=__version__,
+            board=self._board,
         )
         return Link(
             self.brokers(),

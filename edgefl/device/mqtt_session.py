@@ -40,12 +40,13 @@ class LinkTls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkIdentity:
-    """Who is calling. `boot_id` is new with every start of the agent, `version` is edgefl's."""
+    """Who is calling. `boot_id` is new with every start of the agent, `version` is edgefl's, `board` the board's."""
 
     fleet: str
     device_id: str
     boot_id: str
     version: str = ""
+    board: str = ""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -117,6 +118,7 @@ class Session:
             session_no=self.number,
             version=self.identity.version,
             will=will,
+            board=self.identity.board,
         ).dump()
 
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from edgefl.errors import NetworkError
+from edgefl.errors import ClonedError, EdgeflError, NetworkError
 
 log = logging.getLogger(__name__)
 
@@ -23,14 +23,14 @@ class Outbox(Generic[A]):
     """Used by one thread, beside its own.
 
     Args:
-        push: sends one answer; raises `NetworkError` when it must be sent again.
+        push: sends one answer; raises `NetworkError` when it must be sent again, `ClonedError` when nobody wants it.
         on_failure: called in the outbox's thread when an answer could not be sent; `check` then says why.
     """
 
     def __init__(self, push: Callable[[A], None], on_failure: Callable[[], None]) -> None:
         self._push, self._on_failure = push, on_failure
         self._answers: deque[A] = deque()
-        self._error: NetworkError | None = None
+        self._error: EdgeflError | None = None
         self._is_open, self._is_sending, self._is_closed = False, False, False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -94,11 +94,11 @@ class Outbox(Generic[A]):
             self._is_sending = not self._is_closed
             return self._is_sending
 
-    def _failure(self) -> NetworkError | None:
+    def _failure(self) -> EdgeflError | None:
         """Returns why the oldest answer could not be sent, None when it was."""
         try:
             self._push(self._answers[0])
-        except NetworkError as error:
+        except (NetworkError, ClonedError) as error:
             return error
         except Exception as error:  # the boundary of the thread: without it the device would answer nothing any more
             log.exception("an answer could not be sent")

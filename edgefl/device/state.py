@@ -25,6 +25,8 @@ from edgefl.untrusted import parse_json
 log = logging.getLogger(__name__)
 
 ROLES = ("trainer", "evaluator")
+REFUSED = "refused.json"
+"""Lies in the directory of an agent that the coordinator has refused, since it is the copy of another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,10 +175,12 @@ def default_state_dir() -> Path:
 
 def save_joined(root: Path, device: JoinedDevice, *, key_pem: bytes, cert_pem: bytes, ca_pem: bytes) -> DeviceState:
     """Returns the state after all of it is on disk; cut off before the end, the directory is still not joined."""
+    (root / "device.json").unlink(missing_ok=True)  # of a device whose copy this was
     write_whole(root / "key.pem", key_pem)
     write_whole(root / "cert.pem", cert_pem)
     write_whole(root / "ca.pem", ca_pem)
     write_whole(root / "device.json", _dump(device))
+    (root / REFUSED).unlink(missing_ok=True)
     drop_pending(root)
     return DeviceState(root, device)
 

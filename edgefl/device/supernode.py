@@ -33,15 +33,18 @@ from flwr.supercore.inflatable.inflatable_object import get_object_body, get_obj
 from flwr.supercore.primitives.asymmetric import bytes_to_private_key, public_key_to_bytes, sign_message
 from flwr.supernode.fleet_http_client import FleetHttpClient
 
-from edgefl.errors import NetworkError
+from edgefl.errors import ClonedError, NetworkError
 from edgefl.protocol import (
     CHUNK_BYTES,
+    CLONED_STATUS,
     FIELD_BYTES,
     FIELD_JSON,
     INLINE_BODY_BYTES,
+    INSTANCE_HEADER,
     RECORD_BODY,
     RECORD_HEADER,
     REPLY_SALT_BYTES,
+    STAMP_HEADER,
 )
 from edgefl.types import Json
 from edgefl.untrusted import parse_json
@@ -77,8 +80,10 @@ class Instruction:
 class _Signer:
     """Signs every request with our clock corrected to the coordinator's."""
 
-    def __init__(self, private_key: EllipticCurvePrivateKey, clock: Callable[[], float]) -> None:
-        self._key, self._clock = private_key, clock
+    def __init__(
+        self, private_key: EllipticCurvePrivateKey, clock: Callable[[], float], instance: str, stamp: str = ""
+    ) -> None:
+        self._key, self._clock, self._instance, self.stamp = private_key, clock, instance, stamp
         self._public = base64.b64encode(public_key_to_bytes(private_key.public_key())).decode()
 
     def headers(self) -> dict[str, str]:
@@ -88,16 +93,20 @@ class _Signer:
             FLEET_HTTP_PUBLIC_KEY_HEADER: self._public,
             TIMESTAMP_HEADER: stamp,
             FLEET_HTTP_SIGNATURE_HEADER: base64.b64encode(signature).decode(),
+            **({INSTANCE_HEADER: self._instance} if self._instance else {}),
+            **({STAMP_HEADER: self.stamp} if self.stamp else {}),
         }
 
     def intercept(self, context: Any, call_next: Callable[[Any], httpx.Response]) -> httpx.Response:
         context.request.headers.update(self.headers())
-        return call_next(context)
+        response = call_next(context)
+        self.stamp = response.headers.get(STAMP_HEADER, self.stamp)
+        return response
 
 
-def signed_headers(private_key_pem: bytes, clock: Callable[[], float]) -> dict[str, str]:
-    """Returns headers that prove who asks, signed with this key."""
-    return _Signer(bytes_to_private_key(private_key_pem), clock).headers()
+def signed_headers(private_key_pem: bytes, clock: Callable[[], float], instance: str = "") -> dict[str, str]:
+    """Returns headers that prove who asks, signed with this key, and say which agent process it is."""
+    return _Signer(bytes_to_private_key(private_key_pem), clock, instance).headers()
 
 
 class _Client(FleetHttpClient):
@@ -125,6 +134,7 @@ class SuperNode:
         trust: verifies the coordinator.
         clock: the coordinator's time in Unix seconds, as well as this board knows it.
         train, evaluate: what to do with an instruction.
+        instance: of this agent process; the coordinator tells by it a copy of a device from one that restarted.
     """
 
     def __init__(
@@ -135,7 +145,10 @@ class SuperNode:
         clock: Callable[[], float],
         train: Handler,
         evaluate: Handler,
+        instance: str = "",
     ) -> None:
+        self._instance = instance
+        self._signer: _Signer | None = None
         self._key = bytes_to_private_key(private_key_pem)
         self._trust, self._clock = trust, clock
         self._app = _client_app(train, evaluate, self._reply)
@@ -151,7 +164,7 @@ class SuperNode:
 
     def signed_headers(self) -> dict[str, str]:
         """Returns headers that prove who asks, good for five minutes of the coordinator's time."""
-        return _Signer(self._key, self._clock).headers()
+        return _Signer(self._key, self._clock, self._instance).headers()
 
     def use_key(self, private_key_pem: bytes) -> None:
         """Signs with another key from the next `connect` on."""
@@ -163,10 +176,13 @@ class SuperNode:
 
         Raises:
             UnauthorisedError: unknown key, or the clock is off.
+            ClonedError: another agent of this identity was there before; so do all other calls.
             NetworkError: no answer.
         """
         self.close()
-        self._client = _Client(address, self._trust, _Signer(self._key, self._clock))
+        stamp = self._signer.stamp if self._signer is not None else ""
+        self._signer = _Signer(self._key, self._clock, self._instance, stamp)
+        self._client = _Client(address, self._trust, self._signer)
         request = ActivateNodeRequest(
             public_key=public_key_to_bytes(self._key.public_key()), heartbeat_interval=ACTIVATION_S
         )
@@ -345,6 +361,15 @@ def _with_id(metadata: Metadata, message_id: str) -> Metadata:
     )
 
 
+def _reason(response: httpx.Response) -> str:
+    """Returns what the coordinator says to a copy."""
+    try:
+        told = parse_json(response.content)["detail"]
+    except (ValueError, KeyError, TypeError):
+        told = response.text
+    return f"the coordinator refuses this agent, a copy: {str(told)[:500]}"
+
+
 def _call(rpc: Callable[[Any], Any], request: Any) -> Any:
     """Makes one request; Flower's and httpx's errors become ours."""
     try:
@@ -352,6 +377,8 @@ def _call(rpc: Callable[[Any], Any], request: Any) -> Any:
     except httpx.HTTPStatusError as error:
         status = error.response.status_code
         detail = f"coordinator answered {status}: {error.response.text[:200]}"
+        if status == CLONED_STATUS:
+            raise ClonedError(_reason(error.response)) from None
         if status == 401:
             raise UnauthorisedError(detail) from None
         if status in {403, 413}:

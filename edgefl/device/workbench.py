@@ -32,6 +32,7 @@ class Workbench:
         trust: verifies the coordinator.
         trainer: does the work.
         clock: the coordinator's time in unix seconds.
+        instance: of this agent process.
         on_work: called when there is work, before it is done.
         on_failure: called in another thread when an answer could not be sent; `outbox.check` then says why.
 
@@ -40,13 +41,14 @@ class Workbench:
         outbox: the answers on their way.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 one keyword per neighbour
         self,
         state: DeviceState,
         *,
         trust: ssl.SSLContext,
         trainer: Trainer,
         clock: Callable[[], float],
+        instance: str,
         on_work: Callable[[], None],
         on_failure: Callable[[], None],
     ) -> None:
@@ -59,6 +61,7 @@ class Workbench:
             clock=clock,
             train=self._trained,
             evaluate=trainer.evaluate,
+            instance=instance,
         )
         self.outbox: Outbox[tuple[str, Any]] = Outbox(self._send, on_failure)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from noted_calls import NotedCalls
 from starlette.requests import Request
 
 from edgefl.coordinator.fleet_api import (
@@ -18,7 +19,7 @@ from edgefl.coordinator.fleet_api import (
     Answer,
     FleetApi,
 )
-from edgefl.protocol import MAX_REQUEST_BYTES
+from edgefl.protocol import INSTANCE_HEADER, MAX_REQUEST_BYTES
 
 
 class Calls:
@@ -44,9 +45,10 @@ class Calls:
 
 class Site:
     def __init__(self) -> None:
-        self.calls, self.contacts = Calls(), list[int]()
+        self.calls, self.watcher = Calls(), NotedCalls()
+        self.contacts = self.watcher.contacts
         self.refused: list[tuple[str, int | None]] = []
-        self.api = FleetApi(self.calls, self.contacts.append, lambda what, _r, node, _d: self.note(what, node))
+        self.api = FleetApi(self.calls, self.watcher, lambda what, _r, node, _d: self.note(what, node))
 
     def note(self, what: str, node_id: int | None) -> None:
         self.refused.append((what, node_id))
@@ -119,3 +121,13 @@ def test_a_signature_under_another_part_of_the_application_is_a_sign_of_life_too
 
     assert (site.api.node_of(request("8")), site.contacts) == (None, [])
     assert (site.api.node_of(request("7")), site.contacts) == (7, [7])
+
+
+def test_a_copy_signs_for_nobody_in_another_part_of_the_application_either(site: Site) -> None:
+    site.watcher.refused["boot-b"] = "another one was here before"
+
+    def request(instance: str) -> Request:
+        return Request({"type": "http", "headers": [(b"key", b"7"), (INSTANCE_HEADER.encode(), instance.encode())]})
+
+    assert (site.api.node_of(request("boot-b")), site.contacts) == (None, [])
+    assert (site.api.node_of(request("boot-a")), site.contacts) == (7, [7])

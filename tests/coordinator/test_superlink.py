@@ -21,6 +21,7 @@ from flwr.server.superlink.linkstate.in_memory_linkstate import InMemoryLinkStat
 from flwr.supercore.primitives.asymmetric import bytes_to_private_key, sign_message
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 from flwr.supernode.fleet_http_client import FleetHttpClient
+from noted_calls import NotedCalls
 
 from edgefl.coordinator import superlink as superlink_module
 from edgefl.coordinator.directory import init_directory
@@ -29,7 +30,7 @@ from edgefl.coordinator.superlink import EdgeLinkState, SuperLink, prepare_body
 from edgefl.coordinator.web.https_port import WebServer, listen, make_app
 from edgefl.device.supernode import RefusedError, SuperNode, UnauthorisedError
 from edgefl.device.trust import pinned_context
-from edgefl.errors import NetworkError
+from edgefl.errors import ClonedError, NetworkError
 from edgefl.protocol import CHUNK_BYTES, INLINE_BODY_BYTES, MAX_BODY_BYTES, MAX_REQUEST_BYTES
 
 TWO_DAYS_S = 2 * 24 * 3600.0
@@ -62,8 +63,9 @@ class Site:
         self._start(listener)
 
     def _start(self, listener):
-        self.replies, self.contacts = queue.Queue(), []
-        self.superlink = SuperLink(on_reply=self.replies.put, on_contact=self.contacts.append)
+        self.replies, self.watcher = queue.Queue(), NotedCalls()
+        self.contacts = self.watcher.contacts
+        self.superlink = SuperLink(on_reply=self.replies.put, watcher=self.watcher)
         self.state = self.superlink.state
         self.web = WebServer(make_app(self.superlink.api, []), self.directory, listener)
         self.web.start()
@@ -80,9 +82,11 @@ class Site:
     def address(self):
         return f"127.0.0.1:{self.port}"
 
-    def node(self, *, handler=echo, register=True, clock=time.time, key=None):
+    def node(self, *, handler=echo, register=True, clock=time.time, key=None, instance=""):
         pem, public = key or new_key()
-        node = SuperNode(private_key_pem=pem, trust=self.trust, clock=clock, train=handler, evaluate=handler)
+        node = SuperNode(
+            private_key_pem=pem, trust=self.trust, clock=clock, train=handler, evaluate=handler, instance=instance
+        )
         self._closers.callback(node.close)
         number = self.superlink.register(public, "pi") if register else None
         return SimpleNamespace(supernode=node, id=number, public=public, key=(pem, public))
@@ -679,7 +683,7 @@ ATTRIBUTES = (
 
 
 def test_flowers_private_names_that_we_use_are_still_there():
-    state = SuperLink(on_reply=print, on_contact=print).state
+    state = SuperLink(on_reply=print, watcher=NotedCalls()).state
     missing = [name for name in (*OVERRIDDEN, *USED) if not callable(getattr(InMemoryLinkState, name, None))]
     missing += [name for name in ATTRIBUTES if not hasattr(state, name)]
     rpcs = ("ActivateNode", "PullMessages", "PullObject", "PushMessages", "PushObject")
@@ -707,3 +711,26 @@ def test_a_torn_connection_does_not_disturb_the_others(site, run):
     send(run, device)
     work(device)
     assert site.reply().body == b"model"
+
+
+def test_a_process_says_who_it_is_and_repeats_the_stamp_that_it_was_given(site):
+    site.watcher.calls.clear()
+    device = site.device(instance="boot-a")
+    device.supernode.pull()
+    site.watcher.now = "life.2"
+    device.supernode.pull()
+    device.supernode.connect(site.address)
+    assert site.watcher.calls == [(device.id, "boot-a", stamp) for stamp in ("", "life.1", "life.1", "life.2")]
+
+
+def test_a_copy_is_refused_with_every_request_and_is_no_sign_of_life(site):
+    original = site.device(instance="boot-a")
+    copy = site.node(key=original.key, register=False, instance="boot-b")
+    site.watcher.refused["boot-b"] = "another one was here before"
+    before = len(site.contacts)
+    with pytest.raises(ClonedError, match="a copy: another one was here before"):
+        copy.supernode.connect(site.address)
+    with pytest.raises(ClonedError):
+        copy.supernode.pull()
+    assert len(site.contacts) == before
+    assert original.supernode.pull() is None

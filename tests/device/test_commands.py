@@ -28,6 +28,7 @@ class Board:
             "heart": self._part("heart", "beat_now"),
             "bell": self._part("bell", "ring"),
             "link": self._part("link", "set_draining", "publish_answer"),
+            "on_refused": lambda told: self.calls.append(("refused", told)),
         }
         self.commands = Commands(**parts)
 
@@ -56,6 +57,7 @@ def board(tmp_path: Path) -> Board:
         (CommandKind.DEPLOY, "d-1", [("models.deploy", "d-1")]),
         (CommandKind.ROLLBACK, "d-1", [("models.roll_back", "d-1")]),
         (CommandKind.INSTALL, "i-1", [("installations.install", "i-1")]),
+        (CommandKind.REFUSED, "{}", [("refused", "{}")]),
         (CommandKind.DRAIN, None, [("link.set_draining", True), ("trainer.rest",)]),
         (CommandKind.RESUME, None, [("link.set_draining", False)]),
         (CommandKind.RENEW, None, [("renewal.ask",), ("bell.ring",)]),

@@ -66,6 +66,7 @@ class Site:
             trust=pinned_context(state.ca.read_bytes()),
             trainer=trainer,
             clock=time.time,
+            instance="boot-a",
             on_work=self._work,
             on_failure=lambda: self.failures.append(1),
         )

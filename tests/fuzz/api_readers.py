@@ -27,6 +27,7 @@ from flwr.proto.node_pb2 import Node
 from flwr.proto.run_pb2 import GetRunRequest
 from flwr.supercore.primitives.asymmetric import bytes_to_private_key, sign_message
 from fuzz.reader import MIB, Form, Reader, Seed
+from noted_calls import NotedCalls
 
 from edgefl.assembly import assemble
 from edgefl.compression.codec import make_codec
@@ -223,7 +224,7 @@ class _Nodes:
 
     def __init__(self) -> None:
         self.replies: list[Reply] = []
-        self.superlink = SuperLink(on_reply=self.replies.append, on_contact=lambda _: None)
+        self.superlink = SuperLink(on_reply=self.replies.append, watcher=NotedCalls())
         key = ec.generate_private_key(ec.SECP256R1())
         self.pem = key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()

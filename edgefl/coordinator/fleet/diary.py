@@ -10,6 +10,7 @@ from edgefl.coordinator.fleet.presence import Flapping, Transition
 from edgefl.coordinator.fleet.roster import Restarted, Roster, RosterEvent
 from edgefl.coordinator.fleet.shard_faults import record_capabilities
 from edgefl.errors import NotFoundError
+from edgefl.coordinator.fleet.twins import Cloned
 from edgefl.protocol import Capabilities, Heartbeat, ProgressReport, Status, Topic
 from edgefl.storage.records import HeartbeatRow
 from edgefl.storage.store import Store
@@ -146,7 +147,7 @@ class Diary:
             self._capabilities[device_id] = capabilities, self._clock()
 
     def _heard(self, event: RosterEvent) -> None:
-        if isinstance(event, Transition | Flapping | Restarted):
+        if isinstance(event, Transition | Flapping | Restarted | Cloned):
             with self._lock:
                 self._events.append((event, self._clock()))
 
@@ -178,3 +179,6 @@ class Diary:
                 self._store.record_event("device-flapping", event.reason, at=at, device_id=event.device_id)
             case Restarted():
                 self._store.record_event("device-restarted", "a new agent", at=at, device_id=event.device_id)
+            case Cloned():
+                log.warning("%s: its card or state directory was copied: %s", event.device_id, event.reason)
+                self._store.record_event("device-cloned", event.reason, at=at, device_id=event.device_id)

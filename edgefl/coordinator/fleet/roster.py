@@ -14,7 +14,8 @@ from typing import Any
 
 from edgefl.coordinator.fleet.live_vitals import LiveVitals
 from edgefl.coordinator.fleet.presence import DeviceRecord, DeviceState, Presence, PresenceEvent
-from edgefl.protocol import EVALUATOR_NAME, Capabilities, Heartbeat, Status
+from edgefl.coordinator.fleet.twins import Cloned, Twins, TwinTried
+from edgefl.protocol import EVALUATOR_NAME, Capabilities, Heartbeat, PresenceState, Status
 from edgefl.types import DeviceInfo, Role, Vitals
 
 _ABLE = frozenset({DeviceState.ONLINE, DeviceState.LATE})
@@ -26,6 +27,7 @@ NEVER_SEEN: Mapping[str, Any] = MappingProxyType(
         "presence": "never seen",
         "drained": False,
         "silent_s": None,
+        "cloned": None,
         **dict.fromkeys(_TOLD),
         "seconds_per_iteration": None,
     }
@@ -70,7 +72,7 @@ class Removed:
     device_id: str
 
 
-RosterEvent = PresenceEvent | Restarted | Holding | Added | Changed | Removed
+RosterEvent = PresenceEvent | Restarted | Holding | Added | Changed | Removed | Cloned | TwinTried
 Listener = Callable[[RosterEvent], None]
 
 
@@ -87,7 +89,7 @@ class Roster:
     """Keeps the fleet; every call is safe from any thread, listeners are called outside the lock."""
 
     def __init__(self, presence: Presence, clock: Callable[[], float]) -> None:
-        self._presence, self._clock = presence, clock
+        self._presence, self._clock, self._twins = presence, clock, Twins()
         self._entries: dict[str, _Entry] = {}
         self._by_node: dict[int, str] = {}
         self._listeners: list[Listener] = []
@@ -143,6 +145,7 @@ class Roster:
         """Forgets a device; returns its node id."""
         with self._lock:
             self._presence.forget(device_id)
+            self._twins.forget(device_id)
             entry = self._entries.pop(device_id, None)
             if entry is None:
                 return None
@@ -220,6 +223,7 @@ class Roster:
                         "device_id": device_id,
                         **({"presence": str(record.state), "silent_s": round(record.silent_s, 1)} if record else {}),
                         "drained": entry.is_drained,
+                        "cloned": self._twins.shown(device_id, self._clock()),
                         **({name: getattr(heartbeat, name) for name in _TOLD} if heartbeat else {}),
                         "seconds_per_iteration": entry.seconds_per_iteration,
                     }
@@ -253,16 +257,18 @@ class Roster:
             entry = self._entries.get(device_id)
             if entry is None:
                 return
-            events += self._presence.status(device_id, status, self._clock())
-            if status.state != "offline" and status.boot_id != entry.boot_id:
-                if entry.boot_id:
-                    events.insert(0, Restarted(device_id=device_id))
-                entry.boot_id = status.boot_id
+            events += self._twin_of_status(device_id, status)
+            if self._twins.refusal(device_id, status.boot_id) is None:
+                events += self._presence.status(device_id, status, self._clock())
+                if status.state != "offline" and status.boot_id != entry.boot_id:
+                    if entry.boot_id:
+                        events.insert(0, Restarted(device_id=device_id))
+                    entry.boot_id = status.boot_id
         self._tell(events)
 
     def note_heartbeat(self, device_id: str, heartbeat: Heartbeat) -> None:
         with self._lock:
-            if device_id not in self._entries:
+            if device_id not in self._entries or self._twins.refusal(device_id, heartbeat.boot_id or "") is not None:
                 return
             now_s = self._clock()
             events: list[RosterEvent] = [*self._presence.heartbeat(device_id, heartbeat, now_s)]
@@ -289,6 +295,36 @@ class Roster:
             events = self._presence.seen(device_id, self._clock()) if device_id else []
         self._tell(events)
 
+    def note_call(self, node_id: int, instance: str, *, stamp: str, address: str) -> str | None:
+        """Takes a signed request of one agent process; returns why that is refused, None if it is not.
+
+        Args:
+            node_id: who has signed.
+            instance: what the process calls itself.
+            stamp: the newest that it has read, of `stamp`.
+            address: where it calls from.
+        """
+        with self._lock:
+            device_id = self._by_node.get(node_id)
+            if device_id is None or not instance:
+                return None
+            found = self._twins.called(device_id, instance, stamp=stamp, address=address, now_s=self._clock())
+            refusal = self._twins.refusal(device_id, instance)
+        if found:
+            # What waited for the device may have gone to its twin: as after a restart, it is given again.
+            self._tell([*found, Restarted(device_id=device_id)])
+        return refusal
+
+    def stamp(self, node_id: int) -> str:
+        """Returns what an answer to a device carries, and its next request repeats; see `twins`."""
+        with self._lock:
+            return self._twins.stamp(self._by_node.get(node_id, ""))
+
+    def cloned(self, device_id: str) -> str | None:
+        """Returns in words that a twin of a device was refused lately, None if there was none."""
+        with self._lock:
+            return self._twins.shown(device_id, self._clock())
+
     def note_bus(self, *, connected: bool) -> None:
         with self._lock:
             self._presence.bus(connected=connected, now_s=self._clock())
@@ -298,6 +334,18 @@ class Roster:
         with self._lock:
             events = self._presence.tick(self._clock())
         self._tell(events)
+
+    def _twin_of_status(self, device_id: str, status: Status) -> list[RosterEvent]:
+        """Returns whether a status shows that there are two agents, or comes from the one that is refused."""
+        if status.state == PresenceState.OFFLINE:
+            return []
+        reason = self._twins.refusal(device_id, status.boot_id)
+        found = self._twins.connected(
+            device_id, status.boot_id, session_no=status.session_no, board=status.board, now_s=self._clock()
+        )
+        if reason is not None:
+            return [TwinTried(device_id=device_id, refused=status.boot_id, reason=reason)]
+        return [*found]
 
     def _records(self) -> list[DeviceRecord]:
         return self._presence.records(self._clock())

@@ -158,6 +158,7 @@ def device_row(roster: Roster, device_id: str) -> Json | None:
     }
     if heartbeat is not None and state in PRESENT:
         row |= _vitals(heartbeat)
+        "cloned": roster.cloned(device_id),
     return {name: value for name, value in row.items() if value not in (None, False, [], ())}
 
 

@@ -62,7 +62,7 @@ def probe(root: Path = Path("/"), *, run: RunProgram = run_program) -> Json:
         "compatible": compatible or None,
         "family": family(compatible),
         "soc": soc_name(root, compatible),
-        "serial_hash": _serial_hash(root),
+        "serial_hash": board_hash(root),
         **_jetson(board, compatible),
         **_cpu(root),
         **_memory(root),
@@ -96,7 +96,8 @@ def family(compatible: Sequence[str]) -> str:
     return "board" if compatible else "pc"
 
 
-def _serial_hash(root: Path) -> str | None:
+def board_hash(root: Path = Path("/")) -> str | None:
+    """Returns what tells boards apart, 16 hexadecimal digits: a hash of the serial number, else of the machine id."""
     serial = _property(root, "serial-number")
     identity = serial[0] if serial else text(root / "etc/machine-id")
     return hashlib.sha256(f"edgefl board {identity}".encode()).hexdigest()[:16] if identity else None

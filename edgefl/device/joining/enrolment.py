@@ -20,6 +20,7 @@ from edgefl.device.board.training_facts import training_facts
 from edgefl.device.joining.keys import certificate_in, new_key, public_pem, request_pem
 from edgefl.device.joining.reaching import Site, reach
 from edgefl.device.state import (
+    REFUSED,
     DeviceState,
     JoinedDevice,
     PendingJoin,
@@ -70,7 +71,7 @@ def join(token: JoinToken, wishes: JoinWishes, *, root: Path, addresses: Sequenc
     """
     checked_slug(wishes.name)
     wishes = _fitting(wishes)
-    if (root / "device.json").exists():
+    if (root / "device.json").exists() and not _is_copy_of_another(root, wishes.name):
         return _join_again(DeviceState.load(root), token, wishes)
     site = reach([*addresses, *token.addresses], token.ca_fingerprint)
     if abs(site.hello.skew_s) > NOTABLE_SKEW_S:
@@ -98,6 +99,11 @@ def host_slug() -> str:
     """Returns this machine's name as a device name."""
     slug = re.sub(r"[^a-z0-9]+", "-", socket.gethostname().partition(".")[0].lower()).strip("-")[:63].rstrip("-")
     return slug if slug and slug != "localhost" else "device"
+
+
+def _is_copy_of_another(root: Path, name: str) -> bool:
+    """Returns whether this board was refused as the copy of a device, and gets a name of its own now."""
+    return (root / REFUSED).exists() and DeviceState.load(root).device_id != name
 
 
 def _join_again(state: DeviceState, token: JoinToken, wishes: JoinWishes) -> DeviceState:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from noted_calls import NotedCalls
 
 from edgefl.coordinator.fleet.membership import Membership
 from edgefl.coordinator.fleet.presence import Presence
@@ -29,7 +30,7 @@ class Site:
         self.restart()
 
     def restart(self) -> None:
-        self.superlink = SuperLink(on_reply=lambda _: None, on_contact=lambda _: None)
+        self.superlink = SuperLink(on_reply=lambda _: None, watcher=NotedCalls())
         self.roster = Roster(Presence(), lambda: 0.0)
         self.members = Membership(self.store, self.superlink, self.roster)
 

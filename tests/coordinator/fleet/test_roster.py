@@ -4,6 +4,7 @@ import pytest
 
 from edgefl.coordinator.fleet.presence import DeviceState, Flapping, Presence, Transition
 from edgefl.coordinator.fleet.roster import SMOOTHING, Added, Changed, Holding, Removed, Restarted, Roster
+from edgefl.coordinator.fleet.twins import Cloned, TwinTried
 from edgefl.errors import NetworkError
 from edgefl.protocol import EVALUATOR_NAME, Capabilities, Heartbeat, Status
 from edgefl.types import Role
@@ -206,9 +207,56 @@ def test_a_status_that_makes_no_sense_is_refused(fleet):
         fleet.say("pi", "sleepy")
 
 
-def test_two_agents_under_one_name_are_reported(fleet):
-    for turn in range(6):
-        fleet.say("pi", boot=f"boot-{turn % 2}", session=turn // 2 + 1)
+def test_the_later_of_two_agents_that_take_turns_at_the_broker_is_refused_and_heard_no_more(fleet):
+    fleet.say("pi", boot="a", session=5)
+    fleet.say("pi", boot="b", session=5)
+    fleet.take()
+    fleet.say("pi", boot="a", session=6)
+    cloned = [event for event in fleet.take() if isinstance(event, Cloned)]
+    assert [(event.device_id, event.refused) for event in cloned] == [("pi", "b")]
+    fleet.say("pi", "draining", boot="b", session=6)
+    fleet.roster.note_heartbeat("pi", Heartbeat(seq=9, session_no=6, uptime_s=1.0, boot_id="b"))
+    heard = fleet.take()
+    assert [(type(event), event.refused) for event in heard] == [(TwinTried, "b")]
+    assert fleet.roster.state("pi") is DeviceState.ONLINE
+    assert fleet.roster.heartbeat("pi") is None
+    fleet.roster.note_heartbeat("pi", Heartbeat(seq=1, session_no=6, uptime_s=1.0, boot_id="a"))
+    assert fleet.roster.heartbeat("pi").seq == 1
+    [row] = fleet.roster.facts()
+    assert "refused the later of two agents (boot b)" in row["cloned"]
+
+
+def test_a_copy_that_only_asks_over_https_is_refused_and_what_it_took_is_given_again(fleet):
+    def call(instance):
+        refusal = fleet.roster.note_call(7, instance, stamp=stamps.get(instance, ""), address="10.0.0.7")
+        stamps[instance] = fleet.roster.stamp(7)
+        return refusal
+
+    stamps = {}
+    assert [call("a"), call("b"), call("a")] == [None, None, None]
+    assert fleet.take() == []
+    assert call("a") is None
+    cloned, restarted = fleet.take()
+    assert (cloned.refused, restarted) == ("b", Restarted(device_id="pi"))
+    assert "(boot b, at 10.0.0.7)" in call("b")
+    assert call("a") is None
+
+
+def test_a_device_that_was_removed_and_joins_again_has_no_twin_any_more(fleet):
+    for boot, session in (("a", 1), ("b", 1), ("a", 2)):
+        fleet.say("pi", boot=boot, session=session)
+    assert fleet.roster.cloned("pi")
+    fleet.roster.remove("pi")
+    fleet.add("pi", 9)
+    assert fleet.roster.cloned("pi") is None
+    assert fleet.roster.note_call(9, "b", stamp="", address="") is None
+
+
+def test_two_sessions_of_one_agent_that_take_turns_are_reported(fleet):
+    fleet.say("pi", session=2)
+    for seq in range(1, 4):
+        for session in (1, 2):
+            fleet.roster.note_heartbeat("pi", Heartbeat(seq=seq, session_no=session, uptime_s=1.0))
     assert Flapping(device_id="pi") in fleet.take()
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from noted_calls import NotedCalls
 
 from edgefl.assembly import assemble
 from edgefl.config import parse_run
@@ -48,7 +49,7 @@ def worker(request: pytest.FixtureRequest, store: Store, tmp_path: Path) -> RunW
         directory=CoordinatorDirectory(root=tmp_path, fleet="lab", hosts=()),
         store=store,
         roster=Roster(Presence(), time.monotonic),
-        superlink=SuperLink(on_reply=lambda _: None, on_contact=lambda _: None),
+        superlink=SuperLink(on_reply=lambda _: None, watcher=NotedCalls()),
         bell=Bell(),
         assemble=request.param if hasattr(request, "param") else never_assembled,
     )

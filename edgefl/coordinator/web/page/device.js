@@ -94,7 +94,7 @@ export function deviceView(root, deviceId) {
     const now = JSON.stringify([row, deployed]);
     if (now === seen) return;
     seen = now;
-    replace(numbers, facts([["At work on", work(row)], ["Temperature", temperature(row)], ["Held back by", row.throttled?.replaceAll(",", ", ") ?? "nothing"], ["CPU", percent(row.cpu_fraction)], ["Memory", percent(row.memory_fraction)],
+    replace(numbers, facts([["A copy of it", row.cloned ? h("span", { class: "warn" }, row.cloned) : null], ["At work on", work(row)], ["Temperature", temperature(row)], ["Held back by", row.throttled?.replaceAll(",", ", ") ?? "nothing"], ["CPU", percent(row.cpu_fraction)], ["Memory", percent(row.memory_fraction)],
       ["Power", row.power_w === undefined ? null : `${row.power_w.toFixed(1)} W`], ["Battery", row.battery_fraction === undefined ? null : percent(row.battery_fraction)],
       ["An iteration", row.seconds_per_iteration ? seconds(row.seconds_per_iteration) : null], ["Role", row.role], ["Groups", row.groups?.join(", ") ?? null], ["Tasks", row.tasks?.join(", ") ?? "no shard"],
       ["Deployed model", deployed]]));

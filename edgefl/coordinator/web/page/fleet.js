@@ -14,6 +14,7 @@ const FILTERS = [
   ["offline", "Offline", (row) => row.presence === "offline"],
   ["draining", "Draining", (row) => row.presence === "draining" || row.drained],
   ["never", "Never seen", (row) => row.presence === "never seen"],
+  ["cloned", "Cloned", (row) => Boolean(row.cloned)],
   ["throttled", "Throttled", (row) => Boolean(row.throttled)],
   ["hot", `${HOT_C} °C or more`, (row) => (row.temperature_c ?? 0) >= HOT_C],
 ];
@@ -66,7 +67,8 @@ export function deviceColumns() {
 
 function minor(row) {
   const told = [row.role === "trainer" ? null : row.role, ...(row.groups ?? [])].filter(Boolean);
-  return told.length ? h("span", { class: "minor beside" }, told.join(", ")) : null;
+  return [told.length ? h("span", { class: "minor beside" }, told.join(", ")) : null,
+    row.cloned ? h("span", { class: "warn beside", title: row.cloned }, "cloned") : null];
 }
 
 function power(row) {

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from edgefl.device.refusal import check_welcome, keep_refusal
+from edgefl.errors import ClonedError
+
+
+@pytest.fixture
+def kernel_boot(tmp_path: Path) -> Path:
+    path = tmp_path / "boot_id"
+    path.write_text("first\n")
+    return path
+
+
+def test_an_agent_that_was_refused_stays_away_until_its_board_is_switched_off_and_on(
+    tmp_path: Path, kernel_boot: Path
+) -> None:
+    check_welcome(tmp_path, kernel_boot=kernel_boot)
+    keep_refusal(tmp_path, "another one was there before", kernel_boot=kernel_boot)
+    for _ in range(2):
+        with pytest.raises(ClonedError, match="another one was there before; on the copy run `edgefl device join`"):
+            check_welcome(tmp_path, kernel_boot=kernel_boot)
+    kernel_boot.write_text("second\n")
+    check_welcome(tmp_path, kernel_boot=kernel_boot)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"reason": 1}', b"\xff"])
+def test_a_damaged_note_holds_until_it_is_deleted(tmp_path: Path, kernel_boot: Path, content: bytes) -> None:
+    (tmp_path / "refused.json").write_bytes(content)
+    with pytest.raises(ClonedError, match=r"delete .*refused\.json"):
+        check_welcome(tmp_path, kernel_boot=kernel_boot)
+    (tmp_path / "refused.json").unlink()
+    check_welcome(tmp_path, kernel_boot=kernel_boot)
+
+
+def test_a_full_card_does_not_hide_the_refusal_behind_another_error(
+    tmp_path: Path, kernel_boot: Path, full_card: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    keep_refusal(tmp_path, "another one was there before", kernel_boot=kernel_boot)
+    assert "cannot keep that this agent was refused" in caplog.text
