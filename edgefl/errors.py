@@ -9,7 +9,8 @@ EdgeflError                  1   anything below, or nothing more exact
 ├── CodecError               7   a body that cannot be decoded, or an unknown codec
 ├── StoreError               10  the database or a model file cannot be used
 │   ├── StoreFullError       11  no room on the disk
-│   └── StoreTooNewError     12  written by a newer edgefl
+│   ├── StoreTooNewError     12  written by a newer edgefl
+│   └── StoreBusyError       14  in use by another program for too long
 ├── JournalError             13  a damaged journal or checkpoint
 ├── NetworkError             20  a peer cannot be reached or answers nonsense
 │   ├── PortInUseError       21  the address is taken
@@ -24,8 +25,8 @@ EdgeflError                  1   anything below, or nothing more exact
 ├── NotJoinedError           36  this state directory belongs to no fleet yet
 ├── NotAllowedError          37  the operator token is missing or wrong
 ├── VersionError             38  the other side speaks another version
-├── NotFoundError            40  no such run, device or model
 ├── ClonedError              39  another agent works under this device's identity: this one is the copy
+├── NotFoundError            40  no such run, device or model
 ├── RunFailedError           41  the run ended without reaching its goal
 ├── UnsoundError             50  `edgefl doctor` found a problem
 └── BundleError              51  a release or task pack that is damaged, not trusted, or not for this board
@@ -76,6 +77,10 @@ class StoreFullError(StoreError):
 
 class StoreTooNewError(StoreError):
     exit_code = 12
+
+
+class StoreBusyError(StoreError):
+    exit_code = 14
 
 
 class JournalError(EdgeflError):
@@ -134,15 +139,15 @@ class VersionError(EdgeflError):
     exit_code = 38
 
 
+class ClonedError(EdgeflError):
+    exit_code = 39
+
+
 class NotFoundError(EdgeflError):
     exit_code = 40
 
 
 class RunFailedError(EdgeflError):
-class ClonedError(EdgeflError):
-    exit_code = 39
-
-
     exit_code = 41
 
 
@@ -152,3 +157,7 @@ class UnsoundError(EdgeflError):
 
 class BundleError(EdgeflError):
     exit_code = 51
+
+
+HINDRANCES = (StoreFullError, StoreBusyError)
+"""What passes by itself: there is room again, another program lets go. A damaged store does not."""

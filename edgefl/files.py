@@ -60,7 +60,8 @@ def make_private_directory(directory: Path) -> None:
     """Makes `directory` for its owner only, and its name durable.
 
     Raises:
-        StoreError: it cannot be made.
+        StoreFullError: no room for it.
+        StoreError: it cannot be made for another reason.
     """
     try:
         if not directory.is_dir():
@@ -68,6 +69,8 @@ def make_private_directory(directory: Path) -> None:
             sync_directory(directory.parent)
         directory.chmod(0o700)
     except OSError as error:
+        if error.errno in FULL_ERRNOS:
+            raise store_error(directory, error) from None
         raise StoreError(f"{directory} cannot be made: {error.strerror or error}") from None
 
 

@@ -85,10 +85,24 @@ class Attempts:
                     minute.count, minute.is_first, minute.since_s = 0, False, now_s
                 elif is_over:
                     del self._open[key]
-        if rows:
+        if not rows:
+            return
+        try:
             with self.store.batch():
                 for (what, who), detail, device_id, count in rows:
                     self._write(what, who, detail, device_id, count)
+        except BaseException:
+            self._take_back(rows)
+            raise
+
+    def _take_back(self, rows: list[tuple[tuple[str, str], str, str | None, int]]) -> None:
+        """Counts what could not be written with what is tried from now on."""
+        with self._lock:
+            for key, detail, device_id, count in rows:
+                minute = self._open.setdefault(
+                    key, _Minute(since_s=self.monotonic(), detail=detail, device_id=device_id, count=0)
+                )
+                minute.count, minute.is_first = minute.count + count, True
 
     def _write(self, what: str, who: str, detail: str, device_id: str | None, count: int) -> None:
         often = f", {count} times" if count > 1 else ""

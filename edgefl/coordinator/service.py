@@ -28,6 +28,7 @@ from edgefl.coordinator.fleet.membership import Membership
 from edgefl.coordinator.fleet.presence import Presence
 from edgefl.coordinator.fleet.roster import Roster, RosterEvent
 from edgefl.coordinator.fleet.twins import Cloned, TwinTried
+from edgefl.coordinator.hindrance import Hindrance
 from edgefl.coordinator.joining.enrolment import BrokerSite, EnrolmentService
 from edgefl.coordinator.joining.own_certificates import renew_ca, renew_own
 from edgefl.coordinator.joining.renewal import RenewalService
@@ -35,6 +36,7 @@ from edgefl.coordinator.joining.rotation import Rotation, note_own, own_serial
 from edgefl.coordinator.monitoring.monitoring import Monitoring, Watched
 from edgefl.coordinator.rollouts.deployment_files import Export
 from edgefl.coordinator.runs.kept_models import sweep_models
+from edgefl.coordinator.runs.pauses import Pauses
 from edgefl.coordinator.runs.vetting import Vetting
 from edgefl.coordinator.runs.worker import Assemble, RunSite
 from edgefl.coordinator.start_options import StartOptions
@@ -88,6 +90,7 @@ class Coordinator:
         self.life = LoopLife()
         self._fatal: EdgeflError | None = None
         self._switchboard = Switchboard()
+        self._pauses = Pauses()
         self._web: WebServer | None = None
         self._closers = contextlib.ExitStack()
 
@@ -110,7 +113,7 @@ class Coordinator:
         """Keeps the fleet's diary until somebody stops the coordinator.
 
         Raises:
-            EdgeflError: it cannot go on (the disk is full, the store is gone).
+            EdgeflError: it cannot go on (the store is damaged, or gone).
         """
         turns = -1
         while not self._stopping.wait(FLUSH_EVERY_S):
@@ -119,14 +122,18 @@ class Coordinator:
                 turns = self._web.turns
                 self.life.beat()
             self._roster.tick()
-            self._diary.flush()
-            self._attempts.flush()
-            self._mqtt.update()
-            self._rotation.look()
-            self._askers.worker.flush()
-            self._feed.update()
+            self._hindrance.attempt(self._keep_account)
         if self._fatal is not None:
             raise self._fatal
+
+    def _keep_account(self) -> None:
+        """Writes what has gathered, and shows what is new."""
+        self._diary.flush()
+        self._attempts.flush()
+        self._mqtt.update()
+        self._rotation.look()
+        self._askers.worker.flush()
+        self._feed.update()
 
     def _open(self) -> None:
         """Opens everything in order; the closers run in the opposite one.
@@ -161,6 +168,7 @@ class Coordinator:
         has_renewed = renew_own(directory, now=time.time())
         self._store = Store.open(self._store_url())
         self._closers.callback(self._store.close)
+        self._hindrance = Hindrance(record=lambda kind, told, at: self._store.record_event(kind, told, at=at))
         if has_renewed:
             note_own(directory, self._store, former=former, now=time.time())
         sweep_models(directory.models, self._store, now=time.time())
@@ -192,7 +200,10 @@ class Coordinator:
         self._evaluator = OwnEvaluator(self._directory, self._store, self._members)
         self._draining = Draining(self._store, self._roster, self._send_command, time.time)
         self._draining.restore()
-        self._feed = Feed(FeedState(store=self._store, roster=self._roster), last_seen=lambda: last_seen(self._store))
+        self._feed = Feed(
+            FeedState(store=self._store, roster=self._roster, pauses=self._pauses),
+            last_seen=lambda: last_seen(self._store),
+        )
         self._roster.listen(self._feed.heard)
 
     def _open_mqtt(self) -> None:
@@ -207,6 +218,7 @@ class Coordinator:
             closers=self._closers,
         )
         self._draining.listen()
+        self._roster.listen(self._turn_away)
         self._rotation = Rotation(
             directory=self._directory,
             store=self._store,
@@ -217,7 +229,6 @@ class Coordinator:
         self._rotation.listen()
 
     def _make_askers(self) -> Askers:
-        self._roster.listen(self._turn_away)
         """Returns what asks devices for something, not yet started, and watched."""
         bus, store, roster = self._mqtt.bus, self._store, self._roster
         watched = Watched(
@@ -237,6 +248,7 @@ class Coordinator:
             bell=bus,
             assemble=self._assemble,
             meter=self._monitoring.meter,
+            pauses=self._pauses,
         )
         return Askers.at(site, export=self._export, on_fatal=self._die)
 
@@ -315,6 +327,13 @@ class Coordinator:
         self._mqtt.bus.forget(device_id)
         log.info("%s was removed from the fleet", device_id)
 
+    def _turn_away(self, event: RosterEvent) -> None:
+        """Tells an agent that it is a copy, and is not wanted; on the topic of the device whose copy it is."""
+        if isinstance(event, Cloned | TwinTried):
+            told = json.dumps({"boot_id": event.refused, "reason": event.reason})
+            command = Command(id=uuid.uuid4().hex, kind=CommandKind.REFUSED, argument=told)
+            self._send_command(event.device_id, command)
+
     def _take_own(self) -> None:
         """Takes up certificates of the coordinator that are new."""
         self._mqtt.reload()
@@ -326,13 +345,6 @@ class Coordinator:
 
     def _last_flush(self) -> None:
         try:
-    def _turn_away(self, event: RosterEvent) -> None:
-        """Tells an agent that it is a copy, and is not wanted; on the topic of the device whose copy it is."""
-        if isinstance(event, Cloned | TwinTried):
-            told = json.dumps({"boot_id": event.refused, "reason": event.reason})
-            command = Command(id=uuid.uuid4().hex, kind=CommandKind.REFUSED, argument=told)
-            self._send_command(event.device_id, command)
-
             self._diary.flush()
             self._attempts.flush(is_last=True)
         except EdgeflError as error:

@@ -9,15 +9,14 @@ from pathlib import Path
 
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from edgefl.errors import StoreError, StoreFullError
+from edgefl.errors import StoreBusyError, StoreError, StoreFullError
 from edgefl.files import FULL_ERRNOS
 
 _MIN_ROOM_BYTES = 64 * 1024
 _POSTGRES_DISK_FULL = "53100"
 _POSTGRES_LOCKED = ("55P03", "40P01")
+_LOCKED = ("SQLITE_BUSY", "SQLITE_LOCKED")
 _ADVICE = {
-    "SQLITE_BUSY": "is in use by another program; stop that and try again",
-    "SQLITE_LOCKED": "is in use by another program; stop that and try again",
     "SQLITE_NOTADB": "is not a database; move the file away or name another place",
     "SQLITE_CORRUPT": "is damaged; restore a backup",
     "SQLITE_READONLY": "cannot be written; check the file's owner and mode",
@@ -27,7 +26,7 @@ _ADVICE = {
 
 @contextmanager
 def explained(where: str) -> Iterator[None]:
-    """Raises the driver's errors about the database at `where` as `StoreError` or `StoreFullError`."""
+    """Raises the driver's errors about the database at `where` as `StoreError` or one of its kinds."""
     try:
         yield
     except DBAPIError as error:
@@ -55,8 +54,10 @@ def _translate(error: DBAPIError, where: str) -> StoreError:
     is_full = name == "SQLITE_FULL" or (name.startswith("SQLITE_IOERR") and not _has_room(where))
     if is_full or state == _POSTGRES_DISK_FULL:
         return StoreFullError(f"no room to write the store {where}: disk is full; free some space and try again")
-    if state in _POSTGRES_LOCKED:
-        name = "SQLITE_LOCKED"
+    if name.startswith(_LOCKED) or state in _POSTGRES_LOCKED:
+        return StoreBusyError(
+            f"store {where} is in use by another program; stop that and try again ({_first_line(cause)})"
+        )
     for prefix, advice in _ADVICE.items():
         if name.startswith(prefix):
             return StoreError(f"store {where} {advice} ({_first_line(cause)})")

@@ -8,6 +8,7 @@ import pytest
 from sqlalchemy import select
 
 from edgefl.coordinator.attempts import MAX_DETAIL_CHARS, MAX_TOLD_APART, ROW_EVERY_S, Attempts, network_of
+from edgefl.errors import StoreFullError
 from edgefl.storage.models import Event
 from edgefl.storage.store import Store
 
@@ -103,3 +104,18 @@ def test_what_somebody_sent_cannot_write_lines_or_volumes(book: Book) -> None:
 )
 def test_of_ipv6_it_is_the_network_that_counts(host: str | None, told: str) -> None:
     assert network_of(host) == told
+
+
+def test_what_cannot_be_written_is_counted_and_written_later(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **_named: Any) -> None:
+        raise StoreFullError("no room")
+
+    book.attempts.note("join", "10.0.0.1", "no")
+    with monkeypatch.context() as patched:
+        patched.setattr(book.store, "record_event", full)
+        for _ in range(2):
+            with pytest.raises(StoreFullError):
+                book.attempts.flush()
+            book.attempts.note("join", "10.0.0.1", "no")
+    book.attempts.flush()
+    assert [row.message for row in book.rows()] == ["join from 10.0.0.1, 3 times: no"]

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from edgefl.config import parse_run
 from edgefl.errors import RunFailedError
 from edgefl.local_fleet import LocalFleet
 
-SIZE = "4m"
+SIZE = "16m"
 
 
 @pytest.fixture
@@ -53,49 +52,95 @@ def fleet(request: pytest.FixtureRequest, tools: Any, small_disk: Path, tmp_path
     root = tmp_path / "fleet"
     root.mkdir()
     (root / "coordinator").symlink_to(small_disk)
-    with tools.fleet(root, tools.devices(request.param)) as running:
+    with tools.fleet(root, tools.devices(request.param, "digits", tools.gated)) as running:
         yield running
 
 
+def _event_kinds(fleet: LocalFleet, run: str | None = None) -> list[Any]:
+    return [row["kind"] for row in fleet.history("events", run=run)]
+
+
 @pytest.mark.parametrize("fleet", [2], indirect=True)
-def test_a_full_disk_ends_the_coordinator_with_one_line_and_loses_nothing(
+def test_a_full_disk_pauses_the_run_which_goes_on_by_itself_and_ends_with_the_same_model(
     fleet: LocalFleet, tools: Any, small_disk: Path
 ) -> None:
-    done = fleet.submit(parse_run({"run": {"task": "digits", "rounds": 2}, "devices": {"min": 2}}))
-    fleet.wait_run(done)
-    active = fleet.submit(parse_run({"run": {"task": "digits", "rounds": 100_000}, "devices": {"min": 2}}))
-    tools.eventually(lambda: len(tools.used(fleet, active)) > 2)
+    coordinator = fleet.processes["coordinator"]
+    run_file = tools.gated_run(rounds=40, min=2, iterations=2, pace_s=0.05)
+    active = fleet.submit(run_file)
+    tools.eventually(lambda: len(tools.used(fleet, active)) > 4)
     kept = {row["assignment_id"] for row in tools.used(fleet, active)}
     filler = _fill(small_disk)
 
-    assert fleet.processes["coordinator"].wait(30) == 11
-    lines = (fleet.root / "coordinator.log").read_text().splitlines()
-    told = [line for line in lines if line.startswith("edgefl: ")]
-    assert len(told) == 1
-    assert "no room" in told[0]
-    tools.check_logs(fleet.root)
+    tools.eventually(lambda: tools.status(fleet, active) == "paused")
+    row = fleet.operator().get(f"/edgefl/v1/runs/{active}")
+    assert "no room" in row["reason"] or "cannot be written" in row["reason"]
+    assert str(fleet.directory) in row["reason"]
+    assert "paused" in fleet.command("run", "list")
+    assert set(fleet.presence().values()) == {"online"}
+    assert coordinator.poll() is None
 
     filler.unlink()
-    fleet.start_coordinator()
-    assert tools.status(fleet, done) == "finished"
-    tools.eventually(lambda: tools.status(fleet, active) == "running", what="it goes on where it was")
-    assert len(tools.used(fleet, done)) == 2 * 2
-    assert kept <= {row["assignment_id"] for row in tools.used(fleet, active)}
+    assert fleet.wait_run(active)["status"] == "finished"
+    assert coordinator.poll() is None
+    used = [row["assignment_id"] for row in tools.used(fleet, active)]
+    assert (len(used), len(set(used))) == (80, 80)
+    assert kept <= set(used)
+    kinds = _event_kinds(fleet, active)
+    assert kinds.count("run-paused") == kinds.count("run-unpaused") >= 1
     connection = sqlite3.connect(fleet.database)
     assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     connection.close()
-    fleet.wait_present(2)
-    tools.eventually(lambda: len(tools.used(fleet, active)) > len(kept) + 2, what="more updates are used")
-    fleet.operator().post(f"/edgefl/v1/runs/{active}/stop")
-    again = fleet.submit(parse_run({"run": {"task": "digits", "rounds": 2}, "devices": {"min": 2}}))
-    assert fleet.wait_run(again)["status"] == "finished"
+
+    again = fleet.submit(run_file)
+    assert fleet.wait_run(again)["model"] == fleet.operator().get(f"/edgefl/v1/runs/{active}")["model"]
+    tools.check_logs(fleet.root)
+
+
+@pytest.mark.parametrize("fleet", [2], indirect=True)
+def test_a_coordinator_that_is_stopped_while_its_run_is_paused_goes_on_with_it_later(
+    fleet: LocalFleet, tools: Any, small_disk: Path
+) -> None:
+    active = fleet.submit(tools.gated_run(rounds=100_000, min=2, iterations=2, pace_s=0.05))
+    tools.eventually(lambda: len(tools.used(fleet, active)) > 4)
+    filler = _fill(small_disk)
+    tools.eventually(lambda: tools.status(fleet, active) == "paused")
+    assert fleet.end("coordinator") == 0
+    filler.unlink()
+    fleet.start_coordinator()
+    before = len(tools.used(fleet, active))
+    tools.eventually(lambda: len(tools.used(fleet, active)) > before + 2, what="it goes on")
+    tools.check_logs(fleet.root)
 
 
 @pytest.mark.parametrize("fleet", [1], indirect=True)
-def test_a_full_disk_is_noticed_without_a_run_too(fleet: LocalFleet, tools: Any, small_disk: Path) -> None:
-    _fill(small_disk)
-    assert fleet.processes["coordinator"].wait(60) == 11
-    assert "no room" in fleet.log_tail("coordinator", 1)
+def test_a_full_disk_without_a_run_is_said_and_devices_are_heard_meanwhile(
+    fleet: LocalFleet, tools: Any, small_disk: Path
+) -> None:
+    fleet.wait_present(1)
+    filler = _fill(small_disk)
+    log = fleet.root / "coordinator.log"
+    tools.eventually(lambda: "what there is to write waits" in log.read_text())
+    assert fleet.presence() == {"device-01": "online"}
+    filler.unlink()
+    tools.eventually(lambda: "store-hindered" in _event_kinds(fleet))
+    assert fleet.processes["coordinator"].poll() is None
+    tools.check_logs(fleet.root)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fleet", [1], indirect=True)
+def test_a_store_that_another_program_holds_ends_nothing(fleet: LocalFleet, tools: Any) -> None:
+    fleet.wait_present(1)
+    run = fleet.submit(tools.gated_run(rounds=100, min=1, iterations=2, pace_s=0.1))
+    tools.eventually(lambda: len(tools.used(fleet, run)) > 2)
+    log, other = fleet.root / "coordinator.log", sqlite3.connect(fleet.database, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    tools.eventually(lambda: "is in use by another program" in log.read_text())
+    other.execute("ROLLBACK")
+    other.close()
+    assert fleet.wait_run(run)["status"] == "finished"
+    assert len(tools.used(fleet, run)) == 100
+    assert "store-hindered" in _event_kinds(fleet) or "run-paused" in _event_kinds(fleet, run)
     tools.check_logs(fleet.root)
 
 

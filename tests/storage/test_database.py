@@ -22,7 +22,7 @@ from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateTable
 
 import edgefl.storage.database as database_module
-from edgefl.errors import StoreError, StoreFullError, StoreTooNewError
+from edgefl.errors import StoreBusyError, StoreError, StoreFullError, StoreTooNewError
 from edgefl.storage.database import SCHEMA_REVISION, Database
 from edgefl.storage.models import Base
 from edgefl.storage.queries import history
@@ -194,7 +194,7 @@ def test_a_locked_store_is_named_as_such_after_a_while(tmp_path, store):
     store.database.engine.dispose()
     other = sqlite3.connect(tmp_path / "edgefl.db", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
-    with pytest.raises(StoreError, match="in use by another program") as error:
+    with pytest.raises(StoreBusyError, match="in use by another program") as error:
         store.record_event("test", "something", at=1.0)
     one_line(error)
     other.execute("ROLLBACK")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from edgefl.coordinator.fleet.presence import Flapping, Transition
 from edgefl.coordinator.fleet.roster import Restarted, Roster, RosterEvent
 from edgefl.coordinator.fleet.shard_faults import record_capabilities
-from edgefl.errors import NotFoundError
 from edgefl.coordinator.fleet.twins import Cloned
+from edgefl.errors import NotFoundError
 from edgefl.protocol import Capabilities, Heartbeat, ProgressReport, Status, Topic
 from edgefl.storage.records import HeartbeatRow
 from edgefl.storage.store import Store
@@ -21,6 +22,31 @@ log = logging.getLogger(__name__)
 PRUNE_EVERY_S = 3600.0
 DAY_S = 86_400.0
 MAX_VERSION_CHARS = 40
+MAX_WAITING = 20_000
+"""So many heartbeats, and as many events, wait for a store that cannot be written; the oldest go, and are counted."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """What has gathered; `num_dropped` heartbeats and events are lost, since there were too many to wait."""
+
+    heartbeats: list[HeartbeatRow] = field(default_factory=list)
+    capabilities: dict[str, tuple[Capabilities, float]] = field(default_factory=dict)
+    events: list[tuple[RosterEvent, float]] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    num_dropped: int = 0
+
+    def followed_by(self, newer: _Waiting) -> _Waiting:
+        """Returns both, without the oldest where they are too many."""
+        heartbeats, events = [*self.heartbeats, *newer.heartbeats], [*self.events, *newer.events]
+        too_many = max(0, len(heartbeats) - MAX_WAITING) + max(0, len(events) - MAX_WAITING)
+        return _Waiting(
+            heartbeats=heartbeats[-MAX_WAITING:],
+            capabilities=self.capabilities | newer.capabilities,
+            events=events[-MAX_WAITING:],
+            versions=self.versions | newer.versions,
+            num_dropped=self.num_dropped + newer.num_dropped + too_many,
+        )
 
 
 class Diary:
@@ -49,10 +75,7 @@ class Diary:
         self._keep_history_days = keep_history_days
         self._store, self._roster, self._clock = store, roster, clock
         self._on_progress, self._on_heartbeat = on_progress, on_heartbeat
-        self._heartbeats: list[HeartbeatRow] = []
-        self._capabilities: dict[str, tuple[Capabilities, float]] = {}
-        self._events: list[tuple[RosterEvent, float]] = []
-        self._versions: dict[str, str] = {}
+        self._waiting = _Waiting()
         self._known_versions: dict[str, str] = {}
         self._lock = threading.Lock()
         self._next_prune = 0.0
@@ -86,21 +109,20 @@ class Diary:
                 )
 
     def flush(self) -> None:
-        """Writes what has gathered, in one transaction; rolls old heartbeats up now and then."""
+        """Writes what has gathered, in one transaction; rolls old heartbeats up now and then.
+
+        Raises:
+            StoreError: it cannot be written; what has gathered waits for the next call, within a bound.
+        """
         with self._lock:
-            heartbeats, self._heartbeats = self._heartbeats, []
-            capabilities, self._capabilities = self._capabilities, {}
-            events, self._events = self._events, []
-            versions, self._versions = self._versions, {}
-        if heartbeats or capabilities or events or versions:
-            with self._store.batch():
-                for device_id, version in versions.items():
-                    self._write_version(device_id, version)
-                self._store.record_heartbeats(heartbeats)
-                for device_id, (report, at) in capabilities.items():
-                    self._write_capabilities(device_id, report, at)
-                for event, at in events:
-                    self._write_event(event, at)
+            waiting, self._waiting = self._waiting, _Waiting()
+        if waiting != _Waiting():
+            try:
+                self._write(waiting)
+            except BaseException:
+                with self._lock:
+                    self._waiting = waiting.followed_by(self._waiting)
+                raise
         now = self._clock()
         if now >= self._next_prune:
             self._next_prune = now + PRUNE_EVERY_S
@@ -108,12 +130,27 @@ class Diary:
             if self._keep_history_days is not None:
                 self._store.prune_history(now - self._keep_history_days * DAY_S)
 
+    def _write(self, waiting: _Waiting) -> None:
+        with self._store.batch():
+            for device_id, version in waiting.versions.items():
+                self._write_version(device_id, version)
+            self._store.record_heartbeats(waiting.heartbeats)
+            for device_id, (report, at) in waiting.capabilities.items():
+                self._write_capabilities(device_id, report, at)
+            if waiting.num_dropped:
+                message = f"{waiting.num_dropped} heartbeats and events were dropped: the store could not be written"
+                log.warning("%s", message)
+                self._store.record_event("diary-dropped", message, at=self._clock())
+            for event, at in waiting.events:
+                self._write_event(event, at)
+
     def _status(self, device_id: str, status: Status) -> None:
         """Takes what a device says of itself; its version changes when it is updated."""
         self._roster.note_status(device_id, status)
         with self._lock:
             if status.version and self._known_versions.get(device_id) != status.version:
-                self._known_versions[device_id] = self._versions[device_id] = status.version[:MAX_VERSION_CHARS]
+                self._known_versions[device_id] = status.version
+                self._waiting.versions[device_id] = status.version[:MAX_VERSION_CHARS]
 
     def _heartbeat(self, device_id: str, heartbeat: Heartbeat) -> None:
         if self._roster.info(device_id) is None:
@@ -139,17 +176,17 @@ class Diary:
             iteration=heartbeat.iteration,
         )
         with self._lock:
-            self._heartbeats.append(row)
+            self._waiting.heartbeats.append(row)
 
     def _capable(self, device_id: str, capabilities: Capabilities) -> None:
         self._roster.note_capabilities(device_id, capabilities)
         with self._lock:
-            self._capabilities[device_id] = capabilities, self._clock()
+            self._waiting.capabilities[device_id] = capabilities, self._clock()
 
     def _heard(self, event: RosterEvent) -> None:
         if isinstance(event, Transition | Flapping | Restarted | Cloned):
             with self._lock:
-                self._events.append((event, self._clock()))
+                self._waiting.events.append((event, self._clock()))
 
     def _write_version(self, device_id: str, version: str) -> None:
         try:
@@ -177,8 +214,8 @@ class Diary:
             case Flapping():
                 log.warning("%s: two of it take turns; was its card cloned?", event.device_id)
                 self._store.record_event("device-flapping", event.reason, at=at, device_id=event.device_id)
-            case Restarted():
-                self._store.record_event("device-restarted", "a new agent", at=at, device_id=event.device_id)
             case Cloned():
                 log.warning("%s: its card or state directory was copied: %s", event.device_id, event.reason)
                 self._store.record_event("device-cloned", event.reason, at=at, device_id=event.device_id)
+            case Restarted():
+                self._store.record_event("device-restarted", "a new agent", at=at, device_id=event.device_id)

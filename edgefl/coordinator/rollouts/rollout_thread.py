@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from edgefl.errors import EdgeflError, StoreError
+from edgefl.errors import HINDRANCES, EdgeflError, StoreError
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ class RolloutThread:
     Args:
         name: of the thread.
         look: looks at all of them once; returns whether all went well.
-        on_fatal: called when the store can no longer be written.
+        on_fatal: called when the store cannot be used any more; one that has no room is tried again.
     """
 
     def __init__(self, name: str, look: Callable[[], bool], on_fatal: Callable[[EdgeflError], None]) -> None:
@@ -62,6 +62,9 @@ class RolloutThread:
             self._wake.clear()
             try:
                 went_well = self._look()
+            except HINDRANCES as error:  # the store has no room, or somebody else holds it: that passes
+                log.warning("the %s wait: %s", self._thread.name, error)
+                went_well = False
             except StoreError as error:
                 self._on_fatal(error)
                 return

@@ -57,10 +57,11 @@ class Keeper:
         With `standing`, between two turns, the run can go on exactly there.
         """
         self._wal.sync()
-        saved = save_state(self._folder, state, self._wal.last_record, standing)
-        self._wal.checkpointed(CheckpointMark(sha256=saved.sha256, last_record=saved.last_record))
+        # Before there is a checkpoint: a run that goes on from one derives no row from what lies before it.
         self._ledger.publish()
         self._ledger.flush()
+        saved = save_state(self._folder, state, self._wal.last_record, standing)
+        self._wal.checkpointed(CheckpointMark(sha256=saved.sha256, last_record=saved.last_record))
         (self._folder.parent / ANOTHER_LIFE).unlink(missing_ok=True)
         kept = prune_checkpoints(self._folder)
         self._wal.prune(kept[-1].last_record)

@@ -195,6 +195,16 @@ def goes_on_exactly(run_id: str, directory: CoordinatorDirectory) -> bool:
         return False
 
 
+def has_begun(run_id: str, directory: CoordinatorDirectory) -> bool:
+    """Returns whether anything was written down of what a run did."""
+    try:
+        if checkpoints(_folder(directory, run_id)):
+            return True
+        return next(journal_entries(directory.runs / run_id / "journal"), None) is not None
+    except JournalError:
+        return True
+
+
 def may_go_on(record: RunRecord, directory: CoordinatorDirectory) -> bool:
     """Returns whether a run that its coordinator left behind goes on by itself.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -23,6 +24,7 @@ from edgefl.coordinator.runs.driving import Driver
 from edgefl.coordinator.runs.keeper import Keeper
 from edgefl.coordinator.runs.kept_models import ModelKeeper
 from edgefl.coordinator.runs.ledger import EventRow, Ledger
+from edgefl.coordinator.runs.pauses import FIRST_LOOK_S, MAX_LOOK_S, RUN_PAUSED, RUN_UNPAUSED, Pauses, has_room
 from edgefl.coordinator.runs.planning import Plannable
 from edgefl.coordinator.runs.recorder import Recorder
 from edgefl.coordinator.runs.resuming import (
@@ -30,13 +32,14 @@ from edgefl.coordinator.runs.resuming import (
     Resumed,
     check_resumable,
     goes_on_exactly,
+    has_begun,
     may_go_on,
     resumed_exactly,
     resumed_state,
 )
 from edgefl.coordinator.runs.run_meter import RunMeter
 from edgefl.coordinator.superlink import SuperLink
-from edgefl.errors import EdgeflError, JournalError, RunFailedError, StoreError, UsageError
+from edgefl.errors import HINDRANCES, EdgeflError, JournalError, RunFailedError, StoreError, UsageError
 from edgefl.files import write_whole
 from edgefl.loop import EvaluationRule
 from edgefl.protocol import Command, CommandKind
@@ -86,6 +89,7 @@ class RunSite:
     bell: Bell
     assemble: Assemble
     meter: RunMeter = field(default_factory=RunMeter)
+    pauses: Pauses = field(default_factory=Pauses)
     on_finished: Callable[[str, RunConfig], None] = lambda _run_id, _config: None
 
 
@@ -108,7 +112,8 @@ class RunWorker:
 
     Args:
         site: what runs work with.
-        on_fatal: called when the store or the journal can no longer be written: the coordinator must stop.
+        on_fatal: called when the store or a journal is damaged or cannot be used: the coordinator must stop. Where
+            there is no room, or another program holds the store, the run is paused instead: that passes by itself.
     """
 
     def __init__(self, site: RunSite, on_fatal: Callable[[EdgeflError], None]) -> None:
@@ -116,6 +121,7 @@ class RunWorker:
         self._wake, self._stopping = threading.Event(), threading.Event()
         self._active: _Active | None = None
         self._inexact: set[str] = set()
+        self._look_s, self._unpaused_s = FIRST_LOOK_S, 0.0
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._work, name="runs", daemon=True)
 
@@ -149,6 +155,10 @@ class RunWorker:
         """Returns whether this run is being driven now."""
         active = self._active
         return active is not None and active.run_id == run_id
+
+    def as_it_is(self, row: Json) -> Json:
+        """Returns a row of a run, as the store has it, with what is true at this moment: it may be paused."""
+        return self._site.pauses.over(row)
 
     def bars(self, run_id: str, device_id: str) -> bool:
         """Returns whether a device of the active run is asked no more, since its updates were refused too often."""
@@ -239,6 +249,8 @@ class RunWorker:
                     self._wake.clear()
                 else:
                     self._run(record)
+            except HINDRANCES as error:  # whatever was not written is found out again, as after a restart
+                self._await_room("", error)
             except (StoreError, JournalError) as error:
                 self._on_fatal(error)
                 return
@@ -254,9 +266,72 @@ class RunWorker:
             return record
 
     def _run(self, record: RunRecord) -> None:
+        """Drives one run to its end, over all pauses that a full disk or a locked store makes."""
+        log.info("run %s (%s, %s) begins", record.run_id, record.task, record.strategy)
+        going: RunRecord | None = record
+        while going is not None:
+            driven, going = going, None
+            try:
+                self._run_on(driven)
+            except HINDRANCES as error:
+                going = self._paused(driven, error)
+
+    def _paused(self, record: RunRecord, error: EdgeflError) -> RunRecord | None:
+        """Waits until a run can go on; returns it if it goes on where it was, None if that is not for us to do now.
+
+        A run that cannot go on exactly waits in the queue, and does so from its checkpoint.
+        """
+        run_id = record.run_id
+        if not self._await_room(run_id, error):
+            with contextlib.suppress(*HINDRANCES):
+                self._end(run_id, RunStatus.INTERRUPTED, COORDINATOR_STOPPED)
+            return None
+        directory, now = self._site.directory, self._site.store.run(run_id)
+        if self._mark(run_id).exists() or goes_on_exactly(run_id, directory) or not has_begun(run_id, directory):
+            return now
+        self._end(run_id, RunStatus.INTERRUPTED, f"goes on from its checkpoint: {error}")
+        self._begin_life(now)
+        return None
+
+    def _await_room(self, run_id: str, error: EdgeflError) -> bool:
+        """Waits until there is room and the store can be written; returns False when the coordinator stops before.
+
+        Args:
+            run_id: of the run that is paused; empty for none.
+            error: why.
+        """
+        began, began_s, name = time.time(), time.monotonic(), f"run {run_id}" if run_id else "the queue of runs"
+        log.warning("%s is paused: %s", name, error)
+        if began_s - self._unpaused_s > MAX_LOOK_S:
+            self._look_s = FIRST_LOOK_S
+        if run_id:
+            self._site.pauses.begin(run_id, str(error))
+        try:
+            while not self._stopping.wait(self._look_s):
+                self._look_s = min(2 * self._look_s, MAX_LOOK_S)
+                if has_room(self._site.directory.runs) and self._has_told_pause(run_id, str(error), began):
+                    log.info("%s goes on after a pause of %.0f s", name, time.monotonic() - began_s)
+                    return True
+            return False
+        finally:
+            self._unpaused_s = time.monotonic()
+            self._site.pauses.end(run_id)
+
+    def _has_told_pause(self, run_id: str, reason: str, began: float) -> bool:
+        """Writes what waits, and that there was a pause; returns whether that was possible."""
+        store, now = self._site.store, time.time()
+        try:
+            self.flush()
+            with store.batch(durable=True):
+                store.record_event(RUN_PAUSED, reason, at=began, run_id=run_id or None)
+                store.record_event(RUN_UNPAUSED, f"after {now - began:.0f} s", at=now, run_id=run_id or None)
+        except HINDRANCES:
+            return False
+        return True
+
+    def _run_on(self, record: RunRecord) -> None:
         """Drives one run. Whatever a task or a strategy raises ends this run, never the coordinator."""
         run_id = record.run_id
-        log.info("run %s (%s, %s) begins", run_id, record.task, record.strategy)
         try:
             self._drive(record, self._assembled(record))
         except InterruptedRunError as error:
@@ -279,6 +354,8 @@ class RunWorker:
         """Returns the run's objects; a model file that is gone ends the run and is no fault of the store."""
         try:
             return self._site.assemble(RunConfig.from_json(record.config), record.run_id)
+        except HINDRANCES:
+            raise
         except (StoreError, JournalError) as error:
             raise RunFailedError(str(error)) from error
 
@@ -412,5 +489,5 @@ class RunWorker:
     def _close_fleet(self, fleet: LiveFleet, *, goes_on: bool) -> None:
         with self._lock:
             if self._active is not None:
-                self._active.fleet = None
+                self._active.fleet = None  # its ledger stays: what is ready there is durable, and is written later
         fleet.close(goes_on=goes_on)

@@ -53,25 +53,27 @@ def operator_router(  # noqa: PLR0913 one keyword per neighbour
     def healthz() -> Json:
         return {"v": PROTOCOL_VERSION, "status": "ok", "version": __version__}
 
-    _add_runs(router, store, reads)
+    _add_runs(router, store, worker, reads)
     _add_orders(router, store, worker, acts=[Depends(operator)], check=check, note=note)
     _add_devices(router, store, roster, reads)
     add_history(router, store, reads)
     return router
 
 
-def _add_runs(router: APIRouter, store: Store, reads: list[Any]) -> None:
+def _add_runs(router: APIRouter, store: Store, worker: RunWorker, reads: list[Any]) -> None:
     @router.get("/edgefl/v1/runs", dependencies=reads)
     def runs() -> Json:
         places = {record.run_id: place for place, record in enumerate(store.queued_runs(), 1)}
-        return _rows([{**run_json(r), "queue_position": places.get(r.run_id)} for r in reversed(store.runs())])
+        rows = [{**run_json(r), "queue_position": places.get(r.run_id)} for r in reversed(store.runs())]
+        return _rows([worker.as_it_is(row) for row in rows])
 
     @router.get("/edgefl/v1/runs/{run}", dependencies=reads)
     def show(run: str) -> Json:
         record = store.run(find_run(store, run))
         kept = store.checkpoints(record.run_id)
         figures = node_figures(store.newest_node_round(record.run_id))
-        return {**run_json(record), "model": kept[0].sha256 if kept else None, **figures}
+        row = {**run_json(record), "model": kept[0].sha256 if kept else None, **figures}
+        return worker.as_it_is(row)
 
 
 def _add_orders(

@@ -8,6 +8,7 @@ from typing import Any
 
 from edgefl.coordinator.fleet.presence import PRESENT
 from edgefl.coordinator.fleet.roster import Roster
+from edgefl.coordinator.runs.pauses import PAUSED, Pauses
 from edgefl.protocol import Heartbeat
 from edgefl.storage.curves import course
 from edgefl.storage.news import events_after, run_heads
@@ -22,7 +23,7 @@ LATE_ROUNDS = 8
 MAX_ROUNDS = 200
 """After a longer gap the page is told to load the course of the run again."""
 SPAN_ROUNDS = 12
-_LIVE = frozenset({"running", "stopping"})
+_LIVE = frozenset({"running", "stopping", PAUSED})
 # Rounded, so that a healthy device that does nothing new is not news.
 _VITALS = {
     "temperature_c": 0.5,
@@ -39,6 +40,7 @@ class FeedState:
 
     store: Store
     roster: Roster
+    pauses: Pauses = field(default_factory=Pauses)
     devices: dict[str, Json] = field(default_factory=dict)
     runs: dict[str, Json] = field(default_factory=dict)
     events: list[Json] = field(default_factory=list)
@@ -62,7 +64,7 @@ class FeedState:
         for info in self.roster.known():
             if (row := device_row(self.roster, info.device_id)) is not None:
                 self.devices[info.device_id] = _seen(row, last_seen.get(info.device_id))
-        self.runs = {row["run_id"]: row for row in run_heads(self.store, limit=NUM_RUNS)}
+        self.runs = self._heads()
         self.events = events_after(self.store, 0, limit=NUM_EVENTS)
         self.last_event = self.events[-1]["id"] if self.events else 0
         self._follow(_live_run(self.runs.values()))
@@ -101,10 +103,13 @@ class FeedState:
         return {name: value for name, value in (("devices", rows), ("removed", gone)) if value}
 
     def _take_runs(self) -> Json:
-        now = {row["run_id"]: row for row in run_heads(self.store, limit=NUM_RUNS)}
+        now = self._heads()
         changed = [row for run_id, row in now.items() if self.runs.get(run_id) != row]
         self.runs = now
         return {"runs": changed} if changed else {}
+
+    def _heads(self) -> dict[str, Json]:
+        return {row["run_id"]: self.pauses.over(row) for row in run_heads(self.store, limit=NUM_RUNS)}
 
     def _take_events(self) -> Json:
         rows = events_after(self.store, self.last_event, limit=NUM_EVENTS)
@@ -153,12 +158,12 @@ def device_row(roster: Roster, device_id: str) -> Json | None:
         "groups": list(info.groups),
         "tasks": list(info.tasks),
         "drained": roster.is_drained(device_id),
+        "cloned": roster.cloned(device_id),
         "seconds_per_iteration": _significant(roster.speed_of(device_id)),
         "model": info.capabilities.get("model"),
     }
     if heartbeat is not None and state in PRESENT:
         row |= _vitals(heartbeat)
-        "cloned": roster.cloned(device_id),
     return {name: value for name, value in row.items() if value not in (None, False, [], ())}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.dispatch.fleet_book import FleetBook
 from edgefl.coordinator.fleet.presence import Presence
 from edgefl.coordinator.fleet.roster import Roster
+from edgefl.coordinator.runs import worker as module
 from edgefl.coordinator.runs.resuming import MAX_DEATHS
 from edgefl.coordinator.runs.worker import COORDINATOR_STOPPED, RunSite, RunWorker
 from edgefl.coordinator.superlink import SuperLink
+from edgefl.errors import StoreBusyError, StoreFullError, UsageError
 from edgefl.storage.journal import WalJournal
 from edgefl.storage.journal_records import Turn
+from edgefl.storage.queries import history
 from edgefl.storage.records import RunStatus
 from edgefl.storage.store import Store
 from edgefl.types import Decision, DeviceInfo, Progress, Update, UpdateMetrics
@@ -187,3 +191,59 @@ def test_a_run_that_its_journal_does_not_lead_back_goes_on_from_its_checkpoint(
     assert (store.run(run_id).status, store.run(run_id).resumes) == (RunStatus.INTERRUPTED, 1)
     told = "the journal has aggregated" if how == "something else was decided" else "CodecError"
     assert told in caplog.text
+
+
+class Hindered:
+    """Assembles nothing: raises what it is told to, once each."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors, self.num_calls = list(errors), 0
+
+    def __call__(self, _config: Any, _run_id: str) -> Any:
+        self.num_calls += 1
+        raise self.errors.pop(0)
+
+
+def wait_for(condition: Any) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("error", [StoreFullError("no room in x"), StoreBusyError("x is in use")])
+def test_a_hindrance_pauses_a_run_until_it_passes_and_ends_nothing(
+    store: Store, worker: RunWorker, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = threading.Event()
+    monkeypatch.setattr(module, "has_room", lambda _: room.is_set())
+    assemble = Hindered(error, UsageError("it cannot work"))
+    worker._site = replace(worker._site, assemble=assemble)
+    config = parse_run(CONFIG).to_json()
+    store.add_run(run_id="r", name="n", task="digits", strategy="fedavg", config=config, seed=7, submitted_at=1.0)
+    worker.start()
+    row = {"run_id": "r", "status": "running", "reason": None}
+    wait_for(lambda: worker.as_it_is(row)["status"] == "paused")
+    assert worker.as_it_is(row)["reason"] == str(error)
+    assert worker.as_it_is({**row, "run_id": "other"})["status"] == "running"
+    assert (store.run("r").status, assemble.num_calls) == (RunStatus.RUNNING, 1)
+    room.set()
+    wait_for(lambda: store.run("r").status is RunStatus.FAILED)
+    assert worker.as_it_is(row) == row
+    kinds = [event["kind"] for event in history(store, "events", run="r")]
+    assert kinds == ["run-paused", "run-unpaused", "run-failed"]
+    worker.stop()
+
+
+def test_a_coordinator_that_stops_during_a_pause_leaves_the_run_to_be_taken_up(
+    store: Store, worker: RunWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "has_room", lambda _: False)
+    worker._site = replace(worker._site, assemble=Hindered(StoreFullError("no room")))
+    config = parse_run(CONFIG).to_json()
+    store.add_run(run_id="r", name="n", task="digits", strategy="fedavg", config=config, seed=7, submitted_at=1.0)
+    worker.start()
+    wait_for(lambda: worker.as_it_is({"run_id": "r"}).get("status") == "paused")
+    worker.stop()
+    record = store.run("r")
+    assert (record.status, record.reason) == (RunStatus.INTERRUPTED, COORDINATOR_STOPPED)

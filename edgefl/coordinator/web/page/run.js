@@ -113,7 +113,7 @@ export function runActions(run, redraw) {
       redraw();
     }
   });
-  const canStop = ["queued", "running", "interrupted"].includes(run.status);
+  const canStop = ["queued", "running", "paused", "interrupted"].includes(run.status);
   const canResume = ["interrupted", "stopped"].includes(run.status) && !refused.has(run.run_id);
   return h("p", { class: "actions" },
     canResume ? button("Resume", resume, { class: "primary" }) : null,

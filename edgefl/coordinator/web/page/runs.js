@@ -5,7 +5,7 @@ import { accuracy, moment, seconds } from "./format.js";
 import { model, nowS } from "./model.js";
 import { Table } from "./tables.js";
 
-export const LIVE = ["running", "stopping"];
+export const LIVE = ["running", "stopping", "paused"];
 
 export function status(run) {
   return h("span", { class: `status ${run.status}` }, run.status);

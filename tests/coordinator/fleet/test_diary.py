@@ -1,0 +1,98 @@
+"""What happens to a fleet's diary while it cannot be written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgefl.coordinator.fleet import diary as module
+from edgefl.coordinator.fleet.diary import Diary
+from edgefl.coordinator.fleet.presence import Presence
+from edgefl.coordinator.fleet.roster import Roster
+from edgefl.errors import StoreFullError
+from edgefl.protocol import Heartbeat, Status, Topic
+from edgefl.storage.queries import history
+from edgefl.storage.store import Store
+
+
+class FullNow:
+    """A store that has no room while `is_full`."""
+
+    def __init__(self, store: Store) -> None:
+        self._store, self.is_full = store, False
+
+    def __getattr__(self, name: str) -> Any:
+        if self.is_full and name == "batch":
+            raise StoreFullError("no room")
+        return getattr(self._store, name)
+
+
+class Site:
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        store.enroll_device(
+            token_id="t", secret_sha256="0" * 64, now=2.0, device_id="pi", public_key=b"key", role="trainer"
+        )
+        self.full: Any = FullNow(store)
+        self.roster = Roster(Presence(), lambda: 0.0)
+        self.roster.add("pi", node_id=7, role="trainer", groups=(), examples={})
+        self.diary = Diary(
+            store=self.full,
+            roster=self.roster,
+            clock=lambda: 1000.0,
+            on_progress=lambda _: None,
+            on_heartbeat=lambda _name, _beat: None,
+        )
+        self.seq = 0
+
+    def beat(self, number: int) -> None:
+        for _ in range(number):
+            self.seq += 1
+            self.diary.message(
+                "pi",
+                Topic.HEARTBEAT,
+                Heartbeat(seq=self.seq, session_no=1, uptime_s=1.0, temperature_c=self.seq).dump(),
+            )
+
+    def rows(self, kind: str) -> list[Any]:
+        return list(history(self.store, kind))
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    with Store.open(tmp_path / "edgefl.db") as store:
+        store.add_token(token_id="t", secret_sha256="0" * 64, expires_at=1e12, uses=1)
+        yield Site(store)
+
+
+def test_what_cannot_be_written_waits_in_order(site: Site) -> None:
+    site.full.is_full = True
+    site.diary.message("pi", Topic.STATUS, Status(state="online", boot_id="b", session_no=1, version="0.9").dump())
+    for _ in range(3):
+        site.beat(2)
+        with pytest.raises(StoreFullError):
+            site.diary.flush()
+    site.full.is_full = False
+    site.diary.flush()
+    site.diary.flush()
+    assert [row["temperature_c"] for row in site.rows("heartbeats")] == [1, 2, 3, 4, 5, 6]
+    assert [row["kind"] for row in site.rows("events")] == ["device-online"]
+    assert site.store.device("pi").version == "0.9"
+
+
+def test_what_waits_too_long_is_dropped_oldest_first_and_counted(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_WAITING", 4)
+    site.full.is_full = True
+    for _ in range(3):
+        site.beat(2)
+        with pytest.raises(StoreFullError):
+            site.diary.flush()
+    site.beat(1)
+    site.full.is_full = False
+    site.diary.flush()
+    assert [row["temperature_c"] for row in site.rows("heartbeats")] == [3, 4, 5, 6, 7]
+    [dropped] = [row for row in site.rows("events") if row["kind"] == "diary-dropped"]
+    assert dropped["message"].startswith("2 heartbeats and events were dropped")
