@@ -181,7 +181,8 @@ def _read_note(path: Path) -> Checkpoint | None:
         note = parse_json(path.read_bytes())
         version = note.pop("v")
         if version != FORMAT:
-            raise JournalError(f"checkpoint note {path} has format {version}, this program reads {FORMAT}")
+            log.error("checkpoint note %s has format %r, this program reads %d: left out", path, version, FORMAT)
+            return None
         checkpoint = Checkpoint(**note)
         names = (checkpoint.sha256, checkpoint.standing or checkpoint.sha256)
         if all(_SHA256.match(name) for name in names) and f"{checkpoint.last_record:020d}{_NOTE_SUFFIX}" == path.name:

@@ -281,3 +281,12 @@ def test_a_state_that_is_saved_alone_has_nothing_beside_it(tmp_path):
     saved = save_state(tmp_path, State(version=1), 10)
     assert saved.standing == ""
     assert len(checkpoint_files(tmp_path, saved)) == 1
+
+
+def test_a_note_of_another_format_is_left_out_and_said_so_that_the_one_before_is_used(tmp_path, caplog):
+    before = save_state(tmp_path, state(), 41)
+    save_state(tmp_path, state(), 42)
+    path = tmp_path / f"{42:020d}.checkpoint.json"
+    path.write_text(path.read_text().replace('"v": 1', '"v": 9'))
+    assert checkpoints(tmp_path) == [before]
+    assert f"{path} has format 9, this program reads 1" in caplog.text
