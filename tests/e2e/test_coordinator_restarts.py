@@ -98,6 +98,28 @@ def test_a_round_goes_on_under_the_next_coordinator_and_its_devices_never_stoppe
     _sound(fleet).close()
 
 
+@pytest.mark.parametrize("how", ["stopped", "killed"])
+def test_a_run_that_was_being_stopped_ends_so_under_the_next_coordinator_with_what_was_under_way(
+    fleet: LocalFleet, tools: Any, tmp_path: Path, how: str
+) -> None:
+    gate = tools.gate(tmp_path / "gate")
+    run_id = fleet.submit(tools.gated_run(gate, rounds=3, min=2))
+    tools.eventually(lambda: len(gate.entered()) == 2, what="both devices are in an iteration")
+    fleet.operator().post(f"/edgefl/v1/runs/{run_id}/stop")
+    assert tools.status(fleet, run_id) == "stopping"
+    if how == "stopped":
+        assert fleet.end("coordinator") == 0
+    else:
+        fleet.kill("coordinator")
+    fleet.start_coordinator()
+    gate.open()
+    tools.eventually(lambda: tools.status(fleet, run_id) == "stopped", what="the stop comes to its end")
+    row = fleet.operator().get(f"/edgefl/v1/runs/{run_id}")
+    assert row["reason"] == "stopped by the operator"
+    assert row["model"] is not None
+    assert sorted(row["device_id"] for row in tools.used(fleet, run_id)) == [*NAMES]
+
+
 def test_devices_follow_the_broker_to_another_port(fleet: LocalFleet) -> None:
     assert fleet.end("coordinator") == 0
     fleet.broker_port = free_port()

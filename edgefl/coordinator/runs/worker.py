@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +54,7 @@ from edgefl.types import Json, Progress, Stop, Tensors
 log = logging.getLogger(__name__)
 
 COORDINATOR_STOPPED = "the coordinator was stopped"
+STOPPED = "stopped"
 
 
 class Assembled(Admitting, Plannable, Resumable, Protocol):
@@ -121,6 +123,7 @@ class RunWorker:
         self._wake, self._stopping = threading.Event(), threading.Event()
         self._active: _Active | None = None
         self._inexact: set[str] = set()
+        self._to_stop: deque[RunRecord] = deque()
         self._look_s, self._unpaused_s = FIRST_LOOK_S, 0.0
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._work, name="runs", daemon=True)
@@ -134,14 +137,24 @@ class RunWorker:
             for record in self._site.store.runs(status=status):
                 run_id = record.run_id
                 ended_with_us = status is RunStatus.RUNNING or record.reason == COORDINATOR_STOPPED
-                if status is RunStatus.STOPPING and self._mark(run_id).exists():
-                    self._end(run_id, RunStatus.STOPPED, record.reason or "stopped")
+                if status is RunStatus.STOPPING:
+                    self._recover_stop(record)
                 elif self._mark(run_id).exists():
                     self._set_status(run_id, RunStatus.QUEUED, "its devices went on without a coordinator")
                 elif ended_with_us and may_go_on(record, self._site.directory):
                     self._set_status(run_id, RunStatus.QUEUED, "goes on where its coordinator ended")
                 elif status is not RunStatus.INTERRUPTED:
                     self._set_status(run_id, RunStatus.INTERRUPTED, "its coordinator ended without a word")
+
+    def _recover_stop(self, record: RunRecord) -> None:
+        """Brings a stop to its end that somebody asked for: with the run's model, where it goes on exactly.
+
+        The run keeps its status until then, so that a coordinator that dies of it finds the wish again.
+        """
+        if not self._mark(record.run_id).exists() and may_go_on(record, self._site.directory):
+            self._to_stop.append(record)
+        else:
+            self._end(record.run_id, RunStatus.STOPPED, record.reason or STOPPED)
 
     def start(self) -> None:
         """Takes up the queue."""
@@ -256,8 +269,14 @@ class RunWorker:
                 return
 
     def _take(self) -> RunRecord | None:
-        """Makes the first run of the queue the active one."""
+        """Makes the first run of the queue the active one; before all of them, one that is only to be stopped."""
         with self._lock:
+            while self._to_stop:
+                left = self._site.store.run(self._to_stop.popleft().run_id)
+                if left.status is RunStatus.STOPPING:  # nobody has ended it meanwhile
+                    self._active = _Active(run_id=left.run_id, stop_reason=left.reason or STOPPED)
+                    self._site.meter.began(left)
+                    return left
             record = self._site.store.next_queued_run()
             if record is not None:
                 self._site.store.set_run_status(record.run_id, RunStatus.RUNNING, at=time.time())
@@ -289,8 +308,7 @@ class RunWorker:
         directory, now = self._site.directory, self._site.store.run(run_id)
         if self._mark(run_id).exists() or goes_on_exactly(run_id, directory) or not has_begun(run_id, directory):
             return now
-        self._end(run_id, RunStatus.INTERRUPTED, f"goes on from its checkpoint: {error}")
-        self._begin_life(now)
+        self._go_on_from_checkpoint(now, error)
         return None
 
     def _await_room(self, run_id: str, error: EdgeflError) -> bool:
@@ -339,8 +357,7 @@ class RunWorker:
         except ReplayError as error:
             log.warning("run %s cannot go on where it was, it goes on from its checkpoint: %s", run_id, error)
             self._inexact.add(run_id)
-            self._end(run_id, RunStatus.INTERRUPTED, f"goes on from its checkpoint: {error}")
-            self._begin_life(record)
+            self._go_on_from_checkpoint(record, error)
         except (StoreError, JournalError):
             raise
         except EdgeflError as error:
@@ -363,12 +380,27 @@ class RunWorker:
         """Returns the file that is there while the devices of a run go on by themselves."""
         return self._site.directory.runs / run_id / "goes-on"
 
-    def _end(self, run_id: str, status: RunStatus, reason: str) -> None:
+    def _go_on_from_checkpoint(self, record: RunRecord, error: EdgeflError) -> None:
+        """Lets the active run wait for its turn, in another life; one that is to be stopped ends here."""
+        reason = f"goes on from its checkpoint: {error}"
+        if self._end(record.run_id, RunStatus.INTERRUPTED, reason) is RunStatus.INTERRUPTED:
+            self._begin_life(record)
+
+    def _end(self, run_id: str, status: RunStatus, reason: str) -> RunStatus:
+        """Ends the driving of a run, and returns as what; one that is to be stopped is not interrupted."""
+        active = self._active
+        asked = active.stop_reason if active is not None and active.run_id == run_id else None
+        if status is RunStatus.INTERRUPTED and asked is not None:
+            if reason == COORDINATOR_STOPPED:  # the next one brings the stop to its end
+                self._active = None
+                return RunStatus.STOPPING
+            status, reason = RunStatus.STOPPED, asked
         if status is not RunStatus.INTERRUPTED:
             self._tell_end(run_id)
         with self._lock:
             self._set_status(run_id, status, reason)
             self._active = None
+        return status
 
     def _set_status(self, run_id: str, status: RunStatus, reason: str) -> None:
         now, store = time.time(), self._site.store

@@ -107,7 +107,7 @@ def left_behind(worker: RunWorker, status: RunStatus, *entries: Turn, reason: st
         (RunStatus.RUNNING, None, RunStatus.QUEUED),
         (RunStatus.INTERRUPTED, COORDINATOR_STOPPED, RunStatus.QUEUED),
         (RunStatus.INTERRUPTED, "too few devices are ready", RunStatus.INTERRUPTED),
-        (RunStatus.STOPPING, "somebody asked", RunStatus.INTERRUPTED),
+        (RunStatus.STOPPING, "somebody asked", RunStatus.STOPPING),
     ],
 )
 def test_what_ended_with_its_coordinator_goes_on_and_what_ended_otherwise_waits(
@@ -247,3 +247,44 @@ def test_a_coordinator_that_stops_during_a_pause_leaves_the_run_to_be_taken_up(
     worker.stop()
     record = store.run("r")
     assert (record.status, record.reason) == (RunStatus.INTERRUPTED, COORDINATOR_STOPPED)
+
+
+def test_a_stop_that_a_coordinator_died_of_is_brought_to_its_end_before_anything_else(
+    store: Store, worker: RunWorker
+) -> None:
+    config = parse_run(CONFIG).to_json()
+    store.add_run(run_id="q", name="n", task="digits", strategy="fedavg", config=config, seed=7, submitted_at=0.5)
+    run_id = left_behind(worker, RunStatus.STOPPING, TURN, reason="somebody asked")
+    worker.recover()
+    record = worker._take()
+    assert record is not None
+    assert (record.run_id, store.run(run_id).status) == (run_id, RunStatus.STOPPING)
+    worker._end(run_id, RunStatus.INTERRUPTED, COORDINATOR_STOPPED)
+    assert store.run(run_id).status is RunStatus.STOPPING
+    worker.recover()
+    worker._take()
+    worker._end(run_id, RunStatus.INTERRUPTED, "its journal is damaged")
+    ended = store.run(run_id)
+    assert (ended.status, ended.reason) == (RunStatus.STOPPED, "somebody asked")
+    taken = worker._take()
+    assert taken is not None
+    assert taken.run_id == "q"
+
+
+def test_a_stopped_run_that_cannot_go_on_exactly_ends_at_once_with_its_reason(
+    store: Store, worker: RunWorker
+) -> None:
+    run_id = left_behind(worker, RunStatus.STOPPING, reason="somebody asked")
+    worker.recover()
+    ended = store.run(run_id)
+    assert (ended.status, ended.reason) == (RunStatus.STOPPED, "somebody asked")
+
+
+def test_a_run_that_somebody_stops_before_the_worker_comes_to_it_is_driven_no_more(
+    store: Store, worker: RunWorker
+) -> None:
+    run_id = left_behind(worker, RunStatus.STOPPING, TURN, reason="somebody asked")
+    worker.recover()
+    worker.stop_run(run_id, "asked again")
+    assert worker._take() is None
+    assert store.run(run_id).status is RunStatus.STOPPED
