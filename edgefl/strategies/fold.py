@@ -14,7 +14,10 @@ from typing import Any
 import numpy as np
 
 from edgefl.errors import StrategyError
-from edgefl.types import Array, LazyTensors, SparseTensor, Tensors, Update
+from edgefl.types import Array, LazyTensors, SparseTensor, Tensor, Tensors, Update
+
+_BLOCK = 2**16
+"""So many numbers are weighed at a time: their products stay in the cache until they are added."""
 
 
 @dataclass(slots=True)
@@ -89,13 +92,13 @@ class Fold:
         update, (weight, norm) = self.waiting.pop(slot), self.weights.pop(slot)
         num_examples = update.metrics.num_examples
         for name, like in model.items():
-            moved = dense_tensor(update, name, like)
             if np.issubdtype(like.dtype, np.inexact):
                 # Half floats end at 65504, which a displacement times its number of examples soon passes.
                 kind = np.promote_types(like.dtype, np.float32)
+                moved = _tensor(update, name, like)
                 _add_weighted(self.total, name, moved, weight if name in buffers else weight / norm, kind)
             elif num_examples > self.integers_examples:
-                self.integers[name] = moved.astype(like.dtype)
+                self.integers[name] = dense_tensor(update, name, like).astype(like.dtype)
         self.integers_examples = max(self.integers_examples, num_examples)
         self.weight += weight
         self.weighted_norm += weight * norm
@@ -109,16 +112,8 @@ def dense_tensor(update: Update, name: str, like: Array) -> Array:
     Raises:
         StrategyError: it is missing, or has another shape than the model's.
     """
-    if name not in update.tensors:
-        raise StrategyError(f"update {update.assignment_id} of {update.device_id} has no tensor {name!r}")
-    tensor = update.tensors[name]
-    moved = tensor.dense() if isinstance(tensor, SparseTensor) else tensor
-    if moved.shape != like.shape:
-        raise StrategyError(
-            f"update {update.assignment_id} of {update.device_id}: tensor {name!r} has shape {moved.shape}, "
-            f"the model's is {like.shape}"
-        )
-    return moved
+    tensor = _tensor(update, name, like)
+    return tensor.dense() if isinstance(tensor, SparseTensor) else tensor
 
 
 def move(model: dict[str, Array], step: Mapping[str, Array]) -> None:
@@ -133,8 +128,33 @@ def release(tensors: Tensors) -> None:
         tensors.release()
 
 
-def _add_weighted(total: dict[str, Array], name: str, moved: Array, weight: float, kind: np.dtype[Any]) -> None:
-    if name in total:
-        total[name] += np.multiply(moved, weight, dtype=kind)
+def _tensor(update: Update, name: str, like: Array) -> Tensor:
+    if name not in update.tensors:
+        raise StrategyError(f"update {update.assignment_id} of {update.device_id} has no tensor {name!r}")
+    tensor = update.tensors[name]
+    if tensor.shape != like.shape:
+        raise StrategyError(
+            f"update {update.assignment_id} of {update.device_id}: tensor {name!r} has shape {tensor.shape}, "
+            f"the model's is {like.shape}"
+        )
+    return tensor
+
+
+def _add_weighted(total: dict[str, Array], name: str, moved: Tensor, weight: float, kind: np.dtype[Any]) -> None:
+    if isinstance(moved, SparseTensor):
+        sums = total.setdefault(name, np.zeros(moved.shape, kind)).reshape(-1)
+        sums[moved.indices] += np.multiply(moved.values, weight, dtype=kind)
+    elif name in total:
+        _add_blocks(total[name].reshape(-1), moved.reshape(-1), weight)
     else:  # into an array of its own: what NumPy makes of a tensor without axes cannot be written to
         total[name] = np.multiply(moved, weight, dtype=kind, out=np.empty(moved.shape, kind))
+
+
+def _add_blocks(sums: Array, moved: Array, weight: float) -> None:
+    """Adds weight x moved in place, to flat arrays; memory is gone through once, as by an addition alone."""
+    products = np.empty(min(_BLOCK, sums.size), sums.dtype)
+    for begin in range(0, sums.size, _BLOCK):
+        block = sums[begin : begin + _BLOCK]
+        part = products[: block.size]
+        np.multiply(moved[begin : begin + _BLOCK], weight, dtype=sums.dtype, out=part)
+        np.add(block, part, out=block)

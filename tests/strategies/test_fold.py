@@ -181,6 +181,34 @@ def test_only_one_decoded_update_is_in_memory_at_a_time():
     assert all(first[1] != second[1] for first, second in pairwise(alive))
 
 
+def test_a_large_tensor_is_summed_to_the_bit_as_if_it_were_weighed_at_once():
+    rng = np.random.default_rng(1)
+    first, second = (rng.standard_normal((3, 2**16 + 5), dtype=np.float32) for _ in range(2))
+    model = {"w": np.zeros(first.shape, np.float32)}
+    fold = Fold(expected=["a", "b"])
+    for name, tensor in (("a", first), ("b", second)):
+        receive(fold, update(name, {"w": tensor}), 7.3, model)
+    weight = np.float32(7.3)
+    assert np.array_equal(fold.total["w"], first * weight + second * weight)
+
+
+@pytest.mark.parametrize("comes", ["sd", "ds", "ss"])
+def test_a_sparse_update_is_summed_to_the_bit_as_its_dense_form(comes):
+    rng = np.random.default_rng(1)
+    updates = [
+        SparseTensor(indices=np.array([0, 3, 5]), values=rng.standard_normal(3, dtype=np.float32), shape=(2, 3))
+        if kind == "s"
+        else rng.standard_normal((2, 3), dtype=np.float32)
+        for kind in comes
+    ]
+    models = [{"w": np.zeros((2, 3), np.float32)} for _ in range(2)]
+    folded(models[0], *(update(name, {"w": one}, 3) for name, one in zip("ab", updates, strict=True)))
+    dense = [one.dense() if isinstance(one, SparseTensor) else one for one in updates]
+    folded(models[1], *(update(name, {"w": one}, 3) for name, one in zip("ab", dense, strict=True)))
+    assert np.array_equal(models[0]["w"], models[1]["w"])
+    assert models[0]["w"].any()
+
+
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [({}, "has no tensor 'w'"), ({"w": np.ones(3, np.float32)}, r"shape \(3,\), the model's is \(2,\)")],
