@@ -13,7 +13,8 @@ paper: what is not sent is kept for the next time (error feedback), and the valu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -113,29 +114,31 @@ class AdaptiveCompression(Asynchronous[TouchState]):
 
     def apply(self, state: TouchState, arrival: Arrival) -> None:
         displacement, factor = self.trained(state, arrival), self.rules.server.learning_rate
-        for name, place in self._places(state.model):
-            touched, moved = _touched(displacement[name])
+        touched = _touched(displacement)
+        now = state.counts[touched]
+        divisor = self._divisor(state, arrival, touched, now)
+        start = 0
+        for name, tensor in displacement.items():
+            entries, moved = _entries(tensor)
             if factor != 1.0:
                 moved = np.multiply(moved, factor, dtype=moved.dtype)
-            counts = state.counts[place]
-            now = counts[touched]
-            divisor = self._divisor(state, arrival, place, touched, now)
-            add_at(state.model[name].reshape(-1), touched, moved if divisor is None else moved / divisor)
-            counts[touched] = now + np.uint16(1)
-            state.moved_at[place][touched] = state.version + 1
+            if divisor is not None:
+                moved = moved / (divisor[start : start + moved.size] if divisor.ndim else divisor)
+            add_at(state.model[name].reshape(-1), entries, moved)
+            start += moved.size
+        state.counts[touched] = now + np.uint16(1)
+        state.moved_at[touched] = state.version + 1
         self.track(state, arrival)
 
-    def _divisor(
-        self, state: TouchState, arrival: Arrival, place: slice, touched: Array | slice, now: Array
-    ) -> Array | np.float32 | None:
-        """Returns max(1, sigma), None for all ones."""
+    def _divisor(self, state: TouchState, arrival: Arrival, touched: Array | slice, now: Array) -> Array | None:
+        """Returns max(1, sigma) of each entry, one number where it is that of all, None for all ones."""
         delay = state.version - arrival.base_version
         if self.staleness == "none" or delay <= 1:  # sigma is at most the delay
             return None
         if self.staleness == "update" or delay > MAX_COUNT:  # the counts have wrapped; the delay bounds them
-            return np.float32(delay)
+            return np.array(delay, np.float32)
         # Counts wrap, and so does their difference, back to the right value.
-        staleness: Array = now - state.snapshots[arrival.base_version][place][touched]
+        staleness: Array = now - state.snapshots[arrival.base_version][touched]
         return np.maximum(staleness, np.uint16(1), out=staleness)
 
     def changed(self, state: TouchState, since: int) -> Indices | None:
@@ -159,8 +162,22 @@ class AdaptiveCompression(Asynchronous[TouchState]):
         return is_float(tensor) and name not in self.rules.server.buffers
 
 
-def _touched(tensor: Tensor) -> tuple[Array | slice, Array]:
-    """Returns which flat entries an update has, and their values; a dense one has all, zeros too."""
+def _touched(displacement: Mapping[str, Tensor]) -> Array | slice:
+    """Returns which entries of all trained tensors an update has, in the order of `TouchState`; all are a slice."""
+    if not any(isinstance(tensor, SparseTensor) for tensor in displacement.values()):
+        return slice(None)
+    places = np.empty(sum(_entries(tensor)[1].size for tensor in displacement.values()), np.int64)
+    start = at = 0
+    for tensor in displacement.values():
+        entries, moved = _entries(tensor)
+        indices = np.arange(moved.size) if isinstance(entries, slice) else entries
+        np.add(indices, start, out=places[at : at + moved.size])
+        start, at = start + math.prod(tensor.shape), at + moved.size
+    return places
+
+
+def _entries(tensor: Tensor) -> tuple[Array | slice, Array]:
+    """Returns which flat entries of its tensor an update has, and their values; a dense one has all, zeros too."""
     if isinstance(tensor, SparseTensor):
         return tensor.indices, tensor.values
     return slice(None), tensor.reshape(-1)

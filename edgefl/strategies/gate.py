@@ -252,7 +252,7 @@ def _norm(tensors: Tensors) -> float:
     total = 0.0
     for tensor in tensors.values():
         values: Array = tensor.values if isinstance(tensor, SparseTensor) else tensor
-        if np.issubdtype(values.dtype, np.inexact):
+        if values.dtype.kind in "fc":
             flat = values.reshape(-1).astype(np.float32 if values.dtype == np.float16 else values.dtype, copy=False)
             with np.errstate(over="ignore", invalid="ignore"):  # the norm itself says so, and the update is refused
                 total += float(np.dot(flat, flat))

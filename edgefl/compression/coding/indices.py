@@ -170,7 +170,7 @@ def _read_bits_of(reader: Reader, count: int, size: int) -> Array:
 
 
 def _checked(indices: Array, size: int) -> Array:
-    if int(indices[-1]) >= size or np.any(np.diff(indices) <= 0):
+    if int(indices[-1]) >= size or (indices.size > 1 and np.any(indices[1:] <= indices[:-1])):
         raise CodecError(f"payload holds indices that do not ascend or are not below {size}")
     return indices
 

@@ -42,19 +42,26 @@ def pack_bits(values: Array, width: int) -> Array:
 
 
 def read_bits(reader: Reader, count: int, width: int) -> Array:
-    """Returns the [count] int64 values that `pack_bits` wrote."""
+    """Returns the [count] int64 values that `pack_bits` wrote, of at most 63 bits."""
+    if count == 1:  # of small tensors one entry is what travels, and its planes are its bits
+        return np.array([int.from_bytes(reader.take((width + 7) // 8), "little") & (1 << width) - 1])
     return read_narrow_bits(reader, count, width).astype(np.int64)
 
 
 def read_narrow_bits(reader: Reader, count: int, width: int) -> Array:
     """Returns the [count] values that `pack_bits` wrote, in the narrowest type that holds them."""
     packed = np.frombuffer(reader.take((count * width + 7) // 8), dtype=np.uint8)
-    values = np.zeros(count, dtype=np.min_scalar_type((1 << width) - 1))
+    kind = np.min_scalar_type((1 << width) - 1)
+    if count <= _CHUNK:
+        planes = np.unpackbits(packed, count=width * count, bitorder="little").reshape(width, count)
+        few: Array = np.einsum("bv,b->v", planes, kind.type(1) << np.arange(width, dtype=kind))
+        return few
+    values = np.zeros(count, dtype=kind)
     for bit in range(width):
         first, skipped = divmod(bit * count, 8)
         plane = np.unpackbits(packed[first:], count=skipped + count, bitorder="little")[skipped:]
         # The narrowest type that holds them: most of the time goes into moving memory.
-        values |= plane.astype(values.dtype, copy=False) << values.dtype.type(bit)
+        values |= plane.astype(kind, copy=False) << kind.type(bit)
     return values
 
 

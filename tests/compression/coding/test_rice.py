@@ -8,6 +8,7 @@ from edgefl.compression.coding.rice import (
     MAX_PARAMETER,
     pack_bits,
     read_bits,
+    read_narrow_bits,
     read_rice,
     read_rice_sums,
     rice_parameter,
@@ -58,6 +59,15 @@ def test_packed_bits_come_back_and_take_no_bit_more(numbers: list[int]) -> None:
     packed = pack_bits(values, 21)
     assert packed.nbytes == (21 * len(values) + 7) // 8
     assert read_bits(reader(packed), len(values), 21).tolist() == numbers
+
+
+@pytest.mark.parametrize("count", [0, 2**15, 2**15 + 1])
+@pytest.mark.parametrize("width", [0, 8, 11])
+def test_packed_bits_come_back_however_many_there_are(count: int, width: int) -> None:
+    values = np.random.default_rng(1).integers(0, 1 << width, count)
+    found = read_narrow_bits(reader(pack_bits(values, width)), count, width)
+    assert np.array_equal(found, values)
+    assert found.dtype == np.min_scalar_type((1 << width) - 1)
 
 
 def test_the_streams_are_exactly_as_documented() -> None:
