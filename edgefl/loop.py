@@ -6,6 +6,7 @@ give out work. After the goal is reached nothing new is assigned; what is in fli
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic
@@ -222,8 +223,9 @@ def drive(  # noqa: PLR0913 the parts of a run, by name
             decision = course.drain.recalls(view)
         give(*orders, *decision.orders)
         until_s = tally.next_wake_s(goal, view.now_s + decision.next_wake_s, is_over=course.drain is not None)
-        events = [_let_in(event, gate) for event in _waited(fleet, until_s, source, left)]
-        _take(journal.received(events), source, course, gate)
+        arrived = deque(_waited(fleet, until_s, source, left))
+        while arrived:  # one by one, so that what an update takes is free again before the next one is looked at
+            _take(journal.received([_let_in(arrived.popleft(), gate)]), source, course, gate)
 
 
 def _waited(fleet: Fleet, until_s: float, source: _Source[S], left: Callable[[S], None]) -> Sequence[Event]:

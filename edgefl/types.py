@@ -7,6 +7,7 @@ reassigned and that a caller's tensor is never written to.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -43,7 +44,7 @@ class TensorSpec:
 
     @property
     def size(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -66,7 +67,7 @@ class SparseTensor:
     shape: tuple[int, ...]
 
     def dense(self) -> Array:
-        flat = np.zeros(int(np.prod(self.shape, dtype=np.int64)), dtype=self.values.dtype)
+        flat = np.zeros(math.prod(self.shape), dtype=self.values.dtype)
         flat[self.indices] = self.values
         return flat.reshape(self.shape)
 
@@ -76,18 +77,27 @@ Tensors = Mapping[str, Tensor]
 Indices = Mapping[str, Array]
 
 
+def bytes_of(tensors: Tensors) -> int:
+    """Returns how many bytes tensors take in memory."""
+    return sum(
+        tensor.indices.nbytes + tensor.values.nbytes if isinstance(tensor, SparseTensor) else tensor.nbytes
+        for tensor in tensors.values()
+    )
+
+
 class LazyTensors(Mapping[str, Tensor]):
     """Tensors that stay encoded until they are asked for.
 
     An update that waits for its turn holds only a way to its body (in the journal, on disk), so a round of
     many devices keeps one decoded model in memory. The first access decodes; `release` forgets the result.
+    `loaded` is what `load` would return, where somebody has decoded it already.
     """
 
     __slots__ = ("_load", "_loaded")
 
-    def __init__(self, load: Callable[[], Tensors]) -> None:
+    def __init__(self, load: Callable[[], Tensors], loaded: Tensors | None = None) -> None:
         self._load = load
-        self._loaded: Tensors | None = None
+        self._loaded = loaded
 
     def _tensors(self) -> Tensors:
         if self._loaded is None:

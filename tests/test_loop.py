@@ -227,6 +227,19 @@ def test_the_strategy_is_given_updates_as_the_journal_gives_them_back():
     assert seen == [{"kept": 1}] * 2
 
 
+def test_an_update_is_with_the_strategy_before_the_next_is_looked_at():
+    strategy, seen = make_strategy("fedavg", {}, RoundRules()), []
+    watched = SimpleNamespace(
+        **{name: getattr(strategy, name) for name in ("init", "assign", "ready", "aggregate", "model")},
+        **{name: getattr(strategy, name) for name in ("version", "used", "changed")},
+        receive=lambda state, update: (seen.append("folded"), strategy.receive(state, update))[1],
+    )
+    gate = OpenGate()
+    gate.refusal = lambda update: seen.append("looked at")
+    run(ScriptedFleet({"a": 1.0, "b": 1.0}), strategy=watched, goal=Goal(rounds=1), gate=gate)
+    assert seen == ["looked at", "folded"] * 2
+
+
 @pytest.mark.parametrize(
     ("goal", "reason", "version"),
     [

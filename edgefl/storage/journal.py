@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -43,7 +44,10 @@ from edgefl.storage.wal import (
     pack_record_header,
     read_header,
 )
-from edgefl.types import Decision, Event, Update
+from edgefl.types import Decision, Event, LazyTensors, Update, bytes_of
+
+KEPT_BYTES = 16 * 1024 * 1024
+"""The newest updates stay decoded up to so many bytes, the last one in any case; others are read from the file."""
 
 
 class WalJournal:
@@ -78,6 +82,7 @@ class WalJournal:
         self._decode = decode
         self._max_file_bytes, self._time_sync = max_file_bytes, time_sync
         self._record_of: dict[str, int] = {}
+        self._decoded = _Decoded()
         self._failure: str | None = None
         self._handle = -1
         self._path = directory
@@ -97,7 +102,7 @@ class WalJournal:
         return self._record_of.get(assignment_id)
 
     def received(self, events: Sequence[Event]) -> Sequence[Event]:
-        """Returns the events, the updates among them without body and with tensors that read the journal."""
+        """Returns the events, the updates among them without body and with tensors that can read the journal."""
         with self._all_or_nothing():
             return [self._received(event) for event in events]
 
@@ -186,9 +191,12 @@ class WalJournal:
         self._record_of[event.assignment_id] = self.last_record
         length = sum(len(part) for part in packed.parts) - packed.tensors_at
         read, at = body_reader(self._path, start), packed.tensors_at
-        return replace(
-            event, body=None, tensors=lazy_tensors(lambda: read(at, length), update_format(event), self._decode)
-        )
+        # What was decoded from the body is nobody else's, who could change it.
+        decoded = event.tensors if event.body is not None and event.tensors else None
+        tensors = lazy_tensors(lambda: read(at, length), update_format(event), self._decode, decoded)
+        if decoded is not None:
+            self._decoded.keep(tensors, bytes_of(decoded))
+        return replace(event, body=None, tensors=tensors)
 
     def _append(self, packed: Packed, *, is_needed: bool = True) -> int:
         """Returns where the body of the new record begins in the file."""
@@ -279,6 +287,23 @@ class WalJournal:
         self._handle, self._path, self._salt = handle, path, header.salt
         self._end = self._synced = end
         self._next_record = next_record
+
+
+class _Decoded:
+    """The newest updates as they came: who folds them at once need not read and decode them again."""
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[LazyTensors, int]] = deque()
+        self._num_bytes = 0
+
+    def keep(self, tensors: LazyTensors, num_bytes: int) -> None:
+        """Lets the oldest go until the rest takes at most `KEPT_BYTES`, or is this one alone."""
+        self._kept.append((tensors, num_bytes))
+        self._num_bytes += num_bytes
+        while self._num_bytes > KEPT_BYTES and len(self._kept) > 1:
+            oldest, freed = self._kept.popleft()
+            oldest.release()
+            self._num_bytes -= freed
 
 
 def journal_entries(directory: Path, decode: Decode = lambda _: {}, *, after: int = 0) -> Iterator[tuple[int, Entry]]:

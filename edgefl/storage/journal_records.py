@@ -165,9 +165,11 @@ def entry_of(record: Record, decode: Decode, read: Callable[[int, int], bytes]) 
         ) from error
 
 
-def lazy_tensors(load: Callable[[], bytes], body_format: str, decode: Decode) -> LazyTensors:
-    """Returns tensors that are read and decoded at their first use."""
-    return LazyTensors(lambda: unpack_tensors(load()) if body_format == "tensors" else decode(load()))
+def lazy_tensors(
+    load: Callable[[], bytes], body_format: str, decode: Decode, loaded: Tensors | None = None
+) -> LazyTensors:
+    """Returns tensors that are read and decoded at their first use; at their first after a release, if `loaded`."""
+    return LazyTensors(lambda: unpack_tensors(load()) if body_format == "tensors" else decode(load()), loaded)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edgefl.errors import JournalError, StoreFullError
-from edgefl.storage.journal import WalJournal, journal_entries
+from edgefl.storage.journal import KEPT_BYTES, WalJournal, journal_entries
 from edgefl.storage.journal_reader import read_journal
 from edgefl.storage.journal_records import (
     Aggregated,
@@ -137,6 +137,27 @@ def test_a_received_update_is_read_from_the_disk_and_not_kept_in_memory(tmp_path
         kept.tensors.release()
         assert body_of(kept) == b"first"
         assert journal.record_of("a1") == journal.last_record == 1
+
+
+def test_an_update_that_was_decoded_is_decoded_again_only_after_it_was_let_go(tmp_path):
+    decoded = []
+    with WalJournal(tmp_path / "j", lambda body: decoded.append(body) or decode(body)) as journal:
+        (kept,) = journal.received([update(body=b"first", tensors=decode(b"first"))])
+        assert (body_of(kept), decoded) == (b"first", [])
+        kept.tensors.release()
+        assert (body_of(kept), decoded) == (b"first", [b"first"])
+
+
+def test_only_the_newest_updates_stay_decoded(tmp_path):
+    decoded, large = [], {"w": np.zeros(KEPT_BYTES // 2, np.uint8)}
+    with WalJournal(tmp_path / "j", lambda body: decoded.append(body) or decode(body)) as journal:
+        kept = [
+            journal.received([update(name, body=name.encode(), tensors=tensors)])[0]
+            for name, tensors in (("a", large), ("b", large), ("c", large), ("d", {"w": np.zeros(KEPT_BYTES + 1)}))
+        ]
+        for event in kept:
+            assert event.tensors["w"].size
+    assert decoded == [b"a", b"b", b"c"]
 
 
 def test_an_update_without_codec_body_keeps_its_tensors(tmp_path):
@@ -484,8 +505,9 @@ def test_what_nodes_are_told_and_what_they_send_comes_back_exactly(tmp_path_fact
     order = Assignment(assignment_id="a1", device_id="d", base_version=1, plan=plan, sends_model=sends_model)
     with open_journal(directory) as journal:
         journal.decided(Decision(orders=(order,)))
-        (kept,) = journal.received([update(body=body, tensors=tensors, outbox=outbox)])
-        expected = tensors["w"].tobytes() if body is None else body
+        decoded = tensors if body is None else decode(body)
+        (kept,) = journal.received([update(body=body, tensors=decoded, outbox=outbox)])
+        expected = decoded["w"].tobytes()
         assert (kept.outbox, body_of(kept)) == (outbox, expected)
     (_, decision), (_, again) = entries(directory)
     assert decision.orders == (order,)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import queue
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -41,6 +42,7 @@ from edgefl.types import (
     Recall,
     Stop,
     Update,
+    bytes_of,
 )
 
 __all__ = ["Bell", "FleetRun", "InterruptedRunError", "LiveFleet", "LiveView"]
@@ -49,6 +51,7 @@ log = logging.getLogger(__name__)
 
 EVALUATION_DEADLINE_S = 600.0
 MAX_REASON_CHARS = 500
+MAX_DECODED_BYTES = 32 * 1024 * 1024
 
 
 class InterruptedRunError(EdgeflError):
@@ -75,6 +78,7 @@ class LiveFleet:
         terms: what devices are asked before they get work; nothing when None.
         note: keeps an event of a device, or of the run where it names none.
         run_clock: the run's own time, which the view says; `clock` where there is none.
+        max_decoded_bytes: when so much of what devices sent is decoded, it is handed on before the rest is.
     """
 
     def __init__(  # noqa: PLR0913 the parts of a run, by name
@@ -88,11 +92,14 @@ class LiveFleet:
         terms: Terms | None = None,
         note: Note = lambda _kind, _device, _message: None,
         run_clock: Callable[[], float] | None = None,
+        max_decoded_bytes: int = MAX_DECODED_BYTES,
     ) -> None:
         self.roster, self.clock, self._note = roster, clock, note
         self._lives = run.lives or Lives(run.run_id)
         self._run = run
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._left: deque[_Item] = deque()
+        self._max_decoded_bytes = max_decoded_bytes
         self._out = Outstanding(mail=link, bell=bell, node_of=roster.node_of, on_unsendable=self._note_unsendable)
         self._downlink = Downlink(run)
         door = None
@@ -233,8 +240,12 @@ class LiveFleet:
             events = [*self._overdue(), *self._not_back(), *self._entrance.turn()]
             arrived = self._arrived(0.0 if events else self._next_wake_s(until_s) - self.clock())
             # Replies first: what a device no longer holds may have been answered in the same breath.
-            for item in sorted(arrived, key=lambda item: not isinstance(item, Reply)):
-                events += self._understood(item)
+            self._left = deque(sorted(arrived, key=lambda item: not isinstance(item, Reply)))
+            num_bytes = 0
+            while self._left and num_bytes < self._max_decoded_bytes:
+                understood = self._understood(self._left.popleft())
+                num_bytes += sum(bytes_of(event.tensors) for event in understood if isinstance(event, Update))
+                events += understood
             events += self._entrance.turn()
             if events or self.clock() >= until_s:
                 return events
@@ -245,9 +256,9 @@ class LiveFleet:
         return min([until_s, *(time_s for time_s in times if time_s is not None)])
 
     def _arrived(self, timeout_s: float) -> list[_Item]:
-        items: list[_Item] = []
+        items: list[_Item] = list(self._left)
         try:
-            items.append(self._queue.get(timeout=max(0.0, timeout_s)))
+            items.append(self._queue.get(timeout=0.0 if items else max(0.0, timeout_s)))
             while True:
                 items.append(self._queue.get_nowait())
         except queue.Empty:

@@ -104,7 +104,7 @@ class Source:
 
 
 class Site:
-    def __init__(self, *, has_deltas=False, **options):
+    def __init__(self, *, has_deltas=False, max_decoded_bytes=2**20, **options):
         self.clock, self.mail, self.bell, self.source = Clock(), Mail(), Bell(), Source()
         self.presence = Presence()
         self.roster = Roster(self.presence, self.clock)
@@ -120,7 +120,10 @@ class Site:
             encode_changes=(lambda model, changed, version: b"delta") if has_deltas else None,
             **settings,
         )
-        self.fleet = LiveFleet(run=run, link=self.mail, roster=self.roster, bell=self.bell, clock=self.clock)
+        self.fleet = LiveFleet(
+            run=run, link=self.mail, roster=self.roster, bell=self.bell, clock=self.clock,
+            max_decoded_bytes=max_decoded_bytes,
+        )  # fmt: skip
         self.nodes = itertools.count(101)
 
     def add(self, name, *, role="trainer", groups=(), tasks=("digits",), online=True):
@@ -415,6 +418,20 @@ def test_a_reply_that_comes_twice_counts_once(site):
     assert len(site.events()) == 1
     site.reply(101)
     assert site.events() == []
+
+
+def test_replies_that_come_together_are_decoded_no_further_than_memory_allows():
+    site = Site(max_decoded_bytes=13)
+    for number, name in enumerate("abc"):
+        site.add(name)
+        site.give(training(key=f"a-{number}", device=name))
+    site.events()
+    site.beat("c")  # came before the replies and is looked at after them
+    for number in range(3):
+        site.reply(101 + number, key=f"a-{number}")
+    assert [event.assignment_id for event in site.of(Update)] == ["a-0", "a-1"]
+    assert [event.assignment_id for event in site.of(Update)] == ["a-2"]
+    assert site.fleet.view().busy == {}
 
 
 def test_a_malformed_reply_is_a_failure_of_what_it_replies_to(site):
