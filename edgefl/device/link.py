@@ -245,21 +245,27 @@ class Link:
         except (StoreError, OSError) as error:  # a card that is full now may have room later
             self._complaints.add("session", "cannot count a new session (%s); trying again", error)
             return False
+        try:
+            self._hold(session)
+        finally:
+            self._ended(session)
+            session.close()
+        return session.was_accepted
+
+    def _hold(self, session: Session) -> None:
+        """Connects, and returns when the session is over, or there is none."""
         host, port = self._addresses[0]
         try:
             session.client.connect(host, port, keepalive=self._pace.keep_alive_s)
         except (OSError, ValueError) as error:  # ValueError: a host name that cannot be one
             self._unused_session_no = session.number
             self._complaints.add(f"{host}:{port}", "cannot reach the broker at %s:%d (%s)", host, port, error)
-            return False
+            return
         try:
             if not self._stopping.is_set():
                 session.run(self._peers.send_due)
         except OSError as error:
             self._complaints.add(f"{host}:{port}", "lost the broker at %s:%d (%s)", host, port, error)
-        finally:
-            self._ended(session)
-        return session.was_accepted
 
     def _next_session(self) -> Session:
         unused, self._unused_session_no = self._unused_session_no, None

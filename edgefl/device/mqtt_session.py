@@ -95,6 +95,10 @@ class Session:
                 self.client._last_bytes_received = time.monotonic()  # noqa: SLF001 there is no public way
             between_turns()
 
+    def close(self) -> None:
+        """Lets go of the client: they hold each other, and its sockets would stay open until garbage is collected."""
+        self.client.user_data_set(None)
+
     def _is_moving(self) -> bool:
         """Returns whether the broker's machine has taken in more since the last time, and more waits for it."""
         connection = self.client.socket()

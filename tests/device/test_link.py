@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import threading
 import time
@@ -154,6 +155,21 @@ def test_each_connection_has_its_own_session_number_and_will(site):
     rival = site.link(on_connection=lambda up: None)
     assert rival.wait_connected(60)
     eventually(lambda: any(status.will and status.session_no == 2 for status in site.statuses()))
+
+
+def test_a_session_that_is_over_leaves_no_file_open_until_garbage_is_collected(site):
+    link, tls = site.link(), site.link_tls()
+    assert link.wait_connected(60)
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        for number in range(2, 6):
+            link.renew(tls)
+            eventually(lambda number=number: link.session_no == number and link.is_connected())
+        eventually(lambda: len(list(Path("/proc/self/fd").iterdir())) <= before, timeout_s=20)
+    finally:
+        gc.enable()
 
 
 def test_an_attempt_that_fails_before_the_broker_hears_of_it_uses_no_session_number(site):
