@@ -30,7 +30,7 @@ from edgefl.device.link import LinkCallbacks
 from edgefl.device.logbook import Logbook
 from edgefl.device.moving_link import MovingLink
 from edgefl.device.neighbours.carriers import Carriers
-from edgefl.device.refusal import check_welcome, keep_refusal
+from edgefl.device.refusal import check_welcome, keep_refusal, refusal_in
 from edgefl.device.self_report import SelfReport
 from edgefl.device.state import DeviceState
 from edgefl.device.supernode import UnauthorisedError, signed_headers
@@ -42,14 +42,12 @@ from edgefl.errors import ClonedError, NetworkError, StoreError
 from edgefl.processes import on_stop_signal
 from edgefl.protocol import HEARTBEAT_S, POLL_S, Command, ProgressReport
 from edgefl.types import derived_rng
-from edgefl.untrusted import parse_message
 from edgefl.watchdog import LoopLife, Notifier, watched
 
 log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.25
 MAX_BACKOFF_S = 30.0
-MAX_REASON_CHARS = 500
 SEND_WITHIN_S = 3.0
 """An agent that is told to stop still sends the answer that is under way, for so long."""
 LEAVE_WITHIN_S = 5.0
@@ -301,12 +299,11 @@ class Agent:
     def _refused(self, told: str) -> None:
         """Ends this agent if it is the one that is refused: its twin hears the same topic."""
         try:
-            value = parse_message(told.encode())
-            boot_id, reason = str(value["boot_id"]), str(value["reason"])[:MAX_REASON_CHARS]
-        except (ValueError, KeyError, TypeError):
-            log.warning("ignored a refusal that makes no sense")
+            reason = refusal_in(told, self._boot_id)
+        except ValueError as error:
+            log.warning("ignored: %s", error)
             return
-        if boot_id == self._boot_id:
+        if reason is not None:
             self.refusal = f"the coordinator refuses this agent, a copy: {reason}"
             self.stop()
             self.refused.set()

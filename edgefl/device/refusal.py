@@ -15,10 +15,11 @@ from edgefl.device.board.board_files import text
 from edgefl.device.state import REFUSED
 from edgefl.errors import ClonedError, StoreError
 from edgefl.files import write_whole
-from edgefl.untrusted import parse_json
+from edgefl.untrusted import parse_json, parse_message
 
 log = logging.getLogger(__name__)
 
+MAX_REASON_CHARS = 500
 KERNEL_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -28,6 +29,20 @@ def keep_refusal(root: Path, reason: str, *, kernel_boot: Path = KERNEL_BOOT) ->
         write_whole(root / REFUSED, json.dumps({"reason": reason, "boot": text(kernel_boot)}).encode())
     except StoreError as error:
         log.warning("cannot keep that this agent was refused: %s", error)
+
+
+def refusal_in(told: str, boot_id: str) -> str | None:
+    """Returns why the agent of a boot id is refused, of the command that says so; None if that is its twin.
+
+    Raises:
+        ValueError: it makes no sense.
+    """
+    try:
+        value = parse_message(told.encode())
+        refused, reason = str(value["boot_id"]), str(value["reason"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"a refusal must have boot_id and reason, got {told[:80]}") from error
+    return reason[:MAX_REASON_CHARS] if refused == boot_id else None
 
 
 def check_welcome(root: Path, *, kernel_boot: Path = KERNEL_BOOT) -> None:

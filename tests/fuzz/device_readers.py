@@ -6,6 +6,7 @@ import io
 import json
 import tarfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,12 +24,14 @@ from edgefl.device.installations import Installations
 from edgefl.device.joining.keys import new_key
 from edgefl.device.logbook import page
 from edgefl.device.neighbours.node_runner import NodeRunner
+from edgefl.device.refusal import check_welcome
 from edgefl.device.report.report_archive import read_report, summary
 from edgefl.device.slots.health import Health, read_health
 from edgefl.device.slots.inbox import read_request
 from edgefl.device.slots.layout import Slots
 from edgefl.device.slots.status import Outcome, Step, Trial, read_status
-from edgefl.device.state import DeviceState, JoinedDevice, _dump, load_pending
+from edgefl.device.state import REFUSED, DeviceState, JoinedDevice, _dump, load_pending
+from edgefl.errors import ClonedError
 
 
 def states(folder: Path) -> Reader:
@@ -78,6 +81,7 @@ def notes(folder: Path) -> Reader:
         b"m": (store.note_path, store.read),
         b"b": (folder / "speeds.json", lambda: _load(folder / "speeds.json")),
         b"n": (folder / "node.json", lambda: NodeRunner.kept_order(runner)),
+        b"w": (folder / REFUSED, lambda: _welcomed(folder)),
         b"i": (folder / "updates" / _install_note_name(), lambda: Installations._read_note(installs)),
     }
 
@@ -98,6 +102,7 @@ def notes(folder: Path) -> Reader:
         b"b": {"v": 1, "speeds": {"digits": {"steps_per_s": 5.0, "batch_size": 4, "backend": "numpy",
         "stamp": ["x"]}}},
         b"n": {"run": "r", "plan": {}},
+        b"w": {"reason": "a copy", "boot": "b"},
         b"i": {"v": 1, "id": "i1", "state": "running", "reason": None},
     }  # fmt: skip
     seeds = [
@@ -105,6 +110,11 @@ def notes(folder: Path) -> Reader:
         for mark, value in values.items()
     ]
     return Reader(feed=feed, seeds=tuple(seeds))
+
+
+def _welcomed(folder: Path) -> None:
+    with suppress(ClonedError):
+        check_welcome(folder)
 
 
 def logbooks(folder: Path) -> Reader:

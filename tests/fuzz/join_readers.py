@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -30,6 +31,7 @@ from edgefl.device.inference import model_fetch
 from edgefl.device.joining.enrolment import _joined
 from edgefl.device.joining.keys import certificate_in, new_key, public_pem
 from edgefl.device.joining.renewal import ends_at
+from edgefl.device.supernode import _reason
 from edgefl.device.trust import _json, say_hello
 from edgefl.findings import check_certificate
 from edgefl.protocol import JoinToken, certificate_fingerprint
@@ -197,6 +199,7 @@ def coordinator_answers(_folder: Path) -> Reader:
     }
     refused = {"v": 1, "error": "token-used", "message": "no uses left"}
     readers = {
+        b"x": lambda body: _reason(httpx.Response(409, content=body)),
         b"h": lambda body: say_hello("pi:8000", source.trust),
         b"j": lambda body: _joined(_json("pi:8000", 200, body), site, token, wishes),
         b"c": lambda body: certificate_in(_json("pi:8000", 200, body), own),
@@ -216,7 +219,7 @@ def coordinator_answers(_folder: Path) -> Reader:
 
     values = {
         b"h": hello, b"j": joined, b"c": {"v": 1, "certificate": own_cert.decode()}, b"o": offer, b"b": bundle,
-        b"e": refused, b"f": refused,
+        b"e": refused, b"f": refused, b"x": {"detail": "a copy"},
     }  # fmt: skip
     seeds = [
         Seed(content=json.dumps(value).encode(), form=Form.JSON, close=lambda found, mark=mark: mark + found)

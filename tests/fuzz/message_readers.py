@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from edgefl.device.incoming import Incoming, LinkCallbacks
 from edgefl.device.logbook import page
 from edgefl.device.neighbours.peer_frames import FRAME_VERSION, HEADER, MAGIC, FrameKind, read_frame
 from edgefl.device.neighbours.peer_tls import verified_name
+from edgefl.device.refusal import refusal_in
 from edgefl.device.telling import _wanted
 from edgefl.errors import EdgeflError
 from edgefl.protocol import (
@@ -94,8 +96,7 @@ class Fleet:
                     rollouts._take(device_id, said)
             self.diary.flush()
         else:  # so that what breaks a flush is in the message that was flushed
-            for kept in (self.diary._heartbeats, self.diary._capabilities, self.diary._events, self.diary._versions):
-                kept.clear()
+            self.diary._waiting = type(self.diary._waiting)()
 
     def _beat(self, device_id: str, heartbeat: Heartbeat) -> None:
         self.deployments.heard(device_id, heartbeat)
@@ -189,10 +190,15 @@ def commands(folder: Path) -> Reader:
             assert command.argument is None or isinstance(command.argument, str)
             if command.kind == CommandKind.LOGS:
                 json.dumps(page(folder, _wanted(command)))
+            if command.kind == CommandKind.REFUSED:
+                with suppress(ValueError):
+                    refusal_in(command.argument or "", "b1")
 
     logs = Command(id="c1", kind="logs", argument=json.dumps({"after": 1, "since": 2.5, "run": "r"}))
+    refused = Command(id="c3", kind="refused", argument=json.dumps({"boot_id": "b1", "reason": "a copy"}))
     said = [
         logs,
+        refused,
         *(Command(id="c2", kind=str(kind), argument="x") for kind in CommandKind if kind != CommandKind.LOGS),
     ]
     inner = Seed(

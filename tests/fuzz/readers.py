@@ -66,7 +66,10 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         "mqtt-progress": _entry(message_readers.progress),
         "mqtt-answer": _entry(message_readers.answer, "coordinator/dispatch/questions.py:Questions.answered"),
         "mqtt-command": _entry(
-            message_readers.commands, "device/incoming.py:Incoming._received", "device/telling.py:_wanted"
+            message_readers.commands,
+            "device/incoming.py:Incoming._received",
+            "device/telling.py:_wanted",
+            "device/refusal.py:refusal_in",
         ),
         "mqtt-topics": _entry(message_readers.topics),
         "peer-messages": _entry(message_readers.neighbours, "decentralised/mailbag.py:unpack_peer"),
@@ -95,6 +98,7 @@ READERS: Mapping[str, Entry] = MappingProxyType(
             "device/trust.py:_json",
             "device/file_fetch.py:json_answer",
             "device/joining/keys.py:_load_key",
+            "device/supernode.py:_reason",
         ),
         "operator-api": _entry(
             api_readers.operator_api,
@@ -184,6 +188,7 @@ READERS: Mapping[str, Entry] = MappingProxyType(
             "device/board/speed_book.py:_load",
             "device/neighbours/node_runner.py:NodeRunner.kept_order",
             "device/installations.py:Installations._read_note",
+            "device/refusal.py:check_welcome",
         ),
         "disk-logbook": _entry(device_readers.logbooks, "device/logbook.py:read_lines"),
         "report-archive": _entry(device_readers.reports, "device/report/report_archive.py:read_report"),
