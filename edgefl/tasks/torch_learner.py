@@ -122,7 +122,11 @@ class TorchLearner:
 
     def reseed(self, seed: int) -> None:
         """Seeds what is random in the module (dropout): torch has one generator for it, that of the process."""
-        self._torch.manual_seed(seed)
+        if self._device.type == "cpu":
+            # `torch.manual_seed` also tells all accelerators, by writing down a stack trace each time where none is.
+            self._torch.default_generator.manual_seed(seed)
+        else:
+            self._torch.manual_seed(seed)
 
     def gradient(self, batch: Dataset) -> float:
         self._module.train()
