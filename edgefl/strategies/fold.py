@@ -70,6 +70,11 @@ class Fold:
             self._add(self.expected[self.cursor], model, buffers)
             self.cursor += 1
 
+    def let_wait(self, slot: str) -> None:
+        """Lets go of what is decoded of an update whose turn has not come: many may wait."""
+        if slot in self.waiting:
+            release(self.waiting[slot].tensors)
+
     def displacement(self, model: Mapping[str, Array], buffers: frozenset[str] = frozenset()) -> dict[str, Array]:
         """Adds what still waits, in order, and returns the mean displacement, which the caller may change.
 

@@ -169,6 +169,7 @@ class Synchronous(Generic[R]):
                 opened.fold.keep(slot, update, weight=self.weigh(update), norm=self.norm(update))
                 if not self.collects:
                     opened.fold.add_next(state.model, self.rules.server.buffers)
+                    opened.fold.let_wait(slot)
         return state
 
     def ready(self, state: R, view: FleetView) -> bool:

@@ -181,6 +181,16 @@ def test_only_one_decoded_update_is_in_memory_at_a_time():
     assert all(first[1] != second[1] for first, second in pairwise(alive))
 
 
+def test_what_waits_for_its_turn_is_let_go_and_decoded_again_when_it_comes():
+    loads, model = [], {"w": np.zeros(1, np.float32)}
+    early = LazyTensors(lambda: loads.append(1) or {"w": np.ones(1, np.float32)}, {"w": np.ones(1, np.float32)})
+    fold = Fold(expected=["a", "b"])
+    receive(fold, update("b", early), 1.0, model)
+    fold.let_wait("b")
+    receive(fold, update("a", {"w": np.ones(1, np.float32)}), 1.0, model)
+    assert (fold.num_received, fold.cursor, loads) == (2, 2, [1])
+
+
 def test_a_large_tensor_is_summed_to_the_bit_as_if_it_were_weighed_at_once():
     rng = np.random.default_rng(1)
     first, second = (rng.standard_normal((3, 2**16 + 5), dtype=np.float32) for _ in range(2))
