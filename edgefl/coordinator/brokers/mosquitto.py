@@ -167,7 +167,9 @@ class Mosquitto:
             *(f"log_type {kind}" for kind in TYPES),
             "log_timestamp_format %Y-%m-%dT%H:%M:%S",
             f"message_size_limit {MAX_MESSAGE_BYTES}",
-            # By default a thousand messages, whatever their size, wait for a device that does not read.
+            # By default no more than a thousand messages wait for a client, whatever their size, the rest is lost:
+            # what 500 devices have left for a coordinator that comes back is more. Counted in bytes it is little.
+            "max_queued_messages 0",
             f"max_queued_bytes {MAX_QUEUED_BYTES}",
             f"acl_file {self._acl_path.resolve()}",
             # So that what a refused device had retained is not handed out; the default is lost when it reads the

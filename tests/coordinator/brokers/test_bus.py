@@ -56,6 +56,23 @@ def test_it_hears_the_five_topics_of_every_device(bus, running, coordinator, mqt
     assert heard == {(name, kind) for name in ("pi-1", "pi-2") for kind in Topic if kind not in ("bell", "command")}
 
 
+def test_a_coordinator_that_comes_late_hears_what_a_thousand_devices_have_left_for_it(
+    running, certificates, coordinator, mqtt_tools
+):
+    devices, status = running.client("coordinator"), Status(state="online", boot_id="b", session_no=1).dump()
+    for number in range(1000):
+        devices._paho.publish(f"{ROOT}/pi-{number}/status", status, qos=1, retain=True)
+        last = devices._paho.publish(f"{ROOT}/pi-{number}/capabilities", b"{}", qos=1, retain=True)
+    last.wait_for_publish(60)
+    bus = Bus(running.address, certificates.of("coordinator"), "lab", coordinator.message, coordinator.connection)
+    bus.connect()
+    try:
+        mqtt_tools.eventually(lambda: len(coordinator.messages) == 2 * 1000, 40)
+    finally:
+        bus.close()
+    assert len({(device_id, kind) for device_id, kind, _ in coordinator.messages}) == 2 * 1000
+
+
 def test_it_is_not_sent_what_devices_say_to_each_other(bus, running, coordinator, mqtt_tools):
     device, other = running.client("pi-1"), running.client("pi-2")
     other.subscribe(f"{ROOT}/+/peer/pi-2")
