@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -42,6 +43,19 @@ def on_stop_signal(stop: Callable[[], None]) -> Iterator[None]:
         watcher.join()
         os.close(reader)
         os.close(writer)
+
+
+def open_many_files() -> int:
+    """Returns how many files this process and its children may have open: as many as the system lets it.
+
+    Most systems let a process have 1,024 unless it asks for more, for the sake of programs that use select(). A
+    coordinator has two connections for each device, its broker has one.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):  # a limit of its own, such as fs.nr_open
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def end_with_parent() -> None:

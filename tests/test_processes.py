@@ -81,3 +81,17 @@ def _is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_a_process_opens_more_files_than_it_was_given_at_first() -> None:
+    program = (
+        "import resource, sys, os\n"
+        "from edgefl.processes import open_many_files\n"
+        "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))\n"
+        "assert open_many_files() == hard\n"
+        "files = [os.pipe() for _ in range(100)]\n"
+        "print(len(files))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout.strip() == "100", done.stderr

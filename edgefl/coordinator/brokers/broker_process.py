@@ -17,7 +17,7 @@ from edgefl.coordinator.brokers.refusals import Refusals
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.joining.rotation import own_serial
 from edgefl.errors import StoreError
-from edgefl.processes import on_stop_signal
+from edgefl.processes import on_stop_signal, open_many_files
 from edgefl.protocol import is_slug
 from edgefl.storage.store import Store
 from edgefl.watchdog import LoopLife, Notifier, watched
@@ -49,6 +49,7 @@ def serve_broker(
         PortInUseError: the port is taken.
         StoreError: another broker runs on this directory, or the store cannot be opened.
     """
+    open_many_files()
     stopping, notifier = threading.Event(), Notifier.from_environment()
     with on_stop_signal(stopping.set), contextlib.ExitStack() as closers:
         closers.enter_context(directory.broker_locked())
