@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.runs.kept_models import ModelKeeper
@@ -31,19 +32,27 @@ class Keeper:
         wal: WalJournal,
         ledger: Ledger,
         every_version: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._every_version = every_version
+        self._every_version, self._clock = every_version, clock
         self._folder = directory.runs / run_id / "checkpoints"
         self._wal, self._ledger = wal, ledger
-        self._checkpointed_s, self._version, self._at_once = time.monotonic(), 0, False
+        self._checkpointed_s, self._version, self._at_once, self._seen = clock(), 0, False, 0
 
     def begin(self, version: int, *, at_once: bool = False) -> None:
         """Says with which version the run begins, and whether that is to be kept at once."""
-        self._version, self._at_once = version, at_once
+        self._version, self._at_once, self._seen = version, at_once, version
 
     def is_due(self, version: int) -> bool:
-        """Returns whether a checkpoint is to be written: rounds may be so short that nothing else would be done."""
-        num_versions, since_s = version - self._version, time.monotonic() - self._checkpointed_s
+        """Returns whether a checkpoint is to be written: rounds may be so short that nothing else would be done.
+
+        Only where there is a new version: in the middle of a round the state has all the updates that wait for their
+        turn, a model's worth of memory and of disk for each device.
+        """
+        has_changed, self._seen = version != self._seen, version
+        if not (has_changed or self._at_once):
+            return False
+        num_versions, since_s = version - self._version, self._clock() - self._checkpointed_s
         is_tenth = num_versions >= CHECKPOINT_EVERY and since_s >= CHECKPOINT_EVERY_S
         is_new = self._every_version or is_tenth or since_s >= CHECKPOINT_AFTER_S
         if self._at_once or (num_versions and is_new):
@@ -65,7 +74,7 @@ class Keeper:
         (self._folder.parent / ANOTHER_LIFE).unlink(missing_ok=True)
         kept = prune_checkpoints(self._folder)
         self._wal.prune(kept[-1].last_record)
-        self._checkpointed_s = time.monotonic()
+        self._checkpointed_s = self._clock()
 
     def finish(self, version: int, number: int, state: object, model: Tensors, models: ModelKeeper) -> None:
         """Writes the last state, of a version in the round `number`, and its model as a file that the store names."""

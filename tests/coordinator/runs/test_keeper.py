@@ -1,0 +1,58 @@
+"""When the state of a run is written down while it goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from edgefl.coordinator.directory import CoordinatorDirectory
+from edgefl.coordinator.runs.keeper import CHECKPOINT_AFTER_S, CHECKPOINT_EVERY, CHECKPOINT_EVERY_S, Keeper
+
+
+class Site:
+    def __init__(self, **options: Any) -> None:
+        self.now_s = 1000.0
+        directory: Any = SimpleNamespace(runs=Path("unused"))
+        assert hasattr(CoordinatorDirectory, "runs")
+        nothing: Any = None
+        self.keeper = Keeper(directory, "run-1", wal=nothing, ledger=nothing, clock=lambda: self.now_s, **options)
+        self.keeper.begin(0)
+
+
+@pytest.fixture
+def site() -> Site:
+    return Site()
+
+
+def test_a_long_round_is_kept_when_it_is_over_and_not_in_its_middle(site: Site) -> None:
+    site.now_s += CHECKPOINT_AFTER_S - 1
+    assert not site.keeper.is_due(0)
+    assert not site.keeper.is_due(1), "it is too early"
+    site.now_s += 2
+    assert not site.keeper.is_due(1), "updates of the next round wait already"
+    assert site.keeper.is_due(2)
+    assert not site.keeper.is_due(2)
+
+
+def test_short_rounds_are_kept_by_the_tenth_and_not_too_often(site: Site) -> None:
+    due = []
+    for version in range(1, 4 * CHECKPOINT_EVERY):
+        site.now_s += CHECKPOINT_EVERY_S / CHECKPOINT_EVERY
+        if site.keeper.is_due(version):
+            due.append(version)
+            site.keeper._checkpointed_s = site.now_s
+    assert due == [CHECKPOINT_EVERY, 2 * CHECKPOINT_EVERY, 3 * CHECKPOINT_EVERY]
+
+
+def test_every_version_is_kept_where_that_is_asked_for() -> None:
+    site = Site(every_version=True)
+    assert [site.keeper.is_due(version) for version in (0, 1, 1, 2)] == [False, True, False, True]
+
+
+def test_what_another_life_must_not_do_again_is_kept_at_once(site: Site) -> None:
+    site.keeper.begin(5, at_once=True)
+    assert site.keeper.is_due(5)
+    assert not site.keeper.is_due(5)
