@@ -174,8 +174,10 @@ class Door:
             command = Command(id=f"recall-{work}", kind=CommandKind.RECALL, argument=work)
             self.bell.command(device_id, command)
             return
-        is_lost = self.mail.is_delivered(guest.instruction_id) and self._key(guest.phase) not in holding
-        if at_s >= guest.sent_s + LOST_AFTER_S and (is_lost or not self.mail.is_known(guest.instruction_id)):
+        is_missed = self.mail.is_delivered(guest.instruction_id) and self._key(guest.phase) not in holding
+        guest.missed_s = (guest.missed_s or at_s) if is_missed else None
+        since_s = guest.missed_s if self.mail.is_known(guest.instruction_id) else guest.sent_s
+        if since_s is not None and at_s >= since_s + LOST_AFTER_S:
             log.warning("asking %s again: the question got lost on the way", device_id)
             self.mail.cancel(guest.instruction_id)
             self._send(guest)
@@ -306,7 +308,7 @@ class Door:
 
     def _send(self, guest: Guest) -> None:
         """Sends a device the question of its phase, and rings."""
-        guest.sent_s, guest.is_nudged = self.clock(), False
+        guest.sent_s, guest.missed_s, guest.is_nudged = self.clock(), None, False
         header, body = self._question(guest)
         node_id = self.roster.node_of(guest.device_id)
         if node_id is None:

@@ -27,6 +27,7 @@ class Guest:
     Attributes:
         phase, stand: which question is out or was answered last, and what came of it.
         asked_s, sent_s: when it was first asked, and when the newest question left.
+        missed_s: since when the newest question was handed out and is not held; it may still be on the way.
         instruction_id: of the question that is out, empty for none.
         version: of the model that went along, None for none.
         reason: why it cannot take part.
@@ -41,6 +42,7 @@ class Guest:
     phase: Phase = Phase.CAN
     stand: Stand = Stand.ASKED
     sent_s: float = 0.0
+    missed_s: float | None = None
     instruction_id: str = ""
     version: int | None = None
     reason: str = ""

@@ -7,7 +7,6 @@ run, inside `dispatch` and `wait`. A device that dies, fails or takes too long l
 from __future__ import annotations
 
 import logging
-import queue
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from edgefl.coordinator.attempts import REFUSED
 from edgefl.coordinator.dispatch.door import COME_BACK_S, Door, Note, Terms
 from edgefl.coordinator.dispatch.downlink import HELD, PREPARED, Downlink
 from edgefl.coordinator.dispatch.entrance import Entrance
+from edgefl.coordinator.dispatch.inbox import Inbox
 from edgefl.coordinator.dispatch.journaled_fleet import Given
 from edgefl.coordinator.dispatch.live_view import LiveView
 from edgefl.coordinator.dispatch.lives import Lives
@@ -97,7 +97,7 @@ class LiveFleet:
         self.roster, self.clock, self._note = roster, clock, note
         self._lives = run.lives or Lives(run.run_id)
         self._run = run
-        self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._inbox = Inbox[_Item]()
         self._left: deque[_Item] = deque()
         self._max_decoded_bytes = max_decoded_bytes
         self._out = Outstanding(mail=link, bell=bell, node_of=roster.node_of, on_unsendable=self._note_unsendable)
@@ -119,14 +119,16 @@ class LiveFleet:
         self._adopted_until_s: float | None = None
         self._view = LiveView(run, roster, run_clock or clock, admits=door.admits if door else lambda _: True)
         self._entrance = Entrance(door, self._view, roster)
-        self._end_listening = roster.listen(self._queue.put)
+        self._end_listening = roster.listen(self._inbox.put)
 
     def post(self, item: Reply | Progress | Stop | InterruptedRunError) -> None:
-        self._queue.put(item)
+        """Hands an item to the run; a reply with a body waits a little while too much is there already."""
+        self._inbox.put(item, len(item.body) if isinstance(item, Reply) else 0)
 
     def close(self, *, goes_on: bool = False) -> None:
         """Stops listening, recalls what is out unless the run goes on later, and closes it in Flower's books."""
         self._end_listening()
+        self._inbox.close()
         self._entrance.close()
         self._view.close()
         self._out.close(recalls=not goes_on)
@@ -224,7 +226,7 @@ class LiveFleet:
         self._out.give(pending)
 
     def _note_unsendable(self, key: str, reason: str) -> None:
-        self._queue.put(_Unsendable(key=key, reason=reason))
+        self._inbox.put(_Unsendable(key=key, reason=reason))
 
     def wait(self, until_s: float) -> Sequence[Event]:
         """Returns what happened, at once when something has, else at `until_s` at the latest.
@@ -238,7 +240,9 @@ class LiveFleet:
             if self._waiting.look(self._view.idle, has_work=has_work):
                 return []  # so that it is kept now
             events = [*self._overdue(), *self._not_back(), *self._entrance.turn()]
-            arrived = self._arrived(0.0 if events else self._next_wake_s(until_s) - self.clock())
+            arrived = list(self._left)  # what is behind it in the inbox comes when it is dealt with
+            if not arrived:
+                arrived = self._inbox.take(0.0 if events else self._next_wake_s(until_s) - self.clock())
             # Replies first: what a device no longer holds may have been answered in the same breath.
             self._left = deque(sorted(arrived, key=lambda item: not isinstance(item, Reply)))
             num_bytes = 0
@@ -254,15 +258,6 @@ class LiveFleet:
         door_s, look_s = self._entrance.next_deadline_s(), self._waiting.next_look_s()
         times = (self._out.next_deadline_s(), door_s, look_s, self._adopted_until_s)
         return min([until_s, *(time_s for time_s in times if time_s is not None)])
-
-    def _arrived(self, timeout_s: float) -> list[_Item]:
-        items: list[_Item] = list(self._left)
-        try:
-            items.append(self._queue.get(timeout=0.0 if items else max(0.0, timeout_s)))
-            while True:
-                items.append(self._queue.get_nowait())
-        except queue.Empty:
-            return items
 
     def _overdue(self) -> list[Event]:
         return [

@@ -43,7 +43,8 @@ class Pending:
     """One order that is out.
 
     `key` is its id on the wire, `instruction_id` the newest message about it, which left at `sent_s`; `model` says
-    which part of the model the message carries (see `downlink`).
+    which part of the model the message carries (see `downlink`). Since `missed_s` it was handed out, and the device
+    has said that it does not hold it: it may still be on the way.
     """
 
     key: str
@@ -55,6 +56,7 @@ class Pending:
     sent_s: float
     instruction_id: str = ""
     model: Json = field(default_factory=dict)
+    missed_s: float | None = None
 
 
 class Outstanding:
@@ -152,12 +154,15 @@ class Outstanding:
     def compare(self, holding: Holding) -> None:
         """Sends again what got lost: handed out and yet not held, or answered with something that did not arrive."""
         for pending in self.of(holding.device_id):
-            if holding.at_s < pending.sent_s + LOST_AFTER_S:
-                continue
+            is_known = self._mail.is_known(pending.instruction_id)
             is_held = pending.key in holding.assignment_ids
-            is_lost = self._mail.is_delivered(pending.instruction_id) and not is_held
-            if is_lost or not self._mail.is_known(pending.instruction_id):
-                pending.sent_s = holding.at_s
+            if is_held or not self._mail.is_delivered(pending.instruction_id):
+                pending.missed_s = None
+            elif pending.missed_s is None:
+                pending.missed_s = holding.at_s
+            since_s = pending.missed_s if is_known else pending.sent_s
+            if since_s is not None and holding.at_s >= since_s + LOST_AFTER_S:
+                pending.sent_s, pending.missed_s = holding.at_s, None
                 self.send_again(pending, "it got lost on the way")
 
     def close(self, *, recalls: bool = True) -> None:

@@ -437,7 +437,12 @@ def test_a_question_that_got_lost_is_asked_again() -> None:
     site.events()
     first = site.asked("can")["pi-1"]
     site.jumped_s += LOST_AFTER_S + 1.0
-    site.beat("pi-1")
+    site.beat("pi-1")  # handed out, and not here: it may still be on its way
+    site.events()
+    assert site.asked("can")["pi-1"] == first
+    site.jumped_s += LOST_AFTER_S + 1.0
+    site.beat("pi-1", seq=2)
+    site.events()  # says that the run waits
     site.events()
     assert site.asked("can")["pi-1"] != first
 

@@ -373,7 +373,7 @@ def test_a_reply_that_makes_no_sense_is_refused_and_ends_nothing_else(site, opti
 def test_a_reply_without_metrics_is_refused(site, metrics):
     site.give(training())
     site.reply(101)
-    reply = site.fleet._queue.get()
+    (reply,) = site.fleet._inbox.take(5.0)
     site.fleet.post(
         Reply(
             node_id=101,
@@ -482,6 +482,19 @@ def test_what_was_handed_out_and_is_not_held_is_sent_again(site):
     assert (site.events(), len(site.mail.sent)) == ([], 2)  # it has had no time for the second one
 
 
+def test_what_was_handed_out_late_may_still_be_on_its_way(site):
+    site.give(training())
+    site.clock.jumped_s += 10 * LOST_AFTER_S  # a thousand others were served before
+    site.mail.delivered.add("instruction-1")
+    site.beat("pi")
+    site.clock.jumped_s += LOST_AFTER_S - 1
+    site.beat("pi", seq=2)
+    assert (site.events(), len(site.mail.sent)) == ([], 1)
+    site.clock.jumped_s += 1
+    site.beat("pi", seq=3)
+    assert (site.events(), set(site.mail.open)) == ([], {"instruction-2"})
+
+
 def test_what_is_held_or_still_waits_to_be_pulled_is_left_alone(site):
     site.give(training("a"), training("b"))
     site.mail.delivered.add("instruction-1")
@@ -501,8 +514,10 @@ def test_an_answer_that_flower_has_dropped_is_asked_for_again_though_the_device_
 def test_a_reply_in_the_same_breath_as_a_heartbeat_without_it_is_taken(site):
     site.give(training())
     site.mail.delivered.add("instruction-1")
-    site.clock.jumped_s += LOST_AFTER_S
     site.beat("pi")
+    site.events()
+    site.clock.jumped_s += LOST_AFTER_S
+    site.beat("pi", seq=2)
     site.reply(101)
     assert len(site.of(Update)) == 1
     assert len(site.mail.sent) == 1
