@@ -14,6 +14,8 @@ from edgefl.protocol import MAX_BODY_BYTES
 from edgefl.untrusted import parse_message
 
 KEPT_INSTRUCTIONS = 16
+SLICE_BYTES = 64 * 1024
+"""An answer leaves in slices, the next one after the one before: else all of it would be encrypted at once."""
 HANG_UP = (b"connection", b"close")
 """With an answer to a body that nobody wants: the server would read it to its end, and throw it away."""
 
@@ -63,18 +65,24 @@ def error_json(detail: str) -> bytes:
 
 async def read_capped(request: Request, receive: Receive, limit_bytes: int = MAX_BODY_BYTES) -> bytes | None:
     """Returns the whole body, or None when it is over the limit or the client went away."""
-    pieces, size = [], 0
-    declared = request.headers.get("content-length", "0")
+    pieces: list[bytes] = []
+    return b"".join(pieces) if await read_pieces(request, receive, limit_bytes, pieces.append) else None
+
+
+async def read_pieces(request: Request, receive: Receive, limit_bytes: int, add: Callable[[bytes], object]) -> bool:
+    """Hands on the body piece by piece; returns whether it came to its end, within the limit."""
+    declared, size = request.headers.get("content-length", "0"), 0
     if not declared.isdigit() or int(declared) > limit_bytes:
-        return None
+        return False
     while True:
         event = await receive()
-        pieces.append(event.get("body", b""))
-        size += len(pieces[-1])
+        piece = event.get("body", b"")
+        size += len(piece)
         if size > limit_bytes or event["type"] == "http.disconnect":
-            return None
+            return False
+        add(piece)
         if not event.get("more_body"):
-            return b"".join(pieces)
+            return True
 
 
 def capped(app: ASGIApp, limit_bytes: int, on_over: Callable[[Request], None] = lambda _: None) -> ASGIApp:
@@ -154,4 +162,7 @@ async def respond(send: Send, status: int, content: bytes, *more: tuple[bytes, b
     if status in {401, 409, 413}:
         headers.append(HANG_UP)
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": content})
+    view = memoryview(content)
+    for end in range(SLICE_BYTES, len(view) + SLICE_BYTES, SLICE_BYTES) or (0,):
+        piece, has_more = bytes(view[max(0, end - SLICE_BYTES) : end]), end < len(view)
+        await send({"type": "http.response.body", "body": piece, "more_body": has_more})

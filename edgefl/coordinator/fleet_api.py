@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
-from starlette.concurrency import run_in_threadpool
+from anyio import CapacityLimiter, to_thread
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from edgefl.coordinator.asgi import Traffic, error_json, read_capped, respond
+from edgefl.coordinator.arriving import ArrivingBody
+from edgefl.coordinator.asgi import Traffic, error_json, read_pieces, respond
 from edgefl.protocol import (
     CHUNK_BYTES,
     CLONED_STATUS,
@@ -30,6 +32,10 @@ MAX_OBJECT_BYTES = CHUNK_BYTES + REPLY_SALT_BYTES + 1024
 """The largest piece of a reply: one salted chunk with Flower's header before it."""
 PUSH_OBJECT_BYTES = MAX_OBJECT_BYTES + 4096
 """The largest request that carries such a piece: ids and lengths come on top."""
+
+AT_A_TIME = 4
+"""So many requests are looked at side by side: more of them would only share the interpreter, which whoever listens
+to heartbeats and operators needs as well, and have their bodies in memory."""
 
 OnRefused = Callable[[str, Request, int | None, str], None]
 
@@ -83,10 +89,12 @@ class FleetApi:
         calls: what answers.
         watcher: told of every authenticated request; it may refuse the process that asks.
         on_refused: called with what was tried, the request, its node if it is known, and why it was refused.
+        folder: where large bodies lie while they wait for their turn; None for the system's temporary files.
     """
 
-    def __init__(self, calls: Calls, watcher: Watcher, on_refused: OnRefused) -> None:
-        self._calls, self._watcher, self._on_refused = calls, watcher, on_refused
+    def __init__(self, calls: Calls, watcher: Watcher, on_refused: OnRefused, folder: Path | None = None) -> None:
+        self._calls, self._watcher, self._on_refused, self._folder = calls, watcher, on_refused, folder
+        self._turns = CapacityLimiter(AT_A_TIME)
         self.traffic = Traffic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -102,12 +110,12 @@ class FleetApi:
             await respond(send, 404, error_json("Not Found"))
         else:
             limit_bytes = PUSH_OBJECT_BYTES if name == PUSH_OBJECT else MAX_REQUEST_BYTES
-            body = await read_capped(request, receive, limit_bytes)
-            if body is None:
-                self._on_refused("size", request, node_id, f"{name}: a body over {limit_bytes} bytes, or cut off")
-                await respond(send, 413, error_json(f"body over {limit_bytes} bytes"))
-                return
-            answer = await self._answered(request, name, body, node_id)
+            with ArrivingBody(self._folder) as body:
+                if not await read_pieces(request, receive, limit_bytes, body.add):
+                    self._on_refused("size", request, node_id, f"{name}: a body over {limit_bytes} bytes, or cut off")
+                    await respond(send, 413, error_json(f"body over {limit_bytes} bytes"))
+                    return
+                answer = await self._answered(request, name, body, node_id)
             stamp = self._watcher.stamp(node_id).encode()
             await respond(send, answer.status, answer.content, (STAMP_HEADER.encode(), stamp))
 
@@ -128,12 +136,14 @@ class FleetApi:
         instance = headers.get(INSTANCE_HEADER, "")
         return self._watcher.note_call(node_id, instance, stamp=headers.get(STAMP_HEADER, ""), address=address)
 
-    async def _answered(self, request: Request, name: str, body: bytes, node_id: int) -> Answer:
+    async def _answered(self, request: Request, name: str, body: ArrivingBody, node_id: int) -> Answer:
         """Returns the answer to a device that is known, and counts what both have cost."""
         self._watcher.note_contact(node_id)
-        self.traffic.sent(node_id, len(body))
-        answer = await run_in_threadpool(self._calls.answer, request, name, body)
-        if answer.status in {401, 403} and self._calls.is_foreign(name, body, node_id):
+        self.traffic.sent(node_id, body.num_bytes)
+        answer = await to_thread.run_sync(
+            lambda: self._calls.answer(request, name, body.whole()), limiter=self._turns
+        )
+        if answer.status in {401, 403} and self._calls.is_foreign(name, body.whole(), node_id):
             self._on_refused("reply", request, node_id, "it speaks for another device")
         if answer.instruction_id is not None or name == PULL_OBJECT:
             self.traffic.fetched(node_id, len(answer.content), answer.instruction_id)

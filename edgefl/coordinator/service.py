@@ -47,7 +47,7 @@ from edgefl.coordinator.web.feed_state import FeedState
 from edgefl.coordinator.web.https_port import WebServer, listen, make_app
 from edgefl.coordinator.web.routes import Answering, all_routers
 from edgefl.errors import EdgeflError, TaskError
-from edgefl.processes import on_stop_signal
+from edgefl.processes import on_stop_signal, open_many_files
 from edgefl.protocol import Command, CommandKind, Topic, checked_address
 from edgefl.storage.news import last_seen
 from edgefl.storage.store import Store
@@ -193,7 +193,10 @@ class Coordinator:
             is_device=lambda name: self._roster.info(name) is not None,
         )
         self._superlink = SuperLink(
-            on_reply=self._switchboard.post, watcher=self._roster, on_refused=self._note_refused
+            on_reply=self._switchboard.post,
+            watcher=self._roster,
+            on_refused=self._note_refused,
+            folder=self._directory.root,
         )
         self._members = Membership(self._store, self._superlink, self._roster)
         self._members.restore()
@@ -371,6 +374,7 @@ def serve(
     Raises:
         EdgeflError: it could not start, or cannot go on.
     """
+    log.info("up to %d files and connections at a time", open_many_files())
     coordinator = Coordinator(directory, options, assemble, settle, export)
     notifier = Notifier.from_environment()  # before there are children, who must not speak for us
     with on_stop_signal(coordinator.stop), coordinator:

@@ -12,8 +12,11 @@ import datetime as dt
 import json
 import logging
 import os
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -90,6 +93,8 @@ log = logging.getLogger(__name__)
 
 TTL_S = 100 * 365 * 24 * 3600.0
 """How long Flower keeps a message by wall clock: a clock that jumps must not end it, our own deadlines do."""
+KEPT_PIECES = 4
+"""So many pieces of models are kept as they go out; each has at most `protocol.CHUNK_BYTES`."""
 EARLIEST_MESSAGE_S = 1_740_700_800.0
 """Flower refuses messages that were made earlier; a coordinator without network time may stand there."""
 
@@ -109,6 +114,7 @@ class EdgeLinkState(InMemoryLinkState):
         super().__init__(manager, store)
         self._on_reply = on_reply
         self.half = HalfReplies[Message]()
+        self._undelivered: dict[int, dict[str, None]] = {}
 
     def store_message_and_object_tree(self, message: Message, object_tree: Any, session_id: str) -> Any:
         if not _fits(object_tree):
@@ -136,6 +142,44 @@ class EdgeLinkState(InMemoryLinkState):
         if complete is not None:
             self._on_reply(complete)
         return stored
+
+    def store_message_ins(self, message: Message) -> str | None:
+        with self.lock:
+            message_id: str | None = super().store_message_ins(message)
+            if message_id is not None:
+                self._undelivered.setdefault(message.metadata.dst_node_id, {})[message_id] = None
+        return message_id
+
+    def get_message_ins(self, node_id: int, limit: int | None, *, run_id: int | None = None) -> list[Message]:
+        """Looks at the node's own instructions alone; stock Flower looks at those of all nodes, at every pull."""
+        found: list[Message] = []
+        with self.lock:
+            for message_id in list(self._undelivered.get(node_id, ())):
+                self._check_stored_messages({message_id})
+                message = self.message_ins_store.get(message_id)
+                if message is not None and run_id is not None and message.metadata.run_id != run_id:
+                    continue
+                self._forget_undelivered(node_id, message_id)
+                if message is None:
+                    continue
+                message.metadata.delivered_at = now().isoformat()
+                found.append(message)
+                if len(found) == limit:
+                    break
+        return found
+
+    def delete_messages(self, message_ins_ids: set[str]) -> None:
+        with self.lock:
+            for message_id in message_ins_ids:
+                if (message := self.message_ins_store.get(message_id)) is not None:
+                    self._forget_undelivered(message.metadata.dst_node_id, message_id)
+            super().delete_messages(message_ins_ids)
+
+    def _forget_undelivered(self, node_id: int, message_id: str) -> None:
+        own = self._undelivered.get(node_id, {})
+        own.pop(message_id, None)
+        if not own:
+            self._undelivered.pop(node_id, None)
 
     def discard(self, instruction_id: str, reply_id: str | None = None) -> None:
         """Forgets an instruction, its reply, and the pushing of it; what comes of them later is refused."""
@@ -223,6 +267,7 @@ class SuperLink:
         on_reply: called with every complete reply, in a thread of the web server.
         watcher: told of every authenticated request.
         on_refused: called with what was tried, the request, its node if it is known, and why it was refused.
+        folder: where large replies lie while they wait for their turn; None for the system's temporary files.
     """
 
     def __init__(
@@ -231,6 +276,7 @@ class SuperLink:
         on_reply: Callable[[Reply], None],
         watcher: Watcher,
         on_refused: OnRefused = lambda _what, _request, _node, _detail: None,
+        folder: Path | None = None,
     ) -> None:
         logging.getLogger("flwr").setLevel(logging.CRITICAL)  # it logs every push, and what we raise ourselves
         manager, objects = NoOpFederationManager(), ObjectStoreFactory(FLWR_IN_MEMORY_DB_NAME)
@@ -238,7 +284,7 @@ class SuperLink:
         self.state = EdgeLinkState(manager, objects.store(), self._collect)
         factory.state_instance = self.state
         self._deliver = on_reply
-        self.api = FleetApi(FlowerCalls(factory, self.state), watcher, on_refused)
+        self.api = FleetApi(FlowerCalls(factory, self.state), watcher, on_refused, folder)
 
     def register(self, public_key: bytes, name: str) -> int:
         """Returns the node id of a new device; the same key gets the same id again."""
@@ -393,6 +439,8 @@ class FlowerCalls:
     def __init__(self, factory: LinkStateFactory, state: EdgeLinkState) -> None:
         self._state = state
         self._app = SimpleNamespace(state=SimpleNamespace(linkstate_factory=factory))
+        self._said: OrderedDict[str, bytes] = OrderedDict()
+        self._lock = threading.Lock()
 
     def node_of(self, request: Request) -> int | None:
         try:
@@ -413,7 +461,7 @@ class FlowerCalls:
             if name == PUSH_MESSAGES:
                 _check_sender(message)
             answer = _HANDLERS[name](message, self._state)
-            content: bytes = answer.SerializeToString()
+            content = self._shared(message.object_id, answer) if name == PULL_OBJECT else answer.SerializeToString()
         except HTTPException as error:
             return Answer(status=error.status_code, content=error_json(str(error.detail)))
         except FlowerError as error:
@@ -425,6 +473,22 @@ class FlowerCalls:
             return Answer(status=500, content=error_json("Internal server error."))
         pulled = [item.metadata.message_id for item in answer.messages_list] if name == PULL_MESSAGES else []
         return Answer(status=200, content=content, instruction_id=pulled[-1] if pulled else None)
+
+    def _shared(self, object_id: str, answer: Any) -> bytes:
+        """Returns the answer with a piece of a model: the same bytes for all devices that fetch it meanwhile.
+
+        An object is named by its content, so that equal names have equal answers.
+        """
+        if not answer.object_available:
+            return bytes(answer.SerializeToString())
+        with self._lock:
+            if object_id not in self._said:
+                self._said[object_id] = answer.SerializeToString()
+            self._said.move_to_end(object_id)
+            said = self._said[object_id]
+            while len(self._said) > KEPT_PIECES:
+                self._said.popitem(last=False)
+        return said
 
     def is_foreign(self, name: str, body: bytes, node_id: int) -> bool:
         if name != PUSH_MESSAGES:

@@ -1,6 +1,11 @@
 """Bytes are counted for the instruction that they belong to."""
 
-from edgefl.coordinator.asgi import KEPT_INSTRUCTIONS, Traffic
+import asyncio
+import os
+
+import pytest
+
+from edgefl.coordinator.asgi import KEPT_INSTRUCTIONS, SLICE_BYTES, Traffic, respond
 
 NODE, OTHER = 1, 2
 
@@ -33,3 +38,18 @@ def test_instructions_that_nobody_answers_do_not_gather():
     assert traffic.take(NODE, "0") == (0, 0)
     assert traffic.take(NODE, str(3 * KEPT_INSTRUCTIONS - 1)) == (0, 1)
     assert len(traffic._down[NODE]) < KEPT_INSTRUCTIONS
+
+
+@pytest.mark.parametrize("size", [0, 1, SLICE_BYTES, SLICE_BYTES + 1, 3 * SLICE_BYTES])
+def test_an_answer_leaves_slice_by_slice_and_says_which_is_the_last(size):
+    content, sent = os.urandom(size), []
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(respond(send, 200, content))
+    start, *slices = sent
+    assert dict(start["headers"])[b"content-length"] == str(size).encode()
+    assert b"".join(message["body"] for message in slices) == content
+    assert all(len(message["body"]) <= SLICE_BYTES for message in slices)
+    assert [message["more_body"] for message in slices] == [True] * (len(slices) - 1) + [False]

@@ -107,6 +107,7 @@ class Site:
             "objects": len(state.object_store),
             "sessions": len(state._object_push_sessions),
             "open": len(state.half),
+            "undelivered": len(state._undelivered),
         }
 
     def request(self, path, *, headers=(), method="POST", body=None):
@@ -121,7 +122,11 @@ class Site:
             return answer.status, answer.read()
 
 
-NOTHING = dict.fromkeys(("instructions", "replies", "objects", "sessions", "open"), 0)
+def _order(run, device):
+    return run.send(device.id, kind="train", header={}, body=prepare_body(b""))
+
+
+NOTHING = dict.fromkeys(("instructions", "replies", "objects", "sessions", "open", "undelivered"), 0)
 
 
 @pytest.fixture(scope="module")
@@ -227,6 +232,55 @@ def test_a_model_for_many_devices_is_stored_once(site, run):
     for device in devices:
         work(device)
         site.reply()
+
+
+def test_the_pieces_of_a_model_are_the_same_bytes_for_all_who_fetch_them(site, run):
+    body, calls = bytes(INLINE_BODY_BYTES + 1), site.superlink.api._calls
+    calls._said.clear()
+    devices = [site.device() for _ in range(3)]
+    for device in devices:
+        run.send(device.id, kind="train", header={}, body=prepare_body(body))
+        device.supernode.pull()
+    assert len(calls._said) == 1
+    fresh = calls._shared("another", SimpleNamespace(object_available=True, SerializeToString=lambda: b"said"))
+    again = SimpleNamespace(object_available=True, SerializeToString=lambda: pytest.fail("said already"))
+    assert calls._shared("another", again) is fresh
+    for number in range(superlink_module.KEPT_PIECES):
+        calls._shared(
+            str(number), SimpleNamespace(object_available=True, SerializeToString=lambda: b"a piece of a newer model")
+        )
+    assert "another" not in calls._said
+
+
+def test_what_is_not_there_yet_is_not_kept_as_its_answer(site):
+    calls = site.superlink.api._calls
+    missing = SimpleNamespace(object_available=False, SerializeToString=lambda: b"not there")
+    assert calls._shared("a-piece", missing) == b"not there"
+    assert "a-piece" not in calls._said
+
+
+def test_a_pull_looks_at_the_instructions_of_its_own_device_alone(site, run):
+    devices = [site.device() for _ in range(4)]
+    sent = {device.id: [_order(run, device) for _ in range(3)] for device in devices}
+    looked_at, check = [], site.state._check_stored_messages
+    site.state._check_stored_messages = lambda ids, run_id=None: (looked_at.extend(ids), check(ids, run_id))
+    try:
+        own = devices[2]
+        pulled = [own.supernode.pull() for _ in range(3)]
+        assert own.supernode.pull() is None
+    finally:
+        del site.state._check_stored_messages
+    assert [instruction.message.metadata.message_id for instruction in pulled] == sent[own.id]
+    assert looked_at == sent[own.id]
+
+
+def test_an_instruction_that_was_cancelled_is_not_handed_out(site, run):
+    device = site.device()
+    first, second = _order(run, device), _order(run, device)
+    run.cancel(first)
+    assert device.supernode.pull().message.metadata.message_id == second
+    run.cancel(second)
+    assert site.leftovers() == NOTHING
 
 
 def test_a_reply_that_is_pushed_again_is_refused_and_delivered_once(site, run):
@@ -647,6 +701,9 @@ def test_flower_is_the_version_that_these_tests_are_about():
 
 
 OVERRIDDEN = (
+    "store_message_ins",
+    "get_message_ins",
+    "delete_messages",
     "store_message_and_object_tree",
     "store_object",
     "activate_node",
@@ -657,7 +714,6 @@ USED = (
     "create_node",
     "get_node_id_by_public_key",
     "deactivate_node",
-    "delete_messages",
     "delete_sessions_in_run",
     "create_run",
     "get_run_info",
@@ -665,7 +721,7 @@ USED = (
     "activate_task",
     "finish_task",
     "cleanup_run",
-    "store_message_ins",
+    "_check_stored_messages",
     "_cleanup_push_session",
 )
 ATTRIBUTES = (

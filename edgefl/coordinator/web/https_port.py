@@ -10,6 +10,7 @@ import threading
 import uvicorn
 from fastapi import APIRouter, FastAPI, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from edgefl import __version__
 from edgefl.bundles.archive import MAX_FILE_BYTES
@@ -24,6 +25,11 @@ FLEET_PREFIX = "/v1/fleet/"
 KEEP_ALIVE_S = 3600
 MAX_REQUEST_BYTES = 1024 * 1024
 """The largest body of a request to our own API: a run file is a few kilobytes."""
+READ_BYTES = 64 * 1024
+"""What the system takes in of a connection before it is read; Linux doubles it. Where an answer takes a quarter of a
+second, an upload still has a quarter of a megabyte a second at least."""
+WAITING_BYTES = 64 * 1024
+"""So much of what was said to a client may wait until it takes it; then whoever says more waits."""
 START_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 5.0
 
@@ -73,6 +79,9 @@ def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Connections inherit it. What was read at a time stays allocated for as long as a connection is open, three times
+    # over: as it came, in OpenSSL, and decrypted.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, READ_BYTES)
     try:
         listener.bind((host, port))
         listener.listen(256)
@@ -82,6 +91,14 @@ def listen(host: str, port: int) -> socket.socket:
             raise PortInUseError(f"port {port} is in use; stop what has it, or choose another --port") from None
         raise NetworkError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
     return listener
+
+
+class _Protocol(HttpToolsProtocol):
+    """Lets little of an answer wait for a device with a slow link: by default half a megabyte for each."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=WAITING_BYTES)
 
 
 class _Server(uvicorn.Server):
@@ -115,6 +132,7 @@ class WebServer:
     def __init__(self, app: ASGIApp, directory: CoordinatorDirectory, listener: socket.socket) -> None:
         config = uvicorn.Config(
             app,
+            http=_Protocol,
             ssl_certfile=directory.server_cert,
             ssl_keyfile=str(directory.server_key),
             timeout_keep_alive=KEEP_ALIVE_S,
