@@ -261,13 +261,7 @@ class WalJournal:
     def _create(self, number: int, first_record: int) -> None:
         path = self._directory / f"{number:06d}.wal"
         with full_disk_explained(f"journal {path}"):
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            try:
-                _write_all(handle, pack_header(FileHeader(first_record=first_record, salt=secrets.randbits(32))), 0)
-                os.fsync(handle)
-            finally:
-                os.close(handle)
-            sync_directory(self._directory)
+            begin_journal(self._directory, number=number, first_record=first_record)
             self._open_file(path, end=HEADER_BYTES, next_record=first_record)
 
     def _open_file(self, path: Path, *, end: int, next_record: int) -> None:
@@ -304,6 +298,23 @@ class _Decoded:
             oldest, freed = self._kept.popleft()
             oldest.release()
             self._num_bytes -= freed
+
+
+def begin_journal(directory: Path, *, number: int, first_record: int) -> None:
+    """Makes a file of a journal, durable and empty; the journal goes on in it, with this record.
+
+    Raises:
+        StoreFullError: no room.
+    """
+    path = directory / f"{number:06d}.wal"
+    with full_disk_explained(f"journal {path}"):
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            _write_all(handle, pack_header(FileHeader(first_record=first_record, salt=secrets.randbits(32))), 0)
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        sync_directory(directory)
 
 
 def journal_entries(directory: Path, decode: Decode = lambda _: {}, *, after: int = 0) -> Iterator[tuple[int, Entry]]:

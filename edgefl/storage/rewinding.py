@@ -65,8 +65,15 @@ def versions_per_round(store: Store, run_id: str) -> int | None:
         return connection.execute(query).scalar()
 
 
-def rewind(
-    store: Store, run_id: str, mark: Mark, behind: Iterable[Entry], *, now: float, keeps_nothing: bool = False
+def rewind(  # noqa: PLR0913 one keyword per fact
+    store: Store,
+    run_id: str,
+    mark: Mark,
+    behind: Iterable[Entry],
+    *,
+    now: float,
+    since: float | None = None,
+    keeps_nothing: bool = False,
 ) -> SoFar:
     """Takes the rows of a run back to a checkpoint.
 
@@ -76,6 +83,8 @@ def rewind(
         mark: the checkpoint.
         behind: what the journal has behind it.
         now: Unix seconds; a round that is opened again goes on from here.
+        since: when the checkpoint was written, where the journal may not have all that came behind it: what rows say
+            of that is taken back too.
         keeps_nothing: there is no checkpoint: the run begins anew.
 
     Returns:
@@ -88,6 +97,9 @@ def rewind(
                 for table in (Update, Evaluation, Round):
                     connection.execute(delete(table).where(table.run_id == run_id))
         else:
+            if since is not None:
+                given |= _given_since(connection, run_id, since)
+                used |= set(_all_of(connection, run_id, Update.applied_version >= mark.version))
             changed = [*given, *(used - given), *_all_of(connection, run_id, *_OUT)]
             with counted(connection, run_id, list(dict.fromkeys(changed)), takes_back=True):
                 _take_back(connection, run_id, given, used - given)
@@ -132,6 +144,13 @@ def _all_of(connection: Connection, run_id: str, *where: Any) -> list[str]:
     """Returns the ids of a run's assignments."""
     query = select(Update.assignment_id).where(Update.run_id == run_id, *where)
     return [str(name) for name in connection.execute(query).scalars()]
+
+
+def _given_since(connection: Connection, run_id: str, since: float) -> set[str]:
+    """Returns the ids of what was given out, or evaluated, after a time."""
+    scored = select(Evaluation.assignment_id).where(Evaluation.run_id == run_id, Evaluation.at >= since)
+    asked = _all_of(connection, run_id, Update.dispatched_at >= since)
+    return {*asked, *(str(name) for name in connection.execute(scored).scalars())}
 
 
 def _reopen(connection: Connection, run_id: str, mark: Mark, now: float) -> None:

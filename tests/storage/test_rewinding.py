@@ -203,3 +203,13 @@ def test_what_a_run_has_counted_outlasts_its_updates(store: Store) -> None:
     after = rewind(store, RUN, Mark(version=3, closed=3), [], now=NOW)
     assert (after.updates, after.bytes, after.seconds) == (before.updates, before.bytes, before.seconds)
     assert after.updates == 6
+
+
+def test_rows_say_what_came_behind_the_checkpoint_where_the_journal_does_not(store: Store) -> None:
+    give(store, 1, "v0-a1-pi-1", at=10.0)
+    receive(store, 1, "v0-a1-pi-1", at=11.0)
+    give(store, 2, "v1-a1-pi-1", at=20.0)
+    use(store, 2, "v0-a1-pi-1", "v1-a1-pi-1", at=21.0)
+    left = rewind(store, RUN, Mark(version=1, closed=1), [], now=NOW, since=15.0)
+    assert [row["assignment_id"] for row in history(store, "updates", run=RUN)] == ["v0-a1-pi-1"]
+    assert [row.assignment_id for row in left.unused] == ["v0-a1-pi-1"]

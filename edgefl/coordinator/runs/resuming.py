@@ -94,14 +94,12 @@ def check_resumable(record: RunRecord, directory: CoordinatorDirectory, assemble
         raise UsageError(
             f"run {record.run_id} is {record.status}; only a run that was interrupted or stopped can be resumed"
         )
-    saved = _newest(directory, record.run_id)
+    saved = newest_checkpoint(directory, record.run_id)
     if record.status is RunStatus.STOPPED and saved is None:
         raise UsageError(f"run {record.run_id} was stopped before it had a checkpoint; submit it again")
     made = assemble()
     if saved is not None:
         load_state(_folder(directory, record.run_id), _state_class(made), saved)
-        # Only read: to open it for writing would cut what somebody who was faster has begun to append.
-        _behind(lambda after: journal_entries(directory.runs / record.run_id / "journal", after=after), saved)
 
 
 def resumed_state(
@@ -116,7 +114,7 @@ def resumed_state(
         JournalError: the checkpoint or the journal behind it cannot be read.
     """
     run_id, strategy = record.run_id, made.strategy
-    first, saved = strategy.init(made.model), _newest(directory, record.run_id)
+    first, saved = strategy.init(made.model), newest_checkpoint(directory, record.run_id)
     went_on_alone = bool(getattr(strategy, "goes_on_alone", False)) and not record.resumes
     if not record.resumes and not (went_on_alone and saved is not None):
         return Resumed(state=first, lives=Lives(run_id))
@@ -129,7 +127,11 @@ def resumed_state(
     _know_rounds(made.rounds, state, store, run_id)
     mark = _mark(made.rounds, strategy.version(state))
     behind = [] if saved is None else _behind(lambda after: wal.entries(after=after), saved)
-    so_far = rewind(store, run_id, mark, behind, now=time.time(), keeps_nothing=saved is None)
+    since = None
+    if saved is not None and saved.standing and (directory.runs / run_id / ANOTHER_LIFE).exists():
+        # The journal may lack what was set aside since it was damaged: the rows know what they are.
+        since = load_standing(_folder(directory, run_id), Standing, saved).fleet.at
+    so_far = rewind(store, run_id, mark, behind, now=time.time(), since=since, keeps_nothing=saved is None)
     log.info("run %s goes on behind version %d, round %d", run_id, mark.version, mark.closed)
     return Resumed(
         state=state,
@@ -154,7 +156,7 @@ def resumed_exactly(
     run_id, strategy = record.run_id, made.strategy
     if getattr(strategy, "goes_on_alone", False) or (directory.runs / run_id / ANOTHER_LIFE).exists():
         return None
-    first, saved, standing = strategy.init(made.model), _newest(directory, run_id), None
+    first, saved, standing = strategy.init(made.model), newest_checkpoint(directory, run_id), None
     state = first
     if saved is None and record.resumes:
         return None
@@ -185,14 +187,17 @@ def goes_on_exactly(run_id: str, directory: CoordinatorDirectory) -> bool:
     if (directory.runs / run_id / ANOTHER_LIFE).exists():
         return False
     try:
-        saved = _newest(directory, run_id)
-        if saved is not None:
-            return bool(saved.standing)
-        entries = journal_entries(directory.runs / run_id / "journal")
-        return isinstance(next((entry for _, entry in entries), None), Turn)
+        saved = newest_checkpoint(directory, run_id)
     except JournalError as error:
         log.error("run %s: %s", run_id, error)  # noqa: TRY400 a line for the operator, no bug of ours
         return False
+    if saved is not None:
+        return bool(saved.standing)
+    try:
+        entries = journal_entries(directory.runs / run_id / "journal")
+        return isinstance(next((entry for _, entry in entries), None), Turn)
+    except JournalError:
+        return True  # whoever takes the run up sets the damage aside, and it begins anew by itself
 
 
 def has_begun(run_id: str, directory: CoordinatorDirectory) -> bool:
@@ -283,7 +288,7 @@ def _mark(rounds: RoundCount, version: int) -> Mark:
     return Mark(version=version, closed=rounds.closed(version), open_round=None if is_whole else rounds.of(version))
 
 
-def _newest(directory: CoordinatorDirectory, run_id: str) -> Checkpoint | None:
+def newest_checkpoint(directory: CoordinatorDirectory, run_id: str) -> Checkpoint | None:
     """Returns the newest checkpoint whose files are there and whole; those before the newest are good as well."""
     folder = _folder(directory, run_id)
     saved = checkpoints(folder)

@@ -25,6 +25,7 @@ from edgefl.coordinator.runs.driving import Driver
 from edgefl.coordinator.runs.keeper import Keeper
 from edgefl.coordinator.runs.kept_models import ModelKeeper
 from edgefl.coordinator.runs.ledger import EventRow, Ledger
+from edgefl.coordinator.runs.mending import JOURNAL_DAMAGED, set_damage_aside
 from edgefl.coordinator.runs.pauses import FIRST_LOOK_S, MAX_LOOK_S, RUN_PAUSED, RUN_UNPAUSED, Pauses, has_room
 from edgefl.coordinator.runs.planning import Plannable
 from edgefl.coordinator.runs.recorder import Recorder
@@ -414,6 +415,7 @@ class RunWorker:
         goes_on_alone = bool(getattr(assembled.strategy, "goes_on_alone", False))
         ledger = Ledger(site.store, run_id, site.meter.note)
         folder = site.directory.runs / run_id / "journal"
+        self._mend(run_id, goes_on_alone=goes_on_alone)
         with WalJournal(folder, assembled.decode, time_sync=site.meter.time_sync) as wal:
             before = self._begun(record, assembled, wal)
             # After the rewind: what was kept behind the checkpoint is kept no longer.
@@ -448,12 +450,34 @@ class RunWorker:
             self._finish(driver.recorder, run_id, assembled.config, reason)
             log.info("run %s is over: %s", run_id, reason)
 
+    def _mend(self, run_id: str, *, goes_on_alone: bool) -> None:
+        """Sets aside what is damaged in a run's journal.
+
+        Raises:
+            ReplayError: that was needed to go on where it was.
+            InterruptedRunError: no checkpoint is whole.
+        """
+        try:
+            damage = set_damage_aside(run_id, self._site.directory)
+        except JournalError as error:
+            log.error("run %s cannot go on: %s", run_id, error)  # noqa: TRY400 a line for the operator
+            raise InterruptedRunError(str(error)) from error
+        if damage is None:
+            return
+        log.error("run %s: %s", run_id, damage)
+        with self._site.store.batch(durable=True):
+            self._site.store.record_event(JOURNAL_DAMAGED, damage, at=time.time(), run_id=run_id)
+        if not goes_on_alone:  # its boards have gone on, and give no names that were given before
+            raise ReplayError(damage)
+
     def _begun(self, record: RunRecord, assembled: Assembled, wal: WalJournal) -> Resumed:
         """Returns what a run begins with, or goes on with; a checkpoint that cannot be used ends it alone."""
         arguments = record, assembled, self._site.directory, self._site.store, wal
         try:
-            exact = None if record.run_id in self._inexact else resumed_exactly(*arguments)
-            return exact or resumed_state(*arguments)
+            if record.run_id in self._inexact:  # once: this life has a checkpoint of its own soon
+                self._inexact.discard(record.run_id)
+                return resumed_state(*arguments)
+            return resumed_exactly(*arguments) or resumed_state(*arguments)
         except JournalError as error:  # whoever repairs the file may let it go on
             log.error("run %s cannot go on: %s", record.run_id, error)  # noqa: TRY400 a line for the operator
             raise InterruptedRunError(str(error)) from error

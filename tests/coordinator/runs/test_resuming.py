@@ -118,7 +118,7 @@ def test_a_stopped_run_needs_its_state_and_an_interrupted_one_may_begin_anew(
     check_resumable(record(store), directory, made)
 
 
-@pytest.mark.parametrize("damage", ["checkpoint", "missing", "journal"])
+@pytest.mark.parametrize("damage", ["checkpoint", "missing"])
 def test_what_cannot_be_read_is_found_out_before_anything_changes(
     store: Store, directory: CoordinatorDirectory, damage: str
 ) -> None:
@@ -127,14 +127,19 @@ def test_what_cannot_be_read_is_found_out_before_anything_changes(
     check_resumable(run, directory, made)
     if damage == "checkpoint":
         path.write_bytes(path.read_bytes()[:-1] + b"x")
-    elif damage == "missing":
-        path.unlink()
     else:
-        for file in (directory.runs / run.run_id / "journal").iterdir():
-            file.write_bytes(b"nonsense" * 9)
+        path.unlink()
     with pytest.raises(JournalError):
         check_resumable(run, directory, made)
     assert store.run(run.run_id) == run
+
+
+def test_a_damaged_journal_keeps_no_run_from_its_checkpoint(store: Store, directory: CoordinatorDirectory) -> None:
+    run = record(store)
+    checkpoint(directory, run.run_id, advanced(made(), 2))
+    for file in (directory.runs / run.run_id / "journal").iterdir():
+        file.write_bytes(b"nonsense" * 9)
+    check_resumable(run, directory, made)
 
 
 def test_a_run_whose_strategy_is_another_now_is_refused(store: Store, directory: CoordinatorDirectory) -> None:
