@@ -85,6 +85,7 @@ FENCES = {
     "yaml": {"provision"},
     "fastapi": {"coordinator"},
     "starlette": {"coordinator"},
+    "anyio": {"coordinator"},
     "pydantic": {"coordinator"},
     "uvicorn": {"coordinator"},
     "amqtt": {"coordinator"},

@@ -38,6 +38,7 @@ START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
 RESTART_DELAYS_S = (0.2, 1.0, 2.0, 5.0, 10.0)
 HEALTHY_AFTER_S = 30.0
+MAX_QUEUED_MESSAGES = 1_000_000
 MAX_QUEUED_BYTES = 16 * MAX_MESSAGE_BYTES
 
 # Run by a Python of its own instead of preexec_fn, which is not safe in a process with threads. The signal comes
@@ -169,7 +170,8 @@ class Mosquitto:
             f"message_size_limit {MAX_MESSAGE_BYTES}",
             # By default no more than a thousand messages wait for a client, whatever their size, the rest is lost:
             # what 500 devices have left for a coordinator that comes back is more. Counted in bytes it is little.
-            "max_queued_messages 0",
+            # 0, for any number, makes Mosquitto 2.0.11 hang up on a client that writes to a topic it must not.
+            f"max_queued_messages {MAX_QUEUED_MESSAGES}",
             f"max_queued_bytes {MAX_QUEUED_BYTES}",
             f"acl_file {self._acl_path.resolve()}",
             # So that what a refused device had retained is not handed out; the default is lost when it reads the
