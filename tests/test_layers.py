@@ -84,6 +84,7 @@ FENCES = {
     "segno": {"coordinator", "provision"},
     "yaml": {"provision"},
     "fastapi": {"coordinator"},
+    "anyio": {"coordinator"},
     "starlette": {"coordinator"},
     "anyio": {"coordinator"},
     "pydantic": {"coordinator"},

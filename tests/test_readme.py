@@ -35,6 +35,7 @@ TEXTS = [README, *(path.read_text() for path in sorted((ROOT / "docs").glob("*.m
 
 PIP_OPTIONS = {"--extra-index-url", "--no-deps"}
 FUZZ_OPTIONS = {"--reader", "--cases", "--seconds", "--engine", "--input"}
+BENCHMARK_OPTIONS = {"--at-a-time", "--beat-s", "--gaps", "--only"}
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -109,7 +110,7 @@ def test_an_option_that_stands_alone_in_the_texts_belongs_to_some_command() -> N
     lines = [line for text in TEXTS for line in inline_code(text)]
     alone = {option for line in lines for option in re.findall(r"(?:^|\s)(--[a-z][a-z-]+)", line)}
     assert {"--broker", "--role"} <= alone
-    assert alone - known <= PIP_OPTIONS | FUZZ_OPTIONS, "an option that no command has"
+    assert alone - known <= PIP_OPTIONS | FUZZ_OPTIONS | BENCHMARK_OPTIONS, "an option that no command has"
 
 
 def test_every_command_is_mentioned_in_the_texts() -> None:
