@@ -84,7 +84,6 @@ FENCES = {
     "segno": {"coordinator", "provision"},
     "yaml": {"provision"},
     "fastapi": {"coordinator"},
-    "anyio": {"coordinator"},
     "starlette": {"coordinator"},
     "anyio": {"coordinator"},
     "pydantic": {"coordinator"},

@@ -218,7 +218,7 @@ def _load(path: Path) -> dict[str, Json]:
         kept = parse_json(path.read_bytes())
         speeds = kept["speeds"] if kept["v"] == 1 else {}
         return {str(name): _checked(entry) for name, entry in speeds.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return {}
 
 

@@ -180,7 +180,12 @@ def test_a_small_board_measures_the_model_that_fits_it(bench: Bench, tmp_path: P
     assert list(told["steps_per_s"]) == ["mnist/2nn"]
 
 
-@pytest.mark.parametrize("kept", ["", "[]", '{"v": 2}', '{"v": 1, "speeds": {"digits": {}}}', '{"v":1,"speeds":[1]}'])
+HUGE = '{"v": 1, "speeds": {"digits": {"steps_per_s": 1' + "0" * 400 + ', "stamp": []}}}'
+
+
+@pytest.mark.parametrize(
+    "kept", ["", "[]", '{"v": 2}', '{"v": 1, "speeds": {"digits": {}}}', '{"v":1,"speeds":[1]}', HUGE]
+)
 def test_a_damaged_book_is_begun_anew(tmp_path: Path, kept: str) -> None:
     (tmp_path / FILE_NAME).write_text(kept)
     assert Bench(tmp_path).book.told() == {}
