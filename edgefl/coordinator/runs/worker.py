@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import threading
 import time
@@ -263,6 +264,9 @@ class RunWorker:
                     self._wake.clear()
                 else:
                     self._run(record)
+                    # The parts of a run hold each other: its models would stay until garbage is next looked for in
+                    # all that a coordinator has, which it seldom is.
+                    gc.collect()
             except HINDRANCES as error:  # whatever was not written is found out again, as after a restart
                 self._await_room("", error)
             except (StoreError, JournalError) as error:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -288,3 +290,29 @@ def test_a_run_that_somebody_stops_before_the_worker_comes_to_it_is_driven_no_mo
     worker.stop_run(run_id, "asked again")
     assert worker._take() is None
     assert store.run(run_id).status is RunStatus.STOPPED
+
+
+@pytest.mark.parametrize("worker", [assemble], indirect=True)
+def test_of_a_run_that_is_over_nothing_stays_until_garbage_is_collected(store: Store, worker: RunWorker) -> None:
+    config = parse_run(CONFIG).to_json()
+    store.add_run(run_id="r", name="n", task="digits", strategy="fedavg", config=config, seed=7, submitted_at=1.0)
+    gc.disable()
+    try:
+        worker.start()
+        eventually(lambda: worker._active is not None and worker._active.fleet is not None)
+        assert worker._active is not None
+        fleet = weakref.ref(worker._active.fleet)
+        worker.stop_run("r", "enough")
+        eventually(lambda: store.run("r").status is RunStatus.STOPPED)
+
+        eventually(lambda: fleet() is None)
+    finally:
+        gc.enable()
+        worker.stop()
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
