@@ -43,9 +43,9 @@ class Pauses:
 
 
 def has_room(directory: Path) -> bool:
-    """Returns whether a run that was stopped by a full disk is worth another try."""
+    """Returns whether a run that was stopped by a full disk is worth another try; the directory may be missing."""
     try:
-        disk: Any = os.statvfs(directory)
+        disk: Any = os.statvfs(directory if directory.exists() else directory.parent)
     except OSError:
         return False
     return int(disk.f_bavail) * int(disk.f_frsize) >= ROOM_BYTES

@@ -293,12 +293,16 @@ class RunWorker:
         """Drives one run to its end, over all pauses that a full disk or a locked store makes."""
         log.info("run %s (%s, %s) begins", record.run_id, record.task, record.strategy)
         going: RunRecord | None = record
+        met: EdgeflError | None = None
         while going is not None:
-            driven, going = going, None
             try:
-                self._run_on(driven)
-            except HINDRANCES as error:
-                going = self._paused(driven, error)
+                if met is not None:
+                    going, met = self._paused(going, met), None
+                if going is not None:
+                    self._run_on(going)
+                    going = None
+            except HINDRANCES as error:  # also while a pause is brought to its end
+                met = error
 
     def _paused(self, record: RunRecord, error: EdgeflError) -> RunRecord | None:
         """Waits until a run can go on; returns it if it goes on where it was, None if that is not for us to do now.
@@ -353,7 +357,7 @@ class RunWorker:
         return True
 
     def _run_on(self, record: RunRecord) -> None:
-        """Drives one run. Whatever a task or a strategy raises ends this run, never the coordinator."""
+        """Drives one run to its end. Whatever a task or a strategy raises ends this run, never the coordinator."""
         run_id = record.run_id
         try:
             self._drive(record, self._assembled(record))

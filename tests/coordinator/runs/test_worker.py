@@ -237,6 +237,27 @@ def test_a_hindrance_pauses_a_run_until_it_passes_and_ends_nothing(
     worker.stop()
 
 
+def test_a_hindrance_at_the_end_of_a_pause_begins_another_one(
+    store: Store, worker: RunWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, refusals = store.run, [StoreFullError("no room again")]
+
+    def run(run_id: str) -> Any:
+        if refusals and threading.current_thread() is not threading.main_thread():
+            raise refusals.pop()
+        return known(run_id)
+
+    monkeypatch.setattr(store, "run", run)
+    worker._site = replace(worker._site, assemble=Hindered(StoreFullError("no room"), UsageError("it cannot work")))
+    config = parse_run(CONFIG).to_json()
+    store.add_run(run_id="r", name="n", task="digits", strategy="fedavg", config=config, seed=7, submitted_at=1.0)
+    worker.start()
+    wait_for(lambda: store.run("r").status is RunStatus.FAILED)
+    kinds = [event["kind"] for event in history(store, "events", run="r")]
+    assert kinds == ["run-paused", "run-unpaused", "run-paused", "run-unpaused", "run-failed"]
+    worker.stop()
+
+
 def test_a_coordinator_that_stops_during_a_pause_leaves_the_run_to_be_taken_up(
     store: Store, worker: RunWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
