@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 # An environment that was only half made would pass for a whole one.
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow chaos chaos-short board-test wheel-check locks fuzz check bench clean
+.PHONY: help demo test test-slow chaos chaos-short soak board-test wheel-check locks fuzz check bench clean
 
 help:
 	@echo "make demo         run a whole fleet on this machine"
@@ -27,6 +27,7 @@ help:
 	@echo "make test-slow    run the tests that take minutes"
 	@echo "make chaos-short  do bad things of every kind to a fleet while it trains (minutes)"
 	@echo "make chaos        200 random kills over one run, the ledger, and a table of how long recoveries took (half an hour)"
+	@echo "make soak         see that nothing grows in a real hour and in a simulated week (an hour and a half)"
 	@echo "make board-test   boot emulated boards from blank cards, print their time lines (root, Debian; minutes)"
 	@echo "make wheel-check  import every wheel of a board under the processors of old ones (root, Debian; minutes)"
 	@echo "make locks        pin what boards install anew, from pyproject.toml and constraints.txt"
@@ -52,6 +53,9 @@ chaos-short: $(VENV)/.installed-dev
 
 chaos: $(VENV)/.installed-dev
 	PYTHONPATH=tests $(BIN)/python tests/chaos/run_chaos.py $(ARGS)
+
+soak: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/soak.py $(ARGS)
 
 board-test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m board -rs $(ARGS) tests/boards

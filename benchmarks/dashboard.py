@@ -19,7 +19,6 @@ import os
 import shutil
 import ssl
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from harness import feed_readers
 from harness.crowd import add_devices, add_run, names_of
 
 from edgefl.client import load_operator_file
@@ -177,19 +177,10 @@ def reading(fleet: LocalFleet, num_pages: int) -> Iterator[None]:
     if not num_pages:
         yield
         return
-    known = load_operator_file(fleet.root / "config" / "edgefl" / "operator.toml")
     ca = fleet.root / "ca.pem"
-    ca.write_text(known.ca_pem)
-    words = [sys.executable, str(HERE / "harness" / "feed_readers.py"), str(fleet.port), str(num_pages), str(ca)]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        assert process.stdout.readline().strip() == "all read"
+    ca.write_text(fleet.operator().ca_pem)
+    with feed_readers.reading(fleet.port, ca, num_pages):
         yield
-    finally:
-        process.terminate()
-        process.wait()
-        process.stdout.close()
 
 
 def _parse() -> argparse.Namespace:

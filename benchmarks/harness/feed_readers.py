@@ -3,10 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
+import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 REQUEST = b"GET /edgefl/v1/feed HTTP/1.1\r\nHost: 127.0.0.1\r\nAccept: text/event-stream\r\n\r\n"
+
+
+@contextlib.contextmanager
+def reading(port: int, ca: Path, num_pages: int) -> Iterator[None]:
+    """Has a process read so many feeds meanwhile."""
+    words = [sys.executable, __file__, str(port), str(num_pages), str(ca)]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline().strip() == "all read"
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+        process.stdout.close()
 
 
 async def read(port: int, context: ssl.SSLContext, begun: asyncio.Semaphore) -> None:
