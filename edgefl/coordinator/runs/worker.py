@@ -27,7 +27,7 @@ from edgefl.coordinator.runs.keeper import Keeper
 from edgefl.coordinator.runs.kept_models import ModelKeeper
 from edgefl.coordinator.runs.ledger import EventRow, Ledger
 from edgefl.coordinator.runs.mending import JOURNAL_DAMAGED, set_damage_aside
-from edgefl.coordinator.runs.pauses import FIRST_LOOK_S, MAX_LOOK_S, RUN_PAUSED, RUN_UNPAUSED, Pauses, has_room
+from edgefl.coordinator.runs.pauses import Patience, Pauses
 from edgefl.coordinator.runs.planning import Plannable
 from edgefl.coordinator.runs.recorder import Recorder
 from edgefl.coordinator.runs.resuming import (
@@ -126,7 +126,13 @@ class RunWorker:
         self._active: _Active | None = None
         self._inexact: set[str] = set()
         self._to_stop: deque[RunRecord] = deque()
-        self._look_s, self._unpaused_s = FIRST_LOOK_S, 0.0
+        self._patience = Patience(
+            directory=site.directory.runs,
+            store=site.store,
+            flush=self.flush,
+            stopping=self._stopping,
+            pauses=site.pauses,
+        )
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._work, name="runs", daemon=True)
 
@@ -268,7 +274,7 @@ class RunWorker:
                     # all that a coordinator has, which it seldom is.
                     gc.collect()
             except HINDRANCES as error:  # whatever was not written is found out again, as after a restart
-                self._await_room("", error)
+                self._patience.await_room("", error)
             except (StoreError, JournalError) as error:
                 self._on_fatal(error)
                 return
@@ -310,7 +316,7 @@ class RunWorker:
         A run that cannot go on exactly waits in the queue, and does so from its checkpoint.
         """
         run_id = record.run_id
-        if not self._await_room(run_id, error):
+        if not self._patience.await_room(run_id, error):
             with contextlib.suppress(*HINDRANCES):
                 self._end(run_id, RunStatus.INTERRUPTED, COORDINATOR_STOPPED)
             return None
@@ -319,42 +325,6 @@ class RunWorker:
             return now
         self._go_on_from_checkpoint(now, error)
         return None
-
-    def _await_room(self, run_id: str, error: EdgeflError) -> bool:
-        """Waits until there is room and the store can be written; returns False when the coordinator stops before.
-
-        Args:
-            run_id: of the run that is paused; empty for none.
-            error: why.
-        """
-        began, began_s, name = time.time(), time.monotonic(), f"run {run_id}" if run_id else "the queue of runs"
-        log.warning("%s is paused: %s", name, error)
-        if began_s - self._unpaused_s > MAX_LOOK_S:
-            self._look_s = FIRST_LOOK_S
-        if run_id:
-            self._site.pauses.begin(run_id, str(error))
-        try:
-            while not self._stopping.wait(self._look_s):
-                self._look_s = min(2 * self._look_s, MAX_LOOK_S)
-                if has_room(self._site.directory.runs) and self._has_told_pause(run_id, str(error), began):
-                    log.info("%s goes on after a pause of %.0f s", name, time.monotonic() - began_s)
-                    return True
-            return False
-        finally:
-            self._unpaused_s = time.monotonic()
-            self._site.pauses.end(run_id)
-
-    def _has_told_pause(self, run_id: str, reason: str, began: float) -> bool:
-        """Writes what waits, and that there was a pause; returns whether that was possible."""
-        store, now = self._site.store, time.time()
-        try:
-            self.flush()
-            with store.batch(durable=True):
-                store.record_event(RUN_PAUSED, reason, at=began, run_id=run_id or None)
-                store.record_event(RUN_UNPAUSED, f"after {now - began:.0f} s", at=now, run_id=run_id or None)
-        except HINDRANCES:
-            return False
-        return True
 
     def _run_on(self, record: RunRecord) -> None:
         """Drives one run to its end. Whatever a task or a strategy raises ends this run, never the coordinator."""

@@ -20,7 +20,7 @@ from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.dispatch.fleet_book import FleetBook
 from edgefl.coordinator.fleet.presence import Presence
 from edgefl.coordinator.fleet.roster import Roster
-from edgefl.coordinator.runs import worker as module
+from edgefl.coordinator.runs import pauses
 from edgefl.coordinator.runs.resuming import MAX_DEATHS
 from edgefl.coordinator.runs.worker import COORDINATOR_STOPPED, RunSite, RunWorker
 from edgefl.coordinator.superlink import SuperLink
@@ -218,7 +218,7 @@ def test_a_hindrance_pauses_a_run_until_it_passes_and_ends_nothing(
     store: Store, worker: RunWorker, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = threading.Event()
-    monkeypatch.setattr(module, "has_room", lambda _: room.is_set())
+    monkeypatch.setattr(pauses, "has_room", lambda _: room.is_set())
     assemble = Hindered(error, UsageError("it cannot work"))
     worker._site = replace(worker._site, assemble=assemble)
     config = parse_run(CONFIG).to_json()
@@ -261,7 +261,7 @@ def test_a_hindrance_at_the_end_of_a_pause_begins_another_one(
 def test_a_coordinator_that_stops_during_a_pause_leaves_the_run_to_be_taken_up(
     store: Store, worker: RunWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "has_room", lambda _: False)
+    monkeypatch.setattr(pauses, "has_room", lambda _: False)
     worker._site = replace(worker._site, assemble=Hindered(StoreFullError("no room")))
     config = parse_run(CONFIG).to_json()
     store.add_run(run_id="r", name="n", task="digits", strategy="fedavg", config=config, seed=7, submitted_at=1.0)
