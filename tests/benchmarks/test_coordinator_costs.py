@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
-from importlib import import_module
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,13 +13,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
-def parts() -> Iterator[SimpleNamespace]:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.syspath_prepend(str(BENCHMARKS))
-        names = ("cost_rows", "fold_costs", "adacomp_costs")
-        yield SimpleNamespace(**{name: import_module(f"harness.{name}") for name in names})
-        for name in [name for name in sys.modules if name.partition(".")[0] == "harness"]:
-            del sys.modules[name]
+def parts(harness: Callable[[str], ModuleType]) -> SimpleNamespace:
+    return SimpleNamespace(**{name: harness(name) for name in ("cost_rows", "fold_costs", "adacomp_costs")})
 
 
 @pytest.mark.parametrize(

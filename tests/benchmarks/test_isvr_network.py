@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,18 +12,13 @@ from edgefl.decentralised.methods import METHODS
 from edgefl.tasks.registry import make_task
 from edgefl.types import Dataset
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 STEP_BY_STEP = ("d2", "gradient-tracking")
 AT_RANDOM = ("pdmm-isvr", "admm-isvr", "ad-psgd")
 
 
 @pytest.fixture(scope="module")
-def network() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.syspath_prepend(str(BENCHMARKS))
-        yield import_module("harness.isvr_network")
-        for name in [name for name in sys.modules if name.partition(".")[0] == "harness"]:
-            del sys.modules[name]
+def network(harness: Callable[[str], ModuleType]) -> ModuleType:
+    return harness("isvr_network")
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from importlib.util import module_from_spec, spec_from_file_location
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -38,14 +37,8 @@ print(pid)
 
 
 @pytest.fixture(scope="module")
-def trees() -> ModuleType:
-    spec = spec_from_file_location("process_trees", HARNESS / "process_trees.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def trees(harness: Callable[[str], ModuleType]) -> ModuleType:
+    return harness("process_trees")
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,14 +17,8 @@ FACTS = {
 
 
 @pytest.fixture(scope="module")
-def report() -> ModuleType:
-    spec = spec_from_file_location("round_report", BENCHMARKS / "harness" / "round_report.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def report(harness: Callable[[str], ModuleType]) -> ModuleType:
+    return harness("round_report")
 
 
 def _turn(report: ModuleType, round_s: tuple[float, ...], peak_mib: float) -> Any:

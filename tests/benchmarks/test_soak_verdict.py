@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 import random
-import sys
-from importlib.util import module_from_spec, spec_from_file_location
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,14 +15,8 @@ EVERY_S = 5
 
 
 @pytest.fixture(scope="module")
-def verdicts() -> ModuleType:
-    spec = spec_from_file_location("soak_verdict", HARNESS / "soak_verdict.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def verdicts(harness: Callable[[str], ModuleType]) -> ModuleType:
+    return harness("soak_verdict")
 
 
 def looks(verdicts: ModuleType, memory: Any, *, handles: Any = lambda _: 12, threads: Any = lambda _: 7) -> list[Any]:

@@ -1,9 +1,8 @@
 from __future__ import annotations
 
 import sqlite3
-import sys
+from collections.abc import Callable
 from contextlib import closing
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
@@ -17,14 +16,8 @@ NUM_BEATS = 4000
 
 
 @pytest.fixture(scope="module")
-def growth() -> ModuleType:
-    spec = spec_from_file_location("store_growth", HARNESS / "store_growth.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def growth(harness: Callable[[str], ModuleType]) -> ModuleType:
+    return harness("store_growth")
 
 
 @pytest.fixture
