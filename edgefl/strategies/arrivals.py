@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from edgefl.errors import StrategyError
-from edgefl.types import Array, SparseTensor, Tensor, Tensors
+from edgefl.types import Array, SparseTensor, Tensor, Tensors, Update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ def add_at(flat: Array, entries: Array | slice, values: Array) -> None:
         flat[entries] += values
 
 
-def checked(arrival: Arrival, name: str, like: Array) -> Tensor:
+def checked(arrival: Arrival | Update, name: str, like: Array) -> Tensor:
     """Returns one tensor of an update.
 
     Raises:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from edgefl.errors import StrategyError
+from edgefl.strategies.arrivals import checked
 from edgefl.types import Array, LazyTensors, SparseTensor, Tensor, Tensors, Update
 
 _BLOCK = 2**16
@@ -100,7 +100,7 @@ class Fold:
             if np.issubdtype(like.dtype, np.inexact):
                 # Half floats end at 65504, which a displacement times its number of examples soon passes.
                 kind = np.promote_types(like.dtype, np.float32)
-                moved = _tensor(update, name, like)
+                moved = checked(update, name, like)
                 _add_weighted(self.total, name, moved, weight if name in buffers else weight / norm, kind)
             elif num_examples > self.integers_examples:
                 self.integers[name] = dense_tensor(update, name, like).astype(like.dtype)
@@ -117,7 +117,7 @@ def dense_tensor(update: Update, name: str, like: Array) -> Array:
     Raises:
         StrategyError: it is missing, or has another shape than the model's.
     """
-    tensor = _tensor(update, name, like)
+    tensor = checked(update, name, like)
     return tensor.dense() if isinstance(tensor, SparseTensor) else tensor
 
 
@@ -131,18 +131,6 @@ def release(tensors: Tensors) -> None:
     """Lets go of what was decoded for an update."""
     if isinstance(tensors, LazyTensors):
         tensors.release()
-
-
-def _tensor(update: Update, name: str, like: Array) -> Tensor:
-    if name not in update.tensors:
-        raise StrategyError(f"update {update.assignment_id} of {update.device_id} has no tensor {name!r}")
-    tensor = update.tensors[name]
-    if tensor.shape != like.shape:
-        raise StrategyError(
-            f"update {update.assignment_id} of {update.device_id}: tensor {name!r} has shape {tensor.shape}, "
-            f"the model's is {like.shape}"
-        )
-    return tensor
 
 
 def _add_weighted(total: dict[str, Array], name: str, moved: Tensor, weight: float, kind: np.dtype[Any]) -> None:
