@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_five_stand_ins_are_heard_at_every_beat_and_make_the_model_together(tmp_path: Path) -> None:
     words = [
         "--devices", "5", "--rounds", "3", "--beat-s", "6", "--processes", "2", "--broker", "auto", "--profile",

@@ -76,6 +76,7 @@ def _text(path: Path) -> str:
         return ""
 
 
+@pytest.mark.slow
 def test_a_second_demo_replaces_the_first(demo: Demo) -> None:
     done = _demo(demo.folder, "--rounds", "1", "--devices", "1", "--scheme", "iid", "--broker", "embedded")
     assert done.returncode == 0, done.stderr

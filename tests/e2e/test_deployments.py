@@ -346,6 +346,7 @@ def without_torch(tools: Any, shards: Path) -> LocalDevice:
     return LocalDevice(name="small", shards={"mnist": str(shards)}, program=program)
 
 
+@pytest.mark.slow
 def test_boards_without_torch_say_so_and_get_no_training_of_a_task_that_needs_it(tools: Any, tmp_path: Path) -> None:
     shards = tmp_path / "images"
     write_images(shards)

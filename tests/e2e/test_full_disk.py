@@ -96,6 +96,7 @@ def test_a_full_disk_pauses_the_run_which_goes_on_by_itself_and_ends_with_the_sa
     tools.check_logs(fleet.root)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fleet", [2], indirect=True)
 def test_a_coordinator_that_is_stopped_while_its_run_is_paused_goes_on_with_it_later(
     fleet: LocalFleet, tools: Any, small_disk: Path

@@ -89,7 +89,7 @@ def test_the_three_phases_cost_less_than_a_second(fleet: LocalFleet) -> None:
     assert fleet.history("rounds", run=run_id)[0]["started_at"] - run["started_at"] < 3.0  # on a machine that is busy
 
 
-@pytest.mark.parametrize("how", ["stopped", "killed"])
+@pytest.mark.parametrize("how", [pytest.param("stopped", marks=pytest.mark.slow), "killed"])
 def test_an_interrupted_run_goes_on_to_its_goal_as_if_nothing_had_been(
     fleet: LocalFleet, tools: Any, how: str
 ) -> None:

@@ -14,9 +14,6 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 
-NUM_REQUESTS = 6
-"""For each operation and mode."""
-
 
 class Api:
     """A coordinator's port, what it says of itself, and the token to ask it with."""
@@ -47,7 +44,11 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     made.port.close()
 
 
-def test_what_the_description_allows_and_what_it_forbids_never_ends_in_an_internal_error(api: Api) -> None:
+@pytest.mark.parametrize("num_requests", [3, pytest.param(30, marks=pytest.mark.slow)])
+def test_what_the_description_allows_and_what_it_forbids_never_ends_in_an_internal_error(
+    api: Api, num_requests: int
+) -> None:
+    """Asks for each operation so many times in each mode."""
     operations = [found.ok() for found in api.schema.get_all_operations()]
     assert len(operations) > 30
     for operation in operations:
@@ -56,7 +57,7 @@ def test_what_the_description_allows_and_what_it_forbids_never_ends_in_an_intern
         for mode in GenerationMode:
 
             @settings(
-                max_examples=NUM_REQUESTS, deadline=None, database=None, phases=[Phase.generate],
+                max_examples=num_requests, deadline=None, database=None, phases=[Phase.generate],
                 suppress_health_check=list(HealthCheck),
             )  # fmt: skip
             @given(case=operation.as_strategy(generation_mode=mode))

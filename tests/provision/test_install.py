@@ -106,7 +106,10 @@ def board(tmp_path: Path) -> Board:
     return made
 
 
-def test_a_bare_board_gets_a_slot_its_units_and_the_join_file(board: Board) -> None:
+def test_a_bare_board_gets_a_slot_its_units_its_signers_and_the_join_file(board: Board) -> None:
+    for name in ("signers/lab.pem", "units/edgefl-device.service.d/20-shards.conf"):
+        (board.folder / name).parent.mkdir(exist_ok=True)
+        (board.folder / name).write_text("content\n")
     done = board.install()
     assert done.returncode == 0, done.stderr
     assert (board.slot(), board.runs()) == ("a", "edgefl, version 1.0")
@@ -116,6 +119,8 @@ def test_a_bare_board_gets_a_slot_its_units_and_the_join_file(board: Board) -> N
     installed = {path.name for path in (board.root / "etc/systemd/system").glob("*.service")}
     assert {"edgefl-join.service", "edgefl-device.service"} <= installed
     assert not {name for name in installed if "coordinator" in name or "broker" in name}
+    assert (board.root / "etc/edgefl/signers/lab.pem").read_text() == "content\n"
+    assert (board.root / "etc/systemd/system/edgefl-device.service.d/20-shards.conf").read_text() == "content\n"
     calls = board.systemctl_calls()
     assert calls[:3] == [
         "daemon-reload",
@@ -258,13 +263,10 @@ def test_two_wheels_of_edgefl_are_not_chosen_between(board: Board) -> None:
     assert (done.returncode, "several wheels of edgefl" in done.stderr) == (1, True)
 
 
-def test_signers_and_drop_ins_are_put_where_they_are_read(board: Board) -> None:
-    for name in ("signers/lab.pem", "units/edgefl-device.service.d/20-shards.conf"):
-        (board.folder / name).parent.mkdir(exist_ok=True)
-        (board.folder / name).write_text("content\n")
+@pytest.mark.slow
+def test_a_board_is_installed_without_a_start_where_that_is_asked(board: Board) -> None:
     assert board.install("--no-start").returncode == 0
-    assert (board.root / "etc/edgefl/signers/lab.pem").read_text() == "content\n"
-    assert (board.root / "etc/systemd/system/edgefl-device.service.d/20-shards.conf").read_text() == "content\n"
+    assert board.runs() == "edgefl, version 1.0"
     assert not [call for call in board.systemctl_calls() if call.startswith(("start", "restart"))]
 
 

@@ -161,6 +161,7 @@ def test_a_device_that_is_told_to_stop_says_goodbye(coordinator_of, device_of, m
     assert not coordinator.was_gone()
 
 
+@pytest.mark.parametrize("running", ["mosquitto", pytest.param("embedded", marks=pytest.mark.slow)], indirect=True)
 def test_a_broker_restart_makes_nobody_gone_and_everybody_comes_back(running, coordinator_of, device_of, mqtt_tools):
     coordinator = coordinator_of(STEADY_HEARTBEAT_S)
     for name in ("pi-1", "pi-2"):
