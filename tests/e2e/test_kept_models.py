@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import threading
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,14 +17,15 @@ from edgefl.storage.store import Store
 
 
 @pytest.mark.slow
-def test_every_row_has_its_file_after_a_kill_and_the_models_are_those_of_the_history(tmp_path: Path) -> None:
+def test_every_row_has_its_file_after_a_kill_and_the_models_are_those_of_the_history(
+    tools: Any, tmp_path: Path
+) -> None:
     cut = cut_devices("digits", "iid", 2, tmp_path / "shards", None, 7)
     run = {"task": "digits", "rounds": 100_000, "evaluate_on": "coordinator"}
     with LocalFleet(root=tmp_path, devices=cut.devices, test_shards=cut.test_shards) as fleet:
         for num_rounds in (30, 47):
             run_id = fleet.submit(parse_run({"run": run, "devices": {"min": 2}}))
-            while len(fleet.history("rounds", run=run_id)) < num_rounds:
-                threading.Event().wait(0.02)
+            tools.eventually(partial(_has_rounds, fleet, run_id, num_rounds))
             fleet.kill(COORDINATOR)
             with Store.open(fleet.database) as store:
                 rows = kept_models(store, run_id)
@@ -37,3 +39,9 @@ def test_every_row_has_its_file_after_a_kill_and_the_models_are_those_of_the_his
             scored = [row for row in json.loads(told)["rows"] if row["recorded_accuracy"] is not None]
             assert scored
             assert all(row["accuracy"] == pytest.approx(row["recorded_accuracy"]) for row in scored)
+            fleet.operator().post(f"/edgefl/v1/runs/{run_id}/stop")  # it went on by itself
+            assert fleet.wait_run(run_id)["status"] == "stopped"
+
+
+def _has_rounds(fleet: LocalFleet, run_id: str, number: int) -> bool:
+    return len(fleet.history("rounds", run=run_id)) >= number
