@@ -19,6 +19,7 @@ from typing import Any
 
 from packaging.tags import Tag, compatible_tags, cpython_tags
 from packaging.utils import parse_wheel_filename
+from uv import find_uv_bin
 
 from edgefl.provision.locks import BOARDS, BoardFamily, LockedWheel, board_family, lock_name
 
@@ -65,8 +66,9 @@ def made_lock(family: BoardFamily, *, with_torch: bool) -> str:
 def _resolved(family: BoardFamily, *, with_torch: bool) -> list[dict[str, Any]]:
     """Returns the packages that uv resolves for the board, each with all of its wheels."""
     words = [
-        "uv", "pip", "compile", "pyproject.toml", "--no-config", "--quiet", "--constraints", "constraints.txt",
-        "--format", "pylock.toml", "--only-binary", ":all:", "--python-version", family.python_version,
+        find_uv_bin(), "pip", "compile", "pyproject.toml", "--no-config", "--quiet",
+        "--constraints", "constraints.txt", "--format", "pylock.toml", "--only-binary", ":all:",
+        "--python-version", family.python_version,
         "--python-platform", f"{family.machine}-manylinux_2_28",
         *(("--extra", "train") if with_torch else ()),
     ]  # fmt: skip
