@@ -143,6 +143,8 @@ class OpenGate:
     def refusal(self, update: Update) -> str | None:  # noqa: ARG002 every update is let in
         return None
 
+    def strike(self, device_id: str) -> None: ...
+
     def note(self, event: Event, accuracy: float | None) -> None: ...
 
 
@@ -247,10 +249,18 @@ def _asked(source: _Source[S], view: FleetView, tally: Tally, gate: Gate) -> Dec
 
 def _let_in(event: Event, gate: Gate) -> Event:
     """Returns the event; in place of an update that the gate refuses, that it is lost and why."""
+    if isinstance(event, Lost) and event.is_strike:
+        gate.strike(event.device_id)
     reason = gate.refusal(event) if isinstance(event, Update) else None
     if reason is None or not isinstance(event, Update):
         return event
-    return Lost(device_id=event.device_id, assignment_id=event.assignment_id, outcome=Outcome.REFUSED, reason=reason)
+    return Lost(
+        device_id=event.device_id,
+        assignment_id=event.assignment_id,
+        outcome=Outcome.REFUSED,
+        reason=reason,
+        is_strike=True,
+    )
 
 
 def _take(events: Sequence[Event], source: _Source[S], course: Course, gate: Gate) -> None:

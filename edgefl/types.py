@@ -404,12 +404,16 @@ class Joined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """An outstanding assignment will bring no update: its device is gone, it failed, or its deadline passed."""
+    """An outstanding assignment will bring no update: its device is gone, it failed, or its deadline passed.
+
+    With `is_strike` an update came and the gate has refused it, which counts against its device.
+    """
 
     device_id: str
     assignment_id: str
     outcome: Outcome
     reason: str
+    is_strike: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -537,7 +541,10 @@ class Gate(Protocol):
         """Returns the assignment as its board is to get it: smaller when it is not well, in a codec that suits it."""
 
     def refusal(self, update: Update) -> str | None:
-        """Returns why an update must not reach the strategy, or None."""
+        """Returns why an update must not reach the strategy, or None; a refusal counts against its device."""
+
+    def strike(self, device_id: str) -> None:
+        """Counts, as it was counted then, a refusal that a journal tells of: the update itself is gone."""
 
     def note(self, event: Event, accuracy: float | None) -> None:
         """Takes note of what happened; `accuracy` is that of a version whose evaluation the event completed."""

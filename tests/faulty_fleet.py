@@ -1,4 +1,4 @@
-"""A fleet with a clock of its own whose boards are slow, die, come back, fail, answer twice and answer too late.
+"""A fleet with a clock of its own whose boards are slow, die, come back, fail, diverge, answer twice and too late.
 
 It also holds a strategy to its side of the bargain: `dispatch` looks at every order.
 """
@@ -222,6 +222,8 @@ class FaultyFleet:
     def update(self, order, iterations, pace_s):
         place = list(self.info).index(order.device_id) if order.block is None else order.block
         tensors, outbox = (displacement(self.seed, order), ()) if order.plan.node is None else told(self.seed, order)
+        if self.faults.get(order.device_id) == "diverges":
+            tensors = {**tensors, "mean": np.full(3, np.nan, np.float32)}
         return Update(
             assignment_id=order.assignment_id,
             device_id=order.device_id,

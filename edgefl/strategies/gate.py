@@ -163,11 +163,17 @@ class Guard:
             self.strikes.pop(update.device_id, None)
             self.norms.append(norm)
             return None
-        count = self.strikes[update.device_id] = self.strikes.get(update.device_id, 0) + 1
+        count = self.strike(update.device_id)
         if count < self.flag_after:
             return reason
-        self.flagged.add(update.device_id)
         return f"{reason}; refused {count} times in a row, so {update.device_id} is flagged and not asked again"
+
+    def strike(self, device_id: str) -> int:
+        """Counts a refusal, and returns how many there were in a row."""
+        count = self.strikes[device_id] = self.strikes.get(device_id, 0) + 1
+        if count >= self.flag_after:
+            self.flagged.add(device_id)
+        return count
 
     def _misfit(self, tensors: Tensors) -> str | None:
         for spec in self.shapes:
@@ -237,6 +243,9 @@ class StrategyGate:
 
     def refusal(self, update: Update) -> str | None:
         return self.guard.refusal(update)
+
+    def strike(self, device_id: str) -> None:
+        self.guard.strike(device_id)
 
     def note(self, event: Event, accuracy: float | None) -> None:
         if self.codecs is not None:

@@ -110,7 +110,7 @@ def all_kinds():
         assignment_id="e1", device_id="pi-2", version=3, round=3, source="device", num_examples=9, loss=0.1,
         accuracy=0.9, metrics={"f1": 0.5},
     )  # fmt: skip
-    lost = Lost(device_id="pi-3", assignment_id="a3", outcome=Outcome.LOST, reason="gone")
+    lost = Lost(device_id="pi-3", assignment_id="a3", outcome=Outcome.REFUSED, reason="its norm", is_strike=True)
     own = replace(evaluated, assignment_id="e2", subject="pi-1")
     return Decision(orders=orders, next_wake_s=2.5), [evaluated, own, lost, Stop(reason="enough")]
 

@@ -93,9 +93,10 @@ class Recorder:
             self._unused[row.assignment_id] = row, self._monotonic()
 
     def go_on(self, asked: Iterable[Assignment], tally: Tally) -> None:
-        """Takes up what was asked and what was scored before."""
+        """Takes up what was asked and what was scored before; who is flagged by now was told."""
         self._asked = {order.assignment_id: order for order in asked}
         self._scores, self._nodes = copy.deepcopy(tally.scores), copy.deepcopy(tally.nodes)
+        self._known_flagged = set(self._flagged())
 
     def received(self, events: Sequence[Event]) -> Sequence[Event]:
         for event in events:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from faulty_fleet import NAMES, TASK, FaultyFleet, first_model
+from faulty_fleet import FAULTS, NAMES, TASK, FaultyFleet, first_model
 
 from edgefl.coordinator.dispatch.fleet_book import FleetBook, SeenVitals
 from edgefl.coordinator.dispatch.journaled_fleet import FleetStanding, Given, JournaledFleet
@@ -139,6 +139,7 @@ class Played:
     records: list[int] = field(default_factory=list)
     wholes: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
     reason: str = ""
+    guard: Guard = field(default_factory=Guard)
 
 
 def built(name: str, seed: int) -> Any:
@@ -150,23 +151,25 @@ def gate() -> StrategyGate:
     return StrategyGate(selection=Selection(max_temperature_c=75.0), guard=Guard(takes_models=True))
 
 
-def digest(state: Any, course: Course) -> str:
-    return hashlib.sha256(pack_state(state) + pack_state(course)).hexdigest()
+def digest(state: Any, course: Course, guard: Guard) -> str:
+    return hashlib.sha256(pack_state(state) + pack_state(standing_of(course, FleetStanding(), guard))).hexdigest()
 
 
-def play(folder: Path, name: str, seed: int, *, rounds: int = 4) -> Played:
-    """Runs a strategy on the faulty fleet with a journal."""
-    strategy, faulty, clock, made = built(name, seed), FaultyFleet(seed), RunClock(), gate()
-    played = Played()
+def play(
+    folder: Path, name: str, seed: int, *, rounds: int = 4, faults: Mapping[str, str] = FAULTS, every: int = 7
+) -> Played:
+    """Runs a strategy on the faulty fleet with a journal; keeps all that a checkpoint has `every` so many turns."""
+    strategy, faulty, clock, made = built(name, seed), FaultyFleet(seed, faults=faults), RunClock(), gate()
+    played = Played(guard=made.guard)
     with WalJournal(folder, unpack_tensors) as wal:
         fleet = JournaledFleet(LiveFaultyFleet(faulty), wal, Script(), clock)  # type: ignore[arg-type]
         clock.tell(0.0, 0.0)  # no time of its own here
 
         def turn(state: Any, course: Course) -> None:
             number = len(played.digests)
-            played.digests.append(digest(state, course))
+            played.digests.append(digest(state, course, made.guard))
             played.records.append(wal.last_record)
-            if number % 7 == 3:
+            if number % every == 3:
                 standing = standing_of(course, fleet.standing(), made.guard)
                 played.wholes[number] = pack_state(state), pack_state(standing)
 
@@ -179,14 +182,16 @@ def play(folder: Path, name: str, seed: int, *, rounds: int = 4) -> Played:
     return played
 
 
-def replay(entries: Sequence[Any], name: str, seed: int, whole: tuple[bytes, bytes] | None = None) -> list[str]:
+def replay(
+    entries: Sequence[Any], name: str, seed: int, whole: tuple[bytes, bytes] | None = None, *, rounds: int = 4
+) -> list[str]:
     """Returns how the run stood at every turn up to where the journal ends."""
     strategy, clock, made, found = built(name, seed), RunClock(), gate(), list[str]()
     state, course, before = strategy.init(first_model(seed)), None, None
-    rounds = RoundCount(versions_per_round=getattr(strategy, "versions_per_round", 1))
+    count = RoundCount(versions_per_round=getattr(strategy, "versions_per_round", 1))
     if whole is not None:
         state, standing = unpack_state(whole[0], type(state)), unpack_state(whole[1], Standing)
-        course, before = standing.course_of(rounds), standing.fleet
+        course, before = standing.course_of(count), standing.fleet
         standing.restore(made.guard)
 
     class Checked:
@@ -195,9 +200,9 @@ def replay(entries: Sequence[Any], name: str, seed: int, whole: tuple[bytes, byt
     try:
         fleet = JournaledFleet(NoFleet(), NoFleet(), Script(entries), clock, before)  # type: ignore[arg-type]
         drive(
-            strategy, state, fleet=fleet, journal=LoopJournal(fleet, Checked()), goal=Goal(rounds=4),
-            evaluate=EvaluationSchedule(), gate=made, rounds=rounds, course=course,
-            turn=lambda state, course: found.append(digest(state, course)),
+            strategy, state, fleet=fleet, journal=LoopJournal(fleet, Checked()), goal=Goal(rounds=rounds),
+            evaluate=EvaluationSchedule(), gate=made, rounds=count, course=course,
+            turn=lambda state, course: found.append(digest(state, course, made.guard)),
         )  # fmt: skip
     except ReachedError:
         return found
@@ -218,6 +223,18 @@ def test_a_checkpoint_and_the_journal_behind_it_bring_a_run_to_the_same_state(tm
     for number, whole in list(played.wholes.items())[:3]:
         entries = [entry for _, entry in journal_entries(tmp_path, unpack_tensors, after=played.records[number])]
         assert replay(entries[: last_turn(entries)], name, 2, whole) == played.digests[number:]
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedasync", "esync", "admm-isvr"])
+def test_who_was_refused_and_how_often_comes_back_from_the_journal(tmp_path: Path, name: str) -> None:
+    played = play(tmp_path, name, 4, rounds=8, faults={**FAULTS, "h": "diverges"}, every=4)
+    assert played.guard.flagged == {"h"}
+    strikes = set()
+    for number, whole in [(0, None), *list(played.wholes.items())[:5]]:
+        entries = [entry for _, entry in journal_entries(tmp_path, unpack_tensors, after=played.records[number])]
+        assert replay(entries[: last_turn(entries)], name, 4, whole, rounds=8) == played.digests[number:]
+        strikes.add(unpack_state(whole[1], Standing).guard.strikes.get("h", 0) if whole else 0)
+    assert len(strikes) > 1, "some of the refusals lie behind a checkpoint, some before it"
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedasync", "esync", "adacomp", "dsgd"])

@@ -13,7 +13,7 @@ from edgefl.errors import JournalError, StoreFullError, StrategyError
 from edgefl.storage.journal import WalJournal
 from edgefl.storage.queries import history
 from edgefl.storage.store import Store
-from edgefl.tally import RoundCount
+from edgefl.tally import RoundCount, Tally
 from edgefl.types import (
     Assignment,
     Decision,
@@ -386,6 +386,16 @@ def test_a_device_that_is_flagged_is_an_event_once_with_the_reason(book):
     events = [(row["kind"], row["device_id"], row["message"]) for row in book.rows("events")]
     assert [event for event in events if event[0] == "device-flagged"] == [("device-flagged", "b", "norm 1")]
     assert len(events) == 6 + 1
+
+
+def test_that_a_device_is_flagged_is_not_told_again_behind_a_checkpoint_that_knows_it(book):
+    book.flagged.add("b")
+    book.recorder.go_on([], Tally())
+    book.order(0, "b")
+    refused = {"outcome": Outcome.REFUSED, "reason": "norm 1", "is_strike": True}
+    book.receive(Lost(device_id="b", assignment_id="v0-b", **refused))
+    book.recorder.commit()
+    assert [row["kind"] for row in book.rows("events")] == ["assignment-lost"]
 
 
 def test_an_update_that_never_came_cannot_be_used(book):
