@@ -12,7 +12,7 @@ from typing import Protocol
 
 from edgefl.coordinator.dispatch.fleet_book import FleetBook
 from edgefl.coordinator.dispatch.live_view import LiveView
-from edgefl.coordinator.dispatch.replay import RunClock, Script
+from edgefl.coordinator.dispatch.replay import ReplayError, RunClock, Script
 from edgefl.storage.journal_records import Seen, Turn
 from edgefl.types import (
     Assignment,
@@ -78,6 +78,22 @@ class FleetStanding:
     speeds: dict[str, Speed] = field(default_factory=dict)
     progress: dict[str, Progress] = field(default_factory=dict)
     vitals: dict[str, Vitals | None] = field(default_factory=dict)
+
+
+class NoBoards:
+    """In place of the live fleet where a journal is only followed: nobody is asked for anything."""
+
+    def view(self) -> LiveView:
+        raise ReplayError("the loop goes on behind the end of its journal")
+
+    def adopt(self, out: Sequence[Given], source: ModelSource) -> None:  # noqa: ARG002
+        self.view()
+
+    def dispatch(self, orders: Sequence[Order], source: ModelSource) -> None:  # noqa: ARG002
+        self.view()
+
+    def wait(self, until_s: float) -> Sequence[Event]:  # noqa: ARG002
+        raise ReplayError("the loop waits behind the end of its journal")
 
 
 class JournaledFleet:

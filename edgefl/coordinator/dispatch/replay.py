@@ -31,7 +31,7 @@ class Script:
     """
 
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
-        self._entries = (entry for entry in entries if not isinstance(entry, CheckpointMark))
+        self._entries = deque(entry for entry in entries if not isinstance(entry, CheckpointMark))
         self._next: Entry | None = None
         self._turn: deque[Entry] = deque()
         self._advance()
@@ -42,6 +42,11 @@ class Script:
     def is_over(self) -> bool:
         """Whether all has been told: what follows is new."""
         return not self._turn and self._next is None
+
+    @property
+    def ends_with_next_turn(self) -> bool:
+        """Whether all has been told but that another turn began."""
+        return self.next_turn is not None and not self._turn and not self._entries
 
     @property
     def next_turn(self) -> Turn | None:
@@ -89,7 +94,7 @@ class Script:
             raise ReplayError(f"the loop comes to {_told(made)}, the journal has {_told(known)}")
 
     def _advance(self) -> None:
-        self._next = next(self._entries, None)
+        self._next = self._entries.popleft() if self._entries else None
 
 
 class RunClock:
@@ -119,6 +124,12 @@ class RunClock:
     def at(self) -> float:
         """Returns Unix seconds."""
         return self._told[1] if self._told is not None else time.time()
+
+
+def up_to_last_turn(entries: Sequence[Entry]) -> Sequence[Entry]:
+    """Returns the entries up to where the last turn begins: that one may lack anything."""
+    last = max((place for place, entry in enumerate(entries) if isinstance(entry, Turn)), default=-1)
+    return entries[: last + 1]
 
 
 def has_turns(entries: Iterator[Entry]) -> bool:

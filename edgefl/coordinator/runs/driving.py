@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -38,6 +39,10 @@ class Drivable(Protocol):
     def rounds(self) -> RoundCount: ...
     @property
     def gate(self) -> StrategyGate: ...
+
+
+class _FollowedError(Exception):
+    """A script has been told up to its last turn."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,6 +95,53 @@ class Driver:
             ReplayError: it does not come to what its journal says.
             EdgeflError: it has failed.
         """
+        self.keeper.begin(self.made.strategy.version(self.before.state), at_once=self.gives_other_ids)
+        try:
+            return self._loop(self._turn)
+        except (StoreError, JournalError):
+            raise
+        except Exception as error:
+            if not self._fleet.is_live:  # what the journal has was survived once: it is no reason to fail now
+                raise ReplayError(f"{type(error).__name__}: {error}") from error
+            self.recorder.commit()  # what the last turn brought is history too
+            self.ledger.finish()
+            # Boards that are away must not cost a run what it has reached: it can be taken up once more.
+            waits = isinstance(error, NotReadyError) and self.before.goes_on
+            if self._stand and (waits or isinstance(error, InterruptedRunError)):
+                self._checkpoint(*self._stand)
+            if waits:
+                raise InterruptedRunError(str(error)) from error
+            raise
+
+    def follow(self) -> int:
+        """Brings a run of a former life to where the last turn of its script begins; no board is asked for anything.
+
+        Returns:
+            The version there, of which a checkpoint is written: the run goes on from it in another life.
+
+        Raises:
+            ReplayError: it does not come to what its journal says.
+            StoreError: as `drive`.
+        """
+        try:
+            self._loop(self._turn_before_last)
+        except _FollowedError:
+            assert self._stand is not None
+            self._checkpoint(*self._stand, is_of_former_life=True)
+            return self._stand[1].tally.version
+        except (StoreError, JournalError):
+            raise
+        except Exception as error:
+            raise ReplayError(f"{type(error).__name__}: {error}") from error
+        raise ReplayError("the run ends before its journal does")
+
+    def finish(self, state: Any) -> None:
+        """Keeps the last state and the model of a run that is over."""
+        strategy = self.made.strategy
+        version = strategy.version(state)
+        self.keeper.finish(version, self.made.rounds.of(version), state, strategy.model(state), self.models)
+
+    def _loop(self, turn: Callable[[Any, Course], None]) -> tuple[Any, str]:
         made, before = self.made, self.before
         journal = ModelJournal(self.recorder, self.models, made.strategy.model, lambda: self.wal.last_record)
         course = None
@@ -99,42 +151,25 @@ class Driver:
             out = (given.order for given in before.standing.fleet.out.values())
             self.recorder.go_on([order for order in out if isinstance(order, Assignment)], course.tally)
             journal.go_on(course.tally.scores)
-        self.keeper.begin(made.strategy.version(before.state), at_once=self.gives_other_ids)
-        try:
-            return drive(
-                made.strategy,
-                before.state,
-                fleet=self._fleet,
-                journal=journal,
-                goal=made.goal,
-                evaluate=made.evaluate,
-                rounds=made.rounds,
-                gate=made.gate,
-                earlier=before.earlier,
-                course=course,
-                turn=self._turn,
-                left=self._left,
-            )
-        except (StoreError, JournalError):
-            raise
-        except Exception as error:
-            if not self._fleet.is_live:  # what the journal has was survived once: it is no reason to fail now
-                raise ReplayError(f"{type(error).__name__}: {error}") from error
-            self.recorder.commit()  # what the last turn brought is history too
-            self.ledger.finish()
-            # Boards that are away must not cost a run what it has reached: it can be taken up once more.
-            waits = isinstance(error, NotReadyError) and before.goes_on
-            if self._stand and (waits or isinstance(error, InterruptedRunError)):
-                self._checkpoint(*self._stand)
-            if waits:
-                raise InterruptedRunError(str(error)) from error
-            raise
+        return drive(
+            made.strategy,
+            before.state,
+            fleet=self._fleet,
+            journal=journal,
+            goal=made.goal,
+            evaluate=made.evaluate,
+            rounds=made.rounds,
+            gate=made.gate,
+            earlier=before.earlier,
+            course=course,
+            turn=turn,
+            left=self._left,
+        )
 
-    def finish(self, state: Any) -> None:
-        """Keeps the last state and the model of a run that is over."""
-        strategy = self.made.strategy
-        version = strategy.version(state)
-        self.keeper.finish(version, self.made.rounds.of(version), state, strategy.model(state), self.models)
+    def _turn_before_last(self, state: Any, course: Course) -> None:
+        self._stand = state, course
+        if self.before.script.ends_with_next_turn:
+            raise _FollowedError
 
     def _turn(self, state: Any, course: Course) -> None:
         self._stand = state, course
@@ -145,7 +180,7 @@ class Driver:
         if self._stand is not None:
             self._stand = state, self._stand[1]
 
-    def _checkpoint(self, state: Any, course: Course) -> None:
+    def _checkpoint(self, state: Any, course: Course, *, is_of_former_life: bool = False) -> None:
         can_go_on = not getattr(self.made.strategy, "goes_on_alone", False)
         standing = standing_of(course, self._fleet.standing(), self.made.gate.guard) if can_go_on else None
-        self.keeper.checkpoint(state, standing)
+        self.keeper.checkpoint(state, standing, is_of_former_life=is_of_former_life)

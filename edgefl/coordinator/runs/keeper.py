@@ -60,10 +60,11 @@ class Keeper:
             return True
         return False
 
-    def checkpoint(self, state: object, standing: Standing | None = None) -> None:
+    def checkpoint(self, state: object, standing: Standing | None = None, *, is_of_former_life: bool = False) -> None:
         """Writes the state; rows that follow from journal files that go are in the store before.
 
-        With `standing`, between two turns, the run can go on exactly there.
+        With `standing`, between two turns, the run can go on exactly there; not so where it `is_of_former_life`, and
+        the run is still to begin another.
         """
         self._wal.sync()
         # Before there is a checkpoint: a run that goes on from one derives no row from what lies before it.
@@ -71,7 +72,8 @@ class Keeper:
         self._ledger.flush()
         saved = save_state(self._folder, state, self._wal.last_record, standing)
         self._wal.checkpointed(CheckpointMark(sha256=saved.sha256, last_record=saved.last_record))
-        (self._folder.parent / ANOTHER_LIFE).unlink(missing_ok=True)
+        if not is_of_former_life:
+            (self._folder.parent / ANOTHER_LIFE).unlink(missing_ok=True)
         kept = prune_checkpoints(self._folder)
         self._wal.prune(kept[-1].last_record)
         self._checkpointed_s = self._clock()

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.dispatch.lives import Lives
-from edgefl.coordinator.dispatch.replay import Script, has_turns
+from edgefl.coordinator.dispatch.replay import Script, has_turns, up_to_last_turn
 from edgefl.coordinator.runs.recorder import TOLD
 from edgefl.coordinator.runs.standing import ANOTHER_LIFE, Standing
 from edgefl.errors import JournalError, UsageError
@@ -153,8 +153,35 @@ def resumed_exactly(
     Raises:
         JournalError: no checkpoint is whole, or the journal behind it cannot be read.
     """
+    if (directory.runs / record.run_id / ANOTHER_LIFE).exists():
+        return None
+    return _exactly(record, made, directory, store, wal, lambda entries: entries)
+
+
+def followed_before_damage(
+    record: RunRecord, made: Resumable, directory: CoordinatorDirectory, store: Store, wal: WalJournal
+) -> Resumed | None:
+    """Returns what brings a run to the last turn that begins in its journal, which ends too early.
+
+    None for a run that cannot be followed, or not any further than its checkpoint.
+
+    Raises:
+        JournalError: no checkpoint is whole.
+    """
+    found = _exactly(record, made, directory, store, wal, up_to_last_turn)
+    return None if found is None or found.script.is_over or found.script.ends_with_next_turn else found
+
+
+def _exactly(
+    record: RunRecord,
+    made: Resumable,
+    directory: CoordinatorDirectory,
+    store: Store,
+    wal: WalJournal,
+    known: Callable[[Sequence[Entry]], Sequence[Entry]],
+) -> Resumed | None:
     run_id, strategy = record.run_id, made.strategy
-    if getattr(strategy, "goes_on_alone", False) or (directory.runs / run_id / ANOTHER_LIFE).exists():
+    if getattr(strategy, "goes_on_alone", False):
         return None
     first, saved, standing = strategy.init(made.model), newest_checkpoint(directory, run_id), None
     state = first
@@ -165,7 +192,7 @@ def resumed_exactly(
             return None
         state = load_state(_folder(directory, run_id), type(first), saved)
         standing = load_standing(_folder(directory, run_id), Standing, saved)
-    behind = _entries_behind(wal, saved)
+    behind = known(_entries_behind(wal, saved))
     if not has_turns(iter(behind)) or (saved is None and not behind):
         return None
     so_far = counted_so_far(store, run_id)

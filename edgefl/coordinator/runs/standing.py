@@ -12,8 +12,9 @@ from edgefl.strategies.gate import Guard
 from edgefl.tally import RoundCount
 
 ANOTHER_LIFE = "another-life"
-"""A file beside the journal of a run that came out of a backup: its boards may have done other work since, under the
-same ids, so it goes on from a checkpoint and gives others. The next checkpoint takes the file away."""
+"""A file beside the journal of a run that came out of a backup, or lacks what was damaged: its boards may have done
+other work since, under the same ids, so it goes on from a checkpoint and gives others. The next checkpoint takes the
+file away."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from edgefl.coordinator.runs.driving import Driver
 from edgefl.coordinator.runs.keeper import Keeper
 from edgefl.coordinator.runs.kept_models import ModelKeeper
 from edgefl.coordinator.runs.ledger import EventRow, Ledger
-from edgefl.coordinator.runs.mending import JOURNAL_DAMAGED, set_damage_aside
+from edgefl.coordinator.runs.mending import JOURNAL_DAMAGED, JOURNAL_FOLLOWED, follow_to_damage, set_damage_aside
 from edgefl.coordinator.runs.pauses import Patience, Pauses
 from edgefl.coordinator.runs.planning import Plannable
 from edgefl.coordinator.runs.recorder import Recorder
@@ -393,8 +393,11 @@ class RunWorker:
         goes_on_alone = bool(getattr(assembled.strategy, "goes_on_alone", False))
         ledger = Ledger(site.store, run_id, site.meter.note)
         folder = site.directory.runs / run_id / "journal"
-        self._mend(run_id, goes_on_alone=goes_on_alone)
+        damage = self._mend(run_id)
         with WalJournal(folder, assembled.decode, time_sync=site.meter.time_sync) as wal:
+            if damage is not None and not goes_on_alone:  # else its boards give no names that were given before
+                self._follow(record, assembled, wal, ledger)
+                raise ReplayError(damage)
             before = self._begun(record, assembled, wal)
             # After the rewind: what was kept behind the checkpoint is kept no longer.
             models = ModelKeeper(site.directory.models, site.store, run_id, assembled.config.models)
@@ -428,11 +431,10 @@ class RunWorker:
             self._finish(driver.recorder, run_id, assembled.config, reason)
             log.info("run %s is over: %s", run_id, reason)
 
-    def _mend(self, run_id: str, *, goes_on_alone: bool) -> None:
-        """Sets aside what is damaged in a run's journal.
+    def _mend(self, run_id: str) -> str | None:
+        """Returns what was damaged in a run's journal, and is set aside now; None for nothing.
 
         Raises:
-            ReplayError: that was needed to go on where it was.
             InterruptedRunError: no checkpoint is whole.
         """
         try:
@@ -440,13 +442,22 @@ class RunWorker:
         except JournalError as error:
             log.error("run %s cannot go on: %s", run_id, error)  # noqa: TRY400 a line for the operator
             raise InterruptedRunError(str(error)) from error
-        if damage is None:
-            return
-        log.error("run %s: %s", run_id, damage)
-        with self._site.store.batch(durable=True):
-            self._site.store.record_event(JOURNAL_DAMAGED, damage, at=time.time(), run_id=run_id)
-        if not goes_on_alone:  # its boards have gone on, and give no names that were given before
-            raise ReplayError(damage)
+        if damage is not None:
+            log.error("run %s: %s", run_id, damage)
+            with self._site.store.batch(durable=True):
+                self._site.store.record_event(JOURNAL_DAMAGED, damage, at=time.time(), run_id=run_id)
+        return damage
+
+    def _follow(self, record: RunRecord, assembled: Assembled, wal: WalJournal, ledger: Ledger) -> None:
+        """Brings a run to a checkpoint where its journal was cut, as far as that can be followed."""
+        site, run_id = self._site, record.run_id
+        try:
+            told = follow_to_damage(record, assembled, site.directory, site.store, wal, ledger)
+        except ReplayError as error:
+            told = f"goes on from the checkpoint that it had, since it cannot be followed to the damage: {error}"
+        log.warning("run %s %s", run_id, told)
+        with site.store.batch(durable=True):
+            site.store.record_event(JOURNAL_FOLLOWED, told, at=time.time(), run_id=run_id)
 
     def _begun(self, record: RunRecord, assembled: Assembled, wal: WalJournal) -> Resumed:
         """Returns what a run begins with, or goes on with; a checkpoint that cannot be used ends it alone."""

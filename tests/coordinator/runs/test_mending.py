@@ -56,11 +56,11 @@ class Run:
         content[at] ^= 4
         path.write_bytes(content)
 
-    def goes_on(self) -> int:
-        """The number of the first record that is written from now on; none lies behind the checkpoint before it."""
+    def goes_on(self, *, num_kept: int = 0) -> int:
+        """The number of the first record that is written from now on, `num_kept` others behind the checkpoint."""
         saved = checkpoints(self.folder / "checkpoints")
         after = saved[0].last_record + 1 if saved else 0
-        assert list(journal_entries(self.journal, after=after)) == []
+        assert len(list(journal_entries(self.journal, after=after))) == num_kept
         with WalJournal(self.journal, lambda _: {}) as wal:
             first = wal.last_record + 1
             wal.turned(Turn(now_s=1.0, at=100.0))
@@ -92,9 +92,12 @@ def test_a_torn_tail_is_no_damage(run: Run) -> None:
     assert set_damage_aside("r", run.directory) is None
 
 
-@pytest.mark.parametrize(("place", "num_updates"), [("header", 0), ("first record", 0), ("last but one", 1)])
-def test_damage_behind_the_checkpoint_is_set_aside_and_named_with_what_was_whole(
-    run: Run, place: str, num_updates: int
+@pytest.mark.parametrize(
+    ("place", "num_kept", "num_updates"),
+    [("header", 0, 0), ("first record", 0, 0), ("last but one", NUM_TURNS - 1, 1)],
+)
+def test_damage_behind_the_checkpoint_is_set_aside_and_what_was_whole_before_it_stays(
+    run: Run, place: str, num_kept: int, num_updates: int
 ) -> None:
     run.write()
     damaged = journal_files(run.journal)[-1]
@@ -104,10 +107,11 @@ def test_damage_behind_the_checkpoint_is_set_aside_and_named_with_what_was_whole
     told = set_damage_aside("r", run.directory)
     assert told is not None
     assert f"journal {damaged} is damaged at byte" in told
-    assert f"{num_updates} of them updates" in told
+    assert f"{num_kept} records before the damage, {num_updates} of them updates" in told
+    assert f"{2 if place == 'header' else 1} files of" in told
     assert next(run.journal.glob(f"damaged-*/{damaged.name}")).read_bytes() == content
     assert (run.folder / ANOTHER_LIFE).exists()
-    assert run.goes_on() == 1 + NUM_TURNS + 2
+    assert run.goes_on(num_kept=num_kept) == 1 + NUM_TURNS + 2 + num_kept
 
 
 def test_damage_before_the_checkpoint_does_not_matter(run: Run) -> None:
@@ -125,7 +129,19 @@ def test_a_file_that_is_missing_behind_the_checkpoint_is_damage(run: Run) -> Non
     missing = journal_files(run.journal)[-2]
     missing.unlink()
     assert "is missing" in (set_damage_aside("r", run.directory) or "")
-    run.goes_on()
+    run.goes_on(num_kept=1 + NUM_TURNS + 1)
+
+
+def test_a_journal_that_was_cut_shares_no_file_with_what_was_set_aside(run: Run) -> None:
+    run.write()
+    damaged = journal_files(run.journal)[-1]
+    run.damage(damaged, damaged.stat().st_size - 90)
+    before = damaged.read_bytes()
+    assert set_damage_aside("r", run.directory)
+    assert before.startswith(damaged.read_bytes())
+    with WalJournal(run.journal, lambda _: {}) as wal:
+        wal.turned(Turn(now_s=1.0, at=100.0))
+    assert next(run.journal.glob(f"damaged-*/{damaged.name}")).read_bytes() == before
 
 
 def test_without_a_checkpoint_the_journal_begins_anew(run: Run) -> None:
