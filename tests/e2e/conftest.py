@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from edgefl.config import RunConfig, parse_run
+from edgefl.device.trust import pinned_context, request
 from edgefl.local_fleet import LocalDevice, LocalFleet
 from edgefl.tasks.cutting import cut_shards
 
@@ -110,6 +112,18 @@ class Tools:
     def used(fleet: LocalFleet, run_id: str, device: str | None = None) -> list[Any]:
         rows = fleet.history("updates", run=run_id, device=device)
         return [row for row in rows if row["outcome"] == "used"]
+
+    @staticmethod
+    def metrics(fleet: LocalFleet) -> dict[str, float]:
+        """What a scrape gets, by name; labels without the device's are left out."""
+        operator = fleet.operator()
+        address, trust = f"127.0.0.1:{fleet.port}", pinned_context(operator.ca_pem.encode())
+        status, text = request(address, trust, "GET", "/metrics", max_bytes=10**7)
+        assert status == 200
+        families = text_string_to_metric_families(text.decode())
+        return {
+            f"{s.name}{''.join(sorted(s.labels.values()))}": s.value for family in families for s in family.samples
+        }
 
     @staticmethod
     def check_logs(root: Path) -> None:

@@ -87,6 +87,10 @@ def test_a_full_disk_pauses_the_run_which_goes_on_by_itself_and_ends_with_the_sa
     assert kept <= set(used)
     kinds = _event_kinds(fleet, active)
     assert kinds.count("run-paused") == kinds.count("run-unpaused") >= 1
+    metrics = tools.metrics(fleet)
+    assert metrics["edgefl_assignments_total"] == metrics["edgefl_updates_totalused"] == 80
+    assert metrics["edgefl_rounds_closed_total"] == 40
+    assert metrics["edgefl_uplink_bytes_total"] == sum(row["bytes_up"] for row in tools.used(fleet, active))
     connection = sqlite3.connect(fleet.database)
     assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     connection.close()

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from webhook_receiver import Receiver
 
 from edgefl.config import parse_run
-from edgefl.device.trust import pinned_context, request
 from edgefl.local_fleet import LocalFleet
 
 NAMES = ("device-01", "device-02")
@@ -52,21 +50,11 @@ def used_updates(fleet: LocalFleet, run_id: str, through: int) -> list[Any]:
     return sorted(kept, key=lambda row: row["assignment_id"])
 
 
-def metrics(fleet: LocalFleet) -> dict[str, float]:
-    """What a scrape gets, by name; labels without the device's are left out."""
-    operator = fleet.operator()
-    address, trust = f"127.0.0.1:{fleet.port}", pinned_context(operator.ca_pem.encode())
-    status, text = request(address, trust, "GET", "/metrics", max_bytes=10**7)
-    assert status == 200
-    families = text_string_to_metric_families(text.decode())
-    return {f"{s.name}{''.join(sorted(s.labels.values()))}": s.value for family in families for s in family.samples}
-
-
 def test_the_metrics_of_a_run_are_those_of_its_history(fleet: LocalFleet, tools: Any) -> None:
-    before = metrics(fleet)
+    before = tools.metrics(fleet)
     run_id = fleet.submit(run_of(3))
     fleet.wait_run(run_id)
-    now = metrics(fleet)
+    now = tools.metrics(fleet)
     gained = {name: now[name] - before.get(name, 0.0) for name in now}
     updates = fleet.history("updates", run=run_id)
     scores = fleet.history("evaluations", run=run_id)

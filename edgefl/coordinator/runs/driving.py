@@ -135,6 +135,11 @@ class Driver:
             raise ReplayError(f"{type(error).__name__}: {error}") from error
         raise ReplayError("the run ends before its journal does")
 
+    @property
+    def is_live(self) -> bool:
+        """Whether all that the journal knew has been told, and what is written down now is new."""
+        return self._fleet.is_live
+
     def finish(self, state: Any) -> None:
         """Keeps the last state and the model of a run that is over."""
         strategy = self.made.strategy

@@ -76,6 +76,7 @@ class Keeper:
             (self._folder.parent / ANOTHER_LIFE).unlink(missing_ok=True)
         kept = prune_checkpoints(self._folder)
         self._wal.prune(kept[-1].last_record)
+        self._ledger.on_checkpoint()
         self._checkpointed_s = self._clock()
 
     def finish(self, version: int, number: int, state: object, model: Tensors, models: ModelKeeper) -> None:

@@ -70,11 +70,19 @@ def _unseen(_rows: Rows) -> None:
 class Ledger:
     """Takes rows in one thread, which publishes them once the journal is durable; `flush` may be called from any.
 
-    `on_publish` is told of all that was taken, in the thread that publishes.
+    In the thread that publishes `on_publish` is told of all that was taken, and `on_checkpoint` that nothing of it
+    will be taken again.
     """
 
-    def __init__(self, store: Store, run_id: str, on_publish: Callable[[Rows], None] = _unseen) -> None:
-        self._store, self._run_id, self._on_publish = store, run_id, on_publish
+    def __init__(
+        self,
+        store: Store,
+        run_id: str,
+        on_publish: Callable[[Rows], None] = _unseen,
+        on_checkpoint: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._store, self._run_id = store, run_id
+        self._on_publish, self.on_checkpoint = on_publish, on_checkpoint
         self._staged, self._ready = Rows(), Rows()
         self._lock, self._writing = threading.Lock(), threading.Lock()
 

@@ -1,4 +1,9 @@
-"""Measures runs as they go, in memory: for `/metrics` and for alerts. Counts begin with the coordinator."""
+"""Measures runs as they go, in memory: for `/metrics` and for alerts. Counts begin with the coordinator.
+
+A run that is taken up again is shown by its journal what it did behind its newest checkpoint. What another
+coordinator did is not counted here, and what this one did before a pause was counted then: so what was seen since a
+checkpoint is remembered.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +55,12 @@ class FailedRun:
 
 @dataclass(slots=True)
 class _Run:
+    """The run that is being driven.
+
+    `known` names what was seen since its newest checkpoint. Once `is_ours`, this coordinator has seen all of that,
+    and whatever is not known is to be counted.
+    """
+
     record: RunRecord
     changed_s: float
     status: RunStatus = RunStatus.RUNNING
@@ -58,7 +69,23 @@ class _Run:
     accuracy: float | None = None
     opened: dict[int, float] = field(default_factory=dict)
     received: set[str] = field(default_factory=set)
+    known: set[tuple[str, str | int]] = field(default_factory=set)
+    is_ours: bool = False
     durations_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_ROUNDS))
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """Rows of a run, which its journal may have shown it again."""
+
+    run: _Run
+    is_shown_again: bool
+
+    def counts(self, what: str, name: str | int) -> bool:
+        """Returns whether something is to be counted now, and remembers that it was seen."""
+        is_known = (what, name) in self.run.known
+        self.run.known.add((what, name))
+        return not is_known and (self.run.is_ours or not self.is_shown_again)
 
 
 class RunMeter:
@@ -116,6 +143,18 @@ class RunMeter:
         with self._lock:
             self._run = _Run(record, self._clock())
 
+    def paused(self, run_id: str) -> None:
+        """Says that this run will be shown again what it did since its newest checkpoint."""
+        with self._lock:
+            if self._run is not None and self._run.record.run_id == run_id:
+                self._run.is_ours = True
+
+    def checkpointed(self) -> None:
+        """Says that nothing of what was noted will be shown to the active run again."""
+        with self._lock:
+            if self._run is not None:
+                self._run.known.clear()
+
     def stopping(self, run_id: str) -> None:
         with self._lock:
             if self._run is not None and self._run.record.run_id == run_id:
@@ -134,21 +173,28 @@ class RunMeter:
         if status is not RunStatus.QUEUED:
             self._ended.labels(str(status)).inc()
 
-    def note(self, rows: Rows) -> None:
-        """Takes what the active run has just made ready for the store."""
-        self._assignments.inc(len(rows.dispatches))
-        for row in rows.evaluations:
-            self._count_bytes(row.bytes_up, row.bytes_down)
+    def note(self, rows: Rows, *, is_shown_again: bool = False) -> None:
+        """Takes what the active run has just made ready for the store.
+
+        Args:
+            rows: what it made.
+            is_shown_again: its journal has shown it that: it may have been done and counted before.
+        """
         with self._lock:
             run = self._run
             if run is None:
                 return
+            shown = _Shown(run, is_shown_again)
+            self._assignments.inc(sum(shown.counts("given", row.assignment_id) for row in rows.dispatches))
+            for row in rows.evaluations:
+                if shown.counts("scored", row.assignment_id):
+                    self._count_bytes(row.bytes_up, row.bytes_down)
             for update in rows.updates.values():
-                self._note_update(run, update)
+                self._note_update(run, update, shown)
             for number, (at, _) in rows.opened.items():
                 run.opened.setdefault(number, at)
             for number, (version, at) in sorted(rows.closed.items()):
-                self._close(run, number, version, at)
+                self._close(run, number, version, at, counts=shown.counts("closed", number))
             if rows.accuracy is not None:
                 run.accuracy = rows.accuracy
 
@@ -181,24 +227,28 @@ class RunMeter:
         """How many rounds of all runs have closed since the start."""
         return self._num_rounds
 
-    def _note_update(self, run: _Run, row: UpdateRow) -> None:
+    def _note_update(self, run: _Run, row: UpdateRow, shown: _Shown) -> None:
         # A row comes when the update arrives and again with its outcome; its bytes count once.
-        if row.assignment_id not in run.received:
+        if row.assignment_id not in run.received and shown.counts("arrived", row.assignment_id):
             self._count_bytes(row.bytes_up, row.bytes_down)
         if row.outcome is None:
             run.received.add(row.assignment_id)
             return
         run.received.discard(row.assignment_id)
+        if not shown.counts("ended", row.assignment_id):
+            return
         self._updates.labels(str(row.outcome)).inc()
         if row.staleness is not None:
             self._staleness.observe(row.staleness)
 
-    def _close(self, run: _Run, number: int, version: int, at: float) -> None:
+    def _close(self, run: _Run, number: int, version: int, at: float, *, counts: bool) -> None:
         run.round, run.version, run.changed_s = number, version, self._clock()
-        self._num_rounds += 1
-        self._rounds.inc()
         opened_at = run.opened.get(number)
         run.opened = {other: opened for other, opened in run.opened.items() if other > number}
+        if not counts:
+            return
+        self._num_rounds += 1
+        self._rounds.inc()
         if opened_at is not None:
             seconds = max(0.0, at - opened_at)
             run.durations_s.append(seconds)

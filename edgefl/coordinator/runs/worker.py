@@ -25,7 +25,7 @@ from edgefl.coordinator.runs.admission import Admitting, terms_of
 from edgefl.coordinator.runs.driving import Driver
 from edgefl.coordinator.runs.keeper import Keeper
 from edgefl.coordinator.runs.kept_models import ModelKeeper
-from edgefl.coordinator.runs.ledger import EventRow, Ledger
+from edgefl.coordinator.runs.ledger import EventRow, Ledger, Rows
 from edgefl.coordinator.runs.mending import JOURNAL_DAMAGED, JOURNAL_FOLLOWED, follow_to_damage, set_damage_aside
 from edgefl.coordinator.runs.pauses import Patience, Pauses
 from edgefl.coordinator.runs.planning import Plannable
@@ -316,6 +316,7 @@ class RunWorker:
         A run that cannot go on exactly waits in the queue, and does so from its checkpoint.
         """
         run_id = record.run_id
+        self._site.meter.paused(run_id)
         if not self._patience.await_room(run_id, error):
             with contextlib.suppress(*HINDRANCES):
                 self._end(run_id, RunStatus.INTERRUPTED, COORDINATOR_STOPPED)
@@ -391,7 +392,12 @@ class RunWorker:
     def _drive(self, record: RunRecord, assembled: Assembled) -> None:
         site, run_id, clock = self._site, record.run_id, RunClock()
         goes_on_alone = bool(getattr(assembled.strategy, "goes_on_alone", False))
-        ledger = Ledger(site.store, run_id, site.meter.note)
+        driver: Driver | None = None
+
+        def note(rows: Rows) -> None:
+            site.meter.note(rows, is_shown_again=driver is None or not driver.is_live)
+
+        ledger = Ledger(site.store, run_id, note, site.meter.checkpointed)
         folder = site.directory.runs / run_id / "journal"
         damage = self._mend(run_id)
         with WalJournal(folder, assembled.decode, time_sync=site.meter.time_sync) as wal:

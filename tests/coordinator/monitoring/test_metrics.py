@@ -131,6 +131,57 @@ def test_an_update_counts_once_with_its_bytes_whenever_its_outcome_comes(site: S
     assert site.value("edgefl_update_staleness_versions_bucket", le="0.0") == 1
 
 
+def shown(site: Site, numbers: range, **how: bool) -> None:
+    """A run is given work, gets updates for it, and closes a round with each."""
+    for number in numbers:
+        given = DispatchRow(assignment_id=f"a{number}", device_id="d", round=1, base_version=0, dispatched_at=5.0)
+        score = EvaluationRow(
+            assignment_id=f"e{number}", round=number, version=number, device_id="d", source="device", loss=1.0,
+            accuracy=0.5, num_examples=9, at=5.0, bytes_up=100, bytes_down=100,
+        )  # fmt: skip
+        site.meter.note(rows(update(number, bytes_up=1, bytes_down=2), dispatches=[given]), **how)
+        ended = update(number, Outcome.USED, 0, bytes_up=1, bytes_down=2)
+        closed = {"opened": {number: (5.0, 1)}, "closed": {number: (number, 6.0)}}
+        site.meter.note(rows(ended, evaluations=[score], **closed), **how)
+
+
+def counted(site: Site) -> tuple[float | None, ...]:
+    """Assignments, updates used, rounds, and bytes of both ways."""
+    return (
+        site.value("edgefl_assignments_total"), site.value("edgefl_updates_total", outcome="used"),
+        site.value("edgefl_rounds_closed_total"), site.value("edgefl_uplink_bytes_total"),
+        site.value("edgefl_downlink_bytes_total"), site.value("edgefl_round_duration_seconds_sum"),
+        site.value("edgefl_update_staleness_versions_count"),
+    )  # fmt: skip
+
+
+def test_what_a_run_is_shown_again_after_a_pause_counts_once_and_what_was_not_seen_counts_now(site: Site) -> None:
+    site.meter.began(RUN)
+    shown(site, range(1, 3))
+    site.meter.checkpointed()
+    shown(site, range(3, 5))
+    before = counted(site)
+    site.meter.paused("r1")
+    shown(site, range(3, 5), is_shown_again=True)
+    assert counted(site) == before == (4, 4, 4, 404, 408, 4, 4)
+    shown(site, range(5, 6), is_shown_again=True)  # its journal had it, but the pause came before it was counted
+    shown(site, range(6, 7))
+    assert counted(site) == (6, 6, 6, 606, 612, 6, 6)
+
+
+def test_what_another_coordinator_did_is_not_counted_and_the_run_stands_where_it_is(site: Site) -> None:
+    site.meter.began(RUN)
+    shown(site, range(1, 4), is_shown_again=True)
+    site.meter.note(rows(update(4, bytes_up=1, bytes_down=2)), is_shown_again=True)
+    assert set(counted(site)) == {0}
+    assert (site.value("edgefl_run_round"), site.value("edgefl_run_version")) == (3, 3)
+    site.meter.note(rows(update(4, Outcome.USED, 0, bytes_up=1, bytes_down=2)))
+    assert counted(site) == (0, 1, 0, 0, 0, 0, 1), "its bytes came before"
+    site.meter.paused("r1")
+    shown(site, range(1, 4), is_shown_again=True)
+    assert counted(site) == (0, 1, 0, 0, 0, 0, 1)
+
+
 def test_a_round_lasts_from_its_first_assignment_to_its_close(site: Site) -> None:
     site.meter.began(RUN)
     given = DispatchRow(assignment_id="a1", device_id="d", round=1, base_version=0, dispatched_at=50.0)
