@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -437,7 +438,7 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any], path: str = "run") ->
     if not is_dataclass(cls):
         raise TypeError(f"{cls!r} is no dataclass")
     table = _table(mapping, path)
-    hints = get_type_hints(cls)
+    hints = _hints(cls)
     own = {item.name: item for item in fields(cls) if _REST not in item.metadata}
     rest = [item.name for item in fields(cls) if _REST in item.metadata]
     extra = {key: value for key, value in table.items() if key not in own}
@@ -451,6 +452,12 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any], path: str = "run") ->
         if name not in values and item.default is MISSING and item.default_factory is MISSING:
             raise _missing(hints[name], _join(path, name))
     return cls(**values)
+
+
+@cache
+def _hints(cls: type) -> Mapping[str, Any]:
+    # Worked out from text, which takes longer than all the rest of reading a run file.
+    return get_type_hints(cls)
 
 
 def _table(value: object, path: str) -> Mapping[str, Any]:

@@ -75,8 +75,8 @@ def parse_toml(content: str | bytes) -> dict[str, Any]:
     text = content if isinstance(content, str) else content.decode()
     if len(text) > MOST_TOML_CHARS:
         raise ValueError(f"it has {len(text)} characters, at most {MOST_TOML_CHARS} are read")
-    # The parser takes time and memory by the square of a key's length.
-    if _LONG_KEY.search(text):
+    # The parser takes time and memory by the square of a key's length. Most texts have too few dots for such a key.
+    if text.count(".") >= MOST_NESTED and _LONG_KEY.search(text):
         raise _too_deep()
     try:
         table = tomllib.loads(text)
@@ -99,10 +99,15 @@ def check_nesting(value: Any, *, has_int64: bool = False) -> None:
         if depth >= MOST_NESTED:
             raise _too_deep()
         entries = [inner for entry in layer.values() for inner in _entries(entry)]
-        if has_int64 and any(isinstance(entry, int) and not -_INT64 <= entry < _INT64 for entry in entries):
+        if has_int64 and any(isinstance(entry, int) and not is_int64(entry) for entry in entries):
             raise ValueError("a whole number has at most 64 bits")
         layer = {id(entry): entry for entry in entries if isinstance(entry, dict | list)}
         depth += 1
+
+
+def is_int64(number: int) -> bool:
+    """Returns whether a whole number has at most 64 bits."""
+    return -_INT64 <= number < _INT64
 
 
 def _entries(value: Any) -> Iterable[Any]:
@@ -117,7 +122,7 @@ def _no_number(text: str) -> float:
 
 def _whole(text: str) -> int:
     # The length first: making a number of many digits takes long.
-    if len(text) > _INT64_CHARS or not -_INT64 <= int(text) < _INT64:
+    if len(text) > _INT64_CHARS or not is_int64(int(text)):
         raise ValueError("a whole number has at most 64 bits")
     return int(text)
 

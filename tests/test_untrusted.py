@@ -69,3 +69,7 @@ def test_a_value_that_stands_in_itself_or_in_many_places_is_looked_at_once_a_lay
     for _ in range(MOST_NESTED - 1):
         wide = [wide, wide]
     check_nesting(wide)
+
+
+def test_many_dots_that_are_no_key_do_not_make_toml_deep() -> None:
+    assert parse_toml(f"a = '{'.' * 1000}'\nb.c = [{', '.join(['1.5'] * 1000)}]")["b"]["c"][999] == 1.5

@@ -10,8 +10,10 @@ import yaml
 from edgefl.errors import ConfigError
 from edgefl.provision import sources
 from edgefl.provision.card import CGROUP, MARK, Files, Network, Read, Wishes, edited_cmdline
-from edgefl.untrusted import check_nesting
+from edgefl.untrusted import MOST_NESTED, check_nesting, is_int64
 
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # PyYAML can be built without libyaml
+_MOST_ENTRIES = 10_000
 HEADER = "#cloud-config"
 FIRSTBOOT = ["sh", "/boot/firmware/edgefl/firstboot.sh"]
 START_SSH = ["systemctl", "enable", "--now", "ssh"]
@@ -124,12 +126,41 @@ def _network(text: str) -> dict[str, Any]:
 def _parsed(text: str) -> Any:
     """Returns the value in a YAML text; whatever is wrong with it is a `ValueError`."""
     try:
-        value = yaml.safe_load(text)
-    # What yaml makes of values that do not fit their tags, and of brackets without end.
+        _check_depth(text)
+        value = _Loader(text).get_single_data()
+    # What yaml makes of values that do not fit their tags.
     except (yaml.YAMLError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueError(str(error)) from None
     check_nesting(value)
     return value
+
+
+def _check_depth(text: str) -> None:
+    """Stops at the first bracket too many: where they are without end, making values of them takes minutes."""
+    depth = 0
+    for event in yaml.parse(text, _LOADER):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MOST_NESTED:
+            raise ValueError(f"it is nested deeper than {MOST_NESTED} levels")
+
+
+class _Loader(_LOADER):  # type: ignore[misc, valid-type]  # which of two it is shows at run time
+    """A safe loader for what is written again: of whole numbers of 64 bits, and without merges of merges."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        super().flatten_mapping(node)
+        # `<<: [*a, *a]` doubles what it merges, in every line of a short text.
+        if len(node.value) > _MOST_ENTRIES:
+            raise ValueError(f"a table has more than {_MOST_ENTRIES} entries")
+
+    def whole(self, node: yaml.Node) -> int:
+        value: int = self.construct_yaml_int(node)
+        if not is_int64(value):
+            raise ValueError("a whole number has at most 64 bits")
+        return value
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.whole)
 
 
 def _dumped(value: dict[str, Any], *header: str) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import cache
 from importlib.resources import files
 from itertools import cycle, islice
 from pathlib import Path
@@ -123,13 +124,18 @@ def load_catalogue(paths: Sequence[str | Path] = ()) -> Catalogue:
     Raises:
         ConfigError: a file is missing, no TOML, or holds what makes no sense.
     """
-    table = parse_toml((files("edgefl.simulation") / BUILT_IN_FILE).read_text(encoding="utf-8"))
-    catalogue = parse_catalogue(table, BUILT_IN_FILE)
+    catalogue = _built_in()
     for path in paths:
         more = parse_catalogue(_table_of(Path(path)), str(path))
         profiles, reference = {**catalogue.profiles, **more.profiles}, {**catalogue.reference, **more.reference}
         catalogue = Catalogue(profiles=profiles, reference=reference)
     return catalogue
+
+
+@cache
+def _built_in() -> Catalogue:
+    text = (files("edgefl.simulation") / BUILT_IN_FILE).read_text(encoding="utf-8")
+    return parse_catalogue(parse_toml(text), BUILT_IN_FILE)
 
 
 def profile_names(path: str | Path) -> list[str]:

@@ -184,7 +184,7 @@ def _read_note(path: Path) -> Checkpoint | None:
             log.error("checkpoint note %s has format %r, this program reads %d: left out", path, version, FORMAT)
             return None
         checkpoint = Checkpoint(**note)
-        names = (checkpoint.sha256, checkpoint.standing or checkpoint.sha256)
+        names = (checkpoint.sha256, *(() if checkpoint.standing == "" else (checkpoint.standing,)))
         if all(_SHA256.match(name) for name in names) and f"{checkpoint.last_record:020d}{_NOTE_SUFFIX}" == path.name:
             return checkpoint
     except (ValueError, TypeError, KeyError, AttributeError) as error:

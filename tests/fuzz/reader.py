@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
+import sys
 import time
 import tracemalloc
 import zlib
@@ -18,8 +20,9 @@ from typing import Any, Self
 from edgefl.errors import EdgeflError
 
 MIB = 1 << 20
-MEASURED_EVERY = 16
-"""Measuring memory takes longer than most readers do."""
+MEASURED_EVERY = 64
+"""Measuring memory takes longer than most readers do; an input that makes the process larger is measured as well."""
+GROWN_BYTES = MIB
 HANGS_AFTER_S = 10.0
 MOST_INPUT_BYTES = 1 << 20
 
@@ -127,7 +130,7 @@ class Trial:
         started_s = time.process_time()
         try:
             if zlib.crc32(content) % MEASURED_EVERY:
-                self.reader.feed(content)
+                self._watched(content)
             else:
                 self._measured(content)
         finally:
@@ -135,6 +138,15 @@ class Trial:
         took_s = time.process_time() - started_s
         if took_s > self.reader.most_s:
             raise TooSlowError(f"{took_s:.1f} s of processor time, at most {self.reader.most_s:g}")
+
+    def _watched(self, content: bytes) -> None:
+        """Feeds an input, and once more to measure it if it made the process larger than it ever was."""
+        before = peak_bytes()
+        try:
+            self.reader.feed(content)
+        finally:
+            if peak_bytes() - before >= GROWN_BYTES:
+                self._measured(content)
 
     def _measured(self, content: bytes) -> None:
         tracemalloc.start()
@@ -146,6 +158,12 @@ class Trial:
             self.most_measured_bytes = max(self.most_measured_bytes, peak)
             if peak > self.reader.most_bytes:  # also of an input that was refused
                 raise TooLargeError(f"{peak} bytes of memory, at most {self.reader.most_bytes}")
+
+
+def peak_bytes() -> int:
+    """Returns how much of this process has been resident at once."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 @contextmanager

@@ -131,7 +131,9 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         "file-operator": _entry(file_readers.operator_files, "client.py:load_operator_file"),
         "file-coordinator": _entry(file_readers.coordinator_files, "coordinator/directory.py:load_directory"),
         "operator-answers": _entry(file_readers.operator_answers, "client.py:_answer"),
-        "card-user-data": _entry(file_readers.cards_user_data, "provision/cloud_init.py:_parsed"),
+        "card-user-data": _entry(
+            file_readers.cards_user_data, "provision/cloud_init.py:_parsed", "provision/cloud_init.py:_check_depth"
+        ),
         "card-preseed": _entry(file_readers.cards_preseed, "provision/preseed.py:preseed"),
         "ssh-facts": _entry(file_readers.board_facts, "provision/ssh_facts.py:_device"),
         "history-places": _entry(file_readers.places, "storage/wanted.py:parse_place"),
@@ -227,6 +229,7 @@ INSIDE: Mapping[str, str] = MappingProxyType(
         "device/neighbours/peer_tls.py:PeerTls.load": "the files of the own join",
         "coordinator/superlink.py:FlowerCalls.is_foreign": "what `answer` has refused before, for the event's text",
         "coordinator/monitoring/metrics.py:grafana_dashboard": "a file of the package",
+        "simulation/profiles.py:_built_in": "a file of the package",
         "coordinator/backup.py:_pack": "writes",
         "coordinator/runs/resuming.py:may_go_on": "a note of its own; a damaged one counts anew",
         "bundles/wheels.py:unpacked_bytes": "the index of a wheel whose hash a signed manifest gave",

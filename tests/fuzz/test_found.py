@@ -52,6 +52,10 @@ def motion(**changes: Any) -> bytes:
     return out.getvalue()
 
 
+def checkpoint_note(**changes: Any) -> bytes:
+    return json.dumps({"v": 1, "sha256": "ab" * 32, "last_record": 7, "bytes_file": 1, **changes}).encode()
+
+
 def wheel(tmp_path: Path, metadata: bytes) -> bytes:
     """The wheel of the reader, with other metadata."""
     made, out = make_wheel(tmp_path / "w", "mytask", "1.0", {"mytask.py": b""}), io.BytesIO()
@@ -61,6 +65,10 @@ def wheel(tmp_path: Path, metadata: bytes) -> bytes:
     return out.getvalue()
 
 
+MERGES = b"u#cloud-config\nm0: &m0 {a: 1, b: 2}\n" + b"".join(
+    b"m%d: &m%d {<<: [*m%d, *m%d]}\n" % (n, n, n - 1, n - 1) for n in range(1, 60)
+)
+"""Tables that each have what the one before has, twice."""
 ED448 = armoured(bytes.fromhex("3043300506032b6571033a00") + bytes(57), "PUBLIC KEY").encode()
 
 FOUND = [
@@ -82,6 +90,8 @@ FOUND = [
     ("card-user-data", b"u#cloud-config\nusers: [!!int x]\n", "no cloud-config"),
     ("card-user-data", b"u#cloud-config\nusers: " + DEEP, "no cloud-config"),
     ("card-user-data", b"u#cloud-config\nusers: &a [*a, *a]\n", "no cloud-config"),
+    ("card-user-data", b"u#cloud-config\nx: {? 0x" + b"f" * 5000 + b" : 1}", "no cloud-config"),
+    ("card-user-data", MERGES, "no cloud-config"),
     ("card-preseed", b"user = 5", "no tables where they are due"),
     ("card-preseed", b"[runcmd]\nearly = 1e-9", "no tables where they are due"),
     ("card-preseed", b"[user]\nname = 07:32:00", "user.name, which cannot be kept"),
@@ -109,6 +119,8 @@ FOUND = [
     ("disk-notes", b'l{"packs":{},"serials":{"a":1e999}}', "is damaged"),
     ("disk-logbook", b'{"n":1,"at":"x"}', None),
     ("disk-checkpoints", b'{"v":1,"sha256":"\\u0000","last_record":7,"bytes_file":1}', "no checkpoint"),
+    ("disk-checkpoints", checkpoint_note(standing={}), "no checkpoint"),
+    ("disk-checkpoints", checkpoint_note(standing=False), "no checkpoint"),
     ("disk-checkpoints", b'{"v":1,"sha256":[],"last_record":7,"bytes_file":1}', "no checkpoint"),
     ("infer-requests", b"POST /predict HTTP/1.1\r\nContent-Length: 6\r\n\r\n[4e51]", None),
     ("operator-api", b'POST /edgefl/v1/run-files\n{"toml":Infinity}', "Infinity is no number"),

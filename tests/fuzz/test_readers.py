@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from fuzz.feed_readers import warm_up
 from fuzz.mutation import changed, mutated
-from fuzz.reader import Form, HangError, Reader, Seed, TooLargeError, TooSlowError, Trial, alarmed
+from fuzz.reader import MIB, Form, HangError, Reader, Seed, TooLargeError, TooSlowError, Trial, alarmed, peak_bytes
 from fuzz.readers import INSIDE, READERS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -36,13 +36,14 @@ PARSERS = {
     "load_safetensors", "ZipFile", "GzipFile", "frombuf", "load_pem_x509_csr", "load_pem_x509_certificate",
     "load_der_x509_certificate", "load_pem_private_key", "load_pem_public_key", "load_pem_x509_crl",
     "InferenceSession",
+    "get_single_data",
     "literal_eval", "loadtxt", "genfromtxt", "memmap", "open_memmap", "read_array", "decompress",
 }  # fmt: skip
 """Names of calls that give bytes a meaning, whatever they are called on; those of `QUALIFIED` with what they are."""
 QUALIFIED = {
     "json.loads", "json.load", "tomllib.loads", "tomllib.load", "np.load", "numpy.load", "struct.unpack",
     "tarfile.open",
-    "csv.reader", "shlex.split", "onnx.load", "lzma.open", "gzip.open", "torch.load", "pickle.loads",
+    "csv.reader", "shlex.split", "onnx.load", "lzma.open", "gzip.open", "yaml.parse", "torch.load", "pickle.loads",
 }  # fmt: skip
 OURS = {"untrusted.py"}
 
@@ -214,6 +215,25 @@ def test_an_input_that_takes_too_much_memory_or_time_or_never_ends_is_a_finding(
     assert {kind for kind, _ in _feeding(spin, most_s=0.01).findings} == {TooSlowError.__name__}
     monkeypatch.setattr("fuzz.reader.HANGS_AFTER_S", 0.2)
     assert {kind for kind, _ in _feeding(hang).findings} == {HangError.__name__}
+
+
+def test_an_input_that_makes_the_process_larger_is_measured_whichever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = iter([100 * MIB, 100 * MIB, 100 * MIB, 107 * MIB])
+    monkeypatch.setattr("fuzz.reader.MEASURED_EVERY", 1 << 40)
+    monkeypatch.setattr("fuzz.reader.peak_bytes", lambda: next(sizes))
+    taken: list[int] = []
+    trial = Trial(Reader(feed=lambda data: taken.append(len(bytearray(9 * MIB))), seeds=()))
+    with alarmed():
+        trial.run(b"a")  # as large as it was before, for all that the system says
+        assert not trial.findings
+        trial.run(b"b")
+    assert ({kind for kind, _ in trial.findings}, len(taken)) == ({TooLargeError.__name__}, 3)
+
+
+def test_what_was_resident_at_once_is_seen() -> None:
+    before = peak_bytes()
+    piece = b"x" * (before + 4 * MIB)
+    assert len(piece) <= peak_bytes() <= 2 * len(piece)
 
 
 @pytest.mark.parametrize("form", Form)
