@@ -3,7 +3,7 @@
 #   VENV       where the virtual environment lies                  (.venv)
 #   PYTHON     the interpreter it is made with                      (the first one that is 3.11 or newer)
 #   PIP_FLAGS  more arguments for pip; on a PC without a GPU: --extra-index-url https://download.pytorch.org/whl/cpu
-#   ARGS       more arguments for the demo, for pytest or for fuzz  (make fuzz ARGS="--reader mqtt-status --cases 1000")
+#   ARGS       more arguments for the demo, for pytest or for fuzz  (make fuzz ARGS="--tally FILE --seconds 600")
 #
 # EDGEFL_BOARDS names the folder that keeps the root file systems and wheels of emulated boards.
 
@@ -31,7 +31,7 @@ help:
 	@echo "make board-test   boot emulated boards from blank cards, print their time lines (root, Debian; minutes)"
 	@echo "make wheel-check  import every wheel of a board under the processors of old ones (root, Debian; minutes)"
 	@echo "make locks        pin what boards install anew, from pyproject.toml and constraints.txt"
-	@echo "make fuzz         feed a million damaged inputs to each reader of bytes from outside (hours)"
+	@echo "make fuzz         feed a million damaged inputs to each reader of bytes from outside (hours; a tally goes on)"
 	@echo "make check        format, lint, strict types; insecure code, vulnerable packages, secrets in logs"
 	@echo "make bench        measure the figures that the README quotes (hours; EDGEFL_DATA says where data is)"
 	@echo "make clean        remove the environment and what tools left behind"

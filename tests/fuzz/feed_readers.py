@@ -1,10 +1,16 @@
 """Feeds every reader of bytes from outside with damaged ones, guided by what of its code is reached: `make fuzz`.
 
     feed_readers.py [--reader NAME ...] [--cases N] [--seconds S] [--workers N] [--engine blind|guided]
+    feed_readers.py --tally FILE [...]              goes on from what earlier runs with this file have fed
     feed_readers.py --reader NAME --input FILE      feeds one input again and lets its error through
 
 Each reader has a process of its own, held to a cap of memory; an input that kills it, or never ends, is a finding as
 well. Inputs of findings are kept in a folder that is named at the end. Exits with 1 when there was a finding.
+
+Ctrl-C and SIGTERM end it within seconds, with the table of what was done. With a tally that is not lost: the file has
+the sum of all runs on this tree, and `--cases` is what that sum goes up to. Another run feeds other inputs, and
+begins with those by which the runs before came further into the code. When the package changes, its count begins
+anew, unless `--count ever`; beside it the table says how many inputs a reader was fed ever.
 """
 
 from __future__ import annotations
@@ -16,19 +22,24 @@ import logging
 import mmap
 import os
 import resource
+import shutil
+import signal
 import struct
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from fuzz.tally import Found, Tally, TallyError, Told, tree_of
 
 NUM_CASES = 1_000_000
 DATA_CAP_BYTES = 1 << 30
@@ -37,21 +48,11 @@ RESIDENT_CAP_BYTES = 256 << 20
 """What may stay of it: more is a leak, or one input that took too much."""
 HUNG_AFTER_S = 60.0
 REPORT_EVERY_S = 2.0
+TALLY_EVERY_S = 30.0
+ENDS_WITHIN_S = 20.0
+"""How long a process that is told to end may take: as long as an input may, which gives up by itself."""
 MOST_CURRENT_BYTES = (1 << 20) + 4096
 _CURRENT = struct.Struct("<QI")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """What became of one reader."""
-
-    reader: str
-    cases: int
-    read: int
-    seconds: float
-    measured_bytes: int
-    resident_bytes: int
-    findings: Sequence[tuple[str, str, str, int]]
 
 
 def main() -> int:
@@ -62,27 +63,67 @@ def main() -> int:
     if options.input:
         _feed_again(options.reader[0], Path(options.input))
         return 0
-    kept = Path(options.keep or tempfile.mkdtemp(prefix="edgefl-fuzz-"))
+    from fuzz.readers import READERS  # noqa: PLC0415 not before it can be instrumented, in the child
+
+    names = options.reader or list(READERS)
+    if unknown := set(names) - set(READERS):
+        sys.exit(f"no reader {', '.join(sorted(unknown))}; there are: {', '.join(READERS)}")
+    try:
+        return _feed_all(names, options)
+    except TallyError as error:
+        sys.exit(str(error))
+
+
+def _feed_all(names: list[str], options: argparse.Namespace) -> int:
+    """Feeds readers and prints what became of them; returns the exit status."""
+    kept = Path(
+        options.keep or (f"{options.tally}.inputs" if options.tally else tempfile.mkdtemp(prefix="edgefl-fuzz-"))
+    )
     kept.mkdir(parents=True, exist_ok=True)
-    told = list(_run_all(options, kept))
-    print(_table(told))  # noqa: T201 a program
-    num_findings = sum(len(one.findings) for one in told)
-    for one in told:
-        for what, where, file, count in one.findings:
-            print(f"{one.reader}: {count} times {what} at {where}; input {file}")  # noqa: T201 likewise
-    print(f"{sum(one.cases for one in told)} cases, {num_findings} findings, their inputs in {kept}")  # noqa: T201
+    with contextlib.ExitStack() as stack:
+        # Without a file of the user's, one that nobody sees: there is one way to count.
+        file = options.tally or Path(stack.enter_context(tempfile.TemporaryDirectory()), "tally.json")
+        tally = stack.enter_context(contextlib.closing(Tally(file, tree_of())))
+        run = _Run(names, options, kept, tally)
+        with run.stopped_by_signals():
+            run.feed()
+        _print_told({name: tally.here(name) for name in names}, tally, options)
+        num_findings = sum(len(tally.here(name).findings) for name in names)
+    print(f"{num_findings} findings, their inputs in {kept}")  # noqa: T201 a program
     return 1 if num_findings else 0
+
+
+def _print_told(told: Mapping[str, Told], tally: Tally, options: argparse.Namespace) -> None:
+    ever = {name: tally.ever(name) for name in told}
+    print(_table(told, ever if options.tally else None))  # noqa: T201 likewise
+    for name, one in told.items():
+        for found in one.findings:
+            print(f"{name}: {found.count} times {found.what} at {found.where}; input {found.input}")  # noqa: T201
+    text = f"{sum(one.cases for one in told.values())} cases"
+    if options.tally:
+        num_done = sum(_num_fed(tally, name, options) >= options.cases for name in told)
+        text += f" on this tree, {sum(ever.values())} ever; {num_done} of {len(told)} readers have {options.cases}"
+    print(text)  # noqa: T201 likewise
+
+
+def _num_fed(tally: Tally, name: str, options: argparse.Namespace) -> int:
+    return tally.ever(name) if options.count == "ever" else tally.here(name).cases
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reader", nargs="*", default=[], help="names of the registry; all by default")
     parser.add_argument("--cases", type=int, default=NUM_CASES, help="for each reader (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="at most, for each reader")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="at most, for each reader, in this run")
+    parser.add_argument("--tally", type=Path, metavar="FILE", help="goes on from this file, and adds to it")
+    parser.add_argument(
+        "--count", choices=("tree", "ever"), default="tree", help="what of the tally counts as fed (default: tree)"
+    )
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--engine", choices=("guided", "blind"), default="guided" if _has_atheris() else "blind")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--keep", help="folder for the inputs of findings")
+    parser.add_argument("--keep", help="folder for the inputs of findings (with a tally: FILE.inputs)")
+    parser.add_argument("--corpus", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--input")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -97,73 +138,141 @@ def _has_atheris() -> bool:
 # The parent: one process a reader, `--workers` at a time.
 
 
-def _run_all(options: argparse.Namespace, kept: Path) -> Iterator[Told]:
-    from fuzz.readers import READERS  # noqa: PLC0415 not before it can be instrumented, in the child
+class _Run:
+    """Feeds readers until each has its cases, its time is over, or somebody wants it to end."""
 
-    names = options.reader or list(READERS)
-    if unknown := set(names) - set(READERS):
-        sys.exit(f"no reader {', '.join(sorted(unknown))}; there are: {', '.join(READERS)}")
-    waiting, running = list(names), list[_Child]()
-    with tempfile.TemporaryDirectory(prefix="edgefl-fuzz-") as folder:
-        while waiting or running:
-            while waiting and len(running) < options.workers:
-                running.append(_Child(waiting.pop(0), options, Path(folder), kept))
-            time.sleep(0.2)
-            for child in [child for child in running if child.has_ended()]:
-                running.remove(child)
-                told = child.told()
-                line = f"{told.reader}: {told.cases} cases in {told.seconds:.0f} s, {len(told.findings)} findings"
-                print(line, file=sys.stderr, flush=True)  # noqa: T201 likewise
-                yield told
+    def __init__(self, names: list[str], options: argparse.Namespace, kept: Path, tally: Tally) -> None:
+        self._options, self._kept, self._tally = options, kept, tally
+        self._waiting = [name for name in names if _num_fed(tally, name, options) < options.cases]
+        self._running: list[_Child] = []
+        self._is_stopping, self._written_s = False, time.monotonic()
+
+    @contextlib.contextmanager
+    def stopped_by_signals(self) -> Iterator[None]:
+        """Makes the first SIGINT or SIGTERM end the run; the second one has its usual effect."""
+        former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+        def stop(_number: int, _frame: object) -> None:
+            self._is_stopping = True
+            for number, handler in former.items():
+                signal.signal(number, handler)
+
+        for number in former:
+            signal.signal(number, stop)
+        try:
+            yield
+        finally:
+            for number, handler in former.items():
+                signal.signal(number, handler)
+
+    def feed(self) -> None:
+        from fuzz.reader import scratch  # noqa: PLC0415 not before it can be instrumented, in the child
+
+        with tempfile.TemporaryDirectory(prefix="edgefl-fuzz-", dir=scratch()) as folder:
+            try:
+                while (self._waiting and not self._is_stopping) or self._running:
+                    self._step(Path(folder))
+                    time.sleep(0.2)
+            finally:
+                for child in self._running:
+                    child.kill()
+                self._tally.write()
+
+    def _step(self, folder: Path) -> None:
+        if self._is_stopping:
+            for child in self._running:
+                child.stop()
+        while self._waiting and len(self._running) < self._options.workers and not self._is_stopping:
+            self._running.append(self._started(self._waiting.pop(0), folder))
+        for child in [child for child in self._running if child.has_ended()]:
+            self._running.remove(child)
+            told = child.told()
+            self._tally.note(child.name, told)
+            self._tally.write()
+            line = f"{child.name}: {told.cases} cases in {told.seconds:.0f} s, {len(told.findings)} findings"
+            print(line, file=sys.stderr, flush=True)  # noqa: T201 likewise
+        if time.monotonic() - self._written_s > TALLY_EVERY_S:
+            self._written_s = time.monotonic()
+            for child in self._running:
+                self._tally.note(child.name, child.progress())
+            self._tally.write()
+
+    def _started(self, name: str, folder: Path) -> _Child:
+        options = argparse.Namespace(**vars(self._options))
+        options.cases -= _num_fed(self._tally, name, self._options)
+        # What was fed before was fed by other seeds; a run without a past has the one that it was given.
+        options.seed = (
+            zlib.crc32(f"{options.seed} {self._tally.ever(name)}".encode()) if options.tally else options.seed
+        )
+        options.corpus = self._kept / "corpus" / name if options.tally else folder / f"{name}.corpus"
+        return _Child(name, options, folder, self._kept)
 
 
 class _Child:
     """The process of one reader, and what it tells in files: its report, and the input that it is at."""
 
     def __init__(self, name: str, options: argparse.Namespace, folder: Path, kept: Path) -> None:
-        self._name, self._kept = name, kept
+        self.name, self._kept, self._own = name, kept, folder / f"{name}.own"
         self.report, self.current = folder / f"{name}.json", folder / f"{name}.current"
         self.current.write_bytes(bytes(_CURRENT.size + MOST_CURRENT_BYTES))
+        self._own.mkdir()
+        options.corpus.mkdir(parents=True, exist_ok=True)
         self._log = (kept / f"{name}.log").open("wb")
         self._process = subprocess.Popen(
             [
                 sys.executable, __file__, "--child", str(folder), "--reader", name, "--cases", str(options.cases),
                 "--seconds", str(options.seconds), "--engine", options.engine, "--seed", str(options.seed), "--keep",
-                str(kept),
+                str(kept), "--corpus", str(options.corpus),
             ],
             stdout=self._log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
         )  # fmt: skip
-        self._started_s = self._moved_s = time.monotonic()
-        self._seen, self._hung = -1, False
+        self._started_s = self._looked_s = time.monotonic()
+        self._seen, self._still_s, self._hung, self._stopped_s = -1, 0.0, False, float("inf")
+
+    def stop(self) -> None:
+        """Tells the process to end after the input that it is at."""
+        if self._stopped_s == float("inf"):
+            self._stopped_s = time.monotonic()
+            self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
     def has_ended(self) -> bool:
         if self._process.poll() is not None:
             return True
-        at = self._at()[0]
+        at, now_s = self._at()[0], time.monotonic()
+        # A look that comes late is one of a run that stood still itself, as after Ctrl-Z.
+        self._still_s += min(now_s - self._looked_s, 1.0)
+        self._looked_s = now_s
         if at != self._seen:
-            self._seen, self._moved_s = at, time.monotonic()
+            self._seen, self._still_s = at, 0.0
         # Making a reader takes a while; only inputs are held to the time.
-        self._hung = at > 0 and time.monotonic() - self._moved_s > HUNG_AFTER_S
-        if self._hung:
+        self._hung = at > 0 and self._still_s > HUNG_AFTER_S
+        if self._hung or now_s - self._stopped_s > ENDS_WITHIN_S:
             self._process.kill()
         return False
 
+    def progress(self) -> Told:
+        """Returns what the process has told until now."""
+        return Told.load(json.loads(self.report.read_text())["told"]) if self.report.exists() else Told()
+
     def told(self) -> Told:
+        """Returns what became of it, once it has ended."""
         self._log.close()
-        value: dict[str, Any] = json.loads(self.report.read_text()) if self.report.exists() else {}
-        findings = [tuple(one) for one in value.get("findings", [])]
-        if self._process.returncode or not value.get("is_done"):
-            cases, content = self._at()
-            why = "an input never ended" if self._hung else f"the process ended with {self._process.returncode}"
-            file = _keep(self._kept, self._name, content)
-            findings.append((why, f"see {self._kept / self._name}.log", file, 1))
-            value |= {"cases": cases, "seconds": time.monotonic() - self._started_s}
-        return Told(
-            reader=self._name, cases=value.get("cases", 0), read=value.get("read", 0), seconds=value.get("seconds",
-            0.0),
-            measured_bytes=value.get("measured_bytes", 0), resident_bytes=value.get("resident_bytes", 0),
-            findings=findings,
-        )  # fmt: skip
+        shutil.rmtree(self._own, ignore_errors=True)  # a process that was killed leaves it; it may lie in memory
+        is_done = self.report.exists() and json.loads(self.report.read_text())["is_done"]
+        ends = (0, -signal.SIGTERM, -signal.SIGKILL)
+        was_stopped = self._stopped_s < float("inf") and not self._hung and self._process.returncode in ends
+        if was_stopped or (is_done and not self._process.returncode):
+            return self.progress()
+        cases, content = self._at()
+        why = "an input never ended" if self._hung else f"the process ended with {self._process.returncode}"
+        file = _keep(self._kept, self.name, content)
+        found = Found(what=why, where=f"see {self._kept / self.name}.log", input=file)
+        seconds = time.monotonic() - self._started_s
+        return replace(self.progress().plus(Told(findings=(found,))), cases=cases, seconds=seconds)
 
     def _at(self) -> tuple[int, bytes]:
         raw = self.current.read_bytes()
@@ -171,16 +280,18 @@ class _Child:
         return number, raw[_CURRENT.size : _CURRENT.size + length]
 
 
-def _table(told: Sequence[Told]) -> str:
-    rows = [("reader", "cases", "s", "cases/s", "read", "findings", "KB a case", "MB resident")]
-    rows += [
+def _table(told: Mapping[str, Told], ever: Mapping[str, int] | None) -> str:
+    names = ("reader", "cases", "ever", "s", "cases/s", "read", "findings", "KB a case", "MB resident")
+    rows = [names] + [
         (
-            one.reader, str(one.cases), f"{one.seconds:.0f}", f"{one.cases / max(one.seconds, 1e-9):.0f}",
-            f"{one.read / max(one.cases, 1):.0%}", str(len(one.findings)), f"{one.measured_bytes / 1024:.0f}",
-            f"{one.resident_bytes / 2**20:.0f}",
+            name, str(one.cases), str(ever[name] if ever else ""), f"{one.seconds:.0f}",
+            f"{one.cases / max(one.seconds, 1e-9):.0f}", f"{one.read / max(one.cases, 1):.0%}",
+            str(len(one.findings)), f"{one.measured_bytes / 1024:.0f}", f"{one.resident_bytes / 2**20:.0f}",
         )
-        for one in told
+        for name, one in told.items()
     ]  # fmt: skip
+    if ever is None:
+        rows = [(*row[:2], *row[3:]) for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(widths[0]) if not at else cell.rjust(widths[at]) for at, cell in enumerate(row))
@@ -201,16 +312,16 @@ def _be_child(options: argparse.Namespace) -> None:
             from fuzz.readers import READERS  # noqa: PLC0415 imported while it is instrumented
     else:
         from fuzz.readers import READERS  # noqa: PLC0415 as above
-    from fuzz.reader import alarmed, scratch  # noqa: PLC0415 as above
 
     logging.disable(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(dir=scratch()) as own, alarmed():
-        reader = READERS[name].make(Path(own))
-        warm_up(reader)
-        warnings.simplefilter("error", RuntimeWarning)
-        _cap_memory()
-        with (folder / f"{name}.current").open("r+b") as file, mmap.mmap(file.fileno(), 0) as current:
-            watched = _Watched(reader, options, folder / f"{name}.json", current)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when it is over: Ctrl-C reaches both
+    reader = READERS[name].make(folder / f"{name}.own")
+    warm_up(reader)
+    warnings.simplefilter("error", RuntimeWarning)
+    _cap_memory()
+    with (folder / f"{name}.current").open("r+b") as file, mmap.mmap(file.fileno(), 0) as current:
+        watched = _Watched(reader, options, folder / f"{name}.json", current)
+        with watched.alarmed():
             (_guided if options.engine == "guided" else _blind)(reader, watched, options)
 
 
@@ -236,6 +347,14 @@ class _Watched:
         self._started_s = self._reported_s = time.monotonic()
         self._resident_bytes = _resident_bytes()
         self._kept: dict[tuple[str, str], str] = {}
+        self._parent, self._is_stopping = os.getppid(), False
+        signal.signal(signal.SIGTERM, self._stop)
+
+    def _stop(self, _number: int, _frame: object) -> None:
+        self._is_stopping = True
+
+    def alarmed(self) -> contextlib.AbstractContextManager[None]:
+        return self._trial.alarmed()
 
     def run(self, content: bytes) -> None:
         head = _CURRENT.pack(self._trial.num_cases + 1, min(len(content), MOST_CURRENT_BYTES))
@@ -247,10 +366,15 @@ class _Watched:
             self._tell(now_s)
 
     def is_enough(self, now_s: float) -> bool:
-        return self._trial.num_cases >= self._options.cases or now_s - self._started_s > self._options.seconds
+        has_enough = self._trial.num_cases >= self._options.cases or now_s - self._started_s > self._options.seconds
+        return has_enough or self._is_stopping
 
     def _tell(self, now_s: float) -> None:
+        from fuzz.reader import peak_bytes  # noqa: PLC0415 as above
+
         self._reported_s = now_s
+        if os.getppid() != self._parent:
+            os._exit(1)  # killed, so nobody counts any more
         trial, grown = self._trial, _resident_bytes() - self._resident_bytes
         findings = []
         for key, found in trial.findings.items():
@@ -258,17 +382,21 @@ class _Watched:
                 Path(self._options.keep), self._options.reader[0], found.content
             )
             self._kept[key] = file
-            findings.append((found.what, found.where, file, found.count))
+            findings.append(Found(what=found.what, where=found.where, input=file, count=found.count))
         if grown > RESIDENT_CAP_BYTES:
-            findings.append((f"{grown >> 20} MB more are resident than at the beginning", "some input", "", 1))
+            what = f"{grown >> 20} MB more are resident than at the beginning"
+            findings.append(Found(what=what, where="some input", input=""))
         is_done = self.is_enough(now_s)
-        told = {
-            "cases": trial.num_cases, "read": trial.num_read, "seconds": now_s - self._started_s,
-            "findings": findings,
-            "measured_bytes": trial.most_measured_bytes, "resident_bytes": _peak_bytes(), "is_done": is_done,
-        }  # fmt: skip
+        told = Told(
+            cases=trial.num_cases,
+            read=trial.num_read,
+            seconds=now_s - self._started_s,
+            findings=tuple(findings),
+            measured_bytes=trial.most_measured_bytes,
+            resident_bytes=peak_bytes(),
+        )
         part = self._report.with_suffix(".part")
-        part.write_text(json.dumps(told))
+        part.write_text(json.dumps({"told": asdict(told), "is_done": is_done}))
         part.replace(self._report)
         if is_done:
             os._exit(0)  # libFuzzer would go on, and threads of a coordinator hold nobody up
@@ -317,17 +445,15 @@ def _guided(reader: Any, watched: _Watched, options: argparse.Namespace) -> None
             return bytes(data[:2] + atheris.Mutate(data[2:], max(1, most - 2)))[:most]
         return (data[:2] + changed(data[2:], seed_of(data).form, luck, reader.words))[:most]
 
-    with tempfile.TemporaryDirectory() as corpus:
-        for number, seed in enumerate(reader.seeds):
-            Path(corpus, f"{number:05d}").write_bytes(number.to_bytes(2, "little") + seed.content)
-        longest = max(4096, 2 * max(len(seed.content) for seed in reader.seeds), 64 * 1024)
-        arguments = [
-            f"-max_len={longest}", "-len_control=0", f"-seed={options.seed}", "-runs=-1", "-timeout=0",
-            "-rss_limit_mb=0",
-            "-print_final_stats=1",
-        ]  # fmt: skip
-        atheris.Setup([sys.argv[0], *arguments, corpus], feed, custom_mutator=mutate)
-        atheris.Fuzz()
+    for number, seed in enumerate(reader.seeds):
+        (options.corpus / f"{number:05d}").write_bytes(number.to_bytes(2, "little") + seed.content)
+    longest = max(4096, 2 * max(len(seed.content) for seed in reader.seeds), 64 * 1024)
+    arguments = [
+        f"-max_len={longest}", "-len_control=0", f"-seed={options.seed}", "-runs=-1", "-timeout=0",
+        "-rss_limit_mb=0", "-print_final_stats=1", "-handle_int=0", "-handle_term=0",
+    ]  # fmt: skip
+    atheris.Setup([sys.argv[0], *arguments, str(options.corpus)], feed, custom_mutator=mutate)
+    atheris.Fuzz()
 
 
 def _keep(folder: Path, name: str, content: bytes) -> str:
@@ -342,15 +468,11 @@ def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def _feed_again(name: str, path: Path) -> None:
-    from fuzz.reader import alarmed, scratch  # noqa: PLC0415 as above
+    from fuzz.reader import scratch  # noqa: PLC0415 as above
     from fuzz.readers import READERS  # noqa: PLC0415 as above
 
-    with tempfile.TemporaryDirectory(dir=scratch()) as own, alarmed():
+    with tempfile.TemporaryDirectory(dir=scratch()) as own:
         READERS[name].make(Path(own)).feed(path.read_bytes())
 
 

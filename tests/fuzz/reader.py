@@ -24,6 +24,8 @@ MEASURED_EVERY = 64
 """Measuring memory takes longer than most readers do; an input that makes the process larger is measured as well."""
 GROWN_BYTES = MIB
 HANGS_AFTER_S = 10.0
+HANG_TICKS = 10
+"""A hang is noticed by so many ticks of a timer, of which a process that is stopped for a while misses most."""
 MOST_INPUT_BYTES = 1 << 20
 
 
@@ -106,6 +108,22 @@ class Trial:
     num_read: int = 0
     most_measured_bytes: int = 0
     findings: dict[tuple[str, str], Finding] = field(default_factory=dict)
+    ticks: int = 0
+
+    @contextmanager
+    def alarmed(self) -> Iterator[None]:
+        """Makes an input that never ends raise `HangError` in its reader."""
+
+        def ring(_number: int, _frame: FrameType | None) -> None:
+            self.ticks += 1
+            if self.ticks >= HANG_TICKS:
+                raise HangError(f"not done after {HANGS_AFTER_S:g} s")
+
+        former: Any = signal.signal(signal.SIGALRM, ring)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGALRM, former)
 
     def run(self, content: bytes) -> None:
         """Feeds one input. Which inputs are measured follows from the input, so that a finding comes again."""
@@ -126,7 +144,8 @@ class Trial:
                 self.findings[key] = found
 
     def _feed(self, content: bytes) -> None:
-        signal.setitimer(signal.ITIMER_REAL, HANGS_AFTER_S)
+        self.ticks = 0
+        signal.setitimer(signal.ITIMER_REAL, HANGS_AFTER_S / HANG_TICKS, HANGS_AFTER_S / HANG_TICKS)
         started_s = time.process_time()
         try:
             if zlib.crc32(content) % MEASURED_EVERY:
@@ -164,20 +183,6 @@ def peak_bytes() -> int:
     """Returns how much of this process has been resident at once."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-@contextmanager
-def alarmed() -> Iterator[None]:
-    """Makes an input that never ends raise `HangError` in its reader."""
-
-    def ring(_number: int, _frame: FrameType | None) -> None:
-        raise HangError(f"not done after {HANGS_AFTER_S:g} s")
-
-    former: Any = signal.signal(signal.SIGALRM, ring)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGALRM, former)
 
 
 def scratch() -> Path | None:

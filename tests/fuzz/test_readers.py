@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from fuzz.feed_readers import warm_up
 from fuzz.mutation import changed, mutated
-from fuzz.reader import MIB, Form, HangError, Reader, Seed, TooLargeError, TooSlowError, Trial, alarmed, peak_bytes
+from fuzz.reader import MIB, Form, HangError, Reader, Seed, TooLargeError, TooSlowError, Trial, peak_bytes
 from fuzz.readers import INSIDE, READERS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -77,7 +77,7 @@ def test_what_is_damaged_is_read_or_refused_within_the_caps(made: Callable[[str]
     reader, luck = made(name), Random(name)
     warm_up(reader)
     trial, until_s = Trial(reader), time.monotonic() + SHARE_S
-    with alarmed(), warnings.catch_warnings():
+    with trial.alarmed(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.simplefilter("error", RuntimeWarning)
         while time.monotonic() < until_s:
@@ -101,10 +101,11 @@ def test_any_bytes_and_any_json_are_read_or_refused(made: Callable[[str], Reader
     @given(st.binary(max_size=80) | JSON_VALUES.map(lambda value: json.dumps(value).encode()), st.integers(0, 99))
     def feed(content: bytes, number: int) -> None:
         trial = Trial(reader)
-        trial.run(reader.seeds[number % len(reader.seeds)].close(content))
+        with trial.alarmed():
+            trial.run(reader.seeds[number % len(reader.seeds)].close(content))
         assert not trial.findings, [(one.what, one.where) for one in trial.findings.values()]
 
-    with alarmed(), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         feed()
 
@@ -175,7 +176,7 @@ def test_a_parser_that_is_new_would_be_noticed() -> None:
 
 def _feeding(feed: Callable[[bytes], object], **options: Any) -> Trial:
     trial = Trial(Reader(feed=feed, seeds=(), **options))
-    with alarmed():
+    with trial.alarmed():
         for content in (b"", b"a", b"b", b"\x00" * 5):
             trial.run(content)
     return trial
@@ -223,7 +224,7 @@ def test_an_input_that_makes_the_process_larger_is_measured_whichever_it_is(monk
     monkeypatch.setattr("fuzz.reader.peak_bytes", lambda: next(sizes))
     taken: list[int] = []
     trial = Trial(Reader(feed=lambda data: taken.append(len(bytearray(9 * MIB))), seeds=()))
-    with alarmed():
+    with trial.alarmed():
         trial.run(b"a")  # as large as it was before, for all that the system says
         assert not trial.findings
         trial.run(b"b")
