@@ -11,6 +11,7 @@ from edgefl.storage.models import Round, Run, Update
 from edgefl.storage.queries import find_run
 from edgefl.storage.store import Store
 from edgefl.types import Json
+from edgefl.untrusted import is_int64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +31,11 @@ def round_facts(store: Store, run: str, number: int | None = None) -> RoundFacts
     """
     run_id = find_run(store, run)
     number = _slowest(store, run_id) if number is None else number
-    of_round = (Update.run_id == run_id, Update.round == number)
+    sought = number if is_int64(number) else -1  # the database takes no larger ones, so no round has them
+    of_round = (Update.run_id == run_id, Update.round == sought)
     with store.database.read() as connection:
         its_run = connection.execute(select(Run.__table__).where(Run.run_id == run_id)).mappings().one()
-        query = select(Round.__table__).where(Round.run_id == run_id, Round.round == number)
+        query = select(Round.__table__).where(Round.run_id == run_id, Round.round == sought)
         row = connection.execute(query).mappings().first()
         rows = connection.execute(select(Update.__table__).where(*of_round)).mappings().all()
     if row is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,7 +11,7 @@ from sqlalchemy import Select, tuple_
 
 from edgefl.errors import UsageError
 from edgefl.storage.where import Condition
-from edgefl.untrusted import parse_json
+from edgefl.untrusted import parse_message
 
 FIRST = ""
 """The place before the first row."""
@@ -116,15 +115,14 @@ def parse_place(text: str) -> tuple[Any, ...]:
     if text == FIRST:
         return ()
     try:
-        values = parse_json(text) if len(text) <= MAX_PLACE else None
-    except (ValueError, RecursionError):
+        values = parse_message(text.encode()) if len(text) <= MAX_PLACE else None
+    except ValueError:
         values = None
     is_sound = (
         isinstance(values, list)
         and len(values) == 2
         and isinstance(values[0], int | float)
         and isinstance(values[1], int | str)
-        and math.isfinite(values[0])
     )
     if not is_sound or not isinstance(values, list):
         raise UsageError(f"a place in the history is what an answer before called `next`, got {text[:80]!r}")

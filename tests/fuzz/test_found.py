@@ -119,6 +119,8 @@ FOUND = [
     ("disk-notes", b'l{"packs":{},"serials":{"a":1e999}}', "is damaged"),
     ("disk-logbook", b'{"n":1,"at":"x"}', None),
     ("disk-checkpoints", b'{"v":1,"sha256":"\\u0000","last_record":7,"bytes_file":1}', "no checkpoint"),
+    ("history-places", b"[" + b"1" * 350 + b",2]", "a place in the history is"),
+    ("history-places", b"[1,18446744073709551616]", "a place in the history is"),
     ("disk-checkpoints", checkpoint_note(standing={}), "no checkpoint"),
     ("disk-checkpoints", checkpoint_note(standing=False), "no checkpoint"),
     ("disk-checkpoints", b'{"v":1,"sha256":[],"last_record":7,"bytes_file":1}', "no checkpoint"),
@@ -128,6 +130,8 @@ FOUND = [
     ("operator-api", b'POST /edgefl/v1/installations\n"\\ud800"', "Input should be a valid dictionary"),
     ("operator-api", b'POST /edgefl/v1/runs\n{"config":{"run":{"task":"\\ud800"},"strategy":{"name":"fedavg"}}}',
     "no task '?'"),
+    ("operator-api", b"GET /edgefl/v1/history/events?after=%5B9223372036854775808%2C1%5D\n", "a place in the"),
+    ("operator-api", b"GET /edgefl/v1/history/why?run=first&round=-9223372036854775809\n", "has no round -92233"),
     ("operator-api", b"GET /edgefl/v1/runs?\xff\n", "must be ASCII"),
 ]  # fmt: skip
 
