@@ -455,9 +455,7 @@ class FlowerCalls:
         try:
             message = PROTOBUF_REQUEST_TYPES[("POST", PREFIX + name)]()
             message.ParseFromString(body)
-            request.scope["app"] = self._app
-            request.state.protobuf_request = message
-            authenticate_node(request)
+            authenticate_node(self._with_message(request, message))
             if name == PUSH_MESSAGES:
                 _check_sender(message)
             answer = _HANDLERS[name](message, self._state)
@@ -473,6 +471,14 @@ class FlowerCalls:
             return Answer(status=500, content=error_json("Internal server error."))
         pulled = [item.metadata.message_id for item in answer.messages_list] if name == PULL_MESSAGES else []
         return Answer(status=200, content=content, instruction_id=pulled[-1] if pulled else None)
+
+    def _with_message(self, request: Request, message: Any) -> Request:
+        """Returns the request as Flower wants to see it: with its message, and the state to look its node up in.
+
+        The server keeps the scope of a connection's last request until the next one comes: what was put there would
+        stay in memory for as long, a whole piece of an update for every connection that is open.
+        """
+        return Request({**request.scope, "app": self._app, "state": {"protobuf_request": message}})
 
     def _shared(self, object_id: str, answer: Any) -> bytes:
         """Returns the answer with a piece of a model: the same bytes for all devices that fetch it meanwhile.

@@ -1,6 +1,7 @@
 """Both ends of the Flower side against each other over real TLS: the fence around Flower's private modules."""
 
 import base64
+import collections
 import contextlib
 import datetime as dt
 import http.client
@@ -21,6 +22,7 @@ from flwr.server.superlink.linkstate.in_memory_linkstate import InMemoryLinkStat
 from flwr.supercore.primitives.asymmetric import bytes_to_private_key, sign_message
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 from flwr.supernode.fleet_http_client import FleetHttpClient
+from google.protobuf.message import Message as ProtobufMessage
 from noted_calls import NotedCalls
 
 from edgefl.coordinator import superlink as superlink_module
@@ -63,12 +65,16 @@ class Site:
         self._start(listener)
 
     def _start(self, listener):
-        self.replies, self.watcher = queue.Queue(), NotedCalls()
+        self.replies, self.watcher, self.scopes = queue.Queue(), NotedCalls(), collections.deque(maxlen=20)
         self.contacts = self.watcher.contacts
         self.superlink = SuperLink(on_reply=self.replies.put, watcher=self.watcher)
         self.state = self.superlink.state
-        self.web = WebServer(make_app(self.superlink.api, []), self.directory, listener)
+        self.web = WebServer(make_app(self._api, []), self.directory, listener)
         self.web.start()
+
+    async def _api(self, scope, receive, send):
+        self.scopes.append(scope)  # as the server does for each connection, until its next request comes
+        await self.superlink.api(scope, receive, send)
 
     def restart(self):
         self.web.stop()
@@ -183,6 +189,25 @@ def test_a_body_arrives_as_it_was_both_ways(site, run, size):
     assert size <= reply.bytes_up < size + 4000
     assert size <= reply.bytes_down < size + 4000
     assert site.leftovers() == NOTHING
+
+
+def test_nothing_of_a_request_is_left_with_its_connection_when_it_is_answered(site, run):
+    device = site.device()
+    send(run, device, bytes(2 * INLINE_BODY_BYTES))
+    work(device)
+    site.reply()
+    asked = [scope["path"].rpartition("/")[2] for scope in site.scopes]
+    assert {"pull-messages", "pull-object", "push-messages", "push-object"} <= set(asked)
+    assert [found for found in _within(list(site.scopes)) if isinstance(found, ProtobufMessage)] == []
+    assert max(len(found) for found in _within(list(site.scopes)) if isinstance(found, bytes | str)) < 1000
+
+
+def _within(container):
+    """Yields what lies in dicts and lists, at any depth."""
+    for found in container.values() if isinstance(container, dict) else container:
+        yield found
+        if isinstance(found, dict | list | tuple):
+            yield from _within(found)
 
 
 def test_chunks_that_are_all_the_same_are_all_there(site, run):
