@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import datetime as dt
+import io
 import json
 import logging
 import os
@@ -52,6 +53,7 @@ from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.error.catalog import API_ERROR_MAP
 from flwr.supercore.inflatable.inflatable_object import get_object_body, get_object_id
 from flwr.supercore.object_store import ObjectStoreFactory
+from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_signature
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 from flwr.superlink.federation import NoOpFederationManager
@@ -61,6 +63,7 @@ from google.protobuf.message import DecodeError
 from starlette.requests import Request
 
 from edgefl.coordinator.asgi import error_json
+from edgefl.coordinator.aside import LaidAside, lay_aside
 from edgefl.coordinator.fleet_api import (
     MAX_OBJECT_BYTES,
     PREFIX,
@@ -107,12 +110,45 @@ def prepare_body(body: bytes) -> PreparedBody:
     return PreparedBody(inline=None, chunk_ids=tuple(get_object_id(chunk) for chunk in chunks), chunks=chunks)
 
 
+class PieceStore(InMemoryObjectStore):
+    """Flower's objects in memory, but for pieces of answers that wait for others: those lie on disk.
+
+    Args:
+        folder: where; None for the system's temporary files.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        super().__init__()
+        self._folder = folder
+        self._aside: dict[str, LaidAside] = {}
+
+    def lay_aside(self, object_id: str) -> None:
+        """Takes the content of an object out of memory, if it is there and there is room for it on disk."""
+        content = super().get(object_id)
+        aside = lay_aside(content, self._folder) if content else None
+        with self.lock_store:
+            if aside is not None and (entry := self.store.get(object_id)) is not None:
+                self._aside[object_id], entry.content = aside, b""
+
+    def get(self, object_id: str) -> bytes | None:
+        with self.lock_store:
+            aside = self._aside.get(object_id)
+            content: bytes | None = super().get(object_id)
+        return content if aside is None else aside.read()
+
+    def delete(self, object_id: str) -> None:
+        with self.lock_store:
+            super().delete(object_id)
+            if object_id not in self.store:
+                self._aside.pop(object_id, None)
+
+
 class EdgeLinkState(InMemoryLinkState):
     """Flower's link state, awake: `on_reply` is called once per stored reply, in the thread that stored it."""
 
-    def __init__(self, manager: Any, store: Any, on_reply: Callable[[Message], None]) -> None:
+    def __init__(self, manager: Any, store: PieceStore, on_reply: Callable[[Message], None]) -> None:
         super().__init__(manager, store)
-        self._on_reply = on_reply
+        self._pieces, self._on_reply = store, on_reply
         self.half = HalfReplies[Message]()
         self._undelivered: dict[int, dict[str, None]] = {}
 
@@ -138,10 +174,14 @@ class EdgeLinkState(InMemoryLinkState):
             raise _refusal(f"a piece of a reply has at most {MAX_OBJECT_BYTES} bytes, got {len(object_content)}")
         self._prolong(session_id)
         stored = bool(super().store_object(run_id, session_id, object_id, object_content))
-        complete = self.half.arrived(session_id, object_id) if stored else None
+        if not stored:
+            return False
+        complete = self.half.arrived(session_id, object_id)
         if complete is not None:
             self._on_reply(complete)
-        return stored
+        else:
+            self._pieces.lay_aside(object_id)
+        return True
 
     def store_message_ins(self, message: Message) -> str | None:
         with self.lock:
@@ -280,8 +320,9 @@ class SuperLink:
     ) -> None:
         logging.getLogger("flwr").setLevel(logging.CRITICAL)  # it logs every push, and what we raise ourselves
         manager, objects = NoOpFederationManager(), ObjectStoreFactory(FLWR_IN_MEMORY_DB_NAME)
+        objects.store_instance = pieces = PieceStore(folder)
         factory = LinkStateFactory(FLWR_IN_MEMORY_DB_NAME, manager, objects)
-        self.state = EdgeLinkState(manager, objects.store(), self._collect)
+        self.state = EdgeLinkState(manager, pieces, self._collect)
         factory.state_instance = self.state
         self._deliver = on_reply
         self.api = FleetApi(FlowerCalls(factory, self.state), watcher, on_refused, folder)
@@ -336,8 +377,11 @@ class SuperLink:
         else:
             tree = self.state.object_store.get_object_tree(metadata.message_id)
             ids = [tree.object_id, *(child.object_id for child in tree.children)]
-            pieces = [get_object_body(self.state.object_store.get(object_id) or b"", ArrayChunk) for object_id in ids]
-            body = b"".join(memoryview(piece)[REPLY_SALT_BYTES:] for piece in pieces)
+            whole = io.BytesIO()
+            for object_id in ids:  # one piece at a time is in memory twice
+                piece = get_object_body(self.state.object_store.get(object_id) or b"", ArrayChunk)
+                whole.write(memoryview(piece)[REPLY_SALT_BYTES:])
+            body = whole.getvalue()
         return header, body
 
 

@@ -114,6 +114,7 @@ class Site:
             "sessions": len(state._object_push_sessions),
             "open": len(state.half),
             "undelivered": len(state._undelivered),
+            "aside": len(state._pieces._aside),
         }
 
     def request(self, path, *, headers=(), method="POST", body=None):
@@ -132,7 +133,7 @@ def _order(run, device):
     return run.send(device.id, kind="train", header={}, body=prepare_body(b""))
 
 
-NOTHING = dict.fromkeys(("instructions", "replies", "objects", "sessions", "open", "undelivered"), 0)
+NOTHING = dict.fromkeys(("instructions", "replies", "objects", "sessions", "open", "undelivered", "aside"), 0)
 
 
 @pytest.fixture(scope="module")
@@ -341,6 +342,51 @@ def test_a_push_that_broke_off_is_taken_up_by_the_next_one(site, run):
     assert site.reply().body == body
     assert len(pushed) == 3
     assert len(set(pushed)) == 2
+
+
+def test_pieces_of_answers_that_are_not_whole_yet_are_in_nobody_s_memory(site, run, tmp_path):
+    pieces = site.state._pieces
+    pieces._folder = tmp_path
+    devices, body = [site.device() for _ in range(4)], bytes(range(256)) * (2 * CHUNK_BYTES // 256 + 100)
+    replies = [_stopped_before_its_last_piece(run, device, body) for device in devices]
+    assert site.leftovers()["open"] == len(devices)
+    assert sum(len(entry.content) for entry in pieces.store.values()) < CHUNK_BYTES, "of 8 pieces"
+    assert site.leftovers()["aside"] == 2 * len(devices)
+    assert list(tmp_path.iterdir()) == []
+    for device, reply in zip(devices, replies, strict=True):
+        device.supernode.push(reply)
+        assert site.reply().body == body
+    pieces._folder = None
+
+
+def _stopped_before_its_last_piece(run, device, body):
+    """Returns a reply of three pieces, two of which have come; what the device sends next goes through."""
+    send(run, device)
+    instruction = device.supernode.pull()
+    reply = device.supernode.reply_to(instruction, (instruction.header, body))
+    client, pushed = device.supernode._client, []
+    push_object = client.PushObject
+
+    def torn(request):
+        pushed.append(request.object_id)
+        if len(pushed) == 3:
+            client.PushObject = push_object
+            raise httpx.ReadError("the line went dead")
+        return push_object(request)
+
+    client.PushObject = torn
+    with pytest.raises(NetworkError, match="line went dead"):
+        device.supernode.push(reply)
+    return reply
+
+
+def test_pieces_for_which_there_is_no_room_on_disk_stay_in_memory_and_arrive(site, run, tmp_path):
+    site.state._pieces._folder = tmp_path / "missing"
+    device, body = site.device(), bytes(CHUNK_BYTES + 100)
+    send(run, device, body)
+    work(device)
+    site.state._pieces._folder = None
+    assert site.reply().body == body
 
 
 def test_a_slow_link_may_take_longer_for_a_piece_than_flower_waits(site, run):

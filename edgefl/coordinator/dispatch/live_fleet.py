@@ -10,12 +10,14 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from edgefl.coordinator.aside import lay_aside
 from edgefl.coordinator.attempts import REFUSED
 from edgefl.coordinator.dispatch.door import COME_BACK_S, Door, Note, Terms
 from edgefl.coordinator.dispatch.downlink import HELD, PREPARED, Downlink
 from edgefl.coordinator.dispatch.entrance import Entrance
-from edgefl.coordinator.dispatch.inbox import Inbox
+from edgefl.coordinator.dispatch.inbox import Inbox, Load
 from edgefl.coordinator.dispatch.journaled_fleet import Given
 from edgefl.coordinator.dispatch.live_view import LiveView
 from edgefl.coordinator.dispatch.lives import Lives
@@ -79,6 +81,7 @@ class LiveFleet:
         note: keeps an event of a device, or of the run where it names none.
         run_clock: the run's own time, which the view says; `clock` where there is none.
         max_decoded_bytes: when so much of what devices sent is decoded, it is handed on before the rest is.
+        folder: where replies lie for which there is no room; None for the system's temporary files.
     """
 
     def __init__(  # noqa: PLR0913 the parts of a run, by name
@@ -93,11 +96,13 @@ class LiveFleet:
         note: Note = lambda _kind, _device, _message: None,
         run_clock: Callable[[], float] | None = None,
         max_decoded_bytes: int = MAX_DECODED_BYTES,
+        folder: Path | None = None,
     ) -> None:
         self.roster, self.clock, self._note = roster, clock, note
         self._lives = run.lives or Lives(run.run_id)
         self._run = run
-        self._inbox = Inbox[_Item]()
+        self._folder = folder
+        self._inbox = Inbox[_Item](self._laid_aside)
         self._left: deque[_Item] = deque()
         self._max_decoded_bytes = max_decoded_bytes
         self._out = Outstanding(mail=link, bell=bell, node_of=roster.node_of, on_unsendable=self._note_unsendable)
@@ -122,8 +127,23 @@ class LiveFleet:
         self._end_listening = roster.listen(self._inbox.put)
 
     def post(self, item: Reply | Progress | Stop | InterruptedRunError) -> None:
-        """Hands an item to the run; a reply with a body waits a little while too much is there already."""
+        """Hands an item to the run; a reply for which there is no room waits a little, and is laid aside then."""
         self._inbox.put(item, len(item.body) if isinstance(item, Reply) else 0)
+
+    def _laid_aside(self, item: _Item) -> Load[_Item] | None:
+        aside = lay_aside(item.body, self._folder) if isinstance(item, Reply) else None
+        if not isinstance(item, Reply) or aside is None:
+            return None
+        bare = replace(item, body=b"")
+
+        def load() -> Reply | None:
+            try:
+                return replace(bare, body=aside.read())
+            except OSError as error:  # its device has the answer still, and is asked for it when it does not come
+                log.warning("a reply of %s is lost: %s", self.roster.device_of(bare.node_id), error)
+                return None
+
+        return load
 
     def close(self, *, goes_on: bool = False) -> None:
         """Stops listening, recalls what is out unless the run goes on later, and closes it in Flower's books."""

@@ -527,6 +527,7 @@ class RunWorker:
             run_clock=clock.now_s,
             terms=terms,
             note=note,
+            folder=site.directory.root,
         )
         with self._lock:
             self._active = self._active or _Active(run_id=run_id)

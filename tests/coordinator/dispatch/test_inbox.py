@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from edgefl.coordinator.dispatch.inbox import HELD_BYTES, PATIENCE_S, PORTION_BYTES, Inbox
+from edgefl.coordinator.dispatch.inbox import HELD_BYTES, PATIENCE_S, PORTION_BYTES, Inbox, Load
 
 
 @pytest.fixture
@@ -88,3 +88,65 @@ def test_nobody_waits_for_a_run_that_is_over(inbox: Inbox[int]) -> None:
     inbox.put(-1, 1)
     inbox.put(-1, 1)
     assert time.monotonic() - began_s < PATIENCE_S
+
+
+class Shelf:
+    """Takes bodies out of memory; `is_full` as a disk is, and `loses` what it was given."""
+
+    def __init__(self) -> None:
+        self.taken: list[int] = []
+        self.is_full = self.loses = False
+
+    def lay_aside(self, item: int) -> Load[int] | None:
+        if self.is_full:
+            return None
+        self.taken.append(item)
+        return lambda: None if self.loses else item
+
+
+def _bring(inbox: Inbox[int], items: range) -> None:
+    """Puts in a body for each item, each in a thread of its own."""
+    bringers = [threading.Thread(target=inbox.put, args=(item, PORTION_BYTES)) for item in items]
+    for bringer in bringers:
+        bringer.start()
+    for bringer in bringers:
+        bringer.join(60)
+        assert not bringer.is_alive()
+
+
+def test_what_comes_while_a_run_stands_still_is_laid_aside_and_not_held_in_memory() -> None:
+    shelf = Shelf()
+    inbox = Inbox[int](shelf.lay_aside)
+    _bring(inbox, range(40))
+    assert inbox.num_held_bytes <= HELD_BYTES + PORTION_BYTES
+    assert len(shelf.taken) >= 40 - (HELD_BYTES // PORTION_BYTES + 1)
+    found = [item for portion in iter(lambda: inbox.take(0.0), []) for item in portion]
+    assert sorted(found) == list(range(40))
+    assert inbox.num_held_bytes == 0
+
+
+def test_what_cannot_be_laid_aside_comes_all_the_same() -> None:
+    shelf = Shelf()
+    shelf.is_full = True
+    inbox = Inbox[int](shelf.lay_aside)
+    _bring(inbox, range(6))
+    assert sorted(item for portion in iter(lambda: inbox.take(0.0), []) for item in portion) == list(range(6))
+
+
+def test_what_was_laid_aside_and_is_lost_takes_nothing_else_with_it() -> None:
+    shelf = Shelf()
+    inbox = Inbox[int](shelf.lay_aside)
+    _bring(inbox, range(6))
+    shelf.loses = True
+    inbox.put(-1)
+    found = [item for _ in range(10) for item in inbox.take(0.0)]
+    assert sorted([*found, *shelf.taken]) == [-1, 0, 1, 2, 3, 4, 5]
+
+
+def test_nothing_is_laid_aside_while_there_is_room() -> None:
+    shelf = Shelf()
+    inbox = Inbox[int](shelf.lay_aside)
+    for item in range(10):
+        inbox.put(item, PORTION_BYTES)
+        assert inbox.take(0.0) == [item]
+    assert shelf.taken == []

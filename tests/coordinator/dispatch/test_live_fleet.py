@@ -11,6 +11,7 @@ from edgefl.compression.codec import make_codec
 from edgefl.compression.decoding import decode_body
 from edgefl.coordinator.dispatch.door import COME_BACK_S
 from edgefl.coordinator.dispatch.fleet_book import FleetBook
+from edgefl.coordinator.dispatch.inbox import HELD_BYTES
 from edgefl.coordinator.dispatch.journaled_fleet import Given
 from edgefl.coordinator.dispatch.live_fleet import EVALUATION_DEADLINE_S, FleetRun, InterruptedRunError, LiveFleet
 from edgefl.coordinator.dispatch.outstanding import LOST_AFTER_S
@@ -104,7 +105,7 @@ class Source:
 
 
 class Site:
-    def __init__(self, *, has_deltas=False, max_decoded_bytes=2**20, **options):
+    def __init__(self, *, has_deltas=False, max_decoded_bytes=2**20, folder=None, **options):
         self.clock, self.mail, self.bell, self.source = Clock(), Mail(), Bell(), Source()
         self.presence = Presence()
         self.roster = Roster(self.presence, self.clock)
@@ -122,7 +123,7 @@ class Site:
         )
         self.fleet = LiveFleet(
             run=run, link=self.mail, roster=self.roster, bell=self.bell, clock=self.clock,
-            max_decoded_bytes=max_decoded_bytes,
+            max_decoded_bytes=max_decoded_bytes, folder=folder,
         )  # fmt: skip
         self.nodes = itertools.count(101)
 
@@ -226,6 +227,22 @@ def test_an_update_comes_back_with_everything_that_was_measured(site):
     assert site.fleet.view().busy == {}
     assert site.fleet.view().speeds["pi"].seconds_per_iteration == 0.5
     assert site.roster.facts()[0]["seconds_per_iteration"] == 0.5
+
+
+def test_an_update_for_which_there_was_no_room_comes_from_disk_as_it_was(tmp_path):
+    site = Site(folder=tmp_path)
+    node = site.add("pi")
+    site.events()
+    site.give(training())
+    site.reply(node, "another", body=bytes(HELD_BYTES + 1))  # nobody waits for it, and the run is busy
+    site.reply(node)
+    assert site.fleet._inbox.num_held_bytes == HELD_BYTES + 1
+    assert list(tmp_path.iterdir()) == []
+    assert site.events() == []
+    (update,) = site.of(Update)
+    assert update.tensors["w"].tolist() == [1.0] * 3
+    assert update.metrics.bytes_up == len(update.body)
+    site.fleet.close()
 
 
 def test_the_model_is_encoded_once_per_version_whoever_gets_it(site):
