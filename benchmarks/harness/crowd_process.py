@@ -22,15 +22,20 @@ PATH = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.enviro
 PROFILE = "profile.json"
 
 
+def on_cores(cores: str) -> tuple[str, ...]:
+    """Returns words to put before a program that is to have these cores alone, `0,2-3`; any where there are none."""
+    return ("taskset", "--cpu-list", cores) if cores else ()
+
+
 @contextmanager
-def coordinator(root: Path, *, broker: str, is_profiled: bool) -> Iterator[LocalFleet]:
-    """Yields a coordinator that is up."""
+def coordinator(root: Path, *, broker: str, is_profiled: bool, cores: str = "") -> Iterator[LocalFleet]:
+    """Yields a coordinator that is up; its broker has the same cores."""
     program = (sys.executable, "-m", "harness.profiled_coordinator", str(root / PROFILE))
     with LocalFleet(
         root=root,
         devices=(),
         broker=broker,
-        program=program if is_profiled else PROGRAM,
+        program=(*on_cores(cores), *(program if is_profiled else PROGRAM)),
         environment={"PYTHONPATH": PATH},
     ) as fleet:
         yield fleet
@@ -64,21 +69,16 @@ class Crowd:
     """Stand-ins in some processes; a context manager."""
 
     def __init__(
-        self, root: Path, num_devices: int, *, num_processes: int, num_workers: int, model_bytes: int
+        self, root: Path, *, num_processes: int, num_workers: int, model_bytes: int, cores: str = ""
     ) -> None:
-        self.root, self.num_devices = root / "stand-ins", num_devices
+        self.root, self.num_devices = root / "stand-ins", 0
         self._model_bytes, self._num_workers = model_bytes, max(1, num_workers // num_processes)
-        self._log = root / "stand-ins.log"
-        share, rest = divmod(num_devices, num_processes)
-        self._shares = [share + (number < rest) for number in range(num_processes)]
+        self._log, self._cores, self._num_processes = root / "stand-ins.log", cores, num_processes
         self._processes: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> Self:
         self.root.mkdir(parents=True)
-        first = 1
-        for share in self._shares:
-            self._processes.append(self._start(first, share))
-            first += share
+        self._processes = [self._start(number) for number in range(1, self._num_processes + 1)]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -99,17 +99,26 @@ class Crowd:
 
     def ask(self, order: str) -> list[Json]:
         """Has all processes do something at the same time; returns what each says afterwards."""
-        for process in self._processes:
+        return self._ask([order] * len(self._processes))
+
+    def grow(self, token: str, num_devices: int) -> list[Json]:
+        """Lets devices join until there are so many."""
+        share, rest = divmod(num_devices - self.num_devices, len(self._processes))
+        self.num_devices = num_devices
+        # The rest goes to the first of them: they all know their own numbers alone.
+        return self._ask([f"join {token} {share + (at < rest)}" for at in range(len(self._processes))])
+
+    def _ask(self, orders: list[str]) -> list[Json]:
+        for process, order in zip(self._processes, orders, strict=True):
             assert process.stdin is not None
             process.stdin.write(f"{order}\n")
             process.stdin.flush()
         return [self._answer(process) for process in self._processes]
 
-    def _start(self, first: int, share: int) -> subprocess.Popen[str]:
+    def _start(self, number: int) -> subprocess.Popen[str]:
         words = [
-            sys.executable, "-m", "harness.stand_ins", "--root", str(self.root), "--first", str(first),
-            "--devices", str(share), "--model-bytes", str(self._model_bytes),
-            "--workers", str(self._num_workers),
+            *on_cores(self._cores), sys.executable, "-m", "harness.stand_ins", "--root", str(self.root),
+            "--process", str(number), "--model-bytes", str(self._model_bytes), "--workers", str(self._num_workers),
         ]  # fmt: skip
         environment: dict[str, Any] = {**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"}
         with self._log.open("ab") as log:

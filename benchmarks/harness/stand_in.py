@@ -35,7 +35,6 @@ from edgefl.device.trust import say_hello
 from edgefl.device.workbench import KEPT_ANSWERS
 from edgefl.protocol import (
     HEARTBEAT_JITTER,
-    HEARTBEAT_S,
     Capabilities,
     Command,
     CommandKind,
@@ -55,23 +54,29 @@ STEP = 1e-3
 
 @dataclass(slots=True)
 class Tally:
-    """What the stand-ins of a process have done; `sums` are their displacements by version, added up."""
+    """What the stand-ins of a process have done.
+
+    Attributes:
+        sums: their displacements by run and version, added up.
+        late_s: by how much later than it was due each heartbeat left, since that was last told.
+    """
 
     shapes: Shapes
     num_updates: int = 0
     num_lost_sessions: int = 0
+    late_s: list[float] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     tries: list[str] = field(default_factory=list)
-    sums: dict[int, Array] = field(default_factory=dict)
+    sums: dict[tuple[str, int], Array] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     bodies: dict[tuple[str, int], bytes] = field(default_factory=dict)
 
-    def count(self, version: int, displacement: Array) -> None:
+    def count(self, run: str, version: int, displacement: Array) -> None:
         with self.lock:
             self.num_updates += 1
-            if version not in self.sums:
-                self.sums[version] = np.zeros(displacement.shape, np.float64)
-            self.sums[version] += displacement
+            if (run, version) not in self.sums:
+                self.sums[run, version] = np.zeros(displacement.shape, np.float64)
+            self.sums[run, version] += displacement
 
     def note_try(self, what: str) -> None:
         """Counts what is tried again."""
@@ -122,7 +127,8 @@ class StandIn:
         self._unsent: Message | None = None
         self._started_s = time.monotonic()
         self.session: Session | None = None
-        self.num_beats = 0
+        self.beats_at: list[float] = []
+        """When its heartbeats left, in Unix seconds, by their numbers."""
         self.is_up, self.asked_s = False, 0.0
         self.lock = threading.Lock()
 
@@ -181,7 +187,7 @@ class StandIn:
         moved = rng.standard_normal(spec.shape, np.float32) * np.float32(STEP)
         encoded = make_codec(job.spec, self._tally.shapes).encode({spec.name: moved}, rng)
         if job.assignment_id not in self._finished:  # or it is asked for again, and gets the same
-            self._tally.count(job.version, moved)
+            self._tally.count(job.run, job.version, moved)
             self._finished.append(job.assignment_id)
         metrics = {
             "iterations": 1, "num_examples": NUM_EXAMPLES, "loss": 0.0, "compute_s": time.monotonic() - begun_s,
@@ -221,21 +227,21 @@ class StandIn:
         session = self.session
         if session is None or not self.is_up:
             return
-        self.num_beats += 1
+        self.beats_at.append(time.time())
         run, assignment = self._now or (None, None)
         arriving = self._node.arriving
         holding = [*self._finished, *([arriving] if arriving else [])]
         told = Heartbeat(
-            seq=self.num_beats, session_no=session.number, uptime_s=round(time.monotonic() - self._started_s, 3),
+            seq=len(self.beats_at), session_no=session.number, uptime_s=round(time.monotonic() - self._started_s, 3),
             clock_skew_s=0.0, temperature_c=round(float(self._rng.normal(56, 7)), 1), throttled="ok",
             cpu_fraction=round(float(self._rng.uniform(0.1, 0.9)), 3), memory_fraction=0.41,
             memory_bytes=75_000_000, disk_free_bytes=20_000_000_000, run=run, assignment=assignment, holding=holding,
         )  # fmt: skip
         session.publish(Topic.HEARTBEAT, told.dump())
 
-    def next_beat_s(self) -> float:
-        """Returns in how many seconds it beats again."""
-        return HEARTBEAT_S * (1 + float(self._rng.uniform(-HEARTBEAT_JITTER, HEARTBEAT_JITTER)))
+    def next_beat_s(self, beat_s: float) -> float:
+        """Returns in how many seconds it beats again, on average in so many."""
+        return beat_s * (1 + float(self._rng.uniform(-HEARTBEAT_JITTER, HEARTBEAT_JITTER)))
 
     def say_goodbye(self) -> None:
         if self.session is not None and self.is_up:

@@ -1,10 +1,11 @@
 """A process full of stand-ins for devices (`stand_in`), told by lines on stdin what to do next.
 
-    python -m harness.stand_ins --root DIR --first 1 --devices 500 --model-bytes 1000000 --workers 50 < ORDERS
+    python -m harness.stand_ins --root DIR --process 1 --model-bytes 1000000 --workers 50 < ORDERS
 
-Reads a join token, lets all join, and says `{"joined": …}`. `go` connects all, and says `{"connected": …}` when every
-one of them has a broker's and the coordinator's ear. From then on they beat and work. `stop` ends the beating, says
-`{"stopped": …}` with what was done, and `end` says goodbye for all.
+`join TOKEN 500` lets so many more join, and says `{"joined": …}`. `go` connects those that are not yet, and says
+`{"connected": …}` when every one of them has a broker's and the coordinator's ear. From then on they beat and work.
+`every 2.5` lets each beat so often, in seconds; `tell` says what was done, and writes when the heartbeats left.
+`end` says goodbye for all.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from edgefl.device.supernode import RefusedError
 from edgefl.device.trust import pinned_context
 from edgefl.errors import EdgeflError, NetworkError
 from edgefl.processes import open_many_files
-from edgefl.protocol import POLL_S, JoinToken
+from edgefl.protocol import HEARTBEAT_S, POLL_S, JoinToken
 from edgefl.tasks.noop import NUM_EXAMPLES, NoopTask
 from edgefl.types import Json, derived_rng
 from harness.ears import Ears
@@ -43,22 +44,25 @@ STACK_BYTES = 256 * 1024
 
 
 class StandIns:
-    """All of a process; `workers` is how many may talk to the Fleet API at the same time."""
+    """All of process number `process`; `workers` is how many may talk to the Fleet API at the same time."""
 
-    def __init__(self, root: Path, names: Sequence[str], model_bytes: int, workers: int) -> None:
-        self._root, self._names = root, names
+    def __init__(self, root: Path, process: int, model_bytes: int, workers: int) -> None:
+        self._root, self._process, self._beat_s = root, process, HEARTBEAT_S
         self._tally = Tally(shapes=NoopTask(size_bytes=model_bytes).shapes())
         self._ears = Ears()
+        self._ears.start()
         threading.stack_size(STACK_BYTES)
         self._workers = ThreadPoolExecutor(workers, thread_name_prefix="work")
         self._diallers = ThreadPoolExecutor(DIALLERS, thread_name_prefix="dial")
         self._all: list[StandIn] = []
+        self._num_entered = 0
         self._is_beating = True
         self._facts = probe()
 
-    def join(self, token: JoinToken) -> Json:
-        """Lets all join; returns how long that took."""
-        begun_s = time.monotonic()
+    def join(self, token: JoinToken, number: int) -> Json:
+        """Lets so many more join; returns how long that took."""
+        begun_s, first = time.monotonic(), len(self._all) + 1
+        names = [f"pi-{self._process:02}-{each:05}" for each in range(first, first + number)]
 
         def one(name: str) -> DeviceState:
             shards, examples = {"noop": str(self._root)}, {"noop": NUM_EXAMPLES}
@@ -71,37 +75,47 @@ class StandIns:
                         raise
                     self._tally.note_try(f"{name} joins again: {error}")
 
-        states = list(self._diallers.map(one, self._names))
-        seconds, trust = time.monotonic() - begun_s, pinned_context(states[0].ca.read_bytes())
-        self._all = [StandIn(state, trust, self._facts, self._tally, self._rung) for state in states]
+        states = list(self._diallers.map(one, names))
+        seconds = time.monotonic() - begun_s
+        if states:
+            trust = pinned_context(states[0].ca.read_bytes())
+            self._all += [StandIn(state, trust, self._facts, self._tally, self._rung) for state in states]
         return {"joined": len(self._all), "seconds": seconds}
 
     def connect(self) -> Json:
-        """Connects all; returns how long that took."""
+        """Connects those that are not yet; returns how long that took."""
         begun_s = time.monotonic()
-        self._ears.start()
-        for stand_in in self._all:
+        new, self._num_entered = self._all[self._num_entered :], len(self._all)
+        for stand_in in new:
             self._diallers.submit(self._guarded, lambda each=stand_in: self._enter(each), stand_in.name)
         until_s = begun_s + CONNECT_WITHIN_S
         while not all(stand_in.is_up for stand_in in self._all) and time.monotonic() < until_s:
             time.sleep(0.05)
         return {"connected": sum(stand_in.is_up for stand_in in self._all), "seconds": time.monotonic() - begun_s}
 
-    def stop(self) -> Json:
-        """Ends the beating; returns what was done. Connections stay."""
-        self._is_beating = False
+    def beat_every(self, beat_s: float) -> Json:
+        """Lets each beat so often from its next heartbeat on."""
+        self._beat_s = beat_s
+        return {"every": beat_s}
+
+    def tell(self) -> Json:
+        """Returns what was done; those that are beating go on."""
+        told: dict[str, list[float]] = {}
         done = threading.Event()
-        self._ears.call(done.set)
+        self._ears.call(lambda: (told.update({each.name: list(each.beats_at) for each in self._all}), done.set()))
         done.wait()
-        tally = self._tally
+        path, tally = self._root / f"beats-{self._process}.json", self._tally
+        path.write_text(json.dumps(told))
         with tally.lock:
-            for version, total in tally.sums.items():
-                np.save(self._root / f"sum-{self._names[0]}-{version}.npy", total)
+            late_s, tally.late_s = tally.late_s, []
+            for (run, version), total in tally.sums.items():
+                np.save(self._root / f"sum-{run}-{version}-{self._process}.npy", total)
         return {
-            "stopped": len(self._all),
-            "beats": {stand_in.name: stand_in.num_beats for stand_in in self._all},
+            "told": len(self._all),
+            "beats": str(path),
+            "late_s": float(np.quantile(late_s, 0.99)) if late_s else 0.0,
             "updates": tally.num_updates,
-            "versions": sorted(tally.sums),
+            "versions": sorted({version for _, version in tally.sums}),
             "lost_sessions": tally.num_lost_sessions,
             "tries": tally.tries[:20],
             "num_tries": len(tally.tries),
@@ -111,6 +125,7 @@ class StandIns:
         }
 
     def end(self) -> None:
+        self._is_beating = False
         for stand_in in self._all:
             self._ears.call(stand_in.say_goodbye)
         self._workers.shutdown(cancel_futures=True)
@@ -129,7 +144,7 @@ class StandIns:
         self._dial(stand_in)
         poll_s = POLL_S * derived_rng("poll", stand_in.name).uniform(0, 1)
         self._ears.call(lambda: self._ears.later(poll_s, lambda: self._poll(stand_in)))
-        self._ears.call(lambda: self._ears.later(stand_in.next_beat_s(), lambda: self._beat(stand_in)))
+        self._ears.call(lambda: self._beat_later(stand_in))
 
     def _dial(self, stand_in: StandIn) -> None:
         try:
@@ -151,10 +166,16 @@ class StandIns:
         again = lambda: self._diallers.submit(self._guarded, lambda: self._dial(stand_in), stand_in.name)  # noqa: E731
         self._ears.call(lambda: self._ears.later(pause_s, again))
 
-    def _beat(self, stand_in: StandIn) -> None:
+    def _beat_later(self, stand_in: StandIn) -> None:
+        wait_s = stand_in.next_beat_s(self._beat_s)
+        due_s = time.monotonic() + wait_s
+        self._ears.later(wait_s, lambda: self._beat(stand_in, due_s))
+
+    def _beat(self, stand_in: StandIn, due_s: float) -> None:
         if self._is_beating:
+            self._tally.late_s.append(time.monotonic() - due_s)
             stand_in.beat()
-            self._ears.later(stand_in.next_beat_s(), lambda: self._beat(stand_in))
+            self._beat_later(stand_in)
 
     def _poll(self, stand_in: StandIn) -> None:
         """Has one ask for work where no bell rang for long, as every device does."""
@@ -192,22 +213,22 @@ class StandIns:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, required=True)
-    parser.add_argument("--first", type=int, default=1)
-    parser.add_argument("--devices", type=int, required=True)
+    parser.add_argument("--process", type=int, required=True, help="which one of several this is")
     parser.add_argument("--model-bytes", type=int, required=True)
     parser.add_argument("--workers", type=int, required=True, help="at the Fleet API at the same time")
     arguments = parser.parse_args()
     open_many_files()
-    names = [f"pi-{number:05}" for number in range(arguments.first, arguments.first + arguments.devices)]
-    crowd = StandIns(arguments.root, names, arguments.model_bytes, arguments.workers)
+    crowd = StandIns(arguments.root, arguments.process, arguments.model_bytes, arguments.workers)
     for line in sys.stdin:
         match line.split():
-            case ["join", token]:
-                told = crowd.join(JoinToken.parse(token))
+            case ["join", token, number]:
+                told = crowd.join(JoinToken.parse(token), int(number))
             case ["go"]:
                 told = crowd.connect()
-            case ["stop"]:
-                told = crowd.stop()
+            case ["every", beat_s]:
+                told = crowd.beat_every(float(beat_s))
+            case ["tell"]:
+                told = crowd.tell()
             case _:
                 break
         print(json.dumps(told), flush=True)

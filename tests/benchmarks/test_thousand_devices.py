@@ -7,29 +7,59 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+NUM_SENDING, SENT_BYTES = 120, 4_000_000
+
+
+def _measured(folder: Path, *words: str, timeout_s: float = 110) -> list[Any]:
+    """Returns what the benchmark found for each size of fleet."""
+    program = [sys.executable, str(ROOT / "benchmarks" / "thousand_devices.py")]
+    done = subprocess.run(
+        [*program, *words, "--processes", "2", "--broker", "auto", "--dir", str(folder), "--json"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False, timeout=timeout_s,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert list(folder.iterdir()) == []
+    found: list[Any] = json.loads(done.stdout)
+    return found
 
 
 @pytest.mark.slow
-def test_five_stand_ins_are_heard_at_every_beat_and_make_the_model_together(tmp_path: Path) -> None:
+def test_stand_ins_are_heard_at_every_beat_and_make_the_model_together_however_many_they_become(
+    tmp_path: Path,
+) -> None:
     words = [
-        "--devices", "5", "--rounds", "3", "--beat-s", "6", "--processes", "2", "--broker", "auto", "--profile",
-        "--dir", str(tmp_path), "--json",
+        "--devices", "5", "8", "--rounds", "3", "--rounds-up-to", "5", "--beat-s", "6", "--ramp-s", "2",
+        "--ramp-to", "4",
     ]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "thousand_devices.py"), *words],
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False, timeout=110,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    (found,) = json.loads(done.stdout)
+    found, grown = _measured(tmp_path, *words, "--profile")
     assert found["is_right"]
+    assert grown["is_right"]
     assert found["heartbeats_stored"] == found["heartbeats_sent"] >= 5 * 2
+    assert grown["heartbeats_sent"] >= found["heartbeats_sent"] + 8
     assert (found["updates_used"], found["other_outcomes"], len(found["round_s"])) == (15, {}, 3)
     assert 0 < found["model_error"] < 1e-5, "float32 sums are not exact; the stand-ins' own sum is of float64"
     assert found["versions"] == [0, 1, 2]
+    assert (grown["num_joined"], grown["rounds"], "round_s" in grown) == (8, 0, False)
     assert found["costs"]["coordinator"]["heartbeats"]["num_files"] > 10
     assert sum(found["profile_of_heartbeats"]["threads"].values()) > 0
-    assert list(tmp_path.iterdir()) == []
+    assert (found["lag"]["num_lost"], grown["lag"]["num_lost"]) == (0, 0)
+    assert 0 < grown["lag"]["median_s"] <= grown["lag"]["p99_s"] <= grown["lag"]["max_s"] < 30
+    rates = [row["beats_per_s"] for row in grown["ramp"]]
+    assert [row["as_devices"] for row in grown["ramp"]] == [16, 32][: len(rates)]
+    assert rates == sorted(rates)
+    assert all(row["num_sent"] > 0 for row in grown["ramp"])
+
+
+@pytest.mark.slow
+def test_a_round_takes_no_memory_for_every_update_that_comes_in(tmp_path: Path) -> None:
+    """All send at the same time; a coordinator that holds what waits, or what it is done with, would take it all."""
+    words = ["--devices", str(NUM_SENDING), "--rounds", "1", "--beat-s", "1", "--model-bytes", str(SENT_BYTES)]
+    (found,) = _measured(tmp_path, *words, timeout_s=600)
+    assert found["is_right"]
+    before = found["costs"]["coordinator"]["heartbeats"]["peak_pss_bytes"]
+    assert found["peak_rss_bytes"]["coordinator"] - before < 0.85 * NUM_SENDING * SENT_BYTES
