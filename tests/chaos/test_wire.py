@@ -82,6 +82,43 @@ def test_no_more_than_the_rate_passes(port: int, weather: dict[str, Weather]) ->
     assert 1.0 <= took_s < 10.0
 
 
+def test_the_last_byte_arrives_when_rate_and_delay_say(port: int, weather: dict[str, Weather]) -> None:
+    weather[HOST].delay_s, weather[HOST].bytes_per_s = 0.1, 5e6 / 8
+    # A round trip to connect, then there and back; the echo sends on what has come.
+    computed_s = 2 * 0.1 + 2 * 0.1 + len(CONTENT) / weather[HOST].bytes_per_s
+    times = []
+    while len(times) < 5 and min(times, default=9.0) > computed_s + 0.15:  # a busy machine is late, never early
+        got, took_s = _there_and_back(port, CONTENT)
+        assert got == CONTENT
+        times.append(took_s)
+    assert computed_s <= min(times) <= computed_s + 0.15, times
+
+
+def test_a_connection_is_there_after_a_round_trip(port: int, weather: dict[str, Weather]) -> None:
+    weather[HOST].delay_s = 0.1
+    with socket.create_connection((HOST, port), timeout=20) as wire:
+        times = []
+        for _ in range(2):
+            started_s = time.monotonic()
+            wire.sendall(b"x")
+            wire.recv(1)
+            times.append(time.monotonic() - started_s)
+    assert times[0] >= 0.4
+    assert times[1] >= 0.2
+
+
+def test_connections_over_one_wire_share_its_rate(port: int, weather: dict[str, Weather]) -> None:
+    with contextlib.ExitStack() as stack:
+        # Another proxy to the same echo, as a device has one for each server.
+        other = free_port()
+        stack.enter_context(Proxy((HOST, other), (HOST, port), {HOST: weather[HOST]}))
+        weather[HOST].bytes_per_s = len(CONTENT)
+        started_s = time.monotonic()
+        # All of it passes the wire twice: at the other proxy, and at that of `port`.
+        assert _there_and_back(other, CONTENT)[0] == CONTENT
+        assert time.monotonic() - started_s >= 2.0
+
+
 def test_nothing_passes_a_cut_wire_and_nothing_is_lost_when_it_is_mended(
     port: int, weather: dict[str, Weather]
 ) -> None:

@@ -1,6 +1,7 @@
 """A proxy for TCP between the devices and the servers: it delays, it holds to a rate, and it can be cut.
 
-Kernels without netem delay no packets; here every piece that was read is passed on so much later, each way.
+Kernels without netem delay no packets; here every piece that was read is passed on so much later, each way. What
+TCP adds on a real wire beyond its greeting (slow start, lost packets) is not here.
 """
 
 from __future__ import annotations
@@ -24,23 +25,42 @@ EVERYBODY = "*"
 
 @dataclass(slots=True)
 class Weather:
-    """How the wire of a device, or of all, is; shared by the proxies, changed by the test's thread."""
+    """How the wire of a device, or of all, is; shared by the proxies, changed by the test's thread.
+
+    `delay_s` is one way. All connections over the wire share its rate, which it has in either direction.
+    """
 
     delay_s: float = 0.0
     bytes_per_s: float | None = None
     is_cut: bool = False
+    _free_s: dict[bool, float] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def entered_s(self, num_bytes: int, *, at_s: float, is_up: bool) -> float:
+        """Returns when bytes that are there at `at_s` have all gone into the wire, behind those of before."""
+        if self.bytes_per_s is None:
+            return at_s
+        with self._lock:
+            self._free_s[is_up] = max(at_s, self._free_s.get(is_up, at_s)) + num_bytes / self.bytes_per_s
+            return self._free_s[is_up]
+
+    @property
+    def flying_bytes(self) -> float:
+        """What a full wire holds in one direction, beside what waits before it."""
+        return self.delay_s * (self.bytes_per_s or 0.0)
 
 
 @dataclass(slots=True)
 class _Way:
-    """One direction of a connection."""
+    """One direction of a connection; nothing passes before it `opens_s`."""
 
     source: socket.socket
     target: socket.socket
     device: str
+    opens_s: float
+    is_up: bool
     held: deque[tuple[float, bytes]] = field(default_factory=deque)
     num_held: int = 0
-    free_s: float = 0.0
     is_ended: bool = False
     is_shut: bool = False
 
@@ -93,8 +113,12 @@ class Proxy:
     def _weathers(self, device: str) -> list[Weather]:
         return [self._weather[name] for name in (EVERYBODY, device) if name in self._weather]
 
+    def _delay_s(self, device: str) -> float:
+        return sum(weather.delay_s for weather in self._weathers(device))
+
     def _may_read(self, way: _Way) -> bool:
-        return not way.is_ended and way.num_held < HELD_BYTES
+        flying = max((weather.flying_bytes for weather in self._weathers(way.device)), default=0.0)
+        return not way.is_ended and way.num_held < HELD_BYTES + flying
 
     def _accept(self) -> None:
         source, (device, _) = self._server.accept()
@@ -108,7 +132,12 @@ class Proxy:
         for wire in (source, target):
             wire.setblocking(False)
             wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._ways += [_Way(source, target, device), _Way(target, source, device)]
+        # TCP's own greeting was over at once here; on such a wire it takes a round trip.
+        opens_s = time.monotonic() + 2 * self._delay_s(device)
+        self._ways += [
+            _Way(source, target, device, opens_s, is_up=True),
+            _Way(target, source, device, opens_s, is_up=False),
+        ]
 
     def _read(self, way: _Way) -> None:
         try:
@@ -118,14 +147,12 @@ class Proxy:
         except OSError:
             self._drop(way)
             return
-        now_s, weathers = time.monotonic(), self._weathers(way.device)
+        entered_s = max(time.monotonic(), way.opens_s)
         if not piece:
             way.is_ended = True
-        for weather in weathers:
-            if weather.bytes_per_s is not None:
-                way.free_s = max(now_s, way.free_s) + len(piece) / weather.bytes_per_s
-        due_s = max(now_s, way.free_s) + sum(weather.delay_s for weather in weathers)
-        way.held.append((due_s, piece))
+        for weather in self._weathers(way.device):
+            entered_s = weather.entered_s(len(piece), at_s=entered_s, is_up=way.is_up)
+        way.held.append((entered_s + self._delay_s(way.device), piece))
         way.num_held += len(piece)
 
     def _pass_on(self, way: _Way) -> None:
