@@ -36,12 +36,16 @@ PROGRAM = (sys.executable, "-m", "edgefl.cli.main")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalDevice:
-    """One device to start: its name, its shards by task, its role, and the program that is its `edgefl`."""
+    """One device to start: its name, its shards by task, its role, and the program that is its `edgefl`.
+
+    `host` is at which of the fleet's hosts it joins; the first when empty.
+    """
 
     name: str
     shards: Mapping[str, str]
     role: str = "trainer"
     program: Sequence[str] = PROGRAM
+    host: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -236,7 +240,7 @@ class LocalFleet:
     def _start_join(self, device: LocalDevice, token: str) -> subprocess.Popen[bytes]:
         shards = [word for task, path in device.shards.items() for word in ("--shard", f"{task}={path}")]
         arguments = [
-            "device", "join", f"{[*self.hosts, LOOPBACK][0]}:{self.port}", "--token", token,
+            "device", "join", f"{device.host or [*self.hosts, LOOPBACK][0]}:{self.port}", "--token", token,
             "--name", device.name, "--role", device.role, "--state", str(self.root / device.name),
             "--threads", "1", *shards,
         ]  # fmt: skip

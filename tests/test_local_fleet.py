@@ -25,6 +25,17 @@ def test_a_coordinator_that_dies_is_told_with_its_last_words(tmp_path: Path) -> 
             fleet.wait_present(1)
 
 
+def test_a_device_finds_the_coordinator_at_its_own_host(tmp_path: Path) -> None:
+    first, second = (
+        LocalDevice(name=name, shards={"noop": str(tmp_path)}, host=host)
+        for name, host in (("device-01", ""), ("device-02", "127.0.0.2"))
+    )
+    hosts = ["127.0.0.1", "127.0.0.2"]
+    with LocalFleet(root=tmp_path / "fleet", devices=[first, second], hosts=hosts, broker="embedded") as fleet:
+        assert f"connected to the coordinator at 127.0.0.1:{fleet.port}" in fleet.log_tail("device-01", 20)
+        assert f"connected to the coordinator at 127.0.0.2:{fleet.port}" in fleet.log_tail("device-02", 20)
+
+
 def test_a_free_port_is_kept_from_all_but_those_who_ask_for_it() -> None:
     port = free_port()
     with socket.socket() as one_that_looks_for_any_port, pytest.raises(OSError, match="in use"):

@@ -3,6 +3,8 @@
 Everything as its tutorial has it: the default isolation (an app process for every message), `--insecure`, no node
 authentication, state in memory. The only departures keep it off the internet, and they favour it: no telemetry, no
 check for updates, no installing of the app's dependencies.
+
+The benchmark may also let its two polls of 3 s take 10 ms (`awake/sitecustomize.py`), and put links before devices.
 """
 
 from __future__ import annotations
@@ -18,17 +20,23 @@ import sysconfig
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
-from edgefl.local_fleet import free_port
+from edgefl.local_fleet import LOOPBACK, free_port
+from harness.awake.shortened_polls import POLLS
+from harness.links import Link, linked
 from harness.process_trees import die_with_parent
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
 POLL_S = 0.05
 APP = Path(__file__).with_name("stock_app")
+AWAKE = Path(__file__).with_name("awake")
+BENCHMARKS = Path(__file__).parents[1]
 RUN = "import sys; from flwr.cli.run.run import run; run(sys.argv[1], 'benchmark', run_config_overrides=sys.argv[2:])"
 """What `flwr run` calls. Its command line does not start with the typer that amqtt pins (no `Literal` options)."""
 
@@ -47,23 +55,32 @@ class StockFlowerError(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class StockFleet:
-    """A SuperLink and some SuperNodes; use it as a context manager. `root` holds their logs and FLWR_HOMEs."""
+    """A SuperLink and some SuperNodes; use it as a context manager. `root` holds their logs and FLWR_HOMEs.
+
+    `superlink` is the beginning of the SuperLink's command line; `link` is what each SuperNode is behind.
+    """
 
     root: Path
     num_devices: int
+    superlink: Sequence[str]
+    is_awake: bool = False
+    link: Link | None = None
     port: int = field(default_factory=free_port)
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    _links: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> Self:
+        if self.is_awake:
+            _check_polls()
         try:
             self.root.mkdir(parents=True)
-            self._start("coordinator", "flower-superlink", "--insecure", "--port", str(self.port))
+            self._start("coordinator", *self.superlink, "--insecure", "--port", str(self.port))
             self._wait(self._listens, "the SuperLink to listen", START_TIMEOUT_S)
             for number in range(1, self.num_devices + 1):
                 self._start(
                     f"device-{number}",
-                    "flower-supernode", "--insecure",
-                    "--superlink", f"127.0.0.1:{self.port}", "--port", str(free_port()),
+                    str(scripts() / "flower-supernode"), "--insecure",
+                    "--superlink", f"{LOOPBACK}:{self._near_port()}", "--port", str(free_port()),
                 )  # fmt: skip
         except BaseException:
             self.stop()
@@ -73,7 +90,7 @@ class StockFleet:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def run(self, *, num_rounds: int, size_bytes: int, timeout_s: float) -> dict[str, Any]:
+    def run(self, *, num_rounds: int, size_bytes: int, train_s: float, timeout_s: float) -> dict[str, Any]:
         """Runs the app and returns what its ServerApp measured (`stock_app/noop_app/server.py`).
 
         Raises:
@@ -88,6 +105,7 @@ class StockFleet:
             f"num-rounds={num_rounds}",
             f"num-devices={self.num_devices}",
             f"size-bytes={size_bytes}",
+            f"train-s={train_s:.3f}",
             f'result="{result}"',
         ]
         self._submit([sys.executable, "-c", RUN, str(app), *settings], home)
@@ -105,26 +123,55 @@ class StockFleet:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        self._links.close()
+
+    def _near_port(self) -> int:
+        """Returns where the next SuperNode finds the SuperLink: at the near end of its link, if it has one."""
+        if self.link is None:
+            return self.port
+        port = free_port()
+        self._links.enter_context(linked(self.link, [((LOOPBACK, port), (LOOPBACK, self.port))]))
+        return port
 
     def _submit(self, arguments: Sequence[str], home: Path) -> None:
         done = subprocess.run(
-            arguments, env=_environment(home), capture_output=True, text=True, timeout=START_TIMEOUT_S, check=False
+            arguments,
+            env=self._environment(home),
+            capture_output=True,
+            text=True,
+            timeout=START_TIMEOUT_S,
+            check=False,
         )
         if done.returncode != 0:
             raise StockFlowerError(f"`flwr run` failed: {done.stdout.strip()} {done.stderr.strip()}")
 
-    def _start(self, name: str, program: str, *arguments: str) -> None:
+    def _start(self, name: str, *arguments: str) -> None:
         home = self.root / f"home-{name}"
         home.mkdir()
         with (self.root / f"{name}.log").open("ab") as output:
             self.processes[name] = subprocess.Popen(
-                [str(scripts() / program), *arguments],
+                arguments,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=_environment(home),
+                env=self._environment(home),
                 preexec_fn=die_with_parent,  # noqa: PLW1509 one system call, no locks
             )
+
+    def _environment(self, home: Path) -> dict[str, str]:
+        """Returns the environment of one machine of the fleet; Flower finds its own programs on PATH."""
+        paths = [*([str(AWAKE)] if self.is_awake else []), str(BENCHMARKS), os.environ.get("PYTHONPATH", "")]
+        return {
+            **os.environ,
+            "PATH": f"{scripts()}{os.pathsep}{os.environ.get('PATH', '')}",
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "FLWR_HOME": str(home),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        }
 
     def _listens(self) -> bool:
         with socket.socket() as probe:
@@ -149,15 +196,12 @@ def scripts() -> Path:
     return Path(sysconfig.get_path("scripts"))
 
 
-def _environment(home: Path) -> dict[str, str]:
-    """Returns the environment of one machine of the fleet; Flower finds its own programs on PATH."""
-    return {
-        **os.environ,
-        "PATH": f"{scripts()}{os.pathsep}{os.environ.get('PATH', '')}",
-        "FLWR_HOME": str(home),
-        "FLWR_TELEMETRY_ENABLED": "0",
-        "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-    }
+def _check_polls() -> None:
+    """Checks that the polls that are to be shortened are where they were; raises `StockFlowerError`."""
+    flower = find_spec("flwr")
+    assert flower is not None
+    assert flower.origin is not None
+    for module, seconds in POLLS.items():
+        path = Path(flower.origin).parents[1] / f"{module.replace('.', '/')}.py"
+        if not path.is_file() or f"time.sleep({seconds})" not in path.read_text():
+            raise StockFlowerError(f"{module} does not sleep for {seconds} s as Flower 1.41 does; see {AWAKE}")

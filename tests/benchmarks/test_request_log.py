@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from urllib.error import URLError
+
+import pytest
+
+from edgefl.local_fleet import free_port
+from edgefl.types import Json
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def log(harness: Callable[[str], ModuleType]) -> ModuleType:
+    return harness("request_log")
+
+
+def test_requests_outside_the_span_and_those_of_operators_do_not_count(log: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(
+        "1.0 /v1/fleet/pull-messages\n"
+        "2.0 /v1/fleet/pull-messages\n"
+        "2.5 /edgefl/v1/runs/1/x y\n"
+        "2.6 /v1/fleet/pull-messages\n"
+        "2.7 /edgefl/v1/hello\n"
+        "3.0 /v1/fleet/pull-messages\n"
+    )
+
+    found = log.read_requests(tmp_path / "log", 2.0, 3.0)
+
+    assert found == {"/v1/fleet/pull-messages": 2, "/edgefl/v1/hello": 1}
+
+
+def test_the_application_hears_of_every_request_as_before(log: ModuleType, tmp_path: Path) -> None:
+    heard: list[Json] = []
+
+    async def app(scope: Json, _receive: object, _send: object) -> None:
+        heard.append(scope)
+
+    noted = log._Noted(app, tmp_path / "log")
+    scopes = [{"type": "lifespan"}, {"type": "http", "path": "/a"}, {"type": "http", "path": "/b"}]
+    for scope in scopes:
+        asyncio.run(noted(scope, None, None))
+
+    assert heard == scopes
+    assert log.read_requests(tmp_path / "log", 0.0, 1e12) == {"/a": 1, "/b": 1}
+
+
+def test_a_stock_superlink_notes_what_it_is_asked(log: ModuleType, tmp_path: Path) -> None:
+    port, out = free_port(), tmp_path / "log"
+    environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS), "FLWR_HOME": str(tmp_path / "home")}
+    process = subprocess.Popen(
+        [*log.program(out, "flower-superlink"), "--insecure", "--port", str(port), "--isolation", "process"],
+        env={**environment, "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        while not _answers(f"http://127.0.0.1:{port}/nothing-here"):
+            assert process.poll() is None
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(20)
+
+    assert log.read_requests(out, 0.0, 1e12)["/nothing-here"] == 1
+
+
+def _answers(url: str) -> bool:
+    try:
+        urllib.request.urlopen(url, timeout=5)
+    except URLError as error:
+        return hasattr(error, "code")  # any status at all
+    return True
