@@ -59,7 +59,10 @@ class Calls(Protocol):
         """Returns the node that has signed a request's headers: what can be known before the body is read."""
 
     def answer(self, request: Request, name: str, body: bytes) -> Answer:
-        """Returns the answer to one request, whatever goes wrong; called in a thread that may wait."""
+        """Returns the answer to one request, whatever goes wrong; called in a thread that may wait.
+
+        `node_of` has named its node when the headers came.
+        """
 
     def is_foreign(self, name: str, body: bytes, node_id: int) -> bool:
         """Returns whether a request was refused since it says that it is another device's, or answers its work."""

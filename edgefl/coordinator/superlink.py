@@ -18,7 +18,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 from fastapi import HTTPException
@@ -34,15 +33,13 @@ from flwr.common.constant import (
     TIMESTAMP_TOLERANCE,
     SubStatus,
 )
-from flwr.proto.fleet_pb2 import PushMessagesRequest
+from flwr.proto.fleet_pb2 import ActivateNodeRequest, PushMessagesRequest
 from flwr.proto.message_pb2 import ObjectTree
 from flwr.proto.node_pb2 import NodeInfo
-from flwr.server.superlink.linkstate import LinkStateFactory
 from flwr.server.superlink.linkstate.in_memory_linkstate import InMemoryLinkState
 from flwr.supercore.constant import (
     FLEET_HTTP_PUBLIC_KEY_HEADER,
     FLEET_HTTP_SIGNATURE_HEADER,
-    FLWR_IN_MEMORY_DB_NAME,
     NOOP_FEDERATION_ID,
     OBJECT_PUSH_SESSION_TTL_SECONDS,
     NodeStatus,
@@ -52,12 +49,10 @@ from flwr.supercore.date import now
 from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.error.catalog import API_ERROR_MAP
 from flwr.supercore.inflatable.inflatable_object import get_object_body, get_object_id
-from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_signature
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 from flwr.superlink.federation import NoOpFederationManager
-from flwr.superlink.routers.fleet.node_auth import authenticate_node
 from flwr.superlink.servicer.fleet import fleet_handlers
 from google.protobuf.message import DecodeError
 from starlette.requests import Request
@@ -319,13 +314,9 @@ class SuperLink:
         folder: Path | None = None,
     ) -> None:
         logging.getLogger("flwr").setLevel(logging.CRITICAL)  # it logs every push, and what we raise ourselves
-        manager, objects = NoOpFederationManager(), ObjectStoreFactory(FLWR_IN_MEMORY_DB_NAME)
-        objects.store_instance = pieces = PieceStore(folder)
-        factory = LinkStateFactory(FLWR_IN_MEMORY_DB_NAME, manager, objects)
-        self.state = EdgeLinkState(manager, pieces, self._collect)
-        factory.state_instance = self.state
+        self.state = EdgeLinkState(NoOpFederationManager(), PieceStore(folder), self._collect)
         self._deliver = on_reply
-        self.api = FleetApi(FlowerCalls(factory, self.state), watcher, on_refused, folder)
+        self.api = FleetApi(FlowerCalls(self.state), watcher, on_refused, folder)
 
     def register(self, public_key: bytes, name: str) -> int:
         """Returns the node id of a new device; the same key gets the same id again."""
@@ -476,13 +467,17 @@ _HANDLERS: dict[str, Handler] = {
 
 
 class FlowerCalls:
-    """Flower's handlers of the Fleet API; see `fleet_api.Calls`."""
+    """Flower's handlers of the Fleet API; see `fleet_api.Calls`.
+
+    Flower's `authenticate_node` is done in two halves: the signature when the headers have come, the rest when the
+    body has. Both at the end would cost a second verification of every signature, and refuse bodies that take longer
+    over a slow link than a signature counts.
+    """
 
     names = frozenset(_HANDLERS)
 
-    def __init__(self, factory: LinkStateFactory, state: EdgeLinkState) -> None:
+    def __init__(self, state: EdgeLinkState) -> None:
         self._state = state
-        self._app = SimpleNamespace(state=SimpleNamespace(linkstate_factory=factory))
         self._said: OrderedDict[str, bytes] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -499,7 +494,7 @@ class FlowerCalls:
         try:
             message = PROTOBUF_REQUEST_TYPES[("POST", PREFIX + name)]()
             message.ParseFromString(body)
-            authenticate_node(self._with_message(request, message))
+            self._check_speaker(request, message)
             if name == PUSH_MESSAGES:
                 _check_sender(message)
             answer = _HANDLERS[name](message, self._state)
@@ -516,13 +511,16 @@ class FlowerCalls:
         pulled = [item.metadata.message_id for item in answer.messages_list] if name == PULL_MESSAGES else []
         return Answer(status=200, content=content, instruction_id=pulled[-1] if pulled else None)
 
-    def _with_message(self, request: Request, message: Any) -> Request:
-        """Returns the request as Flower wants to see it: with its message, and the state to look its node up in.
-
-        The server keeps the scope of a connection's last request until the next one comes: what was put there would
-        stay in memory for as long, a whole piece of an update for every connection that is open.
-        """
-        return Request({**request.scope, "app": self._app, "state": {"protobuf_request": message}})
+    def _check_speaker(self, request: Request, message: Any) -> None:
+        """Checks that a request is about the device that has signed it, and that this one still counts."""
+        key = base64.b64decode(request.headers[FLEET_HTTP_PUBLIC_KEY_HEADER], validate=True)
+        known = self._state.get_node_id_by_public_key(key)
+        if isinstance(message, ActivateNodeRequest):
+            is_own = known is not None and message.public_key == key
+        else:
+            is_own = known is not None and known == (message.node if hasattr(message, "node") else message).node_id
+        if not is_own:
+            raise HTTPException(401, "Invalid SuperNode authentication")
 
     def _shared(self, object_id: str, answer: Any) -> bytes:
         """Returns the answer with a piece of a model: the same bytes for all devices that fetch it meanwhile.
@@ -560,7 +558,7 @@ def _check_sender(request: Any) -> None:
 
 
 def _is_signed(request: Request, key: bytes) -> bool:
-    """Returns whether the timestamp is signed and recent; `authenticate_node` has the same window."""
+    """Returns whether the timestamp is signed and recent; Flower's own check has the same window."""
     timestamp = request.headers[TIMESTAMP_HEADER]
     signature = base64.b64decode(request.headers[FLEET_HTTP_SIGNATURE_HEADER], validate=True)
     age_s = (now() - dt.datetime.fromisoformat(timestamp)).total_seconds()

@@ -17,13 +17,17 @@ import httpx
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.proto.fleet_pb2 import ActivateNodeRequest, DeactivateNodeRequest, PullMessagesRequest
 from flwr.proto.message_pb2 import ObjectTree
+from flwr.proto.node_pb2 import Node
 from flwr.server.superlink.linkstate.in_memory_linkstate import InMemoryLinkState
 from flwr.supercore.primitives.asymmetric import bytes_to_private_key, sign_message
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
+from flwr.superlink.routers.fleet import node_auth
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from google.protobuf.message import Message as ProtobufMessage
 from noted_calls import NotedCalls
+from starlette.requests import Request
 
 from edgefl.coordinator import superlink as superlink_module
 from edgefl.coordinator.directory import init_directory
@@ -618,6 +622,53 @@ def test_a_known_key_with_a_bad_signature_is_refused_unread_and_is_no_sign_of_li
     assert site.contacts == contacts
     assert any(counted)
     assert site.superlink.api.traffic.take(device.id, "") == (0, 0)
+
+
+def asked(device):
+    """A request as it stands when its headers have come."""
+    headers = [(name.lower().encode(), value.encode()) for name, value in signed(device).items()]
+    return Request({"type": "http", "method": "POST", "path": "/v1/fleet/", "headers": headers})
+
+
+def pull_of(node_id):
+    return PullMessagesRequest(node=Node(node_id=node_id)).SerializeToString()
+
+
+def test_a_body_that_takes_longer_than_a_signature_counts_is_taken_all_the_same(site, monkeypatch):
+    device, calls = site.device(), site.superlink.api._calls
+    request, body = asked(device), pull_of(device.id)
+    assert calls.node_of(request) == device.id
+
+    in_ten_minutes = dt.datetime.now(dt.UTC) + dt.timedelta(minutes=10)
+    for module in (superlink_module, node_auth):
+        monkeypatch.setattr(module, "now", lambda: in_ten_minutes)
+
+    assert calls.answer(request, "pull-messages", body).status == 200
+    assert calls.node_of(request) is None
+
+
+def test_a_device_that_is_removed_while_its_body_comes_is_refused(site):
+    device, calls = site.device(), site.superlink.api._calls
+    request, body = asked(device), pull_of(device.id)
+    assert calls.node_of(request) == device.id
+
+    site.superlink.remove(device.id)
+
+    assert calls.answer(request, "pull-messages", body).status == 401
+
+
+def test_what_is_asked_in_the_name_of_another_device_is_refused(site):
+    device, other, calls = site.device(), site.device(), site.superlink.api._calls
+    other_key = ActivateNodeRequest(public_key=other.public, heartbeat_interval=60).SerializeToString()
+    own_key = ActivateNodeRequest(public_key=device.public, heartbeat_interval=60).SerializeToString()
+    for name, body, status in (
+        ("pull-messages", pull_of(other.id), 401),
+        ("pull-messages", pull_of(device.id), 200),
+        ("deactivate-node", DeactivateNodeRequest(node_id=other.id).SerializeToString(), 401),
+        ("activate-node", other_key, 401),
+        ("activate-node", own_key, 200),
+    ):
+        assert calls.answer(asked(device), name, body).status == status, name
 
 
 def test_a_reply_that_declares_more_than_one_body_may_have_is_refused(site, run):

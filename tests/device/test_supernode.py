@@ -1,14 +1,17 @@
 """How the device sees a coordinator that is away, foreign or broken; the rest is tested with both ends together."""
 
 import contextlib
+import gc
 import socket
 import threading
 import time
 
+import httpx
 import pytest
 import uvicorn
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.proto.fleet_pb2 import ActivateNodeResponse
 
 from edgefl.coordinator import pki
 from edgefl.device.supernode import RefusedError, SuperNode, UnauthorisedError
@@ -135,3 +138,16 @@ def test_closing_twice_is_no_error(make_node):
     node = make_node()
     node.close()
     node.close()
+
+
+def test_an_answer_is_let_go_without_a_garbage_collection(coordinator, make_node):
+    """Each holds a model, its request perhaps another one; collections of what is old come once in many rounds."""
+    coordinator.status, coordinator.content = 200, ActivateNodeResponse(node_id=7).SerializeToString()
+    gc.collect()
+    gc.disable()
+    try:
+        make_node().connect(coordinator.address)
+        held = [made for made in gc.get_objects() if isinstance(made, httpx.Request | httpx.Response)]
+    finally:
+        gc.enable()
+    assert held == []
