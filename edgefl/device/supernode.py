@@ -33,6 +33,7 @@ from flwr.supercore.inflatable.inflatable_object import get_object_body, get_obj
 from flwr.supercore.primitives.asymmetric import bytes_to_private_key, public_key_to_bytes, sign_message
 from flwr.supernode.fleet_http_client import FleetHttpClient
 
+from edgefl.device.kept_connections import KeptConnections
 from edgefl.errors import ClonedError, NetworkError
 from edgefl.protocol import (
     CHUNK_BYTES,
@@ -113,14 +114,10 @@ class _Client(FleetHttpClient):
     """Flower's client on a connection that stays open, ignores proxies and trusts only our CA."""
 
     def __init__(self, address: str, trust: ssl.SSLContext, signer: _Signer) -> None:
-        super().__init__(f"https://{address}", interceptors=[signer])
+        super().__init__(f"https://{address}", interceptors=[signer], verify=trust)
         self._client.close()
-        self._client = httpx.Client(
-            verify=trust,
-            timeout=REQUEST_TIMEOUT_S,
-            trust_env=False,
-            limits=httpx.Limits(max_keepalive_connections=2, keepalive_expiry=3600.0),
-        )
+        transport = KeptConnections(trust, timeout_s=REQUEST_TIMEOUT_S)
+        self._client = httpx.Client(transport=transport, trust_env=False)
 
     def close(self) -> None:
         self._client.close()
