@@ -78,6 +78,10 @@ class Instruction:
     num_bytes: int
 
 
+_READ = httpx.ByteStream(b"")
+"""In place of the stream of a response that has been read."""
+
+
 class _Signer:
     """Signs every request with our clock corrected to the coordinator's."""
 
@@ -102,6 +106,8 @@ class _Signer:
         context.request.headers.update(self.headers())
         response = call_next(context)
         self.stamp = response.headers.get(STAMP_HEADER, self.stamp)
+        # A response and its stream hold each other, and the request: models would stay until garbage is collected.
+        response.stream = _READ
         return response
 
 
