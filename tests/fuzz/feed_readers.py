@@ -29,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -58,7 +59,7 @@ _CURRENT = struct.Struct("<QI")
 def main() -> int:
     options = _options()
     if options.child:
-        _be_child(options)
+        _end_with_what_goes_wrong(options)
         return 0
     if options.input:
         _feed_again(options.reader[0], Path(options.input))
@@ -300,6 +301,16 @@ def _table(told: Mapping[str, Told], ever: Mapping[str, int] | None) -> str:
 
 
 # The child: one reader.
+
+
+def _end_with_what_goes_wrong(options: argparse.Namespace) -> None:
+    """Ends the process with what is no error of the reader, too: libFuzzer would not let it end, nor go on."""
+    try:
+        _be_child(options)
+    except BaseException:  # noqa: BLE001 it is the end, and the parent points to the log
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def _be_child(options: argparse.Namespace) -> None:

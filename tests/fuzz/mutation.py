@@ -175,7 +175,8 @@ def _changed_text(content: bytes, luck: Random, words: tuple[bytes, ...]) -> byt
                 (*words, b"", b"0", b"-1", b"1e999", b"nan", b"9" * 30, b"x" * 300, b"\xff", b"\x00")
             )
         elif kind == 1:
-            tokens[at] = tokens[at] * luck.choice((2, 3, 50))
+            count = luck.choice((2, 3, 50))
+            tokens[at] = tokens[at][: MOST_INPUT_BYTES // count] * count
         elif kind == 2:
             tokens.insert(at, luck.choice(tokens))
         elif kind == 3 and len(tokens) > 1:

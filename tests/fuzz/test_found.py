@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import tarfile
 import zipfile
 from pathlib import Path
 from typing import Annotated, Any
@@ -54,6 +55,15 @@ def motion(**changes: Any) -> bytes:
 
 def checkpoint_note(**changes: Any) -> bytes:
     return json.dumps({"v": 1, "sha256": "ab" * 32, "last_record": 7, "bytes_file": 1, **changes}).encode()
+
+
+def archive_of(name: str) -> bytes:
+    """An archive of one empty file, whose name stands in an extended header."""
+    out, member = io.BytesIO(), tarfile.TarInfo("x")
+    member.pax_headers = {"path": name}
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        archive.addfile(member)
+    return out.getvalue()
 
 
 def wheel(tmp_path: Path, metadata: bytes) -> bytes:
@@ -121,6 +131,9 @@ FOUND = [
     ("disk-checkpoints", b'{"v":1,"sha256":"\\u0000","last_record":7,"bytes_file":1}', "no checkpoint"),
     ("history-places", b"[" + b"1" * 350 + b",2]", "a place in the history is"),
     ("history-places", b"[1,18446744073709551616]", "a place in the history is"),
+    ("report-archive", b"\x1f\x8b\x08", "no field report"),
+    ("disk-backup", b"\x1f\x8b\x08", "no whole backup"),
+    ("disk-backup", archive_of("a\0b"), "no whole backup"),
     ("disk-checkpoints", checkpoint_note(standing={}), "no checkpoint"),
     ("disk-checkpoints", checkpoint_note(standing=False), "no checkpoint"),
     ("disk-checkpoints", b'{"v":1,"sha256":[],"last_record":7,"bytes_file":1}', "no checkpoint"),

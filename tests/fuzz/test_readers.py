@@ -9,6 +9,7 @@ import ast
 import json
 import sys
 import time
+import tracemalloc
 import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -20,7 +21,18 @@ from typing import Any
 import pytest
 from fuzz.feed_readers import warm_up
 from fuzz.mutation import changed, mutated
-from fuzz.reader import MIB, Form, HangError, Reader, Seed, TooLargeError, TooSlowError, Trial, peak_bytes
+from fuzz.reader import (
+    MIB,
+    MOST_INPUT_BYTES,
+    Form,
+    HangError,
+    Reader,
+    Seed,
+    TooLargeError,
+    TooSlowError,
+    Trial,
+    peak_bytes,
+)
 from fuzz.readers import INSIDE, READERS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -246,6 +258,18 @@ def test_mutations_differ_and_most_keep_the_form_of_the_seed(form: Form) -> None
     if form is Form.JSON:
         assert sum(_is_json(one) for one in made) > 150
     assert changed(content, form, Random(5)) == changed(content, form, Random(5))
+
+
+def test_repeats_of_repeats_stay_as_small_as_an_input_may_be() -> None:
+    """They took gigabytes, and the reader's process was said to hang."""
+    luck, content = Random(3), b"x" * (MOST_INPUT_BYTES // 2)
+    tracemalloc.start()
+    try:
+        for _ in range(200):
+            assert len(changed(content, Form.TEXT, luck)) <= MOST_INPUT_BYTES
+        assert tracemalloc.get_traced_memory()[1] < 8 * MOST_INPUT_BYTES
+    finally:
+        tracemalloc.stop()
 
 
 def _is_json(content: bytes) -> bool:

@@ -216,3 +216,20 @@ def test_a_process_that_was_stopped_for_a_while_does_not_count_as_hung(monkeypat
         trial.run(b"a")
     assert not trial.findings
     assert 0 < trial.ticks < HANG_TICKS
+
+
+def test_an_error_of_the_harness_ends_its_process_and_stands_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Left to libFuzzer, the process stood still, and its reader was said to hang."""
+
+    def fail(_options: object) -> None:
+        raise MemoryError("in the mutator")
+
+    monkeypatch.setattr(feed_readers, "_be_child", fail)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(sys, "argv", ["feed_readers.py", "--child", "x"])
+    with pytest.raises(SystemExit) as ended:
+        feed_readers.main()
+    assert ended.value.code == 1
+    assert "MemoryError: in the mutator" in capsys.readouterr().err

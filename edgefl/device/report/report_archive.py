@@ -58,7 +58,8 @@ def read_report(path: Path) -> Json:
             file = archive.extractfile(first) if first is not None and first.name == REPORT else None
             raw = file.read(MAX_REPORT_BYTES + 1) if file is not None else b""
         facts: Any = parse_json(raw) if 0 < len(raw) <= MAX_REPORT_BYTES else None
-    except (OSError, tarfile.TarError, zlib.error, EOFError, ValueError, RecursionError) as error:
+    # TypeError: what tarfile makes of a file that ends within gzip's header.
+    except (OSError, tarfile.TarError, zlib.error, EOFError, TypeError, ValueError, RecursionError) as error:
         raise DataError(f"{path} is no field report: {error}") from None
     if not isinstance(facts, dict) or not isinstance(facts.get("v"), int):
         raise DataError(f"{path} is no field report: its first file must be {REPORT} of at most 4 MB")
