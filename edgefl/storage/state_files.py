@@ -22,7 +22,7 @@ from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save as save_safetensors
 
 from edgefl.errors import JournalError
-from edgefl.types import Array, SparseTensor, Tensor, Tensors
+from edgefl.types import Array, LazyTensors, SparseTensor, Tensor, Tensors
 from edgefl.untrusted import parse_json
 
 T = TypeVar("T")
@@ -67,6 +67,17 @@ def unpack_state(content: bytes, cls: type[T]) -> T:
     if not isinstance(state, cls):
         raise JournalError(f"a {type(state).__name__} was saved, expected a {cls.__name__}")
     return state
+
+
+def num_encoded(state: Any) -> int:
+    """Returns how many updates a state holds whose tensors are not decoded until somebody asks: `pack_state` does."""
+    if isinstance(state, LazyTensors):
+        return 1
+    if is_dataclass(state):
+        return sum(num_encoded(getattr(state, each.name)) for each in fields(state))
+    if isinstance(state, Mapping):
+        return sum(num_encoded(entry) for entry in state.values())
+    return sum(num_encoded(entry) for entry in state) if isinstance(state, list | tuple | deque) else 0
 
 
 def pack_tensors(tensors: Tensors) -> bytes:

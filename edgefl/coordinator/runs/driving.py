@@ -21,6 +21,7 @@ from edgefl.coordinator.runs.standing import standing_of
 from edgefl.errors import JournalError, StoreError
 from edgefl.loop import Course, EvaluationRule, drive
 from edgefl.storage.journal import WalJournal
+from edgefl.storage.state_files import num_encoded
 from edgefl.strategies.gate import StrategyGate
 from edgefl.tally import Goal, RoundCount
 from edgefl.types import Assignment, Strategy
@@ -108,7 +109,7 @@ class Driver:
             # Boards that are away must not cost a run what it has reached: it can be taken up once more.
             waits = isinstance(error, NotReadyError) and self.before.goes_on
             if self._stand and (waits or isinstance(error, InterruptedRunError)):
-                self._checkpoint(*self._stand)
+                self._checkpoint_unless_updates_wait(*self._stand)
             if waits:
                 raise InterruptedRunError(str(error)) from error
             raise
@@ -185,7 +186,19 @@ class Driver:
         if self._stand is not None:
             self._stand = state, self._stand[1]
 
+    def _checkpoint_unless_updates_wait(self, state: Any, course: Course) -> None:
+        """Writes a checkpoint of a run that is interrupted, but not in the middle of a round.
+
+        It would have every update that waits for its turn, decoded: a model's worth of memory and of disk for each.
+        The journal has them too, and brings the run there again.
+        """
+        if self._goes_on_alone or num_encoded(state) == 0:
+            self._checkpoint(state, course)
+
+    @property
+    def _goes_on_alone(self) -> bool:
+        return bool(getattr(self.made.strategy, "goes_on_alone", False))
+
     def _checkpoint(self, state: Any, course: Course, *, is_of_former_life: bool = False) -> None:
-        can_go_on = not getattr(self.made.strategy, "goes_on_alone", False)
-        standing = standing_of(course, self._fleet.standing(), self.made.gate.guard) if can_go_on else None
+        standing = None if self._goes_on_alone else standing_of(course, self._fleet.standing(), self.made.gate.guard)
         self.keeper.checkpoint(state, standing, is_of_former_life=is_of_former_life)

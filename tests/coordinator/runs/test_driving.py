@@ -1,0 +1,158 @@
+"""A run that is interrupted anywhere: what is written down then, and that it goes on to the same model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faulty_fleet import TASK, FaultyFleet, first_model
+from live_faulty_fleet import LiveFaultyFleet
+
+from edgefl.config import ModelsSection
+from edgefl.coordinator.directory import CoordinatorDirectory
+from edgefl.coordinator.dispatch.live_fleet import InterruptedRunError
+from edgefl.coordinator.dispatch.lives import Lives
+from edgefl.coordinator.dispatch.replay import RunClock
+from edgefl.coordinator.runs.driving import Driver
+from edgefl.coordinator.runs.keeper import Keeper
+from edgefl.coordinator.runs.kept_models import ModelKeeper
+from edgefl.coordinator.runs.ledger import Ledger
+from edgefl.coordinator.runs.resuming import Resumed, resumed_exactly
+from edgefl.loop import EvaluationRule
+from edgefl.storage.checkpoints import checkpoints
+from edgefl.storage.journal import WalJournal
+from edgefl.storage.queries import history
+from edgefl.storage.records import RunStatus
+from edgefl.storage.state_files import num_encoded, pack_model, unpack_tensors
+from edgefl.storage.store import Store
+from edgefl.strategies.evaluation import EvaluationSchedule
+from edgefl.strategies.gate import StrategyGate
+from edgefl.strategies.registry import make_strategy
+from edgefl.strategies.rounds import RoundRules
+from edgefl.tally import Goal, RoundCount
+from edgefl.types import Event, Strategy, Tensors
+
+ROUNDS = 3
+
+
+class StillClock(RunClock):
+    """Shows the fleet's time, which is no time of this machine."""
+
+    def go_live(self) -> None:
+        self.tell(0.0, 100.0)
+
+
+class Boards(LiveFaultyFleet):
+    """The faulty fleet; its coordinator is stopped when it waits for the so-manyth time."""
+
+    def __init__(self, fleet: FaultyFleet, *, stops_at: int | None = None) -> None:
+        super().__init__(fleet)
+        self.waits, self.stops_at = 0, stops_at
+
+    def wait(self, until_s: float) -> Sequence[Event]:
+        self.waits += 1
+        if self.waits == self.stops_at:
+            raise InterruptedRunError("the coordinator was stopped")
+        events = super().wait(until_s)
+        self.fleet.journal.received(events)  # whose checks want to know
+        return events
+
+
+@dataclass(kw_only=True)
+class Made:
+    strategy: Strategy[Any] = field(
+        default_factory=lambda: make_strategy("fedavg", {}, RoundRules(task=TASK, deadline_s=4.0, seed=1))
+    )
+    model: Tensors = field(default_factory=lambda: first_model(1))
+    goal: Goal = field(default_factory=lambda: Goal(rounds=ROUNDS))
+    evaluate: EvaluationRule = field(default_factory=EvaluationSchedule)
+    rounds: RoundCount = field(default_factory=RoundCount)
+    gate: StrategyGate = field(default_factory=StrategyGate)
+
+
+class Site:
+    """A run's files and rows; every `drive` is what one coordinator does."""
+
+    def __init__(self, root: Path, store: Store) -> None:
+        self.directory, self.store = CoordinatorDirectory(root=root, fleet="lab", hosts=()), store
+        store.add_run(run_id="r", name="n", task=TASK, strategy="fedavg", config={}, seed=1, submitted_at=1.0)
+        store.set_run_status("r", RunStatus.RUNNING, at=2.0)
+
+    @property
+    def num_checkpoints(self) -> int:
+        return len(checkpoints(self.directory.runs / "r" / "checkpoints"))
+
+    def drive(self, boards: Boards) -> tuple[Any, bool]:
+        """The state that a coordinator comes to, and whether that is the run's end."""
+        made, ledger = Made(), Ledger(self.store, "r")
+        with WalJournal(self.directory.runs / "r" / "journal", unpack_tensors) as wal:
+            before = resumed_exactly(self.store.run("r"), made, self.directory, self.store, wal)
+            models = ModelKeeper(self.directory.models, self.store, "r", ModelsSection())
+            driver = Driver(
+                made=made,
+                before=before or Resumed(state=made.strategy.init(made.model), lives=Lives("r")),
+                wal=wal,
+                ledger=ledger,
+                keeper=Keeper(self.directory, "r", wal=wal, ledger=ledger),
+                models=models,
+                live=boards,  # type: ignore[arg-type] # its view is one of the faulty fleet
+                clock=StillClock(),
+            )
+            try:
+                state, _ = driver.drive()
+            except InterruptedRunError:
+                assert driver._stand is not None
+                return driver._stand[0], False
+            finally:
+                models.close()
+            driver.finish(state)
+            driver.recorder.finish()
+        return state, True
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> Iterator[list[Site]]:
+    with Store.open(tmp_path / "a.db") as first, Store.open(tmp_path / "b.db") as second:
+        yield [Site(tmp_path / "a", first), Site(tmp_path / "b", second)]
+
+
+def digest(state: Any) -> str:
+    return hashlib.sha256(pack_model(state.model)).hexdigest()
+
+
+def decoded(state: Any) -> list[Any]:
+    """Updates that wait for their turn and are in memory as tensors."""
+    waiting = [update.tensors for opened in state.open for update in opened.fold.waiting.values()]
+    return [tensors for tensors in waiting if tensors._loaded is not None]
+
+
+@pytest.mark.parametrize("stops_at", range(2, 14, 2))
+def test_a_run_that_is_stopped_in_mid_round_decodes_no_update_and_goes_on_to_the_same_model(
+    stores: list[Site], stops_at: int
+) -> None:
+    whole, stopped = stores
+    expected, is_over = whole.drive(Boards(FaultyFleet(1)))
+    assert is_over
+
+    fleet = FaultyFleet(1)
+    state, is_over = stopped.drive(boards := Boards(fleet, stops_at=stops_at))
+    assert not is_over
+    assert decoded(state) == []
+    assert stopped.num_checkpoints == (num_encoded(state) == 0), "what waits is in the journal, and nowhere else"
+
+    boards.stops_at = None
+    state, is_over = stopped.drive(boards)
+    assert is_over
+    assert digest(state) == digest(expected)
+    names = ("assignment_id", "outcome", "applied_version")
+    rows = [[[row[name] for name in names] for row in history(site.store, "updates", run="r")] for site in stores]
+    assert sorted(rows[0]) == sorted(rows[1])
+
+
+def test_updates_wait_in_some_of_these_places(stores: list[Site]) -> None:
+    state, _ = stores[0].drive(Boards(FaultyFleet(1), stops_at=8))
+    assert num_encoded(state) > 1
