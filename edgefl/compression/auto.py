@@ -5,8 +5,7 @@ share of the rest of its turnaround (compute, download, latency), and to meet th
 run: while the accuracy rises steadily it halves, when it stalls it doubles. Lighter goes one step an update, since a
 wrong guess then costs little; harder goes at once. A device that is not known yet begins in the middle, and then goes
 one step harder: what other bytes take tells the uplink from the rest of the way. Where it tells nothing, since the
-bytes hardly differ, both ways are taken to be equally fast. All that is known lives in memory; after a restart it is
-learnt again.
+bytes hardly differ, both ways are taken to be equally fast. What is known goes into checkpoints as it is (`Learnt`).
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def parse_auto(line: str) -> tuple[str, ...] | None:
 
 
 @dataclass(slots=True)
-class _Way:
+class Way:
     """What the updates of one device have shown, newer ones counting more.
 
     Sums over (uploaded bytes, seconds on the way); how the seconds follow the bytes tells the uplink from the rest.
@@ -108,20 +107,30 @@ class _Way:
 
 
 @dataclass(slots=True, kw_only=True)
-class AutoCodec:
-    """Chooses; one object serves one run, live or simulated.
+class Learnt:
+    """What a run knows of its devices' links, to be kept over a restart.
 
     Attributes:
-        specs: the candidates, lightest first.
-        sizes: bytes of a body in each, as expected; what is measured takes their place.
+        sizes: bytes of a body in each candidate, as expected; what is measured takes their place.
+        share: of the rest of a turnaround that an upload may take.
+        accuracies: the newest that came since the share was changed.
+        ways: by device.
+        given: candidate and deadline of the assignments that are out.
     """
 
-    specs: Sequence[str]
-    sizes: list[float]
+    sizes: list[float] = field(default_factory=list)
     share: float = FIRST_SHARE
     accuracies: deque[float] = field(default_factory=lambda: deque(maxlen=2 * HALF_WINDOW))
-    ways: dict[str, _Way] = field(default_factory=dict)
+    ways: dict[str, Way] = field(default_factory=dict)
     given: dict[str, tuple[int, float | None]] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class AutoCodec:
+    """Chooses among `specs`, lightest first; one object serves one run, live or simulated."""
+
+    specs: Sequence[str]
+    learnt: Learnt
 
     def adjust(self, order: Assignment) -> Assignment:
         """Returns the assignment with the codec that is best for its device now.
@@ -131,9 +140,9 @@ class AutoCodec:
         """
         if order.codec != self.specs[0] or order.block is not None:
             return order
-        way = self.ways.get(order.device_id)
+        way = self.learnt.ways.get(order.device_id)
         rung = (len(self.specs) - 1) // 2 if way is None else way.rung
-        self.given[order.assignment_id] = rung, order.deadline_s
+        self.learnt.given[order.assignment_id] = rung, order.deadline_s
         return order if rung == 0 else replace(order, codec=self.specs[rung])
 
     def note(self, event: Event, accuracy: float | None) -> None:
@@ -142,28 +151,28 @@ class AutoCodec:
             self._note_accuracy(accuracy)
         if not isinstance(event, Update | Lost):
             return
-        known = self.given.pop(event.assignment_id, None)
+        known = self.learnt.given.pop(event.assignment_id, None)
         if known is None:
             return
         rung, deadline_s = known
-        way = self.ways.get(event.device_id)
+        way = self.learnt.ways.get(event.device_id)
         if way is None:
-            way = self.ways[event.device_id] = _Way(rung=rung)
+            way = self.learnt.ways[event.device_id] = Way(rung=rung)
         if isinstance(event, Update):
             self._learn(way, event, rung, deadline_s)
         elif event.outcome is Outcome.LOST:  # it may have been too slow, and then nobody would ever measure it
             way.rung = max(way.rung, min(rung + 1, self._hardest()))
 
-    def _learn(self, way: _Way, update: Update, rung: int, deadline_s: float | None) -> None:
+    def _learn(self, way: Way, update: Update, rung: int, deadline_s: float | None) -> None:
         metrics = update.metrics
         ahead_up, ahead_down = (int(metrics.extra.get(name, 0)) for name in AHEAD)
         up, down = metrics.bytes_up - ahead_up, metrics.bytes_down - ahead_down
         if up <= 0 or not (math.isfinite(metrics.send_s) and math.isfinite(metrics.compute_s)):
             return
-        self.sizes[rung] += (1 - MEMORY) * (up - self.sizes[rung])
+        self.learnt.sizes[rung] += (1 - MEMORY) * (up - self.learnt.sizes[rung])
         way.note(up=up, down=max(0, down), seconds=metrics.send_s, compute_s=metrics.compute_s)
         per_byte, rest_s = way.costs()
-        allowed_s = self.share * rest_s
+        allowed_s = self.learnt.share * rest_s
         if deadline_s is not None:
             allowed_s = min(allowed_s, DEADLINE_SHARE * deadline_s - rest_s)
         hardest = self._hardest()
@@ -171,27 +180,27 @@ class AutoCodec:
             way.has_explored = True  # other bytes than these will tell, and fewer cost nothing
             way.rung = rung + 1 if rung < hardest else max(rung - 1, 0)
             return
-        fits = (place for place, size in enumerate(self.sizes) if per_byte * size <= allowed_s)
+        fits = (place for place, size in enumerate(self.learnt.sizes) if per_byte * size <= allowed_s)
         best = min(next(fits, hardest), hardest)
         if best > way.rung:
             way.rung = best
-        elif best < way.rung and per_byte * self.sizes[way.rung - 1] <= MARGIN * allowed_s:
+        elif best < way.rung and per_byte * self.learnt.sizes[way.rung - 1] <= MARGIN * allowed_s:
             way.rung -= 1
 
     def _hardest(self) -> int:
         """Returns the last codec that is worth taking: beyond it bytes hardly fall."""
-        return next(place for place, size in enumerate(self.sizes) if WORTH * size <= min(self.sizes))
+        return next(place for place, size in enumerate(self.learnt.sizes) if WORTH * size <= min(self.learnt.sizes))
 
     def _note_accuracy(self, accuracy: float) -> None:
-        seen = self.accuracies
+        seen = self.learnt.accuracies
         seen.append(accuracy)
         if len(seen) < 2 * HALF_WINDOW:
             return
         before, after = (HALF_WINDOW - sum(islice(seen, start, start + HALF_WINDOW)) for start in (0, HALF_WINDOW))
         if after > STALLED * before:
-            self.share = min(2 * self.share, MOST_SHARE)
+            self.learnt.share = min(2 * self.learnt.share, MOST_SHARE)
         elif after <= RISING * before:
-            self.share = max(self.share / 2, LEAST_SHARE)
+            self.learnt.share = max(self.learnt.share / 2, LEAST_SHARE)
         else:
             return
         seen.clear()  # the next change follows from what this one has brought
@@ -209,4 +218,4 @@ def make_auto(sizes: Mapping[str, int]) -> AutoCodec:
     if with_feedback and len(with_feedback) < len(specs):
         without = next(spec for spec in specs if spec not in with_feedback)
         raise CodecError(f"auto: all of its codecs begin with ef| or none does, got {with_feedback[0]} and {without}")
-    return AutoCodec(specs=specs, sizes=[float(sizes[spec]) for spec in specs])
+    return AutoCodec(specs=specs, learnt=Learnt(sizes=[float(sizes[spec]) for spec in specs]))

@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -199,7 +199,12 @@ class Guard:
 
 
 class CodecChoice(Protocol):
-    """Chooses the codec of every assignment by what came of those before (`compression.auto`)."""
+    """Chooses the codec of every assignment by what came of those before (`compression.auto`).
+
+    `learnt` is a dataclass with all that it knows, to be kept over a restart.
+    """
+
+    learnt: Any
 
     def adjust(self, order: Assignment) -> Assignment: ...
     def note(self, event: Event, accuracy: float | None) -> None: ...

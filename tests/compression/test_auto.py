@@ -169,25 +169,25 @@ def test_a_failure_says_nothing_of_the_uplink(outcome):
 def test_the_share_halves_while_the_accuracy_rises_and_doubles_when_it_stalls():
     auto = make_auto(SIZES)
     scored(auto, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
-    assert auto.share == FIRST_SHARE / 2
+    assert auto.learnt.share == FIRST_SHARE / 2
     scored(auto, *[0.7] * 5)
-    assert auto.share == FIRST_SHARE / 2
+    assert auto.learnt.share == FIRST_SHARE / 2
     scored(auto, 0.7)
-    assert auto.share == FIRST_SHARE
+    assert auto.learnt.share == FIRST_SHARE
 
 
 def test_an_accuracy_that_creeps_changes_nothing():
     auto = make_auto(SIZES)
     scored(auto, *(0.5 + 0.005 * n for n in range(30)))
-    assert auto.share == FIRST_SHARE
+    assert auto.learnt.share == FIRST_SHARE
 
 
 def test_the_share_stays_within_its_bounds():
     auto = make_auto(SIZES)
     scored(auto, *(1 - 0.8**n for n in range(200)))
-    assert auto.share >= LEAST_SHARE
+    assert auto.learnt.share >= LEAST_SHARE
     scored(auto, *[0.5] * 200)
-    assert auto.share == MOST_SHARE
+    assert auto.learnt.share == MOST_SHARE
 
 
 def test_a_stall_makes_the_codec_of_a_slow_board_lighter():
@@ -201,10 +201,10 @@ def test_a_stall_makes_the_codec_of_a_slow_board_lighter():
 def test_what_is_measured_takes_the_place_of_what_was_expected():
     auto = make_auto({"fp16": 1000, "topk:0.1": 10})  # both are expected to be what they are not
     for number in range(40):
-        auto.given[str(number)] = number % 2, None
+        auto.learnt.given[str(number)] = number % 2, None
         metrics = UpdateMetrics(compute_s=1.0, send_s=1.0, bytes_up=600, bytes_down=1)
         auto.note(Update(assignment_id=str(number), device_id="a", base_version=0, tensors={}, metrics=metrics), None)
-    assert auto.sizes == pytest.approx([600, 600], rel=0.02)
+    assert auto.learnt.sizes == pytest.approx([600, 600], rel=0.02)
 
 
 def test_a_strategys_own_codec_and_blocks_stay_as_they_are():
@@ -219,7 +219,7 @@ def test_nothing_is_kept_of_assignments_that_are_over():
     board = Board(auto, "a", up=500)
     board.last_of(20)
     board.lose(board.order())
-    assert auto.given == {}
+    assert auto.learnt.given == {}
 
 
 def test_the_same_events_give_the_same_choices():
@@ -235,7 +235,7 @@ def test_an_update_that_nobody_was_asked_for_is_ignored():
     auto = make_auto(SIZES)
     metrics = UpdateMetrics(bytes_up=5, send_s=1.0)
     auto.note(Update(assignment_id="x", device_id="a", base_version=0, tensors={}, metrics=metrics), None)
-    assert auto.ways == {}
+    assert auto.learnt.ways == {}
 
 
 def test_a_plain_auto_chooses_among_codecs_with_feedback_each_smaller_than_the_one_before():
@@ -281,5 +281,5 @@ def test_bytes_that_were_spent_before_the_run_say_nothing_of_the_uplink():
         metrics = UpdateMetrics(compute_s=1.0, send_s=1.0, bytes_up=up, bytes_down=down, extra=extra)
         update = Update(assignment_id="a", device_id="pi", base_version=0, tensors={}, metrics=metrics)
         auto.note(update, None)
-        learnt.append((auto.ways["pi"], auto.sizes))
+        learnt.append((auto.learnt.ways["pi"], auto.learnt.sizes))
     assert learnt[0] == learnt[1]

@@ -139,7 +139,7 @@ def has_turns(entries: Iterator[Entry]) -> bool:
 
 
 def _gist(order: Order) -> tuple[object, ...]:
-    """Returns what must be the same of an order; a codec that is chosen by measurements is learnt anew."""
+    """Returns what must be the same of an order; a codec may be chosen otherwise, bodies say which one it was."""
     if isinstance(order, Assignment):
         return "assignment", order.assignment_id, order.device_id, order.base_version, order.plan, order.block
     if isinstance(order, Recall):

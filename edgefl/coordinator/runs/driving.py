@@ -152,7 +152,7 @@ class Driver:
         journal = ModelJournal(self.recorder, self.models, made.strategy.model, lambda: self.wal.last_record)
         course = None
         if before.standing is not None:
-            before.standing.restore(made.gate.guard)
+            before.standing.restore(made.gate)
             course = before.standing.course_of(made.rounds)
             out = (given.order for given in before.standing.fleet.out.values())
             self.recorder.go_on([order for order in out if isinstance(order, Assignment)], course.tally)
@@ -200,5 +200,5 @@ class Driver:
         return bool(getattr(self.made.strategy, "goes_on_alone", False))
 
     def _checkpoint(self, state: Any, course: Course, *, is_of_former_life: bool = False) -> None:
-        standing = None if self._goes_on_alone else standing_of(course, self._fleet.standing(), self.made.gate.guard)
+        standing = None if self._goes_on_alone else standing_of(course, self._fleet.standing(), self.made.gate)
         self.keeper.checkpoint(state, standing, is_of_former_life=is_of_former_life)

@@ -6,9 +6,10 @@ import copy
 from collections import deque
 from dataclasses import dataclass, field
 
+from edgefl.compression.auto import Learnt
 from edgefl.coordinator.dispatch.journaled_fleet import FleetStanding
 from edgefl.loop import Course
-from edgefl.strategies.gate import Guard
+from edgefl.strategies.gate import StrategyGate
 from edgefl.tally import RoundCount
 
 ANOTHER_LIFE = "another-life"
@@ -33,6 +34,7 @@ class Standing:
     course: Course = field(default_factory=Course)
     fleet: FleetStanding = field(default_factory=FleetStanding)
     guard: GuardStanding = field(default_factory=GuardStanding)
+    codecs: Learnt | None = None
 
     def course_of(self, rounds: RoundCount) -> Course:
         """Returns the course for the loop to change, with the run's own count of rounds, which learns what it was."""
@@ -41,12 +43,16 @@ class Standing:
         course.tally.rounds = rounds
         return course
 
-    def restore(self, guard: Guard) -> None:
-        """Tells a guard what it knew."""
+    def restore(self, gate: StrategyGate) -> None:
+        """Tells a gate what it knew."""
+        guard = gate.guard
         guard.strikes, guard.flagged = dict(self.guard.strikes), set(self.guard.flagged)
         guard.norms = deque(self.guard.norms, maxlen=guard.norms.maxlen)
+        if gate.codecs is not None and self.codecs is not None:
+            gate.codecs.learnt = copy.deepcopy(self.codecs)
 
 
-def standing_of(course: Course, fleet: FleetStanding, guard: Guard) -> Standing:
+def standing_of(course: Course, fleet: FleetStanding, gate: StrategyGate) -> Standing:
+    guard, codecs = gate.guard, gate.codecs
     known = GuardStanding(strikes=guard.strikes, norms=list(guard.norms), flagged=guard.flagged)
-    return Standing(course=course, fleet=fleet, guard=known)
+    return Standing(course=course, fleet=fleet, guard=known, codecs=None if codecs is None else codecs.learnt)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 from faulty_fleet import FAULTS, NAMES, TASK, FaultyFleet, first_model
 from live_faulty_fleet import LiveFaultyFleet
 
+from edgefl.compression.auto import Learnt, make_auto
 from edgefl.coordinator.dispatch.journaled_fleet import FleetStanding, Given, JournaledFleet
 from edgefl.coordinator.dispatch.replay import ReplayError, RunClock, Script
 from edgefl.coordinator.runs.standing import Standing, standing_of
@@ -29,6 +30,7 @@ from edgefl.types import Assignment, Decision, DeviceInfo, Event, Vitals
 
 NEEDED: dict[str, dict[str, Any]] = {"fedbuff": {"buffer_size": 4}, "gradient-tracking": {"exchanges_per_round": 4}}
 NEEDED |= {name: {"iterations": 2} for name in ("ad-psgd", "admm-isvr", "dsgd", "k-gt", "pdmm-isvr")}
+CODECS = ("dense", "dense|fp16", "dense|int8")
 # Those whose devices go on by themselves take their own way; see `resuming`.
 STRATEGIES = sorted(BUILT_IN)
 
@@ -74,38 +76,47 @@ class Played:
     records: list[int] = field(default_factory=list)
     wholes: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
     reason: str = ""
-    guard: Guard = field(default_factory=Guard)
+    gate: StrategyGate = field(default_factory=StrategyGate)
 
 
-def built(name: str, seed: int) -> Any:
-    rules = RoundRules(task=TASK, deadline_s=4.0, seed=seed, max_devices=5 if name == "fedavg" else None)
+def built(name: str, seed: int, codec: str = "") -> Any:
+    rules = RoundRules(codec=codec, task=TASK, deadline_s=4.0, seed=seed, max_devices=5 if name == "fedavg" else None)
     return make_strategy(name, NEEDED.get(name, {}), rules)
 
 
-def gate() -> StrategyGate:
-    return StrategyGate(selection=Selection(max_temperature_c=75.0), guard=Guard(takes_models=True))
+def gate(*, is_auto: bool = False) -> StrategyGate:
+    codecs = make_auto({spec: 4000 >> place for place, spec in enumerate(CODECS)}) if is_auto else None
+    return StrategyGate(selection=Selection(max_temperature_c=75.0), guard=Guard(takes_models=True), codecs=codecs)
 
 
-def digest(state: Any, course: Course, guard: Guard) -> str:
-    return hashlib.sha256(pack_state(state) + pack_state(standing_of(course, FleetStanding(), guard))).hexdigest()
+def digest(state: Any, course: Course, gate: StrategyGate) -> str:
+    return hashlib.sha256(pack_state(state) + pack_state(standing_of(course, FleetStanding(), gate))).hexdigest()
 
 
 def play(
-    folder: Path, name: str, seed: int, *, rounds: int = 4, faults: Mapping[str, str] = FAULTS, every: int = 7
+    folder: Path,
+    name: str,
+    seed: int,
+    *,
+    rounds: int = 4,
+    faults: Mapping[str, str] = FAULTS,
+    every: int = 7,
+    is_auto: bool = False,
 ) -> Played:
     """Runs a strategy on the faulty fleet with a journal; keeps all that a checkpoint has `every` so many turns."""
-    strategy, faulty, clock, made = built(name, seed), FaultyFleet(seed, faults=faults), RunClock(), gate()
-    played = Played(guard=made.guard)
+    strategy, faulty = built(name, seed, CODECS[0] if is_auto else ""), FaultyFleet(seed, faults=faults)
+    clock, made = RunClock(), gate(is_auto=is_auto)
+    played = Played(gate=made)
     with WalJournal(folder, unpack_tensors) as wal:
         fleet = JournaledFleet(LiveFaultyFleet(faulty), wal, Script(), clock)  # type: ignore[arg-type]
         clock.tell(0.0, 0.0)  # no time of its own here
 
         def turn(state: Any, course: Course) -> None:
             number = len(played.digests)
-            played.digests.append(digest(state, course, made.guard))
+            played.digests.append(digest(state, course, made))
             played.records.append(wal.last_record)
             if number % every == 3:
-                standing = standing_of(course, fleet.standing(), made.guard)
+                standing = standing_of(course, fleet.standing(), made)
                 played.wholes[number] = pack_state(state), pack_state(standing)
 
         _, played.reason = drive(
@@ -118,16 +129,23 @@ def play(
 
 
 def replay(
-    entries: Sequence[Any], name: str, seed: int, whole: tuple[bytes, bytes] | None = None, *, rounds: int = 4
+    entries: Sequence[Any],
+    name: str,
+    seed: int,
+    whole: tuple[bytes, bytes] | None = None,
+    *,
+    rounds: int = 4,
+    is_auto: bool = False,
 ) -> list[str]:
     """Returns how the run stood at every turn up to where the journal ends."""
-    strategy, clock, made, found = built(name, seed), RunClock(), gate(), list[str]()
+    strategy, made = built(name, seed, CODECS[0] if is_auto else ""), gate(is_auto=is_auto)
+    clock, found = RunClock(), list[str]()
     state, course, before = strategy.init(first_model(seed)), None, None
     count = RoundCount(versions_per_round=getattr(strategy, "versions_per_round", 1))
     if whole is not None:
         state, standing = unpack_state(whole[0], type(state)), unpack_state(whole[1], Standing)
         course, before = standing.course_of(count), standing.fleet
-        standing.restore(made.guard)
+        standing.restore(made)
 
     class Checked:
         def received(self, events: Sequence[Event]) -> None: ...
@@ -137,7 +155,7 @@ def replay(
         drive(
             strategy, state, fleet=fleet, journal=LoopJournal(fleet, Checked()), goal=Goal(rounds=rounds),
             evaluate=EvaluationSchedule(), gate=made, rounds=count, course=course,
-            turn=lambda state, course: found.append(digest(state, course, made.guard)),
+            turn=lambda state, course: found.append(digest(state, course, made)),
         )  # fmt: skip
     except ReachedError:
         return found
@@ -163,13 +181,27 @@ def test_a_checkpoint_and_the_journal_behind_it_bring_a_run_to_the_same_state(tm
 @pytest.mark.parametrize("name", ["fedavg", "fedasync", "esync", "admm-isvr"])
 def test_who_was_refused_and_how_often_comes_back_from_the_journal(tmp_path: Path, name: str) -> None:
     played = play(tmp_path, name, 4, rounds=8, faults={**FAULTS, "h": "diverges"}, every=4)
-    assert played.guard.flagged == {"h"}
+    assert played.gate.guard.flagged == {"h"}
     strikes = set()
     for number, whole in [(0, None), *list(played.wholes.items())[:5]]:
         entries = [entry for _, entry in journal_entries(tmp_path, unpack_tensors, after=played.records[number])]
         assert replay(entries[: last_turn(entries)], name, 4, whole, rounds=8) == played.digests[number:]
         strikes.add(unpack_state(whole[1], Standing).guard.strikes.get("h", 0) if whole else 0)
     assert len(strikes) > 1, "some of the refusals lie behind a checkpoint, some before it"
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedasync"])
+def test_what_auto_has_learnt_of_its_devices_comes_back_with_a_checkpoint(tmp_path: Path, name: str) -> None:
+    played = play(tmp_path, name, 2, rounds=8, is_auto=True)
+    [*_, (number, whole)] = played.wholes.items()
+    learnt = unpack_state(whole[1], Standing).codecs
+    assert learnt is not None
+    assert {way.rung for way in learnt.ways.values()} == {1, 2}, "those whose assignments were lost are a step harder"
+    assert learnt.share != Learnt().share, "scores that stall have moved it"
+    entries = [entry for _, entry in journal_entries(tmp_path, unpack_tensors, after=played.records[number])]
+    found = replay(entries[: last_turn(entries)], name, 2, whole, rounds=8, is_auto=True)
+    assert len(found) > 1
+    assert found == played.digests[number:]
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedasync", "esync", "adacomp", "dsgd"])
@@ -210,5 +242,8 @@ def test_a_standing_comes_back_as_it_was_saved() -> None:
         devices={NAMES[0]: DeviceInfo(device_id=NAMES[0], tasks=(TASK,), capabilities={"x": [1]})},
         vitals={NAMES[0]: Vitals(temperature_c=61.0), NAMES[1]: None},
     )  # fmt: skip
-    standing = standing_of(Course(), fleet, Guard(strikes={"b": 2}, flagged={"c"}))
+    standing = standing_of(Course(), fleet, made := gate(is_auto=True))
+    made.guard.strikes["b"] = 2
+    made.guard.flagged.add("c")
+    made.codecs.adjust(replace(order, codec=CODECS[0]))  # type: ignore[union-attr] # it has one
     assert unpack_state(pack_state(standing), Standing) == standing

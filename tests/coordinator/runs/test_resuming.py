@@ -28,7 +28,7 @@ from edgefl.storage.journal import WalJournal
 from edgefl.storage.journal_records import CheckpointMark, Turn
 from edgefl.storage.records import RunRecord, RunStatus, UpdateRow
 from edgefl.storage.store import Store
-from edgefl.strategies.gate import Guard
+from edgefl.strategies.gate import Guard, StrategyGate
 from edgefl.tally import Tally
 from edgefl.types import DeviceInfo, Outcome, Progress, Speed, Update, UpdateMetrics, Vitals
 
@@ -226,7 +226,7 @@ def exact_checkpoint(directory: CoordinatorDirectory, run: RunRecord, made_run: 
     fleet = FleetStanding(now_s=5.0 + rounds, at=100.0, devices=dict(View().devices))
     with WalJournal(folder / "journal", lambda _: {}) as wal:
         wal.turned(Turn(now_s=5.0 + rounds, at=100.0))
-        standing = standing_of(course, fleet, Guard(strikes={"pi-2": 1}))
+        standing = standing_of(course, fleet, StrategyGate(guard=Guard(strikes={"pi-2": 1})))
         saved = save_state(folder / "checkpoints", state, wal.last_record, standing)
         wal.checkpointed(CheckpointMark(sha256=saved.sha256, last_record=saved.last_record))
     return folder / "checkpoints" / f"{saved.sha256}.safetensors"
