@@ -36,7 +36,7 @@ from edgefl.types import Json, derived_rng
 from harness.ears import Ears
 from harness.stand_in import StandIn, Tally
 
-CONNECT_WITHIN_S = JOIN_WITHIN_S = 300.0
+CONNECT_WITHIN_S = JOIN_WITHIN_S = 600.0
 DIALLERS = 8
 """How many join or connect at a time: what they cost is mostly cryptography, on both ends."""
 AGAIN_S = 1.0

@@ -209,7 +209,7 @@ class FleetRows:
         with self._database.write() as connection:
             if _device_row(connection, device_id) is None:
                 raise NotFoundError(f"no device {device_id!r}")
-            newest = connection.execute(_newest_capabilities().where(Capabilities.device_id == device_id)).first()
+            newest = connection.execute(_newest_capabilities(device_id)).first()
             if newest is not None and (newest.facts, newest.shards) == (facts, shards):
                 return False
             row = {"device_id": device_id, "at": at, "facts": facts, "shards": shards}
@@ -220,10 +220,13 @@ class FleetRows:
         """Returns the newest capabilities by device; a device that reported none is left out."""
         with self._database.read() as connection:
             rows = connection.execute(_newest_capabilities()).all()
-        return {
-            row.device_id: CapabilitiesRecord(device_id=row.device_id, at=row.at, facts=row.facts, shards=row.shards)
-            for row in rows
-        }
+        return {row.device_id: _capabilities_record(row) for row in rows}
+
+    def capabilities_of(self, device_id: str) -> CapabilitiesRecord | None:
+        """Returns a device's newest capabilities, None if it reported none."""
+        with self._database.read() as connection:
+            row = connection.execute(_newest_capabilities(device_id)).first()
+        return None if row is None else _capabilities_record(row)
 
     def record_event(
         self,
@@ -319,6 +322,13 @@ def _device_record(row: Row[Any]) -> DeviceRecord:
     return DeviceRecord(**values)
 
 
-def _newest_capabilities() -> Any:
+def _capabilities_record(row: Any) -> CapabilitiesRecord:
+    return CapabilitiesRecord(device_id=row.device_id, at=row.at, facts=row.facts, shards=row.shards)
+
+
+def _newest_capabilities(device_id: str | None = None) -> Any:
+    """Returns a query for the newest row of every device, or of one of them alone."""
     newest = select(func.max(Capabilities.id)).group_by(Capabilities.device_id)
+    if device_id is not None:
+        newest = newest.where(Capabilities.device_id == device_id)
     return select(Capabilities.__table__).where(Capabilities.id.in_(newest))

@@ -158,6 +158,8 @@ def test_capabilities_become_a_row_only_when_they_change(store):
     assert [row[0] for row in sql(store, "SELECT at FROM capabilities ORDER BY id")] == [1.0, 3.0, 4.0]
     newest = store.capabilities()["pi-1"]
     assert (newest.at, newest.facts, newest.shards) == (4.0, {"cores": 4}, {"digits": 10})
+    assert store.capabilities_of("pi-1") == newest
+    assert store.capabilities_of("pi-2") is None
 
 
 def test_a_run_keeps_its_whole_file_and_its_id_is_unique(store, run_id):

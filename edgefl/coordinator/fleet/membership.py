@@ -38,7 +38,7 @@ class Membership:
 
     def enrolled(self, device_id: str, public_key: bytes) -> None:
         """Gives a device that has just joined its place; it may ask for that twice."""
-        record, told = self._store.device(device_id), self._store.capabilities().get(device_id)
+        record, told = self._store.device(device_id), self._store.capabilities_of(device_id)
         examples = dict(told.shards) if told else dict(record.examples)
         node_id = self._superlink.register(public_key, device_id)
         if record.node_id is None:

@@ -110,7 +110,7 @@ def _add_devices(router: APIRouter, store: Store, roster: Roster, reads: list[An
     def device(device: str) -> Json:
         store.device(device)
         row = next(row for row in device_rows(store, roster) if row["device_id"] == device)
-        facts = store.capabilities().get(device)
+        facts = store.capabilities_of(device)
         return {"v": PROTOCOL_VERSION, **row, "capabilities": dict(facts.facts) if facts else {}}
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -112,3 +113,13 @@ def test_a_renewed_key_takes_over_the_place(site: Site) -> None:
 def test_a_stranger_cannot_be_removed(site: Site) -> None:
     with pytest.raises(NotFoundError, match="no device 'nobody'"):
         site.members.remove("nobody")
+
+
+def test_a_device_that_joins_costs_no_more_the_more_there_are(site: Site, tmp_path: Path) -> None:
+    """What others can do is not even read: theirs is damaged here."""
+    site.join("pi-1", new_key())
+    site.store.record_capabilities("pi-1", {"cores": 4}, {"digits": 10}, 1.0)
+    with sqlite3.connect(tmp_path / "edgefl.db") as raw:
+        raw.execute("UPDATE capabilities SET facts = 'no JSON'")
+    raw.close()
+    assert site.join("pi-2", new_key()) is not None
