@@ -112,6 +112,7 @@ READERS: Mapping[str, Entry] = MappingProxyType(
             "coordinator/superlink.py:SuperLink._read",
             "coordinator/superlink.py:FlowerCalls.node_of",
             "coordinator/superlink.py:FlowerCalls.answer",
+            "coordinator/superlink.py:FlowerCalls._check_speaker",
             "coordinator/superlink.py:_is_signed",
         ),
         "fleet-replies": _entry(api_readers.replies, "decentralised/mailbag.py:unpack_mail"),
