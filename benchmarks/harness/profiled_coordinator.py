@@ -80,10 +80,17 @@ def _place(frame: FrameType) -> str:
     return f"{path}:{code.co_qualname}"
 
 
+def _write(out: Path, text: str) -> None:
+    """Writes all of a file before it is there: somebody waits for it."""
+    part = out.with_suffix(".part")
+    part.write_text(text)
+    part.replace(out)
+
+
 def main() -> None:
     out, sampler = Path(sys.argv.pop(1)), Sampler()
     signal.signal(signal.SIGUSR1, lambda *_: sampler.begin())
-    signal.signal(signal.SIGUSR2, lambda *_: out.write_text(sampler.text()))
+    signal.signal(signal.SIGUSR2, lambda *_: _write(out, sampler.text()))
     threading.Thread(target=sampler.run, name="sampler", daemon=True).start()
 
     from edgefl.cli.main import main as edgefl  # noqa: PLC0415 what it imports is looked at, too
