@@ -44,6 +44,17 @@ def unpacked(suite: str | None, *names: str) -> Path:
     return tree
 
 
+def python_packages(*names: str) -> list[str]:
+    """Returns the names with those of all Python packages of this system that they need."""
+    if shutil.which("apt-cache") is None:
+        pytest.skip("no apt-cache here to look packages up in")
+    kinds = ("recommends", "suggests", "conflicts", "breaks", "replaces", "enhances")
+    words = ["apt-cache", "depends", "--recurse", *(f"--no-{kind}" for kind in kinds), *names]
+    told = subprocess.run(words, capture_output=True, text=True, check=False, timeout=90).stdout
+    needed = {line for line in told.splitlines() if line.startswith("python3-") and line != "python3-minimal"}
+    return [*names, *sorted(needed - set(names))]
+
+
 def apt(work: Path, suite: str | None, *arguments: str) -> str:
     options = []
     if suite is not None:

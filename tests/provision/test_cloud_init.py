@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from apt_packages import unpacked
+from apt_packages import python_packages, unpacked
 
 from edgefl.errors import ConfigError
 from edgefl.provision.card import Network, Wishes, edited_cmdline
@@ -31,19 +31,36 @@ runcmd:
 """
 
 
+NEEDED = {
+    "requests": "python3-requests", "jsonschema": "python3-jsonschema", "jinja2": "python3-jinja2",
+    "configobj": "python3-configobj", "jsonpatch": "python3-jsonpatch", "oauthlib": "python3-oauthlib",
+    "yaml": "python3-yaml",
+}  # fmt: skip
+"""What cloud-init imports, and the package of this system that has it."""
+
+
 @pytest.fixture(scope="module")
-def cloud_init() -> Path:
+def cloud_init() -> str:
     if not Path("/usr/bin/python3").exists():
         pytest.skip("no python3 of the system, whose libraries cloud-init needs")
-    return unpacked("trixie", "cloud-init") / "usr/lib/python3/dist-packages"
+    roots = [unpacked("trixie", "cloud-init")]
+    if not all(_is_here(name) for name in NEEDED):
+        roots.append(unpacked(None, *python_packages(*NEEDED.values())))
+    return os.pathsep.join(str(root / "usr/lib/python3/dist-packages") for root in roots)
 
 
-def schema(cloud_init: Path, kind: str, content: bytes, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+def _is_here(name: str) -> bool:
+    return (
+        subprocess.run(["/usr/bin/python3", "-c", f"import {name}"], capture_output=True, check=False).returncode == 0
+    )
+
+
+def schema(cloud_init: str, kind: str, content: bytes, tmp_path: Path) -> subprocess.CompletedProcess[str]:
     (tmp_path / "file").write_bytes(content)
     command = ["/usr/bin/python3", "-W", "ignore", "-m", "cloudinit.cmd.main", "schema"]
     done = subprocess.run(
         [*command, "--schema-type", kind, "--config-file", str(tmp_path / "file")],
-        env={"PYTHONPATH": str(cloud_init), "PATH": os.environ["PATH"]},
+        env={"PYTHONPATH": cloud_init, "PATH": os.environ["PATH"]},
         capture_output=True,
         text=True,
         check=False,
@@ -58,23 +75,23 @@ def schema(cloud_init: Path, kind: str, content: bytes, tmp_path: Path) -> subpr
     Wishes(name="pi-01", hostname="kitchen", user="eva", ssh_keys=(KEY, KEY), network=WIFI),
 ])  # fmt: skip
 @pytest.mark.parametrize("known", ["", IMAGER, "#cloud-config\n"])
-def test_cloud_init_accepts_the_user_data(cloud_init: Path, wishes: Wishes, known: str, tmp_path: Path) -> None:
+def test_cloud_init_accepts_the_user_data(cloud_init: str, wishes: Wishes, known: str, tmp_path: Path) -> None:
     told = schema(cloud_init, "cloud-config", user_data(wishes, known), tmp_path)
     assert told.returncode == 0, told.stdout + told.stderr
 
 
-def test_the_check_of_user_data_finds_a_typing_error(cloud_init: Path, tmp_path: Path) -> None:
+def test_the_check_of_user_data_finds_a_typing_error(cloud_init: str, tmp_path: Path) -> None:
     wrong = user_data(Wishes(name="pi-01")).replace(b"runcmd", b"runcmmd")
     assert schema(cloud_init, "cloud-config", wrong, tmp_path).returncode == 1
 
 
 @pytest.mark.parametrize("network", [Network(), STATIC, Network(interface="end0")])
-def test_cloud_init_accepts_the_network_of_a_wire(cloud_init: Path, network: Network, tmp_path: Path) -> None:
+def test_cloud_init_accepts_the_network_of_a_wire(cloud_init: str, network: Network, tmp_path: Path) -> None:
     told = schema(cloud_init, "network-config", network_config(network), tmp_path)
     assert told.returncode == 0, told.stdout + told.stderr
 
 
-def test_the_check_of_networks_finds_a_typing_error(cloud_init: Path, tmp_path: Path) -> None:
+def test_the_check_of_networks_finds_a_typing_error(cloud_init: str, tmp_path: Path) -> None:
     wrong = network_config(Network()).replace(b"ethernets", b"ethernet")
     assert schema(cloud_init, "network-config", wrong, tmp_path).returncode == 1
 
