@@ -46,7 +46,7 @@ from edgefl.coordinator.web.installation_api import installation_router
 from edgefl.coordinator.web.jobs_api import jobs_router
 from edgefl.coordinator.web.models_api import model_router
 from edgefl.coordinator.web.page_api import page_router
-from edgefl.device import file_fetch, logbook
+from edgefl.device import file_fetch, logbook, polling
 from edgefl.device.inference import inference_server, model_fetch, model_store
 from edgefl.device.installations import InstallReport
 from edgefl.device.neighbours import peer_frames, peer_listener, peer_queue
@@ -329,6 +329,8 @@ def test_protocol_md_describes_the_frames_from_board_to_board() -> None:
         ("Work", f"{outstanding.LOST_AFTER_S:g} s ago"),
         ("MQTT", f"every {HEARTBEAT_S:g} s ± {HEARTBEAT_JITTER:.0%}".replace("%", " %")),
         ("MQTT", f"at most {POLL_S:g} s"),
+        ("MQTT", f"pulls {polling.DEAF_FIRST_S:g} s after"),
+        ("MQTT", f"every {polling.DEAF_MOST_S:g} s at the"),
         ("Presence", f"another {presence.Presence()._gone_after_will_s:g} s"),
         ("Presence", f"({presence.Presence()._late_after_s:g} s)"),
         ("Presence", f"({presence.Presence()._gone_after_s:g} s)"),

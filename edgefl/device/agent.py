@@ -30,6 +30,7 @@ from edgefl.device.link import LinkCallbacks
 from edgefl.device.logbook import Logbook
 from edgefl.device.moving_link import MovingLink
 from edgefl.device.neighbours.carriers import Carriers
+from edgefl.device.polling import PollPace
 from edgefl.device.refusal import check_welcome, keep_refusal, refusal_in
 from edgefl.device.self_report import SelfReport
 from edgefl.device.state import DeviceState
@@ -70,7 +71,7 @@ class Agent:
         poll_s: float = POLL_S,
         site: Site | None = None,
     ) -> None:
-        self._state, self._poll_s = state, poll_s
+        self._state, self._pace = state, PollPace(poll_s)
         self.life = LoopLife()
         self._stopping, self._ended, self._bell = threading.Event(), threading.Event(), Bell()
         self._boot_id = uuid.uuid4().hex
@@ -232,7 +233,7 @@ class Agent:
         """Pulls and works until there is an error or the agent stops."""
         self._bench.outbox.open()
         while not self._stopping.is_set():
-            self._bell.wait(self._poll_s)
+            self._bell.wait(self._pace.next_s(hears_bells=self._link.now.is_connected()))
             self.life.beat()
             self._bench.outbox.check()
             self._trainer.tidy()
@@ -248,7 +249,9 @@ class Agent:
         if not had_work:
             self._tell()
             self._report.measure_speeds()
-        elif is_doubted:
+            return
+        self._pace.had_work()
+        if is_doubted:
             self._bell.doubt()
             self._bell.ring()  # more may be waiting, whose bells nobody heard
 
