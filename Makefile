@@ -12,8 +12,8 @@ PYTHON ?=
 PIP_FLAGS ?=
 ARGS ?=
 
-# Tests wait a good deal, for fleets of processes: two more at a time than there are cores.
-WORKERS := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 2)))
+# Tests wait a good deal, for fleets of processes: one more at a time than there are cores.
+WORKERS := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
 
