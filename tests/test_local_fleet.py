@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,11 @@ def test_a_device_finds_the_coordinator_at_its_own_host(tmp_path: Path) -> None:
     )
     hosts = ["127.0.0.1", "127.0.0.2"]
     with LocalFleet(root=tmp_path / "fleet", devices=[first, second], hosts=hosts, broker="embedded") as fleet:
-        assert f"connected to the coordinator at 127.0.0.1:{fleet.port}" in fleet.log_tail("device-01", 20)
-        assert f"connected to the coordinator at 127.0.0.2:{fleet.port}" in fleet.log_tail("device-02", 20)
+        for name, host in (("device-01", "127.0.0.1"), ("device-02", "127.0.0.2")):
+            told, until_s = f"connected to the coordinator at {host}:{fleet.port}", time.monotonic() + 30
+            while told not in fleet.log_tail(name, 20):  # the broker may be reached first
+                assert time.monotonic() < until_s, fleet.log_tail(name, 20)
+                time.sleep(0.05)
 
 
 def test_a_free_port_is_kept_from_all_but_those_who_ask_for_it() -> None:

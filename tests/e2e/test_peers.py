@@ -148,8 +148,10 @@ def test_five_devices_come_to_a_good_model_under_a_coordinator_that_is_killed_an
         rounds = closed(fleet, run_id)
         assert [row["round"] for row in rounds] == list(range(1, 7))
         assert [row["facts"]["nodes"] for row in rounds] == [5] * 6
-        assert rounds[-1]["accuracy"] > 0.6
-        assert rounds[-1]["worst_node_accuracy"] is not None
+        # The evaluator comes back with the coordinator, and rounds do not wait for it.
+        scored = [row for row in rounds if row["accuracy"] is not None]
+        assert scored[-1]["accuracy"] > 0.6
+        assert scored[-1]["worst_node_accuracy"] is not None
         assert {row["bytes_down"] for row in fleet.history("updates", run=run_id) if row["round"] > 3} < {
             *range(4000)
         }
