@@ -6,6 +6,7 @@ A body is a length u32, that many bytes of JSON, then raw bytes that the JSON re
 from __future__ import annotations
 
 import json
+import operator
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -207,8 +208,8 @@ def update_format(update: Update) -> str:
 
 def _read_update(meta: Json, blob: bytes, source: _Source) -> Update:
     # Messages lie before the body; journals that know of none hold the body alone.
-    messages, length, read = meta.get("outbox", ()), meta["length"], source.read
-    before = sum(message["at"][1] for message in messages)
+    messages, length, read = meta.get("outbox", ()), operator.index(meta["length"]), source.read
+    before = operator.index(sum(message["at"][1] for message in messages))
     if before + length != len(blob):
         raise ValueError(f"a body of {length} bytes was kept behind {before} of messages, {len(blob)} are there")
     start = source.start + before

@@ -72,7 +72,10 @@ def read_idx(path: Path, *, md5: str | None = None) -> Array:
     found = hashlib.md5(content, usedforsecurity=False).hexdigest()
     if md5 is not None and found != md5:
         raise DataError(f"{path} is not the published file: its decompressed MD5 is {found}, expected {md5}")
-    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+    try:
+        return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+    except ValueError as error:  # nothing, along axes that are too long together
+        raise DataError(f"{path}: its header {list(shape)} is no shape of an array") from error
 
 
 def _existing(folder: Path, name: str) -> Path:

@@ -103,7 +103,10 @@ def _changed_json(content: bytes, luck: Random) -> bytes | None:
         if not places:
             break
         _change_place(*luck.choice(places), places, luck)
-    text = json.dumps(tree[0], separators=(",", ":")) if tree else ""
+    try:
+        text = json.dumps(tree[0], separators=(",", ":")) if tree else ""
+    except RecursionError:  # it may be read deeper than it may be written
+        return None
     return _MARKED.sub(lambda found: _RAW_JSON[int(found[1]) % len(_RAW_JSON)], text.encode())
 
 

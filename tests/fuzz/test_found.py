@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import struct
 import tarfile
 import zipfile
 from pathlib import Path
@@ -79,6 +80,7 @@ MERGES = b"u#cloud-config\nm0: &m0 {a: 1, b: 2}\n" + b"".join(
     b"m%d: &m%d {<<: [*m%d, *m%d]}\n" % (n, n, n - 1, n - 1) for n in range(1, 60)
 )
 """Tables that each have what the one before has, twice."""
+NO_WHOLE_LENGTH = b'{"device_id":"a","base_version":0,"received_s":0,"metrics":{},"format":"codec","length":0.0}'
 ED448 = armoured(bytes.fromhex("3043300506032b6571033a00") + bytes(57), "PUBLIC KEY").encode()
 
 FOUND = [
@@ -112,6 +114,7 @@ FOUND = [
     "16 are there"),
     ("shard-npz", bomb("inputs", 80 << 20), "more than 100 times as much"),
     ("shard-npz", pickled(), "pickled objects"),
+    ("shard-idx", b"\0\0\x08\x03" + b"\xff" * 8 + b"\0" * 4, "is no shape of an array"),
     ("shard-card", b'{"task":"digits","sha256":"","counts":{"0":1e999}}', "OverflowError"),
     ("shard-motion", motion(activity=np.array([0])), "one a recording"),
     ("shard-motion", motion(trial=np.array([11, 12])), "recordings of trials before 11"),
@@ -123,6 +126,7 @@ FOUND = [
     ("bundle-keys", ED448, "is no Ed25519 key"),
     ("disk-records", b"\x01" + b'\x03\x00\x00\x00"a"', "makes no sense"),
     ("disk-records", b'\x05\x13\x00\x00\x00{"orders":[{"a":[]}]}', "makes no sense"),
+    ("disk-records", b"\x01" + struct.pack("<I", len(NO_WHOLE_LENGTH)) + NO_WHOLE_LENGTH, "cannot be interpreted"),
     ("disk-device", b"s-1", None),
     ("disk-device", b'd{"v":1,"device_id":[],"fleet":"a"}', "is damaged"),
     ("disk-notes", b's{"trial":{"step":"trial","id":{}}}', None),

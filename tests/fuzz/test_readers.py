@@ -272,6 +272,13 @@ def test_repeats_of_repeats_stay_as_small_as_an_input_may_be() -> None:
         tracemalloc.stop()
 
 
+def test_json_that_may_be_read_but_is_too_deep_to_be_written_is_changed_as_bytes() -> None:
+    """It ended the reader's process, which counted as a finding of the reader."""
+    luck, limit = Random(4), sys.getrecursionlimit()
+    for depth in (depth for depth in range(limit - 200, limit) for _ in range(20)):
+        changed(b'{"a":' * depth + b"1" + b"}" * depth, Form.JSON, luck)
+
+
 def _is_json(content: bytes) -> bool:
     try:
         json.loads(content)
