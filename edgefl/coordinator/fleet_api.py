@@ -37,6 +37,11 @@ AT_A_TIME = 4
 """So many requests are looked at side by side: more of them would only share the interpreter, which whoever listens
 to heartbeats and operators needs as well, and have their bodies in memory."""
 
+QUICK = frozenset({PULL_MESSAGES, PUSH_MESSAGES})
+QUICK_BYTES = 64 * 1024
+"""Such requests, up to this size, are answered where they come in: to pass them to another thread, and their answers
+back, costs more than they do, and both threads share one interpreter."""
+
 OnRefused = Callable[[str, Request, int | None, str], None]
 
 
@@ -59,7 +64,7 @@ class Calls(Protocol):
         """Returns the node that has signed a request's headers: what can be known before the body is read."""
 
     def answer(self, request: Request, name: str, body: bytes) -> Answer:
-        """Returns the answer to one request, whatever goes wrong; called in a thread that may wait.
+        """Returns the answer to one request, whatever goes wrong; unless `QUICK`, called in a thread that may wait.
 
         `node_of` has named its node when the headers came.
         """
@@ -143,9 +148,12 @@ class FleetApi:
         """Returns the answer to a device that is known, and counts what both have cost."""
         self._watcher.note_contact(node_id)
         self.traffic.sent(node_id, body.num_bytes)
-        answer = await to_thread.run_sync(
-            lambda: self._calls.answer(request, name, body.whole()), limiter=self._turns
-        )
+        if name in QUICK and body.num_bytes <= QUICK_BYTES:
+            answer = self._calls.answer(request, name, body.whole())
+        else:
+            answer = await to_thread.run_sync(
+                lambda: self._calls.answer(request, name, body.whole()), limiter=self._turns
+            )
         if answer.status in {401, 403} and self._calls.is_foreign(name, body.whole(), node_id):
             self._on_refused("reply", request, node_id, "it speaks for another device")
         if answer.instruction_id is not None or name == PULL_OBJECT:

@@ -118,7 +118,7 @@ class Site:
             "sessions": len(state._object_push_sessions),
             "open": len(state.half),
             "undelivered": len(state._undelivered),
-            "aside": len(state._pieces._aside),
+            "aside": len(state.pieces._aside),
         }
 
     def request(self, path, *, headers=(), method="POST", body=None):
@@ -349,7 +349,7 @@ def test_a_push_that_broke_off_is_taken_up_by_the_next_one(site, run):
 
 
 def test_pieces_of_answers_that_are_not_whole_yet_are_in_nobody_s_memory(site, run, tmp_path):
-    pieces = site.state._pieces
+    pieces = site.state.pieces
     pieces._folder = tmp_path
     devices, body = [site.device() for _ in range(4)], bytes(range(256)) * (2 * CHUNK_BYTES // 256 + 100)
     replies = [_stopped_before_its_last_piece(run, device, body) for device in devices]
@@ -385,11 +385,11 @@ def _stopped_before_its_last_piece(run, device, body):
 
 
 def test_pieces_for_which_there_is_no_room_on_disk_stay_in_memory_and_arrive(site, run, tmp_path):
-    site.state._pieces._folder = tmp_path / "missing"
+    site.state.pieces._folder = tmp_path / "missing"
     device, body = site.device(), bytes(CHUNK_BYTES + 100)
     send(run, device, body)
     work(device)
-    site.state._pieces._folder = None
+    site.state.pieces._folder = None
     assert site.reply().body == body
 
 
