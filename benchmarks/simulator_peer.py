@@ -4,9 +4,10 @@
 
 One-step rounds: a tenth of the devices does one iteration of SGD each, Fashion-MNIST, `cnn-small`, batches of 32.
 `--flower-python` is a Python that has `flwr[simulation]`, torch and edgefl (in an environment of its own:
-`pip install 'edgefl[train]' 'flwr[simulation]'`); without it that part is left out. Both start once a turn and are
-timed from one round's close to the next, by the clock and by the CPU seconds of all their processes, without
-evaluation; starting up and the first round are left out, and told.
+`pip install 'edgefl[train]' 'flwr[simulation]'`); without it that part is left out. Both use all cores, as Flower's
+engine does by itself and ours in runs that take longer than its processes to start. They start once a turn and are
+timed from one round's close to the next by the clock, and from the first to the last by the CPU seconds of all their
+processes, without evaluation; starting up and the first round are left out, and told.
 Full rounds: every chosen device passes once over its shard; steps a CPU second beside those of a loop in torch alone,
 one thread each. EDGEFL_DATA names the folder of the data. The exit code is 2 when an aim is missed.
 """
@@ -24,11 +25,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from harness.cost_rows import Row
-from harness.process_trees import children_by_parent, look, tree
+from harness.process_trees import tree_cpu_s
 
 from edgefl import simulated_run
 from edgefl.coordinator.runs.recorder import Recorder
@@ -80,13 +83,16 @@ def full_rounds(num_devices: int, turns: int) -> list[Row]:
 
 def one_step_rounds(python: Path, num_devices: int, num_rounds: int, turns: int) -> list[Row]:
     """Returns the seconds of a round of one step each, beside those of Flower's engine."""
-    ours, flowers, starts = [], [], []
+    sides = {"ours": _our_closings, "Flower's engine": partial(_flower_closings, python)}
+    rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    starts: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(turns):
-        ours.append(_medians(_our_closings(num_devices, num_rounds)))
-        began_s = time.perf_counter()
-        closed = _flower_closings(python, num_devices, num_rounds)
-        starts.append(time.perf_counter() - began_s - (closed[-1][0] - closed[0][0]))
-        flowers.append(_medians(closed))
+        for name, side in sides.items():
+            began_s = time.perf_counter()
+            closed = side(num_devices, num_rounds)
+            starts[name].append(time.perf_counter() - began_s - (closed.at_s[-1] - closed.at_s[0]))
+            rounds[name].append(closed.a_round())
+    ours, flowers = rounds.values()
     clock, cpu = (
         statistics.median(other[which] / own[which] for own, other in zip(ours, flowers, strict=True))
         for which in (0, 1)
@@ -97,39 +103,47 @@ def one_step_rounds(python: Path, num_devices: int, num_rounds: int, turns: int)
         Row(part=part, what=f"{size} in Flower's engine, to ours, by the clock", value=clock, unit="times",
             aim=TIMES_FASTER, more_is_better=True),
         Row(part=part, what="by the CPU seconds of all processes", value=cpu, unit="times"),
+        *(Row(part=part, what=f"Flower's engine, by the clock, turn {turn}", value=1000 * found[0], unit="ms")
+          for turn, found in enumerate(flowers, 1)),
         Row(part=part, what="ours, by the clock", value=own_s, unit="ms"),
         Row(part=part, what="ours, CPU", value=own_cpu_s, unit="ms"),
-        Row(part=part, what="start-up and first round of Flower's engine", value=statistics.median(starts), unit="s"),
+        *(Row(part=part, what=f"start-up, first round and end of {name}", value=statistics.median(found), unit="s")
+          for name, found in starts.items()),
     ]  # fmt: skip
 
 
-Closing = tuple[float, float]
-"""When a round closed: seconds by the clock, and CPU seconds of all processes until then."""
+@dataclass(frozen=True, slots=True)
+class Closings:
+    """When rounds closed, by the clock, and the CPU seconds of all processes at the first and at the last of them."""
+
+    at_s: Sequence[float]
+    cpu_s: Sequence[float]
+
+    def a_round(self) -> tuple[float, float]:
+        """Returns what a round takes by the clock, the median, and of CPU, the mean: it is counted in hundredths."""
+        clock_s = statistics.median(later - earlier for earlier, later in itertools.pairwise(self.at_s))
+        return clock_s, (self.cpu_s[-1] - self.cpu_s[0]) / (len(self.at_s) - 1)
 
 
-def _medians(closed: Sequence[Closing]) -> Closing:
-    """Returns what a round takes by the clock, the median, and of CPU, the mean: it is counted in hundredths."""
-    clock_s = statistics.median(later - earlier for (earlier, _), (later, _) in itertools.pairwise(closed))
-    return clock_s, (closed[-1][1] - closed[0][1]) / (len(closed) - 1)
-
-
-def _our_closings(num_devices: int, num_rounds: int) -> list[Closing]:
-    closed: list[Closing] = []
+def _our_closings(num_devices: int, num_rounds: int) -> Closings:
+    at_s, cpu_s = list[float](), list[float]()
     aggregated = Recorder.aggregated
 
     def timed(recorder: Recorder, *arguments: Any) -> None:
         aggregated(recorder, *arguments)
-        closed.append((time.perf_counter(), look(tree(os.getpid(), children_by_parent())).cpu_s))
+        at_s.append(time.perf_counter())
+        if len(at_s) in {1, num_rounds}:
+            cpu_s.append(tree_cpu_s())
 
     Recorder.aggregated = timed  # type: ignore[method-assign]
     try:
-        _simulated({"iterations": 1}, num_devices, num_rounds, workers=None)
+        _simulated({"iterations": 1}, num_devices, num_rounds, workers=len(os.sched_getaffinity(0)))
     finally:
         Recorder.aggregated = aggregated  # type: ignore[method-assign]
-    return closed
+    return Closings(at_s, cpu_s)
 
 
-def _flower_closings(python: Path, num_devices: int, num_rounds: int) -> list[Closing]:
+def _flower_closings(python: Path, num_devices: int, num_rounds: int) -> Closings:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         plan = {
@@ -149,15 +163,15 @@ def _flower_closings(python: Path, num_devices: int, num_rounds: int) -> list[Cl
     chosen = round(FRACTION * num_devices)
     if found["num_updates"] != [chosen] * num_rounds:
         sys.exit(f"not every device answered in Flower's engine: {found['num_updates']} updates")
-    return [(clock_s, cpu_s) for clock_s, cpu_s in found["closed"]]
+    return Closings(found["closed_s"], found["cpu_s"])
 
 
-def _simulated(strategy: Mapping[str, Any], num_devices: int, num_rounds: int, *, workers: int | None) -> Any:
+def _simulated(strategy: Mapping[str, Any], num_devices: int, num_rounds: int, *, workers: int) -> Any:
     config = {
         "run": {"task": TASK, "rounds": num_rounds, "evaluate_on": "none", "local_test_fraction": TEST_FRACTION},
         "devices": {"fraction": FRACTION},
         "strategy": {"batch_size": BATCH_SIZE, "learning_rate": 0.05, **strategy},
-        "simulation": {} if workers is None else {"workers": workers},
+        "simulation": {"workers": workers},
     }
     with tempfile.TemporaryDirectory() as root:
         return simulated_run.simulate(config, devices=num_devices, scheme="iid", root=Path(root))

@@ -35,7 +35,10 @@ TEXTS = [README, *(path.read_text() for path in sorted((ROOT / "docs").glob("*.m
 
 PIP_OPTIONS = {"--extra-index-url", "--no-deps"}
 FUZZ_OPTIONS = {"--reader", "--cases", "--seconds", "--engine", "--input"}
-BENCHMARK_OPTIONS = {"--all", "--at-a-time", "--beat-s", "--gaps", "--only", "--pin", "--ramp-s", "--rounds-up-to"}
+BENCHMARK_OPTIONS = {
+    "--all", "--at-a-time", "--beat-s", "--flower-python", "--gaps", "--only", "--pin", "--ramp-s", "--rounds-up-to",
+    "--turns",
+}  # fmt: skip
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

@@ -99,6 +99,11 @@ def look(pids: Collection[int]) -> Sample:
     )
 
 
+def tree_cpu_s() -> float:
+    """Returns the CPU seconds of this process and of all below it."""
+    return sum(cpu_s(pid) for pid in tree(os.getpid(), children_by_parent()))
+
+
 def children_by_parent() -> dict[int, list[int]]:
     """Returns the ids of all processes of this machine under the id of their parent."""
     children: dict[int, list[int]] = {}

@@ -24,7 +24,7 @@ from edgefl.simulation.training import Scores, Sent
 from edgefl.tasks.local_training import LocalResult, is_finite, train
 from edgefl.tasks.node_training import begin_node, work_as_node
 from edgefl.tasks.registry import make_task
-from edgefl.types import Array, Assignment, Dataset, EdgeMessage, NodePlan, Scalar, Tensors, derived_rng
+from edgefl.types import Array, Assignment, Dataset, EdgeMessage, NodePlan, Scalar, Shapes, Tensors, derived_rng
 
 KEPT_BYTES = 512 * 1024 * 1024
 """Boards' examples are kept ready up to so many bytes; beyond, they are taken from the pool for every job."""
@@ -58,6 +58,12 @@ class Product:
     num_examples: int
     loss: float | None
     outbox: tuple[EdgeMessage, ...] = ()
+
+
+def leaves_something(order: Assignment, shapes: Shapes) -> bool:
+    """Returns whether something of an assignment stays on the board, for the next one."""
+    stays = order.plan.node is not None or order.plan.keeps_state or uses_feedback(order.codec or "dense")
+    return stays or not all(spec.shared for spec in shapes)
 
 
 class Workbench:
@@ -176,10 +182,10 @@ class Workbench:
         return self._data.shards[self._places[device_id]]
 
     def _training_data(self, order: Assignment) -> Dataset:
-        shard, spec = self._shard(order.device_id), order.codec or "dense"
+        shard = self._shard(order.device_id)
         if order.block is None:
             return self._taken(order.device_id, shard.train)
-        if order.plan.keeps_state or uses_feedback(spec) or self._own_names:
+        if leaves_something(order, self._shapes):
             raise ConfigError(
                 "work on a block of a redundant shard must give the same result on all who hold it, so nothing may "
                 "stay on the device: no kept optimiser state, no codec with ef, no tensors of its own"
@@ -202,9 +208,8 @@ class Workbench:
 
     def _remembered(self, order: Assignment) -> _Memory:
         """Returns what the board knows, a copy of which is kept until its next assignment is done."""
-        keeps = order.plan.keeps_state or self._own_names or uses_feedback(order.codec or "dense")
         memory = self._memories.get(order.device_id)
-        if not keeps:
+        if not leaves_something(order, self._shapes):
             return memory or _Memory()
         before = memory or _Memory()
         residual = None if before.feedback is None else before.feedback.state()

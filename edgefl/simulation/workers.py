@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from edgefl.decentralised.mailbag import pack_mail, unpack_mail
@@ -18,7 +19,7 @@ from edgefl.errors import RunFailedError
 from edgefl.simulation.data import FleetData, save_data
 from edgefl.simulation.in_process import InProcess, trained
 from edgefl.simulation.training import FailedJobError, Job, Scores, Sent, Trained
-from edgefl.simulation.workbench import Product, Trade
+from edgefl.simulation.workbench import Product, Trade, leaves_something
 from edgefl.simulation.worker import SITE_FILE, order_json, read_message, write_message
 from edgefl.types import EdgeMessage, Json, Shapes
 
@@ -111,8 +112,17 @@ class Worker:
             self._changed.notify_all()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Begun:
+    worker: Worker
+    ticket: int
+    iterations: int
+
+
 class WorkerPool:
-    """Implements `Training` with several workers; a board always has the same one, which remembers what it keeps.
+    """Implements `Training` with several workers.
+
+    A board that leaves something where it trains always has the same one; others have the one with the least to do.
 
     Args:
         trade: what is trained.
@@ -140,24 +150,31 @@ class WorkerPool:
         site = {"task": trade.task, "options": dict(trade.options), "seed": trade.seed, "places": dict(places)}
         (folder / SITE_FILE).write_text(json.dumps(site))
         self._workers = [Worker(folder) for _ in range(num_workers)]
-        self._tickets: dict[Job, int] = {}
+        self._given = dict.fromkeys(self._workers, 0)
+        self._bound: set[str] = set()
+        self._begun: dict[Job, _Begun] = {}
 
     def begin(self, job: Job) -> None:
         question = {"do": "train", "order": order_json(job.order), "iterations": job.iterations}
-        self._tickets[job] = self._worker(job.order.device_id).ask(question, job.sent, job.order.plan.inbox)
+        worker = self._worker_for(job)
+        self._given[worker] += job.iterations
+        ticket = worker.ask(question, job.sent, job.order.plan.inbox)
+        self._begun[job] = _Begun(worker=worker, ticket=ticket, iterations=job.iterations)
 
     def finish(self, job: Job) -> Trained:
-        header, body = self._worker(job.order.device_id).answer(self._tickets.pop(job))
+        begun = self._begun.pop(job)
+        header, body = begun.worker.answer(begun.ticket)
         outbox, body = unpack_mail(header["mail"], body)
         product = Product(body=body, num_examples=header["num_examples"], loss=header["loss"], outbox=outbox)
         return trained(product, self._shapes)
 
     def cancel(self, job: Job) -> None:
-        worker, ticket = self._worker(job.order.device_id), self._tickets.pop(job, None)
-        if ticket is None:
+        begun = self._begun.pop(job, None)
+        if begun is None:
             return
-        worker.forget(ticket)
-        worker.forget(worker.ask({"do": "undo", "of": ticket, "order": order_json(job.order)}))
+        self._given[begun.worker] -= begun.iterations
+        begun.worker.forget(begun.ticket)
+        begun.worker.forget(begun.worker.ask({"do": "undo", "of": begun.ticket, "order": order_json(job.order)}))
 
     def evaluate(self, device_id: str | None, sent: Sent) -> Scores:
         if device_id is None:
@@ -170,6 +187,14 @@ class WorkerPool:
         for worker in self._workers:
             worker.close()
         self._folder.cleanup()
+
+    def _worker_for(self, job: Job) -> Worker:
+        device_id = job.order.device_id
+        if leaves_something(job.order, self._shapes):
+            self._bound.add(device_id)
+        if device_id in self._bound:
+            return self._worker(device_id)
+        return min(self._workers, key=self._given.__getitem__)
 
     def _worker(self, device_id: str) -> Worker:
         return self._workers[self._places[device_id] % len(self._workers)]

@@ -169,6 +169,32 @@ def test_several_processes_give_what_one_gives(start_pool: Callable[[], WorkerPo
                 np.testing.assert_array_equal(tensor, other[3][name])
 
 
+@pytest.mark.parametrize(("plan", "num_workers"), [(None, 2), (KEPT, 1)])
+def test_only_a_board_that_leaves_something_is_bound_to_a_worker(
+    start_pool: Callable[[], WorkerPool], plan: LocalPlan | None, num_workers: int
+) -> None:
+    pool, plan = start_pool(), plan or LocalPlan(iterations=3, batch_size=8, learning_rate=0.3)
+    jobs = [Job(order=order(name, plan=plan), sent=sent(), iterations=3) for name in "abcd"]
+    for job in jobs:
+        pool.begin(job)
+    assert len({pool._begun[job].worker for job in jobs}) == num_workers
+    for job in jobs:
+        pool.finish(job)
+
+
+def test_work_that_was_cancelled_does_not_keep_a_worker_from_more(start_pool: Callable[[], WorkerPool]) -> None:
+    pool = start_pool()
+    long, *short = [Job(order=order(name), sent=sent(), iterations=10**6 if name == "a" else 3) for name in "abcde"]
+    pool.begin(long)
+    first = pool._begun[long].worker
+    pool.cancel(long)
+    for job in short:
+        pool.begin(job)
+    assert sum(pool._begun[job].worker is first for job in short) == 2
+    for job in short:
+        pool.finish(job)
+
+
 def test_what_a_worker_cannot_do_is_said_as_a_board_says_it(start_pool: Callable[[], WorkerPool]) -> None:
     pool = start_pool()
     for training in (pool, InProcess(bench(), SHAPES)):
