@@ -40,7 +40,7 @@ def _messages(fleet: LocalFleet, run: str, kind: str) -> list[str]:
     return [row["message"] for row in fleet.history("events", run=run) if row["kind"] == kind]
 
 
-@pytest.mark.parametrize("has_checkpoint", [False, True])
+@pytest.mark.parametrize("has_checkpoint", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_run_goes_on_from_its_checkpoint_and_counts_no_update_twice(
     fleet: LocalFleet, tools: Any, has_checkpoint: bool
 ) -> None:
