@@ -9,7 +9,8 @@ whose system takes the rest. Beside it, in the same run, the RSS of what it cann
 (Flower's messages are its), and, for the CNN, a bare torch loop over as many of the images.
 
 start: from `edgefl device start` to the first heartbeat that the coordinator has in its store, and to its first
-assignment of a run that is asked for then; beside it the time of `import flwr`. `--data` holds `mnist/`.
+assignment of a run that is asked for then; beside it the time of `import flwr`. Likewise `edgefl --help`, and a
+Python that does nothing. `--data` holds `mnist/`.
 """
 
 from __future__ import annotations
@@ -206,23 +207,33 @@ def rss_of(program: str, *arguments: str) -> int:
 
 def start(num_turns: int) -> dict[str, Any]:
     """Starts and ends a device again and again."""
-    beats, readies, imports = [], [], []
+    beats, readies, imports, helps, nothings = [], [], [], [], []
     with tempfile.TemporaryDirectory(prefix="edgefl-device-costs-") as folder:
         device = _device(WORKS[0], None, Path(folder))
         with LocalFleet(root=Path(folder) / "fleet", devices=[device]) as fleet:
             for number in range(1, num_turns + 1):
                 _say(f"start {number} of {num_turns}")
                 fleet.end(device.name)
-                began_s = time.perf_counter()
-                subprocess.run([sys.executable, "-c", FLWR], check=True)
-                imports.append(time.perf_counter() - began_s)
+                imports.append(_seconds_of(sys.executable, "-c", FLWR))
+                helps.append(_seconds_of(*PROGRAM, "--help"))
+                nothings.append(_seconds_of(sys.executable, "-c", "pass"))
                 began_at = time.time()
                 fleet.start_device(device.name)
                 beats.append(_first_heartbeat(fleet.database, began_at) - began_at)
                 run_id = fleet.submit(parse_run({key: dict(table) for key, table in ONE_ROUND.items()}))
                 fleet.wait_run(run_id)
                 readies.append(_first_dispatch(fleet.database, run_id) - began_at)
-    return {"first_heartbeat_s": beats, "first_assignment_s": readies, "import_flwr_s": imports}
+    return {
+        "first_heartbeat_s": beats, "first_assignment_s": readies, "import_flwr_s": imports, "help_s": helps,
+        "nothing_s": nothings,
+    }  # fmt: skip
+
+
+def _seconds_of(*command: str) -> float:
+    """Returns how long a command takes, by the clock."""
+    began_s = time.perf_counter()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - began_s
 
 
 ONE_ROUND = {**WORKS[0].tables, "run": {**WORKS[0].tables["run"], "rounds": 1}}
@@ -267,6 +278,8 @@ def as_tables(found: Mapping[str, Any]) -> str:
             ("first_heartbeat_s", "from the start to the first heartbeat"),
             ("first_assignment_s", "to the first assignment, a run being there"),
             ("import_flwr_s", "import flwr, nothing else"),
+            ("help_s", "edgefl --help"),
+            ("nothing_s", "Python, nothing else"),
         ):
             lines.append(f"{title:44}{statistics.median(found[key]):8.2f}{max(found[key]):8.2f}")
     return "\n".join(lines)

@@ -215,7 +215,7 @@ def test_a_board_that_is_drained_while_a_report_is_awaited_says_so_and_can_be_as
     replies = list[dict[str, Any]]()
     waiting = threading.Thread(target=lambda: replies.append(alone(board, until=10**9)[0]))
     waiting.start()
-    eventually(lambda: board.trainer.now is not None and board.trainer.now[1] != "")
+    eventually(lambda: (now := board.trainer.now) is not None and now[1] and now[2])  # it looks how far its node is
     board.trainer.rest()
     waiting.join(60)
     assert "stopped" in replies[0]["error"]
