@@ -43,6 +43,8 @@ def add_at(flat: Array, entries: Array | slice, values: Array) -> None:
     """Adds `values` to those entries of a flat tensor, of which none is named twice."""
     if isinstance(entries, slice):
         add(flat[entries], values)
+    elif flat.dtype == values.dtype:
+        np.add.at(flat, entries, values)  # half the time of reading, adding and writing
     else:
         flat[entries] += values
 
