@@ -109,7 +109,7 @@ def test_every_command_and_option_that_the_texts_name_exists() -> None:
 
 
 def test_an_option_that_stands_alone_in_the_texts_belongs_to_some_command() -> None:
-    known = {option for _, command in leaves(cli) for option in options_of(command)} | options_of(cli)
+    known = {option for _, command in leaves(cli) for option in options_of(command)} | options_of(cli) | {"--help"}
     lines = [line for text in TEXTS for line in inline_code(text)]
     alone = {option for line in lines for option in re.findall(r"(?:^|\s)(--[a-z][a-z-]+)", line)}
     assert {"--broker", "--role"} <= alone

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from types import ModuleType
+from typing import Any
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """glibc's `malloc.h`: how much may be free at the heap's end before it is given back, from which size on a block is
@@ -14,6 +16,21 @@ LARGEST_IN_HEAP_BYTES = 32 << 20
 
 UNUSED = ("httpx._main", "rich.traceback", "typer.rich_utils")
 """What libraries try to import and do without: command lines and their colours, with all that draws on terminals."""
+STOOD_IN_FOR = ("flwr.server", "flwr.serverapp", "flwr.simulation", "flwr.supercore.grpc")
+"""What `import flwr` imports as well: a device is no server, and speaks Flower's Fleet API over HTTP, not gRPC."""
+
+
+class _StandIn(ModuleType):
+    """A module that can be imported, and names from it too; whoever uses one learns that it is not there."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def absent(*_: object, **__: object) -> None:
+            raise RuntimeError(f"a device's process does without {self.__name__}, so there is no {name}")
+
+        return absent
 
 
 def be_frugal() -> None:
@@ -30,3 +47,5 @@ def be_frugal() -> None:
         set_option(_M_MMAP_THRESHOLD, LARGEST_IN_HEAP_BYTES)
     for name in UNUSED:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type] # None means: not to be imported
+    for name in STOOD_IN_FOR:
+        sys.modules.setdefault(name, _StandIn(name))

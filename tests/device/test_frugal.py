@@ -12,6 +12,21 @@ from edgefl.device.frugal import be_frugal
 import edgefl.device.agent
 print(len([name for name in sys.modules if name.partition(".")[0] in ("pygments", "markdown_it")]))
 """
+SERVER = """
+import sys
+from edgefl.device.frugal import STOOD_IN_FOR, be_frugal
+{call}
+import edgefl.device.agent
+begun = "grpc", *STOOD_IN_FOR
+print(len([name for name in sys.modules if name.startswith(begun) and getattr(sys.modules[name], "__file__", None)]))
+"""
+USED = """
+from edgefl.device.frugal import be_frugal
+be_frugal()
+import edgefl.device.agent
+from flwr.server import start_server
+start_server()
+"""
 HEAPS = """
 import re, threading
 from pathlib import Path
@@ -52,6 +67,16 @@ def said(program: str, call: str) -> int:
 def test_the_agent_imports_no_renderer_of_terminals() -> None:
     assert said(SEEN, "") > 50
     assert said(SEEN, "be_frugal()") == 0
+
+
+def test_the_agent_imports_nothing_of_flower_s_server_and_no_grpc() -> None:
+    assert said(SERVER, "") > 50
+    assert said(SERVER, "be_frugal()") == 0
+
+
+def test_whoever_wants_what_is_not_there_learns_why() -> None:
+    done = subprocess.run([sys.executable, "-c", USED], check=False, capture_output=True, text=True, timeout=120)
+    assert "a device's process does without flwr.server, so there is no start_server" in done.stderr
 
 
 def test_threads_share_one_heap() -> None:
