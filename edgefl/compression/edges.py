@@ -181,8 +181,12 @@ def _is_exact(codec: Codec) -> bool:
 
 
 def _added(reference: Mapping[str, Array], difference: Mapping[str, Tensor]) -> dict[str, Array]:
-    """Returns reference plus difference in arrays of their own, the same bits at both ends."""
-    return {name: reference[name] + _dense(tensor) for name, tensor in difference.items()}
+    """Returns reference plus difference in arrays of their own, the same bits at both ends.
+
+    A neighbour may send infinities, and their sum is no number: whoever takes the parts looks for that.
+    """
+    with np.errstate(all="ignore"):
+        return {name: reference[name] + _dense(tensor) for name, tensor in difference.items()}
 
 
 def _dense(tensor: Tensor) -> Array:

@@ -81,6 +81,11 @@ MERGES = b"u#cloud-config\nm0: &m0 {a: 1, b: 2}\n" + b"".join(
 )
 """Tables that each have what the one before has, twice."""
 NO_WHOLE_LENGTH = b'{"device_id":"a","base_version":0,"received_s":0,"metrics":{},"format":"codec","length":0.0}'
+INFINITIES = base64.b64decode(
+    "ZUUxAQEAAAACAAAAAQAAAAEAAAABAAAAAXYAAAB5RUZMQwECIAAAAAAAAgAAAFYAAADmk9lOAQACAC4uBU//PxTaH///LwACAHIA"
+    "AAAAAAAAAADbNQCeg8l//yTjAQAMAACkAAAAf8cv/Q4AAAEAnfUyALkANUTUapXJ19sFT/8/FNofL8p7AgCAADUAAACRns4AAA=="
+)
+"""A difference of minus infinity to a part that is infinite."""
 ED448 = armoured(bytes.fromhex("3043300506032b6571033a00") + bytes(57), "PUBLIC KEY").encode()
 
 FOUND = [
@@ -88,6 +93,8 @@ FOUND = [
     ("mqtt-capabilities", b'{"v":1,"facts":{"model":-Infinity}}', "-Infinity is no number"),
     ("mqtt-capabilities", b'{"v":1,"facts":{"model":1e999}}', "1e999 is no number"),
     ("mqtt-heartbeat", b'{"v":1,"seq":1' + b"0" * 30 + b',"session_no":1,"uptime_s":1.0}', "at most 64 bits"),
+    ("mqtt-heartbeat", b'{"v":1,"seq":1,"session_no":9,"uptime_s":1.0,"memory_fraction":1e308}', None),
+    ("edge-bodies", INFINITIES, None),
     ("mqtt-command", b'c{"v":1,"id":"a","kind":"logs","argument":"' + b"[" * 5000 + b'"}', "no JSON object"),
     ("peer-messages", b'{"v":1,"run":"r","mail":' + DEEP + b"}\n", FAR),
     ("file-graph", b'{"nodes":' + DEEP + b"}", FAR),

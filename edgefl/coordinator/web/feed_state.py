@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -171,7 +172,8 @@ def _vitals(heartbeat: Heartbeat) -> Json:
     rounded: dict[str, Any] = {}
     for name, step in _VITALS.items():
         value = getattr(heartbeat, name)
-        rounded[name] = None if value is None else round(round(value / step) * step, 2)
+        is_told = value is not None and math.isfinite(value / step)  # a board may say 1e308
+        rounded[name] = round(round(value / step) * step, 2) if is_told else None
     throttled = heartbeat.throttled if heartbeat.throttled not in (None, "ok") else None
     run = heartbeat.run if heartbeat.assignment or heartbeat.iteration is not None else None
     work = {"run": run, "iteration": heartbeat.iteration}
