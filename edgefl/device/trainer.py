@@ -18,6 +18,7 @@ from edgefl.compression.codec import make_codec
 from edgefl.compression.decoding import decode_body
 from edgefl.compression.delta import apply_delta
 from edgefl.compression.feedback import uses_feedback
+from edgefl.compression.leftovers import check_leaves_nothing
 from edgefl.decentralised.mailbag import unpack_mail
 from edgefl.device.board.assignment_vitals import AssignmentVitals
 from edgefl.device.board.pacing import Pacer
@@ -28,7 +29,7 @@ from edgefl.device.readiness import NotHeldError, Readiness
 from edgefl.device.residents import load_resident, save_resident
 from edgefl.device.run_memory import RunMemory
 from edgefl.device.warm_tasks import WarmTask, WarmTasks
-from edgefl.errors import ConfigError, DataError, EdgeflError
+from edgefl.errors import DataError, EdgeflError
 from edgefl.protocol import finite
 from edgefl.tasks.local_training import LocalResult, iteration_limit, train
 from edgefl.types import (
@@ -249,11 +250,7 @@ class Trainer:
     def _training_data(self, job: Job, warm: WarmTask) -> Dataset:
         if job.block is None:
             return self._tasks.split(warm, float(job.header["test_fraction"]))[0]
-        if job.plan.keeps_state or uses_feedback(job.spec) or not all(spec.shared for spec in warm.shapes):
-            raise ConfigError(
-                "work on a block of a redundant shard must give the same result on all who hold it, so nothing may "
-                "stay on the device: no kept optimiser state, no codec with ef, no tensors of its own"
-            )
+        check_leaves_nothing(job.plan, job.spec, warm.shapes)
         return self._tasks.block(warm, job.block)
 
     def _trained(self, job: Job, learner: Learner, data: Dataset) -> LocalResult:

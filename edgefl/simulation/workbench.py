@@ -16,15 +16,16 @@ from edgefl.compression.codec import Codec, make_codec
 from edgefl.compression.decoding import decode_body
 from edgefl.compression.edges import EdgeCodec, edge_shapes
 from edgefl.compression.feedback import ErrorFeedback, uses_feedback
+from edgefl.compression.leftovers import check_leaves_nothing, leaves_something
 from edgefl.decentralised.engine import Engine
 from edgefl.decentralised.methods import node_of
-from edgefl.errors import ConfigError, DataError, TaskError
+from edgefl.errors import DataError, TaskError
 from edgefl.simulation.data import FleetData, Shard
 from edgefl.simulation.training import Scores, Sent
 from edgefl.tasks.local_training import LocalResult, is_finite, train
 from edgefl.tasks.node_training import begin_node, work_as_node
 from edgefl.tasks.registry import make_task
-from edgefl.types import Array, Assignment, Dataset, EdgeMessage, NodePlan, Scalar, Shapes, Tensors, derived_rng
+from edgefl.types import Array, Assignment, Dataset, EdgeMessage, NodePlan, Scalar, Tensors, derived_rng
 
 KEPT_BYTES = 512 * 1024 * 1024
 """Boards' examples are kept ready up to so many bytes; beyond, they are taken from the pool for every job."""
@@ -58,12 +59,6 @@ class Product:
     num_examples: int
     loss: float | None
     outbox: tuple[EdgeMessage, ...] = ()
-
-
-def leaves_something(order: Assignment, shapes: Shapes) -> bool:
-    """Returns whether something of an assignment stays on the board, for the next one."""
-    stays = order.plan.node is not None or order.plan.keeps_state or uses_feedback(order.codec or "dense")
-    return stays or not all(spec.shared for spec in shapes)
 
 
 class Workbench:
@@ -185,11 +180,7 @@ class Workbench:
         shard = self._shard(order.device_id)
         if order.block is None:
             return self._taken(order.device_id, shard.train)
-        if leaves_something(order, self._shapes):
-            raise ConfigError(
-                "work on a block of a redundant shard must give the same result on all who hold it, so nothing may "
-                "stay on the device: no kept optimiser state, no codec with ef, no tensors of its own"
-            )
+        check_leaves_nothing(order.plan, order.codec or "dense", self._shapes)
         if order.block not in shard.blocks:
             raise TaskError(f"this device holds no block {order.block} of task {self._trade.task}")
         start, stop = shard.blocks[order.block]
@@ -209,7 +200,7 @@ class Workbench:
     def _remembered(self, order: Assignment) -> _Memory:
         """Returns what the board knows, a copy of which is kept until its next assignment is done."""
         memory = self._memories.get(order.device_id)
-        if not leaves_something(order, self._shapes):
+        if not leaves_something(order.plan, order.codec or "dense", self._shapes):
             return memory or _Memory()
         before = memory or _Memory()
         residual = None if before.feedback is None else before.feedback.state()

@@ -14,12 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from edgefl.compression.leftovers import leaves_something
 from edgefl.decentralised.mailbag import pack_mail, unpack_mail
 from edgefl.errors import RunFailedError
 from edgefl.simulation.data import FleetData, save_data
 from edgefl.simulation.in_process import InProcess, trained
 from edgefl.simulation.training import FailedJobError, Job, Scores, Sent, Trained
-from edgefl.simulation.workbench import Product, Trade, leaves_something
+from edgefl.simulation.workbench import Product, Trade
 from edgefl.simulation.worker import SITE_FILE, order_json, read_message, write_message
 from edgefl.types import EdgeMessage, Json, Shapes
 
@@ -190,7 +191,7 @@ class WorkerPool:
 
     def _worker_for(self, job: Job) -> Worker:
         device_id = job.order.device_id
-        if leaves_something(job.order, self._shapes):
+        if leaves_something(job.order.plan, job.order.codec or "dense", self._shapes):
             self._bound.add(device_id)
         if device_id in self._bound:
             return self._worker(device_id)
