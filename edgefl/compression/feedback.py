@@ -112,9 +112,7 @@ class ErrorFeedback:
             CodecError: it is of another task or damaged; nothing has changed then.
         """
         residual = _restored_residual(self._lossy, state)
-        pending = {
-            name: np.asarray(body, np.uint8).tobytes() for name, body in _in_order(state, _PENDING, MAX_PENDING)
-        }
+        pending = {name: _restored_body(array) for name, array in _in_order(state, _PENDING, MAX_PENDING)}
         for body in pending.values():
             self._codec.decode(body)
         self._residual, self._pending, self._memory = residual, pending, _restored_memory(state)
@@ -167,6 +165,12 @@ def _restored_residual(lossy: tuple[TensorSpec, ...], state: Mapping[str, Array]
         with naming(expected[name]):
             largest_magnitude("error feedback", array)
     return residual
+
+
+def _restored_body(array: Array) -> bytes:
+    if array.dtype != np.uint8:
+        raise CodecError(f"kept update must be of uint8, got {array.dtype}")
+    return array.tobytes()
 
 
 def _in_order(state: Mapping[str, Array], kind: str, most: int) -> list[tuple[str, Array]]:

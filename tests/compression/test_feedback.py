@@ -240,6 +240,7 @@ def test_what_was_kept_on_disk_goes_on_where_it_stopped(spec: str) -> None:
         {"residual/weight": np.full((8, 25), np.nan, dtype=np.float32)},
         {"residual/other": np.zeros(3, dtype=np.float32)},
         {"pending/0/a2": np.zeros(30, dtype=np.uint8)},
+        {"pending/0/a2": np.array(b"E")},
     ],
 )
 def test_what_was_kept_for_another_task_or_is_damaged_is_refused(damage: dict[str, Array]) -> None:
