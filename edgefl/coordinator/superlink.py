@@ -121,6 +121,15 @@ class PieceStore(InMemoryObjectStore):
         self._folder = folder
         self._aside: dict[str, LaidAside] = {}
 
+    def preregister(self, run_id: int, object_tree: Any) -> list[str]:
+        """Registers a message with its pieces at once.
+
+        Flower does it one by one: a piece that others hold is gone when their last message is deleted in between.
+        """
+        with self.lock_store:
+            missing: list[str] = super().preregister(run_id, object_tree)
+            return missing
+
     def put_own(self, object_id: str, content: bytes) -> None:
         """Keeps an object that is registered and was named by its content here: its name need not be checked."""
         with self.lock_store:

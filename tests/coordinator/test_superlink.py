@@ -21,6 +21,7 @@ from flwr.proto.fleet_pb2 import ActivateNodeRequest, DeactivateNodeRequest, Pul
 from flwr.proto.message_pb2 import ObjectTree
 from flwr.proto.node_pb2 import Node
 from flwr.server.superlink.linkstate.in_memory_linkstate import InMemoryLinkState
+from flwr.supercore.object_store import in_memory_object_store
 from flwr.supercore.primitives.asymmetric import bytes_to_private_key, sign_message
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 from flwr.superlink.routers.fleet import node_auth
@@ -32,7 +33,7 @@ from starlette.requests import Request
 from edgefl.coordinator import superlink as superlink_module
 from edgefl.coordinator.directory import init_directory
 from edgefl.coordinator.fleet_api import MAX_OBJECT_BYTES, PUSH_OBJECT_BYTES
-from edgefl.coordinator.superlink import EdgeLinkState, SuperLink, prepare_body
+from edgefl.coordinator.superlink import EdgeLinkState, PieceStore, SuperLink, prepare_body
 from edgefl.coordinator.web.https_port import WebServer, listen, make_app
 from edgefl.device.supernode import RefusedError, SuperNode, UnauthorisedError
 from edgefl.device.trust import pinned_context
@@ -262,6 +263,27 @@ def test_a_model_for_many_devices_is_stored_once(site, run):
     for device in devices:
         work(device)
         site.reply()
+
+
+def test_a_model_goes_out_whole_while_the_last_other_device_that_holds_it_answers(monkeypatch):
+    store, piece = PieceStore(), "cd" * 32
+    before, after = (ObjectTree(object_id=name * 32, children=[ObjectTree(object_id=piece)]) for name in ("aa", "bb"))
+    store.preregister(1, before)
+    store.put_own(piece, b"model")
+    answer = threading.Thread(target=store.delete, args=(before.object_id,))
+
+    def interrupted(tree):
+        yield from tree.children
+        answer.start()
+        answer.join(0.2)  # waits for the whole message; if it need not, it is done by then
+        yield tree
+
+    monkeypatch.setattr(in_memory_object_store, "iterate_object_tree", interrupted)
+    assert store.preregister(1, after) == [after.object_id]
+    answer.join()
+    assert (store.get(piece), store.get(before.object_id)) == (b"model", None)
+    store.delete(after.object_id)
+    assert len(store) == 0
 
 
 def test_the_pieces_of_a_model_are_the_same_bytes_for_all_who_fetch_them(site, run):
