@@ -14,11 +14,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from edgefl.errors import EdgeflError, NetworkError, TokenInvalidError, UsageError, VersionError
 from edgefl.types import Json, Shapes
 from edgefl.untrusted import parse_json, parse_message
+
+if TYPE_CHECKING:
+    from cryptography import x509
 
 PROTOCOL_VERSION = 1
 MAX_JSON_BYTES = 64 * 1024
@@ -417,21 +420,40 @@ def host_and_port(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def only_certificate(pem: bytes) -> bytes:
+    """Returns the first certificate of a text (PEM), and nothing else of it: what comes behind it is not known.
+
+    Raises:
+        NetworkError: there is none.
+    """
+    from cryptography.hazmat.primitives.serialization import Encoding  # noqa: PLC0415 only joins need it
+
+    return _certificate(pem).public_bytes(Encoding.PEM)
+
+
 def certificate_fingerprint(cert_pem: bytes) -> str:
-    """Returns the SHA-256 of a certificate's public key (SubjectPublicKeyInfo), 64 hexadecimal digits.
+    """Returns the SHA-256 of the first certificate's public key (SubjectPublicKeyInfo), 64 hexadecimal digits.
 
     Raises:
         NetworkError: this is no certificate.
     """
-    from cryptography import x509  # noqa: PLC0415 only joins need it
-    from cryptography.exceptions import UnsupportedAlgorithm  # noqa: PLC0415 likewise
+    from cryptography.exceptions import UnsupportedAlgorithm  # noqa: PLC0415 only joins need it
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat  # noqa: PLC0415 likewise
 
     try:
-        key = x509.load_pem_x509_certificate(cert_pem).public_key()
-    except (ValueError, KeyError, UnsupportedAlgorithm, x509.InvalidVersion) as error:
+        key = _certificate(cert_pem).public_key()
+    except (ValueError, KeyError, UnsupportedAlgorithm) as error:
         raise NetworkError(f"not a certificate: {error}") from None
     return hashlib.sha256(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).hexdigest()
+
+
+def _certificate(pem: bytes) -> x509.Certificate:
+    from cryptography import x509  # noqa: PLC0415 only joins need it
+
+    try:
+        return x509.load_pem_x509_certificate(pem)
+    except (ValueError, x509.InvalidVersion) as error:
+        raise NetworkError(f"not a certificate: {error}") from None
 
 
 def layout_of(shapes: Shapes) -> str:

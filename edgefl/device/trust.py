@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from edgefl.errors import NetworkError, StoreError, WrongCaError
-from edgefl.protocol import certificate_fingerprint, dump_json, error_from_code, load_json
+from edgefl.protocol import certificate_fingerprint, dump_json, error_from_code, load_json, only_certificate
 from edgefl.types import Json
 
 X509_V_FLAG_NO_CHECK_TIME = 0x200000
@@ -55,7 +55,8 @@ def fetch_ca(address: str, ca_fingerprint: str, *, timeout_s: float = TIMEOUT_S)
     if status != 200:
         raise NetworkError(f"{address} is no edgefl coordinator: it answered {status} when asked for its CA")
     try:
-        found = certificate_fingerprint(body)
+        ca_pem = only_certificate(body)
+        found = certificate_fingerprint(ca_pem)
     except NetworkError as error:
         raise NetworkError(f"{address} is no edgefl coordinator: {error}") from None
     if found != ca_fingerprint:
@@ -63,12 +64,18 @@ def fetch_ca(address: str, ca_fingerprint: str, *, timeout_s: float = TIMEOUT_S)
             f"{address} has the CA {found[:16]}… but the token names {ca_fingerprint[:16]}…: "
             "it is another coordinator, or somebody in between; nothing was sent"
         )
-    return body
+    return ca_pem
 
 
 def pinned_context(ca_pem: bytes) -> ssl.SSLContext:
-    """Returns a client context that trusts this CA alone, checks host names and leaves dates alone."""
-    context = ssl.create_default_context(cadata=ca_pem.decode("ascii"))
+    """Returns a client context that trusts this CA alone, checks host names and leaves dates alone.
+
+    Of several certificates it is the first, whose key was compared with the token's.
+
+    Raises:
+        NetworkError: this is no certificate.
+    """
+    context = ssl.create_default_context(cadata=only_certificate(ca_pem).decode("ascii"))
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.verify_flags |= ssl.VERIFY_X509_STRICT
     context.verify_flags |= ssl.VerifyFlags(X509_V_FLAG_NO_CHECK_TIME)

@@ -46,6 +46,27 @@ def test_another_ca_is_refused_by_its_fingerprint(front_door: Any) -> None:
         fetch_ca(front_door.address, "0" * 64)
 
 
+@pytest.mark.parametrize("kind", ["CERTIFICATE", "TRUSTED CERTIFICATE", "X509 CERTIFICATE"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_ca_that_somebody_in_between_adds_to_the_token_s_is_not_trusted(
+    make_front_door: Any, monkeypatch: pytest.MonkeyPatch, kind: str, is_first: bool
+) -> None:
+    real, impostor = pki.create_authority("lab").cert_pem, make_front_door()
+    added = impostor.directory.ca_cert.read_bytes().replace(b" CERTIFICATE", b" " + kind.encode())
+    told = [added, real] if is_first else [real, added]
+    monkeypatch.setattr("edgefl.device.trust.request", lambda *_args, **_options: (200, b"".join(told)))
+    try:
+        trusted = fetch_ca(impostor.address, pki.fingerprint(real))
+    except WrongCaError:
+        return
+    finally:
+        monkeypatch.undo()
+    assert trusted == real
+    for context in (pinned_context(trusted), pinned_context(b"".join(told))):  # the latter was kept before
+        with pytest.raises(WrongCaError):
+            say_hello(impostor.address, context)
+
+
 def test_skew_is_the_coordinator_s_clock_minus_ours(make_front_door: Any) -> None:
     door = make_front_door(clock=lambda: time.time() - 3 * YEAR_S)
     hello = say_hello(door.address, pinned_context(door.directory.ca_cert.read_bytes()))

@@ -24,6 +24,7 @@ from cryptography.x509.verification import PolicyBuilder, Store
 
 from edgefl.device.trust import X509_V_FLAG_NO_CHECK_TIME
 from edgefl.errors import NetworkError, NotJoinedError
+from edgefl.protocol import only_certificate
 
 
 class TlsFiles(Protocol):
@@ -53,7 +54,7 @@ class PeerTls:
             NotJoinedError: the files of the join are missing, damaged, or of another device.
         """
         try:
-            ca_pem = files.ca.read_bytes()
+            ca_pem = only_certificate(files.ca.read_bytes())
             authority = x509.load_pem_x509_certificate(ca_pem)
             own = verified_name(ssl.PEM_cert_to_DER_cert(files.cert.read_text("ascii")), authority)
             dialling, listening = _dialling_context(), _listening_context(ca_pem.decode("ascii"))
