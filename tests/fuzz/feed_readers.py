@@ -333,7 +333,7 @@ def _be_child(options: argparse.Namespace) -> None:
     with (folder / f"{name}.current").open("r+b") as file, mmap.mmap(file.fileno(), 0) as current:
         watched = _Watched(reader, options, folder / f"{name}.json", current)
         with watched.alarmed():
-            (_guided if options.engine == "guided" else _blind)(reader, watched, options)
+            (_guided if options.engine == "guided" and reader.is_guided else _blind)(reader, watched, options)
 
 
 def warm_up(reader: Any) -> None:

@@ -59,6 +59,7 @@ class Reader:
     Attributes:
         feed: reads bytes; may raise what is in `refuses` and nothing else.
         seeds: each is read without a complaint, unless `takes_seeds` is false.
+        is_guided: else it is fed blindly, whatever the run asks for.
         most_bytes: of memory that Python and NumPy may take for one input; what the input itself has is not counted.
         most_s: of processor time for one input.
         close: ends what was opened to feed.
@@ -71,6 +72,7 @@ class Reader:
     most_bytes: int = 8 * MIB
     most_s: float = 2.0
     takes_seeds: bool = True
+    is_guided: bool = True
     close: Callable[[], object] = lambda: None
 
 

@@ -91,7 +91,7 @@ READERS: Mapping[str, Entry] = MappingProxyType(
             "coordinator/pki.py:_load_key",
             "device/joining/renewal.py:ends_at",
             "findings.py:check_certificate",
-            "protocol.py:certificate_fingerprint",
+            "protocol.py:_certificate",
         ),
         "join-answers": _entry(
             join_readers.coordinator_answers,

@@ -35,6 +35,8 @@ IDLE_S = 10.0
 MAX_CLIENTS = 200
 MAX_WAITING = 32
 KEPT_MESSAGES = 64
+MAX_DIGITS = 20
+"""Of the number of a message that a client says it has."""
 HEARTBEAT = b": still here\n\n"
 
 
@@ -173,7 +175,7 @@ class Feed:
         self._build()
         with self._building:
             epoch, _, number = (last_id or "").rpartition("-")
-            if epoch == self._epoch and number.isdigit():
+            if epoch == self._epoch and number.isascii() and number.isdecimal() and len(number) < MAX_DIGITS:
                 missed = [message for message in self._recent if message.number > int(number)]
                 if len(missed) == self._number - int(number):
                     return missed

@@ -158,7 +158,10 @@ def test_who_comes_back_gets_what_it_missed_and_no_second_snapshot(site: Site) -
     told(story)
 
 
-@pytest.mark.parametrize("last_id", ["", "x", "00000000-3", "-1", "{epoch}-99", "{epoch}-x", "{epoch}--1"])
+@pytest.mark.parametrize(
+    "last_id",
+    ["", "x", "00000000-3", "-1", "{epoch}-99", "{epoch}-x", "{epoch}--1", "{epoch}-\u00b3", "{epoch}-" + "9" * 5000],
+)
 def test_who_comes_back_with_an_id_that_is_none_gets_a_snapshot(site: Site, last_id: str) -> None:
     async def story() -> None:
         page = Page(site.feed)
