@@ -245,8 +245,24 @@ def may_go_on(record: RunRecord, directory: CoordinatorDirectory) -> bool:
     """
     if not goes_on_exactly(record.run_id, directory):
         return False
-    if record.status is not RunStatus.RUNNING:
-        return True
+    return record.status is not RunStatus.RUNNING or not _died_too_often(record, directory)
+
+
+def may_end(record: RunRecord, directory: CoordinatorDirectory) -> bool:
+    """Returns whether a run, whose coordinator died while it wrote down the run's end, comes to it by itself.
+
+    Its last checkpoint has the final state and says nothing of a round under way, so it does so in another life. Not
+    when its coordinators died of that again and again.
+    """
+    try:
+        saved = newest_checkpoint(directory, record.run_id)
+    except JournalError:  # `goes_on_exactly` has said so
+        return False
+    return saved is not None and not saved.standing and not _died_too_often(record, directory)
+
+
+def _died_too_often(record: RunRecord, directory: CoordinatorDirectory) -> bool:
+    """Counts one more death of a coordinator at this version of a run."""
     note = directory.runs / record.run_id / "restarts.json"
     try:
         known = parse_json(note.read_bytes())
@@ -256,7 +272,7 @@ def may_go_on(record: RunRecord, directory: CoordinatorDirectory) -> bool:
     write_whole(note, json.dumps({"version": record.version, "count": count}).encode())
     if count > MAX_DEATHS:
         log.error("run %s: the coordinator died %d times at version %d", record.run_id, count, record.version)
-    return count <= MAX_DEATHS
+    return count > MAX_DEATHS
 
 
 def _entries_behind(wal: WalJournal, saved: Checkpoint | None) -> list[Entry]:

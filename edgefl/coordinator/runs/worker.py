@@ -36,6 +36,7 @@ from edgefl.coordinator.runs.resuming import (
     check_resumable,
     goes_on_exactly,
     has_begun,
+    may_end,
     may_go_on,
     resumed_exactly,
     resumed_state,
@@ -151,6 +152,8 @@ class RunWorker:
                     self._set_status(run_id, RunStatus.QUEUED, "its devices went on without a coordinator")
                 elif ended_with_us and may_go_on(record, self._site.directory):
                     self._set_status(run_id, RunStatus.QUEUED, "goes on where its coordinator ended")
+                elif status is RunStatus.RUNNING and may_end(record, self._site.directory):
+                    self._begin_life(record)
                 elif status is not RunStatus.INTERRUPTED:
                     self._set_status(run_id, RunStatus.INTERRUPTED, "its coordinator ended without a word")
 
@@ -363,23 +366,30 @@ class RunWorker:
     def _go_on_from_checkpoint(self, record: RunRecord, error: EdgeflError) -> None:
         """Lets the active run wait for its turn, in another life; one that is to be stopped ends here."""
         reason = f"goes on from its checkpoint: {error}"
-        if self._end(record.run_id, RunStatus.INTERRUPTED, reason) is RunStatus.INTERRUPTED:
-            self._begin_life(record)
+        # One transaction: a coordinator that dies here has both, that it was interrupted and that it goes on.
+        with self._lock:
+            with self._site.store.batch(durable=True):
+                if self._ended(record.run_id, RunStatus.INTERRUPTED, reason) is RunStatus.INTERRUPTED:
+                    self._begin_life(record)
+            self._active = None
 
-    def _end(self, run_id: str, status: RunStatus, reason: str) -> RunStatus:
-        """Ends the driving of a run, and returns as what; one that is to be stopped is not interrupted."""
+    def _end(self, run_id: str, status: RunStatus, reason: str) -> None:
+        """Ends the driving of a run; one that is to be stopped is not interrupted."""
+        with self._lock:
+            self._ended(run_id, status, reason)
+            self._active = None
+
+    def _ended(self, run_id: str, status: RunStatus, reason: str) -> RunStatus:
+        """Writes down how the driving of a run ends, and returns that; for who holds the lock, as a stop does."""
         active = self._active
         asked = active.stop_reason if active is not None and active.run_id == run_id else None
         if status is RunStatus.INTERRUPTED and asked is not None:
             if reason == COORDINATOR_STOPPED:  # the next one brings the stop to its end
-                self._active = None
                 return RunStatus.STOPPING
             status, reason = RunStatus.STOPPED, asked
         if status is not RunStatus.INTERRUPTED:
             self._tell_end(run_id)
-        with self._lock:
-            self._set_status(run_id, status, reason)
-            self._active = None
+        self._set_status(run_id, status, reason)
         return status
 
     def _set_status(self, run_id: str, status: RunStatus, reason: str) -> None:

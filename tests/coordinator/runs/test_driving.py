@@ -15,13 +15,13 @@ from live_faulty_fleet import LiveFaultyFleet
 from edgefl.config import ModelsSection
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.dispatch.live_fleet import InterruptedRunError
-from edgefl.coordinator.dispatch.lives import Lives
 from edgefl.coordinator.dispatch.replay import RunClock
 from edgefl.coordinator.runs.driving import Driver
 from edgefl.coordinator.runs.keeper import Keeper
 from edgefl.coordinator.runs.kept_models import ModelKeeper
 from edgefl.coordinator.runs.ledger import Ledger
-from edgefl.coordinator.runs.resuming import Resumed, resumed_exactly
+from edgefl.coordinator.runs.recorder import Recorder
+from edgefl.coordinator.runs.resuming import may_end, resumed_exactly, resumed_state
 from edgefl.loop import EvaluationRule
 from edgefl.storage.checkpoints import checkpoints
 from edgefl.storage.journal import WalJournal
@@ -37,6 +37,17 @@ from edgefl.tally import Goal, RoundCount
 from edgefl.types import Event, Strategy, Tensors
 
 ROUNDS = 3
+
+
+class Killed(BaseException):
+    """Nothing that is written down: the process has ended."""
+
+
+def raises(error: type[BaseException]) -> Any:
+    def step(*_args: Any, **_options: Any) -> None:
+        raise error
+
+    return step
 
 
 class StillClock(RunClock):
@@ -90,17 +101,19 @@ class Site:
         """The state that a coordinator comes to, and whether that is the run's end."""
         made, ledger = Made(), Ledger(self.store, "r")
         with WalJournal(self.directory.runs / "r" / "journal", unpack_tensors) as wal:
-            before = resumed_exactly(self.store.run("r"), made, self.directory, self.store, wal)
+            arguments = self.store.run("r"), made, self.directory, self.store, wal
+            before = resumed_exactly(*arguments) or resumed_state(*arguments)
             models = ModelKeeper(self.directory.models, self.store, "r", ModelsSection())
             driver = Driver(
                 made=made,
-                before=before or Resumed(state=made.strategy.init(made.model), lives=Lives("r")),
+                before=before,
                 wal=wal,
                 ledger=ledger,
                 keeper=Keeper(self.directory, "r", wal=wal, ledger=ledger),
                 models=models,
                 live=boards,  # type: ignore[arg-type] # its view is one of the faulty fleet
                 clock=StillClock(),
+                gives_other_ids=bool(self.store.run("r").resumes),
             )
             try:
                 state, _ = driver.drive()
@@ -151,6 +164,25 @@ def test_a_run_that_is_stopped_in_mid_round_decodes_no_update_and_goes_on_to_the
     names = ("assignment_id", "outcome", "applied_version")
     rows = [[[row[name] for name in names] for row in history(site.store, "updates", run="r")] for site in stores]
     assert sorted(rows[0]) == sorted(rows[1])
+
+
+@pytest.mark.parametrize("step", [(ModelKeeper, "finish"), (Recorder, "finish")])
+def test_a_coordinator_that_dies_while_it_writes_down_the_end_of_a_run_is_followed_by_one_that_ends_it(
+    stores: list[Site], step: tuple[type, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, killed = stores
+    expected, _ = whole.drive(Boards(FaultyFleet(1)))
+    with monkeypatch.context() as patched:
+        patched.setattr(*step, raises(Killed))
+        with pytest.raises(Killed):
+            killed.drive(boards := Boards(FaultyFleet(1)))
+    assert may_end(killed.store.run("r"), killed.directory)
+    killed.store.queue_again("r")
+    state, is_over = killed.drive(boards)
+    assert (digest(state), is_over) == (digest(expected), True)
+    for kind, name in (("rounds", "round"), ("updates", "assignment_id")):
+        rows = [sorted(row[name] for row in history(site.store, kind, run="r")) for site in stores]
+        assert rows[0] == rows[1]
 
 
 def test_updates_wait_in_some_of_these_places(stores: list[Site]) -> None:

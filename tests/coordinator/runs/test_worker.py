@@ -22,13 +22,13 @@ from edgefl.coordinator.fleet.presence import Presence
 from edgefl.coordinator.fleet.roster import Roster
 from edgefl.coordinator.runs import pauses
 from edgefl.coordinator.runs.resuming import MAX_DEATHS
-from edgefl.coordinator.runs.worker import COORDINATOR_STOPPED, RunSite, RunWorker
+from edgefl.coordinator.runs.worker import COORDINATOR_STOPPED, RunSite, RunWorker, _Active
 from edgefl.coordinator.superlink import SuperLink
-from edgefl.errors import StoreBusyError, StoreFullError, UsageError
+from edgefl.errors import JournalError, StoreBusyError, StoreFullError, UsageError
 from edgefl.storage.journal import WalJournal
 from edgefl.storage.journal_records import Turn
 from edgefl.storage.queries import history
-from edgefl.storage.records import RunStatus
+from edgefl.storage.records import RunRecord, RunStatus
 from edgefl.storage.store import Store
 from edgefl.types import Decision, DeviceInfo, Progress, Update, UpdateMetrics
 
@@ -119,6 +119,49 @@ def test_what_ended_with_its_coordinator_goes_on_and_what_ended_otherwise_waits(
     worker.recover()
     assert store.run(run_id).status is after
     assert store.run(run_id).resumes == 0
+
+
+def test_a_stop_that_meets_the_end_of_its_coordinator_is_brought_to_its_end_by_the_next_one(
+    store: Store, worker: RunWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id = left_behind(worker, RunStatus.RUNNING, TURN)
+    worker._active = _Active(run_id=run_id)
+    driving = threading.Thread(target=worker._end, args=(run_id, RunStatus.INTERRUPTED, COORDINATOR_STOPPED))
+    write = store.set_run_status
+
+    def while_the_driving_ends(run_id: str, status: RunStatus, **more: Any) -> None:
+        write(run_id, status, **more)
+        if status is RunStatus.STOPPING:
+            driving.start()
+            driving.join(0.2)  # waits for the stop; if it need not, it is done by then
+
+    monkeypatch.setattr(store, "set_run_status", while_the_driving_ends)
+    worker.stop_run(run_id, "somebody asked")
+    driving.join()
+    assert (store.run(run_id).status, store.run(run_id).reason) == (RunStatus.STOPPING, "somebody asked")
+
+
+def test_a_run_that_goes_on_from_its_checkpoint_is_never_found_between_two_lives(
+    store: Store, worker: RunWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id = left_behind(worker, RunStatus.RUNNING, TURN)
+    worker._active = _Active(run_id=run_id)
+    stop = threading.Thread(target=worker.stop_run, args=(run_id, "somebody asked"))
+    seen: list[RunStatus] = []
+
+    def begin_life(record: RunRecord) -> None:
+        stop.start()
+        stop.join(0.2)
+        with Store.open(worker._site.directory.database) as another:
+            seen.append(another.run(run_id).status)
+        begin(record)
+
+    begin = worker._begin_life
+    monkeypatch.setattr(worker, "_begin_life", begin_life)
+    worker._go_on_from_checkpoint(store.run(run_id), JournalError("cut"))
+    stop.join()
+    assert seen == [RunStatus.RUNNING]
+    assert (store.run(run_id).status, store.run(run_id).resumes) == (RunStatus.STOPPED, 1)
 
 
 def test_a_run_whose_journal_says_too_little_waits_for_somebody_to_resume_it(store: Store, worker: RunWorker) -> None:
