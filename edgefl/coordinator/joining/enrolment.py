@@ -1,15 +1,17 @@
 """Letting boards in: `/edgefl/v1/ca`, `hello` and `enroll`.
 
 A board fetches the CA, compares it with its token, asks again over a verified connection, and sends the token's
-secret with a certificate request. The same board asking again with the same key (its answer was lost) gets a
-certificate again and uses nothing up.
+secret with a certificate request. The same board asking again with the same key (its answer was lost) is answered
+again and uses nothing up; for ten minutes with the same certificate, since each is remembered until it has ended.
 """
 
 from __future__ import annotations
 
 import binascii
 import logging
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -54,6 +56,9 @@ from edgefl.types import Json
 
 log = logging.getLogger(__name__)
 
+REMEMBER_S = 600.0
+"""For so long who asks again gets the same certificate."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrokerSite:
@@ -61,6 +66,15 @@ class BrokerSite:
 
     port: int = 8883
     host: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Given:
+    """The certificate of a board that has joined, and when it got it."""
+
+    public_key: bytes
+    certificate: bytes
+    at: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +120,8 @@ class EnrolmentService:
         self._evaluator_token = evaluator_token
         self._clock = clock
         self._version = version
+        self._given: OrderedDict[str, _Given] = OrderedDict()
+        self._lock = threading.Lock()
 
     @property
     def ca_pem(self) -> bytes:
@@ -134,7 +150,8 @@ class EnrolmentService:
             raise NameTakenError(f"the name {request.name!r} is reserved; choose another: --name NAME")
         now = self._clock()
         days = self._directory.certificates.client_days
-        cert_pem = pki.sign_request(self._authority, request.csr_pem, request.name, days=days)
+        given = self._given_before(request, now)
+        cert_pem = given or pki.sign_request(self._authority, request.csr_pem, request.name, days=days)
         device = self._store.enroll_device(
             token_id=request.token_id,
             secret_sha256=request.secret_sha256,
@@ -145,18 +162,34 @@ class EnrolmentService:
             certificate=lambda: pki.serial(cert_pem),
             version=request.version,
         )
-        note_issued(
-            self._store,
-            serial=pki.serial(cert_pem),
-            ends_at=pki.expires_at(cert_pem),
-            at=now,
-            device_id=request.name,
-        )
+        if given is None:
+            note_issued(
+                self._store,
+                serial=pki.serial(cert_pem),
+                ends_at=pki.expires_at(cert_pem),
+                at=now,
+                device_id=request.name,
+            )
+            with self._lock:
+                self._given.pop(request.name, None)  # the newest come last
+                self._given[request.name] = _Given(public_key=request.public_key, certificate=cert_pem, at=now)
         record_capabilities(self._store, request.name, request.facts, request.shards, at=now)
         self._on_enrolled(request.name, request.public_key)
         log.info("%s joined as %s", device.device_id, device.role)
         answer = {"device_id": device.device_id, "role": device.role, "certificate": cert_pem.decode()}
         return {"v": PROTOCOL_VERSION, **answer, **self._site()}
+
+    def _given_before(self, request: EnrolmentRequest, now: float) -> bytes | None:
+        """Returns the certificate that this board was given for this key a moment ago, if it still counts."""
+        with self._lock:
+            while self._given and next(iter(self._given.values())).at <= now - REMEMBER_S:
+                self._given.popitem(last=False)
+            given = self._given.get(request.name)
+        if given is None or given.public_key != request.public_key:
+            return None
+        device = self._store.device(request.name)
+        counts = device.removed_at is None and device.certificate_serial == pki.serial(given.certificate)
+        return given.certificate if counts else None
 
     def _site(self) -> Json:
         return {

@@ -19,7 +19,7 @@ from starlette.concurrency import run_in_threadpool
 from edgefl.coordinator import pki
 from edgefl.coordinator.access import Guard
 from edgefl.coordinator.directory import CoordinatorDirectory
-from edgefl.coordinator.joining.enrolment import read_capped
+from edgefl.coordinator.joining.enrolment import REMEMBER_S, read_capped
 from edgefl.errors import NetworkError, TooManyTriesError
 from edgefl.protocol import PROTOCOL_VERSION, load_json
 from edgefl.storage.certificate_rows import renew_certificate
@@ -28,8 +28,6 @@ from edgefl.types import Json
 
 log = logging.getLogger(__name__)
 
-REMEMBER_S = 600.0
-"""For so long the same request gets the same answer."""
 MAX_RENEWALS = 5
 """So many in that time: every certificate is remembered until it has ended."""
 MAX_CSR_CHARS = 8192

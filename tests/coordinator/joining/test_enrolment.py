@@ -15,11 +15,12 @@ from cryptography.x509.oid import NameOID
 
 from edgefl import __version__
 from edgefl.coordinator.directory import init_directory
-from edgefl.coordinator.joining.enrolment import BrokerSite, EnrolmentService
+from edgefl.coordinator.joining.enrolment import REMEMBER_S, BrokerSite, EnrolmentService
 from edgefl.coordinator.joining.tokens import TokenTerms, make_token
 from edgefl.device.trust import pinned_context
 from edgefl.errors import JoinError, NameTakenError, NetworkError, UsageError, VersionError
 from edgefl.protocol import EVALUATOR_NAME, MAX_JSON_BYTES, JoinToken
+from edgefl.storage.queries import history
 from edgefl.storage.store import Store
 
 
@@ -29,13 +30,14 @@ class Desk:
         self.store = Store.open(self.directory.database)
         self.enrolled: list[str] = []
         self.evaluator_token: str | None = None
+        self.now = 5000.0
         self.service = EnrolmentService(
             directory=self.directory,
             store=self.store,
             on_enrolled=lambda device_id, _key: self.enrolled.append(device_id),
             broker=BrokerSite(port=8883, host="broker.lan"),
             evaluator_token=lambda: self.evaluator_token,
-            clock=lambda: 5000.0,
+            clock=lambda: self.now,
         )
         self.token: JoinToken = make_token(self.store, self.directory, TokenTerms(uses=2), now=5000.0)
 
@@ -73,6 +75,24 @@ def test_the_answer_says_where_everything_is(desk: Desk) -> None:
     assert (answer["device_id"], answer["fleet"], answer["addresses"]) == ("pi-1", "lab", ["pi.local:8000"])
     assert answer["broker"] == {"port": 8883, "host": "broker.lan"}
     assert desk.service.hello()["time"] == 5000.0
+
+
+def test_who_asks_again_and_again_gets_one_certificate_in_ten_minutes(desk: Desk) -> None:
+    request = desk.request()
+    given = desk.service.enroll(request)["certificate"]
+    assert {desk.service.enroll(request)["certificate"] for _ in range(5)} == {given}
+    desk.now += REMEMBER_S
+    later = desk.service.enroll(request)["certificate"]
+    assert later != given
+    assert desk.service.enroll(request)["certificate"] == later
+    assert len(history(desk.store, "events", where=["kind=certificate-issued"])) == 2
+
+
+def test_a_board_that_was_removed_gets_another_certificate_when_it_joins_again(desk: Desk) -> None:
+    request = desk.request()
+    given = desk.service.enroll(request)["certificate"]
+    desk.store.remove_device("pi-1", at=desk.now)
+    assert desk.service.enroll(request)["certificate"] != given
 
 
 def test_a_key_that_is_not_the_request_s_is_refused(desk: Desk) -> None:
