@@ -1,7 +1,8 @@
 """One database: opening and upgrading it, and its transactions.
 
 Writes run one at a time. Those that no journal could rebuild (devices, tokens, runs) are durable when they
-return; the others are so at the latest with the next durable one (SQLite's synchronous FULL and NORMAL).
+return; the others are so at the latest with the next durable one (SQLite's synchronous FULL and NORMAL), or when
+`sync` returns.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from sqlalchemy.engine import URL
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 
 from edgefl.errors import StoreError, StoreTooNewError
+from edgefl.files import store_error
 from edgefl.storage.failures import explained
 from edgefl.storage.rebuilding import rebuild_derived
 
@@ -107,6 +109,31 @@ class Database:
                 yield
             finally:
                 self._batch.connection = before
+
+    def sync(self) -> None:
+        """Returns when everything that was committed is durable, whoever committed it: one fsync, and no lock.
+
+        A database server makes each commit durable itself.
+
+        Raises:
+            StoreFullError: no room.
+            StoreError: the disk cannot take it.
+        """
+        if self.engine.dialect.name != "sqlite":
+            return
+        # What the WAL no longer holds is durable in the database: SQLite sees to that before it reuses the WAL.
+        # Its locks are on the other two files, so closing this one lets none go.
+        wal = Path(f"{Path(self.where).resolve()}-wal")
+        try:
+            handle = os.open(wal, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                os.fdatasync(handle)
+            finally:
+                os.close(handle)
+        except FileNotFoundError:  # nobody has the database open any more, and it has all
+            return
+        except OSError as error:
+            raise store_error(wal, error) from error
 
     @property
     def _current(self) -> Connection | None:

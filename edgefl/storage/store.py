@@ -42,3 +42,7 @@ class Store(FleetRows, RunRows, HeartbeatRows, DeploymentRows, InstallationRows,
     def batch(self, *, durable: bool = False) -> AbstractContextManager[None]:
         """Makes one transaction of the calls inside the `with` block: all are kept, or none."""
         return self.database.batch(durable=durable)
+
+    def sync(self) -> None:
+        """Returns when everything that was written is durable; see `Database.sync`."""
+        self.database.sync()

@@ -1,5 +1,6 @@
 """Opening, upgrading, refusing, and what happens when a disk is full or a database is locked."""
 
+import errno
 import os
 import re
 import sqlite3
@@ -20,6 +21,7 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import create_engine, event
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateTable
+from synced_wal import SyncedWal
 
 import edgefl.storage.database as database_module
 from edgefl.errors import StoreBusyError, StoreError, StoreFullError, StoreTooNewError
@@ -216,6 +218,42 @@ def test_a_batch_is_kept_whole_or_not_at_all(store):
     with store.database.read() as connection:
         kept = connection.exec_driver_sql("SELECT message FROM events ORDER BY id").scalars().all()
     assert kept == ["second", "third"]
+
+
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_what_was_written_survives_a_power_cut_after_a_sync(tmp_path, monkeypatch, is_linked):
+    path = tmp_path / "edgefl.db"
+    with Store.open(path) as store:
+        synced = SyncedWal(store, monkeypatch)
+        store.record_event("test", "before", at=1.0)
+        (tmp_path / "link.db").symlink_to(path)
+        if is_linked:
+            with Store.open(tmp_path / "link.db") as linked:
+                linked.sync()
+        else:
+            store.sync()
+        store.record_event("test", "behind", at=2.0)
+        with Store.open(synced.cut(tmp_path / "cut.db")) as cut, cut.database.read() as connection:
+            assert connection.exec_driver_sql("SELECT message FROM events").scalars().all() == ["before"]
+
+
+def test_a_store_whose_wal_is_gone_has_nothing_to_sync(tmp_path, store):
+    store.close()
+    assert not (tmp_path / "edgefl.db-wal").exists()
+    store.sync()
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, StoreFullError), (errno.EIO, StoreError)])
+def test_a_disk_that_fails_a_sync_is_named_with_the_file(store, monkeypatch, number, kind):
+    def fail(_handle):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fdatasync", fail)
+    store.record_event("test", "something", at=1.0)
+    with pytest.raises(StoreError, match=r"edgefl\.db-wal cannot be written") as error:
+        store.sync()
+    assert type(error.value) is kind
+    one_line(error)
 
 
 def test_a_refused_call_inside_a_batch_leaves_the_rest_of_it(store):

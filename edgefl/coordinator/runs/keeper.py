@@ -69,7 +69,7 @@ class Keeper:
         self._wal.sync()
         # Before there is a checkpoint: a run that goes on from one derives no row from what lies before it.
         self._ledger.publish()
-        self._ledger.flush()
+        self._ledger.sync()
         saved = save_state(self._folder, state, self._wal.last_record, standing)
         self._wal.checkpointed(CheckpointMark(sha256=saved.sha256, last_record=saved.last_record))
         if not is_of_former_life:

@@ -146,6 +146,15 @@ class Ledger:
                     self._ready = rows.followed_by(self._ready)
                 raise
 
+    def sync(self) -> None:
+        """Writes what is ready, and returns when all that was ever written is durable, whichever thread wrote it.
+
+        Raises:
+            StoreError: as `flush`.
+        """
+        self.flush()
+        self._store.sync()
+
     def finish(self) -> None:
         """Writes what is ready and sums the rounds up: each of them with what came after it had closed.
 

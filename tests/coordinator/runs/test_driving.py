@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from faulty_fleet import TASK, FaultyFleet, first_model
 from live_faulty_fleet import LiveFaultyFleet
+from synced_wal import SyncedWal
 
 from edgefl.config import ModelsSection
 from edgefl.coordinator.directory import CoordinatorDirectory
@@ -188,3 +189,24 @@ def test_a_coordinator_that_dies_while_it_writes_down_the_end_of_a_run_is_follow
 def test_updates_wait_in_some_of_these_places(stores: list[Site]) -> None:
     state, _ = stores[0].drive(Boards(FaultyFleet(1), stops_at=8))
     assert num_encoded(state) > 1
+
+
+@pytest.mark.parametrize("stops_at", range(6, 16))
+def test_after_a_power_cut_the_history_has_all_that_the_checkpoint_knows(
+    stores: list[Site], stops_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgefl.coordinator.runs.keeper.CHECKPOINT_EVERY", 1)
+    monkeypatch.setattr("edgefl.coordinator.runs.keeper.CHECKPOINT_EVERY_S", 0.0)
+    whole, cut = stores
+    expected, _ = whole.drive(Boards(FaultyFleet(1)))
+
+    synced = SyncedWal(cut.store, monkeypatch)
+    _, is_over = cut.drive(boards := Boards(FaultyFleet(1), stops_at=stops_at))
+    assert not is_over
+    boards.stops_at = None
+    with Store.open(synced.cut(tmp_path / "cut.db")) as cut.store:
+        state, is_over = cut.drive(boards)
+        assert (digest(state), is_over) == (digest(expected), True)
+        rows = [history(site.store, "updates", run="r") for site in stores]
+    known = [sorted((row["assignment_id"], row["outcome"], row["applied_version"]) for row in each) for each in rows]
+    assert known[0] == known[1]

@@ -7,9 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from synced_wal import SyncedWal
 
 from edgefl.coordinator.directory import CoordinatorDirectory
+from edgefl.coordinator.runs import keeper as keeping
 from edgefl.coordinator.runs.keeper import CHECKPOINT_AFTER_S, CHECKPOINT_EVERY, CHECKPOINT_EVERY_S, Keeper
+from edgefl.coordinator.runs.ledger import EventRow, Ledger
+from edgefl.storage.journal import WalJournal
+from edgefl.storage.store import Store
+from edgefl.tally import Earlier
 
 
 class Site:
@@ -56,3 +62,24 @@ def test_what_another_life_must_not_do_again_is_kept_at_once(site: Site) -> None
     site.keeper.begin(5, at_once=True)
     assert site.keeper.is_due(5)
     assert not site.keeper.is_due(5)
+
+
+@pytest.mark.parametrize("is_written", [False, True], ids=["by the checkpoint", "just before by another thread"])
+def test_rows_are_on_disk_before_the_checkpoint_is(
+    is_written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, seen = CoordinatorDirectory(root=tmp_path, fleet="lab", hosts=()), list[bool]()
+    with (
+        Store.open(tmp_path / "edgefl.db") as store,
+        WalJournal(directory.runs / "r" / "journal", lambda body: {}) as wal,
+    ):
+        store.add_run(run_id="r", name="n", task="t", strategy="s", config={}, seed=1, submitted_at=1.0)
+        synced, ledger, save = SyncedWal(store, monkeypatch), Ledger(store, "r"), keeping.save_state
+        monkeypatch.setattr(keeping, "save_state", lambda *args: (seen.append(synced.is_whole), save(*args))[1])
+        ledger.event(EventRow(kind="hello", device_id=None, message="m", at=2.0))
+        if is_written:
+            ledger.publish()
+            ledger.flush()
+            assert not synced.is_whole
+        Keeper(directory, "r", wal=wal, ledger=ledger).checkpoint(Earlier(updates=1, bytes=2, seconds=3.0))
+    assert seen == [True]
