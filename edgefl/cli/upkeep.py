@@ -57,7 +57,7 @@ def backup(root: Path | None, file: Path, store_url: str | None, *, without_mode
     click.echo(f"fleet {manifest.fleet} in {file}: {len(manifest.files)} files, {size}")
     click.echo(NOTICE)
     if store is None:
-        click.echo("The store is not in it: dump that database with its own tools (pg_dump) at the same time.")
+        click.echo("The store is not in it: dump that database with its own tools (pg_dump) now.")
 
 
 @click.command()

@@ -83,10 +83,11 @@ def back_up(
         raise UsageError(f"{target} lies in the directory that is backed up; name a file elsewhere")
     try:
         with _stage(directory) as stage:
+            # Before the store: rows are in it before a checkpoint is written, so its copy has all that these know of.
+            _hold_runs(directory.runs, stage / "runs")
             if with_models:  # before and after: a model that the copied store names was there at one of the two times
                 _hold(directory.models, stage / "models")
             revision = None if store is None else _copied(store, stage / directory.database.name)
-            _hold_runs(directory.runs, stage / "runs")
             _hold_rest(directory, stage, with_models=with_models)
             return _pack(stage, target, directory.fleet, revision=revision, has_models=with_models)
     except OSError as error:

@@ -183,7 +183,7 @@ def test_a_store_on_a_database_server_has_to_be_dumped_by_its_own_tools(run: Any
     run("init", "--dir", tmp_path / "c")
     code, out, _ = run("backup", "--dir", tmp_path / "c", tmp_path / "b.tar.gz", "--store", "postgresql://db/edgefl")
     assert code == 0
-    assert "pg_dump" in out
+    assert "(pg_dump) now" in out
     code, out, _ = run("restore", tmp_path / "b.tar.gz", "--dir", tmp_path / "new")
     assert code == 0
     assert "its own tools" in out

@@ -231,7 +231,7 @@ def test_two_backups_at_a_time_are_one_too_many(directory: CoordinatorDirectory,
         back_up(directory, tmp_path / "b.tar.gz", store=directory.database)
 
 
-def test_journal_and_checkpoints_fit_each_other_while_a_run_writes_and_prunes_both(
+def test_store_journal_and_checkpoints_fit_each_other_while_a_run_writes_and_prunes_all(
     directory: CoordinatorDirectory, tmp_path: Path
 ) -> None:
     stop, errors, folder = threading.Event(), list[Exception](), directory.runs / "busy"
@@ -268,8 +268,12 @@ def test_journal_and_checkpoints_fit_each_other_while_a_run_writes_and_prunes_bo
             back_up(directory, archive, store=directory.database)
             restored, _ = restore(archive, tmp_path / f"new-{number}")
             kept = restored.runs / "busy"
+            with closing(sqlite3.connect(restored.database)) as connection:
+                versions = "SELECT coalesce(max(CAST(message AS INTEGER)), 0) FROM events WHERE kind = 'version'"
+                (known,) = connection.execute(versions).fetchone()
             for checkpoint in checkpoints(kept / "checkpoints"):
-                load_state(kept / "checkpoints", backups.Manifest, checkpoint)
+                state = load_state(kept / "checkpoints", backups.Manifest, checkpoint)
+                assert int(state.version) <= known, "the store knows of what the run goes on from"
                 behind = [record.number for record in read_journal(kept / "journal", after=checkpoint.last_record)]
                 first = checkpoint.last_record + 1
                 assert behind == list(range(first, first + len(behind)))
