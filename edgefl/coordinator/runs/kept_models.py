@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from edgefl.config import ModelsSection
-from edgefl.errors import EdgeflError
-from edgefl.files import sync_directory
+from edgefl.errors import EdgeflError, StoreError
+from edgefl.files import store_error, sync_directory
 from edgefl.storage.checkpoints import save_model
 from edgefl.storage.model_rows import keep_models, unnamed_models
 from edgefl.storage.records import CheckpointRow
@@ -100,6 +100,7 @@ class ModelKeeper:
                 self._lock.notify_all()
                 self._lock.wait_for(lambda: self._error or self._has_room(waiting.num_bytes))
                 self._needed_bytes = 0
+                self._raise_error()
             self._waiting[version] = waiting
             if self._rule.keep_best:
                 self._awaited[version] = None
@@ -145,11 +146,8 @@ class ModelKeeper:
         """Writes what waits, unless something went wrong before; a run that was cut off keeps what it had."""
         self._awaited.clear()
         self._stop()
-        if self._error is None and self._waiting:
-            try:
-                self._write()
-            except EdgeflError as error:
-                log.warning("the last models of run %s are not kept: %s", self._run_id, error)
+        if self._error is None and self._waiting and (error := self._try_to_write()) is not None:
+            log.warning("the last models of run %s are not kept: %s", self._run_id, error)
 
     def _start(self) -> None:
         if self._thread is None:
@@ -169,15 +167,28 @@ class ModelKeeper:
                 self._lock.wait_for(lambda: self._closing or self._waiting or self._changed)
                 if self._closing:
                     return
-            try:
-                self._write()
-            except EdgeflError as error:
+            if (error := self._try_to_write()) is not None:
                 with self._lock:
                     self._error = error
                     self._lock.notify_all()
                 return
             with self._lock:
                 self._lock.wait_for(self._is_urgent, timeout=self._write_every_s)
+
+    def _try_to_write(self) -> EdgeflError | None:
+        """Returns what went wrong, if anything did, as an error that the run's thread may raise."""
+        try:
+            self._write()
+        except EdgeflError as error:
+            return error
+        except OSError as error:
+            return store_error(self._folder, error)
+        except Exception as error:  # no memory to pack a model, say: the run's thread would wait for room for ever
+            log.exception("models of run %s cannot be written", self._run_id)
+            return StoreError(
+                f"models of run {self._run_id} cannot be written: {error!r}; start the coordinator again"
+            )
+        return None
 
     def _write(self) -> None:
         """Writes what waits and what is known of it, then lets go of what the rule does not keep."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 from edgefl.config import ModelsSection
 from edgefl.coordinator.runs import kept_models
 from edgefl.coordinator.runs.kept_models import ModelKeeper, remove_unnamed, retained, sweep_models
-from edgefl.errors import StoreError
+from edgefl.errors import StoreError, StoreFullError
 from edgefl.storage.checkpoints import load_model_file
 from edgefl.storage.model_rows import keep_models
 from edgefl.storage.model_rows import kept_models as rows_of
@@ -247,6 +248,63 @@ def test_models_that_wait_are_bounded_and_the_run_waits_for_the_disk_instead(sto
     keeper.finish(29, 29, 500, model(29))
     assert most <= 40
     assert versions(store) == list(range(1, 30))
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "told"),
+    [
+        (MemoryError("no 300 MB"), StoreError, "run r cannot be written: MemoryError"),
+        (OSError(errno.EMFILE, "Too many open files"), StoreError, "models cannot be written: Too many open files"),
+        (OSError(errno.ENOSPC, "No space left on device"), StoreFullError, "free some space"),
+    ],
+    ids=["no memory", "no file left", "no room"],
+)
+def test_whatever_ends_the_writing_is_told_to_a_run_that_waits_for_room(
+    error: Exception, kind: type[Exception], told: str, store: Store, keep: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_full = threading.Event()
+
+    def fail(*_args: Any) -> None:
+        is_full.wait(60.0)
+        raise error
+
+    monkeypatch.setattr(kept_models, "save_model", fail)
+    keeper, raised = keep(keep_every=1, pace={"max_waiting_bytes": 16}), list[BaseException]()
+    keeper.take(1, 1, 10, model(1))
+
+    def take() -> None:
+        try:
+            keeper.take(2, 2, 20, model(2))
+        except StoreError as met:
+            raised.append(met)
+
+    run = threading.Thread(target=take, daemon=True)
+    run.start()
+    eventually(lambda: keeper._needed_bytes)
+    is_full.set()
+    run.join(60.0)
+    assert not run.is_alive()
+    assert type(raised[0]) is kind
+    assert told in str(raised[0])
+    with pytest.raises(kind, match="cannot be written"):
+        keeper.finish(3, 3, 30, model(3))
+    assert versions(store) == []
+
+
+def test_a_run_that_is_cut_off_ends_without_the_models_that_cannot_be_written(
+    store: Store, keep: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    keeper = keep(pace={"write_every_s": 60.0})
+    keeper.take(1, 1, 10, model(1))
+    eventually(lambda: versions(store) == [1])
+
+    def fail(*_args: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(kept_models, "save_model", fail)
+    keeper.take(2, 2, 20, model(2))
+    keeper.close()
+    assert "the last models of run r are not kept" in caplog.text
 
 
 def test_evaluations_that_never_end_keep_a_few_models_only(store: Store, keep: Any) -> None:
