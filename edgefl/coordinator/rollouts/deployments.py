@@ -149,7 +149,7 @@ class Deployments:
         return record
 
     def _look(self) -> bool:
-        heard = self._thread.each(self._news.take().items(), lambda news: self._take(*news))
+        heard = self._thread.each(self._news.waiting(), lambda name: self._news.hand_on(name, self._take))
         went_well = self._thread.each(self._store.open_deployments(), self._step)
         self._adopt()
         return heard and went_well

@@ -170,7 +170,7 @@ class Installations:
         return chosen, left_out
 
     def _look(self) -> bool:
-        heard = self._thread.each(self._news.take().items(), lambda news: self._take(*news))
+        heard = self._thread.each(self._news.waiting(), lambda name: self._news.hand_on(name, self._take))
         return self._thread.each(self._store.open_installations(), self._step) and heard
 
     def _take(self, device_id: str, said: Json) -> None:

@@ -53,7 +53,10 @@ class Teller:
 
 
 class News:
-    """What each device said last of its rollouts, once for every change; safe between threads."""
+    """What each device said last of its rollouts, once for every change.
+
+    Any thread may note; one alone hands on.
+    """
 
     def __init__(self) -> None:
         self._known: dict[str, Json | None] = {}
@@ -68,11 +71,19 @@ class News:
             self._known[device_id], self._fresh[device_id] = said, said or {}
         return True
 
-    def take(self) -> dict[str, Json]:
-        """Returns what has come since the last time, by device."""
+    def waiting(self) -> list[str]:
+        """Returns the devices of which something is news."""
         with self._lock:
-            fresh, self._fresh = self._fresh, {}
-        return fresh
+            return list(self._fresh)
+
+    def hand_on(self, device_id: str, take: Callable[[str, Json], None]) -> None:
+        """Hands the news of a device to `take`; it stays news where that raises: it is said just once."""
+        with self._lock:
+            said = self._fresh[device_id]
+        take(device_id, said)
+        with self._lock:
+            if self._fresh[device_id] is said:  # and nothing newer has come meanwhile
+                del self._fresh[device_id]
 
 
 def present(roster: Roster) -> list[DeviceInfo]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -16,7 +16,7 @@ from edgefl.coordinator.fleet.roster import Roster
 from edgefl.coordinator.rollouts import telling
 from edgefl.coordinator.rollouts.deployment_wishes import DeploymentWish
 from edgefl.coordinator.rollouts.deployments import Deployments
-from edgefl.errors import EdgeflError, NotFoundError, TaskError, UsageError
+from edgefl.errors import EdgeflError, NotFoundError, StoreBusyError, StoreFullError, TaskError, UsageError
 from edgefl.protocol import EVALUATOR_NAME, Command, Heartbeat, Status
 from edgefl.storage.records import CheckpointRow
 from edgefl.storage.store import Store
@@ -342,3 +342,25 @@ def test_nobody_waits_for_a_canary_that_was_taken_out_of_the_fleet(fleet: Fleet)
     fleet.roster.remove("a")
     eventually(lambda: str(fleet.store.deployment(record.deployment_id).status) == "failed")
     assert fleet.store.deployment(record.deployment_id).reason == "canary a: it was taken out of the fleet"
+
+
+@pytest.mark.parametrize("error", [StoreFullError("no room"), StoreBusyError("in use"), ZeroDivisionError("odd")])
+def test_a_report_outlasts_what_hinders_that_it_is_kept(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    for name in ("pi-1", "pi-2"):
+        fleet.add(name)
+    made = fleet.start().submit(wish()).deployment_id
+    eventually(lambda: len(fleet.commands) == 2)
+    known, errors = fleet.store.device_deployments, [error]
+    monkeypatch.setattr(
+        fleet.store, "device_deployments", lambda name: _raise(errors.pop()) if errors else known(name)
+    )
+    fleet.say("pi-1", "running", made)
+    fleet.say("pi-2", "running", made)
+    eventually(lambda: fleet.stages(made) == {"pi-1": "running", "pi-2": "running"})
+    assert errors == []
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from wheel_files import Signer, make_wheel, stand_in
@@ -17,7 +17,16 @@ from edgefl.coordinator.fleet.roster import Roster
 from edgefl.coordinator.rollouts import bundle_files, rollout_thread
 from edgefl.coordinator.rollouts.bundle_files import BundleFiles
 from edgefl.coordinator.rollouts.installations import OLDER, Installations, InstallationWish
-from edgefl.errors import BundleError, ConfigError, EdgeflError, NotFoundError, UsageError, VersionError
+from edgefl.errors import (
+    BundleError,
+    ConfigError,
+    EdgeflError,
+    NotFoundError,
+    StoreBusyError,
+    StoreFullError,
+    UsageError,
+    VersionError,
+)
 from edgefl.protocol import EVALUATOR_NAME, Capabilities, Command, Heartbeat, Status
 from edgefl.storage.news import events_after
 from edgefl.storage.store import Store
@@ -334,3 +343,25 @@ def test_a_bundle_that_is_damaged_on_the_disk_does_not_hide_the_others(fleet: Fl
     (fleet.files.folder / f"{'0' * 64}.bundle").write_bytes(bytes(5000))
     assert [one.sha256 for one in fleet.files.kept()] == [fleet.release]
     assert fleet.files.release(NEXT).sha256 == fleet.release
+
+
+@pytest.mark.parametrize("error", [StoreFullError("no room"), StoreBusyError("in use"), ZeroDivisionError("odd")])
+def test_a_report_outlasts_what_hinders_that_it_is_kept(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    for name in ("pi-1", "pi-2"):
+        fleet.add(name)
+    made = submit(fleet, fleet.start())
+    eventually(lambda: len(fleet.commands) == 2)
+    known, errors = fleet.store.device_installations, [error]
+    monkeypatch.setattr(
+        fleet.store, "device_installations", lambda name: _raise(errors.pop()) if errors else known(name)
+    )
+    fleet.say("pi-1", "running", made)
+    fleet.say("pi-2", "running", made)
+    eventually(lambda: fleet.stages(made) == {"pi-1": "running", "pi-2": "running"})
+    assert errors == []
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error

@@ -11,7 +11,9 @@ from edgefl.coordinator.fleet.presence import Presence
 from edgefl.coordinator.fleet.roster import Roster
 from edgefl.coordinator.rollouts import telling
 from edgefl.coordinator.rollouts.telling import MAX_REASON_CHARS, News, Teller, reason_of
+from edgefl.errors import StoreFullError
 from edgefl.protocol import Command, CommandKind, Heartbeat, Status
+from edgefl.types import Json
 
 
 class Ears:
@@ -35,6 +37,14 @@ def tell(teller: Teller, *, is_at_it: bool = False) -> None:
     teller.tell("pi", CommandKind.INSTALL, "i1", is_at_it=lambda _: is_at_it)
 
 
+def handed(news: News) -> list[tuple[str, Json]]:
+    """Takes all news there are."""
+    taken: list[tuple[str, Json]] = []
+    for device_id in news.waiting():
+        news.hand_on(device_id, lambda *one: taken.append(one))
+    return taken
+
+
 def test_a_device_is_told_after_its_first_heartbeat_and_not_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     roster, ears = online(), Ears()
     teller = Teller(roster, ears)
@@ -54,8 +64,41 @@ def test_a_device_is_told_after_its_first_heartbeat_and_not_again_at_once(monkey
 def test_only_what_has_changed_is_news_and_silence_after_words_is() -> None:
     news, said = News(), {"id": "i1", "state": "fetching"}
     assert [news.note("pi", one) for one in (said, dict(said), None, None)] == [True, False, True, False]
-    assert news.take() == {"pi": {}}
-    assert news.take() == {}
+    assert handed(news) == [("pi", {})]
+    assert handed(news) == []
+
+
+def test_what_could_not_be_taken_stays_news() -> None:
+    news = News()
+    for name in ("pi-1", "pi-2"):
+        news.note(name, {"state": "running"})
+
+    def stumble(_device_id: str, _said: Json) -> None:
+        raise StoreFullError("no room")
+
+    with pytest.raises(StoreFullError):
+        news.hand_on("pi-1", stumble)
+    assert handed(news) == [("pi-1", {"state": "running"}), ("pi-2", {"state": "running"})]
+    assert handed(news) == []
+
+
+def test_what_is_said_while_older_words_are_taken_is_news_whatever_becomes_of_those() -> None:
+    news = News()
+    news.note("pi", {"state": "fetching"})
+
+    def hear_more(device_id: str, _said: Json) -> None:
+        news.note(device_id, {"state": "running"})
+
+    news.hand_on("pi", hear_more)
+    assert news.waiting() == ["pi"]
+
+    def stumble(device_id: str, _said: Json) -> None:
+        news.note(device_id, {"state": "refused"})
+        raise StoreFullError("no room")
+
+    with pytest.raises(StoreFullError):
+        news.hand_on("pi", stumble)
+    assert handed(news) == [("pi", {"state": "refused"})]
 
 
 @pytest.mark.parametrize(
