@@ -40,7 +40,7 @@ to heartbeats and operators needs as well, and have their bodies in memory."""
 QUICK = frozenset({PULL_MESSAGES, PUSH_MESSAGES})
 QUICK_BYTES = 64 * 1024
 """Such requests, up to this size, are answered where they come in: to pass them to another thread, and their answers
-back, costs more than they do, and both threads share one interpreter."""
+back, costs more than they do, and both threads share one interpreter. Whoever takes what is in them must not wait."""
 
 OnRefused = Callable[[str, Request, int | None, str], None]
 

@@ -319,7 +319,8 @@ class SuperLink:
     """The Flower side of the coordinator: nodes, runs and messages.
 
     Args:
-        on_reply: called with every complete reply, in a thread of the web server.
+        on_reply: called with every complete reply, in a thread of the web server; where that is the thread of its
+            event loop, it must not wait.
         watcher: told of every authenticated request.
         on_refused: called with what was tried, the request, its node if it is known, and why it was refused.
         folder: where large replies lie while they wait for their turn; None for the system's temporary files.

@@ -32,6 +32,7 @@ from starlette.requests import Request
 
 from edgefl.coordinator import superlink as superlink_module
 from edgefl.coordinator.directory import init_directory
+from edgefl.coordinator.dispatch.inbox import HELD_BYTES, PATIENCE_S, Inbox
 from edgefl.coordinator.fleet_api import MAX_OBJECT_BYTES, PUSH_OBJECT_BYTES
 from edgefl.coordinator.superlink import EdgeLinkState, PieceStore, SuperLink, prepare_body
 from edgefl.coordinator.web.https_port import WebServer, listen, make_app
@@ -333,6 +334,20 @@ def test_an_instruction_that_was_cancelled_is_not_handed_out(site, run):
     assert device.supernode.pull().message.metadata.message_id == second
     run.cancel(second)
     assert site.leftovers() == NOTHING
+
+
+def test_small_replies_do_not_hold_up_the_server_while_the_run_has_no_room_for_them(site, run, monkeypatch):
+    inbox = Inbox(lambda reply: lambda: reply)
+    inbox.put("large", HELD_BYTES + 1)  # waits for a run that computes
+    monkeypatch.setattr(site.superlink, "_deliver", lambda reply: inbox.put(reply, len(reply.body)))
+    device = site.device()
+    began_s = time.monotonic()
+    for body in (b"first", b"second", b"third"):
+        send(run, device, body)
+        work(device)
+    assert time.monotonic() - began_s < PATIENCE_S
+    large, *replies = [item for portion in iter(lambda: inbox.take(0.0), []) for item in portion]
+    assert (large, [reply.body for reply in replies]) == ("large", [b"first", b"second", b"third"])
 
 
 def test_a_reply_that_is_pushed_again_is_refused_and_delivered_once(site, run):

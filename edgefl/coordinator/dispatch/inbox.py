@@ -2,11 +2,13 @@
 
 A thousand devices may answer within a second with a model each. The run's thread takes them in portions, and those
 who bring more wait, so that the rest stays where it is: on disk, or with the devices. Nobody waits for long, since a
-run may stand still for minutes: what comes meanwhile is laid aside.
+run may stand still for minutes: what comes meanwhile is laid aside. The thread of an event loop does not wait at all:
+with it everybody would.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import deque
@@ -55,7 +57,7 @@ class Inbox(Generic[T]):
         return self._num_held
 
     def put(self, item: T, num_bytes: int = 0) -> None:
-        """Adds an item; one with a body waits for room, for a while."""
+        """Adds an item; one with a body waits for room, for a while, or not at all in the thread of an event loop."""
         later = self._lay_aside(item) if num_bytes and not self._gets_room() else None
         with self._lock:
             waiting = _Waiting(later or (lambda: item), num_bytes, 0 if later else num_bytes)
@@ -85,5 +87,14 @@ class Inbox(Generic[T]):
             self._left.notify_all()
 
     def _gets_room(self) -> bool:
+        patience_s = 0.0 if _is_in_event_loop() else PATIENCE_S
         with self._lock:
-            return self._left.wait_for(lambda: self._num_held <= HELD_BYTES or self._is_closed, PATIENCE_S)
+            return self._left.wait_for(lambda: self._num_held <= HELD_BYTES or self._is_closed, patience_s)
+
+
+def _is_in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 
@@ -150,3 +151,21 @@ def test_nothing_is_laid_aside_while_there_is_room() -> None:
         inbox.put(item, PORTION_BYTES)
         assert inbox.take(0.0) == [item]
     assert shelf.taken == []
+
+
+@pytest.mark.parametrize("is_full", [False, True], ids=["laid aside", "no room on disk"])
+def test_an_event_loop_never_waits_for_room(*, is_full: bool) -> None:
+    shelf = Shelf()
+    shelf.is_full = is_full
+    inbox = Inbox[int](shelf.lay_aside)
+    number = _fill(inbox)
+
+    async def bring() -> None:
+        for item in range(number, number + 5):
+            inbox.put(item, 1)
+
+    began_s = time.monotonic()
+    asyncio.run(bring())
+    assert time.monotonic() - began_s < PATIENCE_S
+    assert shelf.taken == ([] if is_full else list(range(number, number + 5)))
+    assert [item for portion in iter(lambda: inbox.take(0.0), []) for item in portion] == list(range(number + 5))
