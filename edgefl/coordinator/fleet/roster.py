@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from edgefl.coordinator.fleet.listeners import Listeners
 from edgefl.coordinator.fleet.live_vitals import LiveVitals
 from edgefl.coordinator.fleet.presence import DeviceRecord, DeviceState, Presence, PresenceEvent
 from edgefl.coordinator.fleet.twins import Cloned, Twins, TwinTried
@@ -86,25 +87,22 @@ class _Entry:
 
 
 class Roster:
-    """Keeps the fleet; every call is safe from any thread, listeners are called outside the lock."""
+    """Keeps the fleet; every call is safe from any thread.
+
+    Listeners are called outside the lock, with one event after the other as they happened, perhaps by another thread
+    than the one whose call it was.
+    """
 
     def __init__(self, presence: Presence, clock: Callable[[], float]) -> None:
         self._presence, self._clock, self._twins = presence, clock, Twins()
         self._entries: dict[str, _Entry] = {}
         self._by_node: dict[int, str] = {}
-        self._listeners: list[Listener] = []
+        self._listeners = Listeners[RosterEvent]()
         self._lock = threading.RLock()
 
     def listen(self, listener: Listener) -> Callable[[], None]:
         """Calls `listener` with every event; returns what ends that."""
-        with self._lock:
-            self._listeners = [*self._listeners, listener]
-
-        def end() -> None:
-            with self._lock:
-                self._listeners = [other for other in self._listeners if other is not listener]
-
-        return end
+        return self._listeners.listen(listener)
 
     def add(
         self,
@@ -139,7 +137,8 @@ class Roster:
                     self._by_node.pop(former.node_id, None)
                 self._entries[device_id] = _Entry(info=info, node_id=node_id)
                 self._by_node[node_id] = device_id
-        self._tell([Added(device_id=device_id)])
+            self._listeners.note([Added(device_id=device_id)])
+        self._listeners.tell()
 
     def remove(self, device_id: str) -> int | None:
         """Forgets a device; returns its node id."""
@@ -150,7 +149,8 @@ class Roster:
             if entry is None:
                 return None
             self._by_node.pop(entry.node_id, None)
-        self._tell([Removed(device_id=device_id)])
+            self._listeners.note([Removed(device_id=device_id)])
+        self._listeners.tell()
         return entry.node_id
 
     def device_of(self, node_id: int) -> str | None:
@@ -202,7 +202,8 @@ class Roster:
             if entry is None or entry.is_drained == drained:
                 return
             entry.is_drained = drained
-        self._tell([Changed(device_id=device_id)])
+            self._listeners.note([Changed(device_id=device_id)])
+        self._listeners.tell()
 
     def speed_of(self, device_id: str) -> float | None:
         """Returns how many seconds an iteration of a device took lately."""
@@ -264,15 +265,18 @@ class Roster:
                     if entry.boot_id:
                         events.insert(0, Restarted(device_id=device_id))
                     entry.boot_id = status.boot_id
-        self._tell(events)
+            self._listeners.note(events)
+        self._listeners.tell()
 
     def note_heartbeat(self, device_id: str, heartbeat: Heartbeat) -> None:
         with self._lock:
             if device_id not in self._entries or self._twins.refusal(device_id, heartbeat.boot_id or "") is not None:
                 return
             now_s = self._clock()
-            events: list[RosterEvent] = [*self._presence.heartbeat(device_id, heartbeat, now_s)]
-        self._tell([*events, Holding(device_id=device_id, assignment_ids=tuple(heartbeat.holding), at_s=now_s)])
+            self._listeners.note(self._presence.heartbeat(device_id, heartbeat, now_s))
+            holding = Holding(device_id=device_id, assignment_ids=tuple(heartbeat.holding), at_s=now_s)
+            self._listeners.note([holding])
+        self._listeners.tell()
 
     def note_capabilities(self, device_id: str, capabilities: Capabilities) -> None:
         examples = {task: count for task, count in capabilities.shards.items() if isinstance(count, int)}
@@ -287,13 +291,15 @@ class Roster:
                 tasks=tuple(sorted(examples)),
                 blocks=_blocks(capabilities.facts.get("blocks")),
             )
-        self._tell([Changed(device_id=device_id)])
+            self._listeners.note([Changed(device_id=device_id)])
+        self._listeners.tell()
 
     def note_contact(self, node_id: int) -> None:
         with self._lock:
             device_id = self._by_node.get(node_id)
-            events = self._presence.seen(device_id, self._clock()) if device_id else []
-        self._tell(events)
+            if device_id:
+                self._listeners.note(self._presence.seen(device_id, self._clock()))
+        self._listeners.tell()
 
     def note_call(self, node_id: int, instance: str, *, stamp: str, address: str) -> str | None:
         """Takes a signed request of one agent process; returns why that is refused, None if it is not.
@@ -310,9 +316,10 @@ class Roster:
                 return None
             found = self._twins.called(device_id, instance, stamp=stamp, address=address, now_s=self._clock())
             refusal = self._twins.refusal(device_id, instance)
-        if found:
-            # What waited for the device may have gone to its twin: as after a restart, it is given again.
-            self._tell([*found, Restarted(device_id=device_id)])
+            if found:
+                # What waited for the device may have gone to its twin: as after a restart, it is given again.
+                self._listeners.note([*found, Restarted(device_id=device_id)])
+        self._listeners.tell()
         return refusal
 
     def stamp(self, node_id: int) -> str:
@@ -332,8 +339,8 @@ class Roster:
     def tick(self) -> None:
         """Finds out who fell silent; called about twice a second."""
         with self._lock:
-            events = self._presence.tick(self._clock())
-        self._tell(events)
+            self._listeners.note(self._presence.tick(self._clock()))
+        self._listeners.tell()
 
     def _twin_of_status(self, device_id: str, status: Status) -> list[RosterEvent]:
         """Returns whether a status shows that there are two agents, or comes from the one that is refused."""
@@ -349,11 +356,6 @@ class Roster:
 
     def _records(self) -> list[DeviceRecord]:
         return self._presence.records(self._clock())
-
-    def _tell(self, events: Sequence[RosterEvent]) -> None:
-        for event in events:
-            for listener in self._listeners:
-                listener(event)
 
 
 def smoothed(before: float | None, newest: float) -> float:

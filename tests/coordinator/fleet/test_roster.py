@@ -300,7 +300,7 @@ def test_many_threads_may_use_it_at_once():
         thread.join(60)
     assert failures == []
     assert names(fleet) == []
-    assert len(fleet.roster._listeners) == 1
+    assert len(fleet.roster._listeners._heard_by) == 1
     gone = [event.device_id for event in fleet.heard if isinstance(event, Transition) and event.after == "offline"]
     assert sorted(gone) == [f"pi-{number}" for number in range(8)]
 
@@ -334,3 +334,31 @@ def test_a_drained_device_is_no_worker_and_its_change_is_told_once(fleet):
     assert (names(fleet), fleet.roster.is_drained("pi"), fleet.roster.is_drained("nobody")) == ([], True, False)
     fleet.add("pi", 7)
     assert fleet.roster.is_drained("pi"), "joining again with the same key changes nothing"
+
+
+def test_what_happens_to_a_device_is_heard_in_its_order_whichever_threads_tell_it(fleet):
+    fleet.add("pi-2", 8)
+    for name in ("pi", "pi-2"):
+        fleet.beat(name)
+    fleet.take()
+    is_told, is_back = threading.Event(), threading.Event()
+
+    def linger(event):
+        if isinstance(event, Transition) and event.after is DeviceState.GONE and not is_told.is_set():
+            is_told.set()
+            assert is_back.wait(30)
+
+    fleet.roster.listen(linger)
+    fleet.now_s = 17.0
+    ticking = threading.Thread(target=fleet.roster.tick)
+    ticking.start()
+    assert is_told.wait(30)
+    for node_id in (7, 8):  # both are back before the second one's silence is told
+        fleet.roster.note_contact(node_id)
+    is_back.set()
+    ticking.join(30)
+    assert not ticking.is_alive()
+    heard = [(event.device_id, event.after) for event in fleet.take()]
+    for name in ("pi", "pi-2"):
+        assert [after for device_id, after in heard if device_id == name] == [DeviceState.GONE, DeviceState.ONLINE]
+        assert fleet.roster.state(name) is DeviceState.ONLINE

@@ -1,0 +1,127 @@
+"""Events of many threads, and those who hear them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from edgefl.coordinator.fleet.listeners import Listeners
+
+
+@pytest.fixture
+def listeners() -> Listeners[int]:
+    return Listeners()
+
+
+def happen(listeners: Listeners[int], events: Sequence[int]) -> None:
+    listeners.note(events)
+    listeners.tell()
+
+
+def test_everybody_hears_everything_in_its_order_until_that_is_ended(listeners: Listeners[int]) -> None:
+    first: list[int] = []
+    second: list[int] = []
+    end = listeners.listen(first.append)
+    listeners.listen(second.append)
+    happen(listeners, [1, 2])
+    end()
+    end()
+    happen(listeners, [3])
+    assert (first, second) == ([1, 2], [1, 2, 3])
+
+
+def test_what_a_listener_causes_is_told_after_what_it_hears_and_to_everybody(listeners: Listeners[int]) -> None:
+    first: list[int] = []
+    second: list[int] = []
+
+    def cause_more(event: int) -> None:
+        first.append(event)
+        if event < 10:
+            happen(listeners, [event + 10])
+
+    listeners.listen(cause_more)
+    listeners.listen(second.append)
+    happen(listeners, [1, 2])
+    assert first == second == [1, 2, 11, 12]
+
+
+def test_who_finds_another_at_it_goes_on_at_once_and_what_it_brought_is_told(listeners: Listeners[int]) -> None:
+    heard: list[int] = []
+    is_told, may_go_on = threading.Event(), threading.Event()
+
+    def linger(event: int) -> None:
+        heard.append(event)
+        is_told.set()
+        assert may_go_on.wait(30)
+
+    listeners.listen(linger)
+    teller = threading.Thread(target=happen, args=(listeners, [1]))
+    teller.start()
+    assert is_told.wait(30)
+    happen(listeners, [2])
+    assert heard == [1]
+    may_go_on.set()
+    teller.join(30)
+    assert heard == [1, 2]
+
+
+class LateLock:
+    """A lock before whose release something more happens, once."""
+
+    def __init__(self, before_release: Callable[[], None]) -> None:
+        self._lock, self._late = threading.Lock(), [before_release]
+
+    def acquire(self, *, blocking: bool) -> bool:
+        return self._lock.acquire(blocking=blocking)
+
+    def release(self) -> None:
+        if self._late:
+            self._late.pop()()
+        self._lock.release()
+
+
+def test_what_comes_when_all_was_told_and_the_teller_has_not_let_go_is_told(listeners: Listeners[int]) -> None:
+    heard: list[int] = []
+    listeners.listen(heard.append)
+    listeners._telling = LateLock(lambda: happen(listeners, [2]))  # type: ignore[assignment]
+    happen(listeners, [1])
+    assert heard == [1, 2]
+
+
+def test_what_a_listener_raises_comes_out_and_the_other_events_are_told_next(listeners: Listeners[int]) -> None:
+    heard: list[int] = []
+
+    def stumble(event: int) -> None:
+        if event == 1:
+            raise ZeroDivisionError("odd")
+        heard.append(event)
+
+    listeners.listen(stumble)
+    with pytest.raises(ZeroDivisionError):
+        happen(listeners, [1, 2])
+    listeners.tell()
+    assert heard == [2]
+
+
+def test_no_event_of_many_threads_is_left_behind_or_overtaken(listeners: Listeners[int]) -> None:
+    noted: list[int] = []
+    heard: list[int] = []
+    listeners.listen(heard.append)
+    lock = threading.Lock()
+
+    def work(number: int) -> None:
+        for turn in range(500):
+            with lock:
+                noted.append(number * 1000 + turn)
+                listeners.note(noted[-1:])
+            listeners.tell()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert heard == noted
+    assert len(heard) == 8 * 500
