@@ -35,6 +35,11 @@ redacted() {
     sed -u 's/efl1\.[A-Za-z0-9_=-]*/efl1.(secret)/g'
 }
 
+# A power cut while a join file is overwritten leaves zeros under its name: such a one counts as absent.
+holds_token() {
+    grep -q 'efl1\.' "$1" 2>/dev/null && [ "$(tr -cd '\000' <"$1" | wc -c)" -eq 0 ]
+}
+
 system() {
     if command -v systemctl >/dev/null 2>&1; then
         systemctl "$@"
@@ -47,7 +52,7 @@ arrange() {
     here=$(cd "$(dirname "$0")" && pwd)
     mkdir -p "$home" "$units"
     chmod 700 "$home"
-    if [ -e "$done_mark" ] && [ ! -e "$here/join.json" ]; then
+    if [ -e "$done_mark" ] && ! holds_token "$here/join.json"; then
         say "this board is ready already"
         return 0
     fi
@@ -100,9 +105,10 @@ destroy() {
 # Copies the payload off the card, with the token into a place that only root can read; then the card has none.
 take() {
     source=$(cat "$home/source")
-    if [ ! -e "$source/join.json" ]; then
+    if ! holds_token "$source/join.json"; then
         # It was taken before; what failed came after.
-        is_whole "$payload" || fail "$source holds no join.json, and $payload no whole payload; write the card again"
+        is_whole "$payload" ||
+            fail "$source holds no join.json with a token, and $payload no whole payload; write the card again"
         return 0
     fi
     say "copying $source"
@@ -164,7 +170,7 @@ install_edgefl() {
 }
 
 hand_over() {
-    [ -e "$payload/join.json" ] || return 0
+    holds_token "$payload/join.json" || return 0
     if [ -e "$root/var/lib/edgefl/device.json" ]; then
         say "this board has joined already; the token of the card is not used"
         destroy "$payload/join.json"
@@ -179,6 +185,7 @@ hand_over() {
     fi
     sync
     destroy "$payload/join.json"
+    sync
 }
 
 # cloud-init must not be robbed of its files while it works with them; it ends after the rest of the boot.
@@ -219,13 +226,18 @@ tidy_card() {
     fi
 }
 
-finish() {
+clear_away() {
     rm -rf "$payload"
-    mkdir -p "$root/var/lib"
-    : >"$done_mark"
-    sync
     tidy_card
     rm -f "$units/multi-user.target.wants/$unit" "$units/$unit"
+}
+
+finish() {
+    mkdir -p "$root/var/lib"
+    # Before anything goes: a board without payload and mark would ask for a card that it does not need.
+    : >"$done_mark"
+    sync
+    clear_away
     for name in edgefl-join.service edgefl-device.service edgefl-update.path; do
         system start --no-block "$name" || true
     done
@@ -254,6 +266,10 @@ log_file() {
 run() {
     if [ -e "$done_mark" ]; then
         say "this board is ready already"
+        # The power went after the mark and before the rest.
+        [ ! -e "$home/source" ] || clear_away
+        sync
+        rm -rf "$home"
         return 0
     fi
     [ -e "$home/source" ] || fail "run firstboot.sh from the payload first"

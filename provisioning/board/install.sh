@@ -239,9 +239,18 @@ put_units() {
     done
 }
 
+# A power cut while a join file is overwritten leaves zeros under its name: such a one counts as absent.
+holds_token() {
+    grep -q 'efl1\.' "$1" 2>/dev/null && [ "$(tr -cd '\000' <"$1" | wc -c)" -eq 0 ]
+}
+
 put_join_file() {
     joins=no
     [ -e "$folder/join.json" ] || return 0
+    if ! holds_token "$folder/join.json"; then
+        say "the payload's join file holds no token and is not used"
+        return 0
+    fi
     if [ -e "$state/device.json" ]; then
         say "this board has joined a fleet already; the join file is not used"
         return 0

@@ -204,6 +204,64 @@ def test_a_damaged_card_is_named_and_nothing_is_installed(board: Board, damage: 
     assert not board.joined.exists()
 
 
+def test_zeros_on_the_card_do_not_take_the_place_of_the_token_that_was_copied(board: Board) -> None:
+    board.firstboot("--no-start")
+    shutil.copytree(board.card, board.kept / "edgefl")
+    _overwrite(board.card / "join.json")
+    ran = board.work()
+    assert ran.returncode == 0, ran.stdout
+    assert board.joined.read_text() == JOIN_FILE
+    assert not (board.card / "join.json").exists()
+
+
+def test_zeros_in_the_payload_do_not_take_the_place_of_the_token_that_was_handed_over(board: Board) -> None:
+    board.firstboot("--no-start")
+    shutil.copytree(board.card, board.kept / "edgefl")
+    (board.card / "join.json").unlink()
+    _overwrite(board.kept / "edgefl/join.json")
+    board.joined.parent.mkdir(parents=True)
+    board.joined.write_text(JOIN_FILE)
+    ran = board.work()
+    assert ran.returncode == 0, ran.stdout
+    assert board.joined.read_text() == JOIN_FILE
+
+
+@pytest.mark.parametrize("num_bytes", [1, 20, 10_000])
+def test_a_card_whose_token_is_zeros_is_to_be_written_again(board: Board, num_bytes: int) -> None:
+    _overwrite(board.card / "join.json", num_bytes)
+    board.firstboot("--no-start")
+    ran = board.work()
+    assert ran.returncode == 1
+    assert "holds no join.json with a token" in ran.stdout
+    assert not board.done.exists()
+
+
+def test_zeros_on_the_card_of_a_ready_board_do_not_make_it_begin_again(board: Board) -> None:
+    board.firstboot("--no-start")
+    board.work()
+    (board.card / "join.json").write_bytes(bytes(100))
+    assert board.firstboot("--no-start").stdout == "edgefl: this board is ready already\n"
+    assert board.done.exists()
+
+
+def test_a_board_cut_off_while_it_clears_away_is_ready_and_clears_the_rest_at_its_next_boot(board: Board) -> None:
+    payload, rm = board.kept / "edgefl", board.root.parent / "programs/rm"
+    is_other = f'[ "$*" != "-rf {payload}" ] || [ ! -e {board.joined} ]'
+    rm.write_text(f'#!/bin/sh\n/bin/rm "$@"\n{is_other} || kill -9 $PPID\n')
+    rm.chmod(0o755)
+    board.firstboot("--no-start")
+    board.work()
+    rm.unlink()
+    unit = board.root / "etc/systemd/system/edgefl-firstboot.service"
+    assert unit.exists()
+    assert "ConditionPathExists" not in unit.read_text(), "the unit must run once more"
+    ran = board.work()
+    assert (ran.returncode, ran.stdout) == (0, "edgefl: this board is ready already\n")
+    assert board.joined.read_text() == JOIN_FILE
+    assert not unit.exists()
+    assert not board.kept.exists()
+
+
 def test_cloud_init_s_copies_go_and_a_token_pasted_into_user_data_goes_with_them(board: Board) -> None:
     instance = board.root / "var/lib/cloud/instances/i-1"
     instance.mkdir(parents=True)
@@ -293,3 +351,9 @@ def test_systemd_has_nothing_to_say_against_the_unit() -> None:
     unit = sources.path("board/edgefl-firstboot.service")
     told = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, check=False)
     assert (told.returncode, told.stderr) == (0, "")
+
+
+def _overwrite(path: Path, num_bytes: int = 10_000) -> None:
+    """Leaves what a power cut does while a file is overwritten."""
+    body = path.read_bytes()
+    path.write_bytes(bytes(min(num_bytes, len(body))) + body[num_bytes:])

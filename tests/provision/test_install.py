@@ -19,6 +19,7 @@ from edgefl.provision.payload import payload
 from edgefl.provision.sources import path as source
 
 SCRIPT = source("board/install.sh")
+JOIN_FILE = '{"token": "efl1.x"}'
 MAIN = b"import dep\nprint('edgefl, version', dep.NAME)\n"
 
 
@@ -99,7 +100,7 @@ def board(tmp_path: Path) -> Board:
         folder.mkdir()
     made.program("systemctl", f'echo "$@" >> {made.programs}/calls')
     made.program("sync", ":")  # the real one waits for all disks of this machine
-    for name, content in payload('{"token": "x"}').items():
+    for name, content in payload(JOIN_FILE).items():
         (made.folder / name).parent.mkdir(parents=True, exist_ok=True)
         (made.folder / name).write_bytes(content if isinstance(content, bytes) else content.read_bytes())
     made.release("1.0")
@@ -114,7 +115,7 @@ def test_a_bare_board_gets_a_slot_its_units_its_signers_and_the_join_file(board:
     assert done.returncode == 0, done.stderr
     assert (board.slot(), board.runs()) == ("a", "edgefl, version 1.0")
     join = board.root / "etc/edgefl/join.json"
-    assert join.read_text() == '{"token": "x"}'
+    assert join.read_text() == JOIN_FILE
     assert stat.S_IMODE(join.stat().st_mode) == 0o600
     installed = {path.name for path in (board.root / "etc/systemd/system").glob("*.service")}
     assert {"edgefl-join.service", "edgefl-device.service"} <= installed
@@ -164,6 +165,17 @@ def test_a_device_that_joined_is_restarted_for_another_version_and_keeps_its_fle
     assert board.systemctl_calls()[-1] == "restart --no-block edgefl-device.service"
     board.install()
     assert board.systemctl_calls()[-1] == "start --no-block edgefl-device.service"
+
+
+def test_a_join_file_of_zeros_does_not_take_the_place_of_a_good_one(board: Board) -> None:
+    join = board.root / "etc/edgefl/join.json"
+    join.parent.mkdir(parents=True)
+    join.write_text(JOIN_FILE)
+    (board.folder / "join.json").write_bytes(bytes(len(JOIN_FILE)))
+    done = board.install()
+    assert done.returncode == 0, done.stderr
+    assert "holds no token and is not used" in done.stdout
+    assert join.read_text() == JOIN_FILE
 
 
 @pytest.mark.slow
