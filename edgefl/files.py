@@ -47,6 +47,7 @@ def open_whole(path: Path, *, mode: int = 0o600) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fchmod(file.fileno(), mode)
+            _give_to_owner(file.fileno(), path.parent)
             os.fsync(file.fileno())
         Path(name).replace(path)
         sync_directory(path.parent)
@@ -66,6 +67,8 @@ def make_private_directory(directory: Path) -> None:
     try:
         if not directory.is_dir():
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with _opened_directory(directory) as handle:
+                _give_to_owner(handle, directory.parent)
             sync_directory(directory.parent)
         directory.chmod(0o700)
     except OSError as error:
@@ -76,11 +79,8 @@ def make_private_directory(directory: Path) -> None:
 
 def sync_directory(directory: Path) -> None:
     """Makes names that were made or removed in `directory` durable."""
-    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with _opened_directory(directory) as handle:
         os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def is_held(lock: Path) -> bool:
@@ -109,3 +109,22 @@ def store_error(path: Path, error: OSError) -> StoreError:
     if error.errno in FULL_ERRNOS:
         return StoreFullError(f"{path} cannot be written: {error.strerror}; free some space and try again")
     return StoreError(f"{path} cannot be written: {error.strerror or error}")
+
+
+@contextlib.contextmanager
+def _opened_directory(directory: Path) -> Iterator[int]:
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _give_to_owner(handle: int, folder: Path) -> None:
+    """Gives what root has just made in somebody's private folder to them, who could not read it otherwise."""
+    owner = folder.stat()
+    if os.geteuid() != 0 or owner.st_uid == 0 or owner.st_mode & 0o077:
+        return
+    # A root without the right to give files away, as in some containers, keeps them; what reads them is root as well.
+    with contextlib.suppress(PermissionError):
+        os.fchown(handle, owner.st_uid, owner.st_gid)

@@ -38,7 +38,12 @@ def command(*, root: Path | None, state: Path | None, url: str | None, store_url
 
     parts = _chosen(root, state, url, store_url) or _found_here(store_url)
     if not parts:
-        raise NotJoinedError("nothing of edgefl is set up here; give --dir DIR, --state DIR or --url URL")
+        from edgefl.device.slots.layout import PROVISIONED  # noqa: PLC0415 fast start
+
+        raise NotJoinedError(
+            "nothing of edgefl is set up here; give --dir DIR, --state DIR or --url URL; on a provisioned board: "
+            + PROVISIONED.format("doctor")
+        )
     parts = [("software", check_software), *parts]
     rows = [
         {"where": where, **{name: str(getattr(finding, name)) for name in COLUMNS[1:]}}

@@ -15,6 +15,7 @@ from edgefl.device.board.training_facts import training_facts
 from edgefl.device.broker_probe import BrokerRules, probe_rules, shake_hands
 from edgefl.device.install_facts import Site, install_facts, own_site
 from edgefl.device.mqtt_session import LinkTls
+from edgefl.device.slots.layout import PROVISIONED
 from edgefl.device.state import DeviceState
 from edgefl.device.trust import Hello, pinned_context, say_hello
 from edgefl.errors import BrokerError, EdgeflError, NotJoinedError, VersionError, WrongCaError
@@ -202,16 +203,21 @@ def _version(hello: Hello) -> Finding:
     return ok("versions", f"the coordinator has edgefl {hello.version}, which fits")
 
 
+def _shard_add(words: str) -> str:
+    command = PROVISIONED.format if own_site().slots is not None else "edgefl {}".format
+    return command(f"device shard add {words}")
+
+
 def _shards(state: DeviceState) -> list[Finding]:
     shards = state.device.shards
     if not shards:
-        return [warning("shards", "this device has no shard", "edgefl device shard add TASK PATH")]
+        return [warning("shards", "this device has no shard", _shard_add("TASK PATH"))]
     findings = []
     for task, path in shards.items():
         try:
             report = check_shard(make_task(task, {}), path)
         except (EdgeflError, OSError) as error:
-            findings.append(problem("shards", f"{task}: {error}", f"edgefl device shard add {task} PATH"))
+            findings.append(problem("shards", f"{task}: {error}", _shard_add(f"{task} PATH")))
             continue
         missing = f"; none of the classes {', '.join(map(str, report.missing))}" if report.missing else ""
         findings.append(ok("shards", f"{task}: {report.num_examples} examples in {path}{missing}"))

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from edgefl.device.joining.join_file import JoinFile
 from edgefl.device.joining.shard_access import remedy
+from edgefl.device.slots.layout import PROVISIONED
 from edgefl.errors import ConfigError, DataError, EdgeflError, JoinError, NetworkError
 from edgefl.provision import sources
 from edgefl.provision.drop_ins import shard_drop_ins
@@ -238,7 +239,7 @@ class _Board:
         known = facts.device.get("shards")
         if isinstance(known, dict) and known != dict(self._host.shards):
             told = ", ".join(f"{task}={path}" for task, path in known.items()) or "none"
-            notes.append(f"its data is {told}; another with: edgefl device shard add TASK PATH")
+            notes.append(f"its data is {told}; another with: {PROVISIONED.format('device shard add TASK PATH')}")
         return "; ".join(note for note in notes if note)
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from edgefl.device.state import (
     save_pending,
 )
 from edgefl.errors import ConfigError, NotJoinedError, StoreError
+from edgefl.files import make_private_directory, write_whole
 
 DEVICE = JoinedDevice(
     device_id="pi-1",
@@ -34,6 +36,35 @@ DEVICE = JoinedDevice(
 def state(tmp_path: Path) -> DeviceState:
     save_pending(tmp_path / "d", PendingJoin(key_pem=b"k", name="pi-1", ca_fingerprint="ab" * 32))
     return save_joined(tmp_path / "d", DEVICE, key_pem=b"k", cert_pem=b"c", ca_pem=b"a")
+
+
+IS_ROOT = os.geteuid() == 0
+NOBODY, NOGROUP = 65534, 65533
+
+
+def _owners(root: Path) -> set[tuple[int, int]]:
+    found = [root, *root.rglob("*")]
+    return {(path.lstat().st_uid, path.lstat().st_gid) for path in found}
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="only root makes files in other users' folders")
+def test_what_root_writes_into_the_folder_of_the_agent_s_user_is_that_user_s(state: DeviceState) -> None:
+    for path in (state.root, *state.root.iterdir()):
+        os.chown(path, NOBODY, NOGROUP)
+    state.set_shard("digits", "/data/b.npz")
+    save_pending(state.root, PendingJoin(key_pem=b"k", name="pi-2", ca_fingerprint="ab" * 32))
+    save_joined(state.root, DEVICE, key_pem=b"k2", cert_pem=b"c2", ca_pem=b"a2")
+    make_private_directory(state.root / "updates")
+    assert _owners(state.root) == {(NOBODY, NOGROUP)}
+    assert (state.root / "device.json").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="only root makes files in other users' folders")
+def test_what_root_writes_into_a_folder_that_others_may_enter_stays_root_s(tmp_path: Path) -> None:
+    os.chown(tmp_path, NOBODY, NOGROUP)
+    tmp_path.chmod(0o755)
+    write_whole(tmp_path / "secret", b"s")
+    assert (tmp_path / "secret").stat().st_uid == 0
 
 
 def test_what_was_saved_is_loaded(state: DeviceState) -> None:

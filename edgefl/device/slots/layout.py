@@ -27,6 +27,8 @@ NAMES = ("a", "b")
 CURRENT = "current"
 RECORD = "edgefl-slot.json"
 FORMAT = 1
+PROVISIONED = "sudo /opt/edgefl/current/bin/python -m edgefl {} --state /var/lib/edgefl"
+"""A command on a board that `edgefl provision` has made ready: `edgefl` is on no PATH there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
