@@ -136,6 +136,7 @@ class _Board:
     def __init__(self, host: BoardHost, visit: Visit) -> None:
         self._host, self._visit = host, visit
         self._become: tuple[str, ...] = ()
+        self._packs_left_out = ""
         self.step = Step.REACH
 
     def join(self, connection: Connection) -> tuple[Outcome, str]:
@@ -196,6 +197,7 @@ class _Board:
             told = self._as_root(connection, "sh", f"{folder}/install.sh", folder, *later)
             if told.status:
                 raise ConfigError(told.last_line().removeprefix("edgefl-install: failed: "))
+            self._packs_left_out = told.values.get("packs", [""])[-1]
         finally:
             if _FOLDER.match(folder):
                 connection.run("rm", "-rf", folder, within_s=120)
@@ -236,6 +238,8 @@ class _Board:
 
     def _notes(self, facts: BoardFacts) -> str:
         notes = [facts.skew_text(self._visit.now())]
+        if self._packs_left_out:
+            notes.append(f"without its task packs {self._packs_left_out}; bring them with edgefl devices install")
         known = facts.device.get("shards")
         if isinstance(known, dict) and known != dict(self._host.shards):
             told = ", ".join(f"{task}={path}" for task, path in known.items()) or "none"

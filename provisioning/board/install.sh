@@ -191,6 +191,29 @@ install_packages() {
     [ -z "$own" ] || pip_install "$@" "$own"
 }
 
+# Without the serials of the slot before, bundles that were signed before it would be taken once more.
+carry_serials() {
+    record=$opt/$current/edgefl-slot.json
+    if [ -z "$current" ] || [ ! -e "$record" ]; then
+        return 0
+    fi
+    packs=$("$python" -I -c 'import json, sys
+old = json.load(open(sys.argv[1]))
+serials, packs = dict(old["serials"]), dict(old["packs"])
+json.dump({"v": 1, "packs": {}, "serials": serials}, open(sys.argv[2], "w"))
+print(", ".join(sorted(packs)))' "$record" "$opt/$slot/edgefl-slot.json" 2>/dev/null) || {
+        # Going on is right: to install the slots again is what mends such a record.
+        rm -f "$opt/$slot/edgefl-slot.json"
+        say "$record is damaged: this board takes signed bundles of any age again"
+        return 0
+    }
+    if [ -n "$packs" ]; then
+        say "its task packs are not in this installation: $packs; bring them with edgefl devices install"
+        # For edgefl provision ssh, which tells it beside the board.
+        printf 'edgefl: packs %s\n' "$packs"
+    fi
+}
+
 make_slot() {
     say "installing edgefl ${wanted:-} into $opt/$slot with $("$python" --version)"
     rm -rf "${opt:?}/$slot"
@@ -198,6 +221,7 @@ make_slot() {
     install_packages
     "$opt/$slot/bin/python" -I -m edgefl --version >&2 ||
         fail "edgefl was installed and does not start; its words are above"
+    carry_serials
     # Written last: a slot without it was cut off by a power failure and is made anew.
     : >"$opt/$slot/.complete"
     sync

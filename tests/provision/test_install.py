@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 from made_wheels import make_wheel
 
+from edgefl.device.slots.layout import Pack, SlotRecord, Slots
 from edgefl.provision.payload import payload
 from edgefl.provision.sources import path as source
+from edgefl.provision.ssh import Told
 
 SCRIPT = source("board/install.sh")
 JOIN_FILE = '{"token": "efl1.x"}'
@@ -152,6 +154,32 @@ def test_another_version_goes_into_the_other_slot_and_back(board: Board) -> None
         done = board.install()
         assert done.returncode == 0, done.stderr
         assert (board.slot(), board.runs()) == (slot, f"edgefl, version {version}")
+
+
+def test_another_version_keeps_the_order_of_signed_bundles_and_names_the_packs_that_it_leaves_out(
+    board: Board,
+) -> None:
+    board.install()
+    slots = Slots(board.root / "opt/edgefl")
+    serials = {"edgefl": 1_700_000_200, "gulls": 1_700_000_300}
+    slots.write_record("a", SlotRecord(packs={"gulls": Pack(version="0.3", projects=("gulls",))}, serials=serials))
+    board.release("1.1")
+    done = board.install()
+    assert done.returncode == 0, done.stderr
+    assert slots.record("b") == SlotRecord(serials=serials)
+    assert "its task packs are not in this installation: gulls; bring them with edgefl devices install" in done.stdout
+    assert Told(status=0, output=done.stdout, errors="").values["packs"] == ["gulls"]
+
+
+@pytest.mark.slow
+def test_a_damaged_record_of_bundles_is_told_and_does_not_keep_a_board_from_being_mended(board: Board) -> None:
+    board.install()
+    (board.root / "opt/edgefl/a/edgefl-slot.json").write_text('{"v": 1, "packs": {}, "seri')
+    board.release("1.1")
+    done = board.install()
+    assert done.returncode == 0, done.stderr
+    assert "takes signed bundles of any age again" in done.stdout
+    assert Slots(board.root / "opt/edgefl").record("b") == SlotRecord()
 
 
 @pytest.mark.slow
