@@ -9,6 +9,8 @@ from edgefl.provision import cloud_init, firstrun, preseed
 from edgefl.provision.card import BACKUP, MARK, Files, Read, System, Wishes
 from edgefl.provision.payload import FOLDER
 
+_OUR_START = frozenset(word.encode() for word in firstrun.RUN)
+
 
 def card_files(system: System, wishes: Wishes, payload: Mapping[str, bytes | Path], read: Read) -> Files:
     """Returns all that is written onto the card, the payload first.
@@ -18,9 +20,21 @@ def card_files(system: System, wishes: Wishes, payload: Mapping[str, bytes | Pat
     """
     render = {System.TRIXIE: cloud_init.files, System.BOOKWORM: firstrun.files, System.PRESEED: preseed.files}[system]
     files: Files = {f"{FOLDER}/{name}": content for name, content in payload.items()}
-    made = render(wishes, lambda name: read(f"{name}{BACKUP}") or read(name))
+    made = render(wishes, lambda name: _known(name, read))
     files |= {f"{name}{BACKUP}": old for name in made if (old := _to_keep(name, read)) is not None}
     return files | made
+
+
+def _known(name: str, read: Read) -> bytes | None:
+    """Returns a file as it was before edgefl; the kernel's command line as it is now, without our words in it."""
+    present, kept = read(name), read(f"{name}{BACKUP}")
+    if name != "cmdline.txt":
+        return kept or present
+    if present is None or kept is None:
+        return present
+    # The first boot gives the disk another id, which root= names: with the line of before the board boots no more.
+    theirs = kept.split()
+    return b" ".join(word for word in present.split() if word in theirs or word not in _OUR_START)
 
 
 def _to_keep(name: str, read: Read) -> bytes | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import tomllib
@@ -12,7 +13,7 @@ import pytest
 
 from edgefl.errors import ConfigError
 from edgefl.provision import firstrun, preseed
-from edgefl.provision.card import Network, System, Wishes, detected_system
+from edgefl.provision.card import CGROUP, Network, System, Wishes, detected_system
 from edgefl.provision.card_files import card_files
 
 KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIFIp2etN me@pc"
@@ -149,3 +150,52 @@ def test_what_is_replaced_is_kept_beside_it_once_and_never_with_a_token() -> Non
     again = card_files(System.TRIXIE, Wishes(name="pi-02"), {}, second.get)
     assert "user-data.before-edgefl" not in again
     assert b"hostname: a" in bytes(again["user-data"])  # type: ignore[arg-type]
+
+
+TRIXIE_LINE = "console=tty1 root=PARTUUID=11111111-02 rootfstype=ext4 rootwait resize ds=nocloud;i=rpi-imager-1\n"
+BOOKWORM_LINE = "console=tty1 root=PARTUUID=11111111-02 rootwait quiet init=/usr/lib/raspberrypi-sys-mods/firstboot\n"
+NEW_ROOT = "console=tty1 root=PARTUUID=22222222-02"
+
+
+def provisioned(card: dict[str, bytes], system: System, wishes: Wishes) -> dict[str, bytes]:
+    """Returns the card with what a call writes onto it."""
+    made = card_files(system, wishes, {}, card.get)
+    return card | {name: content for name, content in made.items() if isinstance(content, bytes)}
+
+
+def booted(card: dict[str, bytes]) -> dict[str, bytes]:
+    """Returns the card after a first boot of Raspberry Pi OS: another disk id, and no word of the first boot."""
+    line = card["cmdline.txt"].decode().replace("11111111", "22222222").replace(" resize", "")
+    line = re.sub(r" init=\S+| systemd\.\S+", "", line)
+    return {name: body for name, body in card.items() if name != "firstrun.sh"} | {"cmdline.txt": line.encode()}
+
+
+@pytest.mark.parametrize(
+    ("system", "line", "rest"),
+    [
+        (System.TRIXIE, TRIXIE_LINE, "rootfstype=ext4 rootwait ds=nocloud;i=second"),
+        (System.BOOKWORM, BOOKWORM_LINE, "rootwait quiet"),
+        (System.PRESEED, TRIXIE_LINE, "rootfstype=ext4 rootwait ds=nocloud;i=rpi-imager-1"),
+    ],
+)  # fmt: skip
+def test_a_card_that_was_booted_keeps_the_root_partition_that_its_first_boot_named(
+    system: System, line: str, rest: str
+) -> None:
+    card = booted(provisioned({"cmdline.txt": line.encode()}, system, Wishes(name="pi-01", instance_id="first")))
+    again = provisioned(card, system, Wishes(name="pi-01", instance_id="second"))
+    start = firstrun.RUN if system is System.BOOKWORM else ()
+    assert again["cmdline.txt"].decode() == " ".join([NEW_ROOT, rest, CGROUP, *start]) + "\n"
+    assert again["cmdline.txt.before-edgefl"].decode() == line
+
+
+def test_another_system_than_before_takes_the_earlier_one_s_start_out_of_the_command_line() -> None:
+    card = provisioned({"cmdline.txt": BOOKWORM_LINE.encode()}, System.BOOKWORM, Wishes(name="pi-01"))
+    again = provisioned(card, System.TRIXIE, Wishes(name="pi-01"))
+    assert again["cmdline.txt"].decode() == f"{BOOKWORM_LINE.strip()} {CGROUP}\n"
+
+
+def test_what_starts_a_script_of_somebody_else_stays_in_the_command_line() -> None:
+    line = " ".join([TRIXIE_LINE.strip(), *firstrun.RUN])
+    card = provisioned({"cmdline.txt": line.encode()}, System.TRIXIE, Wishes(name="pi-01"))
+    again = provisioned(card, System.TRIXIE, Wishes(name="pi-01"))
+    assert set(firstrun.RUN) < set(again["cmdline.txt"].decode().split())
