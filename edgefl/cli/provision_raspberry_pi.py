@@ -72,8 +72,8 @@ class Job:
 @click.option("--wifi-password", envvar="EDGEFL_WIFI_PASSWORD", help="Its password; asked for when it is missing.")
 @click.option("--wifi-open", is_flag=True, help="The Wi-Fi has no password.")
 @click.option("--wifi-hidden", is_flag=True, help="The Wi-Fi does not show its name.")
-@click.option("--wifi-country", metavar="CC", help="Whose rules the radio follows, such as DE.")
-@click.option("--ip", metavar="ADDRESS/PREFIX", help="A fixed address [default: DHCP].")
+@click.option("--wifi-country", metavar="CC", help="Whose rules the radio follows, such as DE; --wifi-ssid needs it.")
+@click.option("--ip", metavar="ADDRESS/PREFIX", help="A fixed address, of the Wi-Fi if one is named [default: DHCP].")
 @click.option("--gateway", help="The gateway of a fixed address.")
 @click.option("--dns", multiple=True, help="A name server of a fixed address [default: the gateway]; repeat.")
 @click.option("--interface", default="eth0", show_default=True, help="The wired interface.")
@@ -116,8 +116,11 @@ def command(  # noqa: PLR0913, PLR0917 one argument per option
     from edgefl.provision import card, wifi  # noqa: PLC0415 fast start
 
     options = BoardOptions.given()
-    if wifi_ssid is None and (wifi_password or wifi_open or wifi_hidden) and "EDGEFL_WIFI_PASSWORD" not in os.environ:
+    is_password_said = wifi_password is not None and "EDGEFL_WIFI_PASSWORD" not in os.environ
+    if wifi_ssid is None and (is_password_said or wifi_open or wifi_hidden or wifi_country):
         raise UsageError("a Wi-Fi needs its name: --wifi-ssid NAME")
+    if wifi_ssid is not None and wifi_country is None:
+        raise UsageError("a Wi-Fi needs its country, without which the radio stays off: --wifi-country DE")
     network = card.Network(
         ssid=None if wifi_ssid is None else wifi.checked_ssid(wifi_ssid),
         psk=None if wifi_ssid is None or wifi_open else _key(wifi_ssid, wifi_password),

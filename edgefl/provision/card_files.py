@@ -26,8 +26,13 @@ def card_files(system: System, wishes: Wishes, payload: Mapping[str, bytes | Pat
 
 
 def _known(name: str, read: Read) -> bytes | None:
-    """Returns a file as it was before edgefl; the kernel's command line as it is now, without our words in it."""
+    """Returns a file as it was before edgefl; but two as they are now.
+
+    These are the network, which an earlier call may have said, and the kernel's command line, without our words.
+    """
     present, kept = read(name), read(f"{name}{BACKUP}")
+    if name == "network-config":
+        return present
     if name != "cmdline.txt":
         return kept or present
     if present is None or kept is None:

@@ -22,7 +22,8 @@ START_SSH = ["systemctl", "enable", "--now", "ssh"]
 def files(wishes: Wishes, read: Read) -> Files:
     """Returns `user-data`, `network-config`, `meta-data` and what changes in `cmdline.txt`.
 
-    What Raspberry Pi Imager or the user wrote stays where the wishes say nothing else: accounts, Wi-Fi, host name.
+    What Raspberry Pi Imager or the user wrote stays where the wishes say nothing else: accounts, Wi-Fi, host name. So
+    does the network of an earlier call.
 
     Raises:
         ConfigError: the card's own user-data cannot be understood.
@@ -33,7 +34,7 @@ def files(wishes: Wishes, read: Read) -> Files:
     }
     known = _network(_text(read("network-config")))
     if not known or not wishes.network.is_default:
-        made["network-config"] = network_config(wishes.network)
+        made["network-config"] = network_config(wishes.network, known.get("wifis"))
     cmdline = read("cmdline.txt")
     if cmdline is not None:
         made["cmdline.txt"] = _cmdline(_text(cmdline), wishes.instance_id)
@@ -57,8 +58,8 @@ def user_data(wishes: Wishes, known_text: str = "") -> bytes:
     return _dumped(value, HEADER)
 
 
-def network_config(network: Network) -> bytes:
-    """Returns netplan's version 2, as cloud-init takes it."""
+def network_config(network: Network, known_wifis: object = None) -> bytes:
+    """Returns netplan's version 2, as cloud-init takes it; a Wi-Fi that is known stays where no other is wished."""
     addresses: dict[str, Any] = {"dhcp4": True}
     if network.address:
         addresses = {
@@ -70,6 +71,7 @@ def network_config(network: Network) -> bytes:
     value: dict[str, Any] = {"version": 2}
     if network.ssid is None:
         value["ethernets"] = {network.interface: {**addresses, "optional": False}}
+        value |= {"wifis": known_wifis} if known_wifis else {}
         return _dumped({"network": value})
     point: dict[str, Any] = {"password": network.psk} if network.psk else {}
     point |= {"hidden": True} if network.hidden else {}
@@ -112,7 +114,7 @@ def _cloud_config(text: str) -> dict[str, Any]:
 def _network(text: str) -> dict[str, Any]:
     """Returns what somebody configured; the stock file says no more than that a wire may be plugged in."""
     try:
-        value = _parsed(text) if MARK not in text else None
+        value = _parsed(text)
     except ValueError:
         return {}
     network = value.get("network", value) if isinstance(value, dict) else {}

@@ -47,9 +47,12 @@ def firstrun(wishes: Wishes) -> bytes:
         "USER": wishes.user or ("pi" if wishes.ssh_keys else ""),
         "SSH_KEY": "\n".join(wishes.ssh_keys),
         "SSID": network.ssid or "",
+        # A profile of NetworkManager's takes a name as bytes as well, whatever it holds.
+        "SSID_BYTES": "".join(f"{byte};" for byte in (network.ssid or "").encode()),
         "PSK": network.psk or "",
         "COUNTRY": network.country or "",
-        "HIDDEN": "yes" if network.hidden else "",
+        "HIDDEN": "true" if network.hidden else "",
+        "INTERFACE": network.interface,
         "ADDRESS": network.address or "",
         "GATEWAY": network.gateway or "",
         "DNS": ";".join(network.dns),

@@ -7,7 +7,7 @@ import math
 import re
 from typing import Any
 
-from edgefl.errors import ConfigError
+from edgefl.errors import ConfigError, UsageError
 from edgefl.provision import sources
 from edgefl.provision.card import CGROUP, MARK, Files, Read, Wishes, edited_cmdline
 from edgefl.untrusted import parse_toml
@@ -22,6 +22,7 @@ def files(wishes: Wishes, read: Read) -> Files:
 
     Raises:
         ConfigError: the card's own settings are no TOML.
+        UsageError: a Wi-Fi is to have a fixed address.
     """
     made: Files = {NAME: preseed(wishes, (read(NAME) or b"").decode("utf-8", errors="replace"))}
     cmdline = read("cmdline.txt")
@@ -76,6 +77,11 @@ def _sections(wishes: Wishes, known: dict[str, Any]) -> dict[str, dict[str, Any]
     if wishes.ssh_keys:
         keys = list(wishes.ssh_keys)
         made["ssh"] = {"enabled": True, "password_authentication": False, "authorized_keys": keys}
+    if network.ssid and network.address:
+        raise UsageError(
+            f"rpi-preseed knows no fixed address of a Wi-Fi, got {network.address}: leave --ip out (DHCP) or "
+            "--wifi-ssid (the wire); systems with --os trixie and bookworm can"
+        )
     if network.ssid:
         security: dict[str, Any] = {"key_mgmt": "none"}
         if network.psk:
@@ -84,7 +90,7 @@ def _sections(wishes: Wishes, known: dict[str, Any]) -> dict[str, dict[str, Any]
         made["wlan"] = {"ssid": network.ssid, **security, **country, "hidden": network.hidden}
     elif network.address:
         static = {"method": "static", "address": network.address, "gateway": network.gateway}
-        made["ethernet"] = {**static, "dns": list(network.dns)}
+        made["ethernet"] = {"interface": network.interface, **static, "dns": list(network.dns)}
     return made
 
 

@@ -96,7 +96,7 @@ def test_a_dry_run_shows_the_difference_and_writes_and_spends_nothing(
 ) -> None:
     monkeypatch.setenv("EDGEFL_WIFI_PASSWORD", "topsecretpass")
     before, tokens = tree(card), num_tokens(tmp_path)
-    code, out, err = run("--boot", card, "--name", "pi-01", "--wifi-ssid", "lab", "--dry-run")
+    code, out, err = run("--boot", card, "--name", "pi-01", "--wifi-ssid", "lab", "--wifi-country", "DE", "--dry-run")
     assert code == 0, err
     assert "+++ b/user-data" in out
     assert "+hostname: pi-01" in out
@@ -114,6 +114,9 @@ def test_a_token_is_made_by_the_coordinator_for_one_board(run: Run, card: Path, 
     assert token.fleet == "lab"
 
 
+WIFI = ["--boot", "{card}", "--name", "pi-01", "--wifi-ssid", "lab"]
+
+
 @pytest.mark.parametrize(
     ("given", "code", "words"),
     [
@@ -128,8 +131,26 @@ def test_a_token_is_made_by_the_coordinator_for_one_board(run: Run, card: Path, 
         (["--boot", "{card}", "--name", "pi-01", "--token-file", "{binary}"], 3, "is no text"),
         (["--boot", "{card}", "--name", "pi-01", "--token-file", "{new}"], 3, "cannot be read"),
         (["--boot", "{card}", "--name", "pi-01", "--wheels", "{empty}"], 3, "one wheel of edgefl"),
-        (["--boot", "{card}", "--name", "pi-01", "--wifi-ssid", "lab"], 2, "password is missing"),
-        (["--boot", "{card}", "--name", "pi-01", "--wifi-ssid", "lab", "--wifi-password", "x"], 2, "8 to 63"),
+        ([*WIFI, "--wifi-country", "DE"], 2, "password is missing"),
+        ([*WIFI, "--wifi-country", "DE", "--wifi-password", "x"], 2, "8 to 63"),
+        ([*WIFI, "--wifi-open"], 2, "--wifi-country DE"),
+        (["--boot", "{card}", "--name", "pi-01", "--wifi-country", "DE"], 2, "--wifi-ssid NAME"),
+        (
+            [
+                *WIFI,
+                "--wifi-country",
+                "DE",
+                "--wifi-open",
+                "--ip",
+                "10.0.0.7/24",
+                "--gateway",
+                "10.0.0.1",
+                "--os",
+                "preseed",
+            ],
+            2,
+            "no fixed address of a Wi-Fi",
+        ),
         (["--boot", "{card}", "--name", "pi-01", "--ip", "10.0.0.1"], 2, "prefix and a gateway"),
         (["--boot", "{card}", "--name", "pi-01", "--address", "a b"], 2, "HOST:PORT"),
         (["--boot", "{card}", "--name", "pi-01", "--token", "efl1.x"], 31, "damaged"),

@@ -13,7 +13,8 @@ import yaml
 from apt_packages import python_packages, unpacked
 
 from edgefl.errors import ConfigError
-from edgefl.provision.card import Network, Wishes, edited_cmdline
+from edgefl.provision.card import Network, System, Wishes, edited_cmdline
+from edgefl.provision.card_files import card_files
 from edgefl.provision.cloud_init import _cmdline, files, meta_data, network_config, user_data
 
 KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIFIp2etN me@pc"
@@ -173,6 +174,21 @@ def test_a_wi_fi_that_imager_configured_stays_without_one_here() -> None:
     card = {"network-config": known}
     assert "network-config" not in files(Wishes(name="pi-01"), card.get)
     assert "network-config" in files(Wishes(name="pi-01", network=WIFI), card.get)
+
+
+@pytest.mark.parametrize("network", [WIFI, STATIC, Network(interface="end0")])
+def test_a_network_that_an_earlier_call_said_stays_where_a_later_one_says_none(network: Network) -> None:
+    ours = files(Wishes(name="pi-01", network=network), {}.get)["network-config"]
+    for card in ({"network-config": ours}, {"network-config": ours, "network-config.before-edgefl": STOCK.encode()}):
+        assert "network-config" not in card_files(System.TRIXIE, Wishes(name="pi-02"), {}, card.get)  # type: ignore[arg-type]
+
+
+def test_a_fixed_address_of_the_wire_takes_no_wi_fi_away() -> None:
+    known = b"network: {version: 2, wifis: {wlan0: {access-points: {home: {password: x}}}}}\n"
+    made = files(Wishes(name="pi-01", network=STATIC), {"network-config": known}.get)["network-config"]
+    value = loaded(bytes(made))["network"]  # type: ignore[arg-type]
+    assert value["wifis"] == {"wlan0": {"access-points": {"home": {"password": "x"}}}}
+    assert value["ethernets"]["eth0"]["addresses"] == ["10.0.0.7/24"]
 
 
 STOCK = "network: {version: 2, ethernets: {eth0: {dhcp4: true, optional: true}}}\n"

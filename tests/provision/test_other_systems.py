@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import configparser
 import os
 import re
 import shutil
+import stat
 import subprocess
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from apt_packages import unpacked
 
-from edgefl.errors import ConfigError
+from edgefl.errors import ConfigError, UsageError
 from edgefl.provision import firstrun, preseed
 from edgefl.provision.card import CGROUP, Network, System, Wishes, detected_system
 from edgefl.provision.card_files import card_files
@@ -54,6 +58,9 @@ def test_bookworm_s_command_line_runs_the_script_once_and_keeps_the_rest() -> No
     assert sorted(bytes(again["cmdline.txt"]).split()) == sorted(line.encode().split())  # type: ignore[arg-type]
 
 
+PROFILES = "etc/NetworkManager/system-connections"
+
+
 def run_firstrun(script: bytes, root: Path) -> list[str]:
     """Runs the script with /boot and /usr below `root`, and returns what it called."""
     boot, programs = root / "boot/firmware", root / "usr/lib"
@@ -64,7 +71,10 @@ def run_firstrun(script: bytes, root: Path) -> list[str]:
     (boot / "edgefl").mkdir(parents=True)
     (boot / "edgefl/firstboot.sh").write_text(f'printf "%s\\n" firstboot "$@" >>"{root}/calls"\n')
     (boot / "cmdline.txt").write_bytes(CMDLINE.strip() + b" systemd.run=/boot/firmware/firstrun.sh\n")
+    (root / PROFILES).mkdir(parents=True)
+    (root / PROFILES / "preconfigured.nmconnection").touch()  # as set_wlan leaves it
     text = script.decode().replace("/boot/firmware", str(boot)).replace("/usr/lib", str(programs))
+    text = text.replace("/etc/", f"{root}/etc/")
     (boot / "firstrun.sh").write_text(text)
     done = subprocess.run(["sh", boot / "firstrun.sh"], cwd=root, env={"PATH": os.environ["PATH"]}, check=False)
     assert done.returncode == 0
@@ -88,6 +98,69 @@ def test_firstrun_passes_the_wishes_as_words_whatever_they_hold(tmp_path: Path) 
 def test_firstrun_without_wishes_only_names_the_board_and_keeps_the_payload(tmp_path: Path) -> None:
     calls = run_firstrun(firstrun.firstrun(Wishes(name="pi-01")), tmp_path)
     assert calls == ["imager_custom", "set_hostname", "pi-01", "firstboot", "--no-start"]
+
+
+FIXED = Network(address="10.0.0.7/24", gateway="10.0.0.1", dns=("10.0.0.1", "10.0.0.2"), interface="end0")
+ODD_SSID = "caf\u00e9; 'x'\\s"
+
+
+def profiles(network: Network, root: Path) -> dict[str, configparser.RawConfigParser]:
+    """Runs a firstrun.sh, and returns the profiles that NetworkManager would find, each read by NetworkManager."""
+    run_firstrun(firstrun.firstrun(Wishes(name="pi-01", network=network)), root)
+    tree = unpacked(None, "network-manager", "libnm0")
+    library = next(tree.rglob("libnm.so.0")).parent
+    found = {}
+    for path in (root / PROFILES).iterdir():
+        if not path.stat().st_size:
+            found[path.name] = configparser.RawConfigParser()
+            continue
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        told = subprocess.run(
+            [tree / "usr/bin/nmcli", "--offline", "connection", "modify", "connection.autoconnect", "yes"],
+            input=path.read_text(),
+            env={"LD_LIBRARY_PATH": str(library)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if "error while loading shared libraries" in told.stderr:
+            pytest.skip(f"NetworkManager lacks a library here: {told.stderr}")
+        assert told.returncode == 0, told.stderr
+        found[path.name] = configparser.RawConfigParser()
+        found[path.name].read_string(told.stdout)
+    return found
+
+
+def test_bookworm_s_fixed_address_is_the_wi_fi_s_where_there_is_one(tmp_path: Path) -> None:
+    wifi = replace(FIXED, ssid=ODD_SSID, psk="ab" * 32, country="DE", hidden=True)
+    found = profiles(wifi, tmp_path)
+    assert set(found) == {"edgefl-wifi.nmconnection"}
+    made = found["edgefl-wifi.nmconnection"]
+    assert made["connection"]["type"] == "wifi"
+    assert bytes(map(int, made["wifi"]["ssid"].strip(";").split(";"))).decode() == ODD_SSID
+    assert (made["wifi"]["hidden"], made["wifi-security"]["psk"]) == ("true", "ab" * 32)
+    assert dict(made["ipv4"]) == {"method": "manual", "address1": "10.0.0.7/24,10.0.0.1", "dns": "10.0.0.1;10.0.0.2;"}
+
+
+def test_bookworm_s_fixed_address_of_an_open_wi_fi_needs_no_key(tmp_path: Path) -> None:
+    made = profiles(replace(FIXED, ssid="lab", country="DE"), tmp_path)["edgefl-wifi.nmconnection"]
+    assert made["wifi"]["ssid"] == "lab"
+    assert not made.has_section("wifi-security")
+
+
+def test_bookworm_s_fixed_address_without_a_wi_fi_is_the_named_wire_s(tmp_path: Path) -> None:
+    found = profiles(FIXED, tmp_path)
+    assert set(found) == {"edgefl-ethernet.nmconnection", "preconfigured.nmconnection"}
+    made = found["edgefl-ethernet.nmconnection"]
+    assert (made["connection"]["type"], made["connection"]["interface-name"]) == ("ethernet", "end0")
+    assert made["ipv4"]["address1"] == "10.0.0.7/24,10.0.0.1"
+
+
+def test_a_bookworm_script_that_was_not_run_yet_is_replaced_and_not_kept_with_its_key() -> None:
+    network = Network(ssid="lab", psk="ab" * 32, country="DE")
+    card = provisioned({"cmdline.txt": CMDLINE}, System.BOOKWORM, Wishes(name="pi-01", network=network))
+    again = provisioned(card, System.BOOKWORM, Wishes(name="pi-01"))
+    assert not any(b"ab" * 32 in body for body in again.values())
 
 
 @pytest.mark.parametrize("wishes", [Wishes(name="pi-01"), NASTY])
@@ -116,6 +189,13 @@ def test_preseed_is_toml_that_calls_the_payload_and_says_the_wishes() -> None:
     assert value["wlan"]["ssid"] == NASTY.network.ssid
     assert value["wlan"]["password_encrypted"] is True
     assert value["ssh"]["authorized_keys"] == [KEY]
+
+
+def test_preseed_s_fixed_address_is_the_named_wire_s_and_never_a_wi_fi_s() -> None:
+    value = tomllib.loads(preseed.preseed(Wishes(name="pi-01", network=FIXED)).decode())
+    assert (value["ethernet"]["interface"], value["ethernet"]["address"]) == ("end0", "10.0.0.7/24")
+    with pytest.raises(UsageError, match=r"no fixed address of a Wi-Fi.*trixie and bookworm"):
+        preseed.preseed(Wishes(name="pi-01", network=replace(FIXED, ssid="lab", country="DE")))
 
 
 def test_preseed_keeps_what_the_card_s_own_says() -> None:
