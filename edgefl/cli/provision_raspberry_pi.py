@@ -237,6 +237,11 @@ def _many(job: Job, many: _Many, *, dry_run: bool) -> None:
         return
     if any((many.out / name).exists() or (many.out / f"{name}.img").exists() for name in names):
         raise UsageError(f"{many.out} holds some of these boards already; take another folder, or another --first")
+    if many.out.is_dir() and (mode := many.out.stat().st_mode & 0o777) & 0o077:
+        raise UsageError(
+            f"{many.out} is open to others (mode {mode:o}), and whoever has a card's files can join in its place: "
+            f"chmod 700 {many.out}, or take a folder that does not exist yet"
+        )
     if many.image is None:
         job.files_of(names[0], job.options.stand_in(), lambda _: None)  # refuses before tokens are made
     many.out.mkdir(mode=0o700, parents=True, exist_ok=True)

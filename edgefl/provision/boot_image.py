@@ -104,7 +104,8 @@ class BootImage:
 def copied(image: Path, out: Path) -> Iterator[BootImage]:
     """Gives the boot partition of a copy of an image, which appears at `out` only when the block ends well.
 
-    Holes stay holes; images that end in .xz or .gz are unpacked.
+    Holes stay holes; images that end in .xz or .gz are unpacked. The copy is for its owner alone: a join token comes
+    into it.
 
     Raises:
         ConfigError: one of them is a device, or the image is none.
@@ -171,7 +172,9 @@ def _gpt(file: IO[bytes], table: bytes) -> list[int]:
 
 def _copy(image: Path, part: Path) -> None:
     try:
-        with _opened(image) as origin, part.open("wb") as copy:
+        # What an earlier call left half done may be for others to read, and would stay so.
+        part.unlink(missing_ok=True)
+        with _opened(image) as origin, open(part, "xb", opener=_for_its_owner) as copy:
             while chunk := origin.read(CHUNK_BYTES):
                 if chunk.count(0) == len(chunk):
                     copy.seek(len(chunk), os.SEEK_CUR)
@@ -180,6 +183,10 @@ def _copy(image: Path, part: Path) -> None:
             copy.truncate(copy.tell())
     except (lzma.LZMAError, EOFError, gzip.BadGzipFile) as error:
         raise ConfigError(f"{image} is damaged: {error}") from None
+
+
+def _for_its_owner(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _opened(image: Path) -> IO[bytes]:

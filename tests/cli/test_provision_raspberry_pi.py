@@ -219,6 +219,20 @@ def test_many_boards_get_a_folder_a_name_and_a_token_each_and_a_sheet(
     assert run("--count", "3", "--name", "pi-{:02d}", "--out", out, "--first", "8")[0] == 2
 
 
+def test_many_boards_get_no_folder_that_others_can_look_into(
+    run: Run, coordinator: Coordinator, tmp_path: Path
+) -> None:
+    out, tokens = tmp_path / "cards", num_tokens(tmp_path)
+    out.mkdir()
+    out.chmod(0o750)
+    code, _, err = run("--count", "2", "--name", "pi-{}", "--out", out)
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"(mode 750), and whoever has a card's files can join in its place: chmod 700 {out}" in err
+    assert (list(out.iterdir()), num_tokens(tmp_path)) == ([], tokens)
+    out.chmod(0o700)
+    assert run("--count", "2", "--name", "pi-{}", "--out", out)[0] == 0
+
+
 def test_an_image_s_copy_is_written_for_one_board_and_for_many(
     run: Run, card: Path, coordinator: Coordinator, tmp_path: Path
 ) -> None:
@@ -232,6 +246,7 @@ def test_an_image_s_copy_is_written_for_one_board_and_for_many(
     assert code == 0, err
     shown = subprocess.run(["mtype", "-i", tmp_path / "pi-01.img", "::cmdline.txt"], capture_output=True, check=True)
     assert b"systemd.run=/boot/firmware/firstrun.sh" in shown.stdout
+    assert stat.S_IMODE((tmp_path / "pi-01.img").stat().st_mode) == 0o600
     code, _, err = run("--image", image, "--count", "2", "--name", "pi-{}", "--out", tmp_path / "images")
     assert code == 0, err
     assert sorted(path.name for path in (tmp_path / "images").iterdir()) == ["pi-1.img", "pi-2.img", "sheet.html"]

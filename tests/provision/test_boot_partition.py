@@ -6,6 +6,7 @@ import gzip
 import lzma
 import os
 import shutil
+import stat
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -197,6 +198,16 @@ def test_the_copy_keeps_its_holes(image: Path, tmp_path: Path) -> None:
     stat = (tmp_path / "out.img").stat()
     assert stat.st_size == image.stat().st_size
     assert stat.st_blocks * 512 < 16 * MIB
+
+
+def test_the_copy_is_for_its_owner_alone_from_its_first_byte_on(image: Path, tmp_path: Path) -> None:
+    half_done = tmp_path / ".out.img.part"
+    half_done.touch()
+    for place in (half_done, image):
+        place.chmod(0o644)
+    with copied(image, tmp_path / "out.img"):
+        assert stat.S_IMODE(half_done.stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "out.img").stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("kind", ["xz", "gz"])
