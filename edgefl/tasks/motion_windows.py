@@ -67,7 +67,10 @@ def _windows_of(arrays: dict[str, Array], stops: Array, recordings: list[int]) -
         inputs.append(windows)
         labels.append(np.full(len(windows), arrays["activity"][recording], np.int64))
         subjects.append(np.full(len(windows), arrays["subject"][recording], np.int64))
-    scaled = np.concatenate(inputs).astype(np.float32) * np.float32(arrays["scale"])
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaled = np.concatenate(inputs).astype(np.float32) * arrays["scale"].astype(np.float32)
+    if not np.all(np.isfinite(scaled)):
+        raise DataError(f"{FILE_NAME} holds samples that are no finite float32; download it again")
     return MotionWindows(inputs=scaled, labels=np.concatenate(labels), subjects=np.concatenate(subjects))
 
 

@@ -125,6 +125,7 @@ FOUND = [
     ("shard-card", b'{"task":"digits","sha256":"","counts":{"0":1e999}}', "OverflowError"),
     ("shard-motion", motion(activity=np.array([0])), "one a recording"),
     ("shard-motion", motion(trial=np.array([11, 12])), "recordings of trials before 11"),
+    ("shard-motion", motion(scale=np.array(1e300)), "no finite float32"),
     ("shard-motion", motion(length=np.array([0.5, 1.0])), "whole numbers"),
     ("infer-rows", b"ca,b\n,2.5\n", "'', not a number"),
     ("infer-rows", b"c4e51,2.5\n", "no row of numbers"),
