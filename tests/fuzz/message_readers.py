@@ -92,8 +92,8 @@ class Fleet:
         dict(self.roster.vitals)
         if zlib.crc32(payload) % FLUSHED_EVERY == 0:
             for rollouts in (self.deployments, self.installations):
-                for device_id, said in rollouts._news.take().items():
-                    rollouts._take(device_id, said)
+                for device_id in rollouts._news.waiting():
+                    rollouts._news.hand_on(device_id, rollouts._take)
             self.diary.flush()
         else:  # so that what breaks a flush is in the message that was flushed
             self.diary._waiting = type(self.diary._waiting)()
