@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import shlex
 
 from edgefl.errors import ConfigError
 from edgefl.provision import sources
-from edgefl.provision.card import CGROUP, Files, Read, Wishes, edited_cmdline
+from edgefl.provision.card import CGROUP, Files, Network, Read, Wishes, edited_cmdline
 
 RUN = (
     "systemd.run=/boot/firmware/firstrun.sh",
@@ -53,9 +54,23 @@ def firstrun(wishes: Wishes) -> bytes:
         "COUNTRY": network.country or "",
         "HIDDEN": "true" if network.hidden else "",
         "INTERFACE": network.interface,
-        "ADDRESS": network.address or "",
-        "GATEWAY": network.gateway or "",
-        "DNS": ";".join(network.dns),
+        "ADDRESSES": _addresses(network),
     }
     template = sources.text("raspberry-pi/firstrun.sh")
     return re.sub(r"@([A-Z_]+)@", lambda found: shlex.quote(words[found[1]]), template).encode()
+
+
+def _addresses(network: Network) -> str:
+    """Returns a fixed address and its name servers as sections of a profile of NetworkManager's, one per family."""
+    if network.address is None:
+        return ""
+    fixed = ipaddress.ip_interface(network.address).version
+    sections = []
+    for version in (4, 6):
+        lines = [f"[ipv{version}]", "method=auto"]
+        if version == fixed:
+            lines[1:] = ["method=manual", f"address1={network.address},{network.gateway}"]
+        servers = [server for server in network.dns if ipaddress.ip_address(server).version == version]
+        lines += [f"dns={''.join(f'{server};' for server in servers)}"] if servers else []
+        sections += lines
+    return "\n".join(sections)

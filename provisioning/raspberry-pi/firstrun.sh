@@ -15,9 +15,7 @@ psk=@PSK@
 country=@COUNTRY@
 hidden=@HIDDEN@
 interface=@INTERFACE@
-address=@ADDRESS@
-gateway=@GATEWAY@
-dns=@DNS@
+addresses=@ADDRESSES@
 
 "$sys_mods" set_hostname "$hostname"
 if [ -n "$user" ]; then
@@ -32,7 +30,7 @@ if [ -n "$ssid" ]; then
     "$sys_mods" set_wlan ${hidden:+-h} "$ssid" "$psk" "$country"
     rm -f "$profiles/edgefl-wifi.nmconnection"
 fi
-if [ -n "$address" ]; then
+if [ -n "$addresses" ]; then
     kind=ethernet
     if [ -n "$ssid" ]; then
         kind=wifi
@@ -48,7 +46,7 @@ if [ -n "$address" ]; then
                 printf '[wifi]\nmode=infrastructure\nssid=%s\nhidden=%s\n' "$ssid_bytes" "${hidden:-false}"
                 [ -z "$psk" ] || printf '[wifi-security]\nkey-mgmt=wpa-psk\npsk=%s\n' "$psk"
             fi
-            printf '[ipv4]\nmethod=manual\naddress1=%s,%s\ndns=%s;\n' "$address" "$gateway" "$dns"
+            printf '%s\n' "$addresses"
         } >"$profiles/edgefl-$kind.nmconnection"
     )
 fi

@@ -156,6 +156,13 @@ def test_bookworm_s_fixed_address_without_a_wi_fi_is_the_named_wire_s(tmp_path: 
     assert made["ipv4"]["address1"] == "10.0.0.7/24,10.0.0.1"
 
 
+def test_bookworm_s_fixed_address_and_name_servers_are_each_of_their_own_family(tmp_path: Path) -> None:
+    network = Network(address="fd00::7/64", gateway="fd00::1", dns=("fd00::1", "10.0.0.2"))
+    made = profiles(network, tmp_path)["edgefl-ethernet.nmconnection"]
+    assert (made["ipv6"]["method"], made["ipv6"]["address1"]) == ("manual", "fd00::7/64,fd00::1")
+    assert (made["ipv4"]["method"], made["ipv4"]["dns"], made["ipv6"]["dns"]) == ("auto", "10.0.0.2;", "fd00::1;")
+
+
 def test_a_bookworm_script_that_was_not_run_yet_is_replaced_and_not_kept_with_its_key() -> None:
     network = Network(ssid="lab", psk="ab" * 32, country="DE")
     card = provisioned({"cmdline.txt": CMDLINE}, System.BOOKWORM, Wishes(name="pi-01", network=network))
