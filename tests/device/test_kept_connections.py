@@ -35,6 +35,8 @@ class Server:
         threading.Thread(target=self._run, daemon=True).start()
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes who accepts
         self._listener.close()
 
     def _run(self) -> None:
@@ -238,7 +240,7 @@ def test_an_answer_that_breaks_off_is_an_error_and_the_next_request_is_served(
 
 def test_a_server_that_stands_still_is_given_up(server: Server, site: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
     stands = threading.Event()
-    server.answer = lambda _wire: stands.wait(30)
+    server.answer = lambda _wire: not stands.wait(30)
     with httpx.Client(transport=KeptConnections(site[1], timeout_s=0.2), trust_env=False) as client:
         with pytest.raises(httpx.ReadTimeout):
             client.post(server.url, content=b"x")
