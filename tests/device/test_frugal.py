@@ -41,9 +41,14 @@ def take():
 for _ in range(8):
     threading.Thread(target=take, daemon=True).start()
 barrier.wait(60)
-# glibc's further heaps are mappings that begin at a multiple of 64 MiB.
-starts = [int(line.partition("-")[0], 16) for line in Path("/proc/self/maps").read_text().splitlines()]
-print(len([start for start in starts if start % (64 << 20) == 0]))
+# glibc's further heaps are mappings without a file that begin at a multiple of 64 MiB; room to grow follows.
+maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+spans = [[int(end, 16) for end in words[0].split("-")] for words in maps]
+print(sum(
+    start % (64 << 20) == 0 and end == spans[i + 1][0] and len(maps[i]) == 5
+    and (maps[i][1], maps[i + 1][1]) == ("rw-p", "---p")
+    for i, (start, end) in enumerate(spans[:-1])
+))
 barrier.wait(60)
 """
 ROUNDS = """

@@ -145,6 +145,15 @@ def test_a_page_that_is_open_follows_a_run_without_asking_again(screens: House) 
     )
 
 
+def test_a_run_that_is_over_before_the_page_hears_of_it_is_the_last_one_all_the_same(screens: House) -> None:
+    screen = screens.screen()
+    screen.open()
+    screen.page.locator(".link.live").wait_for()
+    config = {"run": {"task": "digits", "name": "short", "rounds": 1}, "devices": {"min": 2}}
+    screens.fleet.submit(parse_run(config))
+    screen.page.get_by_role("heading", name="Last run: short finished").wait_for(timeout=60_000)
+
+
 def test_nothing_is_done_without_the_operator_s_token(screens: House) -> None:
     screen = screens.screen()
     screen.open("join")

@@ -29,9 +29,10 @@ export function nowView(root) {
 
   function drawRun() {
     const live = model.runs.get(model.liveRun);
-    const newest = [...model.runs.values()].sort((a, b) => b.submitted_at - a.submitted_at)[0];
-    // A run that has just ended stays until the next one begins.
-    const run = live ?? model.runs.get(charts?.runId) ?? newest;
+    // The last that went on, even if it did so for less than a second, of which nothing was told; none that only waits.
+    const lastAt = (row) => row.finished_at ?? row.started_at ?? 0;
+    const last = [...model.runs.values()].sort((a, b) => lastAt(b) - lastAt(a) || b.submitted_at - a.submitted_at)[0];
+    const run = live ?? last;
     if (!run) {
       replace(runPart, h("h2", {}, "No run yet"), h("p", {}, link(["start"], "Start a run", { class: "button primary" })));
       return;
