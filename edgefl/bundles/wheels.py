@@ -23,7 +23,7 @@ MAX_UNPACKED_BYTES = 2 * 1024 * 1024 * 1024
 MAX_ENTRIES = 50_000
 MAX_METADATA_BYTES = 1024 * 1024
 # Run whenever any Python of the slot starts, the privileged updater's too: only a release may bring such.
-_RUN_AT_START = frozenset({"sitecustomize.py", "usercustomize.py"})
+_RUN_AT_START = frozenset({"sitecustomize", "usercustomize"})
 # Likewise, or installed elsewhere than among the packages, or (egg-info) what passes for a project of another name.
 _NOT_FOR_PACKS = (".pth", ".data", ".egg-info", ".egg-link", ".egg")
 
@@ -122,7 +122,8 @@ def _check_metadata(entry: WheelEntry, wheel: zipfile.ZipFile) -> None:
 def _check_pack(entry: WheelEntry, names: Sequence[str]) -> None:
     for name in names:
         top = name.partition("/")[0]
-        if top.lower().endswith(_NOT_FOR_PACKS) or top in _RUN_AT_START:
+        # A module is also a package, a compiled file or an extension: `name/`, `name.pyc`, `name.cpython-311-….so`.
+        if top.lower().endswith(_NOT_FOR_PACKS) or top.lower().partition(".")[0] in _RUN_AT_START:
             raise BundleError(f"{entry.file} holds {name[:120]!r}, which a pack must not: packages and entry points")
         if canonicalize_name(top.partition("-")[0].partition(".")[0]) == RELEASE_NAME:
             raise BundleError(f"{entry.file} holds {name[:120]!r}, which is edgefl's own; a pack must not replace it")

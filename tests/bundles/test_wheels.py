@@ -57,6 +57,9 @@ def test_a_symbolic_link_in_a_wheel_is_refused(tmp_path: Path) -> None:
     [
         ("evil.pth", "which a pack must not"),
         ("sitecustomize.py", "which a pack must not"),
+        ("sitecustomize/__init__.py", "which a pack must not"),
+        ("sitecustomize.cpython-311-aarch64-linux-gnu.so", "which a pack must not"),
+        ("UserCustomize.pyc", "which a pack must not"),
         ("Evil.PTH", "which a pack must not"),
         ("numpy-99.egg-info/PKG-INFO", "which a pack must not"),
         ("EdgeFL-99.dist-info/entry_points.txt", "which is edgefl's own; a pack must not replace it"),

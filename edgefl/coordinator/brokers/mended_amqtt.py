@@ -9,7 +9,8 @@ What amqtt 0.11.4 does wrong, and what is done about it here (each pinned by a t
 - Session take-over leaves the old socket open: `_take_over` closes it and waits for its will to be out.
 - The end of a connection overtakes what it sent last, or drops it: `MendedHandler` delivers that first.
 - A will is sent even where its sender may not publish: `_check_will` drops it.
-- What a client retained before it was refused is handed out all the same: it is checked there too.
+- What a client retained before it was refused is handed out all the same: `shut_out` lets go of it.
+- A client may retain as much as it likes: `retain_message` keeps so much of each and no more.
 
 Identity is the common name of the client's certificate; user name and client id that it sends are replaced by it.
 Sessions are always clean: the devices subscribe anew on every connect anyway.
@@ -36,6 +37,7 @@ from amqtt.session import Session
 
 from edgefl.coordinator.brokers.broker import (
     MAX_MESSAGE_BYTES,
+    MAX_RETAINED_BYTES,
     NAMELESS,
     UNTRUSTED,
     BrokerTls,
@@ -156,6 +158,25 @@ class MendedBroker(AmqttBroker):  # type: ignore[misc] # amqtt is not typed
         self._refused, self._revoked = frozenset(names), frozenset(serials)
         for name in self._refused & set(self._running):
             self._running[name][1].abort()
+        kept = self._retained_messages
+        for topic in [topic for topic in kept if _owner(kept[topic].source_session) in self._refused]:
+            del kept[topic]
+
+    async def retain_message(
+        self, source_session: Session | None, topic_name: str | None, data: bytes | None, qos: int | None = None
+    ) -> None:
+        """Keeps a message for those who subscribe later, unless its sender is refused, or has too much there."""
+        who = _owner(source_session)
+        if data and who is not None:
+            before = sum(
+                len(kept.data)
+                for topic, kept in self._retained_messages.items()
+                if topic != topic_name and _owner(kept.source_session) == who
+            )
+            if who in self._refused or before + len(data) > MAX_RETAINED_BYTES:
+                self._on_denied(who, f"RETAIN of {len(data)} bytes at {topic_name!r}, beside {before} others")
+                return
+        await super().retain_message(source_session, topic_name, data, qos)
 
     def reload(self) -> None:
         """Shows the certificate that is in the files now to whoever connects from now on."""
@@ -285,10 +306,12 @@ class MendedBroker(AmqttBroker):  # type: ignore[misc] # amqtt is not typed
         for name, kept in list(self._retained_messages.items()):
             if not self._matches(name, name_filter) or not may_read(self._fleet, session.username or "", name):
                 continue
-            if kept.source_session is not None and kept.source_session.username in self._refused:
-                continue
             delivery = handler.mqtt_publish(kept.topic, kept.data, min(qos, kept.qos or 0), retain=True)
             self._tasks_queue.append(asyncio.ensure_future(delivery))
+
+
+def _owner(session: Session | None) -> str | None:
+    return None if session is None else session.username
 
 
 def _server_context(tls: BrokerTls) -> ssl.SSLContext:

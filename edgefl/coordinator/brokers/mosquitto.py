@@ -40,6 +40,9 @@ RESTART_DELAYS_S = (0.2, 1.0, 2.0, 5.0, 10.0)
 HEALTHY_AFTER_S = 30.0
 MAX_QUEUED_MESSAGES = 1_000_000
 MAX_QUEUED_BYTES = 16 * MAX_MESSAGE_BYTES
+MEMORY_FRACTION = 0.5
+"""Of the machine's memory: beyond it mosquitto drops what comes and hangs up, so that a device that retains whatever
+it can does not make the kernel end the coordinator."""
 
 # Run by a Python of its own instead of preexec_fn, which is not safe in a process with threads. The signal comes
 # when the *thread* that started the child ends; that is the supervisor, which lives as long as the broker should.
@@ -78,6 +81,7 @@ class Mosquitto:
         self._port = port
         self._refused: frozenset[str] = frozenset()
         self._revoked: frozenset[str] = frozenset()
+        self._to_drop: frozenset[str] = frozenset()
         self._log = MosquittoLog(directory / "mosquitto.log", on_denied)
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping = threading.Event()
@@ -108,15 +112,20 @@ class Mosquitto:
         return process is not None and process.poll() is None
 
     def refuse(self, names: Collection[str], serials: Collection[str] = ()) -> None:
-        new = frozenset(names) - self._refused
-        self._refused, self._revoked = frozenset(names), frozenset(serials)
+        refused = frozenset(names)
+        # Kept until it is done: there may be no room for the rules, and this is called again.
+        self._to_drop = (self._to_drop | refused - self._refused) & refused
+        self._refused, self._revoked = refused, frozenset(serials)
         if self._supervisor is None:
             return  # `start` writes the rules
         self._write_rules()
         self.reload()
         if self._authority is not None and self.alive():
-            for name in sorted(new):
-                drop_client(connect_host(self._host), self._port, name, authority=self._authority, ca=self._tls.ca)
+            for name in sorted(self._to_drop):
+                if drop_client(
+                    connect_host(self._host), self._port, name, authority=self._authority, ca=self._tls.ca
+                ):
+                    self._to_drop -= {name}
 
     def reload(self) -> None:
         process = self._process
@@ -177,6 +186,7 @@ class Mosquitto:
             # So that what a refused device had retained is not handed out; the default is lost when it reads the
             # rules again.
             "check_retain_source true",
+            f"memory_limit {int(MEMORY_FRACTION * os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))}",
             "set_tcp_nodelay true",
             f"listener {self._port} {self._host}",
             f"cafile {self._tls.ca.resolve()}",

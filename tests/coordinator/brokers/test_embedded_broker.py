@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from edgefl.coordinator.brokers import mended_amqtt
 from edgefl.coordinator.brokers.broker import client_context
 from edgefl.coordinator.brokers.embedded_broker import EmbeddedBroker
 
@@ -117,3 +118,27 @@ def test_stopping_sends_no_wills(running, mqtt_tools):
     running.broker.stop()
     mqtt_tools.eventually(lambda: coordinator.drops)
     assert coordinator.received == []
+
+
+@embedded
+def test_a_device_retains_so_much_and_no_more_and_nothing_once_it_was_removed(running, mqtt_tools, monkeypatch):
+    monkeypatch.setattr(mended_amqtt, "MAX_RETAINED_BYTES", 2500)
+    device = running.client("pi-1")
+    for number in (1, 2, 2, 3, 4):  # the second one twice: in its own place it counts once
+        device.publish(f"edgefl/v1/lab/pi-1/peer/pi-{number}", bytes(1000), retain=True)
+    device.publish("edgefl/v1/lab/pi-1/status", b"online", retain=True)
+
+    def retained(num_expected):
+        with running.client("coordinator") as reader:
+            reader.subscribe("edgefl/v1/lab/pi-1/#")
+            mqtt_tools.eventually(lambda: len(reader.received) == num_expected)
+            reader.publish("edgefl/v1/lab/pi-1/command", b"the end")
+            mqtt_tools.eventually(lambda: reader.payloads("edgefl/v1/lab/pi-1/command"))
+            return sorted(
+                topic.rpartition("lab/pi-1/")[2] for topic, _, is_retained in reader.received if is_retained
+            )
+
+    assert retained(3) == ["peer/pi-1", "peer/pi-2", "status"]
+    running.broker.refuse({"pi-1"})
+    running.broker.refuse(set())
+    assert retained(0) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import stat
@@ -12,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from edgefl.coordinator import pki
+from edgefl.coordinator.brokers import mosquitto as mosquitto_module
 from edgefl.coordinator.brokers.broker import BrokerTls
 from edgefl.coordinator.brokers.choice import mosquitto_path
 from edgefl.coordinator.brokers.mosquitto import HEALTHY_AFTER_S, Mosquitto, failures_in_a_row, restart_delay_s
+from edgefl.errors import StoreFullError
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -105,6 +108,44 @@ def test_who_is_refused_while_it_is_down_is_refused_when_it_is_back(mosquitto, m
     mosquitto.refuse({"pi-1"})
     mqtt_tools.eventually(lambda: mosquitto.pid is not None)
     assert "user pi-1\ntopic deny #" in (tmp_path / "broker" / "acl").read_text()
+
+
+@pytest.mark.parametrize("running", ["mosquitto"], indirect=True)
+def test_who_retains_whatever_it_can_is_hung_up_on_before_the_memory_is_full(running, mqtt_tools, monkeypatch):
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    monkeypatch.setattr(mosquitto_module, "MEMORY_FRACTION", (64 << 20) / total)
+    running.broker.stop()
+    running.broker.start()
+    greedy = running.client("pi-1")
+    for number in range(20):
+        with contextlib.suppress(RuntimeError, ValueError):  # it is not connected any more
+            greedy.publish(f"edgefl/v1/lab/pi-1/peer/nobody-{number}", bytes(8 << 20), retain=True)
+        if greedy.drops:
+            break
+    mqtt_tools.eventually(lambda: greedy.drops)
+    status = Path(f"/proc/{running.broker.pid}/status").read_text()
+    assert int(status.partition("VmRSS:")[2].split()[0]) < 100_000, "kB"
+    assert running.client("pi-2").connected
+
+
+@pytest.mark.parametrize("running", ["mosquitto"], indirect=True)
+def test_who_was_refused_while_the_disk_was_full_is_dropped_when_there_is_room(
+    running, mqtt_tools, monkeypatch, certificates
+):
+    monkeypatch.setattr(running.broker, "_authority", certificates.authority)
+    running.broker.stop()
+    running.broker.start()
+    device = running.client("pi-1")
+    with monkeypatch.context() as patched:
+        patched.setattr(mosquitto_module, "write_whole", _no_room)
+        with pytest.raises(StoreFullError):
+            running.broker.refuse({"pi-1"})
+    running.broker.refuse({"pi-1"})
+    mqtt_tools.eventually(lambda: device.drops)
+
+
+def _no_room(path, content):
+    raise StoreFullError(f"{path} cannot be written: no room")
 
 
 def test_nobody_else_reads_its_files(mosquitto, tmp_path):
