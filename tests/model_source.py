@@ -23,6 +23,7 @@ class ModelSource:
         cut_after: bytes after which a connection breaks, while `cuts` are left.
         pause_s: between pieces of 1 KiB.
         ranges: the ranges that were asked for.
+        gone: what is not for this device any more.
     """
 
     def __init__(self, root: Path, body: bytes, sha256: str) -> None:
@@ -34,6 +35,7 @@ class ModelSource:
         }  # fmt: skip
         self.cut_after, self.cuts, self.pause_s = 0, 0, 0.0
         self.ranges: list[str] = []
+        self.gone: set[str] = set()
         self.headers: list[dict[str, str]] = []
         self.status = 200
         self.ignores_ranges = False
@@ -43,7 +45,9 @@ class ModelSource:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 source.headers.append(dict(self.headers))
-                if source.status != 200:
+                if self.path.split("/")[-2] in source.gone:
+                    self.reply(404, source.error(404))
+                elif source.status != 200:
                     self.reply(source.status, source.error())
                 elif self.path.endswith("/offer"):
                     deployment = self.path.split("/")[-2]
@@ -88,8 +92,8 @@ class ModelSource:
     def address(self) -> str:
         return f"127.0.0.1:{self._server.server_address[1]}"
 
-    def error(self) -> bytes:
-        code = {404: "not-found", 401: "not-allowed"}.get(self.status, "store")
+    def error(self, status: int | None = None) -> bytes:
+        code = {404: "not-found", 401: "not-allowed"}.get(status or self.status, "store")
         return json.dumps({"v": 1, "error": code, "message": "no"}).encode()
 
     def source(self) -> Source:

@@ -1,4 +1,4 @@
-"""Orders that an agent carries out one at a time, beside training; a newer one calls off the one under way."""
+"""Orders that an agent carries out one at a time, beside training; a newer one may call off the one under way."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ class Errands(Generic[Order]):
         on_failure: told of what no order may raise; the next one may be the remedy.
         rng: spreads the attempts of a fleet.
         orders: what an earlier life of the agent was at.
+        calls_off: whether a newer order calls off the one under way; else it waits for its turn, and counts once
+            however often it comes.
     """
 
     def __init__(
@@ -45,9 +47,10 @@ class Errands(Generic[Order]):
         on_failure: Callable[[Order, Exception], None],
         rng: Generator,
         orders: Sequence[Order] = (),
+        calls_off: bool = True,
     ) -> None:
         self._carry_out, self._on_failure, self._rng = carry_out, on_failure, rng
-        self._orders = list(orders)
+        self._orders, self._calls_off = list(orders), calls_off
         self._lock = threading.Lock()
         self._wake, self._stopping = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -63,16 +66,21 @@ class Errands(Generic[Order]):
             self._thread.join(within_s)
 
     def add(self, order: Order) -> None:
-        """Takes an order, unless it is the newest one already."""
+        """Takes an order, unless it is the newest one already, or is among those that wait for their turn."""
         with self._lock:
-            if order not in self._orders[-1:]:
+            if order not in (self._orders[-1:] if self._calls_off else self._orders):
                 self._orders.append(order)
         self._wake.set()
 
     def is_called_off(self) -> bool:
         """Returns whether what is under way should be left."""
         with self._lock:
-            return self._stopping.is_set() or len(self._orders) > 1
+            return self._stopping.is_set() or (self._calls_off and len(self._orders) > 1)
+
+    def num_waiting(self) -> int:
+        """Returns how many orders wait for the one under way."""
+        with self._lock:
+            return max(0, len(self._orders) - 1)
 
     def check_wanted(self) -> None:
         """Raises `CalledOffError` when what is under way should be left."""

@@ -19,7 +19,7 @@ from numpy.random import Generator
 
 from edgefl.bundles.archive import MAX_FILE_BYTES, read_bundle
 from edgefl.bundles.keys import Signers
-from edgefl.device.errands import Errands
+from edgefl.device.errands import CalledOffError, Errands
 from edgefl.device.file_fetch import TIMEOUT_S, Source, WantedFile, fetch_file, json_answer
 from edgefl.device.install_facts import BY_HAND, Site, install_facts
 from edgefl.device.slots.acceptance import accepted_wheels
@@ -79,7 +79,10 @@ class Installations:
         self._note = self._read_note()
         self._health = _health(site, boot_id)
         under_way = [self._note.id] if self._note is not None and self._note.state not in _ENDED else []
-        self._errands = Errands("installations", self._install, on_failure=self._failed, rng=rng, orders=under_way)
+        # Not called off: what comes second is as much wanted as what came first, and both would start over for ever.
+        self._errands = Errands(
+            "installations", self._install, on_failure=self._failed, rng=rng, orders=under_way, calls_off=False
+        )
 
     def start(self) -> None:
         """Says that this version has come up, and goes on with what an earlier life was at."""
@@ -145,11 +148,26 @@ class Installations:
 
     def _fetched(self, installation: str) -> Path:
         def attempt() -> Path:
-            wanted = fetch_bundle_offer(self._source(), installation)
+            waiting = self._errands.num_waiting()
+            wanted = self._offer(installation)
             self._prune(keep=wanted.sha256)
-            return fetch_file(self._source(), wanted, self._folder, lambda: not self._errands.is_called_off())
+
+            # Whoever comes meanwhile may have taken this one's place; only the coordinator can tell, so ask it again.
+            def is_wanted() -> bool:
+                return self._errands.num_waiting() == waiting and not self._errands.is_called_off()
+
+            return fetch_file(self._source(), wanted, self._folder, is_wanted)
 
         return self._errands.until_done(attempt, what=f"installation {installation}", on_away=self._on_change)
+
+    def _offer(self, installation: str) -> WantedFile:
+        """Returns what is to be fetched; one that a newer order has replaced is left without a word."""
+        try:
+            return fetch_bundle_offer(self._source(), installation)
+        except NotFoundError:
+            if self._errands.num_waiting():
+                raise CalledOffError from None
+            raise
 
     def _await_outcome(self, installation: str) -> None:
         slots = self._site.slots

@@ -18,12 +18,14 @@ WITHIN_S = 10.0
 class Work:
     """What orders are carried out, and what becomes of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, calls_off: bool = True) -> None:
         self.begun: list[str] = []
         self.failures: list[tuple[str, str]] = []
         self.does: Callable[[str], None] = lambda order: None
         self.news = threading.Condition()
-        self.errands = Errands("work", self._carry_out, on_failure=self._failed, rng=derived_rng("t"))
+        self.errands = Errands(
+            "work", self._carry_out, on_failure=self._failed, rng=derived_rng("t"), calls_off=calls_off
+        )
         self.errands.start()
 
     def until(self, condition: Callable[[], object]) -> None:
@@ -101,6 +103,25 @@ def test_the_newest_order_is_taken_once(work: Work) -> None:
     goes_on.set()
     work.errands.add("third")
     work.until(lambda: work.begun[-1] == "third")
+    assert work.begun == ["first", "second", "third"]
+
+
+def test_orders_that_call_nothing_off_wait_for_their_turn_and_count_once() -> None:
+    work, goes_on = Work(calls_off=False), threading.Event()
+
+    def does(_order: str) -> None:
+        assert goes_on.wait(WITHIN_S)
+
+    work.does = does
+    work.errands.add("first")
+    work.until(lambda: work.begun)
+    for order in ("second", "first", "third", "second"):
+        work.errands.add(order)
+    assert work.errands.num_waiting() == 2
+    work.errands.check_wanted()
+    goes_on.set()
+    work.until(lambda: work.begun[-1] == "third")
+    work.errands.stop(WITHIN_S)
     assert work.begun == ["first", "second", "third"]
 
 

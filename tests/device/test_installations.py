@@ -49,6 +49,7 @@ class Board:
         self.site = Site(slots=self.slots, signers=self.signer.trusted, no_answer_s=1.0)
         self.is_away = False
         self.started: list[Installations] = []
+        self.told: list[Any] = []
 
     def offers(self, bundle: Path) -> InstallRequest:
         self.coordinator.body = bundle.read_bytes()
@@ -59,7 +60,7 @@ class Board:
     def start(self) -> Installations:
         made = Installations(
             self.state, site=self.site, boot_id=f"life {len(self.started)}", source=self._source,
-            on_change=lambda: None, rng=derived_rng("t"),
+            on_change=lambda: self.told.append(made.report), rng=derived_rng("t"),
         )  # fmt: skip
         self.started.append(made)
         made.start()
@@ -176,6 +177,39 @@ def test_it_waits_for_a_coordinator_that_is_away_and_goes_on_with_a_broken_downl
     reports(installations, "requested")
     assert len(board.coordinator.ranges) == 2
     assert board.coordinator.ranges[1] != "bytes=0-"
+
+
+def test_another_installation_waits_until_the_one_on_its_way_has_come_and_ended(board: Board) -> None:
+    board.offers(release(board))
+    board.coordinator.pause_s = 60.0
+    installations = board.start()
+    installations.install("i1")
+    until(lambda: list((board.root / "updates").glob("*.part")))
+    for again in ("i2", "i1", "i2"):
+        installations.install(again)
+    board.coordinator.go_on.set()
+    assert reports(installations, "requested")["id"] == "i1"
+    assert all(told["id"] == "i1" for told in board.told)
+    assert board.coordinator.ranges[0] == "bytes=0-"
+    assert "bytes=0-" not in board.coordinator.ranges[1:]
+    until(lambda: read_request(board.root))
+    board.answer("running")
+    until(lambda: (told := installations.report) and (told["id"], told["state"]) == ("i2", "requested"))
+
+
+def test_an_installation_that_a_newer_one_has_replaced_is_left_without_a_word(board: Board) -> None:
+    board.offers(release(board))
+    board.coordinator.pause_s = 60.0
+    installations = board.start()
+    installations.install("i1")
+    until(lambda: list((board.root / "updates").glob("*.part")))
+    board.coordinator.gone.add("i1")
+    installations.install("i2")
+    board.coordinator.go_on.set()
+    assert reports(installations, "requested")["id"] == "i2"
+    assert {(told["id"], told["state"]) for told in board.told} == {
+        ("i1", "fetching"), ("i2", "fetching"), ("i2", "requested"),
+    }  # fmt: skip
 
 
 def test_one_that_is_done_is_not_done_again(board: Board) -> None:

@@ -171,7 +171,8 @@ class Installations:
 
     def _look(self) -> bool:
         heard = self._thread.each(self._news.waiting(), lambda name: self._news.hand_on(name, self._take))
-        return self._thread.each(self._store.open_installations(), self._step) and heard
+        busy: set[str] = set()
+        return self._thread.each(self._store.open_installations(), lambda record: self._step(record, busy)) and heard
 
     def _take(self, device_id: str, said: Json) -> None:
         rows = self._store.device_installations(device_id)
@@ -190,14 +191,14 @@ class Installations:
             self._store.record_event(event, message, at=time.time(), device_id=row.device_id)
         log.info("%s: %s: %s", row.device_id, event, message)
 
-    def _step(self, record: InstallationRecord) -> None:
+    def _step(self, record: InstallationRecord, busy: set[str]) -> None:
         rows = self._store.installation_devices(record.installation_id)
         if (step := removed(rows, self._is_known)) is not None:
             self._apply(record, step)
             rows = self._store.installation_devices(record.installation_id)
         if (step := advance(record, rows, time.time())) is not None:
             self._apply(record, step)
-        self._tell(record.installation_id)
+        self._tell(record.installation_id, busy)
 
     def _apply(self, record: InstallationRecord, step: Step) -> None:
         with self._store.batch(durable=True):
@@ -210,15 +211,22 @@ class Installations:
     def _is_known(self, device_id: str) -> bool:
         return self._roster.info(device_id) is not None
 
-    def _tell(self, installation_id: str) -> None:
-        """Sends the command to those that are there and are not at it yet; the others get it later."""
+    def _tell(self, installation_id: str, busy: set[str]) -> None:
+        """Sends the command to those that are there and are not at it yet; the others get it later.
+
+        Args:
+            installation_id: what they are to install.
+            busy: devices that have not answered an older one yet; those of this one are added. Each gets one bundle
+                at a time: two would share a slow link, and the updater takes one request.
+        """
 
         def is_at_it(heartbeat: Heartbeat) -> bool:
             said = heartbeat.installation or {}
             return said.get("id") == installation_id and str(said.get("state")) in AT_WORK
 
         for row in self._store.installation_devices(installation_id):
-            if row.state is DeviceStage.TOLD:
+            if row.state is DeviceStage.TOLD and row.device_id not in busy:
+                busy.add(row.device_id)
                 self._teller.tell(row.device_id, CommandKind.INSTALL, installation_id, is_at_it=is_at_it)
 
 

@@ -14,7 +14,7 @@ from wheel_files import Signer, make_wheel, stand_in
 from edgefl import __version__
 from edgefl.coordinator.fleet.presence import Presence
 from edgefl.coordinator.fleet.roster import Roster
-from edgefl.coordinator.rollouts import bundle_files, rollout_thread
+from edgefl.coordinator.rollouts import bundle_files, rollout_thread, telling
 from edgefl.coordinator.rollouts.bundle_files import BundleFiles
 from edgefl.coordinator.rollouts.installations import OLDER, Installations, InstallationWish
 from edgefl.errors import (
@@ -231,6 +231,25 @@ def test_a_newer_installation_of_the_same_name_takes_the_place_of_one_that_waits
     second = submit(fleet, installations)
     eventually(lambda: fleet.stages(first) == {"pi-1": "superseded"})
     assert (fleet.stages(other), fleet.stages(second)) == ({"pi-1": "told"}, {"pi-1": "told"})
+
+
+def test_a_board_is_told_of_its_oldest_installation_and_of_the_next_when_it_has_answered(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(telling, "TELL_AGAIN_S", 0.05)
+    fleet.add("pi-1")
+    fleet.add("pi-2")
+    installations = fleet.start()
+    wheel = make_wheel(fleet.root / "w", "gulls", "1.0", {"gulls.py": ""})
+    pack = fleet.bring(fleet.signer.bundle(fleet.root / "p", wheel, kind="pack", version="1.0"))
+    first = submit(fleet, installations, devices=("pi-1",))
+    second = submit(fleet, installations, version=None, bundle=pack)
+    eventually(lambda: fleet.commands.count(("pi-1", "install", first)) > 2)
+    fleet.say("pi-1", "fetching", first)
+    eventually(lambda: fleet.commands.count(("pi-2", "install", second)) > 2)
+    assert ("pi-1", "install", second) not in fleet.commands
+    fleet.say("pi-1", "running", first)
+    eventually(lambda: ("pi-1", "install", second) in fleet.commands)
 
 
 def test_only_the_devices_of_an_installation_may_fetch_its_bundle(fleet: Fleet) -> None:
