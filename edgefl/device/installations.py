@@ -25,11 +25,12 @@ from edgefl.device.install_facts import BY_HAND, Site, install_facts
 from edgefl.device.slots.acceptance import accepted_wheels
 from edgefl.device.slots.health import Health, begin_health, write_health
 from edgefl.device.slots.inbox import FOLDER, REQUEST, SUFFIX, InstallRequest, write_request
+from edgefl.device.slots.layout import LOCK
 from edgefl.device.slots.status import read_status
 from edgefl.device.state import DeviceState
 from edgefl.device.trust import request
 from edgefl.errors import BundleError, ConfigError, DataError, EdgeflError, NotFoundError, StoreError
-from edgefl.files import make_private_directory, write_whole
+from edgefl.files import is_held, make_private_directory, write_whole
 from edgefl.types import Json
 from edgefl.untrusted import parse_json
 
@@ -180,12 +181,12 @@ class Installations:
             if status.outcome is not None and status.outcome.id == installation:
                 self._end(InstallReport(id=installation, state=status.outcome.state, reason=status.outcome.reason))
                 return
-            if status.trial is not None:
+            if is_held(slots.work / LOCK):
                 patience_s = time.monotonic() + self._site.no_answer_s
             elif time.monotonic() > patience_s:
                 (self._folder / REQUEST).unlink(missing_ok=True)
                 raise ConfigError(
-                    f"the updater did not begin within {self._site.no_answer_s:g} s; on the board: "
+                    f"no updater has been at work for {self._site.no_answer_s:g} s; on the board: "
                     "systemctl status edgefl-update.path edgefl-update.service"
                 )
 

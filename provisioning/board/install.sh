@@ -3,7 +3,8 @@
 #
 # A user, a virtual environment, the units. It may be run as often as one likes: what is there already stays, and
 # another version goes into the other of the two slots, so that a running device is not pulled from under its feet.
-# EDGEFL_ROOT is for tests: a tree to work on instead of /, without making users.
+# EDGEFL_ROOT is for tests: a tree to work on instead of /, without making users. EDGEFL_WAIT_S: how long an update that
+# is under way is waited for.
 set -eu
 umask 022
 
@@ -15,6 +16,7 @@ units=$root/etc/systemd/system
 user=edgefl
 room_mb=400
 room_with_torch_mb=1500
+wait_s=${EDGEFL_WAIT_S:-120}
 
 say() {
     printf 'edgefl-install: %s\n' "$*"
@@ -118,6 +120,34 @@ find_slot() {
     fi
 }
 
+# The updater builds in the same slot and moves the same link: while it works this waits, and it while this works.
+hold_slots() {
+    command -v flock >/dev/null || fail "this board has no flock; install util-linux"
+    mkdir -p "$opt/update"
+    exec 9>"$opt/update/lock"
+    if ! flock -n 9; then
+        say "an update is under way: waiting for it"
+        flock -w "$wait_s" 9 ||
+            fail "the update under way did not end within $wait_s s: try again later, or give it up with" \
+                "systemctl stop edgefl-update.service"
+    fi
+    find_slot
+}
+
+# An updater that was cut off would go on in a slot that is another one now; whoever asked for it is answered instead.
+end_trial() {
+    status=$opt/update/status.json
+    [ -e "$status" ] || return 0
+    "$python" -I -c 'import json, sys
+told = json.load(open(sys.argv[1]))
+if trial := told["trial"]:
+    reason = "another edgefl was installed on the board meanwhile"
+    told["outcome"] = {"id": trial["id"], "state": "failed", "reason": reason}
+json.dump({**told, "trial": None}, open(sys.argv[2], "w"))' "$status" "$status.new" 2>/dev/null ||
+        rm -f "$status" "$status.new" # the updater takes no notice of one that is damaged either
+    [ ! -e "$status.new" ] || mv "$status.new" "$status"
+}
+
 check_room() {
     need_mb=$room_mb
     if grep -qs '^torch==' "$folder/requirements.txt" || ls "$folder/wheels/torch-"*.whl >/dev/null 2>&1; then
@@ -216,6 +246,7 @@ print(", ".join(sorted(packs)))' "$record" "$opt/$slot/edgefl-slot.json" 2>/dev/
 
 make_slot() {
     say "installing edgefl ${wanted:-} into $opt/$slot with $("$python" --version)"
+    end_trial
     rm -rf "${opt:?}/$slot"
     make_venv "$opt/$slot"
     install_packages
@@ -320,11 +351,15 @@ make_user
 if [ "$is_new" = yes ]; then
     check_origin
     check_room
+    hold_slots
+fi
+if [ "$is_new" = yes ]; then
     find_lock
     make_slot
 else
     say "edgefl $there is installed already"
 fi
+exec 9>&-
 put_signers
 put_units
 put_join_file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import time
@@ -20,7 +21,7 @@ from edgefl.device.installations import Installations
 from edgefl.device.slots.health import read_health
 from edgefl.device.slots.inbox import InstallRequest, read_request
 from edgefl.device.slots.layout import Pack, SlotRecord, Slots
-from edgefl.device.slots.status import Outcome, UpdaterStatus, write_status
+from edgefl.device.slots.status import Outcome, Step, Trial, UpdaterStatus, write_status
 from edgefl.device.state import DeviceState, JoinedDevice
 from edgefl.errors import NetworkError, StoreFullError
 from edgefl.types import derived_rng
@@ -162,8 +163,22 @@ def test_an_updater_that_is_not_there_is_said_to_be_missing(board: Board) -> Non
     board.offers(release(board))
     installations = board.start()
     installations.install("i1")
-    assert "the updater did not begin within 1 s" in reports(installations, "failed")["reason"]
+    assert "no updater has been at work for 1 s" in reports(installations, "failed")["reason"]
     assert read_request(board.root) is None
+
+
+def test_an_updater_that_was_cut_off_and_never_goes_on_is_not_waited_for(board: Board) -> None:
+    trial = Trial(id="i1", sha256="0" * 64, step=Step.BUILDING, old="a", new="b")
+    write_status(board.slots, UpdaterStatus(trial=trial))
+    board.offers(release(board))
+    installations = board.start()
+    with (board.slots.work / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        installations.install("i1")
+        reports(installations, "requested")
+        time.sleep(2.5)  # more than twice as long as an updater is waited for that does nothing
+        assert installations.report == {"id": "i1", "state": "requested"}
+    assert "no updater has been at work for 1 s" in reports(installations, "failed")["reason"]
 
 
 def test_it_waits_for_a_coordinator_that_is_away_and_goes_on_with_a_broken_download(board: Board) -> None:

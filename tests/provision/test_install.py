@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import platform
@@ -16,6 +17,8 @@ import pytest
 from made_wheels import make_wheel
 
 from edgefl.device.slots.layout import Pack, SlotRecord, Slots
+from edgefl.device.slots.status import Outcome, Step, Trial, UpdaterStatus, read_status, write_status
+from edgefl.files import is_held
 from edgefl.provision.payload import payload
 from edgefl.provision.sources import path as source
 from edgefl.provision.ssh import Told
@@ -183,6 +186,33 @@ def test_a_damaged_record_of_bundles_is_told_and_does_not_keep_a_board_from_bein
 
 
 @pytest.mark.slow
+def test_a_slot_in_which_an_updater_works_is_left_to_it(board: Board) -> None:
+    board.install()
+    opt = board.root / "opt/edgefl"
+    (opt / "b").mkdir()
+    (opt / "b/half-built").touch()
+    board.release("1.1")
+    board.environment["EDGEFL_WAIT_S"] = "1"
+    with (opt / "update/lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = board.install()
+    assert done.returncode == 1
+    assert "the update under way did not end within 1 s" in done.stderr
+    assert (board.slot(), (opt / "b/half-built").exists()) == ("a", True)
+
+
+def test_what_an_updater_was_at_is_ended_and_answered_when_another_version_is_installed(board: Board) -> None:
+    board.install()
+    slots = Slots(board.root / "opt/edgefl")
+    write_status(slots, UpdaterStatus(trial=Trial(id="i1", sha256="0" * 64, step=Step.BUILDING, old="a", new="b")))
+    board.release("1.1")
+    done = board.install()
+    assert done.returncode == 0, done.stderr
+    reason = "another edgefl was installed on the board meanwhile"
+    assert read_status(slots) == UpdaterStatus(outcome=Outcome(id="i1", state="failed", reason=reason))
+    assert not is_held(slots.work / "lock")
+
+
 def test_a_device_that_joined_is_restarted_for_another_version_and_keeps_its_fleet(board: Board) -> None:
     state = board.root / "var/lib/edgefl"
     state.mkdir(parents=True)

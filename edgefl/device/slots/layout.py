@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 NAMES = ("a", "b")
 CURRENT = "current"
 RECORD = "edgefl-slot.json"
+LOCK = "lock"
+"""In the updater's folder; held while it works, and by install.sh while that makes a slot."""
 FORMAT = 1
 PROVISIONED = "sudo /opt/edgefl/current/bin/python -m edgefl {} --state /var/lib/edgefl"
 """A command on a board that `edgefl provision` has made ready: `edgefl` is on no PATH there."""

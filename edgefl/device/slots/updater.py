@@ -25,7 +25,7 @@ from edgefl.device.slots.acceptance import accepted_wheels, is_there
 from edgefl.device.slots.building import Brought, build_slot, clear_slot
 from edgefl.device.slots.children import Children
 from edgefl.device.slots.inbox import InstallRequest, copy_bundle, read_request
-from edgefl.device.slots.layout import Pack, Slots
+from edgefl.device.slots.layout import LOCK, Pack, Slots
 from edgefl.device.slots.proving import Expected, Pace, prove
 from edgefl.device.slots.smoke import smoke_test
 from edgefl.device.slots.status import Outcome, Step, Trial, UpdaterStatus, read_status, write_status
@@ -236,6 +236,9 @@ class Updater:
         is_worn = again.attempts > MAX_ATTEMPTS
         if trial.step is Step.LEAVING:
             return self._leave(trial)
+        # Whoever installed it took no notice of this trial; what is in use is not the updater's to clear or to try.
+        if trial.step is Step.BUILDING and trial.new == self._slots.in_use():
+            return self._give_up(trial, StoreError(f"slot {trial.new} was installed anew meanwhile, and is in use"))
         if trial.step in {Step.FLIPPING, Step.TRIAL}:
             if is_worn:
                 reason = f"it was cut off {trial.attempts} times while it was tried"
@@ -271,7 +274,7 @@ class Updater:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        with (self._slots.work / "lock").open("w") as file:
+        with (self._slots.work / LOCK).open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

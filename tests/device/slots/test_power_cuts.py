@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from typing import Any
 
@@ -56,6 +57,20 @@ def test_an_update_that_takes_the_machine_down_each_time_is_given_up(board: Any,
     assert "cut off 3 times" in outcome.reason
     assert version_in_use(board) == "1.0"
     assert board.slots.in_use() == "a"
+
+
+def test_an_update_whose_slot_somebody_else_installed_meanwhile_is_answered_and_the_next_one_taken(
+    board: Any,
+) -> None:
+    board.ask(board.release("1.1"))
+    board.killed_at("taken")
+    shutil.copytree(board.slots.path("a"), board.slots.path("b"), symlinks=True)
+    board.slots.flip("b")
+    board.restart()
+    outcome = board.updater().run()
+    assert (outcome.state, outcome.reason) == ("failed", "slot b was installed anew meanwhile, and is in use")
+    assert board.slots.in_use() == "b"
+    assert board.install(board.release("1.2")).state == "running"
 
 
 def test_a_status_that_is_damaged_costs_the_trial_and_not_the_board(board: Any) -> None:
