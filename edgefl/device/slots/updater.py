@@ -98,9 +98,9 @@ class Updater:
             new=self._slots.idle(),
             attempts=attempts,
         )
-        self._write(trial)
-        self._on_step("taken")
         try:
+            self._write(trial)
+            self._on_step("taken")
             manifest = self._build(request, trial)
         except EdgeflError as error:
             return self._give_up(trial, error)
@@ -180,15 +180,14 @@ class Updater:
 
     def _try(self, trial: Trial) -> Outcome:
         """Brings the new slot into use and keeps it when its agent proves itself."""
-        self._write(replace(trial, step=Step.FLIPPING))
-        self._on_step("marked")
-        self._slots.flip(trial.new)
-        self._on_step("flipped")
-        # A new token for every try: an agent that knows it has started after this flip, and what an agent said before
-        # a power cut does not count.
-        trial = replace(trial, step=Step.TRIAL, token=secrets.token_hex(16))
-        self._write(trial)
-        self._on_step("in trial")
+        self._clear_work()  # it is built: what brought it takes the room that a note may need
+        try:
+            trial = self._flipped(trial)
+        except OSError as error:  # a disk that is full must not keep the board in a version that nobody judges
+            failed = StoreError(f"it cannot be tried: {error}")
+            if self._slots.in_use() == trial.old:
+                return self._give_up(trial, failed)
+            return self._leave(replace(trial, step=Step.LEAVING, reason=str(failed)))
         try:
             self._board.restart()
             self._on_step("restarted")
@@ -198,6 +197,19 @@ class Updater:
         self._on_step("proven")
         log.info("%s %s runs in slot %s", trial.name, trial.version, trial.new)
         return self._end(trial, Outcome(id=trial.id, state="running", name=trial.name, version=trial.version))
+
+    def _flipped(self, trial: Trial) -> Trial:
+        """Makes `current` lead to the new slot; returns the trial that begins."""
+        self._write(replace(trial, step=Step.FLIPPING))
+        self._on_step("marked")
+        self._slots.flip(trial.new)
+        self._on_step("flipped")
+        # A new token for every try: an agent that knows it has started after this flip, and what an agent said before
+        # a power cut does not count.
+        trial = replace(trial, step=Step.TRIAL, token=secrets.token_hex(16))
+        self._write(trial)
+        self._on_step("in trial")
+        return trial
 
     def _expected(self, trial: Trial) -> Expected:
         record = self._slots.record(trial.new)
@@ -232,24 +244,27 @@ class Updater:
     def _resume(self, trial: Trial) -> Outcome:
         """Goes on after the updater was killed, or the power went."""
         log.info("goes on with %s, which was cut off while it was %s", trial.id, trial.step)
-        again = replace(trial, attempts=trial.attempts + 1)
-        is_worn = again.attempts > MAX_ATTEMPTS
+        if trial.step is Step.BUILDING:
+            return self._resume_building(trial)
         if trial.step is Step.LEAVING:
-            return self._leave(trial)
+            reason = trial.reason
+        elif trial.step is Step.TRIAL and trial.old == self._slots.in_use():
+            reason = "it was left, which could not be noted then"
+        elif trial.attempts >= MAX_ATTEMPTS:
+            reason = f"it was cut off {trial.attempts} times while it was tried"
+        else:
+            return self._try(replace(trial, attempts=trial.attempts + 1))
+        return self._leave(replace(trial, step=Step.LEAVING, reason=reason))
+
+    def _resume_building(self, trial: Trial) -> Outcome:
         # Whoever installed it took no notice of this trial; what is in use is not the updater's to clear or to try.
-        if trial.step is Step.BUILDING and trial.new == self._slots.in_use():
+        if trial.new == self._slots.in_use():
             return self._give_up(trial, StoreError(f"slot {trial.new} was installed anew meanwhile, and is in use"))
-        if trial.step in {Step.FLIPPING, Step.TRIAL}:
-            if is_worn:
-                reason = f"it was cut off {trial.attempts} times while it was tried"
-                return self._leave(replace(again, step=Step.LEAVING, reason=reason))
-            return self._try(again)
         clear_slot(self._slots, trial.new)
-        if is_worn:
-            return self._give_up(
-                trial, BundleError(f"it was cut off {trial.attempts} times while its slot was built")
-            )
-        return self._take(InstallRequest(id=trial.id, sha256=trial.sha256), attempts=again.attempts)
+        if trial.attempts >= MAX_ATTEMPTS:
+            reason = f"it was cut off {trial.attempts} times while its slot was built"
+            return self._give_up(trial, BundleError(reason))
+        return self._take(InstallRequest(id=trial.id, sha256=trial.sha256), attempts=trial.attempts + 1)
 
     def _give_up(self, trial: Trial, error: EdgeflError) -> Outcome:
         """Ends a request whose slot was never used."""
@@ -258,16 +273,22 @@ class Updater:
         return self._end(trial, Outcome(id=trial.id, state=state, reason=" ".join(str(error).split())))
 
     def _end(self, trial: Trial, outcome: Outcome) -> Outcome:
+        self._clear_work()
+        self._last = outcome
+        try:
+            write_status(self._slots, UpdaterStatus(outcome=outcome))
+        except OSError as error:  # what was done is done; the next start finds the trial and ends it once more
+            log.warning("what became of %s cannot be written down: %s", trial.id, error)
+        self._on_step("ended")
+        log.info("%s: %s %s", trial.id, outcome.state, outcome.reason or "")
+        return outcome
+
+    def _clear_work(self) -> None:
         for path in (self._slots.work / "bundle.tar", self._slots.work / "wheels"):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
-        self._last = outcome
-        write_status(self._slots, UpdaterStatus(outcome=outcome))
-        self._on_step("ended")
-        log.info("%s: %s %s", trial.id, outcome.state, outcome.reason or "")
-        return outcome
 
     def _write(self, trial: Trial) -> None:
         write_status(self._slots, UpdaterStatus(trial=trial, outcome=self._last))

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from edgefl.device.slots import updater
 from edgefl.device.slots.proving import Pace
+from edgefl.device.slots.status import read_status
 
 pytestmark = pytest.mark.slow
 
@@ -80,6 +82,26 @@ def test_a_status_that_is_damaged_costs_the_trial_and_not_the_board(board: Any) 
     outcome = board.updater().run()
     assert outcome.state == "running"
     assert board.runs() == ("b", "1.1")
+
+
+def test_a_broken_release_is_left_again_after_a_power_cut_when_nothing_can_be_written(
+    board: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = board.ask(board.release("1.1", "crashes"))
+    board.killed_at("in trial")
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(updater, "write_status", full)
+        for _ in range(2):  # the second boot finds the note of before, and does not try the release again
+            board.restart()
+            assert board.updater().run().state == "rolled-back"
+            assert board.runs() == ("a", "1.0")
+    assert board.updater().run().state == "rolled-back"
+    assert read_status(board.slots).outcome.id == asked
+    assert board.updater().run() is None
 
 
 def test_what_an_agent_said_before_a_power_cut_does_not_count_after_it(board: Any) -> None:

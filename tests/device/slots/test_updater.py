@@ -343,6 +343,26 @@ def test_a_disk_that_is_full_does_not_keep_a_board_in_a_version_that_fails(
     assert board.runs() == ("a", "1.0")
 
 
+def test_a_release_that_cannot_be_noted_before_it_is_tried_is_never_used(
+    board: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from edgefl.device.slots import updater  # noqa: PLC0415 only here
+
+    write = updater.write_status
+
+    def full_when_flipping(slots: Any, status: Any) -> None:
+        if status.trial is not None and status.trial.step == "flipping":
+            raise OSError(28, "No space left on device")
+        write(slots, status)
+
+    monkeypatch.setattr(updater, "write_status", full_when_flipping)
+    outcome = board.install(board.release("1.1"))
+    assert outcome.state == "failed"
+    assert "No space left on device" in outcome.reason
+    assert (board.slots.in_use(), board.restarts) == ("a", 1)
+    assert read_status(board.slots).outcome == outcome
+
+
 def test_only_one_updater_works_at_a_time(board: Any) -> None:
     from edgefl.errors import StoreError  # noqa: PLC0415 only here
 
