@@ -55,6 +55,10 @@ class SlotRecord:
             packs[name] = pack
         return replace(self, packs=packs, serials={**self.serials, name: serial})
 
+    def with_serial(self, name: str, serial: int) -> SlotRecord:
+        """Returns the record after a bundle of this name that changed nothing else."""
+        return replace(self, serials={**self.serials, name: serial})
+
 
 @dataclass(frozen=True, slots=True)
 class Slots:

@@ -122,7 +122,11 @@ class Updater:
             bundle = read_bundle(file)
             entries = accepted_wheels(bundle, Signers.load(self._board.signers), self._slots)
             manifest = bundle.manifest
-            if is_there(manifest, self._slots.record(trial.old), self._slots.release(trial.old)):
+            record = self._slots.record(trial.old)
+            if is_there(manifest, record, self._slots.release(trial.old)):
+                # Of a removal too, which may find nothing: what was signed before it must not come after it.
+                if manifest.serial > record.serials.get(manifest.name, 0):
+                    self._slots.write_record(trial.old, record.with_serial(manifest.name, manifest.serial))
                 return None
             brought = self._unpacked(bundle, [entry.file for entry in entries])
         self._on_step("unpacked")

@@ -285,6 +285,16 @@ def test_a_removal_has_its_place_in_the_order_of_what_was_signed(board: Any) -> 
     assert board.install(board.pack(version="0.2")).state == "running"
 
 
+def test_a_pack_that_was_signed_before_its_removal_is_refused_also_where_there_was_nothing_to_remove(
+    board: Any,
+) -> None:
+    pack, removal = board.pack(), board.removal()
+    outcome = board.install(removal)
+    assert (outcome.state, outcome.reason) == ("running", "nothing was to be done")
+    assert "was signed before what this board has" in refused(board, pack)
+    assert board.install(board.pack(version="0.2")).state == "running"
+
+
 def test_only_somebody_whom_the_board_trusts_can_take_a_pack_off(board: Any, tmp_path: Path) -> None:
     board.install(board.pack())
     stranger = Signer(tmp_path / "stranger")
