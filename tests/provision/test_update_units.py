@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from edgefl.errors import BundleError
+
 UNITS = Path(__file__).parents[2] / "provisioning" / "units"
 SERVICE, PATH = UNITS / "edgefl-update.service", UNITS / "edgefl-update.path"
 
@@ -31,6 +33,12 @@ def test_the_updater_has_few_rights_for_one_who_is_root() -> None:
     found = re.search(r"exposure level for \S+: ([0-9.]+)", done.stdout)
     assert found, done.stderr
     assert float(found[1]) <= 2.4
+
+
+def test_an_updater_that_is_killed_is_started_again_and_one_that_refused_a_bundle_is_not() -> None:
+    keys = dict(re.findall(r"^(\w+)=(.*)$", SERVICE.read_text(), re.MULTILINE))
+    assert (keys.get("Restart"), keys.get("RestartSec")) == ("on-failure", "30s")
+    assert keys["SuccessExitStatus"] == str(BundleError.exit_code)
 
 
 def test_the_path_watches_where_the_agent_leaves_its_requests() -> None:
