@@ -18,7 +18,7 @@ from pathlib import Path
 
 from edgefl.bundles.archive import MAX_FILE_BYTES
 from edgefl.errors import BundleError
-from edgefl.files import open_whole, write_whole
+from edgefl.files import FULL_ERRNOS, open_whole, store_error, write_whole
 from edgefl.untrusted import parse_json
 
 FOLDER, REQUEST = "updates", "request.json"
@@ -69,6 +69,7 @@ def copy_bundle(state_dir: Path, request: InstallRequest, out: Path) -> None:
 
     Raises:
         BundleError: it is missing, no plain file, too large, or not the one of the request.
+        StoreFullError: there is no room for it.
     """
     name, digest, num_bytes = f"{request.sha256}{SUFFIX}", hashlib.sha256(), 0
     try:
@@ -82,6 +83,8 @@ def copy_bundle(state_dir: Path, request: InstallRequest, out: Path) -> None:
             if digest.hexdigest() != request.sha256:
                 raise BundleError(f"{name} has SHA-256 {digest.hexdigest()[:12]}…; it is damaged")
     except OSError as error:
+        if error.errno in FULL_ERRNOS:
+            raise store_error(out, error) from None
         raise BundleError(
             f"the bundle cannot be taken from {state_dir / FOLDER}: {error.strerror or error}"
         ) from None

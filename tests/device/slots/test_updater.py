@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -334,6 +336,22 @@ def test_a_disk_without_room_fails_before_anything_is_built(board: Any, monkeypa
     assert "must stay free" in outcome.reason
     assert (board.slots.in_use(), board.restarts) == ("a", 1)
     assert not board.slots.path("b").exists()
+
+
+def test_a_disk_that_is_full_while_the_bundle_is_copied_has_failed_and_nothing_was_refused(
+    board: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from edgefl.device.slots import inbox  # noqa: PLC0415 only here
+
+    @contextlib.contextmanager
+    def full(*_: Any) -> Iterator[Any]:
+        raise OSError(28, "No space left on device")
+        yield
+
+    monkeypatch.setattr(inbox, "open_whole", full)
+    outcome = board.install(board.release("1.1"))
+    assert outcome.state == "failed"
+    assert "No space left on device; free some space" in outcome.reason
 
 
 def test_a_disk_that_is_full_does_not_keep_a_board_in_a_version_that_fails(
