@@ -34,6 +34,7 @@ KEPT_FILES = 50
 AT_WORK = frozenset({"fetching", "checking"})
 
 _EXPECTED = frozenset({DeviceStage.TOLD, DeviceStage.RUNNING})
+_AWAITED = frozenset({DeviceStage.HELD, DeviceStage.TOLD})
 
 
 class Deployments:
@@ -258,12 +259,15 @@ class Deployments:
         for record in newest.values():
             have = {row.device_id for row in self._store.deployment_devices(record.deployment_id)}
             new = [info.device_id for info in present(self._roster) if can_use(info, record.task)]
-            if added := [name for name in new if name not in have and not self._has_newer(name, record)]:
+            if added := [name for name in new if name not in have and self._is_free_for(name, record)]:
                 self._store.add_deployment_devices(record.deployment_id, added, DeviceStage.TOLD)
 
     def _is_known(self, device_id: str) -> bool:
         return self._roster.info(device_id) is not None
 
-    def _has_newer(self, device_id: str, record: DeploymentRecord) -> bool:
+    def _is_free_for(self, device_id: str, record: DeploymentRecord) -> bool:
+        """Returns whether a device has nothing newer, and waits for nothing else: two would call each other off."""
         rows = self._store.device_deployments(device_id)
-        return any(self._store.deployment(row.deployment_id).created_at > record.created_at for row in rows[:1])
+        if any(row.state in _AWAITED for row in rows):
+            return False
+        return all(self._store.deployment(row.deployment_id).created_at <= record.created_at for row in rows[:1])

@@ -13,7 +13,7 @@ from edgefl.config import ConfigError, parse_run
 from edgefl.coordinator.directory import CoordinatorDirectory, init_directory
 from edgefl.coordinator.fleet.presence import Presence
 from edgefl.coordinator.fleet.roster import Roster
-from edgefl.coordinator.rollouts import telling
+from edgefl.coordinator.rollouts import rollout_thread, telling
 from edgefl.coordinator.rollouts.deployment_wishes import DeploymentWish
 from edgefl.coordinator.rollouts.deployments import Deployments
 from edgefl.errors import EdgeflError, NotFoundError, StoreBusyError, StoreFullError, TaskError, UsageError
@@ -284,6 +284,27 @@ def test_a_device_that_joins_later_is_told_of_the_newest_deployment_for_everybod
     eventually(lambda: ("late", "deploy", second.deployment_id) in fleet.commands)
     assert "late" not in {**fleet.stages(first.deployment_id), **fleet.stages(only.deployment_id)}
     assert fleet.stages(first.deployment_id) == {"a": "superseded"}
+
+
+def test_a_device_that_gets_data_for_a_newer_model_is_told_of_it_when_it_has_answered_the_one_before(
+    fleet: Fleet,
+) -> None:
+    config = parse_run({"run": {"task": "mnist"}, "task": {"model": "logistic"}})
+    fleet.store.add_run(
+        run_id="r2", name="second", task="mnist", strategy="fedavg", config=config.to_json(), seed=7, submitted_at=2.0
+    )
+    row = CheckpointRow(version=1, round=1, last_record=1, sha256="cd" * 32, bytes_file=1, at=1.0, accuracy=0.5)
+    fleet.store.record_checkpoint("r2", row)
+    fleet.add("a")
+    fleet.add("b", tasks=("mnist",))
+    deployments = fleet.start()
+    first, second = deployments.submit(wish()), deployments.submit(wish(model="r2"))
+    eventually(lambda: ("b", "deploy", second.deployment_id) in fleet.commands)
+    fleet.add("a", tasks=("digits", "mnist"))
+    time.sleep(2.5 * rollout_thread.TICK_S)
+    assert fleet.stages(second.deployment_id) == {"b": "told"}
+    fleet.say("a", "running", first.deployment_id, first.deployment_id)
+    eventually(lambda: ("a", "deploy", second.deployment_id) in fleet.commands)
 
 
 @pytest.mark.parametrize(
