@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import gc
 import socket
 import sqlite3
@@ -14,14 +15,16 @@ from typing import Any
 
 import pytest
 import uvicorn
-from fastapi import Depends, FastAPI
+from fastapi import Depends, FastAPI, Request
+from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER
 from sqlalchemy import Connection, inspect
 
 from edgefl.coordinator.access import require_operator, require_viewer, show_errors
 from edgefl.coordinator.directory import CoordinatorDirectory, init_directory
 from edgefl.coordinator.joining.enrolment import BrokerSite, EnrolmentService, enrolment_router
 from edgefl.coordinator.joining.tokens import TokenTerms, make_token
-from edgefl.errors import NotFoundError
+from edgefl.coordinator.web.deployment_api import require_device
+from edgefl.errors import NetworkError, NotFoundError
 from edgefl.protocol import JoinToken
 from edgefl.storage import database
 from edgefl.storage.store import Store
@@ -94,6 +97,11 @@ class FrontDoor:
         self._socket.close()
         self.store.close()
 
+    def _signed_by(self, request: Request) -> str | None:
+        """Returns whose key a request shows; the signature itself is the affair of other tests."""
+        key = base64.b64decode(request.headers[FLEET_HTTP_PUBLIC_KEY_HEADER])
+        return next((each.device_id for each in self.store.devices() if each.public_key == key), None)
+
     def _app(self) -> Any:
         app = FastAPI()
         show_errors(app)
@@ -106,6 +114,10 @@ class FrontDoor:
         )
         app.include_router(enrolment_router(service))
         viewer = Depends(require_viewer(self.directory, listen_host="0.0.0.0"))
+
+        @app.post("/edgefl/v1/renew", dependencies=[Depends(require_device(self._signed_by))])
+        def renew() -> None:
+            raise NetworkError("malformed renewal: csr must be a text")
 
         @app.get("/edgefl/v1/seen", dependencies=[viewer])
         def seen(word: str = "") -> dict[str, Any]:

@@ -180,9 +180,11 @@ def save_joined(root: Path, device: JoinedDevice, *, key_pem: bytes, cert_pem: b
     write_whole(root / "cert.pem", cert_pem)
     write_whole(root / "ca.pem", ca_pem)
     write_whole(root / "device.json", _dump(device))
-    (root / REFUSED).unlink(missing_ok=True)
+    state = DeviceState(root, device)
+    for left in (root / REFUSED, state.pending_key):
+        left.unlink(missing_ok=True)
     drop_pending(root)
-    return DeviceState(root, device)
+    return state
 
 
 def save_pending(root: Path, pending: PendingJoin) -> None:

@@ -19,6 +19,7 @@ from edgefl.device.board.fits import role_that_fits
 from edgefl.device.board.training_facts import training_facts
 from edgefl.device.joining.keys import certificate_in, new_key, public_pem, request_pem
 from edgefl.device.joining.reaching import Site, reach
+from edgefl.device.joining.standing import where_it_is_out
 from edgefl.device.state import (
     REFUSED,
     DeviceState,
@@ -31,6 +32,7 @@ from edgefl.device.state import (
 )
 from edgefl.device.trust import post_json
 from edgefl.errors import JoinError, NetworkError, VersionError
+from edgefl.files import is_held
 from edgefl.protocol import PEER_PORT, JoinToken, checked_slug
 from edgefl.types import Json
 
@@ -57,6 +59,8 @@ class JoinWishes:
 def join(token: JoinToken, wishes: JoinWishes, *, root: Path, addresses: Sequence[str] = ()) -> DeviceState:
     """Returns the state of the device after it joined; again, if it had joined this fleet under this name already.
 
+    A board that is in the fleet, or cannot find out, stays what it is; one that was removed joins under a new key.
+
     Args:
         token: whom to trust and the right to come in.
         wishes: who this board wants to be.
@@ -72,8 +76,21 @@ def join(token: JoinToken, wishes: JoinWishes, *, root: Path, addresses: Sequenc
     checked_slug(wishes.name)
     wishes = _fitting(wishes)
     if (root / "device.json").exists() and not _is_copy_of_another(root, wishes.name):
-        return _join_again(DeviceState.load(root), token, wishes)
-    site = reach([*addresses, *token.addresses], token.ca_fingerprint)
+        state = _join_again(DeviceState.load(root), token, wishes)
+        site = where_it_is_out(state, [*addresses, *token.addresses])
+        if site is None:
+            return state
+        log.warning("the coordinator knows this board no more; it joins anew, with a new key")
+        if is_held(root / "lock"):
+            log.warning("an agent runs on %s with the key before: start it anew after this", root)
+        return _enrol(site, token, replace(wishes, shards=state.device.shards), root, former=state.device)
+    return _enrol(reach([*addresses, *token.addresses], token.ca_fingerprint), token, wishes, root)
+
+
+def _enrol(
+    site: Site, token: JoinToken, wishes: JoinWishes, root: Path, *, former: JoinedDevice | None = None
+) -> DeviceState:
+    """Returns the state of the device that the coordinator has let in; the limits of a `former` one stay."""
     if abs(site.hello.skew_s) > NOTABLE_SKEW_S:
         log.warning(
             "this board's clock differs from the coordinator's by %.0f s; it works all the same", site.hello.skew_s
@@ -81,6 +98,8 @@ def join(token: JoinToken, wishes: JoinWishes, *, root: Path, addresses: Sequenc
     with _key(root, token, wishes.name) as key_pem:
         answer = _ask(site, token, wishes, key_pem)
         device = _joined(answer, site, token, wishes)
+        if former is not None:
+            device = replace(device, max_temperature_c=former.max_temperature_c)
         cert_pem = certificate_in(answer, key_pem)
         return save_joined(root, device, key_pem=key_pem, cert_pem=cert_pem, ca_pem=site.ca_pem)
 

@@ -14,6 +14,7 @@ from cryptography import x509
 
 from edgefl.coordinator import pki
 from edgefl.device.joining.enrolment import JoinWishes, host_slug, join
+from edgefl.device.joining.keys import new_key, public_pem
 from edgefl.device.state import DeviceState
 from edgefl.errors import (
     EdgeflError,
@@ -189,14 +190,71 @@ def test_a_mistyped_token_after_a_lost_answer_does_not_lose_the_key(front_door: 
     assert join(token, PI, root=tmp_path / "d").device_id == "pi-1"
 
 
-def test_joining_again_changes_shards_and_asks_nobody(front_door: Any, tmp_path: Path) -> None:
+def test_joining_again_changes_shards_and_uses_no_token(front_door: Any, tmp_path: Path) -> None:
     token = front_door.token()
-    join(token, PI, root=tmp_path / "d")
-    seen = len(front_door.requests)
+    key = join(token, PI, root=tmp_path / "d").key.read_bytes()
     again = join(token, replace(PI, shards={"mnist": "/m"}, threads=2), root=tmp_path / "d")
     assert again.device.shards == {"digits": "/data/a.npz", "mnist": "/m"}
     assert DeviceState.load(tmp_path / "d").device.threads == 2
-    assert len(front_door.requests) == seen
+    assert again.key.read_bytes() == key
+    assert sum("/enroll" in asked for asked in front_door.requests) == 1
+
+
+def test_a_removed_board_that_joins_again_is_let_in_with_a_new_key_and_its_shards(
+    front_door: Any, tmp_path: Path
+) -> None:
+    first = join(front_door.token(), PI, root=tmp_path / "d")
+    first.change(max_temperature_c=70.0)
+    former = first.key.read_bytes()
+    front_door.store.remove_device("pi-1", at=time.time())
+    again = join(front_door.token(), replace(PI, shards={"mnist": "/m"}), root=tmp_path / "d")
+    assert public_pem(again.key.read_bytes()) != public_pem(former)
+    assert [each.public_key for each in front_door.store.devices()] == [public_pem(again.key.read_bytes())]
+    assert pki.belong_together(again.cert.read_bytes(), again.key.read_bytes())
+    loaded = DeviceState.load(tmp_path / "d").device
+    assert loaded == again.device
+    assert loaded.shards == {"digits": "/data/a.npz", "mnist": "/m"}
+    assert loaded.max_temperature_c == 70.0
+
+
+def test_a_board_whose_renewal_lost_its_answer_is_still_in_the_fleet(front_door: Any, tmp_path: Path) -> None:
+    state = join(front_door.token(), PI, root=tmp_path / "d")
+    state.pending_key.write_bytes(state.key.read_bytes())
+    state.key.write_bytes(new_key())
+    before = state.key.read_bytes()
+    assert join(front_door.token(), PI, root=tmp_path / "d").key.read_bytes() == before
+    assert sum("/enroll" in asked for asked in front_door.requests) == 1
+
+
+def test_a_removed_board_with_a_wrong_token_keeps_what_it_has(front_door: Any, tmp_path: Path) -> None:
+    token = front_door.token(uses=2)
+    state = join(token, PI, root=tmp_path / "d")
+    before = {path.name: path.read_bytes() for path in state.root.iterdir()}
+    front_door.store.remove_device("pi-1", at=time.time())
+    with pytest.raises(TokenInvalidError):
+        join(replace(token, secret="guess"), PI, root=tmp_path / "d")
+    assert {path.name: path.read_bytes() for path in state.root.iterdir()} == before
+
+
+def test_a_board_that_reaches_nobody_stays_what_it_is(front_door: Any, tmp_path: Path) -> None:
+    token = front_door.token(uses=2)
+    state = join(token, PI, root=tmp_path / "d")
+    front_door.store.remove_device("pi-1", at=time.time())
+    front_door.stop()
+    before = state.key.read_bytes()
+    assert join(token, PI, root=tmp_path / "d").key.read_bytes() == before
+
+
+def test_a_stranger_who_refuses_the_key_puts_no_board_out(make_front_door: Any, tmp_path: Path) -> None:
+    own = make_front_door()
+    stranger = make_front_door(shown_ca=own.directory.ca_cert.read_bytes())
+    state = join(own.token(), PI, root=tmp_path / "d")
+    before = state.key.read_bytes()
+    token = own.token()
+    own.stop()
+    asked = replace(token, addresses=(stranger.address,))
+    assert join(asked, PI, root=tmp_path / "d", addresses=[stranger.address]).key.read_bytes() == before
+    assert not any("/renew" in each for each in stranger.requests)
 
 
 def test_a_directory_of_another_device_is_not_overwritten(front_door: Any, tmp_path: Path) -> None:

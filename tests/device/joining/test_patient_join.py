@@ -52,14 +52,13 @@ def test_a_lost_answer_uses_the_token_up_once(front_door: Any, tmp_path: Path, c
     assert len({key for _, key in front_door.enrolled}) == 1
 
 
-def test_joining_again_under_the_same_state_succeeds_without_asking(
+def test_joining_again_under_the_same_state_succeeds_without_the_token(
     front_door: Any, tmp_path: Path, clock: Clock
 ) -> None:
     token = front_door.token()
     first = join_patiently(token, PI, root=tmp_path / "d", patience=clock.patience())
-    num_asked = len(front_door.requests)
     assert join_patiently(token, PI, root=tmp_path / "d", patience=clock.patience()).device == first.device
-    assert len(front_door.requests) == num_asked
+    assert sum("/enroll" in asked for asked in front_door.requests) == 1
 
 
 @pytest.mark.parametrize(
