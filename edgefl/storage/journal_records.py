@@ -77,12 +77,14 @@ class Turn:
         at: Unix seconds.
         devices: those that came or changed, and None for those that went.
         progress: what devices reported.
+        life: of the run, in which all that is given in this turn is given; None in journals that did not say it.
     """
 
     now_s: float
     at: float
     devices: Mapping[str, DeviceInfo | None] = field(default_factory=dict)
     progress: tuple[Progress, ...] = ()
+    life: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +136,8 @@ def pack_aggregated(version: int, assignment_ids: Sequence[str]) -> Packed:
 def pack_turn(turn: Turn) -> Packed:
     devices = {name: None if info is None else _shallow(info) for name, info in turn.devices.items()}
     progress = [_shallow(report) for report in turn.progress]
-    return _pack(RecordKind.TURN, "", {"now_s": turn.now_s, "at": turn.at, "devices": devices, "progress": progress})
+    meta = {"now_s": turn.now_s, "at": turn.at, "devices": devices, "progress": progress, "life": turn.life}
+    return _pack(RecordKind.TURN, "", meta)
 
 
 def pack_seen(seen: Seen) -> Packed:
@@ -240,7 +243,11 @@ def _read_aggregated(meta: Json, _blob: bytes, _source: _Source) -> Aggregated:
 def _read_turn(meta: Json, _blob: bytes, _source: _Source) -> Turn:
     devices = {name: None if known is None else _device(known) for name, known in meta["devices"].items()}
     progress = tuple(Progress(**report) for report in meta["progress"])
-    return Turn(now_s=meta["now_s"], at=meta["at"], devices=devices, progress=progress)
+    life = meta.get("life")
+    return Turn(
+        now_s=meta["now_s"], at=meta["at"], devices=devices, progress=progress,
+        life=None if life is None else operator.index(life),
+    )  # fmt: skip
 
 
 def _device(known: Json) -> DeviceInfo:

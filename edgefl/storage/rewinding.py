@@ -21,7 +21,7 @@ from edgefl.types import Assignment, Decision, Outcome
 from edgefl.types import Evaluation as EvaluationOrder
 
 RESUMED = "run-resumed"
-"""The event that every resume leaves; its time tells the assignments of one life of the run from the next."""
+"""The event that every resume leaves. Its time tells the lives of a run apart where nothing else does."""
 REASON = "the run was interrupted"
 REMEMBERED = 50_000
 """The lives of so many newest assignments are known; devices are told of no older ones any more."""
@@ -198,6 +198,12 @@ def _so_far(connection: Connection, run_id: str) -> SoFar:
     )
 
 
+def lives_by_time(store: Store, run_id: str) -> dict[str, int]:
+    """Returns the lives of assignments as rows and clocks say: for what was given before lives were written down."""
+    with store.database.read() as connection:
+        return dict(_lives(connection, run_id))
+
+
 def unused_updates(store: Store, run_id: str, used_later: Collection[str] = ()) -> tuple[UpdateRow, ...]:
     """Returns updates that came and were not used, as far as that was so before those of `used_later` were."""
     received = (Update.run_id == run_id, Update.received_at.is_not(None))
@@ -234,7 +240,7 @@ def _unused(connection: Connection, run_id: str) -> list[UpdateRow]:
 
 
 def _lives(connection: Connection, run_id: str) -> Sequence[tuple[str, int]]:
-    """Returns the life of every assignment that was given after the run was first taken up again."""
+    """Returns the life of every assignment that was given after the run was first taken up again, oldest first."""
     events = select(Event.at).where(Event.run_id == run_id, Event.kind == RESUMED).order_by(Event.at)
     resumed = connection.execute(events).scalars().all()
     if not resumed:
@@ -243,4 +249,5 @@ def _lives(connection: Connection, run_id: str) -> Sequence[tuple[str, int]]:
         Update.run_id == run_id, Update.dispatched_at >= resumed[0]
     )
     given = given.order_by(Update.dispatched_at.desc()).limit(REMEMBERED)
-    return [(name, sum(at <= (given_at or 0.0) for at in resumed)) for name, given_at in connection.execute(given)]
+    newest = [(name, sum(at <= (given_at or 0.0) for at in resumed)) for name, given_at in connection.execute(given)]
+    return newest[::-1]

@@ -27,6 +27,7 @@ from edgefl.storage.journal_records import (
     entry_of,
     pack_decision,
     pack_event,
+    pack_turn,
 )
 from edgefl.storage.state_files import unpack_tensors
 from edgefl.storage.wal import HEADER_BYTES, Record, RecordKind, journal_files
@@ -541,6 +542,10 @@ def test_records_that_know_nothing_of_nodes_are_read_as_they_were_written():
     told = text_of(pack_event(scored))
     del told["subject"]
     assert read_record(RecordKind.EVALUATED, told) == scored
+    turn = Turn(now_s=1.25, at=1e9)
+    told = text_of(pack_turn(turn))
+    del told["life"]
+    assert read_record(RecordKind.TURN, told) == turn
     told = text_of(pack_event(update()))
     del told["outbox"]
     found = read_record(RecordKind.UPDATE, told, b"weights")
@@ -558,7 +563,7 @@ def test_messages_that_do_not_fill_their_place_before_the_body_are_named(place, 
 def test_what_the_loop_saw_comes_back_and_costs_no_sync_of_its_own(tmp_path):
     info = DeviceInfo(device_id="pi-1", role=Role.EVALUATOR, groups=("a",), blocks={"digits": (0, 2)})
     report = Progress(device_id="pi-1", assignment_id="a", iteration=3, seconds_per_iteration=0.5, age_s=0.0)
-    turn = Turn(now_s=1.25, at=1e9, devices={"pi-1": info, "pi-2": None}, progress=(report,))
+    turn = Turn(now_s=1.25, at=1e9, devices={"pi-1": info, "pi-2": None}, progress=(report,), life=2)
     seen = Seen(vitals={"pi-1": Vitals(temperature_c=61.5), "pi-2": None})
     syncs = []
     with WalJournal(tmp_path, unpack_tensors, time_sync=lambda: syncs.append(1) or nullcontext()) as wal:

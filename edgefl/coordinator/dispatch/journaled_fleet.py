@@ -12,6 +12,7 @@ from typing import Protocol
 
 from edgefl.coordinator.dispatch.fleet_book import FleetBook
 from edgefl.coordinator.dispatch.live_view import LiveView
+from edgefl.coordinator.dispatch.lives import Lives
 from edgefl.coordinator.dispatch.replay import ReplayError, RunClock, Script
 from edgefl.storage.journal_records import Seen, Turn
 from edgefl.types import (
@@ -69,6 +70,8 @@ class FleetStanding:
         now_s, at: the run's own time, and Unix seconds.
         out: orders that are not settled, by id, in the order in which they were given.
         devices, speeds, progress, vitals: as in the view; None for a board that had not said how it is.
+        life: of the run; None where that was not written down.
+        lives: the newest assignments of each life but the first, oldest first.
     """
 
     now_s: float = 0.0
@@ -78,6 +81,8 @@ class FleetStanding:
     speeds: dict[str, Speed] = field(default_factory=dict)
     progress: dict[str, Progress] = field(default_factory=dict)
     vitals: dict[str, Vitals | None] = field(default_factory=dict)
+    life: int | None = None
+    lives: dict[int, list[str]] = field(default_factory=dict)
 
 
 class NoBoards:
@@ -105,12 +110,21 @@ class JournaledFleet:
         script: what is known already; over at once for a run that begins.
         clock: the run's own.
         before: how things stood where the script begins.
+        lives: of the run; the first where there was no other.
     """
 
     def __init__(
-        self, real: Real, wal: Wal, script: Script, clock: RunClock, before: FleetStanding | None = None
+        self,
+        real: Real,
+        wal: Wal,
+        script: Script,
+        clock: RunClock,
+        before: FleetStanding | None = None,
+        *,
+        lives: Lives | None = None,
     ) -> None:
         self._real, self._wal, self._script, self._clock = real, wal, script, clock
+        self._lives = lives or Lives("")
         before = before or FleetStanding()
         self._out = dict(before.out)
         self._vitals: dict[str, Vitals] = {}
@@ -134,7 +148,14 @@ class JournaledFleet:
         self._go_live()
         self._view = view = self._real.view()
         devices, progress = view.take_changes()
-        self._wal.turned(Turn(now_s=view.now_s, at=self._clock.at(), devices=devices, progress=progress))
+        turn = Turn(
+            now_s=view.now_s,
+            at=self._clock.at(),
+            devices=devices,
+            progress=progress,
+            life=self._lives.number,
+        )
+        self._wal.turned(turn)
         return view
 
     def dispatch(self, orders: Sequence[Order], source: ModelSource) -> None:
@@ -143,6 +164,8 @@ class JournaledFleet:
         for order in orders:
             if not isinstance(order, Recall):
                 self._out[order.assignment_id] = Given(order=order, given_s=now_s)
+                if self._is_live:
+                    self._lives.given(order.assignment_id)
         if self._is_live:
             self._hand_over(source)
             self._real.dispatch(orders, source)
@@ -210,6 +233,8 @@ class JournaledFleet:
             speeds=dict(view.speeds),
             progress=dict(view.progress),
             vitals=dict(known),
+            life=self._lives.number,
+            lives=self._lives.told(),
         )
 
     def _shown(self) -> FleetBook:

@@ -1,12 +1,14 @@
 """The lives of a run: every resume begins another, and devices take no assignment of one for that of another.
 
 Strategies count their assignments on from the checkpoint, so an id may be given a second time, for other work. On the
-wire the life stands before it.
+wire the life stands before it. Which life that was is written down with every turn of the journal and every standing
+of a checkpoint: neither a clock nor a row that was not on the disk yet may decide it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 
 from edgefl.storage.rewinding import REMEMBERED
 
@@ -24,7 +26,7 @@ class Lives:
     Args:
         run_id: of the run.
         number: of its present life, 0 for the first.
-        before: the lives of assignments that were given before this one; the first where nothing is said.
+        before: the lives of assignments that were given before, oldest first; the first where nothing is said.
     """
 
     def __init__(self, run_id: str, number: int = FIRST, before: Mapping[str, int] | None = None) -> None:
@@ -45,3 +47,13 @@ class Lives:
         """Returns the id of an assignment that was given lately, the newest where there were several."""
         life = self.number if assignment_id in self._given else self._before.get(assignment_id, FIRST)
         return wire_id(self.run_id, assignment_id, life)
+
+    def told(self) -> dict[int, list[str]]:
+        """Returns the newest assignments of each life but the first, oldest first, to be written down."""
+        known = {name: life for name, life in self._before.items() if name not in self._given}
+        known |= dict.fromkeys(self._given, self.number)
+        told: dict[int, list[str]] = {}
+        for name in islice(known, max(0, len(known) - REMEMBERED), None):
+            if known[name] != FIRST:
+                told.setdefault(known[name], []).append(name)
+        return told

@@ -74,7 +74,12 @@ class Driver:
     def __post_init__(self) -> None:
         made, before, standing = self.made, self.before, self.before.standing
         self._fleet = JournaledFleet(
-            self.live, self.wal, before.script, self.clock, None if standing is None else standing.fleet
+            self.live,
+            self.wal,
+            before.script,
+            self.clock,
+            None if standing is None else standing.fleet,
+            lives=before.lives,
         )
         self.recorder = Recorder(
             wal=self._fleet,

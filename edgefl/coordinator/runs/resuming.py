@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from edgefl.coordinator.directory import CoordinatorDirectory
-from edgefl.coordinator.dispatch.lives import Lives
+from edgefl.coordinator.dispatch.lives import FIRST, Lives
 from edgefl.coordinator.dispatch.replay import Script, has_turns, up_to_last_turn
 from edgefl.coordinator.runs.recorder import TOLD
 from edgefl.coordinator.runs.standing import ANOTHER_LIFE, Standing
@@ -33,13 +33,14 @@ from edgefl.storage.rewinding import (
     SoFar,
     counted_so_far,
     forget_told,
+    lives_by_time,
     rewind,
     unused_updates,
     versions_per_round,
 )
 from edgefl.storage.store import Store
 from edgefl.tally import Earlier, RoundCount
-from edgefl.types import DeviceInfo, Role, Strategy, Tensors
+from edgefl.types import Decision, DeviceInfo, Recall, Role, Strategy, Tensors
 from edgefl.untrusted import parse_json
 
 log = logging.getLogger(__name__)
@@ -127,15 +128,17 @@ def resumed_state(
     _know_rounds(made.rounds, state, store, run_id)
     mark = _mark(made.rounds, strategy.version(state))
     behind = [] if saved is None else _behind(lambda after: wal.entries(after=after), saved)
-    since = None
-    if saved is not None and saved.standing and (directory.runs / run_id / ANOTHER_LIFE).exists():
+    standing, since = None, None
+    if saved is not None and saved.standing:
+        standing = load_standing(_folder(directory, run_id), Standing, saved)
         # The journal may lack what was set aside since it was damaged: the rows know what they are.
-        since = load_standing(_folder(directory, run_id), Standing, saved).fleet.at
+        since = standing.fleet.at if (directory.runs / run_id / ANOTHER_LIFE).exists() else None
     so_far = rewind(store, run_id, mark, behind, now=time.time(), since=since, keeps_nothing=saved is None)
+    written = _written(standing)
     log.info("run %s goes on behind version %d, round %d", run_id, mark.version, mark.closed)
     return Resumed(
         state=state,
-        lives=Lives(run_id, record.resumes, dict(so_far.lives)),
+        lives=Lives(run_id, record.resumes, dict(so_far.lives) if written is None else written),
         earlier=_earlier(so_far),
         unused=so_far.unused,
         devices=so_far.devices,
@@ -195,18 +198,45 @@ def _exactly(
     behind = known(_entries_behind(wal, saved))
     if not has_turns(iter(behind)) or (saved is None and not behind):
         return None
-    so_far = counted_so_far(store, run_id)
     forget_told(store, run_id, TOLD, since=standing.fleet.at if standing is not None else 0.0)
     log.info("run %s goes on where it was, behind version %d", run_id, strategy.version(state))
     return Resumed(
         state=state,
-        lives=Lives(run_id, record.resumes, dict(so_far.lives)),
+        lives=_lives(record, standing, behind, store),
         unused=unused_updates(store, run_id, _used(behind)),
         devices=_trainers(standing, behind),
         goes_on=True,
         standing=standing,
         script=Script(behind),
     )
+
+
+def _lives(record: RunRecord, standing: Standing | None, behind: Sequence[Entry], store: Store) -> Lives:
+    """Returns the lives of all that was given, for a run that goes on where it was: in the life that it was in.
+
+    By the checkpoint and the journal. Rows are asked, and clocks compared, only for what was given by an edgefl that
+    wrote down neither.
+    """
+    life = FIRST if standing is None else standing.fleet.life
+    written, is_known = _written(standing) or {}, life is not None
+    for entry in behind:
+        if isinstance(entry, Turn):
+            life = entry.life
+            is_known = is_known and life is not None
+        elif isinstance(entry, Decision) and life is not None:
+            given = [order.assignment_id for order in entry.orders if not isinstance(order, Recall)]
+            for name in given:
+                written.pop(name, None)
+                written[name] = life
+    by_time = {} if is_known or not record.resumes else lives_by_time(store, record.run_id)
+    return Lives(record.run_id, record.resumes if life is None else life, {**by_time, **written})
+
+
+def _written(standing: Standing | None) -> dict[str, int] | None:
+    """Returns the lives that a checkpoint knows; None where it does not say anything of that."""
+    if standing is None or standing.fleet.life is None:
+        return None
+    return {name: life for life, names in standing.fleet.lives.items() for name in names}
 
 
 def goes_on_exactly(run_id: str, directory: CoordinatorDirectory) -> bool:

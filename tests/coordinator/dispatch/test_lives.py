@@ -26,3 +26,11 @@ def test_a_long_run_remembers_its_newest_assignments_alone() -> None:
     assert len(lives._given) == REMEMBERED
     assert lives.known(f"a{REMEMBERED + 4}") == f"r/2/a{REMEMBERED + 4}"
     assert lives.known("a0") == "r/1/a0"
+    told = lives.told()
+    assert (list(told), len(told[2]), told[2][-1]) == ([2], REMEMBERED, f"a{REMEMBERED + 4}")
+
+
+def test_what_is_written_down_of_lives_brings_each_name_back() -> None:
+    lives = Lives("r", 2, {"n3-pi": 0, "n5-pi": 1, "n7-pi": 1})
+    lives.given("n5-pi")
+    assert lives.told() == {1: ["n7-pi"], 2: ["n5-pi"]}

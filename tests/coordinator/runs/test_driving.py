@@ -22,12 +22,14 @@ from edgefl.coordinator.runs.keeper import Keeper
 from edgefl.coordinator.runs.kept_models import ModelKeeper
 from edgefl.coordinator.runs.ledger import Ledger
 from edgefl.coordinator.runs.recorder import Recorder
-from edgefl.coordinator.runs.resuming import may_end, resumed_exactly, resumed_state
+from edgefl.coordinator.runs.resuming import Resumed, may_end, resumed_exactly, resumed_state
+from edgefl.coordinator.runs.standing import ANOTHER_LIFE
 from edgefl.loop import EvaluationRule
 from edgefl.storage.checkpoints import checkpoints
 from edgefl.storage.journal import WalJournal
 from edgefl.storage.queries import history
 from edgefl.storage.records import RunStatus
+from edgefl.storage.rewinding import RESUMED
 from edgefl.storage.state_files import num_encoded, pack_model, unpack_tensors
 from edgefl.storage.store import Store
 from edgefl.strategies.evaluation import EvaluationSchedule
@@ -35,7 +37,7 @@ from edgefl.strategies.gate import StrategyGate
 from edgefl.strategies.registry import make_strategy
 from edgefl.strategies.rounds import RoundRules
 from edgefl.tally import Goal, RoundCount
-from edgefl.types import Event, Strategy, Tensors
+from edgefl.types import Event, ModelSource, Order, Recall, Strategy, Tensors
 
 ROUNDS = 3
 
@@ -59,16 +61,21 @@ class StillClock(RunClock):
 
 
 class Boards(LiveFaultyFleet):
-    """The faulty fleet; its coordinator is stopped when it waits for the so-manyth time."""
+    """The faulty fleet; its coordinator is stopped, or dies, when it waits for the so-manyth time."""
 
-    def __init__(self, fleet: FaultyFleet, *, stops_at: int | None = None) -> None:
+    def __init__(self, fleet: FaultyFleet, *, stops_at: int | None = None, dies: bool = False) -> None:
         super().__init__(fleet)
-        self.waits, self.stops_at = 0, stops_at
+        self.waits, self.stops_at, self.dies = 0, stops_at, dies
+        self.given: list[str] = []
+
+    def dispatch(self, orders: Sequence[Order], source: ModelSource) -> None:
+        self.given += [order.assignment_id for order in orders if not isinstance(order, Recall)]
+        super().dispatch(orders, source)
 
     def wait(self, until_s: float) -> Sequence[Event]:
         self.waits += 1
         if self.waits == self.stops_at:
-            raise InterruptedRunError("the coordinator was stopped")
+            raise Killed if self.dies else InterruptedRunError("the coordinator was stopped")
         events = super().wait(until_s)
         self.fleet.journal.received(events)  # whose checks want to know
         return events
@@ -97,6 +104,18 @@ class Site:
     @property
     def num_checkpoints(self) -> int:
         return len(checkpoints(self.directory.runs / "r" / "checkpoints"))
+
+    def begin_life(self, at: float) -> None:
+        """As a run that came out of a backup does."""
+        (self.directory.runs / "r" / ANOTHER_LIFE).touch()
+        self.store.queue_again("r")
+        self.store.record_event(RESUMED, "", at=at, run_id="r")
+
+    def before(self) -> Resumed:
+        """What the next coordinator would begin with."""
+        with WalJournal(self.directory.runs / "r" / "journal", unpack_tensors) as wal:
+            arguments = self.store.run("r"), Made(), self.directory, self.store, wal
+            return resumed_exactly(*arguments) or resumed_state(*arguments)
 
     def drive(self, boards: Boards) -> tuple[Any, bool]:
         """The state that a coordinator comes to, and whether that is the run's end."""
@@ -184,6 +203,57 @@ def test_a_coordinator_that_dies_while_it_writes_down_the_end_of_a_run_is_follow
     for kind, name in (("rounds", "round"), ("updates", "assignment_id")):
         rows = [sorted(row[name] for row in history(site.store, kind, run="r")) for site in stores]
         assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize("dies_at", [1, 3, 14])
+def test_what_was_given_keeps_the_life_that_gave_it_whatever_rows_and_clocks_say(
+    stores: list[Site], dies_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgefl.coordinator.runs.keeper.CHECKPOINT_EVERY", 1)
+    monkeypatch.setattr("edgefl.coordinator.runs.keeper.CHECKPOINT_EVERY_S", 0.0)
+    site = stores[0]
+    site.drive(Boards(FaultyFleet(1, faults={}), stops_at=2))
+    site.begin_life(at=1e12)  # the clock is set right a moment later, and goes back
+    boards = Boards(FaultyFleet(1, faults={}), stops_at=dies_at, dies=True)
+    with pytest.raises(Killed):
+        site.drive(boards)
+
+    known = {row["assignment_id"] for row in history(site.store, "updates", run="r")}
+    assert not set(boards.given) <= known, "rows of the newest orders are in no store yet"
+    lives = site.before().lives
+    assert [lives.known(name) for name in boards.given] == [f"r/1/{name}" for name in boards.given]
+    assert lives.given("new") == "r/1/new"
+
+
+def test_a_further_life_knows_the_lives_before_it_by_the_checkpoint(
+    stores: list[Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgefl.coordinator.runs.keeper.CHECKPOINT_EVERY", 1)
+    monkeypatch.setattr("edgefl.coordinator.runs.keeper.CHECKPOINT_EVERY_S", 0.0)
+    site = stores[0]
+    site.drive(Boards(FaultyFleet(1, faults={}), stops_at=2))
+    site.begin_life(at=1e12)
+    boards = Boards(FaultyFleet(1, faults={}), stops_at=14, dies=True)
+    with pytest.raises(Killed):
+        site.drive(boards)
+    site.begin_life(at=2e12)
+    lives = site.before().lives
+    assert lives.known(boards.given[0]) == f"r/1/{boards.given[0]}"
+    assert lives.given(boards.given[0]) == f"r/2/{boards.given[0]}"
+
+
+def test_a_run_that_goes_on_where_it_was_stays_in_its_life_however_often_it_was_taken_up(stores: list[Site]) -> None:
+    site, boards = stores[0], Boards(FaultyFleet(1, faults={}), stops_at=2)
+    site.drive(boards)
+    boards.stops_at, boards.dies = 6, True
+    with pytest.raises(Killed):
+        site.drive(boards)
+    site.store.queue_again("r")  # it was stopped while it waited in the queue
+    site.store.record_event(RESUMED, "", at=1.0, run_id="r")
+    before = site.before()
+    assert before.is_exact
+    assert [before.lives.known(name) for name in boards.given] == [f"r/{name}" for name in boards.given]
+    assert before.lives.given("new") == "r/new"
 
 
 def test_updates_wait_in_some_of_these_places(stores: list[Site]) -> None:

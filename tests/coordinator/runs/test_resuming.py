@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from edgefl.assembly import Assembled, assemble
 from edgefl.config import parse_run
@@ -20,13 +22,15 @@ from edgefl.coordinator.runs.resuming import (
     resumed_exactly,
     resumed_state,
 )
-from edgefl.coordinator.runs.standing import ANOTHER_LIFE, standing_of
+from edgefl.coordinator.runs.standing import ANOTHER_LIFE, Standing, standing_of
 from edgefl.errors import EdgeflError, JournalError, UsageError
 from edgefl.loop import Course
 from edgefl.storage.checkpoints import save_state
 from edgefl.storage.journal import WalJournal
 from edgefl.storage.journal_records import CheckpointMark, Turn
-from edgefl.storage.records import RunRecord, RunStatus, UpdateRow
+from edgefl.storage.records import DispatchRow, RunRecord, RunStatus, UpdateRow
+from edgefl.storage.rewinding import RESUMED
+from edgefl.storage.state_files import pack_state, unpack_state
 from edgefl.storage.store import Store
 from edgefl.strategies.gate import Guard, StrategyGate
 from edgefl.tally import Tally
@@ -250,6 +254,33 @@ def test_a_run_goes_on_exactly_where_its_checkpoint_and_the_journal_end(
     assert (resumed.devices, resumed.is_exact, resumed.script.is_over) == (NAMES, True, True)
     assert resumed.standing.guard.strikes == {"pi-2": 1}
     assert resumed.lives.known("a") == f"{run.run_id}/a", "boards are asked for what they have, under the same ids"
+
+
+def test_a_run_of_before_lives_were_written_down_has_them_by_its_rows(
+    store: Store, directory: CoordinatorDirectory
+) -> None:
+    run = record(store, RunStatus.RUNNING, resumes=1)
+    exact_checkpoint(directory, run, made(), 3)
+    store.record_event(RESUMED, "", at=50.0, run_id=run.run_id)
+    rows = [
+        DispatchRow(assignment_id=name, device_id="pi-1", round=1, base_version=0, dispatched_at=at)
+        for name, at in (("a", 40.0), ("b", 60.0), ("c", 70.0))
+    ]
+    store.record_dispatches(run.run_id, rows)
+    resumed = gone_on(run, store, directory, made())
+    assert resumed is not None
+    assert [resumed.lives.known(name) for name in "abc"] == [f"{run.run_id}/{name}" for name in ("a", "1/b", "1/c")]
+    assert resumed.lives.given("d") == f"{run.run_id}/1/d"
+
+
+def test_a_standing_of_before_lives_were_written_down_is_read() -> None:
+    content = pack_state(standing_of(Course(), FleetStanding(now_s=5.0), StrategyGate()))
+    length = 8 + int.from_bytes(content[:8], "little")
+    text = json.loads(json.loads(content[8:length])["__metadata__"]["edgefl"])
+    for name in ("life", "lives"):
+        del text["state"]["fields"]["fleet"]["fields"][name]
+    old = unpack_state(save({}, metadata={"edgefl": json.dumps(text)}), Standing)
+    assert (old.fleet.now_s, old.fleet.life, old.fleet.lives) == (5.0, None, {})
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
