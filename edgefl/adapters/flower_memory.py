@@ -38,13 +38,13 @@ def is_plain(value: object) -> bool:
     """Returns whether a value can be part of a saved state."""
     if isinstance(value, ArrayRecord):
         return all(array.stype == "numpy.ndarray" for array in value.values())
-    if isinstance(value, np.ndarray | np.generic):
+    if type(value) is np.ndarray or isinstance(value, np.generic):
         return value.dtype.kind in "biuf"
     if type(value) is dict:
-        return all(isinstance(key, str | int) and is_plain(entry) for key, entry in value.items())
+        return all(type(key) in {str, int, bool} and is_plain(entry) for key, entry in value.items())
     if type(value) in {list, tuple}:
         return all(is_plain(entry) for entry in value)  # type: ignore[attr-defined] # a list or a tuple
-    return isinstance(value, _PLAIN)
+    return type(value) in _PLAIN
 
 
 def _saved(value: Any) -> Any:

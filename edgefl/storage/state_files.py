@@ -1,7 +1,8 @@
 """States as bytes: tensors in safetensors, the rest as JSON in its metadata; nothing else is read or run.
 
-A state is any nest of dataclasses, mappings, lists, tuples, sets, arrays, `SparseTensor`s, numbers, text and
-bytes. Reading makes only dataclasses that the annotations of the expected class name.
+A state is any nest of dataclasses, dicts, lists, tuples, sets, arrays, `SparseTensor`s, numbers, text, bytes and
+enums. Reading makes only dataclasses and enums that the annotations of the expected class name. An array that a state
+has in several places is one array afterwards too; a dict or list comes back as several.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ _SEQUENCES: dict[str, type[Any]] = {
     "frozenset": frozenset,
     "deque": deque,
 }
+
+_AS_IT_IS: tuple[type[Any], ...] = (type(None), bool, int, str)
 
 _NONSENSE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 """What a value raises that is whole, but not of the form that is expected."""
@@ -156,7 +159,7 @@ def _content(content: bytes) -> Any:
 
 
 def _classes(root: type[Any]) -> Mapping[str, type[Any]]:
-    """Returns the dataclasses that the annotations of `root` can reach, by name."""
+    """Returns the dataclasses and enums that the annotations of `root` can reach, by name."""
     return _reached(cast(Hashable, root))
 
 
@@ -168,12 +171,13 @@ def _reached(root: Any) -> Mapping[str, type[Any]]:
     while todo:
         kind = todo.pop()
         todo.extend(get_args(kind))
-        if not (isinstance(kind, type) and is_dataclass(kind)) or kind is SparseTensor:
+        is_enum = isinstance(kind, type) and issubclass(kind, Enum)
+        if not (is_enum or (isinstance(kind, type) and is_dataclass(kind))) or kind is SparseTensor:
             continue
         known = found.setdefault(kind.__qualname__, kind)
         if known is not kind:
             raise JournalError(f"the state has two classes named {kind.__qualname__}; rename one")
-        if kind not in expanded:
+        if kind not in expanded and not is_enum:
             expanded.add(kind)
             todo.extend(get_type_hints(kind).values())
     return found
@@ -183,27 +187,37 @@ class _Packer:
     def __init__(self, classes: Mapping[str, type[Any]]) -> None:
         self._classes = classes
         self.arrays: dict[str, Array] = {}
+        # With the arrays themselves: what is garbage gives its id to another one.
+        self._names: dict[int, tuple[str, Array]] = {}
 
     def pack(self, value: Any, where: str) -> Any:
-        if isinstance(value, np.ndarray):
+        # Exact types: one that is derived from them would come back as what it is derived from.
+        kind = type(value)
+        if kind in _AS_IT_IS:
+            return value
+        if kind is np.ndarray:
             return {"array": self._add(value, where)}
+        if kind is float:
+            return value if math.isfinite(value) else {"float": repr(value)}
         if isinstance(value, np.generic):
             return {"scalar": self._add(np.asarray(value), where)}
-        if isinstance(value, Enum):
-            value = value.value
-        if value is None or isinstance(value, bool | int | str):
-            return value
-        if isinstance(value, float):
-            return value if math.isfinite(value) else {"float": repr(value)}
-        if isinstance(value, bytes):
+        if kind is bytes:
             return {"bytes": base64.b64encode(value).decode()}
-        return self._pack_container(value, where)
+        return self._pack_enum(value, where) if isinstance(value, Enum) else self._pack_container(value, where)
+
+    def _pack_enum(self, value: Enum, where: str) -> Any:
+        name = type(value).__qualname__
+        if self._classes.get(name) is type(value):
+            return {"enum": name, "value": self.pack(value.value, where)}
+        if isinstance(value, int | str):  # it is what the annotation says, and equal to what comes back
+            return value.value
+        raise _refused(value, where)
 
     def _pack_container(self, value: Any, where: str) -> Any:
-        if isinstance(value, SparseTensor):
+        if type(value) is SparseTensor:
             indices, values = self._add(value.indices, where), self._add(value.values, where)
             return {"sparse": [indices, values, list(value.shape)]}
-        if isinstance(value, Mapping):
+        if type(value) in (dict, LazyTensors):
             return {"map": [[self.pack(k, where), self.pack(v, f"{where}[{k!r}]")] for k, v in value.items()]}
         for name, kind in _SEQUENCES.items():
             if type(value) is kind:
@@ -212,26 +226,53 @@ class _Packer:
                 packed = {name: [self.pack(entry, f"{where}[{i}]") for i, entry in enumerate(entries)]}
                 return {**packed, "maxlen": value.maxlen} if isinstance(value, deque) else packed
         name = type(value).__qualname__
-        if self._classes.get(name) is type(value) and all(f.init for f in fields(value)):
+        if (
+            self._classes.get(name) is type(value)
+            and is_dataclass(value)
+            and all(each.init for each in fields(value))
+        ):
             entries = {f.name: self.pack(getattr(value, f.name), f"{where}.{f.name}") for f in fields(value)}
             return {"class": name, "fields": entries}
-        raise JournalError(
-            f"cannot save {where}: a {name} is neither number, text, array nor a dataclass that the state's "
-            "annotations name"
-        )
+        raise _refused(value, where)
 
     def _add(self, array: Array, where: str) -> str:
+        if id(array) in self._names:
+            return self._names[id(array)][0]
+        if type(array) is not np.ndarray:
+            raise _refused(array, where)
         if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
             raise JournalError(f"cannot save {where}: arrays hold numbers of up to 64 bits, this one {array.dtype}")
         name = f"{len(self.arrays):06d}"
         self.arrays[name] = _contiguous(array)
+        self._names[id(array)] = name, array
         return name
+
+
+def _refused(value: object, where: str) -> JournalError:
+    """Returns what is wrong with a value that would not come back the same, and what would be right."""
+    name = type(value).__qualname__
+    found = f"cannot save {where}, which is a {name}: "
+    if isinstance(value, np.ma.MaskedArray):
+        return JournalError(f"{found}its mask would be lost; keep data and mask as two arrays")
+    if isinstance(value, np.ndarray):
+        return JournalError(f"{found}it would come back as an ndarray; keep numpy.array(...) of it")
+    if isinstance(value, Mapping):
+        return JournalError(f"{found}it would come back as a dict, if at all; keep dict(...) of it")
+    if isinstance(value, Enum):
+        return JournalError(
+            f"{found}it would not come back as one; let the annotation of its field name {name}, or keep its value"
+        )
+    return JournalError(
+        f"{found}a state holds numbers, text, bytes, arrays, enums, dicts, lists, tuples, sets, deques, sparse "
+        "tensors, and dataclasses that its annotations name"
+    )
 
 
 class _Unpacker:
     def __init__(self, arrays: Mapping[str, Array], classes: Mapping[str, type[Any]]) -> None:
         self._arrays = arrays
         self._classes = classes
+        self._made: dict[str, Array] = {}
 
     def unpack(self, value: Any) -> Any:
         if not isinstance(value, dict):
@@ -247,6 +288,7 @@ class _Unpacker:
             "bytes": base64.b64decode,
             "sparse": self._sparse,
             "map": lambda pairs: {self.unpack(key): self.unpack(entry) for key, entry in pairs},
+            "enum": lambda cls: self._classes[cls](self.unpack(value["value"])),
             "class": lambda cls: self._make(cls, value["fields"]),
         }
         return readers[name](content)
@@ -259,7 +301,9 @@ class _Unpacker:
         return SparseTensor(indices=self._array(indices), values=self._array(values), shape=tuple(shape))
 
     def _array(self, name: str) -> Array:
-        return _writable(self._arrays[name])
+        if name not in self._made:
+            self._made[name] = _writable(self._arrays[name])
+        return self._made[name]
 
 
 def _contiguous(array: Array) -> Array:

@@ -4,6 +4,7 @@ import logging
 import random
 import re
 import sys
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +14,7 @@ from flwr.serverapp import strategy as flower
 
 import edgefl
 from edgefl.adapters.flower_grid import MAX_QUESTIONS, IdleGrid
+from edgefl.adapters.flower_memory import remember
 from edgefl.adapters.flower_names import is_flower_strategy
 from edgefl.adapters.flower_options import flower_names, flower_settings
 from edgefl.adapters.flower_strategy import FlowerState, make_flower_strategy, node_id_of
@@ -21,10 +23,11 @@ from edgefl.assembly import assemble
 from edgefl.config import parse_run
 from edgefl.errors import ConfigError, StrategyError
 from edgefl.storage.checkpoints import load_state, save_state
+from edgefl.storage.state_files import pack_state
 from edgefl.strategies.registry import REQUIRED
 from edgefl.strategies.rounds import RoundRules
 from edgefl.strategies.server_optimizers import ServerOptimizer
-from edgefl.types import DeviceInfo, SparseTensor, Update, UpdateMetrics
+from edgefl.types import DeviceInfo, Outcome, SparseTensor, Update, UpdateMetrics
 
 DEVICES = tuple(f"pi-{i}" for i in range(4))
 NEEDED = {"flwr:QFedAvg": {"client_learning_rate": 0.1}}
@@ -379,6 +382,17 @@ def test_a_users_subclass_runs_unchanged_and_its_configuration_is_the_plan(own):
     assert [(o.plan.learning_rate, o.plan.epochs) for o in (first[0], second[0])] == [(0.8, 2), (0.2, 2)]
     assert state.memory["rounds"] == 2
     assert "log" not in state.memory
+
+
+def test_what_would_come_back_as_something_else_is_not_remembered():
+    class Mixed:
+        def __init__(self):
+            self.rounds, self.kept = 2, {"w": np.zeros(2)}
+            self.seen, self.masked, self.outcome = Counter(a=1), np.ma.array([1.0], mask=[1]), Outcome.USED
+
+    memory = remember(Mixed())
+    assert set(memory) == {"rounds", "kept"}
+    pack_state(FlowerState(model=first_model(), memory=memory))
 
 
 def test_what_a_strategy_does_to_its_configuration_lasts_as_it_does_with_flower(own, tmp_path):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import resource
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum, IntFlag
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from edgefl.storage.checkpoints import (
     save_state,
 )
 from edgefl.storage.state_files import pack_state, pack_tensors, unpack_state, unpack_tensors
-from edgefl.types import Outcome, SparseTensor
+from edgefl.types import LazyTensors, Outcome, SparseTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,29 @@ class State:
 @dataclass
 class Other:
     version: int = 0
+
+
+class Plain(Enum):
+    WARM = "warm"
+    COLD = (1, 2)
+
+
+class Bits(IntFlag):
+    A = 1
+    B = 2
+
+
+class Name(str):
+    """As `numpy.str_` is."""
+
+    __slots__ = ()
+
+
+@dataclass
+class Phases:
+    plain: Plain
+    mixed: dict[Plain, Bits]
+    role: Outcome
 
 
 def same(left, right):
@@ -142,6 +166,45 @@ def test_equal_states_have_equal_bytes():
 def test_what_would_not_come_back_is_refused_when_it_is_saved(extra):
     with pytest.raises(JournalError, match=r"cannot save State\.extra\[1\]"):
         pack_state(State(extra=[1, extra]))
+
+
+@pytest.mark.parametrize(
+    ("extra", "right"),
+    [
+        (defaultdict(int, a=1), "a defaultdict: it would come back as a dict, if at all; keep dict"),
+        (Counter(a=2), "a Counter: it would come back as a dict"),
+        (OrderedDict(a=2), "an? OrderedDict: it would come back as a dict"),
+        (np.ma.array([1.0, 9.0], mask=[0, 1]), "a MaskedArray: its mask would be lost; keep data and mask as two"),
+        (np.rec.array([1.0, 2.0]), "it would come back as an ndarray; keep numpy"),
+        (Plain.WARM, "a Plain: .* let the annotation of its field name Plain, or keep its value"),
+        (Name("a"), "a Name: a state holds numbers, text"),
+        (SparseTensor(indices=np.array([0]), values=np.ma.array([1.0]), shape=(2,)), "its mask would be lost"),
+    ],
+)
+def test_what_would_come_back_as_something_else_is_refused_with_its_field_and_what_would_be_right(extra, right):
+    with pytest.raises(JournalError, match=rf"cannot save State\.extra\['now'\], which is .*{right}"):
+        pack_state(State(extra={"now": extra}))
+
+
+def test_an_enum_that_the_annotations_name_comes_back_as_itself():
+    phases = Phases(plain=Plain.COLD, mixed={Plain.WARM: Bits.A | Bits.B}, role=Outcome.USED)
+    again = unpack_state(pack_state(phases), Phases)
+    assert again == phases
+    assert (again.plain, again.role) == (Plain.COLD, Outcome.USED)
+    assert (type(again.role), next(iter(again.mixed))) == (Outcome, Plain.WARM)
+
+
+def test_an_array_in_several_places_is_one_array_afterwards_too():
+    weights = np.zeros(2)
+    again = unpack_state(pack_state(State(model={"w": weights}, extra=[weights, weights.copy(), weights.T])), State)
+    again.model["w"] += 1
+    assert [array.tolist() for array in again.extra] == [[1, 1], [0, 0], [0, 0]]
+
+
+def test_tensors_that_are_not_decoded_yet_come_back_as_a_dict():
+    lazy = LazyTensors(lambda: {"w": np.ones(2)})
+    again = unpack_state(pack_state(State(model=lazy)), State)
+    assert same(again.model, {"w": np.ones(2)})
 
 
 def test_another_class_is_refused():
