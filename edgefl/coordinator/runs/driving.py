@@ -150,7 +150,8 @@ class Driver:
         """Keeps the last state and the model of a run that is over."""
         strategy = self.made.strategy
         version = strategy.version(state)
-        self.keeper.finish(version, self.made.rounds.of(version), state, strategy.model(state), self.models)
+        number, model, lives = self.made.rounds.of(version), strategy.model(state), self.before.lives
+        self.keeper.finish(version, number, state, model, self.models, lives)
 
     def _loop(self, turn: Callable[[Any, Course], None]) -> tuple[Any, str]:
         made, before = self.made, self.before

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 
 from edgefl.coordinator.directory import CoordinatorDirectory
+from edgefl.coordinator.dispatch.lives import FIRST, Lives
 from edgefl.coordinator.runs.kept_models import ModelKeeper
 from edgefl.coordinator.runs.ledger import Ledger
-from edgefl.coordinator.runs.standing import ANOTHER_LIFE, Standing
+from edgefl.coordinator.runs.standing import ANOTHER_LIFE, LIVES, Standing
+from edgefl.files import write_whole
 from edgefl.storage.checkpoints import prune_checkpoints, save_state
 from edgefl.storage.journal import WalJournal
 from edgefl.storage.journal_records import CheckpointMark
@@ -79,8 +82,12 @@ class Keeper:
         self._ledger.on_checkpoint()
         self._checkpointed_s = self._clock()
 
-    def finish(self, version: int, number: int, state: object, model: Tensors, models: ModelKeeper) -> None:
+    def finish(
+        self, version: int, number: int, state: object, model: Tensors, models: ModelKeeper, lives: Lives
+    ) -> None:
         """Writes the last state, of a version in the round `number`, and its model as a file that the store names."""
+        if lives.number != FIRST:
+            write_whole(self._folder.parent / LIVES, json.dumps(lives.told()).encode())
         self.checkpoint(state)
         models.finish(version, number, self._wal.last_record, model)
         self._wal.prune(self._wal.last_record)

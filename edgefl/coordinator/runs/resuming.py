@@ -14,7 +14,7 @@ from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.dispatch.lives import FIRST, Lives
 from edgefl.coordinator.dispatch.replay import Script, has_turns, up_to_last_turn
 from edgefl.coordinator.runs.recorder import TOLD
-from edgefl.coordinator.runs.standing import ANOTHER_LIFE, Standing
+from edgefl.coordinator.runs.standing import ANOTHER_LIFE, LIVES, Standing
 from edgefl.errors import JournalError, UsageError
 from edgefl.files import write_whole
 from edgefl.storage.checkpoints import (
@@ -134,7 +134,7 @@ def resumed_state(
         # The journal may lack what was set aside since it was damaged: the rows know what they are.
         since = standing.fleet.at if (directory.runs / run_id / ANOTHER_LIFE).exists() else None
     so_far = rewind(store, run_id, mark, behind, now=time.time(), since=since, keeps_nothing=saved is None)
-    written = _written(standing)
+    written = _written(standing) if standing is not None else _written_at_end(record, directory)
     log.info("run %s goes on behind version %d, round %d", run_id, mark.version, mark.closed)
     return Resumed(
         state=state,
@@ -237,6 +237,18 @@ def _written(standing: Standing | None) -> dict[str, int] | None:
     if standing is None or standing.fleet.life is None:
         return None
     return {name: life for life, names in standing.fleet.lives.items() for name in names}
+
+
+def _written_at_end(record: RunRecord, directory: CoordinatorDirectory) -> dict[str, int] | None:
+    """Returns the lives of what was given before the end of a run; None where nobody wrote them down."""
+    try:
+        told = parse_json((directory.runs / record.run_id / LIVES).read_bytes())
+        return {name: int(life) for life, names in told.items() for name in names}
+    except FileNotFoundError:
+        return {} if record.resumes == 1 else None  # there was but the first
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        log.warning("run %s: %s cannot be read, rows and times take its place: %r", record.run_id, LIVES, error)
+        return None
 
 
 def goes_on_exactly(run_id: str, directory: CoordinatorDirectory) -> bool:

@@ -18,6 +18,11 @@ other work since, under the same ids, so it goes on from a checkpoint and gives 
 file away."""
 
 
+LIVES = "lives.json"
+"""A file beside the journal of a run that ended in a later life than its first: which life gave what. Its last
+checkpoint has no standing, and it may be taken up again from there."""
+
+
 @dataclass(slots=True, kw_only=True)
 class GuardStanding:
     """Whose updates were refused, and the norms of those that were let in last."""

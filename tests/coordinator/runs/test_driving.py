@@ -117,9 +117,9 @@ class Site:
             arguments = self.store.run("r"), Made(), self.directory, self.store, wal
             return resumed_exactly(*arguments) or resumed_state(*arguments)
 
-    def drive(self, boards: Boards) -> tuple[Any, bool]:
+    def drive(self, boards: Boards, goal: Goal | None = None) -> tuple[Any, bool]:
         """The state that a coordinator comes to, and whether that is the run's end."""
-        made, ledger = Made(), Ledger(self.store, "r")
+        made, ledger = Made() if goal is None else Made(goal=goal), Ledger(self.store, "r")
         with WalJournal(self.directory.runs / "r" / "journal", unpack_tensors) as wal:
             arguments = self.store.run("r"), made, self.directory, self.store, wal
             before = resumed_exactly(*arguments) or resumed_state(*arguments)
@@ -240,6 +240,22 @@ def test_a_further_life_knows_the_lives_before_it_by_the_checkpoint(
     lives = site.before().lives
     assert lives.known(boards.given[0]) == f"r/1/{boards.given[0]}"
     assert lives.given(boards.given[0]) == f"r/2/{boards.given[0]}"
+
+
+def test_a_run_that_came_to_its_end_knows_its_lives_whatever_clocks_say(stores: list[Site]) -> None:
+    site, boards = stores[0], Boards(FaultyFleet(1, faults={}))
+    assert site.drive(boards)[1]
+    site.begin_life(at=1.0)
+    lives = site.before().lives
+    assert [lives.known(name) for name in boards.given] == [f"r/{name}" for name in boards.given]
+
+    boards.given.clear()
+    assert site.drive(boards, Goal(rounds=2 * ROUNDS))[1]
+    site.begin_life(at=1e12)
+    lives = site.before().lives
+    assert lives.given("new") == "r/2/new"
+    assert boards.given
+    assert [lives.known(name) for name in boards.given] == [f"r/1/{name}" for name in boards.given]
 
 
 def test_a_run_that_goes_on_where_it_was_stays_in_its_life_however_often_it_was_taken_up(stores: list[Site]) -> None:
