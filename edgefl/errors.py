@@ -12,6 +12,7 @@ EdgeflError                  1   anything below, or nothing more exact
 │   ├── StoreTooNewError     12  written by a newer edgefl
 │   └── StoreBusyError       14  in use by another program for too long
 ├── JournalError             13  a damaged journal or checkpoint
+│   └── NotKeptError         15  what a strategy gives can be in none, or is there no longer
 ├── NetworkError             20  a peer cannot be reached or answers nonsense
 │   ├── PortInUseError       21  the address is taken
 │   ├── BrokerError          22  no usable MQTT broker
@@ -85,6 +86,12 @@ class StoreBusyError(StoreError):
 
 class JournalError(EdgeflError):
     exit_code = 13
+
+
+class NotKeptError(JournalError):
+    """The journal and its disk are whole: whoever gave the value, or asks for it too late, is at fault."""
+
+    exit_code = 15
 
 
 class NetworkError(EdgeflError):

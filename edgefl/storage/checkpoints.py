@@ -47,7 +47,7 @@ def save_state(directory: Path, state: Any, last_record: int, standing: Any = No
     """Returns the new checkpoint once it is durable; `standing` is another dataclass, saved beside the state.
 
     Raises:
-        JournalError: the state holds something that would not come back the same.
+        NotKeptError: the state holds something that would not come back the same.
         StoreFullError: no room; the checkpoints before are untouched.
     """
     content = pack_state(state)

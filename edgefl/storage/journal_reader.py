@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from edgefl.errors import JournalError
-from edgefl.storage.wal import FileHeader, FileScan, Record, journal_files, read_header
+from edgefl.errors import JournalError, NotKeptError
+from edgefl.storage.wal import FileHeader, FileScan, Record, file_number, journal_files, read_header
 
 
 def read_journal(directory: Path, *, after: int = 0) -> Iterator[Record]:
@@ -52,16 +52,27 @@ def _check_follows(directory: Path, header: FileHeader, expected: int, *, is_fir
 
 
 def body_reader(path: Path, base: int) -> Callable[[int, int], bytes]:
-    """Returns a function that reads `length` bytes at `start` behind `base` of the file."""
+    """Returns a function that reads `length` bytes at `start` behind `base` of the file.
+
+    It raises `NotKeptError` where the journal has let go of the file, `JournalError` where it is gone otherwise.
+    """
 
     def read(start: int, length: int) -> bytes:
         try:
             with path.open("rb", buffering=0) as file:
                 content = os.pread(file.fileno(), length, base + start)
         except FileNotFoundError:
-            raise JournalError(f"journal {path} was pruned, an update in it can no longer be read") from None
+            if not _was_pruned(path):
+                raise JournalError(f"journal {path} is gone, an update in it cannot be read") from None
+            raise NotKeptError(f"journal {path} was pruned, an update in it can no longer be read") from None
         if len(content) != length:
             raise JournalError(f"journal {path} is damaged at byte {base + start}: it ends too early")
         return content
 
     return read
+
+
+def _was_pruned(path: Path) -> bool:
+    """Returns whether the journal went on without this file: it lets go of the oldest ones alone."""
+    kept = journal_files(path.parent)
+    return bool(kept) and file_number(kept[0]) > file_number(path)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from edgefl.errors import JournalError
+from edgefl.errors import JournalError, NotKeptError
 from edgefl.storage.state_files import pack_tensors, unpack_tensors
 from edgefl.storage.wal import Record, RecordKind
 from edgefl.types import (
@@ -327,7 +327,7 @@ def _pack(kind: RecordKind, assignment_id: str, meta: Json, blob: Sequence[bytes
     try:
         text = json.dumps(meta, separators=(",", ":")).encode()
     except (TypeError, ValueError) as error:
-        raise JournalError(f"cannot journal a {kind.name.lower()} record: {error}") from error
+        raise NotKeptError(f"cannot journal a {kind.name.lower()} record: {error}") from error
     return Packed(kind=kind, assignment_id=assignment_id, parts=(_LENGTH.pack(len(text)) + text, *blob))
 
 

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save as save_safetensors
 
-from edgefl.errors import JournalError
+from edgefl.errors import JournalError, NotKeptError
 from edgefl.types import Array, LazyTensors, SparseTensor, Tensor, Tensors
 from edgefl.untrusted import parse_json
 
@@ -48,7 +48,7 @@ def pack_state(state: Any) -> bytes:
     """Returns the bytes of a dataclass.
 
     Raises:
-        JournalError: it holds something that would not come back the same.
+        NotKeptError: it holds something that would not come back the same.
     """
     packer = _Packer(_classes(type(state)))
     text = json.dumps({"v": FORMAT, "state": packer.pack(state, type(state).__name__)}, allow_nan=False)
@@ -176,7 +176,7 @@ def _reached(root: Any) -> Mapping[str, type[Any]]:
             continue
         known = found.setdefault(kind.__qualname__, kind)
         if known is not kind:
-            raise JournalError(f"the state has two classes named {kind.__qualname__}; rename one")
+            raise NotKeptError(f"the state has two classes named {kind.__qualname__}; rename one")
         if kind not in expanded and not is_enum:
             expanded.add(kind)
             todo.extend(get_type_hints(kind).values())
@@ -241,28 +241,28 @@ class _Packer:
         if type(array) is not np.ndarray:
             raise _refused(array, where)
         if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
-            raise JournalError(f"cannot save {where}: arrays hold numbers of up to 64 bits, this one {array.dtype}")
+            raise NotKeptError(f"cannot save {where}: arrays hold numbers of up to 64 bits, this one {array.dtype}")
         name = f"{len(self.arrays):06d}"
         self.arrays[name] = _contiguous(array)
         self._names[id(array)] = name, array
         return name
 
 
-def _refused(value: object, where: str) -> JournalError:
+def _refused(value: object, where: str) -> NotKeptError:
     """Returns what is wrong with a value that would not come back the same, and what would be right."""
     name = type(value).__qualname__
     found = f"cannot save {where}, which is a {name}: "
     if isinstance(value, np.ma.MaskedArray):
-        return JournalError(f"{found}its mask would be lost; keep data and mask as two arrays")
+        return NotKeptError(f"{found}its mask would be lost; keep data and mask as two arrays")
     if isinstance(value, np.ndarray):
-        return JournalError(f"{found}it would come back as an ndarray; keep numpy.array(...) of it")
+        return NotKeptError(f"{found}it would come back as an ndarray; keep numpy.array(...) of it")
     if isinstance(value, Mapping):
-        return JournalError(f"{found}it would come back as a dict, if at all; keep dict(...) of it")
+        return NotKeptError(f"{found}it would come back as a dict, if at all; keep dict(...) of it")
     if isinstance(value, Enum):
-        return JournalError(
+        return NotKeptError(
             f"{found}it would not come back as one; let the annotation of its field name {name}, or keep its value"
         )
-    return JournalError(
+    return NotKeptError(
         f"{found}a state holds numbers, text, bytes, arrays, enums, dicts, lists, tuples, sets, deques, sparse "
         "tensors, and dataclasses that its annotations name"
     )

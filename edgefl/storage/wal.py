@@ -23,7 +23,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import BinaryIO
 
-from edgefl.errors import JournalError
+from edgefl.errors import JournalError, NotKeptError
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
 MAX_RECORD_BYTES = 1024 * 1024 * 1024
@@ -99,11 +99,11 @@ def pack_record_header(
     """Returns a record's bytes up to and with its id; the body parts follow.
 
     Raises:
-        JournalError: id or body are longer than the format allows.
+        NotKeptError: id or body are longer than the format allows.
     """
     length = len(identity) + sum(len(part) for part in body_parts)
     if len(identity) > MAX_ID_BYTES or length > MAX_RECORD_BYTES:
-        raise JournalError(
+        raise NotKeptError(
             f"journal record of {length} bytes with an id of {len(identity)}, at most {MAX_RECORD_BYTES} and "
             f"{MAX_ID_BYTES} are possible"
         )

@@ -11,13 +11,14 @@ import logging
 import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, is_dataclass, replace
 from types import FunctionType
 from typing import Any, cast
 
 import numpy as np
 
-from edgefl.errors import EdgeflError, JournalError, StoreError, StrategyError
+from edgefl.errors import EdgeflError, JournalError, NotKeptError, StoreError, StrategyError
+from edgefl.strategies.plain_orders import plain_order, plain_plan
 from edgefl.types import (
     Assignment,
     Decision,
@@ -78,7 +79,8 @@ class Checked:
     Attributes:
         strategy: who decides.
         name: what the run file calls it.
-        pack: raises `JournalError` for a state that cannot be saved; tried on the first and on the second version's.
+        pack: raises `JournalError` for a state that cannot be saved; tried on the first version's, on
+            that after it, and on the one after each power of two: a few dozen times in the longest run.
     """
 
     strategy: Strategy[Any]
@@ -134,8 +136,10 @@ class Checked:
         self._require(isinstance(decision, Decision), "assign", decision, "a Decision after the state")
         self._require(isinstance(decision.orders, Sequence), "assign", decision.orders, "a tuple of orders")
         self._check_wake(decision.next_wake_s)
+        if isinstance(decision.next_wake_s, np.generic):  # a float32 would round the run's time as well
+            decision = replace(decision, next_wake_s=float(decision.next_wake_s))
         if decision.orders:
-            self._check_orders(decision.orders, view)
+            decision = replace(decision, orders=self._checked_orders(decision.orders, view))
         return self._checked_state("assign", state), decision
 
     def receive(self, state: Any, update: Update) -> Any:
@@ -154,7 +158,7 @@ class Checked:
         state = self._checked_state("aggregate", self._call("aggregate", state))
         if (after := self.version(state)) <= before:
             raise self._broken("aggregate", f"left the version at {after}, it must go up")
-        if before == 0:
+        if after.bit_length() > max(before, 0).bit_length():
             self._check_savable("aggregate", state)
         return state
 
@@ -208,6 +212,9 @@ class Checked:
     def _call(self, method: str, *arguments: Any) -> Any:
         try:
             return getattr(self.strategy, method)(*arguments)
+        except NotKeptError as error:
+            wanted = "copy what is needed for longer than the next version"
+            raise self._broken(method, f"looked at tensors that are not kept any more: {error}; {wanted}") from error
         except (StoreError, JournalError):
             raise  # an update is read from the journal when it is looked at: a disk that fails is no fault of theirs
         except StrategyError as error:
@@ -267,11 +274,14 @@ class Checked:
         if not _is_number(next_wake_s) or not math.isfinite(next_wake_s) or next_wake_s < 0:
             raise self._broken("assign", f"returned next_wake_s = {next_wake_s!r}, it must be seconds of 0 or more")
 
-    def _check_orders(self, orders: Sequence[Order], view: FleetView) -> None:
-        devices, busy, new = view.devices, view.busy, dict[str, int]()
+    def _checked_orders(self, orders: Sequence[Order], view: FleetView) -> tuple[Order, ...]:
+        devices, busy, new, plans = view.devices, view.busy, dict[str, int](), dict[int, LocalPlan]()
+        plain = []
         for order in orders:
             is_order = isinstance(order, Assignment | Evaluation | Recall)
             self._require(is_order, "assign", order, "Assignments, Evaluations and Recalls as orders")
+            order = self._plain(order, plans)  # noqa: PLW2901 the same order, in numbers that can be written down
+            plain.append(order)
             if isinstance(order, Recall):
                 continue  # its device may have gone meanwhile
             name, device_id = order.assignment_id, order.device_id
@@ -283,6 +293,22 @@ class Checked:
             if isinstance(order, Assignment):
                 new[device_id] = new.get(device_id, 0) + 1
                 self._check_assignment(order, devices[device_id].role, len(busy.get(device_id, ())) + new[device_id])
+        return tuple(plain)
+
+    def _plain(self, order: Order, plans: dict[int, LocalPlan]) -> Order:
+        """Returns an order as `plain_order` does; a plan that many orders share is looked at once."""
+        try:
+            order = plain_order(order)
+            if not (isinstance(order, Assignment) and isinstance(order.plan, LocalPlan)):
+                return order
+            plan = plans.get(id(order.plan))
+            if plan is None:
+                plan = plans[id(order.plan)] = plain_plan(order.plan)
+        except ValueError as error:
+            raise self._broken(
+                "assign", f"gave device {order.device_id!r} what cannot be written down: {error}"
+            ) from error
+        return order if plan is order.plan else replace(order, plan=plan)
 
     def _check_assignment(self, order: Assignment, role: Role, num_outstanding: int) -> None:
         what, plan = f"gave device {order.device_id!r}", order.plan

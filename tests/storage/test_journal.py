@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edgefl.errors import JournalError, StoreFullError
+from edgefl.errors import JournalError, NotKeptError, StoreFullError
 from edgefl.storage.journal import KEPT_BYTES, WalJournal, journal_entries
 from edgefl.storage.journal_reader import read_journal
 from edgefl.storage.journal_records import (
@@ -201,6 +201,16 @@ def test_large_files_get_successors_and_checkpoints_begin_new_ones(tmp_path):
     assert [number for number, _ in entries(tmp_path / "j")] == list(range(1, 12))
 
 
+def test_a_body_whose_file_is_gone_is_told_from_one_that_was_let_go_of(tmp_path):
+    with open_journal(tmp_path / "j", max_file_bytes=1000) as journal:
+        kept = [journal.received([update(f"a{n}", body=b"x" * 400)])[0] for n in range(6)]
+        for path in journal_files(tmp_path / "j")[1:]:
+            path.unlink()
+        with pytest.raises(JournalError, match="is gone") as caught:
+            body_of(kept[-1])
+        assert not isinstance(caught.value, NotKeptError)
+
+
 def test_pruning_removes_whole_files_up_to_the_checkpoint_and_nothing_behind_it(tmp_path):
     with open_journal(tmp_path / "j", max_file_bytes=1000) as journal:
         for n in range(1, 11):
@@ -210,7 +220,7 @@ def test_pruning_removes_whole_files_up_to_the_checkpoint_and_nothing_behind_it(
         journal.prune(5)
         assert journal.record_of("a5") is None
         assert journal.record_of("a6") == 6
-        with pytest.raises(JournalError, match="pruned"):
+        with pytest.raises(NotKeptError, match="pruned"):
             body_of(oldest)
     assert [number for number, _ in entries(tmp_path / "j", after=5)] == [6, 7, 8, 9, 10]
     with pytest.raises(JournalError, match="missing"):

@@ -10,10 +10,11 @@ import pytest
 
 from edgefl.assembly import assemble
 from edgefl.config import parse_run
-from edgefl.errors import ConfigError, JournalError, RunFailedError, StoreError, StrategyError
+from edgefl.errors import ConfigError, JournalError, NotKeptError, RunFailedError, StoreError, StrategyError
 from edgefl.local_fleet import LocalFleet
 from edgefl.local_run import cut_devices
 from edgefl.loop import drive
+from edgefl.storage.journal_records import pack_decision
 from edgefl.storage.state_files import pack_state
 from edgefl.strategies.checked import METHODS, Checked, make_checked
 from edgefl.tally import Goal
@@ -283,6 +284,62 @@ def test_an_order_that_nobody_can_follow_is_refused(orders, told):
         run_with(assign=assigns(*orders))
 
 
+@pytest.mark.parametrize(
+    ("plan", "right"),
+    [
+        (
+            {"iterations": np.clip(7, 2, 5), "learning_rate": np.float32(0.5), "keeps_state": np.bool_(True)},
+            LocalPlan(iterations=5, learning_rate=0.5, keeps_state=True),
+        ),
+        ({"epochs": np.array(2.0), "batch_size": np.uint8(8)}, LocalPlan(epochs=2.0, batch_size=8)),
+        ({"iterations": 1, "options": {"mu": np.float32(0.25)}}, LocalPlan(iterations=1, options={"mu": 0.25})),
+    ],
+)
+def test_a_number_of_numpys_in_an_order_is_the_same_number_of_pythons(plan, right):
+    checked = Checked(strategy=Mean(), name=NAME)
+    order = replace(assignment(plan=LocalPlan(**plan)), base_version=np.int64(0), deadline_s=np.float32(2))
+    checked.strategy.assign = lambda state, _: (state, Decision(orders=[order], next_wake_s=np.float32(3)))
+    _, decision = checked.assign(checked.init(MODEL), Devices("pi-1").view())
+    assert decision == Decision(orders=(replace(assignment(plan=right), deadline_s=2.0),), next_wake_s=3)
+    assert pack_decision(decision) == pack_decision(replace(decision, next_wake_s=3.0))
+
+
+def test_an_order_in_plain_numbers_is_given_as_it_is():
+    checked, order = Checked(strategy=Mean(), name=NAME), assignment()
+    checked.strategy.assign = assigns(order)
+    assert checked.assign(checked.init(MODEL), Devices("pi-1").view())[1].orders[0] is order
+
+
+@pytest.mark.parametrize(
+    ("order", "told"),
+    [
+        ({"plan": LocalPlan(iterations=1.5)}, "the plan's iterations = 1.5, it must be a whole number or None"),
+        (
+            {"plan": LocalPlan(iterations=1, learning_rate=float("nan"))},
+            "the plan's learning_rate = nan, it must be a",
+        ),
+        (
+            {"plan": LocalPlan(iterations=1, momentum=np.zeros(2))},
+            "the plan's momentum = array([0., 0.]), it must be",
+        ),
+        ({"plan": LocalPlan(seconds=float("inf"))}, "the plan's seconds = inf, it must be a finite number or None"),
+        (
+            {"plan": LocalPlan(iterations=1, options={"mu": [1]})},
+            "options['mu'] = [1], it must be a finite number, tex",
+        ),
+        ({"key": "x" * 256}, "'xxxxxxxxxxxxxxxxxxxx'… has 256 bytes, at most 255 are possible"),
+        ({"key": "ä" * 128}, "has 256 bytes, at most 255"),
+        ({"key": 7}, "the assignment id = 7, it must be a text"),
+        ({"key": "\ud800"}, "can't encode character"),
+        ({"version": "1"}, "the order's base_version = '1', it must be a whole number"),
+    ],
+)
+def test_an_order_that_no_journal_keeps_is_refused_with_its_value(order, told):
+    said = "strategy mine:Median: assign gave device 'pi-1' what cannot be written down: "
+    with pytest.raises(StrategyError, match=f"^{said}.*{re.escape(told)}"):
+        run_with(assign=assigns(assignment(**order)))
+
+
 def test_an_assignment_id_of_an_earlier_round_is_refused():
     checked = Checked(strategy=Mean(), name=NAME)
     view, state = Devices("pi-1").view(), checked.init(MODEL)
@@ -333,6 +390,31 @@ def test_a_state_that_cannot_be_saved_ends_the_run_before_a_checkpoint_would():
         checked(print, 2).init(MODEL)
     with pytest.raises(StrategyError, match=r"aggregate returned a state that cannot be saved"):
         checked(1, print).aggregate(Odd())
+
+
+def test_a_state_that_becomes_unsavable_later_is_found_out_soon_after():
+    class Late(Mean):
+        def aggregate(self, state):
+            thing = {} if state.version < 4 else {"thing": print}
+            return State(model=state.model, version=state.version + 1, got=[thing])
+
+    checked = make_checked(NAME, Late, pack=pack_state)
+    state = checked.init(MODEL)
+    for _ in range(7):
+        state = checked.aggregate(state)
+    with pytest.raises(StrategyError, match=r"aggregate returned a state that cannot be saved: .*got\[0\]"):
+        checked.aggregate(state)
+
+
+def test_tensors_that_are_not_kept_any_more_are_the_fault_of_who_looks_at_them():
+    def load():
+        raise NotKeptError("it was pruned")
+
+    checked = Checked(strategy=Mean(), name=NAME)
+    state = checked.receive(checked.init(MODEL), update_of(tensors=LazyTensors(load)))
+    told = r"mine:Median: aggregate looked at tensors that are not kept any more: it was pruned; copy what"
+    with pytest.raises(StrategyError, match=told):
+        checked.aggregate(state)
 
 
 def test_a_state_from_a_checkpoint_is_taken_up():

@@ -18,7 +18,7 @@ from edgefl.coordinator.runs.model_journal import ModelJournal
 from edgefl.coordinator.runs.recorder import Recorder
 from edgefl.coordinator.runs.resuming import Resumed
 from edgefl.coordinator.runs.standing import standing_of
-from edgefl.errors import JournalError, StoreError
+from edgefl.errors import JournalError, NotKeptError, StoreError, StrategyError
 from edgefl.loop import Course, EvaluationRule, drive
 from edgefl.storage.journal import WalJournal
 from edgefl.storage.state_files import num_encoded
@@ -151,9 +151,29 @@ class Driver:
         strategy = self.made.strategy
         version = strategy.version(state)
         number, model, lives = self.made.rounds.of(version), strategy.model(state), self.before.lives
-        self.keeper.finish(version, number, state, model, self.models, lives)
+        try:
+            self.keeper.finish(version, number, state, model, self.models, lives)
+        except NotKeptError as error:
+            self.recorder.finish()  # all that came before is history nevertheless
+            raise self._unsavable(version, error) from error
 
     def _loop(self, turn: Callable[[Any, Course], None]) -> tuple[Any, str]:
+        try:
+            return self._driven(turn)
+        except NotKeptError as error:
+            raise StrategyError(f"strategy {self._name}: gave what no journal keeps: {error}") from error
+
+    def _unsavable(self, version: int, error: NotKeptError) -> StrategyError:
+        methods = "assign, receive or aggregate" if version else "init, assign or receive"
+        return StrategyError(
+            f"strategy {self._name}: {methods} made a state of version {version} that cannot be saved: {error}"
+        )
+
+    @property
+    def _name(self) -> str:
+        return str(getattr(self.made.strategy, "name", type(self.made.strategy).__name__))
+
+    def _driven(self, turn: Callable[[Any, Course], None]) -> tuple[Any, str]:
         made, before = self.made, self.before
         journal = ModelJournal(self.recorder, self.models, made.strategy.model, lambda: self.wal.last_record)
         course = None
@@ -207,4 +227,7 @@ class Driver:
 
     def _checkpoint(self, state: Any, course: Course, *, is_of_former_life: bool = False) -> None:
         standing = None if self._goes_on_alone else standing_of(course, self._fleet.standing(), self.made.gate)
-        self.keeper.checkpoint(state, standing, is_of_former_life=is_of_former_life)
+        try:
+            self.keeper.checkpoint(state, standing, is_of_former_life=is_of_former_life)
+        except NotKeptError as error:
+            raise self._unsavable(course.tally.version, error) from error

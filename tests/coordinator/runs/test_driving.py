@@ -24,6 +24,7 @@ from edgefl.coordinator.runs.ledger import Ledger
 from edgefl.coordinator.runs.recorder import Recorder
 from edgefl.coordinator.runs.resuming import Resumed, may_end, resumed_exactly, resumed_state
 from edgefl.coordinator.runs.standing import ANOTHER_LIFE
+from edgefl.errors import StrategyError
 from edgefl.loop import EvaluationRule
 from edgefl.storage.checkpoints import checkpoints
 from edgefl.storage.journal import WalJournal
@@ -270,6 +271,45 @@ def test_a_run_that_goes_on_where_it_was_stays_in_its_life_however_often_it_was_
     assert before.is_exact
     assert [before.lives.known(name) for name in boards.given] == [f"r/{name}" for name in boards.given]
     assert before.lives.given("new") == "r/new"
+
+
+class Unsavable:
+    """A strategy that is like another one, but for its state from a version on."""
+
+    name = "mine:Median"
+
+    def __init__(self, inner: Strategy[Any], since: int) -> None:
+        self.inner, self.since = inner, since
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def aggregate(self, state: Any) -> Any:
+        state = self.inner.aggregate(state)
+        if self.inner.version(state) >= self.since:
+            state.used = (*state.used, print)
+        return state
+
+    def used(self, state: Any) -> Any:
+        return tuple(name for name in self.inner.used(state) if name is not print)
+
+
+@pytest.mark.parametrize("since", [2, ROUNDS], ids=["while it goes on", "when it is over"])
+def test_a_state_that_cannot_be_saved_is_the_strategys_fault_and_costs_no_history(
+    stores: list[Site], since: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if since < ROUNDS:
+        monkeypatch.setattr("edgefl.coordinator.runs.keeper.CHECKPOINT_EVERY", 1)
+        monkeypatch.setattr("edgefl.coordinator.runs.keeper.CHECKPOINT_EVERY_S", 0.0)
+    make = Made
+    monkeypatch.setitem(globals(), "Made", lambda: make(strategy=Unsavable(make().strategy, since)))
+    told = (
+        rf"^strategy mine:Median: assign, receive or aggregate made a state of version {since} that cannot be saved: "
+    )
+    with pytest.raises(StrategyError, match=told + r"cannot save .*used\["):
+        stores[0].drive(Boards(FaultyFleet(1)))
+    closed = [row["round"] for row in history(stores[0].store, "rounds", run="r") if row["closed_at"] is not None]
+    assert len(closed) == since
 
 
 def test_updates_wait_in_some_of_these_places(stores: list[Site]) -> None:

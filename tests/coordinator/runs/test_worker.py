@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import time
 import weakref
@@ -90,9 +91,11 @@ CONFIG = {"run": {"task": "digits", "rounds": 3}}
 TURN = Turn(now_s=1.0, at=100.0, devices={"pi-1": DeviceInfo(device_id="pi-1", tasks=("digits",))})
 
 
-def left_behind(worker: RunWorker, status: RunStatus, *entries: Turn, reason: str | None = None) -> str:
+def left_behind(
+    worker: RunWorker, status: RunStatus, *entries: Turn, reason: str | None = None, strategy: str = "fedavg"
+) -> str:
     """A run as an earlier coordinator left it, with what its journal has."""
-    config = parse_run(CONFIG).to_json()
+    config = parse_run({**CONFIG, "strategy": {"name": strategy}}).to_json()
     store, directory = worker._site.store, worker._site.directory
     run_id = f"r{len(store.runs())}"
     store.add_run(run_id=run_id, name="n", task="digits", strategy="fedavg", config=config, seed=7, submitted_at=1.0)
@@ -373,6 +376,60 @@ def test_of_a_run_that_is_over_nothing_stays_until_garbage_is_collected(store: S
     finally:
         gc.enable()
         worker.stop()
+
+
+MINE = """
+import time
+from dataclasses import dataclass
+from edgefl.strategies.fedavg import FedAvg
+
+class Wrong:
+    def __init__(self, inner):
+        self.inner = inner
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+class WithFunction(Wrong):
+    def finish(self, state):
+        state.used = (print,)
+        return state
+
+@dataclass(frozen=True, kw_only=True)
+class Unsavable(FedAvg):
+    def build(self, rules):
+        return WithFunction(FedAvg.build(self, rules))
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module with strategies of a user's."""
+    name = f"mine_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield name
+    sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("worker", [assemble], indirect=True)
+def test_a_strategy_whose_state_cannot_be_saved_ends_its_run_and_not_the_coordinator(
+    store: Store, worker: RunWorker, mine: str
+) -> None:
+    fatal: list[Exception] = []
+    worker._on_fatal = fatal.append
+    bad = left_behind(worker, RunStatus.STOPPING, TURN, reason="somebody asked", strategy=f"{mine}:Unsavable")
+    worker.recover()
+    worker.start()
+    config = parse_run(CONFIG).to_json()
+    store.add_run(run_id="next", name="n", task="digits", strategy="fedavg", config=config, seed=7, submitted_at=1.0)
+    worker.wake()
+    eventually(lambda: store.run("next").status is RunStatus.RUNNING)
+    worker.stop()
+    ended = store.run(bad)
+    assert ended.status is RunStatus.FAILED
+    assert f"strategy {mine}:Unsavable: " in str(ended.reason)
+    assert "that cannot be saved: cannot save" in str(ended.reason)
+    assert fatal == []
 
 
 def eventually(condition: Callable[[], bool]) -> None:
