@@ -101,7 +101,8 @@ class Driver:
             ReplayError: it does not come to what its journal says.
             EdgeflError: it has failed.
         """
-        self.keeper.begin(self.made.strategy.version(self.before.state), at_once=self.gives_other_ids)
+        version = self.made.strategy.version(self.before.state)
+        self.keeper.begin(version, at_once=self.gives_other_ids, soon=self.before.is_exact)
         try:
             return self._loop(self._turn)
         except (StoreError, JournalError):

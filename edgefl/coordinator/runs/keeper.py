@@ -21,7 +21,11 @@ CHECKPOINT_EVERY = 10
 CHECKPOINT_EVERY_S = 10.0
 """A run's state is checkpointed after so many versions, but no more often than that; the last one always is."""
 CHECKPOINT_AFTER_S = 60.0
-"""With long rounds after each of them: what lies behind a checkpoint is done again before a run goes on."""
+"""With long rounds after each of them: what lies behind a checkpoint is done again before a run goes on.
+
+A run that goes on where its coordinator ended has one after its first new version: deaths are counted between
+checkpoints, and whoever comes that far has not died of it.
+"""
 
 
 class Keeper:
@@ -40,11 +44,19 @@ class Keeper:
         self._every_version, self._clock = every_version, clock
         self._folder = directory.runs / run_id / "checkpoints"
         self._wal, self._ledger = wal, ledger
-        self._checkpointed_s, self._version, self._at_once, self._seen = clock(), 0, False, 0
+        self._checkpointed_s, self._version, self._at_once, self._is_soon = clock(), 0, False, False
+        self._seen: int | None = 0
 
-    def begin(self, version: int, *, at_once: bool = False) -> None:
-        """Says with which version the run begins, and whether that is to be kept at once."""
-        self._version, self._at_once, self._seen = version, at_once, version
+    def begin(self, version: int, *, at_once: bool = False, soon: bool = False) -> None:
+        """Says with which version the run begins.
+
+        Args:
+            version: of the state.
+            at_once: it is to be kept as it is.
+            soon: the first new version is to be kept; the first that is asked about is none.
+        """
+        self._version, self._at_once, self._is_soon = version, at_once, soon
+        self._seen = None if soon else version
 
     def is_due(self, version: int) -> bool:
         """Returns whether a checkpoint is to be written: rounds may be so short that nothing else would be done.
@@ -52,14 +64,14 @@ class Keeper:
         Only where there is a new version: in the middle of a round the state has all the updates that wait for their
         turn, a model's worth of memory and of disk for each device.
         """
-        has_changed, self._seen = version != self._seen, version
+        has_changed, self._seen = self._seen not in {version, None}, version
         if not (has_changed or self._at_once):
             return False
         num_versions, since_s = version - self._version, self._clock() - self._checkpointed_s
         is_tenth = num_versions >= CHECKPOINT_EVERY and since_s >= CHECKPOINT_EVERY_S
-        is_new = self._every_version or is_tenth or since_s >= CHECKPOINT_AFTER_S
+        is_new = self._every_version or self._is_soon or is_tenth or since_s >= CHECKPOINT_AFTER_S
         if self._at_once or (num_versions and is_new):
-            self._version, self._at_once = version, False
+            self._version, self._at_once, self._is_soon = version, False, False
             return True
         return False
 

@@ -46,7 +46,7 @@ from edgefl.untrusted import parse_json
 log = logging.getLogger(__name__)
 
 MAX_DEATHS = 5
-"""A run at one version of which the coordinator died more often waits until somebody resumes it."""
+"""A run of which the coordinator died more often since its newest checkpoint waits until somebody resumes it."""
 RESUMABLE = frozenset({RunStatus.INTERRUPTED, RunStatus.STOPPED})
 
 
@@ -282,12 +282,13 @@ def has_begun(run_id: str, directory: CoordinatorDirectory) -> bool:
 def may_go_on(record: RunRecord, directory: CoordinatorDirectory) -> bool:
     """Returns whether a run that its coordinator left behind goes on by itself.
 
-    Not when it cannot go on exactly, or when its coordinators died of it again and again at one version; those that
-    were stopped in good order do not count.
+    Not when it cannot go on exactly, or when its coordinators died of it again and again without a checkpoint in
+    between; those that were stopped in good order do not count.
     """
     if not goes_on_exactly(record.run_id, directory):
         return False
-    return record.status is not RunStatus.RUNNING or not _died_too_often(record, directory)
+    has_died = record.status in {RunStatus.RUNNING, RunStatus.STOPPING}
+    return not (has_died and _died_too_often(record, directory))
 
 
 def may_end(record: RunRecord, directory: CoordinatorDirectory) -> bool:
@@ -303,18 +304,28 @@ def may_end(record: RunRecord, directory: CoordinatorDirectory) -> bool:
     return saved is not None and not saved.standing and not _died_too_often(record, directory)
 
 
+def forget_death(run_id: str, directory: CoordinatorDirectory) -> None:
+    """Counts a run's deaths anew: its coordinator ended in good order, which its status does not say."""
+    _deaths_note(run_id, directory).unlink(missing_ok=True)
+
+
 def _died_too_often(record: RunRecord, directory: CoordinatorDirectory) -> bool:
-    """Counts one more death of a coordinator at this version of a run."""
-    note = directory.runs / record.run_id / "restarts.json"
+    """Counts one more death of a coordinator since the newest checkpoint of a run."""
+    note, kept = _deaths_note(record.run_id, directory), newest_checkpoint(directory, record.run_id)
+    behind = 0 if kept is None else kept.last_record
     try:
         known = parse_json(note.read_bytes())
-        count = int(known["count"]) + 1 if known["version"] == record.version else 1
+        count = int(known["count"]) + 1 if known["checkpoint"] == behind else 1
     except (OSError, ValueError, KeyError, TypeError):
         count = 1
-    write_whole(note, json.dumps({"version": record.version, "count": count}).encode())
+    write_whole(note, json.dumps({"checkpoint": behind, "count": count}).encode())
     if count > MAX_DEATHS:
-        log.error("run %s: the coordinator died %d times at version %d", record.run_id, count, record.version)
+        log.error("run %s: the coordinator died %d times since its newest checkpoint", record.run_id, count)
     return count > MAX_DEATHS
+
+
+def _deaths_note(run_id: str, directory: CoordinatorDirectory) -> Path:
+    return directory.runs / run_id / "restarts.json"
 
 
 def _entries_behind(wal: WalJournal, saved: Checkpoint | None) -> list[Entry]:

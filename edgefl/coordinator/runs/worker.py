@@ -31,9 +31,11 @@ from edgefl.coordinator.runs.pauses import Patience, Pauses
 from edgefl.coordinator.runs.planning import Plannable
 from edgefl.coordinator.runs.recorder import Recorder
 from edgefl.coordinator.runs.resuming import (
+    MAX_DEATHS,
     Resumable,
     Resumed,
     check_resumable,
+    forget_death,
     goes_on_exactly,
     has_begun,
     may_end,
@@ -160,12 +162,17 @@ class RunWorker:
     def _recover_stop(self, record: RunRecord) -> None:
         """Brings a stop to its end that somebody asked for: with the run's model, where it goes on exactly.
 
-        The run keeps its status until then, so that a coordinator that dies of it finds the wish again.
+        The run keeps its status until then, so that a coordinator that dies of it finds the wish again; one of which
+        they die again and again ends without its last model.
         """
-        if not self._mark(record.run_id).exists() and may_go_on(record, self._site.directory):
+        run_id, reason, directory = record.run_id, record.reason or STOPPED, self._site.directory
+        if self._mark(run_id).exists() or not goes_on_exactly(run_id, directory):
+            self._end(run_id, RunStatus.STOPPED, reason)
+        elif may_go_on(record, directory):
             self._to_stop.append(record)
         else:
-            self._end(record.run_id, RunStatus.STOPPED, record.reason or STOPPED)
+            told = f"{reason}; without its last model, since the coordinator died more than {MAX_DEATHS} times of it"
+            self._end(run_id, RunStatus.STOPPED, told)
 
     def start(self) -> None:
         """Takes up the queue."""
@@ -385,6 +392,7 @@ class RunWorker:
         asked = active.stop_reason if active is not None and active.run_id == run_id else None
         if status is RunStatus.INTERRUPTED and asked is not None:
             if reason == COORDINATOR_STOPPED:  # the next one brings the stop to its end
+                forget_death(run_id, self._site.directory)
                 return RunStatus.STOPPING
             status, reason = RunStatus.STOPPED, asked
         if status is not RunStatus.INTERRUPTED:

@@ -64,6 +64,11 @@ def test_what_another_life_must_not_do_again_is_kept_at_once(site: Site) -> None
     assert not site.keeper.is_due(5)
 
 
+def test_a_run_that_goes_on_is_kept_at_its_first_new_version_and_not_where_it_was(site: Site) -> None:
+    site.keeper.begin(5, soon=True)
+    assert [site.keeper.is_due(version) for version in (8, 8, 9, 9, 10)] == [False, False, True, False, False]
+
+
 @pytest.mark.parametrize("is_written", [False, True], ids=["by the checkpoint", "just before by another thread"])
 def test_rows_are_on_disk_before_the_checkpoint_is(
     is_written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

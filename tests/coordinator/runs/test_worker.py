@@ -26,11 +26,13 @@ from edgefl.coordinator.runs.resuming import MAX_DEATHS
 from edgefl.coordinator.runs.worker import COORDINATOR_STOPPED, RunSite, RunWorker, _Active
 from edgefl.coordinator.superlink import SuperLink
 from edgefl.errors import JournalError, StoreBusyError, StoreFullError, UsageError
+from edgefl.storage.checkpoints import save_state
 from edgefl.storage.journal import WalJournal
 from edgefl.storage.journal_records import Turn
 from edgefl.storage.queries import history
 from edgefl.storage.records import RunRecord, RunStatus
 from edgefl.storage.store import Store
+from edgefl.tally import Earlier
 from edgefl.types import Decision, DeviceInfo, Progress, Update, UpdateMetrics
 
 
@@ -173,7 +175,7 @@ def test_a_run_whose_journal_says_too_little_waits_for_somebody_to_resume_it(sto
     assert store.run(run_id).status is RunStatus.INTERRUPTED
 
 
-def test_a_run_of_which_coordinators_die_at_one_version_is_not_taken_up_for_ever(
+def test_a_run_of_which_coordinators_die_without_a_checkpoint_is_not_taken_up_for_ever(
     store: Store, worker: RunWorker
 ) -> None:
     run_id = left_behind(worker, RunStatus.RUNNING, TURN)
@@ -190,14 +192,50 @@ def test_a_run_of_which_coordinators_die_at_one_version_is_not_taken_up_for_ever
     assert store.run(run_id).status is RunStatus.INTERRUPTED
 
 
-def test_a_count_of_deaths_begins_anew_with_every_version(store: Store, worker: RunWorker) -> None:
+def test_a_count_of_deaths_begins_anew_with_every_checkpoint_and_not_with_a_version(
+    store: Store, worker: RunWorker
+) -> None:
     run_id = left_behind(worker, RunStatus.RUNNING, TURN)
-    for number in range(1, 2 * MAX_DEATHS):
+
+    def status_after_death(number: int) -> RunStatus:
         store.set_run_status(run_id, RunStatus.RUNNING, at=3.0)
         store.open_round(run_id, number, started_at=3.0)
         store.close_round(run_id, number, version=number, closed_at=4.0)
         worker.recover()
-        assert store.run(run_id).status is RunStatus.QUEUED
+        return store.run(run_id).status
+
+    folder, state = worker._site.directory.runs / run_id / "checkpoints", Earlier(updates=1, bytes=2, seconds=3.0)
+    for number in range(1, 2 * MAX_DEATHS):
+        save_state(folder, state, number, state)
+        assert status_after_death(number) is RunStatus.QUEUED
+    told = [status_after_death(20 + number) for number in range(MAX_DEATHS)]
+    assert told == [RunStatus.QUEUED] * (MAX_DEATHS - 1) + [RunStatus.INTERRUPTED]
+
+
+def test_a_stop_that_coordinators_die_of_again_and_again_ends_without_a_model(
+    store: Store, worker: RunWorker
+) -> None:
+    run_id = left_behind(worker, RunStatus.STOPPING, TURN, reason="somebody asked")
+    for _ in range(MAX_DEATHS):
+        worker.recover()
+        assert store.run(run_id).status is RunStatus.STOPPING
+    worker.recover()
+    ended = store.run(run_id)
+    assert ended.status is RunStatus.STOPPED
+    assert (
+        ended.reason == "somebody asked; without its last model, since the coordinator died more than 5 times of it"
+    )
+
+
+def test_a_stop_whose_coordinators_end_in_good_order_is_brought_to_its_end_as_often_as_it_takes(
+    store: Store, worker: RunWorker
+) -> None:
+    run_id = left_behind(worker, RunStatus.STOPPING, TURN, reason="somebody asked")
+    for _ in range(2 * MAX_DEATHS):
+        worker.recover()
+        assert worker._take() is not None
+        worker._end(run_id, RunStatus.INTERRUPTED, COORDINATOR_STOPPED)
+        assert store.run(run_id).status is RunStatus.STOPPING
 
 
 def first_orders(run_id: str) -> Decision:
