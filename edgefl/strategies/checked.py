@@ -81,11 +81,14 @@ class Checked:
         name: what the run file calls it.
         pack: raises `JournalError` for a state that cannot be saved; tried on the first version's, on
             that after it, and on the one after each power of two: a few dozen times in the longest run.
+        calling, num_calls: the method that runs, empty for none, and how many did so far; other threads look at them.
     """
 
     strategy: Strategy[Any]
     name: str
     pack: Callable[[Any], object] | None = None
+    calling: str = field(default="", init=False)
+    num_calls: int = field(default=0, init=False)
     _state: type[Any] | None = field(default=None, init=False)
     _looks: dict[str, _Look] = field(default_factory=dict, init=False)
     _given: set[str] = field(default_factory=set, init=False)
@@ -210,6 +213,7 @@ class Checked:
         return cast("Indices | None", changed)
 
     def _call(self, method: str, *arguments: Any) -> Any:
+        self.calling, self.num_calls = method, self.num_calls + 1
         try:
             return getattr(self.strategy, method)(*arguments)
         except NotKeptError as error:
@@ -229,6 +233,8 @@ class Checked:
         ) as error:  # code of users: its run ends, and whoever wrote it needs the traceback
             log.exception("strategy %s: %s raised", self.name, method)
             raise self._broken(method, f"raised {_told(error, self.strategy)}") from error
+        finally:
+            self.calling = ""
 
     def _broken(self, method: str, what: str) -> StrategyError:
         return StrategyError(f"strategy {self.name}: {method} {what}")

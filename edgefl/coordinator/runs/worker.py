@@ -23,6 +23,7 @@ from edgefl.coordinator.fleet.roster import Roster
 from edgefl.coordinator.mail import Reply
 from edgefl.coordinator.runs.admission import Admitting, terms_of
 from edgefl.coordinator.runs.driving import Driver
+from edgefl.coordinator.runs.held_up import LEAVE_AFTER_S, RUN_HELD_UP, TELL_AFTER_S, CallWatch, held_up_by, place_of
 from edgefl.coordinator.runs.keeper import Keeper
 from edgefl.coordinator.runs.kept_models import ModelKeeper
 from edgefl.coordinator.runs.ledger import EventRow, Ledger, Rows
@@ -102,13 +103,19 @@ class RunSite:
 
 @dataclass(slots=True)
 class _Active:
-    """The run that is being driven; it has a fleet between its assembly and its end."""
+    """The run that is being driven; it has a fleet between its assembly and its end.
+
+    From when somebody asks for its stop, `watch` looks at its strategy; `is_told` says that it kept the stop waiting.
+    """
 
     run_id: str
     fleet: LiveFleet | None = None
     ledger: Ledger | None = None
     gate: StrategyGate | None = None
+    strategy: object = None
     stop_reason: str | None = None
+    watch: CallWatch = field(default_factory=CallWatch)
+    is_told: bool = False
 
 
 class RunWorker:
@@ -210,8 +217,10 @@ class RunWorker:
             fleet.post(item)
 
     def flush(self) -> None:
-        """Writes the rows of the active run that wait; called now and then."""
+        """Writes the active run's rows that wait, and whether a stop waits for its strategy; called now and then."""
         active = self._active
+        if active is not None and active.stop_reason is not None and not active.is_told:
+            self._tell_held_up(active)
         ledger = active.ledger if active is not None else None
         if ledger is not None:
             ledger.flush()
@@ -264,12 +273,41 @@ class RunWorker:
             self._site.store.record_event(RESUMED, f"was {record.status}", at=time.time(), run_id=record.run_id)
 
     def stop(self) -> None:
-        """Interrupts the active run, so that it can be taken up again, and ends the thread."""
+        """Interrupts the active run, so that it can be taken up again, and ends the thread.
+
+        A run whose strategy does not return is left as it is after a while: everything is in its journal before it is
+        acted on, and the thread ends with the process.
+        """
         self._stopping.set()
         self._wake.set()
         self.post(InterruptedRunError(COORDINATOR_STOPPED))
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(LEAVE_AFTER_S)
+            if self._thread.is_alive():
+                self._leave_behind()
+
+    def _leave_behind(self) -> None:
+        """Says what the run's thread is at: the process ends without it, the next one follows the journal there."""
+        active = self._active
+        log.error(
+            "run %s does not end within %.0f s, the coordinator ends without it: %s (%s)",
+            active.run_id if active is not None else "",
+            LEAVE_AFTER_S,
+            (held_up_by(active.strategy) if active is not None else "") or "it is busy",
+            place_of(self._thread),
+        )
+
+    def _tell_held_up(self, active: _Active) -> None:
+        """Says it once when a method of its strategy has kept a stop from its turn for a minute."""
+        lasts_s, held = active.watch.lasts_s(active.strategy, time.monotonic()), held_up_by(active.strategy)
+        if not held or lasts_s < TELL_AFTER_S:
+            return
+        told = (
+            f"cannot be stopped now: {held} for {lasts_s:.0f} s ({place_of(self._thread)}); restart the coordinator"
+        )
+        self._site.store.record_event(RUN_HELD_UP, told, at=time.time(), run_id=active.run_id)
+        active.is_told = True
+        log.warning("run %s %s", active.run_id, told)
 
     def _work(self) -> None:
         while not self._stopping.is_set():
@@ -411,6 +449,8 @@ class RunWorker:
         site, run_id, clock = self._site, record.run_id, RunClock()
         goes_on_alone = bool(getattr(assembled.strategy, "goes_on_alone", False))
         driver: Driver | None = None
+        if self._active is not None:
+            self._active.strategy = assembled.strategy
 
         def note(rows: Rows) -> None:
             site.meter.note(rows, is_shown_again=driver is None or not driver.is_live)

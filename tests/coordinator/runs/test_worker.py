@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import sys
 import threading
 import time
@@ -10,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from edgefl.coordinator.dispatch.fleet_book import FleetBook
 from edgefl.coordinator.fleet.presence import Presence
 from edgefl.coordinator.fleet.roster import Roster
 from edgefl.coordinator.runs import pauses
+from edgefl.coordinator.runs.held_up import LEAVE_AFTER_S, CallWatch, held_up_by
 from edgefl.coordinator.runs.resuming import MAX_DEATHS
 from edgefl.coordinator.runs.worker import COORDINATOR_STOPPED, RunSite, RunWorker, _Active
 from edgefl.coordinator.superlink import SuperLink
@@ -417,9 +420,11 @@ def test_of_a_run_that_is_over_nothing_stays_until_garbage_is_collected(store: S
 
 
 MINE = """
-import time
+import threading
 from dataclasses import dataclass
 from edgefl.strategies.fedavg import FedAvg
+
+released = threading.Event()
 
 class Wrong:
     def __init__(self, inner):
@@ -431,6 +436,16 @@ class WithFunction(Wrong):
     def finish(self, state):
         state.used = (print,)
         return state
+
+class Asleep(Wrong):
+    def assign(self, state, view):
+        released.wait(60)
+        return self.inner.assign(state, view)
+
+@dataclass(frozen=True, kw_only=True)
+class Hanging(FedAvg):
+    def build(self, rules):
+        return Asleep(FedAvg.build(self, rules))
 
 @dataclass(frozen=True, kw_only=True)
 class Unsavable(FedAvg):
@@ -468,6 +483,68 @@ def test_a_strategy_whose_state_cannot_be_saved_ends_its_run_and_not_the_coordin
     assert f"strategy {mine}:Unsavable: " in str(ended.reason)
     assert "that cannot be saved: cannot save" in str(ended.reason)
     assert fatal == []
+
+
+@pytest.fixture
+def hung(store: Store, worker: RunWorker, mine: str) -> Iterator[str]:
+    """A run that is in a method of its strategy, which does not return until the test is over."""
+    run_id = left_behind(worker, RunStatus.QUEUED, strategy=f"{mine}:Hanging")
+    worker.start()
+    eventually(lambda: worker._active is not None and held_up_by(worker._active.strategy).startswith("assign of"))
+    yield run_id
+    sys.modules[mine].released.set()
+    worker.stop()
+    worker._thread.join(60)
+
+
+@pytest.mark.parametrize("worker", [assemble], indirect=True)
+def test_a_coordinator_ends_without_a_run_whose_strategy_does_not_return(
+    store: Store, worker: RunWorker, mine: str, hung: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr("edgefl.coordinator.runs.worker.LEAVE_AFTER_S", 0.1)
+    worker.stop()
+    assert worker._thread.is_alive()
+    said = (
+        f"run {hung} does not end within 0 s, the coordinator ends without it: assign of strategy {mine}:Hanging has"
+    )
+    assert said in caplog.text
+    assert worker._thread.daemon, "it ends with the process"
+    assert store.run(hung).status is RunStatus.RUNNING
+
+    RunWorker(worker._site, on_fatal=lambda _: None).recover()
+    assert store.run(hung).status is RunStatus.QUEUED
+
+
+@pytest.mark.parametrize("worker", [assemble], indirect=True)
+def test_a_stop_that_a_strategy_keeps_from_its_turn_is_told_once(
+    store: Store, worker: RunWorker, mine: str, hung: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.stop_run(hung, "somebody asked")
+    worker.flush()
+    assert history(store, "events", run=hung) == [], "it is too early"
+    monkeypatch.setattr("edgefl.coordinator.runs.worker.TELL_AFTER_S", 0.0)
+    worker.flush()
+    worker.flush()
+    (event,) = history(store, "events", run=hung)
+    assert event["kind"] == "run-held-up"
+    assert event["message"].startswith(
+        f"cannot be stopped now: assign of strategy {mine}:Hanging has not returned for"
+    )
+
+
+def test_a_method_that_is_called_again_and_again_holds_nobody_up() -> None:
+    watch, strategy = CallWatch(), SimpleNamespace(name="mine", calling="ready", num_calls=1)
+    assert [watch.lasts_s(strategy, now_s) for now_s in (5.0, 7.0)] == [0.0, 2.0]
+    strategy.num_calls = 2
+    assert [watch.lasts_s(strategy, now_s) for now_s in (8.0, 9.0)] == [0.0, 1.0]
+    strategy.calling = ""
+    assert [watch.lasts_s(strategy, now_s) for now_s in (10.0, 11.0)] == [0.0, 0.0]
+
+
+def test_a_coordinator_gives_up_on_a_run_before_systemd_does_on_the_coordinator() -> None:
+    unit = Path(__file__).parents[3] / "provisioning/units/edgefl-coordinator.service"
+    (limit,) = re.findall(r"^TimeoutStopSec=(\d+)$", unit.read_text(), re.MULTILINE)
+    assert int(limit) / 2 >= LEAVE_AFTER_S
 
 
 def eventually(condition: Callable[[], bool]) -> None:
