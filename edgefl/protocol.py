@@ -18,13 +18,16 @@ from typing import TYPE_CHECKING, Any, Self
 
 from edgefl.errors import EdgeflError, NetworkError, TokenInvalidError, UsageError, VersionError
 from edgefl.types import Json, Shapes
-from edgefl.untrusted import parse_json, parse_message
+from edgefl.untrusted import check_nesting, parse_json, parse_message
 
 if TYPE_CHECKING:
     from cryptography import x509
 
 PROTOCOL_VERSION = 1
 MAX_JSON_BYTES = 64 * 1024
+MAX_FACTS_BYTES = 16 * 1024
+MOST_NESTED_FACTS = 8
+"""What a device tells of itself stands in every checkpoint, for each device: so it is small and shallow."""
 INLINE_BODY_BYTES = 256 * 1024
 """Bodies up to this size travel inside the message (two requests a round), larger ones as chunks."""
 CHUNK_BYTES = 8 * 1024 * 1024
@@ -167,6 +170,24 @@ def load_json(payload: bytes) -> Json:
     return value
 
 
+def check_facts(facts: Json, shards: Json) -> None:
+    """Checks that a device tells no more of itself than is kept, by MQTT or at its join.
+
+    Raises:
+        NetworkError: one is nested deeper than `MOST_NESTED_FACTS`, or has more than `MAX_FACTS_BYTES` as JSON.
+    """
+    for what, told in {"facts": facts, "shards": shards}.items():
+        try:
+            check_nesting(told, most=MOST_NESTED_FACTS)
+        except ValueError as error:
+            raise NetworkError(f"malformed capabilities: {what} cannot be kept: {error}") from None
+        num_bytes = len(json.dumps(told, separators=(",", ":")))
+        if num_bytes > MAX_FACTS_BYTES:
+            raise NetworkError(
+                f"malformed capabilities: {what} have {num_bytes} bytes, at most {MAX_FACTS_BYTES} are kept"
+            )
+
+
 def finite(value: object) -> float | None:
     """Returns `value` as a number that JSON can carry, or None."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
@@ -272,6 +293,11 @@ class Capabilities(_Message):
 
     facts: Json
     shards: Json = field(default_factory=dict)
+
+    def _check(self) -> None:
+        # Slots make it another class than the one that stands around this, which a bare `super()` would look for.
+        super(Capabilities, self)._check()
+        check_facts(self.facts, self.shards)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

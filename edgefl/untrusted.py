@@ -86,8 +86,8 @@ def parse_toml(content: str | bytes) -> dict[str, Any]:
     return table
 
 
-def check_nesting(value: Any, *, has_int64: bool = False) -> None:
-    """Checks that tables and lists lie no deeper in each other than `MOST_NESTED`.
+def check_nesting(value: Any, *, most: int = MOST_NESTED, has_int64: bool = False) -> None:
+    """Checks that tables and lists lie no deeper in each other than `most` levels.
 
     Layer by layer, as a value may be deep, and each once, as one may stand in many places of it, or in itself.
 
@@ -96,8 +96,8 @@ def check_nesting(value: Any, *, has_int64: bool = False) -> None:
     """
     layer, depth = {id(value): value} if isinstance(value, dict | list) else {}, 0
     while layer:
-        if depth >= MOST_NESTED:
-            raise _too_deep()
+        if depth >= most:
+            raise _too_deep(most)
         entries = [inner for entry in layer.values() for inner in _entries(entry)]
         if has_int64 and any(isinstance(entry, int) and not is_int64(entry) for entry in entries):
             raise ValueError("a whole number has at most 64 bits")
@@ -145,5 +145,5 @@ def sound_text(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def _too_deep() -> ValueError:
-    return ValueError(f"it is nested deeper than {MOST_NESTED} levels")
+def _too_deep(most: int = MOST_NESTED) -> ValueError:
+    return ValueError(f"it is nested deeper than {most} levels")

@@ -8,10 +8,13 @@ from hypothesis import strategies as st
 
 from edgefl.errors import NetworkError, TokenInvalidError, UsageError, VersionError, WrongCaError
 from edgefl.protocol import (
+    MAX_FACTS_BYTES,
+    Capabilities,
     JoinToken,
     Topic,
     check_version,
     checked_address,
+    dump_json,
     error_code,
     error_from_code,
     parse_peer_topic,
@@ -141,3 +144,19 @@ def test_an_error_code_becomes_the_class_it_names() -> None:
     assert error_code(WrongCaError("x")) == "wrong-ca"
     assert type(error_from_code("token-invalid", "x")) is TokenInvalidError
     assert type(error_from_code("from-the-future", "x")) is NetworkError
+
+
+def test_what_a_device_tells_of_itself_is_small_and_shallow() -> None:
+    def told(**value: object) -> Capabilities:
+        return Capabilities.load(dump_json({"facts": {}, **value}))
+
+    widest = {"a": "x" * (MAX_FACTS_BYTES - len('{"a":""}'))}
+    seven_lists = [[[[[[[1]]]]]]]
+    assert told(facts=widest, shards={"digits": 9}).facts == widest
+    assert told(facts={"a": seven_lists}).facts == {"a": seven_lists}
+    with pytest.raises(NetworkError, match="facts have 16385 bytes, at most 16384 are kept"):
+        told(facts={"a": widest["a"] + "x"})
+    with pytest.raises(NetworkError, match="facts cannot be kept: it is nested deeper than 8 levels"):
+        told(facts={"a": [seven_lists]})
+    with pytest.raises(NetworkError, match="shards cannot be kept: it is nested deeper than 8 levels"):
+        told(shards={"a": [seven_lists]})

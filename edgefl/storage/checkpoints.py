@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from edgefl.errors import JournalError, NotFoundError
+from edgefl.errors import JournalError, NotFoundError, NotKeptError
 from edgefl.files import TEMPORARY_SUFFIX, make_private_directory, sha256_of_file, sync_directory, write_whole
 from edgefl.storage.state_files import pack_model, pack_state, unpack_model, unpack_state
 from edgefl.types import Array, Tensors
@@ -46,20 +46,30 @@ class Checkpoint:
 def save_state(directory: Path, state: Any, last_record: int, standing: Any = None) -> Checkpoint:
     """Returns the new checkpoint once it is durable; `standing` is another dataclass, saved beside the state.
 
+    A standing that would not come back the same is left out: the run goes on from its state alone.
+
     Raises:
         NotKeptError: the state holds something that would not come back the same.
         StoreFullError: no room; the checkpoints before are untouched.
     """
-    content = pack_state(state)
+    content, beside = pack_state(state), _packed_standing(standing)
     saved = Checkpoint(
         sha256=_write_named(directory, content),
         last_record=last_record,
         bytes_file=len(content),
-        standing="" if standing is None else _write_named(directory, pack_state(standing)),
+        standing="" if beside is None else _write_named(directory, beside),
     )
     note = json.dumps({"v": FORMAT, **asdict(saved)}).encode()
     write_whole(directory / f"{last_record:020d}{_NOTE_SUFFIX}", note)
     return saved
+
+
+def _packed_standing(standing: Any) -> bytes | None:
+    try:
+        return None if standing is None else pack_state(standing)
+    except NotKeptError as error:
+        log.error("a checkpoint has its state alone: %s", error)  # noqa: TRY400 a line for the operator
+        return None
 
 
 def load_state(directory: Path, cls: type[T], checkpoint: Checkpoint | None = None) -> T:

@@ -24,7 +24,7 @@ from safetensors.numpy import save as save_safetensors
 
 from edgefl.errors import JournalError, NotKeptError
 from edgefl.types import Array, LazyTensors, SparseTensor, Tensor, Tensors
-from edgefl.untrusted import parse_json
+from edgefl.untrusted import check_nesting, parse_json
 
 T = TypeVar("T")
 
@@ -48,11 +48,18 @@ def pack_state(state: Any) -> bytes:
     """Returns the bytes of a dataclass.
 
     Raises:
-        NotKeptError: it holds something that would not come back the same.
+        NotKeptError: it holds something that would not come back the same, or `unpack_state` would not take it.
     """
-    packer = _Packer(_classes(type(state)))
-    text = json.dumps({"v": FORMAT, "state": packer.pack(state, type(state).__name__)}, allow_nan=False)
-    return save_safetensors(packer.arrays, metadata={_KEY: text})
+    packer, name = _Packer(_classes(type(state))), type(state).__name__
+    value = {"v": FORMAT, "state": packer.pack(state, name)}
+    try:
+        check_nesting(value)
+    except ValueError as error:
+        raise NotKeptError(f"cannot save a {name}: as JSON {error}") from error
+    try:
+        return save_safetensors(packer.arrays, metadata={_KEY: json.dumps(value, allow_nan=False)})
+    except SafetensorError as error:  # what is no tensor has a place of 100 MB
+        raise NotKeptError(f"cannot save a {name}: {error}") from error
 
 
 def unpack_state(content: bytes, cls: type[T]) -> T:

@@ -353,3 +353,32 @@ def test_a_note_of_another_format_is_left_out_and_said_so_that_the_one_before_is
     path.write_text(path.read_text().replace('"v": 1', '"v": 9'))
     assert checkpoints(tmp_path) == [before]
     assert f"{path} has format 9, this program reads 1" in caplog.text
+
+
+def nested(levels):
+    value = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def test_a_state_is_refused_that_would_be_too_deep_to_be_read():
+    deepest = max(levels for levels in range(60) if _is_packed(State(extra=nested(levels))))
+    content = pack_state(State(extra=nested(deepest)))
+    assert unpack_state(content, State).extra == nested(deepest)
+    with pytest.raises(JournalError, match="cannot save a State: as JSON it is nested deeper than 100 levels"):
+        pack_state(State(extra=nested(deepest + 1)))
+
+
+def _is_packed(state):
+    try:
+        return bool(pack_state(state))
+    except JournalError:
+        return False
+
+
+def test_a_standing_that_would_not_come_back_is_left_out_of_its_checkpoint(tmp_path, caplog):
+    saved = save_state(tmp_path, State(version=1), 10, State(extra=nested(99)))
+    assert saved.standing == ""
+    assert load_state(tmp_path, State, saved).version == 1
+    assert "a checkpoint has its state alone: cannot save a State" in caplog.text

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 from starlette.requests import Request
 
 from edgefl.coordinator.fleet.roster import Roster
 from edgefl.coordinator.superlink import SuperLink
-from edgefl.errors import NotFoundError
+from edgefl.errors import NetworkError, NotFoundError
+from edgefl.protocol import check_facts
 from edgefl.storage.certificate_rows import REMOVED
+from edgefl.storage.records import CapabilitiesRecord
 from edgefl.storage.store import Store
+from edgefl.types import Json
+
+log = logging.getLogger(__name__)
 
 
 class Membership:
@@ -33,7 +39,7 @@ class Membership:
                     role=record.role,
                     groups=record.groups,
                     examples=record.examples,
-                    facts=told[record.device_id].facts if record.device_id in told else None,
+                    facts=_facts(told.get(record.device_id)),
                 )
 
     def enrolled(self, device_id: str, public_key: bytes) -> None:
@@ -53,7 +59,7 @@ class Membership:
             role=record.role,
             groups=record.groups,
             examples=examples,
-            facts=told.facts if told else None,
+            facts=_facts(told),
         )
 
     def rekeyed(self, device_id: str, public_key: bytes) -> None:
@@ -88,3 +94,15 @@ class Membership:
         former = self._roster.remove(device_id)
         if former is not None and former != node_id:
             self._superlink.state.forget_node(former)
+
+
+def _facts(told: CapabilitiesRecord | None) -> Json | None:
+    """Returns what a device told, none of it where an earlier version took what would not be taken now."""
+    if told is None:
+        return None
+    try:
+        check_facts(dict(told.facts), dict(told.shards))
+    except NetworkError as error:
+        log.warning("what %s told of itself is left out: %s", told.device_id, error)
+        return {}
+    return dict(told.facts)

@@ -45,6 +45,7 @@ from edgefl.protocol import (
     MAX_JSON_BYTES,
     PROTOCOL_VERSION,
     RESERVED_NAMES,
+    check_facts,
     check_version,
     checked_slug,
     error_code,
@@ -284,6 +285,7 @@ def _capabilities(value: object) -> tuple[Json, Json]:
     shards = value.get("shards", {}) if isinstance(value, dict) else None
     if not isinstance(facts, dict) or not isinstance(shards, dict):
         raise NetworkError("malformed join request: capabilities must be an object with facts and shards")
+    check_facts(facts, shards)
     return facts, shards
 
 

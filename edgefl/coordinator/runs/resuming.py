@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.dispatch.lives import FIRST, Lives
-from edgefl.coordinator.dispatch.replay import Script, has_turns, up_to_last_turn
+from edgefl.coordinator.dispatch.replay import ReplayError, Script, has_turns, up_to_last_turn
 from edgefl.coordinator.runs.recorder import TOLD
 from edgefl.coordinator.runs.standing import ANOTHER_LIFE, LIVES, Standing
 from edgefl.errors import JournalError, UsageError
@@ -128,13 +129,15 @@ def resumed_state(
     _know_rounds(made.rounds, state, store, run_id)
     mark = _mark(made.rounds, strategy.version(state))
     behind = [] if saved is None else _behind(lambda after: wal.entries(after=after), saved)
-    standing, since = None, None
+    standing, since, another = None, None, directory.runs / run_id / ANOTHER_LIFE
     if saved is not None and saved.standing:
-        standing = load_standing(_folder(directory, run_id), Standing, saved)
+        with contextlib.suppress(ReplayError):
+            standing = _standing(_folder(directory, run_id), saved)
         # The journal may lack what was set aside since it was damaged: the rows know what they are.
-        since = standing.fleet.at if (directory.runs / run_id / ANOTHER_LIFE).exists() else None
+        since = _saved_at(_folder(directory, run_id), saved, standing) if another.exists() else None
     so_far = rewind(store, run_id, mark, behind, now=time.time(), since=since, keeps_nothing=saved is None)
-    written = _written(standing) if standing is not None else _written_at_end(record, directory)
+    has_standing = saved is not None and bool(saved.standing)
+    written = _written(standing) if has_standing else _written_at_end(record, directory)
     log.info("run %s goes on behind version %d, round %d", run_id, mark.version, mark.closed)
     return Resumed(
         state=state,
@@ -154,6 +157,8 @@ def resumed_exactly(
     None for a run that begins, and for one whose journal does not say what the loop saw.
 
     Raises:
+        ReplayError: what stands beside the checkpoint's state cannot be read; the run can go on from that, in another
+            life.
         JournalError: no checkpoint is whole, or the journal behind it cannot be read.
     """
     if (directory.runs / record.run_id / ANOTHER_LIFE).exists():
@@ -194,7 +199,7 @@ def _exactly(
         if not saved.standing:
             return None
         state = load_state(_folder(directory, run_id), type(first), saved)
-        standing = load_standing(_folder(directory, run_id), Standing, saved)
+        standing = _standing(_folder(directory, run_id), saved)
     behind = known(_entries_behind(wal, saved))
     if not has_turns(iter(behind)) or (saved is None and not behind):
         return None
@@ -326,6 +331,20 @@ def _died_too_often(record: RunRecord, directory: CoordinatorDirectory) -> bool:
 
 def _deaths_note(run_id: str, directory: CoordinatorDirectory) -> Path:
     return directory.runs / run_id / "restarts.json"
+
+
+def _standing(folder: Path, saved: Checkpoint) -> Standing:
+    try:
+        return load_standing(folder, Standing, saved)
+    except JournalError as error:
+        raise ReplayError(str(error)) from error
+
+
+def _saved_at(folder: Path, saved: Checkpoint, standing: Standing | None) -> float:
+    """Returns when a checkpoint with a standing was written; by its file where the standing cannot be read."""
+    if standing is not None:
+        return standing.fleet.at
+    return checkpoint_files(folder, saved)[-1].stat().st_mtime
 
 
 def _entries_behind(wal: WalJournal, saved: Checkpoint | None) -> list[Entry]:

@@ -531,6 +531,8 @@ class RunWorker:
                 self._inexact.discard(record.run_id)
                 return resumed_state(*arguments)
             return resumed_exactly(*arguments) or resumed_state(*arguments)
+        except ReplayError:  # its state can be read: it goes on from there in another life
+            raise
         except JournalError as error:  # whoever repairs the file may let it go on
             log.error("run %s cannot go on: %s", record.run_id, error)  # noqa: TRY400 a line for the operator
             raise InterruptedRunError(str(error)) from error

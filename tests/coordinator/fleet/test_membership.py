@@ -123,3 +123,13 @@ def test_a_device_that_joins_costs_no_more_the_more_there_are(site: Site, tmp_pa
         raw.execute("UPDATE capabilities SET facts = 'no JSON'")
     raw.close()
     assert site.join("pi-2", new_key()) is not None
+
+
+def test_what_an_earlier_version_took_in_of_a_device_and_is_too_deep_now_is_left_out(site: Site) -> None:
+    for name, facts in (("pi-1", {"cores": 4}), ("pi-2", {"cores": [[[[[[[[4]]]]]]]]})):
+        site.join(name, new_key())
+        site.store.record_capabilities(name, facts, {"digits": 10}, 1.0)
+    site.restart()
+    site.members.restore()
+    known = {info.device_id: info.capabilities for info in site.roster.known()}
+    assert known == {"pi-1": {"cores": 4}, "pi-2": {}}

@@ -130,6 +130,8 @@ def test_another_version_is_told_who_must_update(desk: Desk) -> None:
         {"csr": "x" * 10_000},
         {"capabilities": []},
         {"capabilities": {"facts": 3}},
+        {"capabilities": {"facts": {"a": [[[[[[[[]]]]]]]]}}},
+        {"capabilities": {"shards": {"digits": "9" * 20_000}}},
         {"token_id": "ä"},
         {"v": 2},
     ],

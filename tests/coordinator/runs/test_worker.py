@@ -26,12 +26,13 @@ from edgefl.coordinator.fleet.roster import Roster
 from edgefl.coordinator.runs import pauses
 from edgefl.coordinator.runs.held_up import LEAVE_AFTER_S, CallWatch, held_up_by
 from edgefl.coordinator.runs.resuming import MAX_DEATHS
+from edgefl.coordinator.runs.standing import GuardStanding
 from edgefl.coordinator.runs.worker import COORDINATOR_STOPPED, RunSite, RunWorker, _Active
 from edgefl.coordinator.superlink import SuperLink
 from edgefl.errors import JournalError, StoreBusyError, StoreFullError, UsageError
 from edgefl.storage.checkpoints import save_state
 from edgefl.storage.journal import WalJournal
-from edgefl.storage.journal_records import Turn
+from edgefl.storage.journal_records import CheckpointMark, Turn
 from edgefl.storage.queries import history
 from edgefl.storage.records import RunRecord, RunStatus
 from edgefl.storage.store import Store
@@ -280,6 +281,25 @@ def test_a_run_that_its_journal_does_not_lead_back_goes_on_from_its_checkpoint(
     assert (store.run(run_id).status, store.run(run_id).resumes) == (RunStatus.INTERRUPTED, 1)
     told = "the journal has aggregated" if how == "something else was decided" else "CodecError"
     assert told in caplog.text
+
+
+@pytest.mark.parametrize("worker", [assemble], indirect=True)
+def test_a_run_whose_standing_cannot_be_read_goes_on_from_its_state_in_another_life(
+    store: Store, worker: RunWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_id = left_behind(worker, RunStatus.RUNNING, TURN)
+    made, folder = assemble(parse_run(CONFIG), run_id), worker._site.directory.runs / run_id
+    with WalJournal(folder / "journal", lambda _: {}) as wal:
+        state = made.strategy.init(made.model)
+        saved = save_state(folder / "checkpoints", state, wal.last_record, GuardStanding())
+        wal.checkpointed(CheckpointMark(sha256=saved.sha256, last_record=saved.last_record))
+        wal.turned(TURN)
+    worker.recover()
+    worker.start()
+    eventually(lambda: (store.run(run_id).status, store.run(run_id).resumes) == (RunStatus.RUNNING, 1))
+    worker.stop()
+    assert "goes on from its checkpoint" in caplog.text
+    assert "a GuardStanding was saved, expected a Standing" in caplog.text
 
 
 class Hindered:
