@@ -21,5 +21,5 @@ def rebuild_derived(connection: Connection) -> None:
     closed = select(Round.id, Round.run_id, Round.round, Round.started_at, Round.closed_at)
     for row in connection.execute(closed.where(Round.closed_at.is_not(None))).all():
         waits = waits_of_rounds(connection, row.run_id, {row.round: row.started_at}, {row.round: row.closed_at})
-        values = {"seconds": row.closed_at - row.started_at, **wait_columns(waits.get(row.round))}
+        values = {"seconds": max(0.0, row.closed_at - row.started_at), **wait_columns(waits.get(row.round))}
         connection.execute(update(Round).where(Round.id == row.id).values(**values))

@@ -139,6 +139,7 @@ class RoundFigures(TypedDict, total=False):
     node_accuracy: float
     worst_node_accuracy: float
     facts: Mapping[str, float]
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

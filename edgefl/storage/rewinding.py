@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, delete, func, select, update
+from sqlalchemy import Connection, bindparam, case, delete, func, select, update
 
 from edgefl.storage.journal_records import Aggregated, Entry
 from edgefl.storage.models import Checkpoint, Evaluation, Event, Round, Run, RunTotal, Update
@@ -186,7 +186,9 @@ def _so_far(connection: Connection, run_id: str) -> SoFar:
     num_used, num_bytes = sums or (0, 0)
     evaluated = select(func.sum(Evaluation.bytes_up), func.sum(Evaluation.bytes_down))
     num_bytes += sum(value or 0 for value in connection.execute(evaluated.where(Evaluation.run_id == run_id)).one())
-    length_s = func.coalesce(func.sum(Round.closed_at - Round.started_at), 0.0)
+    # A round has its length by a clock that nobody sets; what earlier programs wrote may be below zero.
+    known_s = func.coalesce(Round.seconds, Round.closed_at - Round.started_at)
+    length_s = func.coalesce(func.sum(case((known_s > 0.0, known_s), else_=0.0)), 0.0)
     closed = (Round.run_id == run_id, Round.closed_at.is_not(None))
     return SoFar(
         updates=int(num_used),

@@ -191,7 +191,7 @@ class RunRows:
                     "of_round": number,
                     "version": version,
                     "closed_at": at,
-                    "seconds": at - started[number],
+                    "seconds": max(0.0, at - started[number]),
                     **wait_columns(waits.get(number)),
                     **sums.get(number, NO_UPDATES),
                 }

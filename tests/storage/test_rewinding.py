@@ -213,3 +213,17 @@ def test_rows_say_what_came_behind_the_checkpoint_where_the_journal_does_not(sto
     left = rewind(store, RUN, Mark(version=1, closed=1), [], now=NOW, since=15.0)
     assert [row["assignment_id"] for row in history(store, "updates", run=RUN)] == ["v0-a1-pi-1"]
     assert [row.assignment_id for row in left.unused] == ["v0-a1-pi-1"]
+
+
+@pytest.mark.parametrize("jump_s", [43_200.0, -43_200.0])
+def test_rounds_count_for_as_long_as_they_say_and_never_for_less_than_nothing(store: Store, jump_s: float) -> None:
+    for number in (1, 2):
+        give(store, number, f"v{number - 1}-pi-1", at=10.0 * number)
+        use(store, number, f"v{number - 1}-pi-1", at=10.0 * number + 5)
+    give(store, 3, "v2-pi-1", at=30.0)
+    use(store, 3, "v2-pi-1", at=30.0 + jump_s)
+    assert history(store, "rounds")[-1]["seconds"] == max(0.0, jump_s)
+    store.set_round_figures(RUN, 3, {"seconds": 5.0})
+    assert rewind(store, RUN, Mark(version=3, closed=3), [], now=NOW).seconds == 15.0
+    store.set_round_figures(RUN, 3, {"seconds": -9.0})  # as earlier programs wrote it
+    assert counted_so_far(store, RUN).seconds == 10.0

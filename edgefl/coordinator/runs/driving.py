@@ -182,8 +182,11 @@ class Driver:
             before.standing.restore(made.gate)
             course = before.standing.course_of(made.rounds)
             out = (given.order for given in before.standing.fleet.out.values())
-            self.recorder.go_on([order for order in out if isinstance(order, Assignment)], course.tally)
+            asked = [order for order in out if isinstance(order, Assignment)]
+            self.recorder.go_on(asked, course.tally, before.standing.opened_s)
             journal.go_on(course.tally.scores)
+        elif before.goes_on and not before.is_exact:
+            self.recorder.go_on_behind(made.strategy.version(before.state))
         return drive(
             made.strategy,
             before.state,
@@ -227,7 +230,9 @@ class Driver:
         return bool(getattr(self.made.strategy, "goes_on_alone", False))
 
     def _checkpoint(self, state: Any, course: Course, *, is_of_former_life: bool = False) -> None:
-        standing = None if self._goes_on_alone else standing_of(course, self._fleet.standing(), self.made.gate)
+        standing = None
+        if not self._goes_on_alone:
+            standing = standing_of(course, self._fleet.standing(), self.made.gate, self.recorder.opened_s)
         try:
             self.keeper.checkpoint(state, standing, is_of_former_life=is_of_former_life)
         except NotKeptError as error:

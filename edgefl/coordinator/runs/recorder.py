@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -86,17 +86,31 @@ class Recorder:
         self._unused: dict[str, tuple[UpdateRow, float]] = {}
         self._asked: dict[str, Assignment] = {}
         self._opened_s: dict[int, float] = {}
+        self._began_before = set[int]()
         self._open = _OpenRound()
         self._scores, self._nodes = Scoreboard(), NodeScores()
         self._may_repeat = may_repeat
         for row in earlier:
             self._unused[row.assignment_id] = row, self._monotonic()
 
-    def go_on(self, asked: Iterable[Assignment], tally: Tally) -> None:
-        """Takes up what was asked and what was scored before; who is flagged by now was told."""
+    @property
+    def opened_s(self) -> Mapping[int, float]:
+        """When rounds began that are not closed, by their number, in seconds of the run's own clock."""
+        return self._opened_s
+
+    def go_on(self, asked: Iterable[Assignment], tally: Tally, opened_s: Mapping[int, float]) -> None:
+        """Takes up what was asked, what was scored and which rounds began before; who is flagged by now was told."""
         self._asked = {order.assignment_id: order for order in asked}
+        self._opened_s = dict(opened_s)
+        rounds = {self._count.of(order.base_version + 1) for order in self._asked.values()}
+        self._began_before = rounds - self._opened_s.keys()
         self._scores, self._nodes = copy.deepcopy(tally.scores), copy.deepcopy(tally.nodes)
         self._known_flagged = set(self._flagged())
+
+    def go_on_behind(self, version: int) -> None:
+        """Takes up a round that is open at a version; how long it lasted before, its row says."""
+        if not self._count.ends_at(version):
+            self._began_before = {self._count.of(version)}
 
     def received(self, events: Sequence[Event]) -> Sequence[Event]:
         for event in events:
@@ -165,13 +179,17 @@ class Recorder:
     def _close_round(self, number: int, now_s: float) -> None:
         done, self._open = self._open, _OpenRound()
         self._ledger.close(number, version=done.version, at=self._clock())
+        opened_s = self._opened_s.pop(number, None)
+        if opened_s is not None and number not in self._began_before:
+            # Not the difference of two Unix times: the board's clock may have been set in between.
+            self._ledger.figures(number, {"seconds": max(0.0, now_s - opened_s)})
         if facts := {name: float(value) for name, value in self._facts(done.state).items()}:
             self._ledger.figures(number, {"facts": facts})
         log.info(
             "round %d closed: %d updates, %.2f s, %d kB",
             number,
             done.num_updates,
-            now_s - self._opened_s.pop(number, now_s),
+            now_s - (now_s if opened_s is None else opened_s),
             done.num_bytes // 1000,
         )
 

@@ -194,7 +194,8 @@ class RunMeter:
             for number, (at, _) in rows.opened.items():
                 run.opened.setdefault(number, at)
             for number, (version, at) in sorted(rows.closed.items()):
-                self._close(run, number, version, at, counts=shown.counts("closed", number))
+                seconds = rows.figures.get(number, {}).get("seconds")
+                self._close(run, number, version, at, seconds, counts=shown.counts("closed", number))
             if rows.accuracy is not None:
                 run.accuracy = rows.accuracy
 
@@ -241,7 +242,7 @@ class RunMeter:
         if row.staleness is not None:
             self._staleness.observe(row.staleness)
 
-    def _close(self, run: _Run, number: int, version: int, at: float, *, counts: bool) -> None:
+    def _close(self, run: _Run, number: int, version: int, at: float, seconds: float | None, *, counts: bool) -> None:
         run.round, run.version, run.changed_s = number, version, self._clock()
         opened_at = run.opened.get(number)
         run.opened = {other: opened for other, opened in run.opened.items() if other > number}
@@ -249,8 +250,9 @@ class RunMeter:
             return
         self._num_rounds += 1
         self._rounds.inc()
-        if opened_at is not None:
+        if seconds is None and opened_at is not None:
             seconds = max(0.0, at - opened_at)
+        if seconds is not None:
             run.durations_s.append(seconds)
             self._round_s.observe(seconds)
 

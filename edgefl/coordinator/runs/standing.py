@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from edgefl.compression.auto import Learnt
 from edgefl.coordinator.dispatch.journaled_fleet import FleetStanding
@@ -34,12 +36,13 @@ class GuardStanding:
 
 @dataclass(slots=True, kw_only=True)
 class Standing:
-    """Everything between two turns that is not the strategy's."""
+    """Everything between two turns that is not the strategy's; `opened_s` says when the open rounds began."""
 
     course: Course = field(default_factory=Course)
     fleet: FleetStanding = field(default_factory=FleetStanding)
     guard: GuardStanding = field(default_factory=GuardStanding)
     codecs: Learnt | None = None
+    opened_s: dict[int, float] = field(default_factory=dict)
 
     def course_of(self, rounds: RoundCount) -> Course:
         """Returns the course for the loop to change, with the run's own count of rounds, which learns what it was."""
@@ -57,7 +60,15 @@ class Standing:
             gate.codecs.learnt = copy.deepcopy(self.codecs)
 
 
-def standing_of(course: Course, fleet: FleetStanding, gate: StrategyGate) -> Standing:
+def standing_of(
+    course: Course, fleet: FleetStanding, gate: StrategyGate, opened_s: Mapping[int, float] = MappingProxyType({})
+) -> Standing:
     guard, codecs = gate.guard, gate.codecs
     known = GuardStanding(strikes=guard.strikes, norms=list(guard.norms), flagged=guard.flagged)
-    return Standing(course=course, fleet=fleet, guard=known, codecs=None if codecs is None else codecs.learnt)
+    return Standing(
+        course=course,
+        fleet=fleet,
+        guard=known,
+        codecs=None if codecs is None else codecs.learnt,
+        opened_s=dict(opened_s),
+    )

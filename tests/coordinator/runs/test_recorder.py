@@ -12,6 +12,7 @@ from edgefl.coordinator.runs.recorder import Recorder
 from edgefl.errors import JournalError, StoreFullError, StrategyError
 from edgefl.storage.journal import WalJournal
 from edgefl.storage.queries import history
+from edgefl.storage.rewinding import counted_so_far
 from edgefl.storage.store import Store
 from edgefl.tally import RoundCount, Tally
 from edgefl.types import (
@@ -43,7 +44,7 @@ class Book:
     """A recorder, its store and journal, and a clock that is set by hand."""
 
     def __init__(self, root, versions_per_round=1, **options):
-        self.now_s, self.versions, self.flagged = 0.0, [], set()
+        self.now_s, self.versions, self.flagged, self.jump_s = 0.0, [], set(), 0.0
         self.path = root / "edgefl.db"
         self.store = Store.open(self.path)
         self.store.add_run(
@@ -55,7 +56,7 @@ class Book:
             wal=self.wal,
             ledger=self.ledger,
             rounds=RoundCount(versions_per_round=versions_per_round),
-            clock=lambda: 1000.0 + self.now_s,
+            clock=lambda: 1000.0 + self.now_s + self.jump_s,
             monotonic=lambda: self.now_s,
             on_version=self.versions.append,
             flagged=lambda: self.flagged,
@@ -74,6 +75,7 @@ class Book:
         )
         self.recorder.decided(Decision(orders=orders))
         self.recorder.commit()
+        return orders
 
     def evaluate(self, version, *devices, subject=""):
         orders = tuple(
@@ -145,6 +147,26 @@ def evaluated(version, device, source, accuracy, num_examples=10, subject=""):
         loss=1.0,
         accuracy=accuracy,
     )
+
+
+@pytest.mark.parametrize("jump_s", [43_200.0, -43_200.0])
+def test_a_round_is_as_long_as_it_was_though_the_clock_is_set_meanwhile(book, jump_s):
+    book.order(0, "a")
+    book.jump_s = jump_s
+    book.now_s = 7.0
+    book.receive(update(0, "a", received_s=7.0))
+    book.close_round(1, "v0-a")
+    assert [row["seconds"] for row in book.rows("rounds")] == [7.0]
+    assert counted_so_far(book.store, "r").seconds == 7.0
+
+
+def test_a_round_that_began_before_its_run_went_on_is_as_long_as_from_there(book):
+    (order,) = book.order(0, "a")
+    opened_s, book.now_s, book.jump_s = dict(book.recorder.opened_s), 3.0, 900.0
+    book.recorder.go_on([order], Tally(), opened_s)
+    book.receive(update(0, "a", received_s=3.0))
+    book.close_round(1, "v0-a")
+    assert [row["seconds"] for row in book.rows("rounds")] == [3.0]
 
 
 def test_two_rounds_of_two_devices_are_two_rounds_and_four_updates_with_all_figures(book):
@@ -390,7 +412,7 @@ def test_a_device_that_is_flagged_is_an_event_once_with_the_reason(book):
 
 def test_that_a_device_is_flagged_is_not_told_again_behind_a_checkpoint_that_knows_it(book):
     book.flagged.add("b")
-    book.recorder.go_on([], Tally())
+    book.recorder.go_on([], Tally(), {})
     book.order(0, "b")
     refused = {"outcome": Outcome.REFUSED, "reason": "norm 1", "is_strike": True}
     book.receive(Lost(device_id="b", assignment_id="v0-b", **refused))
