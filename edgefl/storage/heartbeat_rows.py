@@ -16,6 +16,8 @@ from edgefl.storage.upsert import upsert
 
 RAW_S = 86_400.0
 BUCKET_S = 300.0
+AHEAD_S = 60.0
+"""A device that was last seen so long after it is seen now was so by a clock that has been set right since."""
 
 _MEANS = ("clock_skew_s", "cpu_fraction", "memory_fraction", "power_w")
 _HIGHEST = ("uptime_s", "temperature_c", "memory_bytes", "run", "iteration")
@@ -40,6 +42,15 @@ class HeartbeatRows:
         with self._database.write() as connection:
             connection.execute(insert(Heartbeat), values)
             _touch(connection, seen)
+
+    def newest_heartbeat_at(self) -> float | None:
+        """Returns when the heartbeat came that was stored last, None where there is none."""
+        newest = select(Heartbeat.at).order_by(Heartbeat.id.desc()).limit(1)
+        with self._database.read() as connection:
+            at = connection.execute(newest).scalar()
+            if at is None:
+                at = connection.execute(select(func.max(Heartbeat5Min.at))).scalar()
+        return at
 
     def prune_heartbeats(self, now: float) -> int:
         """Returns how many raw heartbeats, older than a day, became five-minute rows.
@@ -74,7 +85,13 @@ def _touch(connection: Connection, seen: Mapping[str, float]) -> None:
     statement = (
         update(Device.__table__)  # type: ignore[arg-type] # a declarative class's table is typed as any FROM
         .where(Device.device_id == bindparam("device"))
-        .where(or_(Device.last_seen_at.is_(None), Device.last_seen_at < bindparam("seen")))
+        .where(
+            or_(
+                Device.last_seen_at.is_(None),
+                Device.last_seen_at < bindparam("seen"),
+                Device.last_seen_at > bindparam("seen") + AHEAD_S,
+            )
+        )
         .values(last_seen_at=bindparam("seen"))
     )
     connection.execute(statement, [{"device": device_id, "seen": at} for device_id, at in seen.items()])

@@ -300,6 +300,14 @@ def test_heartbeats_move_when_a_device_was_last_seen_but_never_back(store):
     assert sql(store, "SELECT count(*) FROM heartbeats") == [(4,)]
 
 
+def test_a_device_that_was_last_seen_in_the_future_is_last_seen_now(store):
+    store.make_token()
+    store.join("pi-1")
+    store.record_heartbeats([heartbeat("pi-1", 9e8)])
+    store.record_heartbeats([heartbeat("pi-1", 1010.0)])
+    assert store.device("pi-1").last_seen_at == 1010.0
+
+
 def test_heartbeats_older_than_a_day_become_five_minute_rows(store):
     start = 10 * BUCKET_S
     now = start + BUCKET_S + RAW_S

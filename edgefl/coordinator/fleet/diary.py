@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from edgefl.coordinator.fleet.presence import Flapping, Transition
 from edgefl.coordinator.fleet.roster import Restarted, Roster, RosterEvent
+from edgefl.coordinator.fleet.settled_clock import SettledClock
 from edgefl.coordinator.fleet.shard_faults import record_capabilities
 from edgefl.coordinator.fleet.twins import Cloned
 from edgefl.errors import NotFoundError
@@ -60,9 +63,10 @@ class Diary:
         on_heartbeat: told of heartbeats of known devices.
         keep_history_days: how long updates of runs that are over, five-minute rows, and who came and went, are
             kept; None is for ever.
+        monotonic: seconds that nobody sets.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 a keyword for each part
         self,
         *,
         store: Store,
@@ -71,6 +75,7 @@ class Diary:
         on_progress: Callable[[Progress], None],
         on_heartbeat: Callable[[str, Heartbeat], None],
         keep_history_days: float | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._keep_history_days = keep_history_days
         self._store, self._roster, self._clock = store, roster, clock
@@ -78,7 +83,8 @@ class Diary:
         self._waiting = _Waiting()
         self._known_versions: dict[str, str] = {}
         self._lock = threading.Lock()
-        self._next_prune = 0.0
+        self._monotonic, self._settled = monotonic, SettledClock(clock, monotonic)
+        self._next_prune_s = -math.inf
         roster.listen(self._heard)
 
     def message(self, device_id: str, kind: Topic, payload: bytes) -> None:
@@ -114,6 +120,8 @@ class Diary:
         Raises:
             StoreError: it cannot be written; what has gathered waits for the next call, within a bound.
         """
+        if not self._settled.has_begun:  # before anything of now is stored
+            self._settled.begin(self._store.newest_heartbeat_at())
         with self._lock:
             waiting, self._waiting = self._waiting, _Waiting()
         if waiting != _Waiting():
@@ -123,9 +131,9 @@ class Diary:
                 with self._lock:
                     self._waiting = waiting.followed_by(self._waiting)
                 raise
-        now = self._clock()
-        if now >= self._next_prune:
-            self._next_prune = now + PRUNE_EVERY_S
+        now, now_s = self._settled.now(), self._monotonic()
+        if now is not None and now_s >= self._next_prune_s:
+            self._next_prune_s = now_s + PRUNE_EVERY_S
             self._store.prune_heartbeats(now)
             if self._keep_history_days is not None:
                 self._store.prune_history(now - self._keep_history_days * DAY_S)

@@ -12,9 +12,11 @@ from edgefl.coordinator.fleet import diary as module
 from edgefl.coordinator.fleet.diary import Diary
 from edgefl.coordinator.fleet.presence import Presence
 from edgefl.coordinator.fleet.roster import Roster
+from edgefl.coordinator.fleet.settled_clock import SETTLED_S
 from edgefl.errors import StoreFullError
 from edgefl.protocol import Heartbeat, Status, Topic
 from edgefl.storage.queries import history
+from edgefl.storage.records import DispatchRow, HeartbeatRow, RunStatus
 from edgefl.storage.store import Store
 
 
@@ -42,11 +44,13 @@ class Site:
         self.diary = Diary(
             store=self.full,
             roster=self.roster,
-            clock=lambda: 1000.0,
+            clock=lambda: self.now,
+            monotonic=lambda: self.now_s,
+            keep_history_days=365,
             on_progress=lambda _: None,
             on_heartbeat=lambda _name, _beat: None,
         )
-        self.seq = 0
+        self.seq, self.now, self.now_s = 0, 1000.0, 0.0
 
     def beat(self, number: int) -> None:
         for _ in range(number):
@@ -96,3 +100,66 @@ def test_what_waits_too_long_is_dropped_oldest_first_and_counted(site: Site, mon
     assert [row["temperature_c"] for row in site.rows("heartbeats")] == [3, 4, 5, 6, 7]
     [dropped] = [row for row in site.rows("events") if row["kind"] == "diary-dropped"]
     assert dropped["message"].startswith("2 heartbeats and events were dropped")
+
+
+DAY = 86_400.0
+YEAR = 365 * DAY
+
+
+def pass_by(site: Site, seconds: float) -> None:
+    site.now, site.now_s = site.now + seconds, site.now_s + seconds
+    site.diary.flush()
+
+
+def ended(site: Site, at: float) -> None:
+    site.store.add_run(run_id="r", name="r", task="t", strategy="fedavg", config={}, seed=1, submitted_at=at)
+    site.store.open_round("r", 1, started_at=at)
+    row = DispatchRow(assignment_id="a", device_id="pi", round=1, base_version=0, dispatched_at=at)
+    site.store.record_dispatches("r", [row])
+    site.store.set_run_status("r", RunStatus.FINISHED, at=at)
+
+
+def test_a_clock_that_is_years_ahead_for_a_moment_deletes_nothing(site: Site) -> None:
+    site.now = 10 * YEAR
+    site.beat(1)
+    pass_by(site, 2 * SETTLED_S)
+    ended(site, site.now)
+    pass_by(site, SETTLED_S / 2)
+    site.now += 2 * YEAR
+    site.beat(1)
+    for _ in range(5):
+        pass_by(site, 600.0)
+    site.now -= 2 * YEAR
+    for _ in range(10):
+        pass_by(site, SETTLED_S)
+    assert [row["assignment_id"] for row in site.rows("updates")] == ["a"]
+
+
+def test_a_clock_that_stays_where_it_was_set_is_believed_after_an_hour(site: Site) -> None:
+    ended(site, 1000.0)
+    site.now = 2 * YEAR
+    site.beat(1)
+    site.diary.flush()
+    pass_by(site, SETTLED_S - 1.0)
+    assert len(site.rows("updates")) == 1, "nothing that was stored before says that it is so late"
+    pass_by(site, 1.0)
+    assert site.rows("updates") == []
+
+
+def test_a_clock_that_follows_what_is_stored_is_believed_at_once(site: Site) -> None:
+    ended(site, 1000.0)
+    site.store.record_heartbeats([HeartbeatRow(device_id="pi", at=2 * YEAR, seq=1, session_no=1, uptime_s=1.0)])
+    site.now = 2 * YEAR + 60.0
+    site.diary.flush()
+    assert site.rows("updates") == []
+
+
+def test_heartbeats_are_rolled_up_though_the_clock_was_years_ahead_for_hours(site: Site) -> None:
+    site.now = 2 * YEAR
+    for _ in range(3):
+        pass_by(site, SETTLED_S)
+    site.now = 10 * DAY + 7.0
+    site.beat(1)
+    site.diary.flush()
+    pass_by(site, 2 * DAY)
+    assert site.store.newest_heartbeat_at() == 10 * DAY, "a row of five minutes"
