@@ -233,6 +233,7 @@ INSIDE: Mapping[str, str] = MappingProxyType(
         "simulation/profiles.py:_built_in": "a file of the package",
         "coordinator/backup.py:_pack": "writes",
         "coordinator/runs/resuming.py:_died_too_often": "a note of its own; a damaged one counts anew",
+        "coordinator/runs/resuming.py:_written_at_end": "a note of its own; rows replace a damaged one",
         "bundles/wheels.py:unpacked_bytes": "the index of a wheel whose hash a signed manifest gave",
         "bundles/keys.py:load_private": "the operator's own key, by the parser of join-certificates",
         "provision/extras.py:_public": "as bundle-keys, and refuses all but Ed25519",
