@@ -55,20 +55,24 @@ class ErrorFeedback:
     def encode(self, assignment_id: str, displacement: Tensors, rng: Generator) -> bytes:
         """Returns the body for displacement plus residual.
 
-        Work on an assignment whose update is pending replaces that update. When more than two are pending the oldest
-        is taken as lost. After an error nothing has changed.
+        An assignment whose update is pending has been worked on before, from the same model and by the same random
+        numbers, and its answer was lost with the process: it gets that update, and the displacement does not count
+        again. When more than two are pending the oldest is taken as lost. After an error nothing has changed.
 
         Raises:
             CodecError: as the codec's `encode`, or a displacement that is not finite, which would stay for ever.
         """
-        before = self._without(self._overdue(assignment_id))
+        if assignment_id in self._pending:
+            return self._pending[assignment_id]
+        overdue = list(self._pending)[: len(self._pending) + 1 - MAX_PENDING]
+        before = self._without(overdue)
         inputs = {spec.name: _total(spec, displacement, before) for spec in self._lossy}
         memory = dict(self._memory)
         body = self._codec.encode({**displacement, **inputs}, rng, memory=memory)
         decoded = self._codec.decode(body)
         for spec in self._lossy:
             _add(inputs[spec.name], decoded[spec.name], -1)
-        for gone in self._overdue(assignment_id):
+        for gone in overdue:
             del self._pending[gone]
         self._residual, self._memory = inputs, memory
         self._pending[assignment_id] = body
@@ -80,13 +84,14 @@ class ErrorFeedback:
         Devices answer in the order in which they are asked, so an update that is older than a used one and is not
         used itself never will be: it goes back whole. `used` must therefore name the device's newest used updates, at
         least the last two, however long ago they were used. By these a state from disk is seen to be older than the
-        coordinator, when one of them is not known: what is pending in it was used meanwhile, and does not go back.
+        coordinator, when one of them is not known: what is pending in it was used meanwhile, and does not go back;
+        what it left out has gone out with later updates, and does not go out again.
         """
         is_old = self._is_restored and not set(used) <= {*self._pending, *self._settled}
         self._is_restored = self._is_restored and not used
         self._settled = tuple(dict.fromkeys((*self._settled, *used)))[-_MAX_SETTLED:]
         if is_old:
-            self._pending = {}
+            self._residual, self._pending = {}, {}
             return
         ids = list(self._pending)
         newest = max((place for place, pending in enumerate(ids) if pending in used), default=-1)
@@ -118,12 +123,6 @@ class ErrorFeedback:
         self._residual, self._pending, self._memory = residual, pending, _restored_memory(state)
         self._settled = tuple(name for name, _ in _in_order(state, _SETTLED, _MAX_SETTLED))
         self._is_restored = True
-
-    def _overdue(self, assignment_id: str) -> list[str]:
-        """Returns the pending updates that one more for `assignment_id` takes the place of."""
-        if assignment_id in self._pending:
-            return [assignment_id]
-        return list(self._pending)[: len(self._pending) + 1 - MAX_PENDING]
 
     def _without(self, lost: Collection[str]) -> dict[str, Array]:
         """Returns the residual as if the updates had not been encoded; the same arrays when there are none."""
