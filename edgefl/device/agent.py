@@ -74,6 +74,7 @@ class Agent:
         self._state, self._pace = state, PollPace(poll_s)
         self.life = LoopLife()
         self._stopping, self._ended, self._bell = threading.Event(), threading.Event(), Bell()
+        self._backoff_s = FIRST_BACKOFF_S
         self._boot_id = uuid.uuid4().hex
         self.refusal: str | None = None
         self.refused = threading.Event()
@@ -156,14 +157,12 @@ class Agent:
         self._installations.start()
         with self.life.working():
             self._trainer.go_on()
-        backoff_s = FIRST_BACKOFF_S
         try:
             while not self._stopping.is_set():
                 self.life.beat()
                 try:
                     self._connect()
                     self._tell()
-                    backoff_s = FIRST_BACKOFF_S
                     self._serve()
                 except AbandonedError:
                     break
@@ -172,8 +171,8 @@ class Agent:
                     if not self._stopping.is_set():
                         log.warning("%s; trying again", error)
                     # A coordinator that is back rings for work that waits, by a broker that was never away.
-                    self._bell.wait(backoff_s * self._rng.uniform(0.5, 1.0))
-                    backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+                    self._bell.wait(self._backoff_s * self._rng.uniform(0.5, 1.0))
+                    self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
         finally:
             self._models.stop()
             self._installations.stop()
@@ -246,6 +245,7 @@ class Agent:
         is_doubted = self._bell.take_doubt()
         with self.life.working():
             had_work = self._bench.work_once()
+        self._backoff_s = FIRST_BACKOFF_S  # not before: a coordinator may greet and then fail, of too many boards
         if not had_work:
             self._tell()
             self._report.measure_speeds()

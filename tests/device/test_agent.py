@@ -7,6 +7,8 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from edgefl.device.agent import Agent
 from edgefl.device.state import DeviceState
 from edgefl.errors import NetworkError
@@ -75,3 +77,26 @@ def test_a_device_that_waits_to_try_again_tries_at_once_when_the_bell_rings(stat
     running.join(30)
     assert not running.is_alive()
     assert tries[5] - rung_s < 1.0
+
+
+def test_a_coordinator_that_greets_and_then_fails_is_asked_ever_more_seldom(
+    state: DeviceState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgefl.device.agent.FIRST_BACKOFF_S", 0.01)
+    agent, pulls, changed = Agent(state), list[float](), threading.Condition()
+
+    def pull() -> None:
+        with changed:
+            pulls.append(time.monotonic())
+            changed.notify_all()
+        raise NetworkError("the coordinator answered 500")
+
+    agent._line._enter = lambda _address: None  # type: ignore[method-assign]
+    agent._bench.supernode = SimpleNamespace(pull=pull, close=lambda: None, arriving=None)  # type: ignore[assignment]
+    running = threading.Thread(target=agent.run)
+    running.start()
+    with changed:
+        assert changed.wait_for(lambda: len(pulls) == 8, 60)
+    agent.stop()
+    running.join(30)
+    assert pulls[7] - pulls[6] > 0.3, "at least half of 0.64 s"

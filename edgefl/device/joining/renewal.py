@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from edgefl.device.joining.keys import certificate_in, new_key, public_pem, request_pem
 from edgefl.device.state import DeviceState
 from edgefl.device.trust import Hello, post_json, say_hello
-from edgefl.errors import EdgeflError, NotAllowedError, NotJoinedError
+from edgefl.errors import ClonedError, EdgeflError, NetworkError, NotAllowedError, NotJoinedError
 from edgefl.files import write_whole
 
 log = logging.getLogger(__name__)
@@ -79,11 +79,17 @@ class Renewal:
         """Asks the coordinator now and then what is to be renewed, more often while the broker refuses this device.
 
         Raises:
-            NetworkError: it does not answer.
+            NetworkError: it does not answer, or another server does at its address.
+            ClonedError: it refuses this device.
         """
         every_s = LOOK_EVERY_S if is_link_up else LOOK_WHILE_OFF_S
         if self._window is not None and self._monotonic() - self._heard_s >= every_s:
-            self.heard(say_hello(address, self._trust))
+            try:
+                self.heard(say_hello(address, self._trust))
+            except (NetworkError, ClonedError):
+                raise
+            except EdgeflError as error:
+                raise NetworkError(str(error)) from error
 
     def renew(self, address: str) -> bool:
         """Returns whether this device has a new key and certificate; if not it is tried again later."""

@@ -17,6 +17,7 @@ from edgefl.device.joining.keys import new_key, public_pem
 from edgefl.device.joining.renewal import LOOK_EVERY_S, LOOK_WHILE_OFF_S, TRY_AGAIN_S, Renewal
 from edgefl.device.state import DeviceState
 from edgefl.device.trust import Hello, pinned_context
+from edgefl.errors import NetworkError
 
 DAY_S = 86_400.0
 
@@ -100,6 +101,15 @@ def test_the_coordinator_is_asked_again_and_sooner_while_the_broker_refuses(
     clock.now_s += 1
     renewal.look(front_door.address, is_link_up=is_link_up)
     assert not renewal.is_due(), "the answer of this coordinator is that 90 days are right"
+
+
+def test_another_server_at_the_coordinator_s_address_is_one_that_does_not_answer(
+    renewal: Renewal, clock: Clock, make_front_door: Any
+) -> None:
+    renewal.heard(hello(0.0, 1.0))
+    clock.now_s += LOOK_EVERY_S
+    with pytest.raises(NetworkError, match="CA"):
+        renewal.look(make_front_door().address, is_link_up=True)
 
 
 class Coordinator:
