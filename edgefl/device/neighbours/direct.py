@@ -29,7 +29,8 @@ class DirectCarrier:
     Args:
         device_id: who this is; its certificate has to say so too.
         tls: paths of the PEM files that a join left.
-        listen: host and port to take connections at; port 0 is a free one, host "::" both IPv6 and IPv4.
+        listen: host and port to take connections at; port 0 is a free one, host "::" both IPv6 and IPv4, or IPv4
+            alone where there is no IPv6.
         hosts: where each device listens; others than neighbours may stand there too.
         neighbours: with whom messages are exchanged, by device id.
         on_message: see `OnPeerMessage`.

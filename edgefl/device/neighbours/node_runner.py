@@ -72,7 +72,7 @@ class NodeRunner:
         """Starts the session of a run, in the place of any other; `order` is what a reboot goes on with.
 
         Raises:
-            NetworkError: this device cannot carry messages in this way.
+            NetworkError: this device cannot carry messages in this way, or not now; there is no session then.
         """
         assert plan.node is not None
         with self._lock:
@@ -88,10 +88,14 @@ class NodeRunner:
             )
             self._carrier = carrier
             self._run, self._session = run, session
-            self._carrier.set_neighbours([side.neighbour for side in plan.node.edges])
+            carrier.set_neighbours([side.neighbour for side in plan.node.edges])
+            try:
+                carrier.start()
+                session.start()
+            except BaseException:
+                self.pause()  # or the next assignment would wait for a session that never began
+                raise
             self._keep(order)
-            self._carrier.start()
-            session.start()
 
     def follow(self, plan: LocalPlan, order: Json) -> None:
         """Goes on with a newer plan of the same run."""

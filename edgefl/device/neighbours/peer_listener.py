@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 MAX_STRANGERS = 8
 BACKLOG = 32
+IPV4_ALONE = "0.0.0.0"  # noqa: S104 neighbours are on other machines; every connection is mutual TLS
 # After a failed accept, such as for want of file descriptors.
 ACCEPT_PAUSE_S = 0.5
 
@@ -253,5 +254,7 @@ def _server(host: str, port: int) -> socket.socket:
         both = host == "::" and socket.has_dualstack_ipv6()
         return socket.create_server(address[:2], family=family, backlog=BACKLOG, dualstack_ipv6=both)
     except OSError as error:
+        if host == "::" and error.errno != errno.EADDRINUSE:
+            return _server(IPV4_ALONE, port)  # this kernel may have no IPv6
         kind = PortInUseError if error.errno == errno.EADDRINUSE else NetworkError
         raise kind(f"cannot listen for neighbours at {host or 'any address'}:{port} ({error})") from None

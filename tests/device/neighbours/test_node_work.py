@@ -19,6 +19,7 @@ from edgefl.compression.edges import EdgeCodec, edge_shapes
 from edgefl.decentralised.graph import make_graph
 from edgefl.decentralised.mailbag import pack_mail, pack_peer, unpack_mail, unpack_peer
 from edgefl.device.trainer import Trainer
+from edgefl.errors import PortInUseError
 from edgefl.tasks.cards import ShardCard
 from edgefl.tasks.registry import make_task
 from edgefl.tasks.shards import write_shard
@@ -242,6 +243,32 @@ def test_a_device_without_that_carrier_says_so(board: Board) -> None:
     board.trainer.close()
     board.switch_on()
     assert "only by relay" in alone(board, model=MODEL)[0]["error"]
+
+
+def test_a_node_whose_carrier_cannot_start_says_so_each_time_and_begins_once_it_can(board: Board) -> None:
+    make, is_taken = board.make_carrier, True
+
+    class Taken(Wire):
+        def start(self) -> None:
+            if is_taken:
+                raise PortInUseError("the port is taken")
+            super().start()
+
+    def make_taken(plan: NodePlan, on_message: Callable[[str, bytes], None]) -> Wire:
+        make(plan, on_message)
+        board.wires[-1] = Taken(on_message)
+        return board.wires[-1]
+
+    board.make_carrier = make_taken  # type: ignore[method-assign]
+    board.trainer.close()
+    board.switch_on()
+    for _ in range(2):
+        assert "the port is taken" in alone(board, model=MODEL)[0]["error"]
+        assert board.trainer.now is None
+        assert not (board.root / "node.json").exists()
+    is_taken = False
+    assert "error" not in alone(board, model=MODEL)[0]
+    assert board.wires[-1].is_running
 
 
 def test_another_run_takes_the_place_of_a_node_that_goes_on_alone(board: Board) -> None:

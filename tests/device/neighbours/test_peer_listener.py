@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import ssl
 import threading
 import time
 import tracemalloc
+from typing import Any
 
 import pytest
 from peer_boards import (
@@ -321,3 +323,21 @@ def test_tls_1_2_will_do_and_nothing_older(peers: PeerFleet) -> None:
     with context.wrap_socket(plain) as connection:
         assert connection.version() == "TLSv1.2"
         assert hear(connection).kind is FrameKind.WELCOME
+
+
+def test_a_board_without_ipv6_listens_at_all_its_ipv4_addresses(
+    peers: PeerFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = socket.create_server
+
+    def create_without_ipv6(address: tuple[str, int], *, family: int, **options: Any) -> socket.socket:
+        if family == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        return create(address, family=family, **options)
+
+    monkeypatch.setattr(socket, "create_server", create_without_ipv6)
+    a = peers.board("a", ["b"], listen=("::", 0))
+    assert a.address[0] == "0.0.0.0"
+    monkeypatch.undo()
+    with socket.create_connection((LOOPBACK, a.address[1])):
+        pass
