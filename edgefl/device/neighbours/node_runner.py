@@ -76,7 +76,7 @@ class NodeRunner:
         """
         assert plan.node is not None
         with self._lock:
-            self.end()
+            self.give_up()
             if run in self._ended:
                 raise NetworkError(f"run {run} is over")
             if self._make_carrier is None:
@@ -129,11 +129,15 @@ class NodeRunner:
             if carrier is not None:
                 carrier.stop()
 
-    def end(self, run: str | None = None) -> None:
-        """Ends the session for good, if it is of this run; of any when None."""
+    def end(self, run: str) -> None:
+        """Ends the session for good if it is of this run, which is over: its orders do not count any more."""
         with self._lock:
-            if run is not None:
-                self._ended.append(run)
+            self._ended.append(run)
+            self.give_up(run)
+
+    def give_up(self, run: str | None = None) -> None:
+        """Ends the session if it is of this run, of any when None; another order of the run begins one again."""
+        with self._lock:
             known = self._run if self._session is not None else str((self.kept_order() or {}).get("run", ""))
             if run is not None and run != known:
                 return

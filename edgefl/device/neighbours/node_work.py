@@ -122,7 +122,7 @@ class NodeWork:
                 if job.plan.node is not None:
                     self._begin(job, self._tasks.of(header), b"", job.plan.node)
         except NeedsDenseError:
-            self._runner.end()
+            self._runner.give_up()
         except Exception as error:  # the boundary of one run: the board must be there for the next
             ours = isinstance(error, EdgeflError)
             log.warning("cannot go on as node of run %s: %s", header.get("run"), error, exc_info=not ours)
@@ -142,7 +142,7 @@ class NodeWork:
     def begin_run(self, run: str) -> None:
         """Says that there is work of a run: a node of any other one has nothing more to do."""
         if self._runner.run not in {"", run}:
-            self._runner.end()
+            self._runner.give_up()
 
     @property
     def now(self) -> tuple[str, int] | None:
@@ -167,7 +167,7 @@ class NodeWork:
             report = self._runner.report(plan.until, lambda: is_recalled(self._runner.iterations()))
         except EdgeflError:
             if self._runner.run == job.run:  # one that rests is taken up again
-                self._runner.end(job.run)
+                self._runner.give_up(job.run)
             raise
         finally:
             self._working.acquire()

@@ -271,6 +271,20 @@ def test_a_node_whose_carrier_cannot_start_says_so_each_time_and_begins_once_it_
     assert board.wires[-1].is_running
 
 
+def test_a_node_that_had_to_give_up_takes_part_again_with_the_next_assignment(board: Board) -> None:
+    alone(board, model=MODEL)
+    shard = board.root / "digits.npz"
+    shard.rename(board.root / "away")
+    assert "error" in alone(board, until=10**9)[0]
+    assert board.trainer.now is None
+    assert not (board.root / "node.json").exists()
+    (board.root / "away").rename(shard)
+    assert "error" not in alone(board, until=0)[0]
+    board.trainer.end_run("r")
+    eventually(lambda: board.trainer.now is None)
+    assert "is over" in alone(board, until=0)[0]["error"]
+
+
 def test_another_run_takes_the_place_of_a_node_that_goes_on_alone(board: Board) -> None:
     alone(board, model=MODEL)
     header, _ = alone(board, model=MODEL, run="s")
