@@ -150,25 +150,21 @@ class Installations:
     def _fetched(self, installation: str) -> Path:
         def attempt() -> Path:
             waiting = self._errands.num_waiting()
-            wanted = self._offer(installation)
-            self._prune(keep=wanted.sha256)
 
             # Whoever comes meanwhile may have taken this one's place; only the coordinator can tell, so ask it again.
             def is_wanted() -> bool:
                 return self._errands.num_waiting() == waiting and not self._errands.is_called_off()
 
-            return fetch_file(self._source(), wanted, self._folder, is_wanted)
+            try:
+                wanted = fetch_bundle_offer(self._source(), installation)
+                self._prune(keep=wanted.sha256)
+                return fetch_file(self._source(), wanted, self._folder, is_wanted)
+            except NotFoundError:  # one that a newer order has replaced is left without a word
+                if self._errands.num_waiting():
+                    raise CalledOffError from None
+                raise
 
         return self._errands.until_done(attempt, what=f"installation {installation}", on_away=self._on_change)
-
-    def _offer(self, installation: str) -> WantedFile:
-        """Returns what is to be fetched; one that a newer order has replaced is left without a word."""
-        try:
-            return fetch_bundle_offer(self._source(), installation)
-        except NotFoundError:
-            if self._errands.num_waiting():
-                raise CalledOffError from None
-            raise
 
     def _await_outcome(self, installation: str) -> None:
         slots = self._site.slots

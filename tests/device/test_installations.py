@@ -199,7 +199,7 @@ def test_another_installation_waits_until_the_one_on_its_way_has_come_and_ended(
     board.coordinator.pause_s = 60.0
     installations = board.start()
     installations.install("i1")
-    until(lambda: list((board.root / "updates").glob("*.part")))
+    until(lambda: board.coordinator.ranges)
     for again in ("i2", "i1", "i2"):
         installations.install(again)
     board.coordinator.go_on.set()
@@ -217,7 +217,7 @@ def test_an_installation_that_a_newer_one_has_replaced_is_left_without_a_word(bo
     board.coordinator.pause_s = 60.0
     installations = board.start()
     installations.install("i1")
-    until(lambda: list((board.root / "updates").glob("*.part")))
+    until(lambda: board.coordinator.ranges)
     board.coordinator.gone.add("i1")
     installations.install("i2")
     board.coordinator.go_on.set()
