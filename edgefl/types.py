@@ -314,6 +314,8 @@ class Outcome(StrEnum):
 
 
 AHEAD = ("bytes_up_ahead", "bytes_down_ahead")
+BLANK_VARIATE = "blank_variate"
+"""In the `extra` of an update for `scaffold`: the device's control variate was zero, since no move of it counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

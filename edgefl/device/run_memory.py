@@ -2,7 +2,8 @@
 
 That is the state of its local algorithm, what its codec has left out of its updates, and the last global model where
 the coordinator sends only changes. One run is remembered at a time, since a coordinator runs one at a time. All but
-the model survive a restart: they are written every five minutes and at a stop, or at once where a run wants that.
+the model survive a restart: they are written every five minutes and at a stop, or at once where a run wants that or
+has control variates.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from edgefl.compression.codec import make_codec
 from edgefl.compression.feedback import ErrorFeedback
 from edgefl.device.run_files import load_arrays, save_arrays
 from edgefl.errors import CodecError, StoreError
+from edgefl.tasks.variates import OwnVariate, kept_variate
 from edgefl.types import Array, Shapes
 
 log = logging.getLogger(__name__)
 
 SAVE_EVERY_S = 300.0
-STEPS, RESIDUALS = "steps", "residuals"
+STEPS, RESIDUALS, VARIATES = "steps", "residuals", "variates"
 ALGORITHM = "algorithm"
 Model = dict[str, Array]
 
@@ -36,6 +38,7 @@ class _Remembered:
     run: str = ""
     algorithm: str = ""
     step_state: Mapping[str, Array] = field(default_factory=dict)
+    variate: OwnVariate | None = None
     spec: str = ""
     feedback: ErrorFeedback | None = None
     model_version: int | None = None
@@ -69,6 +72,25 @@ class RunMemory:
         now = self._enter(run)
         now.algorithm, now.step_state = algorithm, state
         now.unsaved.add(STEPS)
+
+    def variate(self, run: str) -> OwnVariate:
+        """Returns the device's own control variate of the run; that of a device which is new to it is blank."""
+        now = self._enter(run)
+        if now.variate is None:
+            stored = load_arrays(self._state_dir / VARIATES, run)
+            try:
+                now.variate = kept_variate(stored) if stored is not None else OwnVariate()
+            except ValueError as error:
+                log.warning("the control variate of run %s is lost: %s", run, error)
+                now.variate = OwnVariate()
+        return now.variate
+
+    def keep_variate(self, run: str, variate: OwnVariate) -> None:
+        """Remembers it, and writes it at once: the coordinator may use the update as soon as it has been sent."""
+        now = self._enter(run)
+        now.variate = variate
+        now.unsaved.add(VARIATES)
+        self._write(VARIATES)
 
     def feedback(self, run: str, spec: str, shapes: Shapes) -> ErrorFeedback:
         """Returns what was left out of the run's updates so far, to be encoded as `spec` says.
@@ -107,19 +129,25 @@ class RunMemory:
         """
         if only_when_due and self._clock() - self._saved_s < SAVE_EVERY_S:
             return
-        self._saved_s, now = self._clock(), self._now
-        for folder in sorted(now.unsaved):
-            try:
-                save_arrays(self._state_dir / folder, now.run, self._arrays(folder))
-            except (OSError, StoreError) as error:
-                log.warning("cannot keep the %s of run %s: %s", folder, now.run, error)
-                continue
-            now.unsaved.discard(folder)
+        self._saved_s = self._clock()
+        for folder in sorted(self._now.unsaved):
+            self._write(folder)
+
+    def _write(self, folder: str) -> None:
+        run = self._now.run
+        try:
+            save_arrays(self._state_dir / folder, run, self._arrays(folder))
+        except (OSError, StoreError) as error:
+            log.warning("cannot keep the %s of run %s: %s", folder, run, error)
+            return
+        self._now.unsaved.discard(folder)
 
     def _arrays(self, folder: str) -> dict[str, Array]:
         now = self._now
         if folder == STEPS:
             return {**now.step_state, ALGORITHM: np.array(now.algorithm)}
+        if folder == VARIATES:
+            return now.variate.arrays() if now.variate is not None else {}
         return now.feedback.state() if now.feedback is not None else {}
 
     def _enter(self, run: str) -> _Remembered:

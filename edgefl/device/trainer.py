@@ -33,6 +33,8 @@ from edgefl.errors import DataError, EdgeflError
 from edgefl.protocol import finite
 from edgefl.tasks.local_training import LocalResult, iteration_limit, train
 from edgefl.types import (
+    BLANK_VARIATE,
+    Algorithm,
     Array,
     Dataset,
     Json,
@@ -235,7 +237,7 @@ class Trainer:
         job = replace(job, plan=replace(job.plan, inbox=inbox))
         data = self._training_data(job, warm)
         learner = self._loaded(job, warm, body)
-        result = self._trained(job, learner, data)
+        result, extra = self._trained(job, learner, data)
         save_resident(self._state_dir, job.run, warm.shapes, learner)
         encoded = self._encoded(job, warm, result.displacement)
         self._memory.save(only_when_due=job.header.get("residuals") != "durable")
@@ -244,6 +246,7 @@ class Trainer:
             "num_examples": result.num_examples,
             "loss": finite(result.loss),
             "compute_s": result.compute_s,
+            **extra,
         }
         return {"metrics": metrics}, encoded
 
@@ -253,8 +256,14 @@ class Trainer:
         check_leaves_nothing(job.plan, job.spec, warm.shapes)
         return self._tasks.block(warm, job.block)
 
-    def _trained(self, job: Job, learner: Learner, data: Dataset) -> LocalResult:
-        plan = job.plan
+    def _trained(self, job: Job, learner: Learner, data: Dataset) -> tuple[LocalResult, Json]:
+        """Trains, and keeps what the next assignment goes on from; returns what is to be told of that, too."""
+        plan, variate, before = job.plan, None, None
+        if plan.algorithm == Algorithm.SCAFFOLD:
+            variate = self._memory.variate(job.run).at(plan.inbox[0].step if plan.inbox else 0, _used(job))
+            before = variate.own
+        elif plan.keeps_state:
+            before = self._memory.step_state(job.run, plan.algorithm)
         result = train(
             learner,
             data,
@@ -262,11 +271,15 @@ class Trainer:
             derived_rng(*job.origin),
             clock=time.monotonic,
             on_iteration=self._watch(job, last=iteration_limit(plan, len(data))),
-            step_state=self._memory.step_state(job.run, plan.algorithm) if plan.keeps_state else None,
+            step_state=before,
         )
+        if variate is not None:
+            variate = variate.moved(job.assignment_id, result.step_state or {})
+            self._memory.keep_variate(job.run, variate)
+            return result, {"extra": {BLANK_VARIATE: 1.0}} if variate.is_blank else {}
         if result.step_state is not None:
             self._memory.keep_step_state(job.run, plan.algorithm, result.step_state)
-        return result
+        return result, {}
 
     def _watch(self, job: Job, *, last: int | None = None) -> Callable[[int, float], bool]:
         """Returns what is told of every iteration of a job, and says whether it was the last.
@@ -312,7 +325,7 @@ class Trainer:
         if not uses_feedback(job.spec):
             return make_codec(job.spec, warm.shapes).encode(displacement, rng)
         feedback = self._memory.feedback(job.run, job.spec, warm.shapes)
-        feedback.settle([str(used) for used in job.header.get("settled", ())])
+        feedback.settle(_used(job))
         return feedback.encode(job.assignment_id, displacement, rng)
 
     def _evaluate(self, job: Job, warm: WarmTask, body: bytes) -> tuple[Json, bytes]:
@@ -347,6 +360,11 @@ class Trainer:
         if job.header.get("keep"):
             self._memory.keep_model(job.run, job.version, model)
         return model
+
+
+def _used(job: Job) -> list[str]:
+    """Returns the device's newest used assignments, as the coordinator tells them."""
+    return [str(used) for used in job.header.get("settled", ())]
 
 
 def _dense(tensor: Tensor) -> Array:

@@ -25,7 +25,19 @@ from edgefl.simulation.training import Scores, Sent
 from edgefl.tasks.local_training import LocalResult, is_finite, train
 from edgefl.tasks.node_training import begin_node, work_as_node
 from edgefl.tasks.registry import make_task
-from edgefl.types import Array, Assignment, Dataset, EdgeMessage, NodePlan, Scalar, Tensors, derived_rng
+from edgefl.tasks.variates import OwnVariate
+from edgefl.types import (
+    Algorithm,
+    Array,
+    Assignment,
+    Dataset,
+    EdgeMessage,
+    LocalPlan,
+    NodePlan,
+    Scalar,
+    Tensors,
+    derived_rng,
+)
 
 KEPT_BYTES = 512 * 1024 * 1024
 """Boards' examples are kept ready up to so many bytes; beyond, they are taken from the pool for every job."""
@@ -46,6 +58,7 @@ class _Memory:
 
     algorithm: str = ""
     step_state: Mapping[str, Array] | None = None
+    variate: OwnVariate = field(default_factory=OwnVariate)
     spec: str = ""
     feedback: ErrorFeedback | None = None
     residents: dict[str, Array] = field(default_factory=dict)
@@ -101,6 +114,8 @@ class Workbench:
         source: tuple[int | str, ...] = (order.device_id,) if order.block is None else ("block", order.block)
         origin = self._trade.seed, order.base_version, *source
         self._load(memory, sent)
+        if plan.algorithm == Algorithm.SCAFFOLD:
+            memory.variate = memory.variate.at(plan.inbox[0].step if plan.inbox else 0, order.settled)
         result = train(
             self._learner,
             data,
@@ -108,7 +123,7 @@ class Workbench:
             derived_rng(*origin),
             clock=lambda: 0.0,
             on_iteration=lambda done, _: done >= iterations or is_unwanted(),
-            step_state=memory.step_state if memory.algorithm == plan.algorithm else None,
+            step_state=_before(memory, plan),
         )
         self._keep(memory, order, result)
         rng = derived_rng(*origin, "uplink")
@@ -209,7 +224,9 @@ class Workbench:
         return self._memories[order.device_id]
 
     def _keep(self, memory: _Memory, order: Assignment, result: LocalResult) -> None:
-        if result.step_state is not None:
+        if order.plan.algorithm == Algorithm.SCAFFOLD:
+            memory.variate = memory.variate.moved(order.assignment_id, result.step_state or {})
+        elif result.step_state is not None:
             memory.algorithm = order.plan.algorithm
             memory.step_state = {name: np.array(array) for name, array in result.step_state.items()}
         if self._own_names:
@@ -240,3 +257,10 @@ class Workbench:
         if spec not in self._codecs:
             self._codecs[spec] = make_codec(spec, self._shapes)
         return self._codecs[spec]
+
+
+def _before(memory: _Memory, plan: LocalPlan) -> Mapping[str, Array] | None:
+    """Returns what the assignment's local algorithm goes on from."""
+    if plan.algorithm == Algorithm.SCAFFOLD:
+        return memory.variate.own
+    return memory.step_state if memory.algorithm == plan.algorithm else None

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from edgefl.compression.decoding import decode_body
+from edgefl.device.run_files import save_arrays
 from edgefl.device.run_memory import SAVE_EVERY_S, RunMemory
 from edgefl.errors import CodecError
 from edgefl.strategies.seats import Seats
+from edgefl.tasks.variates import OwnVariate
 from edgefl.types import TensorSpec, derived_rng
 
 SHAPES = (TensorSpec(name="w", shape=(4,)),)
@@ -169,3 +171,68 @@ def test_the_last_model_is_held_for_its_run_alone_and_in_memory(memory, tmp_path
     assert RunMemory(tmp_path).model_version("r") is None
     memory.step_state("r2", "sgd")
     assert memory.model_version("r") is None
+
+
+def moved(variate, assignment, *values):
+    return variate.moved(assignment, {"w": np.array(values, np.float32)})
+
+
+def test_a_control_variate_is_on_the_card_before_its_update_leaves_and_counts_once_it_was_used(memory, tmp_path):
+    variate = memory.variate("r").at(0, ())
+    memory.keep_variate("r", moved(variate, "r/a-1", 1.0, 0.0))
+    after_a_power_cut = RunMemory(tmp_path).variate("r")
+    assert after_a_power_cut.at(0, ["r/a-1"]).own["w"].tolist() == [1.0, 0.0]
+    assert after_a_power_cut.at(0, []).is_blank
+
+
+def test_a_control_variate_moves_by_what_was_used_alone_and_once_when_work_is_done_again():
+    variate = moved(OwnVariate().at(0, ()), "a", 1.0)
+    variate = moved(moved(variate.at(0, ["a"]), "b", 3.0), "b", 4.0)  # done again, of which the second is the one
+    variate = moved(variate, "c", 9.0)
+    variate = variate.at(0, ["a", "c"])
+    assert (variate.own["w"].tolist(), [*variate.moves]) == ([9.0], []), "b is older than c, and lost"
+    variate = moved(moved(variate, "d", 10.0), "e", 20.0).at(0, ["c", "d"])
+    assert (variate.own["w"].tolist(), [*variate.moves]) == ([10.0], ["e"]), "e may still be used"
+    assert variate.at(0, ["d", "e"]).own["w"].tolist() == [21.0]
+
+
+@pytest.mark.parametrize(
+    ("began", "used"), [(7, ["a", "b"]), (0, ["b", "unknown"]), (0, []), (0, ["a"])],
+    ids=["all begin anew", "a newer state is lost", "the run is another", "the run went back"],
+)  # fmt: skip
+def test_a_control_variate_that_is_not_that_of_the_run_begins_at_zero(began, used):
+    variate = moved(moved(OwnVariate().at(0, ()), "a", 1.0).at(0, ["a"]), "b", 2.0).at(0, ["a", "b"])
+    assert not variate.at(0, ["a", "b"]).is_blank
+    variate = variate.at(began, used)
+    assert variate.is_blank
+    assert not moved(variate, "c", 1.0).at(began, [*used, "c"]).is_blank
+
+
+def test_a_training_that_diverged_moves_no_control_variate():
+    variate = moved(OwnVariate().at(0, ()), "a", 1.0)
+    assert variate.moved("a", {}).at(0, []).moves == {}
+
+
+def test_a_control_variate_of_another_model_begins_at_zero(memory):
+    variate = moved(moved(OwnVariate().at(0, ()), "a", 1.0).at(0, ["a"]), "b", 1.0, 2.0)
+    assert variate.is_blank
+    assert [*variate.moves] == ["b"]
+
+
+@pytest.mark.parametrize("damage", ["index", "no index", "shapes", "nan", "no zip"])
+def test_a_damaged_control_variate_is_said_and_begins_at_zero(memory, tmp_path, caplog, damage):
+    arrays = moved(moved(OwnVariate().at(0, ()), "a", 1.0).at(0, ["a"]), "b", 2.0).arrays()
+    if damage == "index":
+        arrays["index"] = arrays["index"][:-3]
+    elif damage == "no index":
+        del arrays["index"]
+    elif damage == "shapes":
+        arrays["own/w"] = np.ones((2, 2), np.float32)
+    elif damage == "nan":
+        arrays["move0/w"] = np.full(1, np.nan, np.float32)
+    save_arrays(tmp_path / "variates", "r", arrays)
+    if damage == "no zip":
+        (tmp_path / "variates" / "r.npz").write_bytes(b"PK")
+    assert memory.variate("r").is_blank
+    assert memory.variate("r").moves == {}
+    assert ("is lost" in caplog.text) == (damage != "no zip")

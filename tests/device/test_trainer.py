@@ -1,5 +1,6 @@
 """The trainer on real shards: digits in files, and a small task of a user's own that counts what is done to it."""
 
+import shutil
 import sys
 import threading
 import time
@@ -10,14 +11,16 @@ import pytest
 from edgefl.compression.codec import make_codec
 from edgefl.compression.decoding import decode_body
 from edgefl.compression.delta import encode_delta
+from edgefl.decentralised.mailbag import pack_mail
 from edgefl.device.board.assignment_vitals import AssignmentVitals
 from edgefl.device.board.link_quality import LinkQuality
 from edgefl.device.trainer import AbandonedError, Trainer
+from edgefl.strategies.scaffold import packed
 from edgefl.tasks.cards import ShardCard
 from edgefl.tasks.registry import make_task
 from edgefl.tasks.shards import write_shard
 from edgefl.tasks.splits import local_split
-from edgefl.types import Dataset, SparseTensor, derived_rng
+from edgefl.types import BLANK_VARIATE, Dataset, EdgeMessage, SparseTensor, derived_rng
 
 OWN = '''
 import numpy as np
@@ -411,6 +414,31 @@ def test_moments_live_on_from_one_assignment_to_the_next_and_over_a_restart(devi
     rebooted = Device(tmp_path, {"digits": str(shard)})
     assert rebooted.train(assignment="r/a-3", plan={**ADAM, "keeps_state": True})[1] == third
     assert rebooted.train(run="r2", plan={**ADAM, "keeps_state": True})[1] == first
+
+
+def test_a_device_that_is_killed_goes_on_from_the_control_variate_that_counted(tmp_path, shard):
+    zero = {spec.name: np.zeros(spec.shape, np.float32) for spec in make_task("digits", {}).shapes()}
+
+    def work(device, place, *, began=0):
+        mail = EdgeMessage(edge=("coordinator", "pi"), step=began, body=packed(zero))
+        told, body = pack_mail([mail], device.model())
+        used = [f"r/a-{place - 2}", f"r/a-{place - 1}"][-min(place, 2) :] if place else []
+        plan = {"algorithm": "scaffold", "keeps_state": True}
+        return device.train(body=body, mail=told, assignment=f"r/a-{place}", version=place, settled=used, plan=plan)
+
+    never_killed = Device(tmp_path / "a", {"digits": str(shard)})
+    undisturbed = [work(never_killed, place) for place in range(4)]
+    for place in range(4):  # a process for each
+        header, body = work(Device(tmp_path / "b", {"digits": str(shard)}), place)
+        assert body == undisturbed[place][1]
+        assert header["metrics"].get("extra") == ({BLANK_VARIATE: 1.0} if place == 0 else None)
+    assert work(Device(tmp_path / "b", {"digits": str(shard)}), 3)[1] == body, "done again"
+    shutil.rmtree(tmp_path / "b" / "variates")
+    header, body = work(Device(tmp_path / "b", {"digits": str(shard)}), 4)
+    assert header["metrics"]["extra"] == {BLANK_VARIATE: 1.0}
+    header, again = work(never_killed, 4, began=4)
+    assert header["metrics"]["extra"] == {BLANK_VARIATE: 1.0}
+    assert again == body
 
 
 def test_a_plan_that_keeps_nothing_begins_anew_and_writes_nothing(device, tmp_path):

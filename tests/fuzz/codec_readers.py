@@ -20,6 +20,7 @@ from edgefl.compression.feedback import ErrorFeedback
 from edgefl.compression.stages import shared_shapes
 from edgefl.compression.wire import EdgeFrame, read_edge_frame, write_edge_frame
 from edgefl.device.run_files import load_arrays
+from edgefl.tasks.variates import OwnVariate, kept_variate
 from edgefl.types import TensorSpec
 
 EDGE_SHAPES = (TensorSpec(name="w", shape=(40,)), TensorSpec(name="b", shape=(3,)))
@@ -116,6 +117,27 @@ def kept_residuals(folder: Path) -> Reader:
             decode_body(fresh.encode("a3", small_tensors(), rng()), SHAPES)
 
     return Reader(feed=feed, seeds=(Seed(content=packed.getvalue()), *npz_seeds(codec.state())))
+
+
+def kept_variates(folder: Path) -> Reader:
+    """The control variate that a device keeps of a run, and an assignment that goes on from it."""
+    after = {name: array for name, array in small_tensors().items() if array.dtype.kind == "f"}
+    kept = OwnVariate().at(0, ()).moved("a1", after).at(0, ["a1"]).moved("a2", after)
+    packed = io.BytesIO()
+    np.savez(packed, **kept.arrays())
+    place = folder / "variates"
+    place.mkdir()
+
+    def feed(data: bytes) -> None:
+        (place / "run.npz").write_bytes(data)
+        arrays = load_arrays(place, "run")
+        if arrays is not None:
+            found = kept_variate(arrays).at(0, ["a1", "a2"]).moved("a3", after)
+            assert kept_variate(found.arrays()).moves.keys() == found.moves.keys()
+
+    return Reader(
+        feed=feed, seeds=(Seed(content=packed.getvalue()), *npz_seeds(kept.arrays())), refuses=(ValueError,)
+    )
 
 
 def npz_seeds(arrays: dict[str, np.ndarray]) -> Iterator[Seed]:

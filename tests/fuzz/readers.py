@@ -55,6 +55,7 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         "codec-deltas": _entry(codec_readers.deltas),
         "edge-bodies": _entry(codec_readers.edge_bodies, "compression/wire.py:read_edge_frame"),
         "kept-residuals": _entry(codec_readers.kept_residuals, "device/run_files.py:load_arrays"),
+        "kept-variates": _entry(codec_readers.kept_variates, "tasks/variates.py:kept_variate"),
         "mqtt-status": _entry(
             message_readers.status,
             "coordinator/fleet/diary.py:Diary.message",
@@ -210,6 +211,7 @@ INSIDE: Mapping[str, str] = MappingProxyType(
         "compression/layers.py:Layers.encode": "encodes",
         "compression/lossless.py:_planes": "encodes",
         "tasks/splits.py:sample_hashes": "of hashes that were computed a line before",
+        "tasks/variates.py:OwnVariate.arrays": "encodes",
         "tasks/scaffold.py:_unpacked": "bytes of a length that is checked, any of which are numbers",
         "adapters/app_messages.py:body_record": "encodes",
         "adapters/app_messages.py:unpack": "a message between the halves of an exported app, which Flower carries",
