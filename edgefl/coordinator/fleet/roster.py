@@ -314,6 +314,7 @@ class Roster:
             device_id = self._by_node.get(node_id)
             if device_id is None or not instance:
                 return None
+            self._listeners.note(self._restart_of_call(device_id, instance))
             found = self._twins.called(device_id, instance, stamp=stamp, address=address, now_s=self._clock())
             refusal = self._twins.refusal(device_id, instance)
             if found:
@@ -353,6 +354,14 @@ class Roster:
         if reason is not None:
             return [TwinTried(device_id=device_id, refused=status.boot_id, reason=reason)]
         return [*found]
+
+    def _restart_of_call(self, device_id: str, instance: str) -> list[RosterEvent]:
+        """Returns whether the first request of a process follows another one, before or without a word over MQTT."""
+        entry = self._entries[device_id]
+        if self._twins.knows(device_id, instance):  # a dead one's late request, or one whose status was here first
+            return []
+        is_another, entry.boot_id = entry.boot_id not in {"", instance}, instance
+        return [Restarted(device_id=device_id)] if is_another else []
 
     def _records(self) -> list[DeviceRecord]:
         return self._presence.records(self._clock())

@@ -128,6 +128,11 @@ class Twins:
         device = self._devices.get(device_id)
         return device.refused.get(instance[:MAX_ID_CHARS]) if device is not None else None
 
+    def knows(self, device_id: str, instance: str) -> bool:
+        """Says whether an instance has been heard, or refused, as far back as they are remembered."""
+        device, instance = self._devices.get(device_id), instance[:MAX_ID_CHARS]
+        return device is not None and (instance in device.instances or instance in device.refused)
+
     def shown(self, device_id: str, now_s: float) -> str | None:
         """Returns for the operator that a device has a twin, None if none was heard lately."""
         device = self._devices.get(device_id)

@@ -234,12 +234,38 @@ def test_a_copy_that_only_asks_over_https_is_refused_and_what_it_took_is_given_a
 
     stamps = {}
     assert [call("a"), call("b"), call("a")] == [None, None, None]
-    assert fleet.take() == []
+    assert fleet.take() == [Restarted(device_id="pi")], "as yet b may be what a has become"
     assert call("a") is None
     cloned, restarted = fleet.take()
     assert (cloned.refused, restarted) == ("b", Restarted(device_id="pi"))
     assert "(boot b, at 10.0.0.7)" in call("b")
     assert call("a") is None
+
+
+def test_a_restart_that_only_https_shows_is_told_once_and_late_requests_of_the_dead_are_none(fleet):
+    told = []
+    for instance in ("a", "a", "b", "b", "a", "b"):
+        fleet.roster.note_call(7, instance, stamp="", address="10.0.0.7")
+        told.append(fleet.take())
+    assert told == [[], [], [Restarted(device_id="pi")], [], [], []]
+
+
+@pytest.mark.parametrize("is_mqtt_first", [True, False])
+def test_a_restart_that_mqtt_and_https_both_show_is_told_once(fleet, is_mqtt_first):
+    def hear(boot, session):
+        tell = [
+            lambda: fleet.say("pi", boot=boot, session=session),
+            lambda: fleet.roster.note_call(7, boot, stamp="", address="10.0.0.7"),
+        ]
+        for way in tell if is_mqtt_first else reversed(tell):
+            way()
+        return [event for event in fleet.take() if isinstance(event, Restarted)]
+
+    assert hear("a", 1) == []
+    assert hear("b", 2) == [Restarted(device_id="pi")]
+    assert hear("b", 3) == []
+    assert hear("c", 4) == [Restarted(device_id="pi")]
+    assert fleet.roster.cloned("pi") is None
 
 
 def test_a_device_that_was_removed_and_joins_again_has_no_twin_any_more(fleet):
