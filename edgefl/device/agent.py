@@ -190,7 +190,7 @@ class Agent:
         """Finds the coordinator, unless it is at hand, and follows the broker where that has moved with it."""
         if self._line.address is not None:
             return
-        self._bench.outbox.pause()  # what is under way uses the connection that goes now
+        self._pause_outbox()  # what is under way uses the connection that goes now
         before = set(self._link.brokers())
         self._line.connect()
         if set(self._link.brokers()) != before:
@@ -216,13 +216,17 @@ class Agent:
         self._renewal.look(address, is_link_up=self._link.now.is_connected())
         if not self._renewal.is_due():
             return False
-        self._bench.outbox.pause()  # what is under way is signed with the old key
+        self._pause_outbox()  # what is under way is signed with the old key
         if not self._renewal.renew(address):
             self._bench.outbox.open()
             return False
         self._take_certificate()
         self._line.drop()
         return True
+
+    def _pause_outbox(self) -> None:
+        with self.life.working():  # an answer on a slow link takes minutes
+            self._bench.outbox.pause()
 
     def _take_certificate(self) -> None:
         self._bench.supernode.use_key(self._state.key.read_bytes())
@@ -245,7 +249,8 @@ class Agent:
         is_doubted = self._bell.take_doubt()
         with self.life.working():
             had_work = self._bench.work_once()
-        self._backoff_s = FIRST_BACKOFF_S  # not before: a coordinator may greet and then fail, of too many boards
+        if self._bench.outbox.is_flowing():  # a coordinator may greet, have work, and then fail, of too many boards
+            self._backoff_s = FIRST_BACKOFF_S
         if not had_work:
             self._tell()
             self._report.measure_speeds()

@@ -31,7 +31,7 @@ class Outbox(Generic[A]):
         self._push, self._on_failure = push, on_failure
         self._answers: deque[A] = deque()
         self._error: EdgeflError | None = None
-        self._is_open, self._is_sending, self._is_closed = False, False, False
+        self._is_open, self._is_sending, self._is_closed, self._has_sent = False, False, False, False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
@@ -41,6 +41,12 @@ class Outbox(Generic[A]):
             self._changed.wait_for(lambda: not self._answers or not self._is_open or self._is_closed)
             self._answers.append(answer)
             self._changed.notify_all()
+
+    def is_flowing(self) -> bool:
+        """Returns whether nothing waits, or an answer has been sent since this was asked last."""
+        with self._changed:
+            is_flowing, self._has_sent = self._has_sent or not self._answers, False
+            return is_flowing
 
     def check(self) -> None:
         """Raises what went wrong since it was opened, once."""
@@ -81,6 +87,7 @@ class Outbox(Generic[A]):
                 self._is_sending = False
                 if error is None:
                     self._answers.popleft()
+                    self._has_sent = True
                 else:
                     self._error, self._is_open = error, False
                 self._changed.notify_all()

@@ -100,3 +100,57 @@ def test_a_coordinator_that_greets_and_then_fails_is_asked_ever_more_seldom(
     agent.stop()
     running.join(30)
     assert pulls[7] - pulls[6] > 0.3, "at least half of 0.64 s"
+
+
+def test_a_coordinator_that_takes_no_answer_is_sent_it_ever_more_seldom(
+    state: DeviceState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgefl.device.agent.FIRST_BACKOFF_S", 0.01)
+    agent, pushes, work, changed = Agent(state), list[float](), ["a-1"], threading.Condition()
+
+    def push(_reply: str) -> None:
+        with changed:
+            pushes.append(time.monotonic())
+            changed.notify_all()
+        raise NetworkError("the coordinator has not kept a piece of the answer")
+
+    def pull() -> Any:
+        return SimpleNamespace(header={"assignment": work.pop()}) if work else None
+
+    agent._line._enter = lambda _address: None  # type: ignore[method-assign]
+    agent._bench.supernode = SimpleNamespace(  # type: ignore[assignment]
+        pull=pull, answer=lambda _instruction: "44 MB", push=push, close=lambda: None, arriving=None
+    )
+    running = threading.Thread(target=agent.run)
+    running.start()
+    with changed:
+        assert changed.wait_for(lambda: len(pushes) == 9, 60)
+    agent.stop()
+    running.join(30)
+    assert pushes[8] - pushes[7] > 0.3
+
+
+def test_an_answer_that_takes_minutes_is_no_dead_loop_for_the_watchdog(state: DeviceState) -> None:
+    agent, began, may_end = Agent(state), threading.Event(), threading.Event()
+
+    def push(_reply: str) -> None:
+        began.set()
+        assert may_end.wait(60)
+
+    agent._bench.supernode = SimpleNamespace(push=push)  # type: ignore[assignment]
+    agent._line.connect = lambda: None  # type: ignore[method-assign]
+    agent._bench.outbox.open()
+    agent._bench.outbox.put(("a-1", "44 MB"))
+    assert began.wait(30)
+    connecting = threading.Thread(target=agent._connect)
+    connecting.start()
+    deadline_s = time.monotonic() + 30
+    while not agent.life._works:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    agent.life.clock = lambda: time.monotonic() + 300
+    assert agent.life.is_alive(within_s=90)
+    may_end.set()
+    connecting.join(30)
+    assert not agent.life._works
+    agent._bench.outbox.close(20)
