@@ -7,6 +7,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,8 @@ TEMPORARY_SUFFIX = ".tmp"
 DATABASE_NAME = "edgefl.db"
 """The store, in the directory of a coordinator or of a simulation."""
 _CHUNK_BYTES = 1 << 20
+_HALF = re.compile(r"\..+\.[a-z0-9_]{8}" + re.escape(TEMPORARY_SUFFIX))
+"""The names that `open_whole` writes under."""
 
 
 def write_whole(path: Path, content: bytes | memoryview) -> None:
@@ -44,6 +47,8 @@ def open_whole(path: Path, *, mode: int = 0o600) -> Iterator[IO[bytes]]:
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:40]}.", suffix=TEMPORARY_SUFFIX)
     try:
         with os.fdopen(handle, "wb") as file:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX)  # so that nobody takes it for one that was left behind
             yield file
             file.flush()
             os.fchmod(file.fileno(), mode)
@@ -55,6 +60,17 @@ def open_whole(path: Path, *, mode: int = 0o600) -> Iterator[IO[bytes]]:
         with contextlib.suppress(FileNotFoundError):
             Path(name).unlink()
         raise
+
+
+def forget_halves(folder: Path) -> None:
+    """Removes what a power cut left half written in a folder and below it; what is being written stays."""
+    for place, _, names in os.walk(folder):
+        for name in names:
+            if _HALF.fullmatch(name):
+                path = Path(place) / name
+                with contextlib.suppress(OSError), path.open("rb") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
 
 
 def make_private_directory(directory: Path) -> None:

@@ -22,7 +22,7 @@ from edgefl.config import AlertSettings, CertificateSettings, from_mapping
 from edgefl.coordinator import pki
 from edgefl.coordinator.local_addresses import local_addresses
 from edgefl.errors import ConfigError, NotJoinedError, StoreError
-from edgefl.files import make_private_directory, write_whole
+from edgefl.files import forget_halves, make_private_directory, write_whole
 from edgefl.protocol import COORDINATOR_NAME, certificate_fingerprint, checked_slug
 from edgefl.untrusted import parse_toml
 
@@ -99,15 +99,17 @@ class CoordinatorDirectory:
         """HOST:PORT for every host, best first; IPv6 in brackets."""
         return tuple(f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}" for host in self.hosts)
 
-    def locked(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
         """Holds the directory for one running coordinator; the lock goes when the process does.
 
         Raises:
             StoreError: another coordinator runs on this directory, or it cannot be written.
         """
-        return _held(
-            self.root / "lock", f"another coordinator runs on {self.root}; stop it first, or take another --dir"
-        )
+        otherwise = f"another coordinator runs on {self.root}; stop it first, or take another --dir"
+        with _held(self.root / "lock", otherwise):
+            forget_halves(self.root)
+            yield
 
     def broker_locked(self) -> contextlib.AbstractContextManager[None]:
         """Holds the directory for one running broker, whether a coordinator has started it or not.

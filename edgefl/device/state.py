@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from edgefl.errors import ConfigError, NotJoinedError, StoreError
-from edgefl.files import make_private_directory, write_whole
+from edgefl.files import forget_halves, make_private_directory, write_whole
 from edgefl.protocol import PEER_PORT
 from edgefl.untrusted import parse_json
 
@@ -164,6 +164,7 @@ class DeviceState:
                 raise StoreError(
                     f"another agent runs on {self.root}; stop it first, or take another --state"
                 ) from None
+            forget_halves(self.root)
             yield
 
 

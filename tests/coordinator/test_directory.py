@@ -162,3 +162,12 @@ def test_a_directory_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(StoreError, match="cannot be made"):
         init_directory(tmp_path / "c")
+
+
+def test_a_coordinator_begins_without_what_a_power_cut_left_half_written(tmp_path: Path) -> None:
+    directory = init_directory(tmp_path / "c")
+    left = directory.root / "runs" / ".r.npz.abcd_123.tmp"
+    left.parent.mkdir(exist_ok=True)
+    left.write_bytes(b"PK")
+    with directory.locked():
+        assert not left.exists()

@@ -177,3 +177,11 @@ def test_the_device_process_stays_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_agent_begins_without_what_a_power_cut_left_half_written(state: DeviceState) -> None:
+    left = state.root / "runs" / ".r.npz.abcd_123.tmp"
+    left.parent.mkdir(exist_ok=True)
+    left.write_bytes(b"PK")
+    with state.locked():
+        assert not left.exists()
