@@ -53,7 +53,7 @@ class Workbench:
         on_failure: Callable[[], None],
     ) -> None:
         self._state, self._trainer, self._on_work = state, trainer, on_work
-        self._finished: OrderedDict[str, Answer] = OrderedDict()
+        self._finished: OrderedDict[str, tuple[Any, Answer]] = OrderedDict()
         self._answering: tuple[str, str] | None = None
         self.supernode = SuperNode(
             private_key_pem=state.key.read_bytes(),
@@ -81,8 +81,9 @@ class Workbench:
         for used in instruction.header.get("settled", ()):
             self._finished.pop(used, None)
         self._answering = str(instruction.header.get("run")), assignment
-        known = self._finished.get(assignment)
-        if known is not None:
+        version, known = self._finished.get(assignment, (None, None))
+        # Of another version it is other work: a coordinator that was restored from a backup gives names once more.
+        if known is not None and version == instruction.header.get("version"):
             reply = self.supernode.reply_to(instruction, known)
         else:
             reply = self.supernode.answer(instruction)
@@ -107,7 +108,7 @@ class Workbench:
         answer = self._trainer.train(header, body)
         _log_work(answer[0])
         if "error" not in answer[0] and "phase" not in header:
-            self._finished[str(header["assignment"])] = answer
+            self._finished[str(header["assignment"])] = header.get("version"), answer
             while len(self._finished) > KEPT_ANSWERS:
                 self._finished.popitem(last=False)
         return answer

@@ -112,6 +112,14 @@ def test_an_assignment_that_comes_again_is_answered_from_memory(site: Site) -> N
     assert (site.trainer.trained, site.num_works) == (["a"], 2)
 
 
+def test_work_of_the_same_name_from_another_version_is_done(site: Site) -> None:
+    site.do("a", version=41)
+    site.do("a", version=17)
+    site.do("a", version=17)
+    assert site.trainer.trained == ["a", "a"]
+    assert [sent[0] == "again" for sent in wait_for_sent(site, 3)] == [False, False, True]
+
+
 def test_only_the_newest_finished_updates_are_kept(site: Site) -> None:
     names = [f"a-{number}" for number in range(KEPT_ANSWERS + 1)]
     site.do(*names)
