@@ -110,7 +110,8 @@ def main():
         return
     state = pathlib.Path(sys.argv[sys.argv.index("--state") + 1])
     if "status" in sys.argv:
-        print(json.dumps({{"coordinator": None if (state / "away").exists() else "here"}}))
+        broker = None if (state / "no-broker").exists() else "there"
+        print(json.dumps({{"coordinator": None if (state / "away").exists() else "here", "broker": broker}}))
         return
     if MODE == "crashes":
         sys.exit("this version does not start")
@@ -126,6 +127,7 @@ def main():
             "token": trial["token"] if trial else "", "packs": {{n: one["version"] for n, one in packs.items()}}}}
     while True:
         said["connected"] = MODE != "deaf" and not (state / "away").exists()
+        said["linked"] = said["connected"] and MODE != "unlinked"
         fresh = state / "health.new"
         fresh.write_text(json.dumps(said))
         fresh.replace(state / "health.json")

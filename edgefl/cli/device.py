@@ -85,7 +85,7 @@ def start(root: Path | None, signers: Path, max_temperature: str | float | None)
 @state_option
 @click.option("--format", "style", type=click.Choice(["text", "json"]), default="text", show_default=True)
 def status(root: Path | None, style: str) -> None:
-    """Print who this device is and whether it reaches its coordinator."""
+    """Print who this device is and whether it reaches its coordinator and the broker."""
     from edgefl.device.state import DeviceState  # noqa: PLC0415 fast start
 
     state = DeviceState.load(root)
@@ -147,7 +147,8 @@ def _write_profile(
 
 
 def _reachable(state: DeviceState) -> dict[str, Any]:
-    from edgefl.device.trust import pinned_context, say_hello  # noqa: PLC0415 fast start
+    from edgefl.device.broker_probe import reachable_broker  # noqa: PLC0415 fast start
+    from edgefl.device.trust import pinned_context, say_hello  # noqa: PLC0415 likewise
 
     context = pinned_context(state.ca.read_bytes())
     reasons = []
@@ -158,7 +159,8 @@ def _reachable(state: DeviceState) -> dict[str, Any]:
             reasons.append(str(error))
             continue
         found = {"coordinator": address, "coordinator_version": hello.version}
-        return {**found, "clock_skew_s": round(hello.skew_s, 3)}
+        broker = reachable_broker(state, timeout_s=3.0)
+        return {**found, "clock_skew_s": round(hello.skew_s, 3), "broker": broker}
     return {"coordinator": None, "unreachable": reasons}
 
 

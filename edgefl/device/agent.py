@@ -273,6 +273,7 @@ class Agent:
         """Looks after the coordinator at once when the broker is lost: both may be gone, and come back elsewhere."""
         self._heart.beat_now()
         if is_connected:
+            self._installations.linked()
             self._bell.doubt()  # the link itself rings
         else:
             self._bell.ring()

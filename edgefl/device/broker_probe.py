@@ -7,6 +7,7 @@ called `edgefl-doctor`.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
 import ssl
@@ -18,7 +19,8 @@ import paho.mqtt.client as mqtt
 from paho.mqtt.enums import CallbackAPIVersion
 
 from edgefl.device.mqtt_session import LinkTls, link_context
-from edgefl.errors import BrokerError
+from edgefl.device.state import DeviceState
+from edgefl.errors import BrokerError, NotJoinedError
 from edgefl.protocol import Topic, parse_peer_topic, peer_topic, topic
 
 TIMEOUT_S = 5.0
@@ -48,6 +50,16 @@ def shake_hands(host: str, port: int, tls: LinkTls, *, timeout_s: float = TIMEOU
         raise BrokerError(f"{host}:{port} shows a certificate that does not verify: {reason}") from None
     except OSError as error:
         raise BrokerError(f"{host}:{port} cannot be reached: {error.strerror or error}") from None
+
+
+def reachable_broker(state: DeviceState, *, timeout_s: float = TIMEOUT_S) -> str | None:
+    """Returns at which HOST:PORT the broker of a device that has joined answers it, None for nowhere."""
+    device, tls = state.device, LinkTls(ca=state.ca, cert=state.cert, key=state.key)
+    for host in device.broker_hosts:
+        with contextlib.suppress(BrokerError, NotJoinedError):
+            shake_hands(host, device.broker_port, tls, timeout_s=timeout_s)
+            return f"{host}:{device.broker_port}"
+    return None
 
 
 def probe_rules(

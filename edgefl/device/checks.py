@@ -32,7 +32,7 @@ from edgefl.findings import (
     problem,
     warning,
 )
-from edgefl.protocol import check_version, host_and_port
+from edgefl.protocol import check_version
 from edgefl.tasks.registry import make_task
 from edgefl.tasks.shards import check_shard
 from edgefl.types import Role
@@ -74,7 +74,6 @@ def check_device(root: Path, *, now: float) -> list[Finding]:
     except OSError:
         return [*findings, problem("certificates", f"{state.ca} is missing", REJOIN), *_shards(state)]
     hello, told = check_coordinator(device.addresses, ca_pem)
-    hosts = [device.broker_host] if device.broker_host else [host_and_port(a)[0] for a in device.addresses]
     port = hello.broker_port if hello else device.broker_port
     side = BrokerSide(
         tls=LinkTls(ca=state.ca, cert=state.cert, key=state.key),
@@ -82,7 +81,7 @@ def check_device(root: Path, *, now: float) -> list[Finding]:
         identity=device.device_id,
         is_in_use=is_running,
     )
-    broker = check_broker(list(dict.fromkeys(hosts)), port, side)
+    broker = check_broker(device.broker_hosts, port, side)
     return [*findings, *told, *broker, *_shards(state), *check_board(device.role, device.shards)]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -79,6 +80,8 @@ class Installations:
         self._folder = state.root / FOLDER
         self._note = self._read_note()
         self._health = _health(site, boot_id)
+        self._told: Health | None = None
+        self._telling = threading.Lock()
         under_way = [self._note.id] if self._note is not None and self._note.state not in _ENDED else []
         # Not called off: what comes second is as much wanted as what came first, and both would start over for ever.
         self._errands = Errands(
@@ -95,9 +98,11 @@ class Installations:
 
     def connected(self) -> None:
         """Says that this version works: it has reached the coordinator, and the two understand each other."""
-        if self._health is not None and not self._health.connected:
-            self._health = replace(self._health, connected=True)
-            self._tell_health()
+        self._tell_health(connected=True)
+
+    def linked(self) -> None:
+        """Says that it has reached the broker, too; called by any thread."""
+        self._tell_health(linked=True)
 
     def install(self, installation: str) -> None:
         """Begins an installation; one that is done is only reported again."""
@@ -221,13 +226,21 @@ class Installations:
             if path.suffix in {SUFFIX, ".part"} and path.stem != keep:
                 path.unlink(missing_ok=True)
 
-    def _tell_health(self) -> None:
-        if self._health is None:
-            return
-        try:
-            write_health(self._root, self._health)
-        except StoreError as error:
-            log.warning("the updater cannot be told that this version works: %s", error)
+    def _tell_health(self, *, connected: bool = False, linked: bool = False) -> None:
+        """Writes what has become known, if anything has."""
+        with self._telling:
+            if (known := self._health) is None:
+                return
+            told = replace(known, connected=known.connected or connected, linked=known.linked or linked)
+            if told == self._told:
+                return
+            self._health = told
+            try:
+                write_health(self._root, told)
+            except StoreError as error:
+                log.warning("the updater cannot be told that this version works: %s", error)
+                return
+            self._told = told
 
 
 def fetch_bundle_offer(source: Source, installation: str) -> WantedFile:

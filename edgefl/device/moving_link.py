@@ -6,7 +6,7 @@ from edgefl import __version__
 from edgefl.device.board.capabilities import board_hash
 from edgefl.device.link import Link, LinkCallbacks, LinkIdentity, LinkTls
 from edgefl.device.state import DeviceState
-from edgefl.protocol import Capabilities, CommandAnswer, Heartbeat, ProgressReport, host_and_port
+from edgefl.protocol import Capabilities, CommandAnswer, Heartbeat, ProgressReport
 
 
 class MovingLink:
@@ -50,9 +50,7 @@ class MovingLink:
     def brokers(self) -> list[tuple[str, int]]:
         """Returns hosts and ports of the broker, as the coordinator has told them last."""
         device = self._state.device
-        addresses = [host_and_port(address)[0] for address in device.addresses]
-        hosts = [device.broker_host] if device.broker_host else addresses
-        return [(host, device.broker_port) for host in dict.fromkeys(hosts)]
+        return [(host, device.broker_port) for host in device.broker_hosts]
 
     def follow(self) -> None:
         """Connects to where the coordinator says that its broker is now."""

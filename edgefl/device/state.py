@@ -19,7 +19,7 @@ from typing import Any
 
 from edgefl.errors import ConfigError, NotJoinedError, StoreError
 from edgefl.files import forget_halves, make_private_directory, write_whole
-from edgefl.protocol import PEER_PORT
+from edgefl.protocol import PEER_PORT, host_and_port
 from edgefl.untrusted import parse_json
 
 log = logging.getLogger(__name__)
@@ -50,6 +50,12 @@ class JoinedDevice:
     threads: int | None = None
     peer_port: int = PEER_PORT
     max_temperature_c: float | None = None
+
+    @property
+    def broker_hosts(self) -> tuple[str, ...]:
+        """Returns where the broker may be, best first."""
+        hosts = [self.broker_host] if self.broker_host else [host_and_port(address)[0] for address in self.addresses]
+        return tuple(dict.fromkeys(hosts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -257,7 +257,22 @@ def test_health_is_told_at_the_start_and_again_when_the_coordinator_answers(boar
     installations.connected()
     health = read_health(board.root)
     assert health is not None
-    assert health.connected
+    assert (health.connected, health.linked) == (True, False)
+    installations.linked()
+    health = read_health(board.root)
+    assert health is not None
+    assert (health.connected, health.linked) == (True, True)
+
+
+def test_health_of_a_release_that_does_not_tell_of_the_broker_is_read(board: Board) -> None:
+    board.start()
+    path = board.root / "health.json"
+    told = json.loads(path.read_bytes())
+    del told["linked"]
+    path.write_text(json.dumps(told))
+    health = read_health(board.root)
+    assert health is not None
+    assert health.linked is None
 
 
 def test_capabilities_tell_the_slot_the_signers_and_what_packs_offer(board: Board) -> None:

@@ -15,9 +15,12 @@ from edgefl.config import parse_run
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 MAJOR, MINOR, PATCH = (int(part) for part in __version__.split("."))
-NEXT, BROKEN = f"{MAJOR}.{MINOR}.{PATCH + 1}", f"{MAJOR}.{MINOR}.{PATCH + 2}"
+NEXT, BROKEN, DEAF = (f"{MAJOR}.{MINOR}.{PATCH + ahead}" for ahead in (1, 2, 3))
 BREAKS = {
     "edgefl/device/agent.py": ('"""Works until `stop`;', 'raise RuntimeError("broken on purpose")\n        """')
+}
+DEAFENS = {
+    "edgefl/device/mqtt_session.py": ("super().do_handshake(block)", 'raise OSError("broken on purpose")'),
 }
 
 
@@ -52,6 +55,18 @@ def test_a_board_is_updated_trains_on_and_rolls_a_broken_release_back_by_itself(
     table = updated.fleet.command("devices", "updates")
     assert "done" in table
     assert "failed" in table
+
+
+def test_a_release_that_is_deaf_to_the_broker_is_left_and_the_next_order_reaches_the_board(
+    updated: SlotFleet,
+) -> None:
+    before = updated.device()["version"]
+    deaf = updated.release(DEAF, DEAFENS)
+    code, output = updated.run("devices", "update", "--to", DEAF, "--bundle", deaf, "board", "--wait")
+    assert code == 41, output
+    assert "its agent does not reach the broker within 40 s, and the version before does" in output
+    updated.tools.eventually(lambda: updated.fleet.presence()["board"] == "online")
+    updated.tools.eventually(lambda: updated.device()["version"] == before)
 
 
 def test_a_board_that_was_installed_by_hand_is_refused_with_the_reason(updated: SlotFleet) -> None:

@@ -221,7 +221,7 @@ INSIDE: Mapping[str, str] = MappingProxyType(
         "simulation/worker.py:main": "a file that the parent has just written",
         "simulation/data.py:load_data": "files that the parent has just written",
         "device/board/speed_book.py:_entry": "the answer of a child of this very program",
-        "device/slots/proving.py:reaches_coordinator": "the answer of a child of this very program",
+        "device/slots/proving.py:reaches": "the answer of a child of this very program",
         "device/board/timings.py:import_times": "the answer of a child of this very program",
         "device/board/jetson.py:cuda_version": "a file of the board's own system",
         "device/board/link_quality.py:wireless_bits_per_s": "the kernel's answer",

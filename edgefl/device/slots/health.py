@@ -1,6 +1,7 @@
 """How the updater learns whether a new version works: the agent says so in `STATE/health.json`.
 
-It is written when the agent starts and again when it has reached its coordinator, whose version it has then checked.
+It is written when the agent starts, again when it has reached its coordinator, whose version it has then checked, and
+when it is connected to the broker.
 No clocks are compared, boards have none that can be trusted: the agent repeats the token of the trial that it found
 when it started, which is made anew for every trial after `current` leads to the new slot.
 """
@@ -26,13 +27,17 @@ MAX_BYTES = 16 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """One life of an agent: what runs, in which slot, for which trial, and whether it has reached its coordinator."""
+    """One life of an agent: what runs, in which slot, for which trial, and whether it has reached its coordinator.
+
+    `linked` says whether it has reached the broker; None of releases that do not tell.
+    """
 
     boot_id: str
     version: str
     slot: str = ""
     token: str = ""
     connected: bool = False
+    linked: bool | None = None
     packs: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -40,9 +45,8 @@ def begin_health(slots: Slots, boot_id: str) -> Health:
     """Returns what an agent that starts now has to say."""
     trial, slot = read_status(slots).trial, slots.in_use()
     packs = {name: pack.version for name, pack in slots.record(slot).packs.items()}
-    return Health(
-        boot_id=boot_id, version=__version__, slot=slot, token=trial.token if trial is not None else "", packs=packs
-    )
+    token = trial.token if trial is not None else ""
+    return Health(boot_id=boot_id, version=__version__, slot=slot, token=token, linked=False, packs=packs)
 
 
 def write_health(state_dir: Path, health: Health) -> None:
@@ -65,6 +69,7 @@ def read_health(state_dir: Path) -> Health | None:
             slot=str(value["slot"]),
             token=str(value["token"]),
             connected=value["connected"] is True,
+            linked=value["linked"] is True if "linked" in value else None,
             packs={str(name): str(version) for name, version in value["packs"].items()},
         )
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):

@@ -1,15 +1,16 @@
-"""Whether a new version works: its agent must reach the coordinator, and stay up.
+"""Whether a new version works: its agent must reach the coordinator and the broker, and stay up.
 
-An agent that never starts, starts anew again and again, or cannot reach a coordinator that the version before does
-reach has failed. Where neither reaches it, the network is away and nobody is to blame: then the wait begins anew, for
-an hour at most. After that the board goes back as well: what was not proven is not kept.
+An agent that never starts, starts anew again and again, or cannot reach a coordinator or a broker that the version
+before does reach has failed: by the one it works, by the other it would hear of the release that mends it. Where
+neither reaches the coordinator, the network is away and nobody is to blame: then the wait begins anew, for an hour at
+most. After that the board goes back as well: what was not proven is not kept.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,13 +61,15 @@ def prove(expected: Expected, slots: Slots, state_dir: Path, children: Children,
     end_s = time.monotonic() + pace.away_s
     while True:
         until_s = min(time.monotonic() + pace.health_s, end_s)
-        health = _connected(expected, state_dir, until_s)
+        health = _heard(expected, state_dir, until_s, lambda health: health.connected)
         if health is not None and health.connected:
             _check_settled(health, state_dir, pace.settle_s)
+            if health.linked is not None and reaches(slots, expected.old, state_dir, children, "broker"):
+                _check_linked(expected, state_dir, until_s, pace)
             return
         if health is None:
             raise BundleError(f"its agent did not come up within {pace.health_s:g} s")
-        if reaches_coordinator(slots, expected.old, state_dir, children):
+        if reaches(slots, expected.old, state_dir, children, "coordinator"):
             raise BundleError(
                 f"its agent does not reach the coordinator within {pace.health_s:g} s, and the version before does"
             )
@@ -75,27 +78,27 @@ def prove(expected: Expected, slots: Slots, state_dir: Path, children: Children,
         log.info("neither version reaches the coordinator; waiting for the network")
 
 
-def reaches_coordinator(slots: Slots, slot: str, state_dir: Path, children: Children) -> bool:
-    """Returns whether the edgefl of a slot gets an answer from the coordinator now."""
+def reaches(slots: Slots, slot: str, state_dir: Path, children: Children, whom: str) -> bool:
+    """Returns whether the edgefl of a slot gets an answer from the `coordinator`, or the `broker`, now."""
     command = [
         str(slots.python(slot)), "-I", "-m", "edgefl", "-q", "device", "status", "--state", str(state_dir),
         "--format", "json",
     ]  # fmt: skip
     told = children.as_device(command, within_s=120.0)
     try:
-        return told.returncode == 0 and parse_json(told.stdout).get("coordinator") is not None
+        return told.returncode == 0 and parse_json(told.stdout).get(whom) is not None
     except ValueError:
         return False
 
 
-def _connected(expected: Expected, state_dir: Path, until_s: float) -> Health | None:
-    """Returns what the new agent says once it is connected, or at the end of the time; None when it says nothing."""
+def _heard(expected: Expected, state_dir: Path, until_s: float, is_enough: Callable[[Health], bool]) -> Health | None:
+    """Returns what the new agent says once that is enough, or at the end of the time; None when it says nothing."""
     found = None
     while time.monotonic() < until_s:
         health = read_health(state_dir)
         if health is not None and _is_meant(health, expected):
             found = health
-            if health.connected:
+            if is_enough(health):
                 break
         time.sleep(LOOK_S)
     return found
@@ -116,3 +119,13 @@ def _check_settled(health: Health, state_dir: Path, settle_s: float) -> None:
     now = read_health(state_dir)
     if now is None or now.boot_id != health.boot_id or not is_held(state_dir / "lock"):
         raise BundleError(f"its agent reached the coordinator and was gone again within {settle_s:g} s")
+
+
+def _check_linked(expected: Expected, state_dir: Path, until_s: float, pace: Pace) -> None:
+    """Raises unless it gets to the broker, too, within its time."""
+    until_s = max(until_s, time.monotonic() + pace.settle_s)
+    health = _heard(expected, state_dir, until_s, lambda health: health.linked is True)
+    if health is None or not health.linked:
+        raise BundleError(
+            f"its agent does not reach the broker within {pace.health_s:g} s, and the version before does"
+        )

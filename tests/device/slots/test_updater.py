@@ -47,6 +47,7 @@ def test_updates_take_the_slots_in_turn(board: Any) -> None:
     [
         ("crashes", "its agent did not come up within 4 s"),
         ("deaf", "its agent does not reach the coordinator within 4 s, and the version before does"),
+        ("unlinked", "its agent does not reach the broker within 4 s, and the version before does"),
         ("dies", "its agent reached the coordinator and was gone again"),
     ],
 )
@@ -57,6 +58,12 @@ def test_a_release_whose_agent_does_not_work_is_left_again(board: Any, mode: str
     board.restart()
     assert board.slots.in_use() == "a"
     assert board.python("import edgefl; print(edgefl.__version__)") == "1.0"
+
+
+@pytest.mark.slow
+def test_a_release_is_kept_on_a_board_whose_broker_is_away_for_the_version_before_as_well(board: Any) -> None:
+    (board.state / "no-broker").touch()
+    assert board.install(board.release("1.1", "unlinked")).state == "running"
 
 
 def test_a_release_that_says_another_version_than_was_signed_is_never_used(board: Any) -> None:
@@ -85,14 +92,14 @@ def test_a_network_that_comes_back_lets_the_new_version_prove_itself(board: Any,
 
     from edgefl.device.slots import proving  # noqa: PLC0415 only here
 
-    asked = proving.reaches_coordinator
+    asked = proving.reaches
 
     def asked_once(*arguments: Any) -> bool:
         reached = asked(*arguments)
         away.unlink(missing_ok=True)
         return reached
 
-    monkeypatch.setattr(proving, "reaches_coordinator", asked_once)
+    monkeypatch.setattr(proving, "reaches", asked_once)
     board.ask(board.release("1.1"))
     outcome = board.updater(on_step).run()
     assert outcome.state == "running"
