@@ -9,7 +9,7 @@ EdgeflError                  1   anything below, or nothing more exact
 ├── CodecError               7   a body that cannot be decoded, or an unknown codec
 ├── StoreError               10  the database or a model file cannot be used
 │   ├── StoreFullError       11  no room on the disk
-│   ├── StoreTooNewError     12  written by a newer edgefl
+│   ├── StoreTooNewError     12  a database, journal or checkpoint that a newer edgefl wrote
 │   └── StoreBusyError       14  in use by another program for too long
 ├── JournalError             13  a damaged journal or checkpoint
 │   └── NotKeptError         15  what a strategy gives can be in none, or is there no longer
@@ -77,6 +77,8 @@ class StoreFullError(StoreError):
 
 
 class StoreTooNewError(StoreError):
+    """What is kept is whole, but of a format that this program does not know: nothing of it may be changed."""
+
     exit_code = 12
 
 

@@ -15,7 +15,7 @@ from edgefl.coordinator import pki
 from edgefl.coordinator.brokers.broker import BrokerTls
 from edgefl.coordinator.brokers.choice import mosquitto_path
 from edgefl.coordinator.directory import CoordinatorDirectory
-from edgefl.errors import EdgeflError, JournalError, StoreError, VersionError
+from edgefl.errors import EdgeflError, JournalError, StoreError, StoreTooNewError, VersionError
 from edgefl.files import is_held, sha256_of_file
 from edgefl.findings import Finding, check_certificate, check_clock, check_disk, check_private, ok, problem, warning
 from edgefl.protocol import check_version
@@ -161,6 +161,8 @@ def _run(run: Path) -> list[Finding]:
     for attempt in range(_TRIES):
         try:
             return _read_run(run)
+        except StoreTooNewError as error:
+            return [problem("journals", f"run {run.name}: {error}", "start a newer edgefl")]
         except (JournalError, OSError) as error:
             # A coordinator that runs may have pruned what was just listed.
             if attempt == _TRIES - 1:

@@ -6,16 +6,19 @@ a run, without its strategy's state) lie beside them under their own SHA-256.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from edgefl.errors import JournalError, NotFoundError, NotKeptError
+from edgefl.errors import JournalError, NotFoundError, NotKeptError, StoreTooNewError
 from edgefl.files import TEMPORARY_SUFFIX, make_private_directory, sha256_of_file, sync_directory, write_whole
+from edgefl.storage.formats import check_format
 from edgefl.storage.state_files import pack_model, pack_state, unpack_model, unpack_state
 from edgefl.types import Array, Tensors
 from edgefl.untrusted import parse_json
@@ -78,6 +81,7 @@ def load_state(directory: Path, cls: type[T], checkpoint: Checkpoint | None = No
     Raises:
         NotFoundError: there is no checkpoint.
         JournalError: its file is missing or damaged, or holds another class; `checkpoints` names the one before.
+        StoreTooNewError: a newer edgefl wrote it.
     """
     if checkpoint is None:
         saved = checkpoints(directory)
@@ -86,10 +90,8 @@ def load_state(directory: Path, cls: type[T], checkpoint: Checkpoint | None = No
         checkpoint = saved[0]
     path = _named(directory, checkpoint.sha256)
     content = _read_named(path, f"checkpoint of record {checkpoint.last_record}")
-    try:
+    with _named_in_errors(f"checkpoint {path}"):
         return unpack_state(content, cls)
-    except JournalError as error:
-        raise JournalError(f"checkpoint {path}: {error}") from error
 
 
 def load_standing(directory: Path, cls: type[T], checkpoint: Checkpoint) -> T:
@@ -100,14 +102,16 @@ def load_standing(directory: Path, cls: type[T], checkpoint: Checkpoint) -> T:
     """
     path = _named(directory, checkpoint.standing)
     content = _read_named(path, f"standing of record {checkpoint.last_record}")
-    try:
+    with _named_in_errors(f"checkpoint {path}"):
         return unpack_state(content, cls)
-    except JournalError as error:
-        raise JournalError(f"checkpoint {path}: {error}") from error
 
 
 def checkpoints(directory: Path) -> list[Checkpoint]:
-    """Returns the checkpoints of a run, newest first; a damaged one is left out, with a warning."""
+    """Returns the checkpoints of a run, newest first; a damaged one is left out, with a warning.
+
+    Raises:
+        StoreTooNewError: a newer edgefl wrote one of them.
+    """
     notes = sorted(directory.glob(f"*{_NOTE_SUFFIX}"), reverse=True) if directory.is_dir() else []
     return [checkpoint for path in notes if (checkpoint := _read_note(path)) is not None]
 
@@ -156,10 +160,16 @@ def load_model_file(path: str | Path) -> dict[str, Array]:
     if not path.is_file():
         raise NotFoundError(f"no model file {path}")
     content = _read_named(path, "model") if _SHA256.match(path.stem) else path.read_bytes()
-    try:
+    with _named_in_errors(f"model {path}"):
         return unpack_model(content)
-    except JournalError as error:
-        raise JournalError(f"model {path}: {error}") from error
+
+
+@contextlib.contextmanager
+def _named_in_errors(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (JournalError, StoreTooNewError) as error:
+        raise type(error)(f"{what}: {error}") from error
 
 
 def _named(directory: Path, sha256: str) -> Path:
@@ -190,9 +200,7 @@ def _read_note(path: Path) -> Checkpoint | None:
     try:
         note = parse_json(path.read_bytes())
         version = note.pop("v")
-        if version != FORMAT:
-            log.error("checkpoint note %s has format %r, this program reads %d: left out", path, version, FORMAT)
-            return None
+        check_format(f"checkpoint note {path}", version, FORMAT)
         checkpoint = Checkpoint(**note)
         names = (checkpoint.sha256, *(() if checkpoint.standing == "" else (checkpoint.standing,)))
         if all(_SHA256.match(name) for name in names) and f"{checkpoint.last_record:020d}{_NOTE_SUFFIX}" == path.name:

@@ -15,6 +15,7 @@ def read_journal(directory: Path, *, after: int = 0) -> Iterator[Record]:
 
     Raises:
         JournalError: a durable place is damaged, or records are missing.
+        StoreTooNewError: a newer edgefl wrote a part of it.
     """
     files = files_behind(journal_files(directory), after)
     following = None

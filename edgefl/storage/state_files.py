@@ -23,6 +23,7 @@ from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save as save_safetensors
 
 from edgefl.errors import JournalError, NotKeptError
+from edgefl.storage.formats import check_format
 from edgefl.types import Array, LazyTensors, SparseTensor, Tensor, Tensors
 from edgefl.untrusted import check_nesting, parse_json
 
@@ -158,10 +159,9 @@ def _content(content: bytes) -> Any:
     try:
         text = parse_json(_metadata(content)[_KEY])
         found, value = text["v"], text["state"]
+        check_format("the file of tensors", found, FORMAT)
     except (KeyError, TypeError, ValueError) as error:
         raise JournalError(f"the file of tensors is damaged: {error!r}") from error
-    if found != FORMAT:
-        raise JournalError(f"the file of tensors has format {found}, this program reads {FORMAT}; update edgefl")
     return value
 
 

@@ -8,6 +8,8 @@ that no body, which comes from a device, can hold what passes for a record. `syn
 file were durable when the record was written, and so tells damage from a torn tail: a crash may leave anything
 behind the last sync, in any order of pages, but nothing before it. A bad place is a torn tail unless a later
 record proves that it was durable.
+
+A header keeps this form in all versions, so that one of a newer edgefl is told from a damaged one.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import BinaryIO
 
-from edgefl.errors import JournalError, NotKeptError
+from edgefl.errors import JournalError, NotKeptError, StoreTooNewError
+from edgefl.storage.formats import check_format
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
 MAX_RECORD_BYTES = 1024 * 1024 * 1024
@@ -116,7 +119,11 @@ def pack_record_header(
 
 
 def read_header(path: Path) -> FileHeader | None:
-    """Returns a file's header, None if it is not whole."""
+    """Returns a file's header, None if it is not whole.
+
+    Raises:
+        StoreTooNewError: a newer edgefl wrote it.
+    """
     with path.open("rb") as file:
         return _read_header(file)
 
@@ -135,6 +142,7 @@ class FileScan:
 
         Raises:
             JournalError: a place that was durable is damaged; the message names file and offset.
+            StoreTooNewError: a newer edgefl wrote the file, or a record in it.
         """
         with self.path.open("rb") as file:
             header = _read_header(file)
@@ -168,10 +176,9 @@ def _read_header(file: BinaryIO) -> FileHeader | None:
     if len(raw) < HEADER_BYTES or _CRC.unpack(raw[-_CRC.size :])[0] != zlib.crc32(raw[: -_CRC.size]):
         return None
     magic, version, _, salt, first = _FILE_HEADER.unpack(raw[: -_CRC.size])
-    if magic != _FILE_MAGIC:
+    if magic != _FILE_MAGIC or version == 0:
         return None
-    if version != _VERSION:
-        raise JournalError(f"journal {file.name} has format {version}, this program reads {_VERSION}; update edgefl")
+    check_format(f"journal {file.name}", version, _VERSION)
     return FileHeader(first_record=first, salt=salt)
 
 
@@ -190,8 +197,13 @@ def _read_record(file: BinaryIO, offset: int, salt: int) -> tuple[RecordKind, st
     if len(content) < length or _CRC.unpack_from(head, _RECORD_START.size)[0] != crc:
         return None
     kind, id_length, _, _ = _RECORD_REST.unpack(rest)
-    if id_length > length or kind not in set(RecordKind):
+    if id_length > length:
         return None
+    if kind not in set(RecordKind):  # no damage has the right CRC
+        raise StoreTooNewError(
+            f"journal {file.name} has a record of kind {kind}, this program knows kinds up to {max(RecordKind)}: "
+            "a newer edgefl wrote it; start a newer edgefl"
+        )
     try:
         identity = content[:id_length].decode()
     except UnicodeDecodeError:

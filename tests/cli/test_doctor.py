@@ -220,6 +220,17 @@ def test_a_damaged_and_a_newer_database_are_problems(
     assert found["remedy"] == "update edgefl"
 
 
+def test_a_checkpoint_of_a_newer_edgefl_is_a_problem_that_no_backup_mends(
+    doctor: Callable[..., Said], directory: CoordinatorDirectory
+) -> None:
+    folder = directory.runs / "r1" / "checkpoints"
+    folder.mkdir(mode=0o700, parents=True)
+    (folder / f"{1:020d}.checkpoint.json").write_text('{"v": 2}')
+    (found,) = doctor("--dir", directory.root).of("journals", "problem")
+    assert "has format 2" in found["text"]
+    assert found["remedy"] == "start a newer edgefl"
+
+
 def test_certificates_of_another_ca_or_for_other_names_are_problems(
     doctor: Callable[..., Said], directory: CoordinatorDirectory
 ) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import re
 import resource
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping
@@ -16,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from edgefl.errors import JournalError, NotFoundError, StoreFullError
+from edgefl.errors import JournalError, NotFoundError, StoreFullError, StoreTooNewError
 from edgefl.storage.checkpoints import (
+    Checkpoint,
     checkpoint_files,
     checkpoints,
     is_whole,
@@ -346,13 +349,37 @@ def test_a_state_that_is_saved_alone_has_nothing_beside_it(tmp_path):
     assert len(checkpoint_files(tmp_path, saved)) == 1
 
 
-def test_a_note_of_another_format_is_left_out_and_said_so_that_the_one_before_is_used(tmp_path, caplog):
-    before = save_state(tmp_path, state(), 41)
+def test_a_note_of_a_newer_format_keeps_the_one_before_from_being_used(tmp_path):
+    save_state(tmp_path, state(), 41)
     save_state(tmp_path, state(), 42)
     path = tmp_path / f"{42:020d}.checkpoint.json"
     path.write_text(path.read_text().replace('"v": 1', '"v": 9'))
-    assert checkpoints(tmp_path) == [before]
-    assert f"{path} has format 9, this program reads 1" in caplog.text
+    with pytest.raises(StoreTooNewError, match="has format 9, this program knows 1") as found:
+        checkpoints(tmp_path)
+    assert str(path) in str(found.value)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(StoreTooNewError):
+        prune_checkpoints(tmp_path, keep=1)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_note_of_a_format_that_never_was_is_damaged_and_left_out(tmp_path, caplog):
+    before = save_state(tmp_path, state(), 41)
+    save_state(tmp_path, state(), 42)
+    path = tmp_path / f"{42:020d}.checkpoint.json"
+    for never in ("0", '"9"', "-1", "2.5"):
+        path.write_text(re.sub(r'"v": [^,]+', f'"v": {never}', path.read_text()))
+        assert checkpoints(tmp_path) == [before]
+    assert f"checkpoint note {path} is damaged and left out" in caplog.text
+
+
+def test_a_state_of_a_newer_format_is_not_taken_for_a_damaged_one(tmp_path):
+    content = pack_state(State(version=1)).replace(rb"\"v\": 1", rb"\"v\": 7")
+    name = hashlib.sha256(content).hexdigest()
+    (tmp_path / f"{name}.safetensors").write_bytes(content)
+    saved = Checkpoint(sha256=name, last_record=3, bytes_file=len(content))
+    with pytest.raises(StoreTooNewError, match=rf"{name}.safetensors: the file of tensors has format 7"):
+        load_state(tmp_path, State, saved)
 
 
 def nested(levels):

@@ -9,6 +9,7 @@ import sys
 import textwrap
 from contextlib import nullcontext
 from dataclasses import replace
+from enum import IntEnum
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edgefl.errors import JournalError, NotKeptError, StoreFullError
+from edgefl.errors import JournalError, NotKeptError, StoreFullError, StoreTooNewError
+from edgefl.storage import wal
 from edgefl.storage.journal import KEPT_BYTES, WalJournal, journal_entries
 from edgefl.storage.journal_reader import read_journal
 from edgefl.storage.journal_records import (
@@ -382,8 +384,24 @@ def test_a_newer_format_is_refused(tmp_path):
 
     content[HEADER_BYTES - 4 : HEADER_BYTES] = zlib.crc32(content[: HEADER_BYTES - 4]).to_bytes(4, "little")
     path.write_bytes(content)
-    with pytest.raises(JournalError, match="format 2, this program reads 1"):
+    before = [one.read_bytes() for one in journal_files(tmp_path / "j")]
+    with pytest.raises(StoreTooNewError, match="format 2, this program knows 1: a newer edgefl wrote it"):
         list(read_journal(tmp_path / "j"))
+    with pytest.raises(StoreTooNewError):
+        open_journal(tmp_path / "j")
+    assert [one.read_bytes() for one in journal_files(tmp_path / "j")] == before
+
+
+def test_a_whole_record_of_an_unknown_kind_is_a_newer_edgefls_and_no_torn_tail(tmp_path, monkeypatch):
+    with open_journal(tmp_path / "j") as journal:
+        journal.received([update("a1")])
+        journal.commit()
+    monkeypatch.setattr(wal, "RecordKind", IntEnum("RecordKind", {"EVALUATED": 2}))
+    path = journal_files(tmp_path / "j")[0]
+    content = path.read_bytes()
+    with pytest.raises(StoreTooNewError, match="a record of kind 1, this program knows kinds up to 2"):
+        open_journal(tmp_path / "j")
+    assert path.read_bytes() == content
 
 
 def test_a_killed_writer_loses_nothing_that_it_committed(tmp_path):

@@ -65,6 +65,7 @@ def set_damage_aside(run_id: str, directory: CoordinatorDirectory) -> str | None
 
     Raises:
         JournalError: no checkpoint is whole.
+        StoreTooNewError: a newer edgefl wrote any of it: nothing is touched.
         StoreFullError: no room; it may be repeated.
     """
     saved = newest_checkpoint(directory, run_id)

@@ -40,6 +40,7 @@ from edgefl.storage.rewinding import (
     versions_per_round,
 )
 from edgefl.storage.store import Store
+from edgefl.storage.wal import journal_files, read_header
 from edgefl.tally import Earlier, RoundCount
 from edgefl.types import Decision, DeviceInfo, Recall, Role, Strategy, Tensors
 from edgefl.untrusted import parse_json
@@ -92,6 +93,7 @@ def check_resumable(record: RunRecord, directory: CoordinatorDirectory, assemble
         UsageError: it is not over, or there is nothing to go on with.
         EdgeflError: it cannot be assembled any more, or its checkpoint cannot be read.
     """
+    check_formats(record.run_id, directory)
     if record.status not in RESUMABLE:
         raise UsageError(
             f"run {record.run_id} is {record.status}; only a run that was interrupted or stopped can be resumed"
@@ -254,6 +256,17 @@ def _written_at_end(record: RunRecord, directory: CoordinatorDirectory) -> dict[
     except (OSError, ValueError, TypeError, AttributeError) as error:
         log.warning("run %s: %s cannot be read, rows and times take its place: %r", record.run_id, LIVES, error)
         return None
+
+
+def check_formats(run_id: str, directory: CoordinatorDirectory) -> None:
+    """Makes sure that no newer edgefl went on with a run: what is unknown must not pass for damage.
+
+    Raises:
+        StoreTooNewError: one did.
+    """
+    checkpoints(_folder(directory, run_id))
+    for path in journal_files(directory.runs / run_id / "journal"):
+        read_header(path)
 
 
 def goes_on_exactly(run_id: str, directory: CoordinatorDirectory) -> bool:

@@ -35,6 +35,7 @@ from edgefl.coordinator.runs.resuming import (
     MAX_DEATHS,
     Resumable,
     Resumed,
+    check_formats,
     check_resumable,
     forget_death,
     goes_on_exactly,
@@ -46,7 +47,15 @@ from edgefl.coordinator.runs.resuming import (
 )
 from edgefl.coordinator.runs.run_meter import RunMeter
 from edgefl.coordinator.superlink import SuperLink
-from edgefl.errors import HINDRANCES, EdgeflError, JournalError, RunFailedError, StoreError, UsageError
+from edgefl.errors import (
+    HINDRANCES,
+    EdgeflError,
+    JournalError,
+    RunFailedError,
+    StoreError,
+    StoreTooNewError,
+    UsageError,
+)
 from edgefl.files import write_whole
 from edgefl.loop import EvaluationRule
 from edgefl.protocol import Command, CommandKind
@@ -149,22 +158,32 @@ class RunWorker:
     def recover(self) -> None:
         """Queues again what an earlier coordinator left unfinished; to be called before anybody may ask.
 
-        A run that cannot go on where it was is marked as interrupted.
+        A run that cannot go on where it was is marked as interrupted, and so is one that a newer edgefl went on with;
+        a stop that such a run was asked for waits for that edgefl.
         """
         for status in (RunStatus.RUNNING, RunStatus.STOPPING, RunStatus.INTERRUPTED):
             for record in self._site.store.runs(status=status):
-                run_id = record.run_id
-                ended_with_us = status is RunStatus.RUNNING or record.reason == COORDINATOR_STOPPED
-                if status is RunStatus.STOPPING:
-                    self._recover_stop(record)
-                elif self._mark(run_id).exists():
-                    self._set_status(run_id, RunStatus.QUEUED, "its devices went on without a coordinator")
-                elif ended_with_us and may_go_on(record, self._site.directory):
-                    self._set_status(run_id, RunStatus.QUEUED, "goes on where its coordinator ended")
-                elif status is RunStatus.RUNNING and may_end(record, self._site.directory):
-                    self._begin_life(record)
-                elif status is not RunStatus.INTERRUPTED:
-                    self._set_status(run_id, RunStatus.INTERRUPTED, "its coordinator ended without a word")
+                try:
+                    check_formats(record.run_id, self._site.directory)
+                    self._recover(record)
+                except StoreTooNewError as error:
+                    log.error("run %s cannot go on: %s", record.run_id, error)  # noqa: TRY400 a line for the operator
+                    if status is RunStatus.RUNNING:
+                        self._set_status(record.run_id, RunStatus.INTERRUPTED, str(error))
+
+    def _recover(self, record: RunRecord) -> None:
+        run_id, status = record.run_id, record.status
+        ended_with_us = status is RunStatus.RUNNING or record.reason == COORDINATOR_STOPPED
+        if status is RunStatus.STOPPING:
+            self._recover_stop(record)
+        elif self._mark(run_id).exists():
+            self._set_status(run_id, RunStatus.QUEUED, "its devices went on without a coordinator")
+        elif ended_with_us and may_go_on(record, self._site.directory):
+            self._set_status(run_id, RunStatus.QUEUED, "goes on where its coordinator ended")
+        elif status is RunStatus.RUNNING and may_end(record, self._site.directory):
+            self._begin_life(record)
+        elif status is not RunStatus.INTERRUPTED:
+            self._set_status(run_id, RunStatus.INTERRUPTED, "its coordinator ended without a word")
 
     def _recover_stop(self, record: RunRecord) -> None:
         """Brings a stop to its end that somebody asked for: with the run's model, where it goes on exactly.
@@ -386,6 +405,9 @@ class RunWorker:
             log.warning("run %s cannot go on where it was, it goes on from its checkpoint: %s", run_id, error)
             self._inexact.add(run_id)
             self._go_on_from_checkpoint(record, error)
+        except StoreTooNewError as error:  # of this run alone: the store itself was opened
+            log.error("run %s cannot go on: %s", run_id, error)  # noqa: TRY400 a line for the operator
+            self._end(run_id, RunStatus.INTERRUPTED, str(error))
         except (StoreError, JournalError):
             raise
         except EdgeflError as error:
@@ -399,7 +421,7 @@ class RunWorker:
         """Returns the run's objects; a model file that is gone ends the run and is no fault of the store."""
         try:
             return self._site.assemble(RunConfig.from_json(record.config), record.run_id)
-        except HINDRANCES:
+        except (*HINDRANCES, StoreTooNewError):
             raise
         except (StoreError, JournalError) as error:
             raise RunFailedError(str(error)) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.runs.mending import set_damage_aside
 from edgefl.coordinator.runs.standing import ANOTHER_LIFE, Standing
-from edgefl.errors import JournalError
+from edgefl.errors import JournalError, StoreTooNewError
 from edgefl.storage.checkpoints import checkpoints, save_state
 from edgefl.storage.journal import WalJournal, journal_entries
 from edgefl.storage.journal_records import CheckpointMark, Turn
@@ -149,6 +150,33 @@ def test_without_a_checkpoint_the_journal_begins_anew(run: Run) -> None:
     run.damage(journal_files(run.journal)[0], HEADER_BYTES + 8)
     assert set_damage_aside("r", run.directory)
     assert run.goes_on() == 1
+
+
+def newer(run: Run, what: str) -> None:
+    """As a newer edgefl leaves it: whole, and of a later format."""
+    if what == "a checkpoint's note":
+        [note] = (run.folder / "checkpoints").glob("*.json")
+        note.write_text(note.read_text().replace('"v": 1', '"v": 2'))
+        return
+    path = journal_files(run.journal)[0 if what == "the oldest file" else -1]
+    content = bytearray(path.read_bytes())
+    content[8] = 2
+    content[HEADER_BYTES - 4 : HEADER_BYTES] = zlib.crc32(content[: HEADER_BYTES - 4]).to_bytes(4, "little")
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("what", ["the oldest file", "the newest file", "a checkpoint's note"])
+def test_what_a_newer_edgefl_wrote_is_not_damage_and_nothing_is_touched(run: Run, what: str) -> None:
+    run.write()
+    with WalJournal(run.journal, lambda _: {}, max_file_bytes=1) as wal:
+        for _ in range(3):
+            wal.turned(Turn(now_s=1.0, at=100.0))
+    journal_files(run.journal)[-2].unlink()  # damage, which it would be set aside for
+    newer(run, what)
+    before = {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()}
+    with pytest.raises(StoreTooNewError, match="has format 2, this program knows 1"):
+        set_damage_aside("r", run.directory)
+    assert {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()} == before
 
 
 def test_where_no_checkpoint_is_whole_nothing_is_touched(run: Run) -> None:

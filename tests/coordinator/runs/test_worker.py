@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -29,13 +30,14 @@ from edgefl.coordinator.runs.resuming import MAX_DEATHS
 from edgefl.coordinator.runs.standing import GuardStanding
 from edgefl.coordinator.runs.worker import COORDINATOR_STOPPED, RunSite, RunWorker, _Active
 from edgefl.coordinator.superlink import SuperLink
-from edgefl.errors import JournalError, StoreBusyError, StoreFullError, UsageError
+from edgefl.errors import JournalError, StoreBusyError, StoreFullError, StoreTooNewError, UsageError
 from edgefl.storage.checkpoints import save_state
 from edgefl.storage.journal import WalJournal
 from edgefl.storage.journal_records import CheckpointMark, Turn
 from edgefl.storage.queries import history
 from edgefl.storage.records import RunRecord, RunStatus
 from edgefl.storage.store import Store
+from edgefl.storage.wal import HEADER_BYTES, journal_files, pack_record_header
 from edgefl.tally import Earlier
 from edgefl.types import Decision, DeviceInfo, Progress, Update, UpdateMetrics
 
@@ -171,6 +173,52 @@ def test_a_run_that_goes_on_from_its_checkpoint_is_never_found_between_two_lives
     stop.join()
     assert seen == [RunStatus.RUNNING]
     assert (store.run(run_id).status, store.run(run_id).resumes) == (RunStatus.STOPPED, 1)
+
+
+def as_a_newer_edgefl_left_it(folder: Path, fate: str) -> dict[Path, bytes]:
+    """Makes a journal, or the only record in it, one of a later format; returns what lies there."""
+    path = journal_files(folder / "journal")[0]
+    content = bytearray(path.read_bytes())
+    if fate == "a header":
+        content[8] = 2
+        content[HEADER_BYTES - 4 : HEADER_BYTES] = zlib.crc32(content[: HEADER_BYTES - 4]).to_bytes(4, "little")
+    else:
+        head = pack_record_header(
+            99,  # type: ignore[arg-type]
+            b"", [b"new"], salt=int.from_bytes(content[12:16], "little"), synced=HEADER_BYTES,
+        )  # fmt: skip
+        content[HEADER_BYTES:] = head + b"new"
+    path.write_bytes(content)
+    return {one: one.read_bytes() for one in folder.rglob("*") if one.is_file()}
+
+
+@pytest.mark.parametrize("fate", ["a header", "a record"])
+@pytest.mark.parametrize("worker", [assemble], indirect=True)
+def test_a_run_that_a_newer_edgefl_went_on_with_is_left_as_it_is_and_others_go_on(
+    store: Store, worker: RunWorker, fate: str
+) -> None:
+    fatal: list[Exception] = []
+    worker._on_fatal = fatal.append
+    running, queued, stopping = (
+        left_behind(worker, status, TURN) for status in (RunStatus.RUNNING, RunStatus.QUEUED, RunStatus.STOPPING)
+    )
+    folders = {run_id: worker._site.directory.runs / run_id for run_id in (running, queued, stopping)}
+    before = {run_id: as_a_newer_edgefl_left_it(folder, fate) for run_id, folder in folders.items()}
+    other = left_behind(worker, RunStatus.RUNNING, TURN)
+    worker.recover()
+    worker.start()
+    eventually(lambda: worker.is_active(other))
+    worker.stop()
+    for run_id in (running, queued):
+        ended = store.run(run_id)
+        assert ended.status is RunStatus.INTERRUPTED
+        assert re.search(r"this program knows .*: a newer edgefl wrote it; start a newer edgefl", ended.reason or "")
+        with pytest.raises(StoreTooNewError):
+            worker.resume_run(run_id)
+    assert store.run(stopping).status is RunStatus.STOPPING
+    for run_id, folder in folders.items():
+        assert {one: one.read_bytes() for one in folder.rglob("*") if one.is_file()} == before[run_id]
+    assert not fatal
 
 
 def test_a_run_whose_journal_says_too_little_waits_for_somebody_to_resume_it(store: Store, worker: RunWorker) -> None:
