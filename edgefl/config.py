@@ -271,7 +271,7 @@ class RunConfig:
 class CoordinatorSettings:
     """What the coordinator process listens on and uses; `store` None is SQLite in its directory.
 
-    `keep_history_days` None keeps updates, five-minute rows and who came and went for ever.
+    `keep_history_days` None keeps updates, five-minute rows and who came, went or was refused for ever.
     """
 
     host: str = "0.0.0.0"  # noqa: S104 boards are on other machines

@@ -72,7 +72,7 @@ def init(root: Path | None, hosts: tuple[str, ...], port: int | None, fleet: str
     "keep_history_days",
     type=click.FloatRange(min=1),
     metavar="DAYS",
-    help="Forget earlier heartbeats, comings and goings, and updates of runs that ended earlier [default: keep all].",
+    help="Forget earlier heartbeats, comings, goings, refusals, and updates of runs that ended [default: keep all].",
 )
 def start(  # noqa: PLR0913, PLR0917 one argument per option
     root: Path | None,

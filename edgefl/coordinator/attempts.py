@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from edgefl.storage.retention import REFUSED
 from edgefl.storage.store import Store
 
-REFUSED = "refused"
 ROW_EVERY_S = 60.0
 MAX_TOLD_APART = 32
 MAX_DETAIL_CHARS = 200

@@ -1,4 +1,4 @@
-"""What goes when a history is not kept for ever: updates of old runs, five-minute rows, and who came and went."""
+"""What goes when a history is not kept for ever: updates of old runs, five-minute rows, who came, went or tried."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ ROWS_AT_ONCE = 5_000
 HEARTBEATS_AT_ONCE_S = 3600.0
 CAME_AND_WENT = tuple(f"device-{state}" for state in ("online", "late", "gone", "offline", "draining", "restarted"))
 """Kinds of events that a board with bad Wi-Fi makes by the thousand, and that nothing is rebuilt from."""
+REFUSED = "refused"
+"""Kind of the events of what was tried in vain: anybody who reaches a port can bring them about."""
+MAX_REFUSED = 20_000
 _FINAL = [str(status) for status in RunStatus if status.is_final]
 
 
@@ -24,9 +27,9 @@ class Retention:
     def prune_history(self, before: float) -> int:
         """Forgets what was before this time; returns how many rows went.
 
-        That is updates of runs that ended before, five-minute rows, and events of devices that came or went. A run
-        that is not over keeps all of its updates: its journal may bring them again. They go in pieces, each in a
-        transaction of its own, so that other writers get their turn.
+        That is updates of runs that ended before, five-minute rows, and events of devices that came or went and of
+        what was refused. A run that is not over keeps all of its updates: its journal may bring them again. They go
+        in pieces, each in a transaction of its own, so that other writers get their turn.
         """
         ended = select(Run.run_id).where(Run.status.in_(_FINAL), Run.finished_at < before)
         with self._database.read() as connection:
@@ -34,8 +37,20 @@ class Retention:
         of_runs = sum(self._prune_updates(run_id) for run_id in run_ids)
         return of_runs + self._prune_heartbeats(before) + self._prune_events(before)
 
+    def prune_refused(self) -> int:
+        """Forgets what was refused but for the newest `MAX_REFUSED` events, so that no stranger fills the store."""
+        newest = select(Event.id).where(Event.kind == REFUSED).order_by(Event.id.desc())
+        with self._database.read() as connection:
+            last = connection.execute(newest.offset(MAX_REFUSED).limit(1)).scalar()
+        if last is None:
+            return 0
+        some = select(Event.id).where(Event.kind == REFUSED, Event.id <= last).limit(ROWS_AT_ONCE)
+        return self._prune(delete(Event).where(Event.id.in_(some)))
+
     def _prune_events(self, before: float) -> int:
-        some = select(Event.id).where(Event.at < before, Event.kind.in_(CAME_AND_WENT)).limit(ROWS_AT_ONCE)
+        some = (
+            select(Event.id).where(Event.at < before, Event.kind.in_((*CAME_AND_WENT, REFUSED))).limit(ROWS_AT_ONCE)
+        )
         return self._prune(delete(Event).where(Event.id.in_(some)))
 
     def _prune(self, some: Delete) -> int:

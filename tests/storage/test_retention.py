@@ -67,12 +67,26 @@ def test_of_a_run_that_is_taken_up_again_meanwhile_nothing_more_goes(lived):
 def test_who_came_and_went_long_ago_goes_and_every_other_event_stays(store, monkeypatch):
     monkeypatch.setattr(retention, "ROWS_AT_ONCE", 2)
     for at in (10 * DAY, 90 * DAY):
-        for kind in ("device-online", "device-gone", "device-restarted", "device-joined", "drain-asked"):
+        for kind in ("device-online", "device-gone", "device-restarted", "refused", "device-joined", "drain-asked"):
             store.record_event(kind, "", at=at, device_id="a")
-    assert store.prune_history(50 * DAY) == 3
+    assert store.prune_history(50 * DAY) == 4
     left = [(row["kind"], row["at"] / DAY) for row in history(store, "events")]
     assert left[:2] == [("device-joined", 10), ("drain-asked", 10)]
-    assert len(left) == 2 + 5
+    assert len(left) == 2 + 6
+
+
+def test_of_what_was_refused_only_the_newest_events_stay_however_long_history_is_kept(store, monkeypatch):
+    monkeypatch.setattr(retention, "ROWS_AT_ONCE", 2)
+    monkeypatch.setattr(retention, "MAX_REFUSED", 3)
+    for number in range(8):
+        store.record_event("refused", str(number), at=1.0)
+        store.record_event("device-joined", str(number), at=1.0, device_id="a")
+        if number == 2:
+            assert store.prune_refused() == 0
+    assert store.prune_refused() == 5
+    left = [(row["kind"], row["message"]) for row in history(store, "events")]
+    assert [message for kind, message in left if kind == "refused"] == ["5", "6", "7"]
+    assert len(left) == 3 + 8
 
 
 def test_the_kinds_that_go_are_those_that_presence_writes():

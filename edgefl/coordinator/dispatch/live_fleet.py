@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edgefl.coordinator.aside import lay_aside
-from edgefl.coordinator.attempts import REFUSED
 from edgefl.coordinator.dispatch.door import COME_BACK_S, Door, Note, Terms
 from edgefl.coordinator.dispatch.downlink import HELD, PREPARED, Downlink
 from edgefl.coordinator.dispatch.entrance import Entrance
@@ -30,6 +29,7 @@ from edgefl.coordinator.fleet.roster import Changed, Holding, Removed, Restarted
 from edgefl.coordinator.mail import Reply
 from edgefl.coordinator.superlink import prepare_body
 from edgefl.errors import CodecError, EdgeflError, NetworkError
+from edgefl.storage.retention import REFUSED
 from edgefl.types import (
     Assignment,
     Evaluated,

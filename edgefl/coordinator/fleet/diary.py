@@ -61,8 +61,8 @@ class Diary:
         clock: Unix seconds.
         on_progress: told of progress reports, which are not kept.
         on_heartbeat: told of heartbeats of known devices.
-        keep_history_days: how long updates of runs that are over, five-minute rows, and who came and went, are
-            kept; None is for ever.
+        keep_history_days: how long updates of runs that are over, five-minute rows, and who came, went or was
+            refused, are kept; None is for ever.
         monotonic: seconds that nobody sets.
     """
 
@@ -135,6 +135,7 @@ class Diary:
         if now is not None and now_s >= self._next_prune_s:
             self._next_prune_s = now_s + PRUNE_EVERY_S
             self._store.prune_heartbeats(now)
+            self._store.prune_refused()
             if self._keep_history_days is not None:
                 self._store.prune_history(now - self._keep_history_days * DAY_S)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from edgefl.coordinator.attempts import Attempts
 from edgefl.coordinator.fleet import diary as module
 from edgefl.coordinator.fleet.diary import Diary
 from edgefl.coordinator.fleet.presence import Presence
@@ -15,6 +16,7 @@ from edgefl.coordinator.fleet.roster import Roster
 from edgefl.coordinator.fleet.settled_clock import SETTLED_S
 from edgefl.errors import StoreFullError
 from edgefl.protocol import Heartbeat, Status, Topic
+from edgefl.storage import retention
 from edgefl.storage.queries import history
 from edgefl.storage.records import DispatchRow, HeartbeatRow, RunStatus
 from edgefl.storage.store import Store
@@ -163,3 +165,16 @@ def test_heartbeats_are_rolled_up_though_the_clock_was_years_ahead_for_hours(sit
     site.diary.flush()
     pass_by(site, 2 * DAY)
     assert site.store.newest_heartbeat_at() == 10 * DAY, "a row of five minutes"
+
+
+def test_what_strangers_tried_is_kept_up_to_a_bound_for_as_long_as_it_lasts(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "MAX_REFUSED", 100)
+    attempts = Attempts(store=site.store, clock=lambda: site.now, monotonic=lambda: site.now_s)
+    for minute in range(300):
+        attempts.note("join (token-invalid)", f"10.0.{minute}.1", "no such token")
+        attempts.flush()
+        site.diary.flush()
+        site.now, site.now_s = site.now + 60.0, site.now_s + 60.0
+    assert 100 <= len([row for row in history(site.store, "events") if row["kind"] == "refused"]) <= 100 + 60
