@@ -8,14 +8,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edgefl import __version__
 from edgefl.bundles.manifest import Kind
+from edgefl.coordinator.fleet.presence import PRESENT
 from edgefl.coordinator.fleet.roster import Roster
 from edgefl.coordinator.rollouts.bundle_files import BundleFiles, KeptBundle
-from edgefl.coordinator.rollouts.rollout import Step, advance, begin, check_canaries, removed
+from edgefl.coordinator.rollouts.rollout import Step, advance, begin, canary_clock, check_canaries, removed
 from edgefl.coordinator.rollouts.rollout_thread import RolloutThread
 from edgefl.coordinator.rollouts.telling import (
     MAX_REASON_CHARS,
@@ -57,7 +58,7 @@ class InstallationWish:
         version: of a release that it has.
         devices: by name; None for every device that can be updated from afar.
         canary: how many get it first; 0 for all at once.
-        canary_s: how long these have to report that they run it.
+        canary_s: how long these have to report that they run it, from when they are done with older installations.
     """
 
     bundle: str | None = None
@@ -196,6 +197,9 @@ class Installations:
         if (step := removed(rows, self._is_known)) is not None:
             self._apply(record, step)
             rows = self._store.installation_devices(record.installation_id)
+        if (step := canary_clock(record, rows, lambda name: self._is_queued(name, busy), time.time())) is not None:
+            self._apply(record, step)
+            record = replace(record, **step.values)
         if (step := advance(record, rows, time.time())) is not None:
             self._apply(record, step)
         self._tell(record.installation_id, busy)
@@ -210,6 +214,10 @@ class Installations:
 
     def _is_known(self, device_id: str) -> bool:
         return self._roster.info(device_id) is not None
+
+    def _is_queued(self, device_id: str, busy: set[str]) -> bool:
+        """Returns whether a device is there, and has an older installation to answer first."""
+        return device_id in busy and self._roster.state(device_id) in PRESENT
 
     def _tell(self, installation_id: str, busy: set[str]) -> None:
         """Sends the command to those that are there and are not at it yet; the others get it later.

@@ -110,6 +110,15 @@ def advance(rollout: Rollout, rows: Rows, now: float) -> Step | None:
     return None
 
 
+def canary_clock(rollout: Rollout, rows: Rows, is_queued: Callable[[str], bool], now: float) -> Step | None:
+    """Returns what changes in the canaries' time: it begins when none of them is at something else any more."""
+    if rollout.status is not DeploymentStatus.CANARY:
+        return None
+    if any(row.part == CANARY and row.state is DeviceStage.TOLD and is_queued(row.device_id) for row in rows):
+        return None if rollout.canary_until is None else Step(values={"canary_until": None})
+    return Step(values={"canary_until": now + rollout.canary_s}) if rollout.canary_until is None else None
+
+
 def removed(rows: Rows, is_known: Callable[[str], bool]) -> Step | None:
     """Returns what becomes of devices that left the fleet before they answered; nobody waits for those."""
     gone = {"state": DeviceStage.FAILED, "reason": "it was taken out of the fleet"}
@@ -141,7 +150,7 @@ def _judge_canaries(rollout: Rollout, canaries: Rows, rows: Rows, now: float) ->
     if not waiting:
         told = {row.device_id: {"state": DeviceStage.TOLD} for row in rows if row.state is DeviceStage.HELD}
         return Step(values={"status": DeploymentStatus.ROLLING}, devices=told)
-    if now >= (rollout.canary_until or now):
+    if rollout.canary_until is not None and now >= rollout.canary_until:
         reason = f"canary {', '.join(waiting)} did not report within {rollout.canary_s:g} s"
         return failed(rollout, rows, reason, now)
     return None

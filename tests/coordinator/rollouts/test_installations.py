@@ -252,6 +252,38 @@ def test_a_board_is_told_of_its_oldest_installation_and_of_the_next_when_it_has_
     eventually(lambda: ("pi-1", "install", second) in fleet.commands)
 
 
+def test_a_canary_s_time_does_not_pass_while_the_board_is_at_an_older_installation(fleet: Fleet) -> None:
+    for name in ("pi-1", "pi-2"):
+        fleet.add(name)
+    installations = fleet.start()
+    wheel = make_wheel(fleet.root / "w", "gulls", "1.0", {"gulls.py": ""})
+    pack = fleet.bring(fleet.signer.bundle(fleet.root / "p", wheel, kind="pack", version="1.0"))
+    first = submit(fleet, installations, devices=("pi-1",))
+    fleet.say("pi-1", "fetching", first)
+    second = submit(fleet, installations, version=None, bundle=pack, canary=1, canary_s=1.0)
+    eventually(lambda: fleet.store.installation(second).canary_until is None)
+    begun_s = time.monotonic()
+    while time.monotonic() < begun_s + 2.5:
+        fleet.say("pi-1", "fetching", first)
+        assert (fleet.status(second), fleet.stages(second)["pi-1"]) == ("canary", "told")
+        time.sleep(0.1)
+    fleet.say("pi-1", "running", first)
+    eventually(lambda: ("pi-1", "install", second) in fleet.commands)
+    eventually(lambda: fleet.status(second) == "failed")  # it has the time from now on, and no more
+    assert fleet.store.installation(second).reason == "canary pi-1 did not report within 1 s"
+
+
+def test_a_canary_that_is_away_with_an_older_installation_is_not_waited_for(fleet: Fleet) -> None:
+    fleet.add("pi-1")
+    installations = fleet.start()
+    wheel = make_wheel(fleet.root / "w", "gulls", "1.0", {"gulls.py": ""})
+    pack = fleet.bring(fleet.signer.bundle(fleet.root / "p", wheel, kind="pack", version="1.0"))
+    submit(fleet, installations)
+    second = submit(fleet, installations, version=None, bundle=pack, canary=1, canary_s=0.5)
+    fleet.roster.note_status("pi-1", Status(state="offline", boot_id="boot of pi-1", session_no=1))
+    eventually(lambda: fleet.status(second) == "failed")
+
+
 def test_only_the_devices_of_an_installation_may_fetch_its_bundle(fleet: Fleet) -> None:
     fleet.add("pi-1")
     fleet.add("pi-2")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from edgefl.coordinator.rollouts.rollout import Step, advance, begin, choose_canaries, failed
+from edgefl.coordinator.rollouts.rollout import Step, advance, begin, canary_clock, choose_canaries, failed
 from edgefl.storage.deployment_records import (
     CANARY,
     DeploymentDeviceRecord,
@@ -55,6 +55,19 @@ def test_canaries_are_spread_over_kinds_of_board() -> None:
     assert choose_canaries(fleet, 3) == ["a", "c", "e"]
     assert choose_canaries(fleet, 9) == ["a", "c", "e", "b", "d"]
     assert choose_canaries([], 2) == []
+
+
+def test_the_canaries_time_begins_when_the_last_of_them_comes_to_it() -> None:
+    waiting = rows("running told", "held")
+    queued, free = (lambda name: name == "c2"), (lambda _name: False)
+    assert canary_clock(deployment("canary"), waiting, queued, 150.0) == Step(values={"canary_until": None})
+    assert canary_clock(deployment("canary", canary_until=None), waiting, queued, 900.0) is None
+    assert advance(deployment("canary", canary_until=None), waiting, 900.0) is None
+    begun = canary_clock(deployment("canary", canary_until=None), waiting, free, 900.0)
+    assert begun == Step(values={"canary_until": 960.0})
+    assert canary_clock(deployment("canary"), waiting, free, 150.0) is None
+    assert canary_clock(deployment("canary"), rows("told running"), queued, 150.0) is None
+    assert canary_clock(deployment("rolling"), waiting, queued, 150.0) is None
 
 
 def test_without_canaries_everybody_is_told_at_once() -> None:
