@@ -183,10 +183,10 @@ class Driver:
             course = before.standing.course_of(made.rounds)
             out = (given.order for given in before.standing.fleet.out.values())
             asked = [order for order in out if isinstance(order, Assignment)]
-            self.recorder.go_on(asked, course.tally, before.standing.opened_s)
+            self.recorder.go_on(asked, course.tally, before.standing.opened_s, before.state)
             journal.go_on(course.tally.scores)
         elif before.goes_on and not before.is_exact:
-            self.recorder.go_on_behind(made.strategy.version(before.state))
+            self.recorder.go_on_behind(made.strategy.version(before.state), before.state)
         return drive(
             made.strategy,
             before.state,

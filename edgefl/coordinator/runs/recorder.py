@@ -36,7 +36,10 @@ class Wal(Protocol):
 
 @dataclass(slots=True)
 class _OpenRound:
-    """What the round that is not closed yet has brought; `state` is the strategy's at `version`."""
+    """What the round that is not closed yet has brought in this life of the coordinator.
+
+    `state` is the strategy's at `version`, which is 0 while the round has brought nothing.
+    """
 
     version: int = 0
     num_updates: int = 0
@@ -98,8 +101,11 @@ class Recorder:
         """When rounds began that are not closed, by their number, in seconds of the run's own clock."""
         return self._opened_s
 
-    def go_on(self, asked: Iterable[Assignment], tally: Tally, opened_s: Mapping[int, float]) -> None:
+    def go_on(
+        self, asked: Iterable[Assignment], tally: Tally, opened_s: Mapping[int, float], state: object = None
+    ) -> None:
         """Takes up what was asked, what was scored and which rounds began before; who is flagged by now was told."""
+        self._reopen(tally.version, state)
         self._asked = {order.assignment_id: order for order in asked}
         self._opened_s = dict(opened_s)
         rounds = {self._count.of(order.base_version + 1) for order in self._asked.values()}
@@ -107,10 +113,15 @@ class Recorder:
         self._scores, self._nodes = copy.deepcopy(tally.scores), copy.deepcopy(tally.nodes)
         self._known_flagged = set(self._flagged())
 
-    def go_on_behind(self, version: int) -> None:
+    def go_on_behind(self, version: int, state: object = None) -> None:
         """Takes up a round that is open at a version; how long it lasted before, its row says."""
-        if not self._count.ends_at(version):
+        self._reopen(version, state)
+        if self._open.version:
             self._began_before = {self._count.of(version)}
+
+    def _reopen(self, version: int, state: object) -> None:
+        if not self._count.ends_at(version):
+            self._open = _OpenRound(version=version, state=state)
 
     def received(self, events: Sequence[Event]) -> Sequence[Event]:
         for event in events:
@@ -200,7 +211,7 @@ class Recorder:
 
     def finish(self) -> None:
         """Writes all rows; a round that is not whole ends here, and what arrived and was never used was late."""
-        if self._open.num_updates:
+        if self._open.version:
             self._close_round(self._count.of(self._open.version), self._monotonic())
         for accuracy in self._nodes.rest():
             self._note_nodes(accuracy)

@@ -206,6 +206,33 @@ def test_a_coordinator_that_dies_while_it_writes_down_the_end_of_a_run_is_follow
         assert rows[0] == rows[1]
 
 
+@pytest.mark.parametrize("step", [(ModelKeeper, "finish"), (Recorder, "finish")])
+def test_the_last_round_of_an_asynchronous_run_ends_with_it_whoever_writes_that_down(
+    stores: list[Site], step: tuple[type, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = Made
+
+    def asynchronous(goal: Goal) -> Made:
+        strategy = make_strategy("fedasync", {}, RoundRules(task=TASK, deadline_s=4.0, seed=1))
+        return make(strategy=strategy, rounds=RoundCount(versions_per_round=4), goal=goal)
+
+    monkeypatch.setitem(globals(), "Made", asynchronous)
+    whole, killed = stores
+    goal, boards = Goal(updates=10), Boards(FaultyFleet(1, faults={}))
+    state, _ = whole.drive(Boards(FaultyFleet(1, faults={})), goal)
+    assert state.version % 4, "the last round is not whole"
+    with monkeypatch.context() as patched:
+        patched.setattr(*step, raises(Killed))
+        with pytest.raises(Killed):
+            killed.drive(boards, goal)
+    killed.store.queue_again("r")
+    assert killed.drive(boards, goal)[1]
+    names = ("round", "version", "num_updates")
+    rows = [[[row[name] for name in names] for row in history(site.store, "rounds", run="r")] for site in stores]
+    assert rows[0] == rows[1]
+    assert rows[0][-1][1] == state.version
+
+
 @pytest.mark.parametrize("dies_at", [1, 3, 14])
 def test_what_was_given_keeps_the_life_that_gave_it_whatever_rows_and_clocks_say(
     stores: list[Site], dies_at: int, monkeypatch: pytest.MonkeyPatch
