@@ -17,7 +17,7 @@ from edgefl.coordinator.runs.ledger import Ledger
 from edgefl.coordinator.runs.model_journal import ModelJournal
 from edgefl.coordinator.runs.recorder import Recorder
 from edgefl.coordinator.runs.resuming import Resumed
-from edgefl.coordinator.runs.standing import standing_of
+from edgefl.coordinator.runs.standing import GuardStanding, standing_of
 from edgefl.errors import JournalError, NotKeptError, StoreError, StrategyError
 from edgefl.loop import Course, EvaluationRule, drive
 from edgefl.storage.journal import WalJournal
@@ -152,6 +152,7 @@ class Driver:
         strategy = self.made.strategy
         version = strategy.version(state)
         number, model, lives = self.made.rounds.of(version), strategy.model(state), self.before.lives
+        self.keeper.keep_guard(GuardStanding.of(self.made.gate.guard))
         try:
             self.keeper.finish(version, number, state, model, self.models, lives)
         except NotKeptError as error:
@@ -186,6 +187,7 @@ class Driver:
             self.recorder.go_on(asked, course.tally, before.standing.opened_s, before.state)
             journal.go_on(course.tally.scores)
         elif before.goes_on and not before.is_exact:
+            before.guard.restore(made.gate.guard)
             self.recorder.go_on_behind(made.strategy.version(before.state), before.state)
         return drive(
             made.strategy,
@@ -231,7 +233,9 @@ class Driver:
 
     def _checkpoint(self, state: Any, course: Course, *, is_of_former_life: bool = False) -> None:
         standing = None
-        if not self._goes_on_alone:
+        if self._goes_on_alone:
+            self.keeper.keep_guard(GuardStanding.of(self.made.gate.guard))
+        else:
             standing = standing_of(course, self._fleet.standing(), self.made.gate, self.recorder.opened_s)
         try:
             self.keeper.checkpoint(state, standing, is_of_former_life=is_of_former_life)

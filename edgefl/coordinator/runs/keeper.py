@@ -10,11 +10,12 @@ from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.dispatch.lives import FIRST, Lives
 from edgefl.coordinator.runs.kept_models import ModelKeeper
 from edgefl.coordinator.runs.ledger import Ledger
-from edgefl.coordinator.runs.standing import ANOTHER_LIFE, LIVES, Standing
+from edgefl.coordinator.runs.standing import ANOTHER_LIFE, GUARD, LIVES, GuardStanding, Standing
 from edgefl.files import write_whole
 from edgefl.storage.checkpoints import prune_checkpoints, save_state
 from edgefl.storage.journal import WalJournal
 from edgefl.storage.journal_records import CheckpointMark
+from edgefl.storage.state_files import pack_state
 from edgefl.types import Tensors
 
 CHECKPOINT_EVERY = 10
@@ -46,6 +47,7 @@ class Keeper:
         self._wal, self._ledger = wal, ledger
         self._checkpointed_s, self._version, self._at_once, self._is_soon = clock(), 0, False, False
         self._seen: int | None = 0
+        self._guard = b""
 
     def begin(self, version: int, *, at_once: bool = False, soon: bool = False) -> None:
         """Says with which version the run begins.
@@ -93,6 +95,13 @@ class Keeper:
         self._wal.prune(kept[-1].last_record)
         self._ledger.on_checkpoint()
         self._checkpointed_s = self._clock()
+
+    def keep_guard(self, known: GuardStanding) -> None:
+        """Keeps what the run's guard knows beside the next checkpoint, which has no standing that says it."""
+        content = pack_state(known)
+        if content != self._guard:
+            write_whole(self._folder.parent / GUARD, content)
+            self._guard = content
 
     def finish(
         self, version: int, number: int, state: object, model: Tensors, models: ModelKeeper, lives: Lives

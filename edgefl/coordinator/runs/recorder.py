@@ -115,6 +115,7 @@ class Recorder:
 
     def go_on_behind(self, version: int, state: object = None) -> None:
         """Takes up a round that is open at a version; how long it lasted before, its row says."""
+        self._known_flagged = set(self._flagged())
         self._reopen(version, state)
         if self._open.version:
             self._began_before = {self._count.of(version)}

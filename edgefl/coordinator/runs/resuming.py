@@ -15,7 +15,7 @@ from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.dispatch.lives import FIRST, Lives
 from edgefl.coordinator.dispatch.replay import ReplayError, Script, has_turns, up_to_last_turn
 from edgefl.coordinator.runs.recorder import TOLD
-from edgefl.coordinator.runs.standing import ANOTHER_LIFE, LIVES, Standing
+from edgefl.coordinator.runs.standing import ANOTHER_LIFE, LIVES, GuardStanding, Standing, load_guard
 from edgefl.errors import JournalError, UsageError
 from edgefl.files import write_whole
 from edgefl.storage.checkpoints import (
@@ -68,7 +68,8 @@ class Resumed:
     """What a run begins or goes on with: the state, under which ids it gives work, and what was counted before.
 
     `goes_on` says that there was something before; `devices` took part in the newest round, and are given a moment to
-    come back. With a `standing` it goes on exactly where it was, and the `script` says what happened after that.
+    come back; `guard` is what the run's guard knew, for a run that goes on in another life. With a `standing` it goes
+    on exactly where it was, and the `script` says what happened after that.
     """
 
     state: Any
@@ -76,6 +77,7 @@ class Resumed:
     earlier: Earlier = field(default_factory=Earlier)
     unused: tuple[UpdateRow, ...] = ()
     devices: tuple[str, ...] = ()
+    guard: GuardStanding = field(default_factory=GuardStanding)
     goes_on: bool = False
     standing: Standing | None = None
     script: Script = field(default_factory=Script)
@@ -126,7 +128,11 @@ def resumed_state(
     if went_on_alone:
         log.info("run %s goes on from its last checkpoint", run_id)
         return Resumed(
-            state=state, lives=Lives(run_id), earlier=_earlier(counted_so_far(store, run_id)), goes_on=True
+            state=state,
+            lives=Lives(run_id),
+            earlier=_earlier(counted_so_far(store, run_id)),
+            guard=load_guard(directory.runs / run_id),
+            goes_on=True,
         )
     _know_rounds(made.rounds, state, store, run_id)
     mark = _mark(made.rounds, strategy.version(state))
@@ -147,6 +153,7 @@ def resumed_state(
         earlier=_earlier(so_far),
         unused=so_far.unused,
         devices=so_far.devices,
+        guard=GuardStanding() if saved is None else _guard(directory.runs / run_id, standing, saved),
         goes_on=saved is not None,
     )
 
@@ -344,6 +351,13 @@ def _died_too_often(record: RunRecord, directory: CoordinatorDirectory) -> bool:
 
 def _deaths_note(run_id: str, directory: CoordinatorDirectory) -> Path:
     return directory.runs / run_id / "restarts.json"
+
+
+def _guard(folder: Path, standing: Standing | None, saved: Checkpoint) -> GuardStanding:
+    """Returns what the guard knew at a checkpoint."""
+    if saved.standing:
+        return GuardStanding() if standing is None else standing.guard
+    return load_guard(folder)
 
 
 def _standing(folder: Path, saved: Checkpoint) -> Standing:

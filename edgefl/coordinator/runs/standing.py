@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 
 from edgefl.compression.auto import Learnt
 from edgefl.coordinator.dispatch.journaled_fleet import FleetStanding
+from edgefl.errors import JournalError
 from edgefl.loop import Course
-from edgefl.strategies.gate import StrategyGate
+from edgefl.storage.state_files import unpack_state
+from edgefl.strategies.gate import Guard, StrategyGate
 from edgefl.tally import RoundCount
+
+log = logging.getLogger(__name__)
 
 ANOTHER_LIFE = "another-life"
 """A file beside the journal of a run that came out of a backup, or lacks what was damaged: its boards may have done
@@ -24,6 +30,9 @@ LIVES = "lives.json"
 """A file beside the journal of a run that ended in a later life than its first: which life gave what. Its last
 checkpoint has no standing, and it may be taken up again from there."""
 
+GUARD = "guard.safetensors"
+"""A file beside the journal of a run whose newest checkpoint has no standing: what its guard knew by then."""
+
 
 @dataclass(slots=True, kw_only=True)
 class GuardStanding:
@@ -32,6 +41,17 @@ class GuardStanding:
     strikes: dict[str, int] = field(default_factory=dict)
     norms: list[float] = field(default_factory=list)
     flagged: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, guard: Guard) -> GuardStanding:
+        # The norms of whole models say nothing, and would make every standing another one.
+        norms = [] if guard.takes_models else list(guard.norms)
+        return cls(strikes=dict(guard.strikes), norms=norms, flagged=set(guard.flagged))
+
+    def restore(self, guard: Guard) -> None:
+        """Tells a guard what it knew."""
+        guard.strikes, guard.flagged = dict(self.strikes), set(self.flagged)
+        guard.norms = deque(self.norms, maxlen=guard.norms.maxlen)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,22 +73,30 @@ class Standing:
 
     def restore(self, gate: StrategyGate) -> None:
         """Tells a gate what it knew."""
-        guard = gate.guard
-        guard.strikes, guard.flagged = dict(self.guard.strikes), set(self.guard.flagged)
-        guard.norms = deque(self.guard.norms, maxlen=guard.norms.maxlen)
+        self.guard.restore(gate.guard)
         if gate.codecs is not None and self.codecs is not None:
             gate.codecs.learnt = copy.deepcopy(self.codecs)
+
+
+def load_guard(folder: Path) -> GuardStanding:
+    """Returns what stands in `GUARD`; nothing, with a warning, where that cannot be read."""
+    try:
+        return unpack_state((folder / GUARD).read_bytes(), GuardStanding)
+    except FileNotFoundError:
+        return GuardStanding()
+    except (OSError, JournalError) as error:
+        log.warning("%s cannot be read, all devices of the run are asked again: %s", folder / GUARD, error)
+        return GuardStanding()
 
 
 def standing_of(
     course: Course, fleet: FleetStanding, gate: StrategyGate, opened_s: Mapping[int, float] = MappingProxyType({})
 ) -> Standing:
-    guard, codecs = gate.guard, gate.codecs
-    known = GuardStanding(strikes=guard.strikes, norms=list(guard.norms), flagged=guard.flagged)
+    codecs = gate.codecs
     return Standing(
         course=course,
         fleet=fleet,
-        guard=known,
+        guard=GuardStanding.of(gate.guard),
         codecs=None if codecs is None else codecs.learnt,
         opened_s=dict(opened_s),
     )

@@ -34,11 +34,11 @@ from edgefl.storage.rewinding import RESUMED
 from edgefl.storage.state_files import num_encoded, pack_model, unpack_tensors
 from edgefl.storage.store import Store
 from edgefl.strategies.evaluation import EvaluationSchedule
-from edgefl.strategies.gate import StrategyGate
+from edgefl.strategies.gate import NORMS_KEPT, StrategyGate
 from edgefl.strategies.registry import make_strategy
 from edgefl.strategies.rounds import RoundRules
 from edgefl.tally import Goal, RoundCount
-from edgefl.types import Event, ModelSource, Order, Recall, Strategy, Tensors
+from edgefl.types import Assignment, Event, ModelSource, Order, Recall, Strategy, Tensors
 
 ROUNDS = 3
 
@@ -68,9 +68,11 @@ class Boards(LiveFaultyFleet):
         super().__init__(fleet)
         self.waits, self.stops_at, self.dies = 0, stops_at, dies
         self.given: list[str] = []
+        self.asked: list[str] = []
 
     def dispatch(self, orders: Sequence[Order], source: ModelSource) -> None:
         self.given += [order.assignment_id for order in orders if not isinstance(order, Recall)]
+        self.asked += [order.device_id for order in orders if isinstance(order, Assignment)]
         super().dispatch(orders, source)
 
     def wait(self, until_s: float) -> Sequence[Event]:
@@ -231,6 +233,52 @@ def test_the_last_round_of_an_asynchronous_run_ends_with_it_whoever_writes_that_
     rows = [[[row[name] for name in names] for row in history(site.store, "rounds", run="r")] for site in stores]
     assert rows[0] == rows[1]
     assert rows[0][-1][1] == state.version
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["after its end", "from a checkpoint"])
+def test_who_was_flagged_is_asked_no_more_in_a_later_life_and_usual_norms_are_known(
+    stores: list[Site], ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgefl.coordinator.runs.keeper.CHECKPOINT_EVERY", 1)
+    monkeypatch.setattr("edgefl.coordinator.runs.keeper.CHECKPOINT_EVERY_S", 0.0)
+    site, boards = stores[0], Boards(FaultyFleet(1, faults={"h": "diverges"}), stops_at=None if ends else 40)
+    assert site.drive(boards, Goal(rounds=6 if ends else 60))[1] == ends
+    assert boards.asked.count("h") == 3
+    site.begin_life(at=1e12)
+    before = site.before()
+    assert (before.is_exact, before.guard.flagged) == (False, {"h"})
+    assert len(before.guard.norms) == NORMS_KEPT
+    again = Boards(FaultyFleet(2, faults={"h": "diverges"}))  # which would refuse an id that it has had
+    again.fleet.journal.arrived |= boards.fleet.journal.arrived
+    assert site.drive(again, Goal(rounds=70))[1]
+    assert again.asked
+    assert "h" not in again.asked
+
+
+class Alone:
+    """A strategy whose devices go on without a coordinator."""
+
+    goes_on_alone = True
+
+    def __init__(self, inner: Strategy[Any]) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def test_who_was_flagged_is_known_after_a_kill_in_a_run_whose_devices_go_on_alone(
+    stores: list[Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgefl.coordinator.runs.keeper.CHECKPOINT_EVERY", 1)
+    monkeypatch.setattr("edgefl.coordinator.runs.keeper.CHECKPOINT_EVERY_S", 0.0)
+    make = Made
+    monkeypatch.setitem(globals(), "Made", lambda **given: make(strategy=Alone(make().strategy), **given))
+    boards = Boards(FaultyFleet(1, faults={"h": "diverges"}), stops_at=40, dies=True)
+    with pytest.raises(Killed):
+        stores[0].drive(boards, Goal(rounds=60))
+    before = stores[0].before()
+    assert (before.goes_on, before.guard.flagged) == (True, {"h"})
 
 
 @pytest.mark.parametrize("dies_at", [1, 3, 14])
