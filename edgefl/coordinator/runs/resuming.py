@@ -330,7 +330,10 @@ def may_end(record: RunRecord, directory: CoordinatorDirectory) -> bool:
 
 
 def forget_death(run_id: str, directory: CoordinatorDirectory) -> None:
-    """Counts a run's deaths anew: its coordinator ended in good order, which its status does not say."""
+    """Counts a run's deaths anew: somebody resumes it, or its coordinator ended in good order.
+
+    The status of a run that is to be stopped does not say the latter.
+    """
     _deaths_note(run_id, directory).unlink(missing_ok=True)
 
 

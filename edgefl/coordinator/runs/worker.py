@@ -268,6 +268,7 @@ class RunWorker:
         """Lets a run that was interrupted or stopped wait for its turn again.
 
         It goes on where it was; from its newest checkpoint when it was stopped, or its journal does not say more.
+        Deaths of coordinators that it cost before do not count any more.
 
         Raises:
             UsageError: it is not over, or there is nothing to go on with.
@@ -278,6 +279,7 @@ class RunWorker:
         with self._lock:
             if site.store.run(run_id).status is not record.status:
                 raise UsageError(f"run {run_id} has just been taken up or stopped by somebody else")
+            forget_death(run_id, site.directory)
             is_whole = record.status is RunStatus.INTERRUPTED and run_id not in self._inexact
             if is_whole and goes_on_exactly(run_id, site.directory):
                 self._set_status(run_id, RunStatus.QUEUED, "goes on where it was")

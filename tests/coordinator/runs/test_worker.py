@@ -244,6 +244,24 @@ def test_a_run_of_which_coordinators_die_without_a_checkpoint_is_not_taken_up_fo
     assert store.run(run_id).status is RunStatus.INTERRUPTED
 
 
+@pytest.mark.parametrize("worker", [assemble], indirect=True)
+def test_a_run_that_somebody_resumes_may_cost_as_many_coordinators_again(store: Store, worker: RunWorker) -> None:
+    run_id = left_behind(worker, RunStatus.RUNNING, TURN)
+
+    def num_lives() -> int:
+        for number in range(2 * MAX_DEATHS):
+            store.set_run_status(run_id, RunStatus.RUNNING, at=3.0)
+            worker.recover()
+            if store.run(run_id).status is RunStatus.INTERRUPTED:
+                return number
+        raise AssertionError("it is taken up for ever")
+
+    assert num_lives() == MAX_DEATHS
+    worker.resume_run(run_id)
+    assert store.run(run_id).status is RunStatus.QUEUED
+    assert num_lives() == MAX_DEATHS
+
+
 def test_a_count_of_deaths_begins_anew_with_every_checkpoint_and_not_with_a_version(
     store: Store, worker: RunWorker
 ) -> None:
