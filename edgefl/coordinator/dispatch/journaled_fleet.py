@@ -69,6 +69,7 @@ class FleetStanding:
     Attributes:
         now_s, at: the run's own time, and Unix seconds.
         out: orders that are not settled, by id, in the order in which they were given.
+        recalled: those of them that were recalled.
         devices, speeds, progress, vitals: as in the view; None for a board that had not said how it is.
         life: of the run; None where that was not written down.
         lives: the newest assignments of each life but the first, oldest first.
@@ -77,6 +78,7 @@ class FleetStanding:
     now_s: float = 0.0
     at: float = 0.0
     out: dict[str, Given] = field(default_factory=dict)
+    recalled: set[str] = field(default_factory=set)
     devices: dict[str, DeviceInfo] = field(default_factory=dict)
     speeds: dict[str, Speed] = field(default_factory=dict)
     progress: dict[str, Progress] = field(default_factory=dict)
@@ -126,7 +128,7 @@ class JournaledFleet:
         self._real, self._wal, self._script, self._clock = real, wal, script, clock
         self._lives = lives or Lives("")
         before = before or FleetStanding()
-        self._out = dict(before.out)
+        self._out, self._recalled = dict(before.out), set(before.recalled)
         self._vitals: dict[str, Vitals] = {}
         self._known_vitals: dict[str, Vitals | None] = {}
         self._see(before.vitals)
@@ -169,10 +171,12 @@ class JournaledFleet:
         if self._is_live:
             self._hand_over(source)
             self._real.dispatch(orders, source)
-            return
-        for order in orders:
-            if isinstance(order, Assignment):
-                self._book.give(order)
+        else:
+            for order in orders:
+                if isinstance(order, Assignment):
+                    self._book.give(order)
+        recalled = {order.assignment_id for order in orders if isinstance(order, Recall)}
+        self._recalled |= recalled & self._out.keys()
 
     def wait(self, until_s: float) -> Sequence[Event]:
         if self._is_live or self._script.is_over:
@@ -229,6 +233,7 @@ class JournaledFleet:
             now_s=view.now_s,
             at=self._clock.at(),
             out=dict(self._out),
+            recalled=set(self._recalled),
             devices=dict(view.devices),
             speeds=dict(view.speeds),
             progress=dict(view.progress),
@@ -263,6 +268,7 @@ class JournaledFleet:
         if not isinstance(event, Update | Evaluated | Lost):
             return
         given = self._out.pop(event.assignment_id, None)
+        self._recalled.discard(event.assignment_id)
         if self._is_live or given is None or not isinstance(given.order, Assignment):
             return
         self._book.settle(given.order)
@@ -286,6 +292,11 @@ class JournaledFleet:
         if left:
             offset_s = self._clock.offset_s
             self._real.adopt([replace(given, given_s=given.given_s - offset_s) for given in left], source)
+            # The word may have gone with the coordinator, and a board that was switched off has forgotten it.
+            orders = [given.order for given in left if given.order.assignment_id in self._recalled]
+            recalls = [Recall(assignment_id=order.assignment_id, device_id=order.device_id) for order in orders]
+            if recalls:
+                self._real.dispatch(recalls, source)
 
     def _tell_vitals(self) -> None:
         if self._view is not None and (news := self._view.seen.take_news()):

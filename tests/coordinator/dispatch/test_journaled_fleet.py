@@ -26,7 +26,7 @@ from edgefl.strategies.gate import Guard, Selection, StrategyGate
 from edgefl.strategies.registry import BUILT_IN, make_strategy
 from edgefl.strategies.rounds import RoundRules
 from edgefl.tally import Goal, RoundCount
-from edgefl.types import Assignment, Decision, DeviceInfo, Event, Vitals
+from edgefl.types import Assignment, Decision, DeviceInfo, Event, LocalPlan, Order, Recall, Vitals
 
 NEEDED: dict[str, dict[str, Any]] = {"fedbuff": {"buffer_size": 4}, "gradient-tracking": {"exchanges_per_round": 4}}
 NEEDED |= {name: {"iterations": 2} for name in ("ad-psgd", "admm-isvr", "dsgd", "k-gt", "pdmm-isvr")}
@@ -219,6 +219,56 @@ def test_a_journal_that_ends_anywhere_is_followed_to_its_end(tmp_path: Path, nam
 
 def last_turn(entries: Sequence[Any]) -> int:
     return max(place for place, entry in enumerate(entries) if isinstance(entry, Turn))
+
+
+class Noting(LiveFaultyFleet):
+    """The boards of another life of the coordinator: notes what they are told, and nothing arrives."""
+
+    def __init__(self) -> None:
+        super().__init__(FaultyFleet(1))
+        self.adopted: list[str] = []
+        self.told: list[Order] = []
+
+    def adopt(self, out: Sequence[Given], source: object) -> None:
+        self.adopted += [given.order.assignment_id for given in out]
+
+    def dispatch(self, orders: Sequence[Order], source: object) -> None:
+        self.told += orders
+
+    def wait(self, until_s: float) -> Sequence[Event]:
+        return ()
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_what_was_recalled_before_the_coordinator_ended_is_recalled_again(
+    tmp_path: Path, is_checkpointed: bool
+) -> None:
+    given = [
+        Assignment(assignment_id=f"v0-{name}", device_id=name, base_version=0, plan=LocalPlan()) for name in "ab"
+    ]
+    recalls = [Recall(assignment_id="v0-b", device_id="b"), Recall(assignment_id="v0-gone", device_id="c")]
+    devices = {name: DeviceInfo(device_id=name) for name in "ab"}
+    script = [
+        Turn(now_s=1.0, at=100.0, devices=devices),
+        Decision(orders=tuple(given)),
+        Turn(now_s=2.0, at=101.0),
+        Decision(orders=tuple(recalls)),
+    ]
+    source: Any = object()
+    with WalJournal(tmp_path, unpack_tensors) as wal:
+        boards = Noting()
+        fleet = JournaledFleet(boards, wal, Script(script), RunClock())  # type: ignore[arg-type] # a view of its own
+        for orders in (given, recalls):
+            fleet.view()
+            fleet.decided(Decision(orders=tuple(orders)))
+            fleet.dispatch(orders, source)
+            if is_checkpointed and orders is recalls:
+                boards, standing = Noting(), unpack_state(pack_state(fleet.standing()), FleetStanding)
+                fleet = JournaledFleet(boards, wal, Script(), RunClock(), standing)  # type: ignore[arg-type] # as above
+                fleet.dispatch((), source)
+            fleet.wait(3.0)
+    assert boards.adopted == ["v0-a", "v0-b"]
+    assert boards.told == recalls[:1]
 
 
 def test_a_strategy_that_does_something_else_is_found_out(tmp_path: Path) -> None:
