@@ -165,6 +165,7 @@ class NodeWork:
         self._working.release()  # the node trains, and this thread only waits
         try:
             report = self._runner.report(plan.until, lambda: is_recalled(self._runner.iterations()))
+            self._engine(job, warm, b"", plan)  # one that has diverged needs a model to begin anew from
         except EdgeflError:
             if self._runner.run == job.run:  # one that rests is taken up again
                 self._runner.give_up(job.run)

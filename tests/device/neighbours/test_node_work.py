@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -283,6 +284,27 @@ def test_a_node_that_had_to_give_up_takes_part_again_with_the_next_assignment(bo
     board.trainer.end_run("r")
     eventually(lambda: board.trainer.now is None)
     assert "is over" in alone(board, until=0)[0]["error"]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy: a board goes on after them
+def test_a_node_that_diverged_while_it_went_on_alone_asks_for_a_model_and_begins_anew_from_it(board: Board) -> None:
+    alone(board, model=MODEL)
+    codec = EdgeCodec("", edge_shapes(SHAPES), epoch=1)
+    huge = {"y": {spec.name: np.full(spec.shape, 3e38, np.float32) for spec in edge_shapes(SHAPES)}}
+    steps = itertools.count(4)
+
+    def asks_for_a_model() -> bool:
+        mail = EdgeMessage(edge=("a", "b"), step=next(steps), body=codec.encode("b", huge, derived_rng(0)))
+        board.wires[0].on_message("a", pack_peer("r", mail))
+        return alone(board, until=0)[0].get("needs_dense") is True
+
+    eventually(asks_for_a_model)
+    assert not board.wires[0].is_running
+    header, body = alone(board, until=0, model=MODEL)
+    assert "error" not in header
+    assert board.wires[1].is_running
+    model = decode_body(unpack_mail(header["mail"], body)[1], SHAPES)
+    assert all(np.isfinite(array).all() for array in model.values())
 
 
 def test_another_run_takes_the_place_of_a_node_that_goes_on_alone(board: Board) -> None:
