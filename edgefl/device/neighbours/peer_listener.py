@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 MAX_STRANGERS = 8
 BACKLOG = 32
 IPV4_ALONE = "0.0.0.0"  # noqa: S104 neighbours are on other machines; every connection is mutual TLS
-# After a failed accept, such as for want of file descriptors.
+# After a failed accept, such as for want of file descriptors or threads.
 ACCEPT_PAUSE_S = 0.5
 
 
@@ -125,12 +125,11 @@ class PeerListener:
             while not self._stopping.is_set():
                 try:
                     plain, address = server.accept()
-                except OSError as error:
+                    self._begin(plain, str(address[0]))
+                except (OSError, RuntimeError, MemoryError) as error:  # no more descriptors, threads or memory
                     if not self._stopping.is_set():
                         self._watch.warn("", "cannot accept connections (%s); trying again", error)
                         self._stopping.wait(ACCEPT_PAUSE_S)
-                else:
-                    self._begin(plain, str(address[0]))
 
     def _begin(self, plain: socket.socket, host: str) -> None:
         try:
@@ -144,7 +143,12 @@ class PeerListener:
             if len(self._strangers) >= MAX_STRANGERS:
                 shut(self._strangers.pop(0))
             self._strangers.append(connection)
-        self._spawn(partial(self._serve, connection, host), "direct-from-stranger")
+        try:
+            self._spawn(partial(self._serve, connection, host), "direct-from-stranger")
+        except (RuntimeError, MemoryError):
+            self._part(connection)
+            connection.close()
+            raise
 
     def _serve(self, connection: ssl.SSLSocket, host: str) -> None:
         with connection:
@@ -154,13 +158,17 @@ class PeerListener:
                 self._refuse("a stranger", host, error)
                 return
             finally:
-                with self._lock, contextlib.suppress(ValueError):  # it has gone already to make room
-                    self._strangers.remove(connection)
+                self._part(connection)
             if self._enter(peer, connection):
                 threading.current_thread().name = f"direct-from-{peer}"
                 self._take_all(peer, connection)
             else:
                 self._refuse(peer, host, "it is no neighbour")
+
+    def _part(self, connection: ssl.SSLSocket) -> None:
+        """Counts a connection among the strangers no more."""
+        with self._lock, contextlib.suppress(ValueError):  # it has gone already to make room
+            self._strangers.remove(connection)
 
     def _identify(self, connection: ssl.SSLSocket) -> str:
         connection.settimeout(self._pace.silence_s)

@@ -94,7 +94,7 @@ class PeerSender:
     def _attempt(self, address: Address) -> None:
         try:
             self._hold_connection(address)
-        except (OSError, ValueError, NetworkError) as error:  # ValueError: a host name that cannot be one
+        except (OSError, ValueError, MemoryError, NetworkError) as error:  # ValueError: a name no host can have
             if address == self._address and not self._stopping.is_set():
                 self._complain(address, error)
 

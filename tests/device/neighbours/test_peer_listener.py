@@ -29,7 +29,7 @@ from peer_boards import (
 from edgefl.coordinator import pki
 from edgefl.device.neighbours.direct import PeerPace
 from edgefl.device.neighbours.peer_frames import FRAME_VERSION, HEADER, MAGIC, FrameKind
-from edgefl.device.neighbours.peer_listener import MAX_STRANGERS
+from edgefl.device.neighbours.peer_listener import ACCEPT_PAUSE_S, MAX_STRANGERS
 from edgefl.protocol import MAX_PEER_BYTES
 
 MIB = 2**20
@@ -308,6 +308,27 @@ def test_the_connection_of_a_neighbour_is_closed_when_its_edge_is_removed(peers:
     connection = peers.enter("b", a)
     a.carrier.set_neighbours([])
     assert is_closed(connection)
+
+
+@pytest.mark.parametrize("shortage", [RuntimeError("can't start new thread"), MemoryError()])
+def test_a_board_that_can_start_no_thread_for_a_moment_takes_neighbours_again(
+    peers: PeerFleet, monkeypatch: pytest.MonkeyPatch, shortage: Exception
+) -> None:
+    a = peers.board("a", ["b"])
+    start, failed_s = threading.Thread.start, list[float]()
+
+    def start_unless_short(thread: threading.Thread) -> None:
+        if thread.name == "direct-from-stranger" and len(failed_s) < 3:
+            failed_s.append(time.monotonic())
+            raise shortage
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_unless_short)
+    for _ in range(3):
+        with socket.create_connection(a.address) as refused:
+            assert is_closed(refused)
+    assert failed_s[-1] - failed_s[0] >= 2 * ACCEPT_PAUSE_S  # it does not spin meanwhile
+    still_works(peers, a)
 
 
 def test_tls_1_2_will_do_and_nothing_older(peers: PeerFleet) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import socket
 import ssl
 import time
+from typing import Any
 
 import pytest
 from peer_boards import HASTY, PATIENCE_S, PATIENT, PeerFleet, direct_threads, eventually, hear, is_closed, say
 
 from edgefl.coordinator import pki
+from edgefl.device.neighbours import peer_sender
 from edgefl.device.neighbours.direct import PeerPace
 from edgefl.device.neighbours.peer_frames import FrameKind, read_frame
 
@@ -181,3 +183,19 @@ def test_a_neighbour_that_breaks_off_at_once_is_tried_less_and_less_often(peers:
     # At least half of the waits, which are 0.2, 0.4 and 0.8 s.
     assert time.monotonic() - started_s > 0.69
     assert confirm(connection) == b"1"
+
+
+def test_a_board_without_memory_for_a_moment_dials_again(peers: PeerFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped = peer_sender.wrap
+    shortages = [MemoryError(), MemoryError()]
+
+    def wrap_unless_short(plain: socket.socket, *rest: Any, **options: Any) -> ssl.SSLSocket:
+        if shortages:
+            plain.close()
+            raise shortages.pop()
+        return wrapped(plain, *rest, **options)
+
+    monkeypatch.setattr(peer_sender, "wrap", wrap_unless_short)
+    a, b = peers.pair()
+    a.carrier.send("b", b"state")
+    b.wait_for(b"state")
