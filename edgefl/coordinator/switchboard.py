@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from edgefl.coordinator.askers import Askers
 from edgefl.coordinator.mail import Reply
 from edgefl.protocol import Command, CommandKind, Heartbeat
 from edgefl.types import Progress
 
+END_AGAIN_S = 60.0
+
 
 class Switchboard:
-    """Hands on what devices say, in whatever thread has heard it. Before `open` nobody has asked anything."""
+    """Hands on what devices say, in whatever thread has heard it. Before `open` nobody has asked anything.
 
-    def __init__(self) -> None:
+    Args:
+        clock: seconds, monotone.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._askers: Askers | None = None
 
     def open(self, askers: Askers) -> None:
@@ -35,10 +45,10 @@ class Switchboard:
             return
         askers.deployments.heard(device_id, heartbeat)
         askers.installations.heard(device_id, heartbeat)
-        _call_back(askers, device_id, heartbeat)
+        _call_back(askers, device_id, heartbeat, self._clock())
 
 
-def _call_back(askers: Askers, device_id: str, heartbeat: Heartbeat) -> None:
+def _call_back(askers: Askers, device_id: str, heartbeat: Heartbeat, now_s: float) -> None:
     """Recalls work for a run that is over; a coordinator that was killed could not, and it may take hours.
 
     Likewise ends a node that nobody listens to any more, since it is flagged.
@@ -49,9 +59,11 @@ def _call_back(askers: Askers, device_id: str, heartbeat: Heartbeat) -> None:
     is_wanted = worker.is_active(run) or worker.goes_on(run)
     if is_wanted and (assignment or not worker.bars(run, device_id)):
         return
-    # The same id each time: a device obeys a command once.
     if assignment:
+        # The same id each time: a device obeys a command once.
         recall = Command(id=f"recall-{assignment}", kind=CommandKind.RECALL, argument=assignment)
         askers.bell.command(device_id, recall)
     else:  # a node that goes on by itself
-        askers.bell.command(device_id, Command(id=f"end-{run}", kind=CommandKind.END, argument=run))
+        # Another id after a while: it may have obeyed, and begun again when the run was resumed.
+        end_id = f"end-{run}-{int(now_s / END_AGAIN_S)}"
+        askers.bell.command(device_id, Command(id=end_id, kind=CommandKind.END, argument=run))

@@ -38,7 +38,8 @@ class Site:
         self.said: list[tuple[str, str, Any]] = []
         self.commands: list[tuple[str, Command]] = []
         self.worker = Worker()
-        self.board = Switchboard()
+        self.now_s = 60.0
+        self.board = Switchboard(clock=lambda: self.now_s)
         parts: Any = {
             "bell": SimpleNamespace(command=lambda device_id, command: self.commands.append((device_id, command))),
             "questions": SimpleNamespace(answered=self._hears("answer")),
@@ -92,10 +93,15 @@ def test_work_of_a_run_that_is_over_is_recalled_under_the_same_id_each_time(site
     assert site.commands == [("pi", recall)] * 2
 
 
-def test_a_node_of_a_run_that_is_over_is_told_to_end(site: Site) -> None:
+def test_a_node_of_a_run_that_is_over_is_told_to_end_under_another_id_once_a_minute(site: Site) -> None:
     site.board.open(site.askers)
-    site.board.heartbeat("pi", beat(run="over"))
-    assert site.commands == [("pi", Command(id="end-over", kind=CommandKind.END, argument="over"))]
+    for site.now_s in (60.0, 119.0, 120.0):
+        site.board.heartbeat("pi", beat(run="over"))
+    first, same, later = (command for _, command in site.commands)
+    assert (first.kind, first.argument) == (CommandKind.END, "over")
+    assert first == same
+    assert later == Command(id=later.id, kind=CommandKind.END, argument="over")
+    assert later.id != first.id
 
 
 @pytest.mark.parametrize("told", [{"run": "r", "assignment": "a-1"}, {"run": "r"}, {"run": "away"}], ids=str)
@@ -110,4 +116,4 @@ def test_a_flagged_node_is_ended_but_the_assignment_that_it_still_has_is_waited_
     site.board.heartbeat("pi-flagged", beat(run="r", assignment="a-1"))
     assert site.commands == []
     site.board.heartbeat("pi-flagged", beat(run="r"))
-    assert [command.id for _, command in site.commands] == ["end-r"]
+    assert [(command.kind, command.argument) for _, command in site.commands] == [(CommandKind.END, "r")]

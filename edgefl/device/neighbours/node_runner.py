@@ -132,7 +132,8 @@ class NodeRunner:
     def end(self, run: str) -> None:
         """Ends the session for good if it is of this run, which is over: its orders do not count any more."""
         with self._lock:
-            self._ended.append(run)
+            if run not in self._ended:
+                self._ended.append(run)
             self.give_up(run)
 
     def give_up(self, run: str | None = None) -> None:
@@ -151,7 +152,7 @@ class NodeRunner:
     def expect(self, run: str) -> None:
         """Says that a run begins, or goes on after it was over: its orders count again."""
         with self._lock:
-            while run in self._ended:
+            if run in self._ended:
                 self._ended.remove(run)
 
     def kept_order(self) -> Json | None:
