@@ -32,6 +32,7 @@ from edgefl.simulation.profiles import profile_names
 from edgefl.simulation.training import Training
 from edgefl.storage.queries import history
 from edgefl.storage.store import Store
+from edgefl.strategies.checked import Checked
 from edgefl.strategies.evaluation import EvaluationSchedule
 from edgefl.strategies.gate import Guard, StrategyGate
 from edgefl.summary import node_figures, run_in_words
@@ -209,6 +210,8 @@ class _Simulation:
                 rounds=assembled.rounds,
                 gate=gate,
             )
+            if isinstance(strategy, Checked):
+                strategy.check_last(state)
         except BaseException as error:
             book.fail(error)
             raise

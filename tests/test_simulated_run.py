@@ -205,6 +205,40 @@ def test_a_run_that_fails_says_so_in_its_history(tmp_path: Path) -> None:
     assert "nothing happens any more" in record.reason
 
 
+LATE = """
+from dataclasses import dataclass
+from edgefl.strategies.fedavg import FedAvg
+
+class Odd:
+    def __init__(self, inner):
+        self.inner = inner
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+    def aggregate(self, state):
+        state = self.inner.aggregate(state)
+        if state.version == 3:
+            state.settled["device-01"] = {"of-late": print}
+        return state
+
+@dataclass(frozen=True, kw_only=True)
+class Late(FedAvg):
+    def build(self, rules):
+        return Odd(FedAvg.build(self, rules))
+"""
+
+
+def test_a_last_state_that_a_live_run_could_not_save_fails_a_simulated_one_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "late_strategy.py").write_text(LATE)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = run_file(strategy={"name": "late_strategy:Late"})
+    with pytest.raises(StrategyError, match=r"late_strategy:Late: .* a state that cannot be saved: .*of-late"):
+        edgefl.simulate(config, devices=2, scheme="iid", root=tmp_path)
+    with Store.open(tmp_path / "edgefl.db", read_only=True) as store:
+        assert [record.status for record in store.runs()] == ["failed"]
+
+
 def test_what_makes_no_sense_is_told_before_anything_is_written(tmp_path: Path) -> None:
     root = tmp_path / "none"
     for config, kind, message in (

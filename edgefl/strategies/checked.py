@@ -170,6 +170,14 @@ class Checked:
             return state
         return self._checked_state("finish", self._call("finish", state))
 
+    def check_last(self, state: Any) -> None:
+        """Tries to save the state that a run ends with, as a live one does.
+
+        Raises:
+            StrategyError: it cannot be saved.
+        """
+        self._check_savable("receive, aggregate or finish", state)
+
     def model(self, state: Any) -> Tensors:
         return self._checked_model("model", self._call("model", state))
 
