@@ -50,6 +50,7 @@ class NodeRunner:
         self._run = ""
         self._session: NodeSession | None = None
         self._carrier: Carrier | None = None
+        self._rested: Carrier | None = None
         self._lock = threading.RLock()
         self._ended: deque[str] = deque(maxlen=KEPT_ENDED)
         self._watch = PeerWatch()
@@ -128,6 +129,7 @@ class NodeRunner:
                 session.stop()
             if carrier is not None:
                 carrier.stop()
+                self._rested = carrier
 
     def end(self, run: str) -> None:
         """Ends the session for good if it is of this run, which is over: its orders do not count any more."""
@@ -142,10 +144,10 @@ class NodeRunner:
             known = self._run if self._session is not None else str((self.kept_order() or {}).get("run", ""))
             if run is not None and run != known:
                 return
-            carrier = self._carrier
             self.pause()
-            if carrier is not None:
-                carrier.set_neighbours([])  # what was left for them somewhere goes
+            if self._rested is not None:
+                self._rested.set_neighbours([])  # what was left for them somewhere goes
+                self._rested = None
             with contextlib.suppress(OSError):
                 self._path.unlink(missing_ok=True)
 

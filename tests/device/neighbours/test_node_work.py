@@ -212,6 +212,21 @@ def test_a_node_of_a_drained_board_rests_until_it_gets_work_again(board: Board) 
     assert [wire.is_running for wire in board.wires] == [False, True]
 
 
+@pytest.mark.parametrize("is_told", [True, False], ids=["the run ends", "another run begins"])
+def test_what_a_node_that_rests_had_for_its_neighbours_goes_when_it_is_needed_no_more(
+    board: Board, *, is_told: bool
+) -> None:
+    alone(board, model=MODEL)
+    board.trainer.rest()
+    eventually(lambda: board.trainer.now is None)
+    assert board.wires[0].neighbours == {"a", "c"}
+    if is_told:
+        board.trainer.end_run("r")
+    else:
+        alone(board, model=MODEL, run="s")
+    eventually(lambda: board.wires[0].neighbours == frozenset())
+
+
 def test_a_board_that_is_drained_while_a_report_is_awaited_says_so_and_can_be_asked_again(board: Board) -> None:
     alone(board, model=MODEL)
     replies = list[dict[str, Any]]()
