@@ -78,8 +78,7 @@ def join(state: DecentralisedState, name: str, *, is_counted_together: bool) -> 
     known = state.nodes.get(name)
     for edge in state.edges:
         if name in edge:
-            key = " ".join(edge)
-            state.edge_epochs[key] = state.edge_epochs.get(key, 0) + 1
+            _begin_anew(state, edge)
     others = [node for other, node in state.nodes.items() if node.is_member and other != name]
     node = known or NodeState()
     node.is_member, node.exchanges = True, max((other.exchanges for other in others), default=0)
@@ -95,8 +94,14 @@ def bridge(state: DecentralisedState) -> None:
     parts = connected_parts(there, [edge for edge in state.edges if set(edge) <= set(there)])
     before, state.bridges = state.bridges, tuple((one[0], other[0]) for one, other in itertools.pairwise(parts))
     for edge in set(state.bridges) - set(before):
-        key = " ".join(edge)
-        state.edge_epochs[key] = state.edge_epochs.get(key, 0) + 1
+        _begin_anew(state, edge)
+
+
+def _begin_anew(state: DecentralisedState, edge: Edge) -> None:
+    key = " ".join(edge)
+    epoch = state.edge_epochs.get(key, 0)
+    state.edge_degrees.pop(f"{key} {epoch}", None)
+    state.edge_epochs[key] = epoch + 1
 
 
 def edges_told(state: DecentralisedState, graph: Graph, name: str) -> str:

@@ -217,6 +217,7 @@ def test_outages_leave_no_edges_behind() -> None:
         fleet.turn()
     last = {order.device_id: order for order in [*fleet.turn(), *fleet.turn()]}
     assert all(len(node_of(order).edges) == 2 for order in last.values())
+    assert len(fleet.state.edge_degrees) == len(fleet.state.edges)
 
 
 def test_a_newcomer_gets_two_neighbours_and_joins_at_their_exchange() -> None:
