@@ -47,9 +47,9 @@ class BrokerCarrier:
         gone = self._neighbours - frozenset(neighbours)
         self._neighbours = frozenset(neighbours)
         if gone:
-            self._link().forget_peers(gone)
-            if self._is_running and self._neighbours:
-                self._link().listen_to_peers()
+            self._link().forget_peers(gone)  # it hears nobody then
+        if self._is_running and self._neighbours:
+            self._link().listen_to_peers()
 
     def set_hosts(self, hosts: Mapping[str, tuple[str, int]]) -> None: ...
 

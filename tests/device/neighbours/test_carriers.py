@@ -9,6 +9,7 @@ import pytest
 from edgefl.device.neighbours.broker_carrier import BrokerCarrier
 from edgefl.device.neighbours.carriers import Carriers
 from edgefl.device.neighbours.direct import DirectCarrier
+from edgefl.device.peers import Peers
 from edgefl.device.state import DeviceState
 from edgefl.errors import NetworkError
 from edgefl.types import EdgeSide, NodePlan
@@ -17,9 +18,12 @@ from edgefl.types import EdgeSide, NodePlan
 class Link:
     def __init__(self) -> None:
         self.num_listens = 0
+        self.peers = Peers()
+        self.forget_peers = self.peers.forget
 
     def listen_to_peers(self) -> None:
         self.num_listens += 1
+        self.peers.listen()
 
 
 class Site:
@@ -57,6 +61,16 @@ def test_when_the_link_has_moved_the_carrier_listens_on_the_new_one(site: Site) 
     site.links.append(Link())
     site.carriers.moved()
     assert [link.num_listens for link in site.links] == [1, 1]
+
+
+def test_a_node_whose_neighbours_were_all_away_hears_them_again_when_they_are_back(site: Site) -> None:
+    carrier, peers = site.make("peer"), site.links[0].peers
+    carrier.set_neighbours(["pi-2"])
+    assert not peers.is_listening
+    carrier.start()
+    for neighbours in (["pi-3"], [], ["pi-2"]):
+        carrier.set_neighbours(neighbours)
+        assert peers.is_listening == bool(neighbours)
 
 
 def test_a_direct_carrier_listens_on_all_addresses_at_the_port_that_neighbours_are_told(site: Site) -> None:
