@@ -157,7 +157,12 @@ class NodeWork:
     def _report(
         self, job: Job, warm: WarmTask, model: bytes, plan: NodePlan, is_recalled: Callable[[int], bool]
     ) -> tuple[Json, bytes]:
-        """Lets the node go on by itself, and tells what it has once it is far enough."""
+        """Lets the node go on by itself, and tells what it has once it is far enough.
+
+        One that diverges asks for a model to begin anew from; if it did begin with one, that it has diverged is told.
+        """
+        if self._nodes.has_diverged(job.run):
+            self._runner.give_up(job.run)
         if self._runner.run == job.run:
             self._runner.follow(job.plan, job.header)
         else:
@@ -165,7 +170,8 @@ class NodeWork:
         self._working.release()  # the node trains, and this thread only waits
         try:
             report = self._runner.report(plan.until, lambda: is_recalled(self._runner.iterations()))
-            self._engine(job, warm, b"", plan)  # one that has diverged needs a model to begin anew from
+            if not model and self._nodes.has_diverged(job.run):
+                raise NeedsDenseError("needs the model: its training has diverged")
         except EdgeflError:
             if self._runner.run == job.run:  # one that rests is taken up again
                 self._runner.give_up(job.run)

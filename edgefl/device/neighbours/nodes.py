@@ -42,11 +42,11 @@ class Nodes:
 
     def engine(self, run: str, plan: NodePlan, learner: Learner, shapes: Shapes) -> Engine | None:
         """Returns the node of a run, from memory or from disk; None when there is none, and a model is needed."""
-        if self._run == run and self._engine is not None:
-            if is_finite(self._engine.node.weights):
-                return self._engine
+        if self.has_diverged(run):
             log.warning("the node of run %s has diverged; it begins anew", run)
             return None
+        if self._run == run and self._engine is not None:
+            return self._engine
         saved = load_arrays(self._folder, run)
         if saved is None:
             return None
@@ -59,6 +59,10 @@ class Nodes:
             return None
         log.info("goes on as node of run %s after %d iterations", run, engine.node.iterations)
         return self._entered(run, engine)
+
+    def has_diverged(self, run: str) -> bool:
+        """Says whether the node of a run is of no use any more, and is to begin anew."""
+        return self._run == run and self._engine is not None and not is_finite(self._engine.node.weights)
 
     def begin(self, run: str, plan: NodePlan, learner: Learner, shapes: Shapes) -> Engine:
         """Returns the node of a run, which starts from the learner's model; one that there was numbers on."""

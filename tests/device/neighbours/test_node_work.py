@@ -301,12 +301,16 @@ def test_a_node_that_had_to_give_up_takes_part_again_with_the_next_assignment(bo
     assert "is over" in alone(board, until=0)[0]["error"]
 
 
+def is_sound(reply: tuple[dict[str, Any], bytes]) -> bool:
+    model = decode_body(unpack_mail(reply[0]["mail"], reply[1])[1], SHAPES)
+    return all(np.isfinite(array).all() for array in model.values())
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy: a board goes on after them
 def test_a_node_that_diverged_while_it_went_on_alone_asks_for_a_model_and_begins_anew_from_it(board: Board) -> None:
     alone(board, model=MODEL)
-    codec = EdgeCodec("", edge_shapes(SHAPES), epoch=1)
+    codec, steps = EdgeCodec("", edge_shapes(SHAPES), epoch=1), itertools.count(4)
     huge = {"y": {spec.name: np.full(spec.shape, 3e38, np.float32) for spec in edge_shapes(SHAPES)}}
-    steps = itertools.count(4)
 
     def asks_for_a_model() -> bool:
         mail = EdgeMessage(edge=("a", "b"), step=next(steps), body=codec.encode("b", huge, derived_rng(0)))
@@ -315,11 +319,22 @@ def test_a_node_that_diverged_while_it_went_on_alone_asks_for_a_model_and_begins
 
     eventually(asks_for_a_model)
     assert not board.wires[0].is_running
-    header, body = alone(board, until=0, model=MODEL)
-    assert "error" not in header
+    reply = alone(board, until=0, model=MODEL)
+    assert "error" not in reply[0]
     assert board.wires[1].is_running
-    model = decode_body(unpack_mail(header["mail"], body)[1], SHAPES)
-    assert all(np.isfinite(array).all() for array in model.values())
+    assert is_sound(reply)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_node_that_diverges_of_the_model_that_it_began_with_tells_so_before_it_asks_for_another(
+    board: Board,
+) -> None:
+    huge = {spec.name: np.full(spec.shape, 3e38, np.float32) for spec in SHAPES}
+    reply = alone(board, model=make_codec("dense", SHAPES).encode(huge, derived_rng(0)))
+    assert "error" not in reply[0]
+    assert not is_sound(reply)  # or it would be given one after the other for ever, and never be flagged
+    assert alone(board, until=10**9)[0]["needs_dense"] is True
+    assert is_sound(alone(board, until=0, model=MODEL))
 
 
 def test_another_run_takes_the_place_of_a_node_that_goes_on_alone(board: Board) -> None:
