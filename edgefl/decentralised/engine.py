@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -127,15 +128,21 @@ class Engine:
 
     def state(self) -> dict[str, Array]:
         """Returns all that must survive a reboot, flat by name."""
-        return self.node.state() | {f"buffer/{name}": array.copy() for name, array in self.buffers.items()}
+        epochs = {f"epoch/{neighbour}": np.array(side.epoch) for neighbour, side in self.node.edges.items()}
+        return self.node.state() | epochs | {f"buffer/{name}": array.copy() for name, array in self.buffers.items()}
 
     def restore(self, saved: Mapping[str, Array]) -> None:
-        """Goes on from a state of the same method.
+        """Goes on from a state of the same method; edges that began anew since then begin anew here, too.
 
         Raises:
             ConfigError: it is another method's, or of another model.
         """
         self.node.restore(saved)
+        now = tuple(self.node.edges.values())
+        for side in now:
+            epoch = int(saved.get(f"epoch/{side.neighbour}", side.epoch))
+            self.node.edges[side.neighbour] = replace(side, epoch=epoch)
+        self.follow(now)
         self.buffers = {
             name.removeprefix("buffer/"): array.copy() for name, array in saved.items() if name.startswith("buffer/")
         }

@@ -160,6 +160,23 @@ def test_after_a_reboot_to_an_older_state_neighbours_hear_the_node_and_it_catche
         assert len({one.node.exchanges for one in engines.values()}) == 1
 
 
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_an_edge_that_began_anew_while_a_node_was_off_begins_anew_at_both_its_ends(method: str) -> None:
+    engines = {name: engine(method, name) for name in NAMES}
+    play(engines, 4)
+    one = engines["b"]
+    kept, period = one.state(), one.node.period
+    sides = tuple(replace(side, epoch=int(side.neighbour == "a")) for side in RING.sides("b", period))
+    node = make_node(method, "b", sides, learning_rate=0.1, period=period, life=2)
+    node.begin({"w": np.zeros(2)})
+    again = Engine(node, Plain(), np.random.default_rng(0))
+    again.restore(kept)
+    one.follow(sides)  # as it is without a reboot
+    found, wanted = again.state(), one.state()
+    assert found.keys() == wanted.keys()
+    assert all(np.array_equal(found[name], array) for name, array in wanted.items())
+
+
 def test_buffers_stay_with_the_node_and_over_a_reboot() -> None:
     one = engine("dsgd", "a", start=1.0)
     one.buffers = {"mean": np.array([3.0])}
