@@ -26,7 +26,7 @@ from edgefl.device.jobs import Job, job_of
 from edgefl.device.neighbours.node_runner import MakeCarrier
 from edgefl.device.neighbours.node_work import NeedsDenseError, NodeWork
 from edgefl.device.readiness import NotHeldError, Readiness
-from edgefl.device.residents import load_resident, save_resident
+from edgefl.device.residents import Residents
 from edgefl.device.run_memory import RunMemory
 from edgefl.device.warm_tasks import WarmTask, WarmTasks
 from edgefl.errors import DataError, EdgeflError
@@ -99,7 +99,7 @@ class Trainer:
         self._device_id, self._role, self._state_dir = device_id, role, state_dir
         self._on_progress = on_progress
         self._tasks = WarmTasks(shards, accelerator=accelerator, threads=threads)
-        self._memory = RunMemory(state_dir)
+        self._memory, self._residents = RunMemory(state_dir), Residents(state_dir)
         self._working = threading.Lock()
         self._nodes = NodeWork(
             device_id,
@@ -139,6 +139,7 @@ class Trainer:
     def close(self) -> None:
         """Writes what runs are to remember; called by the thread that trains, when the agent stops."""
         self._memory.save()
+        self._residents.save()
         self._nodes.close()
 
     def go_on(self) -> None:
@@ -238,7 +239,7 @@ class Trainer:
         data = self._training_data(job, warm)
         learner = self._loaded(job, warm, body)
         result, extra = self._trained(job, learner, data)
-        save_resident(self._state_dir, job.run, warm.shapes, learner)
+        self._residents.keep(job.run, warm.shapes, learner)
         encoded = self._encoded(job, warm, result.displacement)
         self._memory.save(only_when_due=job.header.get("residuals") != "durable")
         metrics = {
@@ -343,7 +344,7 @@ class Trainer:
     def _loaded(self, job: Job, warm: WarmTask, body: bytes) -> Learner:
         """Puts the global model into the learner, and what this board keeps for itself beside it."""
         if any(not spec.shared for spec in warm.shapes):
-            warm.learner.load(load_resident(self._state_dir, job.run, warm.shapes) or warm.task.init(job.seed))
+            warm.learner.load(self._residents.load(job.run, warm.shapes) or warm.task.init(job.seed))
         warm.learner.load(self._received(job, warm, body))
         return warm.learner
 

@@ -1,9 +1,10 @@
 import os
+import resource
 
 import numpy as np
 import pytest
 
-from edgefl.device.residents import load_resident, save_resident
+from edgefl.device.residents import Residents
 from edgefl.types import TensorSpec
 
 SHAPES = (
@@ -22,73 +23,88 @@ class Learner:
 
 
 def test_what_was_saved_comes_back_and_only_what_stays_on_the_board(tmp_path):
-    save_resident(tmp_path, "r", SHAPES, Learner(3.0))
-    kept = load_resident(tmp_path, "r", SHAPES)
+    Residents(tmp_path).keep("r", SHAPES, Learner(3.0))
+    kept = Residents(tmp_path).load("r", SHAPES)
     assert set(kept) == {"head.weight", "head.bias"}
     assert kept["head.weight"].tolist() == [[3.0, 3.0], [3.0, 3.0]]
 
 
 def test_the_newest_replaces_the_one_before_and_leaves_nothing_else(tmp_path):
     for value in (1.0, 2.0):
-        save_resident(tmp_path, "r", SHAPES, Learner(value))
-    assert load_resident(tmp_path, "r", SHAPES)["head.bias"].tolist() == [2.0, 2.0]
+        Residents(tmp_path).keep("r", SHAPES, Learner(value))
+    assert Residents(tmp_path).load("r", SHAPES)["head.bias"].tolist() == [2.0, 2.0]
     assert len(list((tmp_path / "runs").iterdir())) == 1
 
 
 def test_what_a_training_that_diverged_leaves_is_not_kept(tmp_path):
     for value in (1.0, np.nan):
-        save_resident(tmp_path, "r", SHAPES, Learner(value))
-    assert load_resident(tmp_path, "r", SHAPES)["head.bias"].tolist() == [1.0, 1.0]
+        Residents(tmp_path).keep("r", SHAPES, Learner(value))
+    assert Residents(tmp_path).load("r", SHAPES)["head.bias"].tolist() == [1.0, 1.0]
 
 
 def test_runs_are_kept_apart_whatever_they_are_called(tmp_path):
-    save_resident(tmp_path, "r", SHAPES, Learner(1.0))
-    save_resident(tmp_path, "../../r", SHAPES, Learner(2.0))
-    assert load_resident(tmp_path, "r", SHAPES)["head.bias"].tolist() == [1.0, 1.0]
+    Residents(tmp_path).keep("r", SHAPES, Learner(1.0))
+    Residents(tmp_path).keep("../../r", SHAPES, Learner(2.0))
+    assert Residents(tmp_path).load("r", SHAPES)["head.bias"].tolist() == [1.0, 1.0]
     assert {path.parent for path in tmp_path.rglob("*.npz")} == {tmp_path / "runs"}
 
 
 def test_a_model_that_is_shared_whole_writes_nothing(tmp_path):
-    save_resident(tmp_path, "r", SHAPES[:1], Learner(1.0))
+    Residents(tmp_path).keep("r", SHAPES[:1], Learner(1.0))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_only_the_newest_runs_are_kept_whatever_the_clock_says(tmp_path):
     for number in range(6):
-        save_resident(tmp_path, f"r{number}", SHAPES, Learner(1.0))
+        Residents(tmp_path).keep(f"r{number}", SHAPES, Learner(1.0))
         os.utime(tmp_path / "runs" / f"r{number}.npz", (1000 + number, 1000 + number))
     assert {path.stem for path in (tmp_path / "runs").iterdir()} == {"r2", "r3", "r4", "r5"}
     for path in (tmp_path / "runs").iterdir():
         os.utime(path, (9e9, 9e9))
-    save_resident(tmp_path, "new", SHAPES, Learner(1.0))
-    assert load_resident(tmp_path, "new", SHAPES) is not None
+    Residents(tmp_path).keep("new", SHAPES, Learner(1.0))
+    assert Residents(tmp_path).load("new", SHAPES) is not None
     assert len(list((tmp_path / "runs").iterdir())) == 4
 
 
 def test_there_is_nothing_before_the_first_time(tmp_path):
-    assert load_resident(tmp_path, "r", SHAPES) is None
+    assert Residents(tmp_path).load("r", SHAPES) is None
 
 
 @pytest.mark.parametrize("cut", [0, 1, 10, 100, -1, -10, -100])
 def test_a_torn_file_counts_as_none(tmp_path, cut):
-    save_resident(tmp_path, "r", SHAPES, Learner(1.0))
+    Residents(tmp_path).keep("r", SHAPES, Learner(1.0))
     (path,) = tmp_path.rglob("*.npz")
     path.write_bytes(path.read_bytes()[:cut])
-    assert load_resident(tmp_path, "r", SHAPES) is None
+    assert Residents(tmp_path).load("r", SHAPES) is None
 
 
 def test_flipped_bits_are_noticed_or_harmless(tmp_path):
-    save_resident(tmp_path, "r", SHAPES, Learner(1.0))
+    Residents(tmp_path).keep("r", SHAPES, Learner(1.0))
     (path,) = tmp_path.rglob("*.npz")
     whole = path.read_bytes()
     for place in range(0, len(whole), 7):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x40]) + whole[place + 1 :])
-        kept = load_resident(tmp_path, "r", SHAPES)
+        kept = Residents(tmp_path).load("r", SHAPES)
         assert kept is None or kept["head.bias"].tolist() == [1.0, 1.0]
 
 
 def test_a_task_of_another_shape_begins_anew(tmp_path):
-    save_resident(tmp_path, "r", SHAPES, Learner(1.0))
+    Residents(tmp_path).keep("r", SHAPES, Learner(1.0))
     other = (SHAPES[0], TensorSpec(name="head.weight", shape=(3, 3), shared=False))
-    assert load_resident(tmp_path, "r", other) is None
-    assert load_resident(tmp_path, "r", (TensorSpec(name="new", shape=(1,), shared=False),)) is None
+    assert Residents(tmp_path).load("r", other) is None
+    assert Residents(tmp_path).load("r", (TensorSpec(name="new", shape=(1,), shared=False),)) is None
+
+
+def test_what_finds_no_room_is_held_in_memory_and_written_once_there_is_some(tmp_path, request, caplog):
+    residents = Residents(tmp_path)
+    residents.keep("r", SHAPES, Learner(1.0))
+    request.getfixturevalue("full_card")
+    for value in (2.0, 3.0, np.nan):
+        residents.keep("r", SHAPES, Learner(value))
+    assert "cannot keep the tensors of run r" in caplog.text
+    assert residents.load("r", SHAPES)["head.bias"].tolist() == [3.0, 3.0]
+    assert Residents(tmp_path).load("r", SHAPES)["head.bias"].tolist() == [1.0, 1.0]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.getrlimit(resource.RLIMIT_FSIZE)[1],) * 2)
+    residents.keep("s", SHAPES, Learner(4.0))
+    for run, value in (("r", 3.0), ("s", 4.0)):
+        assert Residents(tmp_path).load(run, SHAPES)["head.bias"].tolist() == [value] * 2

@@ -1,5 +1,6 @@
 """The trainer on real shards: digits in files, and a small task of a user's own that counts what is done to it."""
 
+import resource
 import shutil
 import sys
 import threading
@@ -392,6 +393,18 @@ def test_tensors_that_stay_on_the_board_are_neither_sent_nor_forgotten(own, tmp_
     assert rebooted.evaluate(body=body)[0]["metrics"]["loss"] == after
     rebooted.train(body=body)
     assert rebooted.evaluate(body=body)[0]["metrics"]["loss"] == after - 1.5
+
+
+def test_tensors_that_stay_on_the_board_are_trained_on_while_its_card_is_full(own, tmp_path, full_card):
+    device = Device(tmp_path, {OWN_TASK: "anywhere"}, task=OWN_TASK)
+    body = device.model(0.0)
+    for number in (1, 2):
+        assert "error" not in device.train(body=body, assignment=f"r/a-{number}")[0]
+        assert device.evaluate(body=body)[0]["metrics"]["loss"] == 100.0 - 1.5 * number
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.getrlimit(resource.RLIMIT_FSIZE)[1],) * 2)
+    device.trainer.close()
+    rebooted = Device(tmp_path, {OWN_TASK: "anywhere"}, task=OWN_TASK)
+    assert rebooted.evaluate(body=body)[0]["metrics"]["loss"] == 97.0
 
 
 def test_another_run_begins_with_tensors_of_its_own(own, tmp_path):
