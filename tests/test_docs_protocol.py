@@ -35,6 +35,7 @@ from edgefl.coordinator.dispatch.lives import Lives
 from edgefl.coordinator.dispatch.messages import order_header
 from edgefl.coordinator.fleet import presence
 from edgefl.coordinator.joining.enrolment import enrolment_router
+from edgefl.coordinator.joining.readmission import readmission_router
 from edgefl.coordinator.joining.renewal import renewal_router
 from edgefl.coordinator.monitoring.metrics import metrics_router
 from edgefl.coordinator.rollouts import deployments, installations, rollout, telling
@@ -131,6 +132,7 @@ def served() -> dict[str, str]:
         page_router(None, viewer=viewer, operator=operator),  # type: ignore[arg-type]
         dashboard_router(),
         renewal_router(None, device=device),  # type: ignore[arg-type]
+        readmission_router(None),  # type: ignore[arg-type]
         certificates_router(rotation=None, remove=str, operator=operator),  # type: ignore[arg-type]
         deployment_router(  # type: ignore[call-arg]
             store=None,
@@ -181,6 +183,7 @@ def test_protocol_md_lists_every_route_and_who_may_call_it() -> None:
         "metrics",
         "models_api",
         "page_api",
+        "readmission",
         "renewal",
     }
 

@@ -35,7 +35,7 @@ EARLIEST_NOW = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
 CRL_EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 MAX_CN = 64
 HOST_NAME = re.compile(r"[a-z0-9_](?:[a-z0-9_.-]{0,251}[a-z0-9_])?\Z")
-_DAMAGED = (ValueError, TypeError, KeyError, UnsupportedAlgorithm, x509.InvalidVersion)
+DAMAGED = (ValueError, TypeError, KeyError, UnsupportedAlgorithm, x509.InvalidVersion)
 """What the parser makes of bytes that are no certificate, request, list or key."""
 
 
@@ -120,7 +120,7 @@ def revocation_number(crl_pem: bytes) -> int:
     try:
         crl = x509.load_pem_x509_crl(crl_pem)
         return int(crl.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number)
-    except (*_DAMAGED, x509.ExtensionNotFound):
+    except (*DAMAGED, x509.ExtensionNotFound):
         return 0
 
 
@@ -130,7 +130,7 @@ def request_key(csr_pem: bytes) -> ec.EllipticCurvePublicKey:
         request = x509.load_pem_x509_csr(csr_pem)
         key = request.public_key()
         proven = request.is_signature_valid
-    except (*_DAMAGED, InvalidSignature) as error:
+    except (*DAMAGED, InvalidSignature) as error:
         raise JoinError(f"the certificate request cannot be read: {error}") from None
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1 | ec.SECP384R1):
         raise JoinError("the key of the certificate request must be EC P-256 or P-384")
@@ -163,7 +163,7 @@ def belong_together(cert_pem: bytes, key_pem: bytes) -> bool:
     """Returns whether a certificate is for this private key; False also when one of them cannot be read."""
     try:
         return _load_certificate(cert_pem).public_key() == _load_key(key_pem).public_key()
-    except (ConfigError, *_DAMAGED):  # a certificate is read when it is opened, its key only when it is asked for
+    except (ConfigError, *DAMAGED):  # a certificate is read when it is opened, its key only when it is asked for
         return False
 
 
@@ -272,14 +272,14 @@ def _general_name(host: str) -> x509.GeneralName:
 def _load_certificate(cert_pem: bytes) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificate(cert_pem)
-    except _DAMAGED as error:
+    except DAMAGED as error:
         raise ConfigError(f"the certificate cannot be read: {error}") from None
 
 
 def _load_key(key_pem: bytes) -> ec.EllipticCurvePrivateKey:
     try:
         key = serialization.load_pem_private_key(key_pem, password=None)
-    except _DAMAGED as error:
+    except DAMAGED as error:
         raise ConfigError(f"the private key cannot be read: {error}") from None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise ConfigError("the private key must be an EC key")

@@ -31,6 +31,7 @@ from edgefl.coordinator.fleet.twins import Cloned, TwinTried
 from edgefl.coordinator.hindrance import Hindrance
 from edgefl.coordinator.joining.enrolment import BrokerSite, EnrolmentService
 from edgefl.coordinator.joining.own_certificates import renew_ca, renew_own
+from edgefl.coordinator.joining.readmission import ReadmissionService
 from edgefl.coordinator.joining.renewal import RenewalService
 from edgefl.coordinator.joining.rotation import Rotation, note_own, own_serial
 from edgefl.coordinator.monitoring.monitoring import Monitoring, Watched
@@ -288,6 +289,9 @@ class Coordinator:
                 evaluator_token=lambda: self._evaluator.token_id,
             ),
             renewal=RenewalService(directory=directory, store=store, on_renewed=self._renewed, clock=time.time),
+            readmission=ReadmissionService(
+                directory=directory, store=store, on_readmitted=self._renewed, clock=time.time
+            ),
             rotation=self._rotation,
             remove=self._remove,
             watch=Watch(note=self._attempts.note),

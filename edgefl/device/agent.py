@@ -202,7 +202,7 @@ class Agent:
         self._bell.ring()  # work may be waiting
 
     def _activate(self, address: str) -> None:
-        """Takes its place in Flower; with the key of a renewal whose answer was lost, if the other counts no more."""
+        """Takes its place in Flower; where its key does not count, by what the renewal can do about that."""
         try:
             self._bench.supernode.connect(address)
         except UnauthorisedError:

@@ -79,6 +79,18 @@ def revoked_serials(store: Store, *, now: float, own: str | None = None) -> froz
     return frozenset(revoked - set(serials(store).values()) - {own})
 
 
+def is_heard_of(store: Store, device_id: str, *, serial: str, ends_at: float) -> bool:
+    """Returns whether a certificate was ever issued as far as this store knows, or ends before the device's own."""
+    with store.database.read() as connection:
+        told: list[dict[str, Any]] = list(
+            connection.execute(select(Event.data).where(Event.kind == ISSUED)).scalars()
+        )
+        held = {row[0]: row[1] for row in connection.execute(select(Device.device_id, Device.certificate_serial))}
+    heard = {data["serial"] for data in told} | {data.get("former") for data in told} | set(held.values())
+    own_ends_at = max((data["ends_at"] for data in told if data["serial"] == held.get(device_id)), default=0.0)
+    return serial in heard or ends_at < own_ends_at
+
+
 def due_for_rotation(store: Store) -> frozenset[str]:
     """Returns the devices that have got no certificate since all were asked to renew theirs."""
     newest = select(func.max(Event.id)).where(Event.kind == ROTATION_ASKED)

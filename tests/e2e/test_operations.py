@@ -11,6 +11,8 @@ import pytest
 from webhook_receiver import Receiver
 
 from edgefl.config import parse_run
+from edgefl.coordinator import pki
+from edgefl.device.state import DeviceState
 from edgefl.local_fleet import LocalFleet
 
 NAMES = ("device-01", "device-02")
@@ -48,6 +50,10 @@ def used_updates(fleet: LocalFleet, run_id: str, through: int) -> list[Any]:
     rows = fleet.history("updates", run=run_id, limit=10_000)
     kept = [row for row in rows if row["outcome"] == "used" and row["round"] <= through]
     return sorted(kept, key=lambda row: row["assignment_id"])
+
+
+def certificate_of(fleet: LocalFleet, name: str) -> str:
+    return pki.serial(DeviceState.load(fleet.root / name).cert.read_bytes())
 
 
 def test_the_metrics_of_a_run_are_those_of_its_history(fleet: LocalFleet, tools: Any) -> None:
@@ -98,6 +104,10 @@ def test_a_lost_coordinator_comes_back_with_its_history_and_its_devices(
     before = {run_id: closed_rounds(fleet, run_id) for run_id in (done, busy)}
     updates = used_updates(fleet, busy, 10)
     runs = {row["run_id"]: row for row in fleet.operator().get("/edgefl/v1/runs")["rows"]}
+    certificates = {name: certificate_of(fleet, name) for name in NAMES}
+    fleet.command("coordinator", "rotate")
+    tools.eventually(lambda: all(certificate_of(fleet, name) != certificates[name] for name in NAMES))
+    certificates = {name: certificate_of(fleet, name) for name in NAMES}
     fleet.kill("coordinator")
     shutil.rmtree(fleet.directory)
 
@@ -122,6 +132,7 @@ def test_a_lost_coordinator_comes_back_with_its_history_and_its_devices(
     )
     joins = [row for row in fleet.history("events") if row["kind"] == "device-joined"]
     assert len(joins) == 3, "nobody joined again"
+    assert certificates == {name: certificate_of(fleet, name) for name in NAMES}
     again = fleet.submit(run_of(2))
     assert fleet.wait_run(again)["status"] == "finished"
     assert [row["num_updates"] for row in fleet.history("rounds", run=again)] == [2, 2]

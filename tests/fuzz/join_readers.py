@@ -18,23 +18,26 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from cryptography.x509.oid import NameOID
 from fuzz.reader import Form, Reader, Seed
+from sqlalchemy import delete, update
 
 from edgefl import __version__
 from edgefl.coordinator import pki
 from edgefl.coordinator.directory import init_directory
 from edgefl.coordinator.joining.enrolment import BrokerSite, EnrolmentService
+from edgefl.coordinator.joining.readmission import ReadmissionService
 from edgefl.coordinator.joining.renewal import RenewalService
 from edgefl.coordinator.joining.tokens import TokenTerms, make_token
 from edgefl.device import installations, trust
 from edgefl.device.file_fetch import Source, json_answer
 from edgefl.device.inference import model_fetch
 from edgefl.device.joining.enrolment import _joined
-from edgefl.device.joining.keys import certificate_in, new_key, public_pem
+from edgefl.device.joining.keys import certificate_in, new_key, public_pem, request_pem
 from edgefl.device.joining.renewal import ends_at
 from edgefl.device.supernode import _reason
 from edgefl.device.trust import _json, say_hello
 from edgefl.findings import check_certificate
 from edgefl.protocol import JoinToken, certificate_fingerprint
+from edgefl.storage.models import Device, Event
 from edgefl.storage.store import Store
 
 KEY = ec.generate_private_key(ec.SECP256R1())
@@ -117,6 +120,32 @@ def renewals(folder: Path) -> Reader:
     seeds = (
         Seed(content=json.dumps(value).encode(), form=Form.JSON),
         Seed(content=_der(csr_pem()), close=lambda der: json.dumps({"v": 1, "csr": armoured(der)}).encode()),
+    )
+    return Reader(feed=feed, seeds=seeds, close=store.close)
+
+
+def readmissions(folder: Path) -> Reader:
+    """`POST /edgefl/v1/readmit`, of anybody: a certificate of the fleet, and a request by the same key."""
+    directory = init_directory(folder / "c", hosts=["pi.local"], fleet="lab")
+    store = Store.open(directory.database)
+    store.add_token(token_id="t", secret_sha256="ab" * 32, expires_at=2e9, uses=100, groups=())
+    store.enroll_device(token_id="t", secret_sha256="ab" * 32, now=1e9, device_id="pi-1", public_key=b"before")
+    client = pki.issue_client(directory.authority(), "pi-1")
+    service = ReadmissionService(directory=directory, store=store, on_readmitted=lambda *_: None, clock=lambda: 1e9)
+    csr, shown = request_pem(client.key_pem, "pi-1").decode(), client.cert_pem.decode()
+
+    def feed(data: bytes) -> None:
+        service.readmit(data)
+        with store.database.write() as connection:  # it has never heard of this one
+            connection.execute(delete(Event))
+            connection.execute(update(Device).values(certificate_serial=None))
+
+    def closed(der: bytes) -> bytes:
+        return json.dumps({"v": 1, "csr": csr, "certificate": armoured(der, "CERTIFICATE")}).encode()
+
+    seeds = (
+        Seed(content=json.dumps({"v": 1, "csr": csr, "certificate": shown}).encode(), form=Form.JSON),
+        Seed(content=_der(client.cert_pem), close=closed),
     )
     return Reader(feed=feed, seeds=seeds, close=store.close)
 
@@ -237,7 +266,5 @@ class _Socket:
 
 
 def _own_certificate(authority: pki.KeyPair, key_pem: bytes) -> bytes:
-    from edgefl.device.joining.keys import request_pem  # noqa: PLC0415 beside its use
-
     assert public_pem(key_pem)
     return pki.sign_request(authority, request_pem(key_pem, "pi-1"), "pi-1")

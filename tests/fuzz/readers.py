@@ -85,12 +85,17 @@ READERS: Mapping[str, Entry] = MappingProxyType(
             "coordinator/pki.py:request_key",
         ),
         "join-renew": _entry(join_readers.renewals, "coordinator/joining/renewal.py:RenewalService.renew"),
+        "join-readmit": _entry(
+            join_readers.readmissions,
+            "coordinator/joining/readmission.py:ReadmissionService.readmit",
+            "coordinator/joining/readmission.py:_shown",
+        ),
         "join-certificates": _entry(
             join_readers.certificates,
             "coordinator/pki.py:revocation_number",
             "coordinator/pki.py:_load_certificate",
             "coordinator/pki.py:_load_key",
-            "device/joining/renewal.py:ends_at",
+            "device/joining/renewal.py:_loaded",
             "findings.py:check_certificate",
             "protocol.py:_certificate",
         ),

@@ -15,6 +15,7 @@ from edgefl.coordinator.fleet.draining import Draining
 from edgefl.coordinator.fleet.membership import Membership
 from edgefl.coordinator.fleet.roster import Roster
 from edgefl.coordinator.joining.enrolment import EnrolmentService, enrolment_router
+from edgefl.coordinator.joining.readmission import ReadmissionService, readmission_router
 from edgefl.coordinator.joining.renewal import RenewalService, renewal_router
 from edgefl.coordinator.joining.rotation import Rotation
 from edgefl.coordinator.monitoring.metrics import Metrics, metrics_router
@@ -58,6 +59,7 @@ class Answering:
     metrics: Metrics
     enrolment: EnrolmentService
     renewal: RenewalService
+    readmission: ReadmissionService
     rotation: Rotation
     remove: Callable[[str], None]
     watch: Watch
@@ -83,6 +85,7 @@ def all_routers(parts: Answering) -> list[APIRouter]:
     return [
         enrolment_router(parts.enrolment, note=parts.watch.note),
         renewal_router(parts.renewal, device=device),
+        readmission_router(parts.readmission),
         certificates_router(rotation=parts.rotation, remove=parts.remove, operator=operator),
         jobs_router(
             store=store,

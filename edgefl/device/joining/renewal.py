@@ -13,6 +13,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from edgefl.device.joining.keys import certificate_in, new_key, public_pem, request_pem
 from edgefl.device.state import DeviceState
@@ -20,9 +21,12 @@ from edgefl.device.trust import Hello, post_json, say_hello
 from edgefl.errors import ClonedError, EdgeflError, NetworkError, NotAllowedError, NotJoinedError
 from edgefl.files import write_whole
 
+if TYPE_CHECKING:
+    from cryptography.x509 import Certificate
+
 log = logging.getLogger(__name__)
 
-ROUTE = "/edgefl/v1/renew"
+ROUTE, READMIT = "/edgefl/v1/renew", "/edgefl/v1/readmit"
 LOOK_EVERY_S = 3600.0
 """How often the coordinator is asked anew what is to be renewed."""
 LOOK_WHILE_OFF_S = 60.0
@@ -105,12 +109,33 @@ class Renewal:
         return True
 
     def recover(self, address: str) -> bool:
-        """Returns whether the device is known again, by the key of a renewal whose answer was lost.
+        """Returns whether the device is known again.
+
+        That is by the key of a renewal whose answer was lost, or by the one that it has, where the coordinator was
+        restored from a backup that is older.
 
         Raises:
             NetworkError: no answer.
             StoreError: it cannot be written.
         """
+        return self._is_renewed(address) or self._is_readmitted(address)
+
+    def _is_readmitted(self, address: str) -> bool:
+        """Shows the coordinator a certificate that it may not have heard of."""
+        try:
+            key_pem = self._state.key.read_bytes()
+            body = {
+                "csr": request_pem(key_pem, self._state.device_id).decode(),
+                "certificate": certificate_alone(self._state.cert.read_bytes()),
+            }
+            post_json(address, self._trust, READMIT, body)
+        except (EdgeflError, OSError, ValueError) as error:
+            log.debug("not readmitted: %s", error)
+            return False
+        log.info("the coordinator did not know this device's newest certificate, and has taken note of it")
+        return True
+
+    def _is_renewed(self, address: str) -> bool:
         if not self._state.pending_key.exists():
             return False
         key_pem = self._state.pending_key.read_bytes()
@@ -154,9 +179,24 @@ def ends_at(cert_pem: bytes) -> float:
     Raises:
         NotJoinedError: it is none.
     """
+    return _loaded(cert_pem).not_valid_after_utc.timestamp()
+
+
+def certificate_alone(pem: bytes) -> str:
+    """Returns the certificate (PEM) of a file in which its key may stand as well.
+
+    Raises:
+        NotJoinedError: there is none.
+    """
+    from cryptography.hazmat.primitives.serialization import Encoding  # noqa: PLC0415 as below
+
+    return _loaded(pem).public_bytes(Encoding.PEM).decode()
+
+
+def _loaded(pem: bytes) -> Certificate:
     from cryptography import x509  # noqa: PLC0415 not every command of a device looks at certificates
 
     try:
-        return x509.load_pem_x509_certificate(cert_pem).not_valid_after_utc.timestamp()
+        return x509.load_pem_x509_certificate(pem)
     except (ValueError, KeyError, x509.InvalidVersion) as error:
         raise NotJoinedError(f"the device's certificate cannot be read: {error}; join again") from None

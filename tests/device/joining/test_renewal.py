@@ -14,10 +14,10 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from edgefl.coordinator import pki
 from edgefl.device.joining.enrolment import JoinWishes, join
 from edgefl.device.joining.keys import new_key, public_pem
-from edgefl.device.joining.renewal import LOOK_EVERY_S, LOOK_WHILE_OFF_S, TRY_AGAIN_S, Renewal
+from edgefl.device.joining.renewal import LOOK_EVERY_S, LOOK_WHILE_OFF_S, READMIT, TRY_AGAIN_S, Renewal
 from edgefl.device.state import DeviceState
 from edgefl.device.trust import Hello, pinned_context
-from edgefl.errors import NetworkError
+from edgefl.errors import NetworkError, NotAllowedError
 
 DAY_S = 86_400.0
 
@@ -119,7 +119,9 @@ class Coordinator:
         self.door, self.asked = door, list[bytes]()
         self.loses_answers = False
 
-    def post(self, _address: str, _trust: Any, _path: str, value: Mapping[str, Any], **_: Any) -> dict[str, Any]:
+    def post(self, _address: str, _trust: Any, path: str, value: Mapping[str, Any], **_: Any) -> dict[str, Any]:
+        if path == READMIT:
+            raise NotAllowedError("this certificate counts no more, or its key is known")
         csr = str(value["csr"]).encode()
         self.asked.append(csr)
         if self.loses_answers:
@@ -219,3 +221,23 @@ def test_the_key_that_the_coordinator_knows_already_brings_the_device_back(
     assert renewal.recover("here:1")
     assert public_pem(state.key.read_bytes()) == public_pem(kept)
     assert abs(end_of(state) - time.time() - 90 * DAY_S) < DAY_S
+
+
+@pytest.mark.parametrize("is_renewed", [False, True], ids=["as it joined", "key and certificate in one file"])
+def test_a_device_shows_its_certificate_and_never_its_key_to_be_readmitted(
+    state: DeviceState, renewal: Renewal, front_door: Any, monkeypatch: pytest.MonkeyPatch, is_renewed: bool
+) -> None:
+    if is_renewed:
+        state.take_certificate(key_pem=state.key.read_bytes(), cert_pem=state.cert.read_bytes())
+    shown: list[Mapping[str, Any]] = []
+
+    def post(_address: str, _trust: Any, path: str, value: Mapping[str, Any], **_: Any) -> dict[str, Any]:
+        shown.append({"path": path, **value})
+        return {"v": 1}
+
+    monkeypatch.setattr("edgefl.device.joining.renewal.post_json", post)
+    assert renewal.recover("here:1")
+    assert [one["path"] for one in shown] == [READMIT]
+    assert "PRIVATE" not in str(shown)
+    assert pki.serial(shown[0]["certificate"].encode()) == pki.serial(state.cert.read_bytes())
+    assert pki.request_key(shown[0]["csr"].encode())

@@ -1,0 +1,125 @@
+"""A coordinator that was restored from a backup, and devices whose certificates are newer than that."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from joining_members import AT, Members
+
+from edgefl.coordinator import pki
+from edgefl.coordinator.directory import init_directory
+from edgefl.coordinator.joining.readmission import MAX_PEM_CHARS, ReadmissionService
+from edgefl.coordinator.joining.renewal import RenewalService
+from edgefl.device.joining.keys import new_key, public_pem, request_pem
+from edgefl.errors import EdgeflError, JoinError, NetworkError, NotAllowedError, NotFoundError
+from edgefl.storage.certificate_rows import revoked_serials, serials
+
+
+class Desk(Members):
+    """A directory from a backup; `issued` are certificates that its lost successor has signed."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.now, self.readmitted = AT, list[tuple[str, bytes]]()
+        self.first = {name: self.join(name) for name in ("pi-1", "pi-2")}
+        self.service = ReadmissionService(
+            directory=self.directory,
+            store=self.store,
+            on_readmitted=lambda name, key: self.readmitted.append((name, key)),
+            clock=lambda: self.now,
+        )
+
+    def issued(self, name: str, key: bytes, *, days: float = 90.0) -> bytes:
+        return pki.sign_request(self.directory.authority(), request_pem(key, name), name, days=days)
+
+    def show(self, certificate: bytes, key: bytes) -> None:
+        body = {"csr": request_pem(key, "x").decode(), "certificate": certificate.decode()}
+        self.service.readmit(json.dumps({"v": 1, **body}).encode())
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Desk:
+    return Desk(tmp_path / "c")
+
+
+def test_a_certificate_that_was_issued_after_the_backup_counts_again_and_the_one_of_the_backup_no_more(
+    desk: Desk,
+) -> None:
+    key = new_key()
+    certificate = desk.issued("pi-1", key, days=91)
+    desk.show(certificate, key)
+    assert desk.readmitted == [("pi-1", public_pem(key))]
+    assert serials(desk.store)["pi-1"] == pki.serial(certificate)
+    assert desk.store.device("pi-1").public_key == public_pem(key)
+    assert desk.first["pi-1"] in revoked_serials(desk.store, now=0.0)
+    with pytest.raises(NotAllowedError, match="counts no more, or its key is known"):
+        desk.show(certificate, key)
+
+
+def test_of_two_certificates_the_later_one_counts_whichever_comes_first(desk: Desk) -> None:
+    for name, order in (("pi-1", (0, 1)), ("pi-2", (1, 0))):
+        keys = [new_key(), new_key()]
+        certificates = [desk.issued(name, key, days=days) for key, days in zip(keys, (91, 92), strict=True)]
+        for place in order:
+            if (name, place) == ("pi-2", 0):
+                with pytest.raises(NotAllowedError):
+                    desk.show(certificates[place], keys[place])
+            else:
+                desk.show(certificates[place], keys[place])
+        assert desk.store.device(name).public_key == public_pem(keys[1])
+
+
+def test_a_certificate_that_was_replaced_before_the_backup_is_not_taken(desk: Desk) -> None:
+    old_key, old = desk.keys["pi-1"], desk.issued("pi-1", desk.keys["pi-1"], days=365)
+    renewal = RenewalService(
+        directory=desk.directory, store=desk.store, on_renewed=lambda _name, _key: None, clock=lambda: AT
+    )
+    desk.show(old, old_key)  # so it is known, and ends later than what comes
+    renewal.renew("pi-1", json.dumps({"v": 1, "csr": request_pem(new_key(), "pi-1").decode()}).encode())
+    with pytest.raises(NotAllowedError):
+        desk.show(old, old_key)
+
+
+def test_a_device_that_was_removed_or_never_there_stays_out(desk: Desk) -> None:
+    key = new_key()
+    desk.store.remove_device("pi-1", at=AT)
+    for name in ("pi-1", "pi-9"):
+        with pytest.raises(NotFoundError):
+            desk.show(desk.issued(name, key, days=91), key)
+    assert desk.readmitted == []
+
+
+def test_a_certificate_that_has_ended_is_not_taken(desk: Desk) -> None:
+    key = new_key()
+    certificate = desk.issued("pi-1", key, days=91)
+    desk.now = pki.expires_at(certificate)
+    with pytest.raises(NotAllowedError, match="has ended"):
+        desk.show(certificate, key)
+
+
+def test_only_who_has_the_key_of_a_device_s_certificate_of_this_fleet_is_let_in(desk: Desk, tmp_path: Path) -> None:
+    key, stranger = new_key(), init_directory(tmp_path / "other", fleet="lab").authority()
+    mine = desk.issued("pi-1", key, days=91)
+    server = desk.directory.server_cert.read_bytes()
+    for certificate, shown_by in (
+        (mine, new_key()),
+        (pki.sign_request(stranger, request_pem(key, "pi-1"), "pi-1", days=91), key),
+        (desk.directory.ca_cert.read_bytes(), key),
+        (server, desk.directory.server_key.read_bytes()),
+        (mine[:200], key),
+    ):
+        with pytest.raises(JoinError):
+            desk.show(certificate, shown_by)
+    assert desk.readmitted == []
+
+
+@pytest.mark.parametrize("text", [None, 7, "x" * (MAX_PEM_CHARS + 1), "\u00fc"])
+def test_what_is_no_certificate_is_refused(desk: Desk, text: object) -> None:
+    csr = request_pem(new_key(), "pi-1").decode()
+    for body in ({"csr": csr, "certificate": text}, {"csr": text, "certificate": csr}):
+        with pytest.raises(NetworkError, match="must be a text"):
+            desk.service.readmit(json.dumps({"v": 1, **body}).encode())
+    with pytest.raises(EdgeflError):
+        desk.service.readmit(json.dumps({"v": 1, "csr": csr, "certificate": csr}).encode())
