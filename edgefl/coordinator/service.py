@@ -290,7 +290,7 @@ class Coordinator:
             ),
             renewal=RenewalService(directory=directory, store=store, on_renewed=self._renewed, clock=time.time),
             readmission=ReadmissionService(
-                directory=directory, store=store, on_readmitted=self._renewed, clock=time.time
+                directory=directory, store=store, on_readmitted=self._members.rekeyed, clock=time.time
             ),
             rotation=self._rotation,
             remove=self._remove,

@@ -12,6 +12,8 @@ from edgefl.storage.models import Device, Event
 from edgefl.storage.store import Store
 
 ISSUED = "certificate-issued"
+READMITTED = "certificate-readmitted"
+"""One that a coordinator issued of whose store this one is a backup: nobody has renewed it here."""
 ROTATION_ASKED = "rotation-asked"
 REMOVED = "device-removed"
 
@@ -24,10 +26,19 @@ def note_issued(
         store.record_event(ISSUED, _message(ends_at), at=at, device_id=device_id, data=_data(serial, ends_at, former))
 
 
-def renew_certificate(
-    store: Store, device_id: str, *, public_key: bytes, serial: str, ends_at: float, at: float
+def renew_certificate(  # noqa: PLR0913 one keyword per fact
+    store: Store,
+    device_id: str,
+    *,
+    public_key: bytes,
+    serial: str,
+    ends_at: float,
+    at: float,
+    kind: str = ISSUED,
 ) -> None:
     """Gives a device of the fleet another certificate, which may be for another key, in one durable transaction.
+
+    `kind` is that of the event, ISSUED or READMITTED.
 
     Raises:
         NotFoundError: the fleet has no such device.
@@ -47,7 +58,7 @@ def renew_certificate(
         changed = {"public_key": public_key, "certificate_serial": serial}
         connection.execute(update(Device).where(Device.device_id == device_id).values(**changed))
         row = {
-            "at": at, "kind": ISSUED, "message": _message(ends_at), "run_id": None, "device_id": device_id,
+            "at": at, "kind": kind, "message": _message(ends_at), "run_id": None, "device_id": device_id,
             "data": _data(serial, ends_at, known.certificate_serial),
         }  # fmt: skip
         connection.execute(insert(Event), row)
@@ -66,7 +77,7 @@ def revoked_serials(store: Store, *, now: float, own: str | None = None) -> froz
     """Returns the serials that count no more and have not ended by themselves; `own` is the coordinator's own."""
     with store.database.read() as connection:
         told: list[dict[str, Any]] = list(
-            connection.execute(select(Event.data).where(Event.kind == ISSUED)).scalars()
+            connection.execute(select(Event.data).where(Event.kind.in_((ISSUED, READMITTED)))).scalars()
         )
         removed = connection.execute(
             select(Device.certificate_serial).where(Device.removed_at.is_not(None))
@@ -83,7 +94,7 @@ def is_heard_of(store: Store, device_id: str, *, serial: str, ends_at: float) ->
     """Returns whether a certificate was ever issued as far as this store knows, or ends before the device's own."""
     with store.database.read() as connection:
         told: list[dict[str, Any]] = list(
-            connection.execute(select(Event.data).where(Event.kind == ISSUED)).scalars()
+            connection.execute(select(Event.data).where(Event.kind.in_((ISSUED, READMITTED)))).scalars()
         )
         held = {row[0]: row[1] for row in connection.execute(select(Device.device_id, Device.certificate_serial))}
     heard = {data["serial"] for data in told} | {data.get("former") for data in told} | set(held.values())

@@ -29,7 +29,7 @@ from edgefl.coordinator.joining.enrolment import read_capped
 from edgefl.coordinator.throttle import Throttle
 from edgefl.errors import EdgeflError, JoinError, NetworkError, NotAllowedError
 from edgefl.protocol import PROTOCOL_VERSION, load_json
-from edgefl.storage.certificate_rows import is_heard_of, renew_certificate
+from edgefl.storage.certificate_rows import READMITTED, is_heard_of, renew_certificate
 from edgefl.storage.store import Store
 from edgefl.types import Json
 
@@ -77,7 +77,7 @@ class ReadmissionService:
                 raise NotAllowedError(f"this certificate of {shown.device_id} counts no more, or its key is known")
             renew_certificate(
                 self.store, shown.device_id, public_key=shown.public_key, serial=shown.serial, ends_at=shown.ends_at,
-                at=self.clock(),
+                at=self.clock(), kind=READMITTED,
             )  # fmt: skip
             self.on_readmitted(shown.device_id, shown.public_key)
         log.info("%s is readmitted: its certificate was issued after the backup", shown.device_id)

@@ -14,7 +14,7 @@ from edgefl.coordinator.joining.readmission import MAX_PEM_CHARS, ReadmissionSer
 from edgefl.coordinator.joining.renewal import RenewalService
 from edgefl.device.joining.keys import new_key, public_pem, request_pem
 from edgefl.errors import EdgeflError, JoinError, NetworkError, NotAllowedError, NotFoundError
-from edgefl.storage.certificate_rows import revoked_serials, serials
+from edgefl.storage.certificate_rows import ROTATION_ASKED, due_for_rotation, revoked_serials, serials
 
 
 class Desk(Members):
@@ -69,6 +69,13 @@ def test_of_two_certificates_the_later_one_counts_whichever_comes_first(desk: De
             else:
                 desk.show(certificates[place], keys[place])
         assert desk.store.device(name).public_key == public_pem(keys[1])
+
+
+def test_a_rotation_that_was_asked_for_before_still_waits_for_a_device_that_is_readmitted(desk: Desk) -> None:
+    key = new_key()
+    desk.store.record_event(ROTATION_ASKED, "", at=AT)
+    desk.show(desk.issued("pi-1", key, days=91), key)
+    assert due_for_rotation(desk.store) == {"pi-1", "pi-2"}
 
 
 def test_a_certificate_that_was_replaced_before_the_backup_is_not_taken(desk: Desk) -> None:
