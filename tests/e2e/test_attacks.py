@@ -355,8 +355,13 @@ def test_a_removed_device_s_key_and_certificate_are_refused_everywhere(scene: Sc
     assert scene.call("POST", "/v1/fleet/pull-messages", headers=signed, host="127.0.0.14")[0] == 401
     scene.is_recorded("signature from 127.0.0.13", "/edgefl/v1/renew")
     scene.is_recorded("signature from 127.0.0.14", "pull-messages")
+    shown = {"csr": request_pem(key, "leaver").decode(), "certificate": joined["certificate"]}
+    readmission = json.dumps({"v": 1, **shown}).encode()
+    assert scene.call("POST", "/edgefl/v1/readmit", readmission, host="127.0.0.15")[0] == 401
     # The name is free again, and its former holder stays out.
     scene.ask_to_join(scene.token(), name="leaver")
+    assert scene.call("POST", "/edgefl/v1/readmit", readmission, host="127.0.0.15")[0] == 401
+    scene.is_recorded("certificate (not-allowed) from 127.0.0.15", "counts no more")
     scene.tools.pause(1.5)
     assert not is_let_in(scene, folder / "cert.pem", folder / "key.pem")
 

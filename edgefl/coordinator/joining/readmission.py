@@ -23,12 +23,12 @@ from starlette.concurrency import run_in_threadpool
 
 from edgefl.coordinator import pki
 from edgefl.coordinator.access import error_response
-from edgefl.coordinator.attempts import network_of
+from edgefl.coordinator.attempts import Note, network_of, nobody_notes
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.joining.enrolment import read_capped
 from edgefl.coordinator.throttle import Throttle
 from edgefl.errors import EdgeflError, JoinError, NetworkError, NotAllowedError
-from edgefl.protocol import PROTOCOL_VERSION, load_json
+from edgefl.protocol import PROTOCOL_VERSION, error_code, load_json
 from edgefl.storage.certificate_rows import READMITTED, is_heard_of, renew_certificate
 from edgefl.storage.store import Store
 from edgefl.types import Json
@@ -84,8 +84,10 @@ class ReadmissionService:
         return {"v": PROTOCOL_VERSION, "device_id": shown.device_id}
 
 
-def readmission_router(service: ReadmissionService, *, throttle: Throttle | None = None) -> APIRouter:
-    """Returns the route, which needs no known signature; wrong tries of an address are counted."""
+def readmission_router(
+    service: ReadmissionService, *, throttle: Throttle | None = None, note: Note = nobody_notes
+) -> APIRouter:
+    """Returns the route, which needs no known signature; wrong tries of an address count; `note` is told."""
     router, guard = APIRouter(prefix="/edgefl/v1"), throttle or Throttle(monotonic=time.monotonic)
 
     @router.post("/readmit")
@@ -99,6 +101,7 @@ def readmission_router(service: ReadmissionService, *, throttle: Throttle | None
             if isinstance(error, JoinError | NetworkError | NotAllowedError):
                 guard.failed(address)
             log.debug("did not readmit a device at %s: %s", address, error)
+            note(f"certificate ({error_code(error)})", address, str(error))
             return error_response(error)
 
     return router

@@ -85,7 +85,7 @@ def all_routers(parts: Answering) -> list[APIRouter]:
     return [
         enrolment_router(parts.enrolment, note=parts.watch.note),
         renewal_router(parts.renewal, device=device),
-        readmission_router(parts.readmission),
+        readmission_router(parts.readmission, note=parts.watch.note),
         certificates_router(rotation=parts.rotation, remove=parts.remove, operator=operator),
         jobs_router(
             store=store,
