@@ -5,19 +5,21 @@ Root owns all of it. `ROOT/update` is the updater's: its lock, its status, and i
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib.metadata
 import json
 import logging
 import sys
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from packaging.utils import canonicalize_name
 
 from edgefl.bundles.manifest import RELEASE_NAME
-from edgefl.errors import BundleError, ConfigError
+from edgefl.errors import BundleError, ConfigError, StoreError
 from edgefl.files import open_whole, sync_directory
 from edgefl.untrusted import parse_json
 
@@ -110,6 +112,20 @@ class Slots:
         fresh.symlink_to(name)
         fresh.replace(self.root / CURRENT)
         sync_directory(self.root)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Holds the slots for one updater.
+
+        Raises:
+            StoreError: another one is at work.
+        """
+        with (self.work / LOCK).open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise StoreError(f"another updater is at work in {self.root}; let it finish") from None
+            yield
 
     def record(self, name: str) -> SlotRecord:
         """Returns what bundles have brought into a slot; one that was installed otherwise has none."""

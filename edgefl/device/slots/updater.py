@@ -8,12 +8,11 @@ whole. It trusts nothing that the agent says: it copies the bundle into its own 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from edgefl.device.slots.acceptance import accepted_wheels, is_there
 from edgefl.device.slots.building import Brought, build_slot, clear_slot
 from edgefl.device.slots.children import Children
 from edgefl.device.slots.inbox import InstallRequest, copy_bundle, read_request
-from edgefl.device.slots.layout import LOCK, Pack, Slots
+from edgefl.device.slots.layout import Pack, Slots
 from edgefl.device.slots.proving import Expected, Pace, prove
 from edgefl.device.slots.smoke import smoke_test
 from edgefl.device.slots.status import Outcome, Step, Trial, UpdaterStatus, read_status, write_status
@@ -78,7 +77,7 @@ class Updater:
         """
         self._slots.in_use()
         self._slots.work.mkdir(mode=0o755, exist_ok=True)
-        with self._locked():
+        with self._slots.locked():
             status = read_status(self._slots)
             self._last = status.outcome
             if status.trial is not None:
@@ -296,12 +295,3 @@ class Updater:
 
     def _write(self, trial: Trial) -> None:
         write_status(self._slots, UpdaterStatus(trial=trial, outcome=self._last))
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        with (self._slots.work / LOCK).open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise StoreError(f"another updater is at work in {self._slots.root}; let it finish") from None
-            yield

@@ -403,7 +403,7 @@ def test_only_one_updater_works_at_a_time(board: Any) -> None:
 
     board.ask(board.release("1.1"))
     board.slots.work.mkdir()
-    with board.updater()._locked(), pytest.raises(StoreError, match="another updater is at work"):
+    with board.slots.locked(), pytest.raises(StoreError, match="another updater is at work"):
         board.updater().run()
 
 
