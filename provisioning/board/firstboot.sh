@@ -172,7 +172,7 @@ install_edgefl() {
 hand_over() {
     holds_token "$payload/join.json" || return 0
     if [ -e "$root/var/lib/edgefl/device.json" ]; then
-        say "this board has joined already; the token of the card is not used"
+        say "this board has joined already and stays in its fleet; the token of the card is destroyed unused"
         destroy "$payload/join.json"
         return 0
     fi

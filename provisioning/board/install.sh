@@ -307,7 +307,8 @@ put_join_file() {
         return 0
     fi
     if [ -e "$state/device.json" ]; then
-        say "this board has joined a fleet already; the join file is not used"
+        say "this board has joined a fleet already and stays in it; the join file is not used. To take it out of there:" \
+            "sudo systemctl stop edgefl-device && sudo rm -r $state; then install it again with a join file"
         return 0
     fi
     mkdir -p "$etc"

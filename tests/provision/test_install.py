@@ -218,7 +218,8 @@ def test_a_device_that_joined_is_restarted_for_another_version_and_keeps_its_fle
     state.mkdir(parents=True)
     (state / "device.json").write_text("{}")
     done = board.install()
-    assert "has joined a fleet already" in done.stdout
+    assert "has joined a fleet already and stays in it; the join file is not used" in done.stdout
+    assert f"sudo rm -r {state}; then install it again" in done.stdout
     assert not (board.root / "etc/edgefl/join.json").exists()
     assert board.systemctl_calls()[-1] == "restart --no-block edgefl-device.service"
     board.install()
