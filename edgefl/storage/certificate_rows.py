@@ -91,11 +91,17 @@ def revoked_serials(store: Store, *, now: float, own: str | None = None) -> froz
 
 
 def is_heard_of(store: Store, device_id: str, *, serial: str, ends_at: float) -> bool:
-    """Returns whether a certificate was ever issued as far as this store knows, or ends before the device's own."""
+    """Returns whether a certificate was ever issued as far as this store knows, or ends before the device's own.
+
+    Of a name that was taken out once and given anew nobody can say whose a certificate is: it counts as heard of.
+    """
     with store.database.read() as connection:
         told: list[dict[str, Any]] = list(
             connection.execute(select(Event.data).where(Event.kind.in_((ISSUED, READMITTED)))).scalars()
         )
+        taken_out = select(Event.id).where(Event.kind == REMOVED, Event.device_id == device_id).limit(1)
+        if connection.execute(taken_out).first() is not None:
+            return True
         held = {row[0]: row[1] for row in connection.execute(select(Device.device_id, Device.certificate_serial))}
     heard = {data["serial"] for data in told} | {data.get("former") for data in told} | set(held.values())
     own_ends_at = max((data["ends_at"] for data in told if data["serial"] == held.get(device_id)), default=0.0)

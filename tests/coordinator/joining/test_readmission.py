@@ -14,7 +14,7 @@ from edgefl.coordinator.joining.readmission import MAX_PEM_CHARS, ReadmissionSer
 from edgefl.coordinator.joining.renewal import RenewalService
 from edgefl.device.joining.keys import new_key, public_pem, request_pem
 from edgefl.errors import EdgeflError, JoinError, NetworkError, NotAllowedError, NotFoundError
-from edgefl.storage.certificate_rows import ROTATION_ASKED, due_for_rotation, revoked_serials, serials
+from edgefl.storage.certificate_rows import REMOVED, ROTATION_ASKED, due_for_rotation, revoked_serials, serials
 
 
 class Desk(Members):
@@ -96,6 +96,16 @@ def test_a_device_that_was_removed_or_never_there_stays_out(desk: Desk) -> None:
         with pytest.raises(NotFoundError):
             desk.show(desk.issued(name, key, days=91), key)
     assert desk.readmitted == []
+
+
+def test_a_certificate_of_who_had_the_name_before_is_not_taken(desk: Desk) -> None:
+    key = new_key()
+    certificate = desk.issued("pi-1", key, days=365)
+    desk.store.remove_device("pi-1", at=AT)
+    desk.store.record_event(REMOVED, "", at=AT, device_id="pi-1")
+    desk.join("pi-1")
+    with pytest.raises(NotAllowedError):
+        desk.show(certificate, key)
 
 
 def test_a_certificate_that_has_ended_is_not_taken(desk: Desk) -> None:
