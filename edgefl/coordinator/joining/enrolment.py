@@ -17,18 +17,17 @@ from dataclasses import dataclass
 
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_public_key
+from cryptography.hazmat.primitives.serialization import load_pem_public_key
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from starlette.concurrency import run_in_threadpool
 
 from edgefl import __version__
 from edgefl.coordinator import pki
-from edgefl.coordinator.access import error_response
-from edgefl.coordinator.attempts import Note, network_of, nobody_notes
+from edgefl.coordinator.attempts import Note, nobody_notes
 from edgefl.coordinator.directory import CoordinatorDirectory, token_hash
 from edgefl.coordinator.fleet.shard_faults import record_capabilities
 from edgefl.coordinator.joining.own_certificates import DAY_S, renewal_window
+from edgefl.coordinator.joining.requests import answer_stranger, public_pem
 from edgefl.coordinator.joining.tokens import ROLES
 from edgefl.coordinator.throttle import Throttle
 from edgefl.errors import (
@@ -42,13 +41,11 @@ from edgefl.errors import (
 )
 from edgefl.protocol import (
     EVALUATOR_NAME,
-    MAX_JSON_BYTES,
     PROTOCOL_VERSION,
     RESERVED_NAMES,
     check_facts,
     check_version,
     checked_slug,
-    error_code,
     load_json,
 )
 from edgefl.storage.certificate_rows import note_issued
@@ -216,22 +213,9 @@ def enrolment_router(
 
     @router.post("/enroll")
     async def enroll(request: Request) -> JSONResponse:
-        address = network_of(request.client.host if request.client else None)
-        try:
-            guard.check(address)
-            body = await read_capped(request)
-            return JSONResponse(await run_in_threadpool(service.enroll, body))
-        except EdgeflError as error:
-            if _is_guess(error):
-                guard.failed(address)
-            log.log(
-                logging.DEBUG if isinstance(error, TooManyTriesError) else logging.WARNING,
-                "refused a join from %s: %s",
-                address,
-                error,
-            )
-            note(f"join ({error_code(error)})", address, str(error))
-            return error_response(error)
+        return await answer_stranger(
+            request, service.enroll, what="join", is_guess=_is_guess, throttle=guard, note=note
+        )
 
     return router
 
@@ -243,20 +227,6 @@ def _is_guess(error: EdgeflError) -> bool:
     return isinstance(error, TokenInvalidError | NetworkError | UsageError) or type(error) is JoinError
 
 
-async def read_capped(request: Request, limit: int = MAX_JSON_BYTES) -> bytes:
-    """Returns the request's body.
-
-    Raises:
-        NetworkError: it is larger than `limit`; the rest is not read.
-    """
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit:
-            raise NetworkError(f"the request is larger than {limit} bytes")
-    return bytes(body)
-
-
 def parse_request(value: Json) -> EnrolmentRequest:
     """Returns the checked request; raises `NetworkError` for a malformed one, `JoinError` for an unproven key."""
     role = _text(value, "role")
@@ -264,7 +234,7 @@ def parse_request(value: Json) -> EnrolmentRequest:
         raise JoinError(f"role must be one of {', '.join(ROLES)}, got {role!r}")
     csr_pem = _text(value, "csr").encode()
     public_key = _text(value, "public_key").encode()
-    if _public_pem(pki.request_key(csr_pem)) != _public_pem(_load_public(public_key)):
+    if public_pem(pki.request_key(csr_pem)) != public_pem(_load_public(public_key)):
         raise JoinError("the public key is not the one of the certificate request")
     facts, shards = _capabilities(value.get("capabilities", {}))
     return EnrolmentRequest(
@@ -273,7 +243,7 @@ def parse_request(value: Json) -> EnrolmentRequest:
         name=checked_slug(_text(value, "name")),
         role=role,
         csr_pem=csr_pem,
-        public_key=_public_pem(_load_public(public_key)),
+        public_key=public_pem(_load_public(public_key)),
         facts=facts,
         shards=shards,
         version=_text(value, "version"),
@@ -304,7 +274,3 @@ def _load_public(pem: bytes) -> ec.EllipticCurvePublicKey:
     if not isinstance(key, ec.EllipticCurvePublicKey):
         raise JoinError("the public key must be an EC key")
     return key
-
-
-def _public_pem(key: ec.EllipticCurvePublicKey) -> bytes:
-    return key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)

@@ -19,23 +19,19 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
-from starlette.concurrency import run_in_threadpool
 
 from edgefl.coordinator import pki
-from edgefl.coordinator.access import error_response
-from edgefl.coordinator.attempts import Note, network_of, nobody_notes
+from edgefl.coordinator.attempts import Note, nobody_notes
 from edgefl.coordinator.directory import CoordinatorDirectory
-from edgefl.coordinator.joining.enrolment import read_capped
+from edgefl.coordinator.joining.requests import answer_stranger, pem_in, public_pem
 from edgefl.coordinator.throttle import Throttle
 from edgefl.errors import EdgeflError, JoinError, NetworkError, NotAllowedError
-from edgefl.protocol import PROTOCOL_VERSION, error_code, load_json
+from edgefl.protocol import PROTOCOL_VERSION, load_json
 from edgefl.storage.certificate_rows import READMITTED, is_heard_of, renew_certificate
 from edgefl.storage.store import Store
 from edgefl.types import Json
 
 log = logging.getLogger(__name__)
-
-MAX_PEM_CHARS = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,24 +88,20 @@ def readmission_router(
 
     @router.post("/readmit")
     async def readmit(request: Request) -> JSONResponse:
-        address = network_of(request.client.host if request.client else None)
-        try:
-            guard.check(address)
-            body = await read_capped(request)
-            return JSONResponse(await run_in_threadpool(service.readmit, body))
-        except EdgeflError as error:
-            if isinstance(error, JoinError | NetworkError | NotAllowedError):
-                guard.failed(address)
-            log.debug("did not readmit a device at %s: %s", address, error)
-            note(f"certificate ({error_code(error)})", address, str(error))
-            return error_response(error)
+        return await answer_stranger(
+            request, service.readmit, what="certificate", is_guess=_is_guess, throttle=guard, note=note
+        )
 
     return router
 
 
+def _is_guess(error: EdgeflError) -> bool:
+    return isinstance(error, JoinError | NetworkError | NotAllowedError)
+
+
 def _shown(value: Json, ca_pem: bytes) -> _Shown:
     """Returns what a device has shown; its certificate request proves that it has the certificate's key."""
-    csr, text = _pem(value, "csr"), _pem(value, "certificate")
+    csr, text = pem_in(value, "csr"), pem_in(value, "certificate")
     authority = x509.load_pem_x509_certificate(ca_pem)
     try:
         certificate = x509.load_pem_x509_certificate(text)
@@ -119,7 +111,7 @@ def _shown(value: Json, ca_pem: bytes) -> _Shown:
         key = certificate.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     except (*pki.DAMAGED, InvalidSignature, x509.ExtensionNotFound) as error:
         raise JoinError(f"the certificate is none of this fleet: {error!r}") from None
-    proven = pki.request_key(csr).public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    proven = public_pem(pki.request_key(csr))
     if proven != key or ExtendedKeyUsageOID.CLIENT_AUTH not in usage:
         raise JoinError("the certificate is not that of the device which shows it")
     return _Shown(
@@ -128,10 +120,3 @@ def _shown(value: Json, ca_pem: bytes) -> _Shown:
         serial=f"{certificate.serial_number:x}",
         ends_at=certificate.not_valid_after_utc.timestamp(),
     )
-
-
-def _pem(value: Json, name: str) -> bytes:
-    text = value.get(name)
-    if not isinstance(text, str) or len(text) > MAX_PEM_CHARS or not text.isascii():
-        raise NetworkError(f"malformed readmission: {name} must be a text of at most {MAX_PEM_CHARS} characters")
-    return text.encode()

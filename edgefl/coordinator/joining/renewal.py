@@ -12,15 +12,15 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from fastapi import APIRouter, Depends, Request
 from starlette.concurrency import run_in_threadpool
 
 from edgefl.coordinator import pki
 from edgefl.coordinator.access import Guard
 from edgefl.coordinator.directory import CoordinatorDirectory
-from edgefl.coordinator.joining.enrolment import REMEMBER_S, read_capped
-from edgefl.errors import NetworkError, TooManyTriesError
+from edgefl.coordinator.joining.enrolment import REMEMBER_S
+from edgefl.coordinator.joining.requests import pem_in, public_pem, read_capped
+from edgefl.errors import TooManyTriesError
 from edgefl.protocol import PROTOCOL_VERSION, load_json
 from edgefl.storage.certificate_rows import renew_certificate
 from edgefl.storage.store import Store
@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 
 MAX_RENEWALS = 5
 """So many in that time: every certificate is remembered until it has ended."""
-MAX_CSR_CHARS = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,16 +62,14 @@ class RenewalService:
             TooManyTriesError: it had several a moment ago.
             NetworkError: the request is malformed.
         """
-        csr = load_json(body).get("csr")
-        if not isinstance(csr, str) or len(csr) > MAX_CSR_CHARS or not csr.isascii():
-            raise NetworkError(f"malformed renewal: csr must be a text of at most {MAX_CSR_CHARS} characters")
-        key = pki.request_key(csr.encode()).public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+        csr = pem_in(load_json(body), "csr")
+        key = public_pem(pki.request_key(csr))
         with self._lock:
             since = self.clock() - REMEMBER_S
             self._given = {name: one for name, one in self._given.items() if one.times[-1] > since}
             given = self._given.get(device_id)
             if given is None or given.public_key != key:
-                given = self._give(device_id, csr.encode(), key, given)
+                given = self._give(device_id, csr, key, given)
         return {"v": PROTOCOL_VERSION, "device_id": device_id, "certificate": given.certificate.decode()}
 
     def _give(self, device_id: str, csr: bytes, key: bytes, before: _Given | None) -> _Given:

@@ -10,8 +10,9 @@ from joining_members import AT, Members
 
 from edgefl.coordinator import pki
 from edgefl.coordinator.directory import init_directory
-from edgefl.coordinator.joining.readmission import MAX_PEM_CHARS, ReadmissionService
+from edgefl.coordinator.joining.readmission import ReadmissionService
 from edgefl.coordinator.joining.renewal import RenewalService
+from edgefl.coordinator.joining.requests import MAX_PEM_CHARS
 from edgefl.device.joining.keys import new_key, public_pem, request_pem
 from edgefl.errors import EdgeflError, JoinError, NetworkError, NotAllowedError, NotFoundError
 from edgefl.storage.certificate_rows import REMOVED, ROTATION_ASKED, due_for_rotation, revoked_serials, serials

@@ -10,7 +10,8 @@ from cryptography import x509
 from joining_members import AT, Members
 
 from edgefl.coordinator import pki
-from edgefl.coordinator.joining.renewal import MAX_CSR_CHARS, MAX_RENEWALS, REMEMBER_S, RenewalService
+from edgefl.coordinator.joining.renewal import MAX_RENEWALS, REMEMBER_S, RenewalService
+from edgefl.coordinator.joining.requests import MAX_PEM_CHARS
 from edgefl.device.joining.keys import new_key, public_pem, request_pem
 from edgefl.errors import JoinError, NameTakenError, NetworkError, NotFoundError, TooManyTriesError
 from edgefl.storage.certificate_rows import revoked_serials, serials
@@ -83,7 +84,7 @@ def test_a_device_that_was_removed_meanwhile_gets_nothing(desk: Desk) -> None:
     assert desk.renewed == []
 
 
-@pytest.mark.parametrize("csr", [None, 7, "x" * (MAX_CSR_CHARS + 1), "\u00fc"])
+@pytest.mark.parametrize("csr", [None, 7, "x" * (MAX_PEM_CHARS + 1), "\u00fc"])
 def test_what_is_no_request_is_refused(desk: Desk, csr: object) -> None:
     with pytest.raises(NetworkError, match="csr must be a text"):
         desk.service.renew("pi-1", json.dumps({"v": 1, "csr": csr}).encode())
