@@ -135,7 +135,8 @@ class Algorithm(StrEnum):
 class EdgeMessage:
     """One edge variable of decentralised training, forwarded unopened.
 
-    `edge` is (sender, receiver); `step` numbers what the sender sends on this edge and only grows, over reboots too.
+    `edge` is (sender, receiver); `step` numbers what the sender sends on this edge and only grows, over reboots too;
+    of the message that carries SCAFFOLD's c it is the version at which all variates were zero.
     With `is_reply` it answers the receiver's own message of that step.
     """
 

@@ -32,6 +32,7 @@ from edgefl.device.warm_tasks import WarmTask, WarmTasks
 from edgefl.errors import DataError, EdgeflError
 from edgefl.protocol import finite
 from edgefl.tasks.local_training import LocalResult, iteration_limit, train
+from edgefl.tasks.variates import began_in
 from edgefl.types import (
     BLANK_VARIATE,
     Algorithm,
@@ -261,7 +262,7 @@ class Trainer:
         """Trains, and keeps what the next assignment goes on from; returns what is to be told of that, too."""
         plan, variate, before = job.plan, None, None
         if plan.algorithm == Algorithm.SCAFFOLD:
-            variate = self._memory.variate(job.run).at(plan.inbox[0].step if plan.inbox else 0, _used(job))
+            variate = self._memory.variate(job.run).at(began_in(plan), _used(job))
             before = variate.own
         elif plan.keeps_state:
             before = self._memory.step_state(job.run, plan.algorithm)

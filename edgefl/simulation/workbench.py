@@ -25,7 +25,7 @@ from edgefl.simulation.training import Scores, Sent
 from edgefl.tasks.local_training import LocalResult, is_finite, train
 from edgefl.tasks.node_training import begin_node, work_as_node
 from edgefl.tasks.registry import make_task
-from edgefl.tasks.variates import OwnVariate
+from edgefl.tasks.variates import OwnVariate, began_in
 from edgefl.types import (
     Algorithm,
     Array,
@@ -115,7 +115,7 @@ class Workbench:
         origin = self._trade.seed, order.base_version, *source
         self._load(memory, sent)
         if plan.algorithm == Algorithm.SCAFFOLD:
-            memory.variate = memory.variate.at(plan.inbox[0].step if plan.inbox else 0, order.settled)
+            memory.variate = memory.variate.at(began_in(plan), order.settled)
         result = train(
             self._learner,
             data,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from edgefl.types import Array
+from edgefl.types import Array, LocalPlan
 
 MAX_WAITING = 2
 """At most two assignments are outstanding per device."""
@@ -94,6 +94,11 @@ class OwnVariate:
         }
         own = {f"{_OWN}{name}": array for name, array in self.own.items()}
         return {_INDEX: np.frombuffer(index.encode(), np.uint8), **own, **moves}
+
+
+def began_in(plan: LocalPlan) -> int:
+    """Returns the version at which the run's variates were zero: the number of the message that carries c."""
+    return plan.inbox[0].step if plan.inbox else 0
 
 
 def kept_variate(arrays: Mapping[str, Array]) -> OwnVariate:

@@ -15,7 +15,7 @@ from edgefl.strategies.registry import make_strategy
 from edgefl.strategies.rounds import RoundRules
 from edgefl.strategies.scaffold import packed
 from edgefl.tasks.local_steps import make_local_step
-from edgefl.tasks.variates import OwnVariate
+from edgefl.tasks.variates import OwnVariate, began_in
 from edgefl.types import BLANK_VARIATE, Assignment, DeviceInfo, EdgeMessage, LocalPlan, Update, UpdateMetrics
 
 NAMES = tuple(f"n{place}" for place in range(8))
@@ -75,7 +75,7 @@ class Fleet:
         step.begin(learner)
         kept = self.kept.get(order.device_id, OwnVariate())
         if order.plan.keeps_state:
-            kept = kept.at(order.plan.inbox[0].step, order.settled)
+            kept = kept.at(began_in(order.plan), order.settled)
             step.restore(kept.own)
         for _ in range(count):
             learner.fill()
