@@ -19,11 +19,12 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 # An environment that was only half made would pass for a whole one.
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow chaos chaos-short soak board-test wheel-check locks fuzz check bench clean
+.PHONY: help demo test test-all test-slow chaos chaos-short soak board-test wheel-check locks fuzz check bench clean
 
 help:
 	@echo "make demo         run a whole fleet on this machine"
 	@echo "make test         run the tests that take seconds"
+	@echo "make test-all     run these, and those that add up to minutes"
 	@echo "make test-slow    run the tests that take minutes"
 	@echo "make chaos-short  do bad things of every kind to a fleet while it trains (minutes)"
 	@echo "make chaos        200 random kills over one run, the ledger, and a table of how long recoveries took (half an hour)"
@@ -40,9 +41,12 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/edgefl demo $(ARGS)
 
 # Hundreds of processes import the same modules: these are compiled once, whatever the environment says.
-test test-slow: export PYTHONDONTWRITEBYTECODE :=
+test test-all test-slow: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not extended and not slow and not board and not chaos" $(ARGS)
+
+test-all: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not board and not chaos" $(ARGS)
 
 test-slow: $(VENV)/.installed-dev
