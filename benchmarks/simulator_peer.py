@@ -3,8 +3,8 @@
     python benchmarks/simulator_peer.py --flower-python VENV/bin/python [--devices 100] [--rounds 20] [--turns 3]
 
 One-step rounds: a tenth of the devices does one iteration of SGD each, Fashion-MNIST, `cnn-small`, batches of 32.
-`--flower-python` is a Python that has `flwr[simulation]`, torch and edgefl (in an environment of its own:
-`pip install 'edgefl[train]' 'flwr[simulation]'`); without it that part is left out. Both use all cores, as Flower's
+`--flower-python` is a Python that has `flwr[simulation]`, torch and edgefl (in an environment of its own: `pip
+install 'edgefl-fleet[train]' 'flwr[simulation]'`); without it that part is left out. Both use all cores, as Flower's
 engine does by itself and ours in runs that take longer than its processes to start. They start once a turn and are
 timed from one round's close to the next by the clock, and from the first to the last by the CPU seconds of all their
 processes, without evaluation; starting up and the first round are left out, and told.

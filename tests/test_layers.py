@@ -144,7 +144,7 @@ def fault(name: str, file: str) -> str | None:
     room, parts = room_of(file), name.split(".")
     if parts[0] == "edgefl":
         target = parts[1] if len(parts) > 1 else "edgefl"
-        if target == "__version__" or target in ROOMS[room] | {room}:
+        if target in {"__version__", "DISTRIBUTION"} or target in ROOMS[room] | {room}:
             return None
         return f"{room} may not import edgefl.{target}"
     fenced = [fence for fence in FENCES if f"{name}.".startswith(f"{fence}.")]

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from edgefl import DISTRIBUTION
 from edgefl.errors import TaskError
 from edgefl.types import Array
 
@@ -140,7 +141,7 @@ def import_onnx() -> Any:
     except ImportError as error:
         raise TaskError(
             f"an export to ONNX needs onnx, which cannot be imported ({error}); "
-            "install it with: pip install 'edgefl[export]' -c constraints.txt"
+            f"install it with: pip install '{DISTRIBUTION}[export]' -c constraints.txt"
         ) from None
     return onnx
 

@@ -251,7 +251,7 @@ def test_the_app_is_one_that_flower_accepts(export):
     out = export({**CONFIG, "run": {**CONFIG["run"], "name": "My run / 3"}})
     project = tomllib.loads((out / "pyproject.toml").read_text())
     assert project["project"]["name"] == "my-run-3"
-    assert project["project"]["dependencies"] == [f"edgefl=={edgefl.__version__}"]
+    assert project["project"]["dependencies"] == [f"{edgefl.DISTRIBUTION}=={edgefl.__version__}"]
     for path in project["tool"]["flwr"]["app"]["components"].values():
         module, _, name = path.partition(":")
         assert hasattr(importlib.import_module(module), name)

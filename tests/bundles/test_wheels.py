@@ -67,6 +67,8 @@ def test_a_symbolic_link_in_a_wheel_is_refused(tmp_path: Path) -> None:
         ("gulls-1.0.data/scripts/sudo", "which a pack must not"),
         ("edgefl/device/agent.py", "which is edgefl's own; a pack must not replace it"),
         ("edgefl-9.dist-info/x", "which is edgefl's own"),
+        ("edgefl_fleet-9.dist-info/x", "which is edgefl's own"),
+        ("EdgeFL.Fleet/x.py", "which is edgefl's own"),
     ],
 )
 def test_a_pack_must_not_bring_what_runs_by_itself_or_is_edgefls_own(tmp_path: Path, name: str, line: str) -> None:
@@ -77,9 +79,9 @@ def test_a_pack_must_not_bring_what_runs_by_itself_or_is_edgefls_own(tmp_path: P
 
 
 def test_a_wheel_that_says_inside_that_it_is_another_one_is_refused(tmp_path: Path) -> None:
-    path = make_wheel(tmp_path, "edgefl", "1.0", {"x.py": ""})
+    path = make_wheel(tmp_path, "edgefl-fleet", "1.0", {"x.py": ""})
     other = path.rename(tmp_path / "gulls-1.0-py3-none-any.whl")
-    with pytest.raises(BundleError, match=r"says inside that it is edgefl 1\.0"):
+    with pytest.raises(BundleError, match=r"says inside that it is edgefl-fleet 1\.0"):
         names(other)
 
 
@@ -125,11 +127,11 @@ def test_of_every_project_the_best_wheel_for_the_board_is_chosen() -> None:
         "numpy-2.0-cp313-cp313-manylinux_2_17_aarch64.whl",
         "numpy-2.0-cp311-cp311-manylinux_2_17_aarch64.whl",
         "numpy-2.0-cp311-cp311-manylinux_2_31_aarch64.whl",
-        "edgefl-1.0-py3-none-any.whl",
+        "edgefl_fleet-1.0-py3-none-any.whl",
     )
     assert chosen(PI, *files) == [files[2], files[3]]
 
 
 def test_a_bundle_that_lacks_one_project_for_the_board_is_not_for_it() -> None:
     with pytest.raises(BundleError, match=r"it is not for this board .*: of numpy it holds only numpy-2.0-cp313"):
-        chosen(PI, "edgefl-1.0-py3-none-any.whl", "numpy-2.0-cp313-cp313-manylinux_2_17_aarch64.whl")
+        chosen(PI, "edgefl_fleet-1.0-py3-none-any.whl", "numpy-2.0-cp313-cp313-manylinux_2_17_aarch64.whl")

@@ -141,7 +141,7 @@ def test_without_matplotlib_it_says_how_to_get_it(simulated: Path, tmp_path: Pat
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     done = typed(path, "--dir", simulated, "--out", tmp_path / "a.png")
     assert done.returncode == 1
-    assert "pip install 'edgefl[plots]'" in done.stderr
+    assert "pip install 'edgefl-fleet[plots]'" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 

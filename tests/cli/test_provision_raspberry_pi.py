@@ -15,7 +15,7 @@ import pytest
 import yaml
 from made_wheels import make_wheel
 
-from edgefl import __version__
+from edgefl import DISTRIBUTION, __version__
 from edgefl.assembly import assemble
 from edgefl.cli.main import main
 from edgefl.cli.operator import grant_access
@@ -36,7 +36,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.delenv("EDGEFL_JOIN_TOKEN", raising=False)
 
-    wheels = make_wheel(tmp_path / "wheels", "edgefl", __version__, {}).parent
+    wheels = make_wheel(tmp_path / "wheels", DISTRIBUTION, __version__, {}).parent
 
     def call(*arguments: str | Path) -> tuple[int, str, str]:
         capsys.readouterr()
@@ -130,7 +130,7 @@ WIFI = ["--boot", "{card}", "--name", "pi-01", "--wifi-ssid", "lab"]
         (["--boot", "{card}", "--name", "pi-01", "--ssh-key", "{binary}"], 3, "is no text"),
         (["--boot", "{card}", "--name", "pi-01", "--token-file", "{binary}"], 3, "is no text"),
         (["--boot", "{card}", "--name", "pi-01", "--token-file", "{new}"], 3, "cannot be read"),
-        (["--boot", "{card}", "--name", "pi-01", "--wheels", "{empty}"], 3, "one wheel of edgefl"),
+        (["--boot", "{card}", "--name", "pi-01", "--wheels", "{empty}"], 3, "one wheel of edgefl-fleet"),
         ([*WIFI, "--wifi-country", "DE"], 2, "password is missing"),
         ([*WIFI, "--wifi-country", "DE", "--wifi-password", "x"], 2, "8 to 63"),
         ([*WIFI, "--wifi-open"], 2, "--wifi-country DE"),

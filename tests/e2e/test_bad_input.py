@@ -307,7 +307,7 @@ def test_a_demo_that_needs_torch_says_how_to_install_it(edgefl: Call, tools: Any
     path = f"{absent}{os.pathsep}{tools.environment['PYTHONPATH']}"
     ended = edgefl("demo", "--task", "fashion-mnist", "--data", tmp_path, PYTHONPATH=path)
     assert ended.code == 5
-    assert "edgefl[train]" in ended.line
+    assert "edgefl-fleet[train]" in ended.line
     assert not (tmp_path / "demo-run").exists()
 
 

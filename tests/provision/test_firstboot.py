@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from made_wheels import make_wheel
 
+from edgefl import DISTRIBUTION
 from edgefl.device.joining.join_file import JoinFile
 from edgefl.protocol import JoinToken
 from edgefl.provision import sources
@@ -80,7 +81,10 @@ def board(tmp_path: Path) -> Board:
     return board
 
 
-WHEELS: dict[str, bytes | Path] = {"wheels/edgefl-1-py3-none-any.whl": b"PK", "wheels/dep-1-py3-none-any.whl": b"PK"}
+WHEELS: dict[str, bytes | Path] = {
+    "wheels/edgefl_fleet-1-py3-none-any.whl": b"PK",
+    "wheels/dep-1-py3-none-any.whl": b"PK",
+}
 
 
 def test_the_wheels_leave_the_card_when_the_installation_has_worked_and_not_before(board: Board) -> None:
@@ -296,14 +300,14 @@ def test_a_clock_that_is_never_set_does_not_hold_the_board_for_ever(board: Board
 
 def test_wheels_from_the_card_need_no_clock(board: Board) -> None:
     (board.root / "run/systemd/timesync/synchronized").unlink()
-    board.write_card(extra={"wheels/edgefl-1.whl": b"wheel", "wheels/numpy-2.whl": b"wheel"})
+    board.write_card(extra={"wheels/edgefl_fleet-1.whl": b"wheel", "wheels/numpy-2.whl": b"wheel"})
     board.firstboot("--no-start")
     assert "clock is not set" not in board.work().stdout
 
 
 def test_edgefl_s_own_wheel_alone_needs_an_index_and_so_the_clock(board: Board) -> None:
     (board.root / "run/systemd/timesync/synchronized").unlink()
-    board.write_card(extra={"wheels/edgefl-1.whl": b"wheel"})
+    board.write_card(extra={"wheels/edgefl_fleet-1.whl": b"wheel"})
     board.firstboot("--no-start")
     assert "clock is not set" in board.work().stdout
 
@@ -320,7 +324,7 @@ def test_the_log_stays_small_over_a_thousand_failures(board: Board) -> None:
 def test_with_the_real_installation_a_card_becomes_a_board_that_will_join(board: Board, tmp_path: Path) -> None:
     wheels = tmp_path / "wheels"
     main = b"print('edgefl, version 1.0')\n"
-    make_wheel(wheels, "edgefl", "1.0", {"edgefl/__init__.py": b"", "edgefl/__main__.py": main}, requires=["dep"])
+    make_wheel(wheels, DISTRIBUTION, "1.0", {"edgefl/__init__.py": b"", "edgefl/__main__.py": main}, requires=["dep"])
     make_wheel(wheels, "dep", "1.0", {"dep.py": b""})
     install = sources.path("board/install.sh").read_bytes()
     board.write_card(install=install, extra={f"wheels/{wheel.name}": wheel for wheel in wheels.iterdir()})

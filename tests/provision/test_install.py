@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from made_wheels import make_wheel
 
+from edgefl import DISTRIBUTION
 from edgefl.device.slots.layout import Pack, SlotRecord, Slots
 from edgefl.device.slots.status import Outcome, Step, Trial, UpdaterStatus, read_status, write_status
 from edgefl.files import is_held
@@ -65,7 +66,7 @@ class Board:
         wheels = self.folder / "wheels"
         shutil.rmtree(wheels, ignore_errors=True)
         files: dict[str, bytes | Path] = {"edgefl/__init__.py": b"", "edgefl/__main__.py": MAIN}
-        make_wheel(wheels, "edgefl", version, files, requires=["dep"])
+        make_wheel(wheels, DISTRIBUTION, version, files, requires=["dep"])
         make_wheel(wheels, "dep", "1.0", {"dep.py": f"NAME = {version!r}\n".encode()})
 
     def index(self, *wheels: Path) -> None:
@@ -73,7 +74,7 @@ class Board:
         simple = self.root.parent / "simple"
         simple.mkdir(exist_ok=True)
         for wheel in wheels:
-            page = simple / wheel.name.split("-")[0] / "index.html"
+            page = simple / wheel.name.split("-")[0].replace("_", "-") / "index.html"
             page.parent.mkdir(parents=True, exist_ok=True)
             with page.open("a") as links:
                 digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
@@ -274,14 +275,18 @@ def test_the_lock_is_kept_to(board: Board) -> None:
 
 def _hashed(wheel: Path) -> str:
     name, version = wheel.name.split("-")[:2]
-    return f"{name}=={version} --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}"
+    return f"{name.replace('_', '-')}=={version} --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}"
 
 
 def _strangers(folder: Path, dep: str = "1.0") -> list[Path]:
     """Somebody else's edgefl, of versions that pip would prefer to ours, and what ours needs."""
     evil: dict[str, bytes | Path] = {"edgefl/__init__.py": b"", "edgefl/__main__.py": b"print('evil')\n"}
     return [
-        *(make_wheel(folder, "edgefl", version, evil) for version in ("1.0+zz", "99.0")),
+        *(
+            make_wheel(folder, name, version, evil)
+            for name in ("edgefl", DISTRIBUTION)
+            for version in ("1.0+zz", "99.0")
+        ),
         make_wheel(folder, "dep", dep, {"dep.py": b"NAME = 'of the index'\n"}),
     ]
 
@@ -329,7 +334,7 @@ def test_without_a_wheel_of_ours_only_a_hash_says_which_edgefl_it_is(board: Boar
 
 
 def test_two_wheels_of_edgefl_are_not_chosen_between(board: Board) -> None:
-    make_wheel(board.folder / "wheels", "edgefl", "2.0", {})
+    make_wheel(board.folder / "wheels", DISTRIBUTION, "2.0", {})
     done = board.install()
     assert (done.returncode, "several wheels of edgefl" in done.stderr) == (1, True)
 

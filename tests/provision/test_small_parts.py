@@ -105,15 +105,18 @@ def test_public_keys_are_taken_and_private_ones_never(tmp_path: Path) -> None:
 def test_a_wheel_folder_has_one_edgefl_and_wheels_only(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError):
         extras.wheels(tmp_path / "none")
-    with pytest.raises(ConfigError, match="one wheel of edgefl, has none"):
+    with pytest.raises(ConfigError, match="one wheel of edgefl-fleet, has none"):
         extras.wheels(tmp_path)
-    (tmp_path / "edgefl-0.1-py3-none-any.whl").touch()
+    (tmp_path / "edgefl_fleet-0.1-py3-none-any.whl").touch()
     (tmp_path / "numpy-2.whl").touch()
-    assert set(extras.wheels(tmp_path)) == {"wheels/edgefl-0.1-py3-none-any.whl", "wheels/numpy-2.whl"}
-    (tmp_path / "edgefl-0.2-py3-none-any.whl").touch()
+    assert set(extras.wheels(tmp_path)) == {"wheels/edgefl_fleet-0.1-py3-none-any.whl", "wheels/numpy-2.whl"}
+    (tmp_path / "edgefl_fleet-0.2-py3-none-any.whl").touch()
     with pytest.raises(ConfigError, match="one wheel"):
         extras.wheels(tmp_path)
-    (tmp_path / "edgefl-0.2-py3-none-any.whl").unlink()
+    (tmp_path / "edgefl_fleet-0.2-py3-none-any.whl").rename(tmp_path / "edgefl-0.1.0-py3-none-any.whl")
+    with pytest.raises(ConfigError, match=r"holds edgefl-0\.1\.0-.*another project"):
+        extras.wheels(tmp_path)
+    (tmp_path / "edgefl-0.1.0-py3-none-any.whl").unlink()
     (tmp_path / "flwr-1.tar.gz").touch()
     with pytest.raises(ConfigError, match=r"no wheel: flwr-1\.tar\.gz"):
         extras.wheels(tmp_path)
@@ -132,7 +135,7 @@ def test_a_lock_pins_by_hash(tmp_path: Path) -> None:
 def test_a_payload_says_which_edgefl_it_brings_and_one_that_would_ask_an_index_for_it_is_refused(
     tmp_path: Path,
 ) -> None:
-    wheel = {"wheels/edgefl-1.2-py3-none-any.whl": b""}
+    wheel = {"wheels/edgefl_fleet-1.2-py3-none-any.whl": b""}
     lock = tmp_path / "lock"
     lock.write_text("numpy==2.0 --hash=sha256:00\n")
     assert extras.edgefl_version(wheel) == "1.2"
@@ -140,14 +143,15 @@ def test_a_payload_says_which_edgefl_it_brings_and_one_that_would_ask_an_index_f
     for files in ({}, {"wheels/numpy-2-py3-none-any.whl": b""}, extras.lock(lock)):
         with pytest.raises(UsageError, match="another package of this name"):
             extras.edgefl_version(files)
-    lock.write_text("edgefl==1.3 --hash=sha256:00\n")
+    lock.write_text("edgefl-fleet==1.3 --hash=sha256:00\n")
     assert extras.edgefl_version(extras.lock(lock)) == "1.3"
     with pytest.raises(ConfigError, match="says no version"):
-        extras.edgefl_version({"wheels/edgefl-": b""})
+        extras.edgefl_version({"wheels/edgefl_fleet-": b""})
 
 
 @pytest.mark.parametrize(
-    "name", ['edgefl-1-"-py3.whl', "edgefl-1 -py3.whl", "edgefl-1\n-py3.whl", "edgefl-1-$(x).whl"]
+    "name",
+    ['edgefl_fleet-1-"-py3.whl', "edgefl_fleet-1 -py3.whl", "edgefl_fleet-1\n-py3.whl", "edgefl_fleet-1-$(x).whl"],
 )
 def test_a_file_whose_name_a_shell_or_the_manifest_would_misread_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()

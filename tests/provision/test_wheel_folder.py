@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from edgefl import DISTRIBUTION
 from edgefl.cli.provision import command
 from edgefl.errors import ConfigError, NetworkError
 from edgefl.provision.locks import LockedWheel, board_family
@@ -20,14 +21,15 @@ OLD = 315532800  # 1980, where zip begins
 def make_wheel(folder: Path, name: str, tag: str = "py3-none-any", *, word: str = "one") -> LockedWheel:
     """Writes a wheel that pip takes, and returns its line of a lock."""
     folder.mkdir(exist_ok=True)
-    file = folder / f"{name}-1.0-{tag}.whl"
+    module = name.replace("-", "_")
+    file = folder / f"{module}-1.0-{tag}.whl"
     parts = {
-        f"{name}.py": f"word = {word!r}\n",
-        f"{name}-1.0.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
-        f"{name}-1.0.dist-info/WHEEL": f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n",
+        f"{module}.py": f"word = {word!r}\n",
+        f"{module}-1.0.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+        f"{module}-1.0.dist-info/WHEEL": f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n",
     }
     record = [f"{path},sha256={_record_hash(text)},{len(text)}" for path, text in parts.items()]
-    parts[f"{name}-1.0.dist-info/RECORD"] = "\n".join([*record, f"{name}-1.0.dist-info/RECORD,,", ""])
+    parts[f"{module}-1.0.dist-info/RECORD"] = "\n".join([*record, f"{module}-1.0.dist-info/RECORD,,", ""])
     with zipfile.ZipFile(file, "w") as wheel:
         for path, text in parts.items():
             wheel.writestr(zipfile.ZipInfo(path), text)
@@ -49,7 +51,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def own_wheel(tmp_path: Path) -> Path:
-    made = make_wheel(tmp_path / "own", "edgefl")
+    made = make_wheel(tmp_path / "own", DISTRIBUTION)
     return tmp_path / "own" / made.file
 
 
@@ -92,16 +94,17 @@ def test_a_package_that_the_index_lacks_is_named(index: Path, own_wheel: Path, t
 def test_an_older_edgefl_in_the_folder_makes_way(index: Path, own_wheel: Path, tmp_path: Path) -> None:
     lock, folder = [make_wheel(index, "pure")], tmp_path / "wheels"
     folder.mkdir()
-    (folder / "edgefl-0.0.9-py3-none-any.whl").touch()
+    for older in ("edgefl-0.1.0", "edgefl_fleet-0.0.9"):
+        (folder / f"{older}-py3-none-any.whl").touch()
     fill_wheel_folder(folder, PI, lock, own_wheel=own_wheel)
     fill_wheel_folder(folder, PI, lock, own_wheel=folder / own_wheel.name)
-    assert [path.name for path in folder.glob("edgefl-*")] == [own_wheel.name]
+    assert [path.name for path in folder.glob("edgefl*")] == [own_wheel.name]
     assert (folder / own_wheel.name).read_bytes() == own_wheel.read_bytes()
 
 
 def test_another_package_does_not_pass_for_edgefl(index: Path, tmp_path: Path) -> None:
     lock = [make_wheel(index, "pure")]
-    with pytest.raises(ConfigError, match=r"edgefl's wheel must be a file edgefl-VERSION-py3-none-any\.whl"):
+    with pytest.raises(ConfigError, match=r"edgefl's wheel must be a file edgefl_fleet-VERSION-py3-none-any\.whl"):
         fill_wheel_folder(tmp_path / "wheels", PI, lock, own_wheel=index / lock[0].file)
 
 

@@ -208,7 +208,7 @@ def test_a_task_with_a_module_is_made_and_its_shards_are_read_without_torch():
         "try:\n    task.shapes()\nexcept TaskError as error:\n    print(error)\n"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert "pip install 'edgefl[train]'" in found.stdout
+    assert "pip install 'edgefl-fleet[train]'" in found.stdout
 
 
 def test_torchvisions_resnet_is_one_line_where_it_is_installed():

@@ -335,8 +335,8 @@ def test_a_numpy_task_is_exported_without_torch(exporting: Any, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("missing", "task", "words"),
     [
-        ("torch", "mnist", "pip install 'edgefl[train]'"),
-        ("onnx", "digits", "pip install 'edgefl[export]'"),
+        ("torch", "mnist", "pip install 'edgefl-fleet[train]'"),
+        ("onnx", "digits", "pip install 'edgefl-fleet[export]'"),
         ("onnxruntime", "digits", "pip install onnxruntime"),
     ],
 )

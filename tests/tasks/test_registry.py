@@ -167,7 +167,7 @@ def run_python(code):
 
 
 def test_without_torch_everything_but_a_torch_learner_works():
-    assert "pip install 'edgefl[train]' -c constraints.txt" in run_python(WITHOUT_TORCH)
+    assert "pip install 'edgefl-fleet[train]' -c constraints.txt" in run_python(WITHOUT_TORCH)
 
 
 def test_importing_the_room_imports_nothing_heavy():

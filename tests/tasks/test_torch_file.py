@@ -52,5 +52,5 @@ def test_without_torch_the_remedy_is_named(tmp_path: Path) -> None:
         "export_torch({}, Path('model.pt'))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert "pip install 'edgefl[train]'" in done.stderr.splitlines()[-1]
+    assert "pip install 'edgefl-fleet[train]'" in done.stderr.splitlines()[-1]
     assert list(tmp_path.iterdir()) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from types import MappingProxyType
 
+from edgefl import DISTRIBUTION
 from edgefl.errors import EdgeflError
 
 KINDS = MappingProxyType(
@@ -37,5 +38,5 @@ def check_matplotlib() -> None:
     except ImportError as error:
         raise EdgeflError(
             f"figures are drawn with matplotlib, which cannot be imported ({error}); "
-            "install it with: pip install 'edgefl[plots]'"
+            f"install it with: pip install '{DISTRIBUTION}[plots]'"
         ) from None

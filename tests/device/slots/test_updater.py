@@ -159,7 +159,7 @@ def test_signers_that_others_could_change_are_worth_nothing(board: Any) -> None:
 
 
 def test_an_older_version_is_refused_unless_its_signer_allows_it(board: Any) -> None:
-    assert "edgefl 0.9 is older than the 1.0 that this board has" in refused(board, board.release("0.9"))
+    assert "edgefl-fleet 0.9 is older than the 1.0 that this board has" in refused(board, board.release("0.9"))
     allowed = board.release("0.9", "works", allow_downgrade=True)
     assert board.install(allowed).state == "running"
     assert board.runs() == ("b", "0.9")
@@ -171,7 +171,7 @@ def test_a_way_back_that_was_signed_once_cannot_be_replayed(board: Any) -> None:
     board.install(board.release("1.1"))
     outcome = board.install(back)
     assert outcome.state == "refused"
-    assert "edgefl 0.9 was signed before what this board has" in outcome.reason
+    assert "edgefl-fleet 0.9 was signed before what this board has" in outcome.reason
 
 
 def test_a_bundle_for_another_board_is_refused(board: Any) -> None:
@@ -181,7 +181,7 @@ def test_a_bundle_for_another_board_is_refused(board: Any) -> None:
     bundle = board.signer.bundle(board.folder / "x.bundle", wheel, version="1.1")
     reason = refused(board, bundle)
     assert "it is not for this board (Python 3." in reason
-    assert "of edgefl it holds only edgefl-1.1-cp313-cp313-manylinux_2_17_riscv64.whl" in reason
+    assert "of edgefl-fleet it holds only edgefl_fleet-1.1-cp313-cp313-manylinux_2_17_riscv64.whl" in reason
 
 
 def test_a_bundle_that_is_changed_after_the_agent_has_checked_it_is_refused(board: Any) -> None:
@@ -201,7 +201,7 @@ def test_a_board_whose_agent_was_taken_over_still_runs_only_what_was_signed(boar
     content = board.release("1.1").read_bytes()
     changed = board.folder / "changed.bundle"
     changed.write_bytes(content.replace(b"this version does not start", b"this version does NOT start"))
-    assert "edgefl-1.1-py3-none-any.whl is not what was signed: it was changed" in refused(board, changed)
+    assert "edgefl_fleet-1.1-py3-none-any.whl is not what was signed: it was changed" in refused(board, changed)
     changed.write_bytes(content.replace(b'"allow_downgrade": false', b'"allow_downgrade": true '))
     assert "its signature by key" in refused(board, changed)
 
