@@ -8,9 +8,9 @@ import threading
 
 import pytest
 
-from edgefl.coordinator.brokers import mended_amqtt
 from edgefl.coordinator.brokers.broker import client_context
 from edgefl.coordinator.brokers.embedded_broker import EmbeddedBroker
+from edgefl.coordinator.brokers.mqtt import router
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -122,7 +122,7 @@ def test_stopping_sends_no_wills(running, mqtt_tools):
 
 @embedded
 def test_a_device_retains_so_much_and_no_more_and_nothing_once_it_was_removed(running, mqtt_tools, monkeypatch):
-    monkeypatch.setattr(mended_amqtt, "MAX_RETAINED_BYTES", 2500)
+    monkeypatch.setattr(router, "MAX_RETAINED_BYTES", 2500)
     device = running.client("pi-1")
     for number in (1, 2, 2, 3, 4):  # the second one twice: in its own place it counts once
         device.publish(f"edgefl/v1/lab/pi-1/peer/pi-{number}", bytes(1000), retain=True)
