@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import ssl
 import time
@@ -146,6 +147,121 @@ def test_what_is_retained_reaches_who_subscribes_later(running, mqtt_tools):
     coordinator.subscribe(f"{ROOT}/+/capabilities")
     mqtt_tools.eventually(lambda: coordinator.received)
     assert coordinator.received == [(f"{ROOT}/pi-1/capabilities", b"four cores", True)]
+
+
+def _connected(running, mqtt_tools, name, **options):
+    """A client that speaks MQTT by hand, after its CONNACK."""
+    raw = running.raw(name)
+    raw.sendall(mqtt_tools.connect_packet(name, keep_alive_s=60, **options))
+    assert _read_packet(raw) == (0x20, b"\x00\x00")
+    return raw
+
+
+def _read_packet(raw):
+    """The first byte of the next packet and what follows its length, of one byte."""
+    raw.settimeout(10)
+    head = raw.recv(1) + raw.recv(1)
+    body = b""
+    while len(body) < head[1]:
+        body += raw.recv(head[1] - len(body))
+    return head[0], body
+
+
+def _text(content):
+    return len(content).to_bytes(2) + content.encode()
+
+
+def _packet(first, body):
+    return bytes((first, len(body))) + body
+
+
+def test_a_client_gets_the_answers_that_the_standard_says(running, mqtt_tools):
+    raw = _connected(running, mqtt_tools, "pi-1")
+    bell, status = f"{ROOT}/pi-1/bell", f"{ROOT}/pi-1/status"
+    raw.sendall(b"\xc0\x00")
+    assert _read_packet(raw) == (0xD0, b"")
+    raw.sendall(_packet(0x82, b"\x00\x07" + _text(bell) + b"\x00" + _text(status) + b"\x01"))
+    assert _read_packet(raw) == (0x90, b"\x00\x07\x00\x01")
+    # At QoS 1, again because its acknowledgement was lost, and the subscriber's own acknowledgement.
+    raw.sendall(_packet(0x3A, _text(status) + b"\x00\x09" + b"x"))
+    found = sorted(_read_packet(raw) for _ in range(2))
+    assert found[1] == (0x40, b"\x00\x09")
+    first, body = found[0]
+    assert (first, body[:-3], body[-1:]) == (0x32, _text(status), b"x")
+    raw.sendall(_packet(0x40, body[-3:-1]))
+    running.client("coordinator").publish(bell, b"ring", qos=1)
+    assert _read_packet(raw) == (0x30, _text(bell) + b"ring")
+    raw.sendall(_packet(0xA2, b"\x00\x08" + _text(bell) + _text(status)))
+    assert _read_packet(raw) == (0xB0, b"\x00\x08")
+    raw.sendall(_packet(0x30, _text(status) + b"unheard") + b"\xc0\x00")
+    assert _read_packet(raw) == (0xD0, b"")
+
+
+def test_subscriptions_that_overlap_give_one_message_at_the_highest_qos(running, mqtt_tools):
+    raw = _connected(running, mqtt_tools, "coordinator")
+    status = f"{ROOT}/pi-1/status"
+    filters = b"".join((_text(f"{ROOT}/+/status"), b"\x00", _text(f"{ROOT}/pi-1/#"), b"\x01"))
+    raw.sendall(_packet(0x82, b"\x00\x07" + filters))
+    assert _read_packet(raw) == (0x90, b"\x00\x07\x00\x01")
+    running.client("pi-1").publish(status, b"x")
+    first, body = _read_packet(raw)
+    assert (first, body[-1:]) == (0x32, b"x")
+    raw.sendall(_packet(0x40, body[-3:-1]) + b"\xc0\x00")
+    assert _read_packet(raw) == (0xD0, b"")
+
+
+@pytest.mark.parametrize(("kept", "wanted", "got"), [(0, 1, 0), (1, 0, 0), (1, 1, 1)])
+def test_what_is_retained_comes_with_its_flag_at_the_lower_qos(running, mqtt_tools, kept, wanted, got):
+    status = f"{ROOT}/pi-1/status"
+    sender = running.client("pi-1")
+    sender.publish(status, b"kept", qos=kept, retain=True)
+    sender.publish(f"{ROOT}/pi-1/capabilities", b"behind it")
+    raw = _connected(running, mqtt_tools, "coordinator")
+    raw.sendall(_packet(0x82, b"\x00\x07" + _text(status) + bytes((wanted,))))
+    assert _read_packet(raw) == (0x90, bytes((0, 7, wanted)))
+    first, body = _read_packet(raw)
+    assert (first, body[-4:]) == (0x31 | got << 1, b"kept")
+
+
+@pytest.mark.parametrize(
+    "malformed",
+    [
+        b"\x30\x05\x00\x03a/+",
+        b"\x30\x05\x00\x03a\x00b",
+        b"\x30\x04\x00\x02\xff\xfe",
+        b"\x36\x05\x00\x01a\x00\x01",  # QoS 3
+        b"\x32\x05\x00\x01a\x00\x00",  # packet identifier 0
+        b"\x82\x02\x00\x01",  # to nothing
+        b"\x82\x07\x00\x01\x00\x02a#\x00",
+        b"\x20\x02\x00\x00",  # CONNACK
+        b"\x30\xff\xff\xff\xff\x01",
+    ],
+)
+def test_a_malformed_packet_ends_the_connection_with_its_will(running, mqtt_tools, malformed):
+    coordinator = running.client("coordinator")
+    coordinator.subscribe(f"{ROOT}/+/status")
+    raw = _connected(running, mqtt_tools, "pi-1", will=(f"{ROOT}/pi-1/status", b"gone"))
+    raw.sendall(malformed)
+    with contextlib.suppress(ConnectionError):
+        assert raw.recv(1) == b""
+    mqtt_tools.eventually(lambda: coordinator.payloads(f"{ROOT}/pi-1/status") == [b"gone"])
+
+
+def test_a_hundred_devices_and_their_coordinator(running, mqtt_tools):
+    coordinator = running.client("coordinator")
+    coordinator.subscribe(f"{ROOT}/+/status", f"{ROOT}/+/heartbeat")
+    devices = {f"pi-{number}": running.client(f"pi-{number}") for number in range(100)}
+    for name, device in devices.items():
+        device.subscribe(f"{ROOT}/{name}/bell", f"{ROOT}/+/peer/{name}")
+        device.publish(f"{ROOT}/{name}/status", b"online", retain=True)
+        for number in range(5):
+            device.publish(f"{ROOT}/{name}/heartbeat", str(number).encode(), qos=0)
+    mqtt_tools.eventually(lambda: len(coordinator.received) == 600)
+    for name in devices:
+        assert coordinator.payloads(f"{ROOT}/{name}/heartbeat") == [b"0", b"1", b"2", b"3", b"4"]
+        coordinator.publish(f"{ROOT}/{name}/bell", name.encode(), qos=0)
+    mqtt_tools.eventually(lambda: all(device.received for device in devices.values()))
+    assert all(device.received == [(f"{ROOT}/{name}/bell", name.encode(), False)] for name, device in devices.items())
 
 
 def _answer_to(running, context, connect):
