@@ -38,8 +38,8 @@ class CoordinatorDirectory:
     """One coordinator's directory and what its settings say.
 
     `hosts` are the names and addresses under which devices find the coordinator, best first. Of the access tokens
-    only SHA-256 hashes are kept. `store` is the URL of a database server, perhaps with a password; None is SQLite in the
-    directory.
+    only SHA-256 hashes are kept. `store` is the URL of a database server, perhaps with a password; None for SQLite in
+    the directory.
     """
 
     root: Path

@@ -19,7 +19,7 @@ from sqlalchemy import Connection, Engine, create_engine, event, inspect, make_u
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 
-from edgefl.errors import StoreError, StoreTooNewError
+from edgefl.errors import MissingPackageError, StoreError, StoreTooNewError, install_line
 from edgefl.files import store_error
 from edgefl.storage.failures import explained
 from edgefl.storage.rebuilding import rebuild_derived
@@ -203,8 +203,11 @@ def _make_engine(url: URL, *, read_only: bool) -> Engine:
     if url.get_backend_name() != "sqlite":
         try:
             engine = create_engine(url, pool_pre_ping=True, connect_args={"connect_timeout": CONNECT_TIMEOUT_S})
-        except (ModuleNotFoundError, NoSuchModuleError) as error:
-            raise StoreError(f"store URL needs a database driver that is not installed: {error}") from error
+        except ImportError as error:
+            raise MissingPackageError(
+                f"a store in PostgreSQL needs psycopg, which cannot be imported ({error}); "
+                f"install it with: {install_line('psycopg')}"
+            ) from None
         return engine.execution_options(postgresql_readonly=True) if read_only else engine
     if read_only:
         quoted = Path(str(url.database)).absolute().as_uri()

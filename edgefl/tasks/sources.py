@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edgefl import DISTRIBUTION
-from edgefl.errors import DataError, TaskError
+from edgefl.errors import DataError, MissingPackageError, TaskError, install_line
 from edgefl.tasks.idx import read_image_set
 from edgefl.tasks.motion_windows import FILE_NAME, MotionWindows, read_motion_windows
 from edgefl.tasks.noop import noop_data
@@ -75,8 +74,8 @@ def _digits() -> CentralData:
     try:
         from sklearn.datasets import load_digits  # noqa: PLC0415 only experiments need scikit-learn, boards do not
     except ImportError:
-        raise DataError(
-            f"the digits come with scikit-learn; install it with: pip install '{DISTRIBUTION}[demo]'"
+        raise MissingPackageError(
+            f"the digits come with scikit-learn; install it with: {install_line('sklearn')}"
         ) from None
     bunch = load_digits()
     everything = Dataset(inputs=bunch.images.astype(np.uint8), labels=bunch.target.astype(np.int64))

@@ -215,8 +215,9 @@ install_packages() {
         fail "the clock says $(date -u +%Y-%m-%d), so no index can be trusted: timedatectl set-ntp true, or bring wheels"
     fi
     if [ -n "$lock" ]; then
-        pip_install "$@" --require-hashes --requirement "$lock"
+        # --no-deps: the lock leaves out what Flower asks for and no device imports.
         set -- "$@" --no-deps
+        pip_install "$@" --require-hashes --requirement "$lock"
     fi
     [ -z "$own" ] || pip_install "$@" "$own"
 }
