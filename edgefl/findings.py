@@ -72,10 +72,10 @@ def check_software() -> list[Finding]:
     if flower is None or not flower.startswith(FLOWER):
         told = f"flwr {flower} is installed" if flower else "flwr is not installed"
         findings.append(problem("versions", f"{told}, edgefl needs {FLOWER}x", f"pip install 'flwr=={FLOWER}*'"))
-    return [*findings, *_strangers()]
+    return [*findings, *_foreign_packages()]
 
 
-def _strangers() -> list[Finding]:
+def _foreign_packages() -> list[Finding]:
     """Returns what is installed as edgefl, which on package indexes is another project."""
     found = {str(each.locate_file("")): each.version for each in distributions(name="edgefl")}
     remedy = (

@@ -1,4 +1,4 @@
-"""A package index of this machine's own packages, and of strangers' that should never be asked for.
+"""A package index of this machine's own packages, and of other projects that should never be asked for.
 
 What is installed here is packed into wheels when somebody asks for it, so that a fresh environment is made offline.
 """
@@ -21,9 +21,9 @@ class PackageIndex:
         asked: the names that were asked for, in their canonical spelling.
     """
 
-    def __init__(self, folder: Path, *strangers: Path) -> None:
+    def __init__(self, folder: Path, *foreign: Path) -> None:
         self.asked: set[str] = set()
-        self._folder, self._strangers, self._lock = folder, strangers, threading.Lock()
+        self._folder, self._foreign, self._lock = folder, foreign, threading.Lock()
         folder.mkdir()
         index = self
 
@@ -51,11 +51,11 @@ class PackageIndex:
         self._server.server_close()
 
     def page(self, name: str) -> bytes | None:
-        """Returns the links to a project's wheels; a stranger's are all that there is of its name."""
+        """Returns the links to a project's wheels; a foreign project's are all that there is of its name."""
         name = str(canonicalize_name(name))
         with self._lock:
             self.asked.add(name)
-            wheels = [path for path in self._strangers if canonicalize_name(path.name.partition("-")[0]) == name]
+            wheels = [path for path in self._foreign if canonicalize_name(path.name.partition("-")[0]) == name]
             wheels = wheels or self._own(name)
         links = "".join(
             f'<a href="/files/{path.name}" data-core-metadata="true">{path.name}</a>\n' for path in wheels
@@ -64,7 +64,7 @@ class PackageIndex:
 
     def file(self, name: str) -> bytes | None:
         """Returns a wheel, or what it says of itself, so that nobody fetches a large one only to read that."""
-        for path in (*self._strangers, self._folder / name.removesuffix(".metadata")):
+        for path in (*self._foreign, self._folder / name.removesuffix(".metadata")):
             if path.name == name and path.is_file():
                 return path.read_bytes()
             if f"{path.name}.metadata" == name and path.is_file():

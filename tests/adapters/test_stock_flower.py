@@ -48,12 +48,12 @@ class Site:
     def __init__(self, root: Path) -> None:
         self.root, self.marker = root, root / "imported"
         body = f"open({str(self.marker)!r}, 'a').write(__name__)\n"
-        strangers = [
-            make_wheel(root / "strangers", name, version, {"edgefl/__init__.py": body})
+        foreign = [
+            make_wheel(root / "foreign", name, version, {"edgefl/__init__.py": body})
             for name in ("edgefl", edgefl.DISTRIBUTION)
             for version in ("0.1.0", "0.2.0", "99.0")
         ]
-        self.index = PackageIndex(root / "wheels", *strangers)
+        self.index = PackageIndex(root / "wheels", *foreign)
         plain = {
             key: value for key, value in os.environ.items() if not key.startswith(("UV_", "PIP_", "PYTHON", "FLWR_"))
         }
@@ -179,7 +179,7 @@ def test_an_app_gives_our_model_and_never_asks_an_index_for_edgefl(site: Site, t
 
 
 @pytest.mark.parametrize("name", ["edgefl", edgefl.DISTRIBUTION])
-def test_whoever_asks_that_index_for_edgefl_gets_a_stranger(site: Site, tmp_path: Path, name: str) -> None:
+def test_that_index_gives_another_project_under_both_names(site: Site, tmp_path: Path, name: str) -> None:
     python = site.install(tmp_path / "venv", f"{name}=={edgefl.__version__}")
     subprocess.run([python, "-c", "import edgefl"], cwd=tmp_path, check=True, timeout=60)
     assert site.marker.read_text() == "edgefl"
