@@ -35,15 +35,16 @@ def command(*, root: Path | None, state: Path | None, url: str | None, fmt: str)
     """
     from edgefl.findings import Level, check_software  # noqa: PLC0415 fast start
 
+    software = check_software()
     parts = _chosen(root, state, url) or _found_here()
-    if not parts:
+    if not parts and all(finding.level is Level.OK for finding in software):
         from edgefl.device.slots.layout import PROVISIONED  # noqa: PLC0415 fast start
 
         raise NotJoinedError(
             "nothing of edgefl is set up here; give --dir DIR, --state DIR or --url URL; on a provisioned board: "
             + PROVISIONED.format("doctor")
         )
-    parts = [("software", check_software), *parts]
+    parts = [("software", lambda: software), *parts]
     rows = [
         {"where": where, **{name: str(getattr(finding, name)) for name in COLUMNS[1:]}}
         for where, look in parts

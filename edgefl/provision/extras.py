@@ -18,7 +18,7 @@ from edgefl.provision.payload import LOCK
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+!-]{0,199}")
 OWN_WHEEL = f"{DISTRIBUTION.replace('-', '_')}-"
 """What the file name of edgefl's own wheel begins with."""
-STRANGERS_WHEEL = "edgefl-"
+FOREIGN_WHEEL = "edgefl-"
 """Likewise of another project's, and of edgefl's before it was called so."""
 _WHEEL = re.compile(rf"wheels/{OWN_WHEEL}([^-]+)-")
 _LOCKED = re.compile(rf"^{DISTRIBUTION}==(\S+).*--hash=sha256:", re.MULTILINE)
@@ -40,9 +40,9 @@ def wheels(folder: Path) -> Files:
             f"{folder} must hold one wheel of {DISTRIBUTION}, has {', '.join(own) or 'none'}; "
             "make it with: edgefl provision wheels"
         )
-    if strangers := [path.name for path in found if path.name.startswith(STRANGERS_WHEEL)]:
+    if foreign := [path.name for path in found if path.name.startswith(FOREIGN_WHEEL)]:
         raise ConfigError(
-            f"{folder} holds {', '.join(strangers)}, which is not of {DISTRIBUTION} but of another project; remove it"
+            f"{folder} holds {', '.join(foreign)}, which is not of {DISTRIBUTION} but of another project; remove it"
         )
     if strange := [path.name for path in found if path.suffix != ".whl"]:
         raise ConfigError(f"{folder} holds what is no wheel: {', '.join(strange[:5])}; boards install wheels only")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from edgefl import __version__
 from edgefl.errors import ConfigError, NetworkError, NotFoundError
-from edgefl.provision.extras import OWN_WHEEL, STRANGERS_WHEEL
+from edgefl.provision.extras import FOREIGN_WHEEL, OWN_WHEEL
 from edgefl.provision.locks import BoardFamily, LockedWheel
 
 _CHECKOUT = Path(__file__).parents[2]
@@ -90,11 +90,11 @@ def _own_wheel(folder: Path, given: Path | None) -> Path:
 
 
 def _only(folder: Path, wheel: Path) -> Path:
-    """Copies it into the folder and takes other versions and a stranger's edgefl out: a board could not choose."""
+    """Copies it into the folder and takes other versions and foreign packages out: a board could not choose."""
     place = folder / wheel.name
     if wheel.resolve() != place.resolve():
         shutil.copy(wheel, place)
-    for other in (*folder.glob(f"{OWN_WHEEL}*.whl"), *folder.glob(f"{STRANGERS_WHEEL}*.whl")):
+    for other in (*folder.glob(f"{OWN_WHEEL}*.whl"), *folder.glob(f"{FOREIGN_WHEEL}*.whl")):
         if other != place:
             other.unlink()
     return place

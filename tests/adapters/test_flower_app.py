@@ -1,38 +1,35 @@
 """The exported app runs on Flower alone: its two halves over a grid in this process, and over stock processes."""
 
 import importlib
+import io
 import itertools
 import json
 import math
 import os
 import re
-import signal
-import socket
 import subprocess
 import sys
-import sysconfig
-import threading
 import time
 import tomllib
-from contextlib import ExitStack
+import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 from flwr.app import Context, Error, Message, RecordDict
+from flwr.cli.build import build_fab_from_disk
 from flwr.serverapp import Grid
+from packaging.requirements import Requirement
 
 import edgefl
 from edgefl.adapters.app_journal import AppJournal
 from edgefl.adapters.app_messages import pack, unpack
-from edgefl.adapters.flower_app import to_toml, write_flower_app
+from edgefl.adapters.flower_app import LEFT_OUT, to_toml, write_flower_app
 from edgefl.adapters.grid_fleet import GridFleet
 from edgefl.adapters.process_globals import ensure_identity
 from edgefl.compression.codec import make_codec
 from edgefl.config import load_run, parse_run
 from edgefl.errors import ConfigError, NetworkError, UsageError
-from edgefl.local_fleet import free_port
-from edgefl.processes import end_with_parent
 from edgefl.storage.checkpoints import load_model_file
 from edgefl.tasks.cutting import cut_shards
 from edgefl.tasks.registry import make_task
@@ -247,14 +244,56 @@ def test_numbers_keep_their_kind_in_toml():
     assert isinstance(tomllib.loads(to_toml({"a": {"x": 3.0}}))["a"]["x"], float)
 
 
-def test_the_app_is_one_that_flower_accepts(export):
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # of Flower's own
+def test_the_app_is_one_that_flower_accepts_and_packs_whole(export):
     out = export({**CONFIG, "run": {**CONFIG["run"], "name": "My run / 3"}})
     project = tomllib.loads((out / "pyproject.toml").read_text())
     assert project["project"]["name"] == "my-run-3"
-    assert project["project"]["dependencies"] == [f"{edgefl.DISTRIBUTION}=={edgefl.__version__}"]
     for path in project["tool"]["flwr"]["app"]["components"].values():
         module, _, name = path.partition(":")
         assert hasattr(importlib.import_module(module), name)
+    with zipfile.ZipFile(io.BytesIO(build_fab_from_disk(out))) as fab:
+        packed = set(fab.namelist()) - {".info/CONTENT"}
+    assert packed == {path.relative_to(out).as_posix() for path in out.rglob("*.*") if path.suffix != ".pyc"} | {
+        "LICENSE"
+    }
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "names"),
+    [
+        ("digits", {}, {"safetensors", "scikit-learn", "zstandard"}),
+        ("fashion-mnist", {"model": "logistic"}, {"safetensors", "zstandard"}),
+        ("fashion-mnist", {}, {"safetensors", "torch", "zstandard"}),
+    ],
+)
+def test_an_app_depends_on_what_flower_does_not_bring_and_never_on_edgefl(export, task, options, names):
+    out = export({**CONFIG, "run": {**CONFIG["run"], "task": task}, "task": options})
+    needs = [
+        Requirement(text) for text in tomllib.loads((out / "pyproject.toml").read_text())["project"]["dependencies"]
+    ]
+    assert {need.name for need in needs} == names
+    assert all(need.specifier and "extra" not in str(need.marker) for need in needs)
+
+
+EVERYTHING = """
+import importlib, sys
+from edgefl.strategies import registry as strategies
+from edgefl.tasks import registry as tasks
+names = [place.partition(":")[0] for place in (*strategies.BUILT_IN.values(), *tasks.BUILT_IN.values())]
+for name in (*names, "edgefl.adapters.flower_strategy", "edgefl_app.server_app", "edgefl_app.client_app"):
+    importlib.import_module(name)
+print(*(module.__file__ for name, module in sys.modules.items() if name.partition(".")[0] == "edgefl"))
+"""
+
+
+def test_an_app_imports_edgefl_from_its_own_folder(export):
+    out = export()
+    assert all((Path(edgefl.__file__).parent / room).is_dir() for room in LEFT_OUT)
+    code = f"import sys; sys.path.insert(0, {str(out)!r})\n{EVERYTHING}"
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert all(Path(file).is_relative_to(out / "edgefl") for file in done.stdout.split())
 
 
 def test_updates_that_come_together_are_all_in_the_rows():
@@ -431,105 +470,7 @@ def test_a_message_of_somebody_else_is_refused():
             unpack(content)
 
 
-# Stock Flower
-
-CONNECTION = '[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
-RUN = "import sys; from flwr.cli.run.run import run; run(sys.argv[1], 'here', run_config_overrides=sys.argv[2:])"
-"""What `flwr run` calls; its command line does not start with the typer that is installed beside it."""
-SCRIPTS = Path(sysconfig.get_path("scripts"))
-
-
-class StockFlower:
-    """A SuperLink and SuperNodes as Flower ships them."""
-
-    def __init__(self, root, node_configs):
-        self.root, self.port, self.processes = root, free_port(), []
-        self._start("superlink", "flower-superlink", "--insecure", "--port", str(self.port))
-        self._wait(lambda: listens(self.port))
-        for number, config in enumerate(node_configs):
-            self._start(
-                f"node-{number}", "flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{self.port}",
-                "--port", str(free_port()), "--node-config", config,
-            )  # fmt: skip
-
-    def environment(self, name):
-        home = self.root / f"home-{name}"
-        home.mkdir(exist_ok=True)
-        return {
-            **os.environ,
-            "PATH": f"{SCRIPTS}{os.pathsep}{os.environ.get('PATH', '')}",
-            "PYTHONPATH": str(Path(edgefl.__file__).parents[1]),
-            "FLWR_HOME": str(home),
-            "FLWR_TELEMETRY_ENABLED": "0",
-            "FLWR_DISABLE_UPDATE_CHECK": "1",
-            "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-            "OMP_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1",
-        }
-
-    def run(self, app, result, timeout_s):
-        environment = self.environment("user")
-        (self.root / "home-user" / "config.toml").write_text(CONNECTION.format(port=self.port))
-        command = [sys.executable, "-c", RUN, str(app), f'result="{result}"']
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        self._wait((result / "history.json").exists, timeout_s)
-
-    def stop(self):
-        for process in reversed(self.processes):
-            os.killpg(process.pid, signal.SIGTERM)
-        for process in self.processes:
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-
-    def _start(self, name, program, *arguments):
-        with (self.root / f"{name}.log").open("ab") as log:
-            self.processes.append(
-                subprocess.Popen(
-                    [SCRIPTS / program, *arguments],
-                    env=self.environment(name),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    preexec_fn=end_with_parent,  # noqa: PLW1509 one system call, no locks
-                )
-            )
-
-    def _wait(self, is_true, timeout_s=60):
-        until_s = time.monotonic() + timeout_s
-        while not is_true():
-            logs = "\n".join(path.read_text(errors="replace")[-3000:] for path in self.root.glob("*.log"))
-            assert time.monotonic() < until_s, logs
-            assert all(process.poll() is None for process in self.processes), logs
-            threading.Event().wait(0.1)
-
-
-def listens(port):
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_on_stock_flower_it_gives_the_model_that_a_coordinator_of_ours_gives(export, tmp_path):
-    shards = cut_shards("digits", "iid", 2, tmp_path / "cut", None, 11)
-    ours = edgefl.run(CONFIG, devices=2, scheme="iid", root=tmp_path / "ours")
-    out = export()
-    nodes = [f'shard="{path}" name="{path.stem}"' for path in shards]
-    (tmp_path / "flower").mkdir()
-    with ExitStack() as stack:
-        flower = StockFlower(tmp_path / "flower", nodes)
-        stack.callback(flower.stop)
-        flower.run(out, tmp_path / "result", timeout_s=300)
-    rows = json.loads((tmp_path / "result" / "history.json").read_text())["versions"]
-    assert [row["num_updates"] for row in rows] == [2, 2, 2]
-    model, expected = load_model_file(tmp_path / "result" / "model.safetensors"), load_model_file(ours.model)
-    assert {name: tensor.tobytes() for name, tensor in model.items()} == {n: t.tobytes() for n, t in expected.items()}
-
+# Flower's simulation engine
 
 SIMULATION = """
 import json, sys, traceback

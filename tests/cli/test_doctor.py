@@ -111,6 +111,17 @@ def joined(edgefl: Any, running: CoordinatorDirectory, tmp_path: Path) -> Device
     return DeviceState.load()
 
 
+def test_a_foreign_edgefl_is_told_before_anything_is_set_up(
+    doctor: Callable[..., Said], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "packages" / "edgefl-0.1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: edgefl\nVersion: 0.1.0\n")
+    monkeypatch.syspath_prepend(info.parent)
+    (told,) = doctor().problems
+    assert told.startswith(f"a foreign package, edgefl 0.1.0, is installed in {info.parent}")
+
+
 def test_nothing_set_up_is_one_line(edgefl: Any) -> None:
     said = edgefl("doctor")
     assert (said.code, said.out, said.err.count("\n")) == (36, "", 1)
