@@ -58,7 +58,7 @@ def edgefl(*, verbose: int, quiet: bool) -> None:
     """Federated learning for fleets of Raspberry Pi, Jetson and other Linux boards."""
     level = logging.WARNING if quiet else (logging.INFO if verbose < 2 else logging.DEBUG)
     logging.basicConfig(level=level, format=LOG_FORMAT, stream=sys.stderr)
-    for noisy in ("httpx", "httpcore", "amqtt", "transitions", "alembic", "fontTools", "matplotlib", "PIL"):
+    for noisy in ("httpx", "httpcore", "alembic", "fontTools", "matplotlib", "PIL"):
         logging.getLogger(noisy).setLevel(logging.WARNING if verbose < 2 else logging.DEBUG)
 
 

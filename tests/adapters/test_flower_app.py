@@ -434,8 +434,6 @@ def test_a_message_of_somebody_else_is_refused():
 # Stock Flower
 
 CONNECTION = '[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
-RUN = "import sys; from flwr.cli.run.run import run; run(sys.argv[1], 'here', run_config_overrides=sys.argv[2:])"
-"""What `flwr run` calls; its command line does not start with the typer that is installed beside it."""
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 
 
@@ -470,7 +468,7 @@ class StockFlower:
     def run(self, app, result, timeout_s):
         environment = self.environment("user")
         (self.root / "home-user" / "config.toml").write_text(CONNECTION.format(port=self.port))
-        command = [sys.executable, "-c", RUN, str(app), f'result="{result}"']
+        command = [SCRIPTS / "flwr", "run", app, "here", "--run-config", f'result="{result}"']
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         self._wait((result / "history.json").exists, timeout_s)
