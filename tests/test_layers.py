@@ -88,7 +88,6 @@ FENCES = {
     "anyio": {"coordinator"},
     "pydantic": {"coordinator"},
     "uvicorn": {"coordinator"},
-    "amqtt": {"coordinator"},
     # Both ends compute the fingerprint of a certificate in the same way, so protocol does it, and look at its dates.
     "cryptography": {"bundles", "coordinator", "device", "findings", "protocol", "provision"},
     "packaging": {"bundles", "device"},
@@ -301,7 +300,6 @@ def test_the_command_line_starts_without_anything_heavy() -> None:
         "flwr",
         "onnxruntime",
         "fastapi",
-        "amqtt",
         "matplotlib",
     }
     assert not loaded & heavy

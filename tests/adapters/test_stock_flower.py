@@ -33,8 +33,6 @@ CONFIG = {
     "devices": {"min": 2},
 }
 CONNECTION = '[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
-RUN = "import sys; from flwr.cli.run.run import run; run(sys.argv[1], 'here', run_config_overrides=sys.argv[2:])"
-"""What `flwr run` calls; its command line does not start with the typer that is installed beside it."""
 
 
 class Site:
@@ -108,7 +106,7 @@ class StockFlower:
     def run(self, app: Path, result: Path, timeout_s: float) -> None:
         environment = self._home("user")
         (self.root / "home-user" / "config.toml").write_text(CONNECTION.format(port=self.port))
-        command = [self.python, "-c", RUN, str(app), f'result="{result}"']
+        command = [self.python.parent / "flwr", "run", app, "here", "--run-config", f'result="{result}"']
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         self._wait((result / "history.json").exists, timeout_s)

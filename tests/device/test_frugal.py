@@ -70,7 +70,7 @@ def said(program: str, call: str) -> int:
 
 
 def test_the_agent_imports_no_renderer_of_terminals() -> None:
-    assert said(SEEN, "") > 50
+    assert said(SEEN, "") > 10
     assert said(SEEN, "be_frugal()") == 0
 
 

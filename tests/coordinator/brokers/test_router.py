@@ -150,6 +150,7 @@ def test_a_topic_belongs_to_whoever_retained_there_last(router):
     router.refuse({"pi-1"}, ())
     coordinator.subscribe("pi-1/status")
     assert [payload for _, payload, _, _ in coordinator.got] == [b"theirs"]
+    assert (router._retained_bytes_of["pi-1"], router._topics_of["pi-1"]) == (0, set())
 
 
 def test_a_client_retains_so_many_bytes_and_so_many_topics(router, denied, monkeypatch):
@@ -168,6 +169,7 @@ def test_a_client_retains_so_many_bytes_and_so_many_topics(router, denied, monke
     device.publish("pi-1/peer/pi-1", b"", is_retained=True)
     device.publish("pi-1/peer/pi-3", bytes(1000), is_retained=True)
     coordinator.subscribe("pi-1/peer/+")
+    assert router._retained_bytes_of["pi-1"] == 2 * 1028 + 29 + 26
     assert sorted(topic for topic, *_ in coordinator.got) == ["pi-1/peer/pi-2", "pi-1/peer/pi-3", "pi-1/peer/pi-4"]
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from edgefl.coordinator.brokers.broker import MAX_RETAINED_BYTES, OnDenied, may_read, may_write, nobody_is_told
 from edgefl.coordinator.brokers.mqtt.packets import MAX_QOS, SUBSCRIPTION_FAILED, PublishPacket
 
-MAX_RETAINED_TOPICS = 1000
+MAX_RETAINED_TOPICS = 10_000
 """Of one client."""
 MAX_SUBSCRIPTIONS = 1000
 """Of one client."""
@@ -40,8 +42,9 @@ class TopicRouter:
         self._sessions: dict[str, Subscriber] = {}
         self._filters: dict[Subscriber, set[str]] = {}
         self._subscriptions = _Tree[dict[Subscriber, int]]()
-        self._retained = _Tree[PublishPacket]()
-        self._retained_by: dict[str, dict[str, PublishPacket]] = {}
+        self._retained = _Tree[_Retained]()
+        self._topics_of: dict[str, set[str]] = {}
+        self._retained_bytes_of: Counter[str] = Counter()
         self._refused: frozenset[str] = frozenset()
         self._revoked: frozenset[str] = frozenset()
 
@@ -51,8 +54,8 @@ class TopicRouter:
         for name in self._refused:
             if name in self._sessions:
                 self._sessions[name].end()
-            for topic in self._retained_by.pop(name, ()):
-                self._retained.remove(topic)
+            for topic in list(self._topics_of.get(name, ())):
+                self._drop_retained(topic)
 
     def is_refused(self, identity: str, serial: str) -> bool:
         """Returns whether a client may not connect; `serial` is of its certificate, in hexadecimal."""
@@ -90,8 +93,8 @@ class TopicRouter:
 
     def replay(self, client: Subscriber, name: str, qos: int) -> None:
         """Delivers the retained messages that match a filter which was granted."""
-        for message in self._retained.under_filter(name):
-            client.deliver(message, min(qos, message.qos), is_retained=True)
+        for kept in self._retained.under_filter(name):
+            client.deliver(kept.message, min(qos, kept.message.qos), is_retained=True)
 
     def unsubscribe(self, client: Subscriber, name: str) -> None:
         qos_of = self._subscriptions.get(name) or {}
@@ -115,23 +118,42 @@ class TopicRouter:
         for client, qos in highest.items():
             client.deliver(message, min(qos, message.qos), is_retained=False)
 
-    def _retain(self, identity: str, message: PublishPacket) -> None:
+    def _retain(self, owner: str, message: PublishPacket) -> None:
         """Keeps a message in the place of the one before; an empty one clears it [MQTT-3.3.1-5, -10, -11]."""
-        topic, owned = message.topic, self._retained_by.setdefault(identity, {})
+        topic, kept = message.topic, _Retained(owner, message)
+        former = self._retained.get(topic)
         if message.payload:
-            num_bytes = sum(len(name) + len(kept.payload) for name, kept in owned.items() if name != topic)
-            is_full = len(owned) >= MAX_RETAINED_TOPICS and topic not in owned
-            if is_full or num_bytes + len(topic) + len(message.payload) > MAX_RETAINED_BYTES:
+            topics, num_bytes = self._topics_of.setdefault(owner, set()), self._retained_bytes_of[owner]
+            if former is not None and former.owner == owner:
+                num_bytes -= former.num_bytes
+            is_full = len(topics) >= MAX_RETAINED_TOPICS and topic not in topics
+            if is_full or num_bytes + kept.num_bytes > MAX_RETAINED_BYTES:
                 what = f"RETAIN of {len(message.payload)} bytes at {topic!r}"
-                self.on_denied(identity, f"{what}, beside {num_bytes} others in {len(owned)} topics")
+                self.on_denied(owner, f"{what}, beside {num_bytes} others in {len(topics)} topics")
                 return
-        if self._retained.get(topic) is not None:
-            self._retained.remove(topic)
-            for others in self._retained_by.values():
-                others.pop(topic, None)
+        self._drop_retained(topic)
         if message.payload:
-            owned[topic] = message
-            self._retained.put(topic, message)
+            self._retained.put(topic, kept)
+            self._topics_of[owner].add(topic)
+            self._retained_bytes_of[owner] += kept.num_bytes
+
+    def _drop_retained(self, topic: str) -> None:
+        if (kept := self._retained.get(topic)) is not None:
+            self._retained.remove(topic)
+            self._topics_of[kept.owner].remove(topic)
+            self._retained_bytes_of[kept.owner] -= kept.num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Retained:
+    """A retained message, which counts for its owner: who published it."""
+
+    owner: str
+    message: PublishPacket
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.message.topic) + len(self.message.payload)
 
 
 class _Tree(Generic[Value]):
