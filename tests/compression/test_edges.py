@@ -16,7 +16,7 @@ from edgefl.types import Array, EdgeMessage, TensorKind, TensorSpec
 
 SHAPES = (TensorSpec(name="w", shape=(40,)), TensorSpec(name="b", shape=(3,)))
 TWO_BITS = "qsgd:2:8"
-LOSSY = (TWO_BITS, "onebit", "int8", "fp16", "lss:2", "topk:0.5", "dense|fp16|zstd")
+LOSSY = (TWO_BITS, "onebit", "int8", "lss:2", "topk:0.5", "dense|fp16|zstd")
 
 
 def rng(seed: int = 0) -> np.random.Generator:
@@ -56,7 +56,7 @@ def test_a_model_that_stands_still_is_known_to_its_neighbour_better_and_better(s
     one, other = pair(spec)
     first, still = parts(1), parts(2)
     errors = []
-    for step in range(200):
+    for step in range(100):
         body = one.encode("b", first if step < 3 else still, rng(step))
         errors.append(distance(other.decode("a", body), still))
         one.decode("b", other.encode("a", first, rng(step)))
@@ -80,7 +80,7 @@ def test_both_ends_have_the_same_bits_however_much_is_lost_late_or_doubled() -> 
     one, other = pair(TWO_BITS)
     draw, late = rng(5), None
     sent = parts(1)
-    for step in range(400):
+    for step in range(150):
         body = one.encode("b", sent, rng(step))
         arrived = [body] * int(draw.integers(0, 3))
         if late is not None:
@@ -147,7 +147,7 @@ def test_every_cut_and_every_changed_byte_of_the_header_is_refused_or_harmless()
     with pytest.raises(CodecError):
         other.decode("a", body + b"x")
     draw = rng(3)
-    for _ in range(500):
+    for _ in range(200):
         broken = bytearray(body)
         broken[int(draw.integers(0, len(body)))] ^= 1 << int(draw.integers(0, 8))
         try:
@@ -168,15 +168,8 @@ def test_only_what_is_trained_and_shared_travels() -> None:
 QUADRATICS = Quadratics.drawn(8)
 
 
-@pytest.mark.parametrize(
-    ("method", "loss"),
-    [
-        ("admm-isvr", 0.0),
-        ("pdmm-isvr", 0.3),
-        pytest.param("admm-isvr", 0.3, marks=pytest.mark.slow),
-        pytest.param("pdmm-isvr", 0.0, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.extended
+@pytest.mark.parametrize(("method", "loss"), [("admm-isvr", 0.0), ("pdmm-isvr", 0.3)])
 def test_two_bits_a_number_lead_to_the_exact_optimum(method: str, loss: float) -> None:
     graph = make_graph("ring", tuple(f"n{place}" for place in range(8)))
     rate = 0.2 / QUADRATICS.smoothness

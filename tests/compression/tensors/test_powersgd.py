@@ -54,7 +54,7 @@ def test_a_matrix_of_the_rank_comes_back_at_once() -> None:
 
 
 @pytest.mark.parametrize("stage", ["", "|fp16", "|int8", "|sign", "|qsgd:4:64"])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_error_is_never_larger_than_the_update(stage: str, seed: int) -> None:
     values = np.random.default_rng(seed).standard_normal((24, 20)).astype(np.float32)
     memory: dict[str, Array] = {}
@@ -121,17 +121,12 @@ def test_what_vectors_would_not_make_smaller_travels_whole(shape: tuple[int, ...
     assert np.array_equal(sent("ef|powersgd:2", values, {}), values)
 
 
-@pytest.mark.parametrize("scale", [1e-45, 1e-38, 1e-20, 1e20, 1e29])
+@pytest.mark.parametrize("scale", [1e-45, 1e29])
 def test_the_smallest_and_the_largest_numbers_have_vectors_too(scale: float) -> None:
     values = (np.sign(low_rank(20, 16, 5)) * scale).astype(np.float32)
     memory: dict[str, Array] = {}
     for _ in range(3):
         assert np.all(np.isfinite(sent("ef|powersgd:2", values, memory)))
-
-
-def test_numbers_whose_products_would_be_infinite_are_refused_by_name() -> None:
-    with pytest.raises(CodecError, match=r"tensor 'w': powersgd carries magnitudes up to 1e\+30, got 3e\+38"):
-        sent("ef|powersgd:1", np.full((9, 9), 3e38, dtype=np.float32), {})
 
 
 def test_behind_error_feedback_everything_arrives_in_the_end_and_the_start_is_warm() -> None:
