@@ -104,7 +104,7 @@ class Fleet:
 
 def test_it_comes_to_the_optimum_and_fedavg_does_not() -> None:
     scaffold, fedavg = Fleet("scaffold"), Fleet("fedavg")
-    for _ in range(1000):
+    for _ in range(400):
         scaffold.round()
         fedavg.round()
     assert scaffold.error() < 1e-14
@@ -125,7 +125,7 @@ def test_an_update_that_is_lost_moves_neither_variate() -> None:
         fleet.round(lost=(NAMES[number % 3],) if number % 2 else ())
     assert fleet.gap() < 1e-12
     assert fleet.state.began == 0
-    for _ in range(1000):
+    for _ in range(400):
         fleet.round()
     assert fleet.error() < 1e-14
 
@@ -144,7 +144,7 @@ def test_a_device_that_lost_its_variate_makes_all_begin_again_and_once(goes_back
     fleet.round()
     assert fleet.state.began == 42
     assert not fleet.state.control["w"].any()
-    for _ in range(1000):
+    for _ in range(400):
         fleet.round()
     assert fleet.state.began == 42
     assert fleet.gap() < 1e-12
@@ -158,7 +158,7 @@ def test_a_coordinator_that_goes_back_behind_its_devices_makes_all_begin_again()
             backup = deepcopy(fleet.state)
         fleet.round()
     fleet.state = backup
-    for _ in range(1000):
+    for _ in range(400):
         fleet.round()
     assert fleet.state.began == 31
     assert fleet.error() < 1e-14
