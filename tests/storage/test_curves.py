@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,10 +12,10 @@ from edgefl.storage.spans import newest_rounds, spans
 from edgefl.storage.store import Store
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     """A run of 40 closed rounds and one open one; round 23 took long, 31 lost its accuracy for once."""
-    with Store.open(tmp_path / "edgefl.db") as opened, opened.batch():
+    with Store.open(tmp_path_factory.mktemp("curves") / "edgefl.db") as opened, opened.batch():
         opened.add_run(run_id="r", name="n", task="t", strategy="s", config={}, seed=1, submitted_at=0.0)
         for number in range(1, 42):
             at = 100.0 * number

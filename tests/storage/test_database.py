@@ -160,6 +160,7 @@ def test_a_full_database_says_so_loses_nothing_and_goes_on_when_there_is_room(st
         assert connection.exec_driver_sql("SELECT count(*) FROM events").scalar() == len(written) + 1
 
 
+@pytest.mark.extended
 def test_a_file_system_without_room_is_named_as_such(tmp_path):
     script = textwrap.dedent(
         """
@@ -298,6 +299,7 @@ def test_threads_write_next_to_each_other_while_another_process_reads(tmp_path, 
         assert connection.exec_driver_sql("SELECT count(*) FROM events").scalar() == 100
 
 
+@pytest.mark.extended
 def test_two_programs_may_open_a_new_store_at_once(tmp_path):
     script = "import sys; from edgefl.storage.store import Store; Store.open(sys.argv[1]).close()"
     started = [
@@ -305,7 +307,7 @@ def test_two_programs_may_open_a_new_store_at_once(tmp_path):
             [sys.executable, "-c", script, str(tmp_path / "edgefl.db")],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, stderr=subprocess.PIPE,
         )
-        for _ in range(5)
+        for _ in range(2)
     ]  # fmt: skip
     for process in started:
         assert process.communicate(timeout=60)[1] == b""
@@ -341,7 +343,7 @@ def old_store(path, revision):
     old.dispose()
 
 
-@pytest.mark.parametrize("revision", ["0001", "0002", "0003"])
+@pytest.mark.parametrize("revision", ["0001", "0003"])
 def test_a_store_of_an_earlier_revision_is_upgraded_with_its_rows(tmp_path, revision):
     path = tmp_path / "edgefl.db"
     old_store(path, revision)
@@ -359,7 +361,7 @@ def test_a_store_of_an_earlier_revision_is_upgraded_with_its_rows(tmp_path, revi
     assert (traffic["day"], traffic["bytes_up"]) == ("1970-01-01", 5)
 
 
-@pytest.mark.parametrize("revision", ["0004", "0005", "0006"])
+@pytest.mark.parametrize("revision", ["0004", "0006"])
 def test_a_store_from_before_paced_seconds_keeps_its_updates_and_can_take_new_ones(tmp_path, revision):
     path = tmp_path / "edgefl.db"
     old_store(path, revision)
