@@ -59,10 +59,7 @@ def test_a_course_says_what_the_view_of_rounds_says(store: Store) -> None:
         for name in ("accuracy", "loss", "train_loss", "bytes_up", "bytes_down", "closed_at", "num_updates"):
             assert row[name] == told[row["round"]][name], name
     assert rows[22]["seconds"] == 60.0
-
-
-def test_a_course_may_begin_after_a_round(store: Store) -> None:
-    assert [row["round"] for row in course(store, "r", after=38)] == [39, 40]
+    assert course(store, "r", after=38) == rows[38:]
 
 
 def test_a_thinned_curve_keeps_its_ends_its_extremes_and_its_totals(store: Store) -> None:

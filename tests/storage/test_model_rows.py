@@ -90,11 +90,6 @@ def test_a_beginning_that_several_models_share_is_refused_and_one_file_of_two_ru
     assert find_model(two_runs, "0003")["sha256"] == sha(3)
 
 
-def test_latest_without_any_model_says_so(store):
-    with pytest.raises(NotFoundError, match="there is no kept model yet"):
-        find_model(store, "latest")
-
-
 def test_rows_are_written_and_dropped_together(two_runs):
     keep_models(two_runs, "run-1", [row(4), row(2, accuracy=0.5)], [10, 30])
     assert [(r["version"], r["accuracy"]) for r in kept_models(two_runs, "run-1")] == [(2, 0.5), (4, None)]
@@ -108,3 +103,7 @@ def test_what_a_row_or_a_run_file_names_is_named(two_runs):
     keep_models(two_runs, "run-1", [], [10])
     assert unnamed_models(two_runs, asked) == {sha(1), sha(8)}
     assert unnamed_models(two_runs, set()) == set()
+    for run in ("run-1", "run-2"):
+        keep_models(two_runs, run, [], [10, 20, 30, 90])
+    with pytest.raises(NotFoundError, match="there is no kept model yet"):
+        find_model(two_runs, "latest")

@@ -107,11 +107,6 @@ def test_a_filter_leaves_what_it_names(lived, kind, filters, count):
     assert len(history(lived, kind, **filters)) == count
 
 
-def test_sums_of_devices_are_those_of_the_chosen_run(lived):
-    (row,) = history(lived, "devices", run="run-2")
-    assert (row["device_id"], row["bytes_up"], row["num_used"]) == ("b", 7, 1)
-
-
 @pytest.mark.parametrize("kind", sorted(set(COLUMNS) - NOT_NEWEST))
 def test_a_limit_keeps_the_newest_and_shows_the_oldest_of_them_first(lived, kind):
     everything = history(lived, kind)
@@ -167,17 +162,6 @@ def test_evaluations_of_devices_own_models_are_rows_and_no_part_of_a_round_s_acc
     assert (first["source"], first["accuracy"], first["loss"]) == ("device", 0.75, 1.0)
     assert (second["source"], second["accuracy"], second["loss"]) == (None, None, None)
     assert column(history(store, "evaluations"), "subject") == ["", "a", "a", "a"]
-
-
-def test_figures_of_a_round_come_back_as_they_were_written(store, run_id):
-    store.record_round(run_id, 1, ["a"])
-    store.record_round(run_id, 2, ["a"], at=1010.0)
-    store.set_round_figures(run_id, 1, {"node_accuracy": 0.5, "worst_node_accuracy": 0.25, "facts": {"x": 1.5}})
-    names = ("node_accuracy", "worst_node_accuracy", "facts")
-    assert [tuple(row[name] for name in names) for row in history(store, "rounds")] == [
-        (0.5, 0.25, {"x": 1.5}),
-        (None, None, None),
-    ]
 
 
 @pytest.mark.parametrize("kind", sorted(COLUMNS))
@@ -282,15 +266,6 @@ def test_dropouts_and_staleness_are_counted_by_device(store, run_id):
         0.5,
         4,
     )
-
-
-def test_rounds_of_a_device_are_found_among_few_runs_and_among_many(store):
-    for number in range(25):
-        run_id = store.submit(f"many-{number}", submitted_at=float(number))
-        store.record_round(run_id, 1, ["often", "other"] if number != 7 else ["often", "once"], at=100.0 * number)
-    assert column(history(store, "rounds", device="once"), "run_id") == ["many-7"]
-    assert len(history(store, "rounds", device="often")) == 25
-    assert history(store, "rounds", device="ghost") == []
 
 
 def test_heartbeats_of_a_device_in_a_run_are_found(store):
