@@ -84,11 +84,6 @@ def test_a_board_that_computes_long_may_upload_long():
     assert found == ["ef|topk:0.1|int8", "ef|int8", "ef|fp16"]
 
 
-def test_an_uplink_that_is_slower_than_the_downlink_is_found_out():
-    board = Board(make_auto(SIZES), "a", up=100, down=1e9)
-    assert board.last_of(6) == "ef|topk:0.01|int8"
-
-
 def test_latency_is_not_taken_for_a_slow_uplink():
     board = Board(make_auto(SIZES), "a", up=1e6, down=500.0)  # the download takes four seconds
     assert board.last_of(6) == "ef|fp16"
@@ -168,14 +163,6 @@ def test_the_share_stays_within_its_bounds():
     assert auto.learnt.share == MOST_SHARE
 
 
-def test_a_stall_makes_the_codec_of_a_slow_board_lighter():
-    auto = make_auto(SIZES)
-    board = Board(auto, "a", up=500)
-    before = board.last_of(6)
-    scored(auto, *[0.5] * 24)
-    assert (before, board.last_of(9)) == ("ef|topk:0.1|int8", "ef|fp16")
-
-
 def test_what_is_measured_takes_the_place_of_what_was_expected():
     auto = make_auto({"fp16": 1000, "topk:0.1": 10})  # both are expected to be what they are not
     for number in range(40):
@@ -198,13 +185,6 @@ def test_nothing_is_kept_of_assignments_that_are_over():
     board.last_of(20)
     board.lose(board.order())
     assert auto.learnt.given == {}
-
-
-def test_an_update_that_nobody_was_asked_for_is_ignored():
-    auto = make_auto(SIZES)
-    metrics = UpdateMetrics(bytes_up=5, send_s=1.0)
-    auto.note(Update(assignment_id="x", device_id="a", base_version=0, tensors={}, metrics=metrics), None)
-    assert auto.learnt.ways == {}
 
 
 def test_a_plain_auto_chooses_among_codecs_with_feedback_each_smaller_than_the_one_before():

@@ -90,18 +90,6 @@ def test_the_residual_is_what_the_codec_left_out() -> None:
     assert kept.pending == ()
 
 
-def test_the_next_update_carries_the_residual() -> None:
-    kept = feedback()
-    first = kept.encode("a1", displacement(1), rng())
-    kept.settle(["a1"])
-    left = residual(kept).copy()
-    second = kept.encode("a2", displacement(2), rng())
-    assert second == make_codec("topk:0.05", SHAPES).encode(
-        displacement(2) | {"weight": displacement(2)["weight"] + left}, rng()
-    )
-    assert not np.array_equal(weight_in(first), weight_in(second))
-
-
 @pytest.mark.parametrize("num_under_way", [1, 2])
 @pytest.mark.parametrize("spec", LOSSY_SPECS)
 def test_nothing_is_lost_over_a_run_in_which_updates_are_lost_at_random(spec: str, num_under_way: int) -> None:
@@ -117,17 +105,6 @@ def test_nothing_is_lost_over_a_run_in_which_updates_are_lost_at_random(spec: st
         total += displacement(step)["weight"]
         under_way.append((f"a{step}", kept.encode(f"a{step}", displacement(step), rng(step))))
     np.testing.assert_allclose(arrived + left_at_the_end(kept, used), total, atol=1e-4)
-
-
-def test_an_update_that_is_older_than_a_used_one_goes_back_whole() -> None:
-    kept = feedback()
-    lost = kept.encode("a1", displacement(1), rng())
-    used = kept.encode("a2", displacement(2), rng())
-    kept.settle(["a2"])
-    expected = displacement(1)["weight"].astype(np.float64) + displacement(2)["weight"] - weight_in(used)
-    np.testing.assert_allclose(residual(kept), expected, atol=1e-6)
-    assert np.abs(weight_in(lost)).max() > 0
-    assert kept.pending == ()
 
 
 def test_settling_twice_something_unknown_or_an_older_one_changes_nothing() -> None:
@@ -236,17 +213,6 @@ def test_what_is_older_than_the_coordinator_puts_nothing_back_and_sends_nothing_
     again.settle(["a2", "a3"])
     assert again.pending == ()
     assert again.encode("a4", displacement(4), rng()) == feedback().encode("a4", displacement(4), rng())
-
-
-def test_what_is_as_new_as_the_coordinator_puts_back_what_was_lost() -> None:
-    kept, again = feedback(), feedback()
-    for step in (1, 2, 3):
-        kept.encode(f"a{step}", displacement(step), rng())
-        kept.settle(["a1"])
-    again.restore(kept.state())
-    again.settle(["a1", "a3"])
-    kept.settle(["a1", "a3"])
-    assert np.array_equal(residual(again), residual(kept))
 
 
 def test_only_a_prefix_asks_for_feedback() -> None:

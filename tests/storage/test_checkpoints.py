@@ -217,21 +217,14 @@ def test_a_missing_file_no_checkpoint_and_another_class_are_named(tmp_path):
         unpack_state(pack_state(Other()), State)
 
 
-def test_the_newest_checkpoint_is_loaded_and_older_ones_by_name(tmp_path):
-    first = save_state(tmp_path, State(version=1), 10)
-    save_state(tmp_path, State(version=2), 200)
-    assert load_state(tmp_path, State).version == 2
+def test_pruning_keeps_the_newest_which_is_loaded_and_older_ones_by_name(tmp_path):
+    first, *_ = [save_state(tmp_path, State(version=record), record) for record in (1, 20, 300)]
     assert load_state(tmp_path, State, first).version == 1
-    assert [saved.last_record for saved in checkpoints(tmp_path)] == [200, 10]
-
-
-def test_pruning_keeps_the_newest_and_removes_what_nobody_names(tmp_path):
-    for record in (1, 2, 3):
-        save_state(tmp_path, State(version=record), record)
     (tmp_path / ".left.over.tmp").write_bytes(b"half")
-    assert [saved.last_record for saved in prune_checkpoints(tmp_path, keep=2)] == [3, 2]
+    assert [saved.last_record for saved in prune_checkpoints(tmp_path, keep=2)] == [300, 20]
+    assert [saved.last_record for saved in checkpoints(tmp_path)] == [300, 20]
     assert len(list(tmp_path.iterdir())) == 4
-    assert load_state(tmp_path, State).version == 3
+    assert load_state(tmp_path, State).version == 300
 
 
 @settings(max_examples=40, deadline=None)

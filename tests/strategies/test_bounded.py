@@ -35,9 +35,8 @@ class Clocks(FaultyFleet):
         return super().update(order, *args)
 
 
-def run(settings, updates=60, faults=None, fleet_of=Clocks, **rules):
-    strategy = settings.build(RoundRules(**rules))
-    fleet = fleet_of(faults=faults or {})
+def run(settings, updates=60, faults=None, *, fleet=None):
+    strategy, fleet = settings.build(RoundRules()), fleet or Clocks(faults=faults or {})
     state, reason = drive(
         strategy, strategy.init(first_model()), fleet=fleet, journal=fleet.journal, goal=Goal(updates=updates),
         evaluate=NOBODY,
@@ -45,23 +44,13 @@ def run(settings, updates=60, faults=None, fleet_of=Clocks, **rules):
     return fleet, strategy.model(state), reason
 
 
-def same(one, other):
-    return all(one[name].tobytes() == other[name].tobytes() for name in one)
-
-
-def test_a_bound_of_nothing_is_ssgd_to_the_last_bit():
-    first, model, _ = run(BoundedStaleness(staleness=0, learning_rate=0.1))
-    second, other, _ = run(SSGD(learning_rate=0.1))
+@pytest.mark.parametrize(("bound", "other", "faults"), [(0, SSGD, {}), (-1, ASGD, {"b": "slow"})])
+def test_a_bound_of_nothing_is_ssgd_and_no_bound_is_asgd_to_the_last_bit(bound, other, faults):
+    first, model, _ = run(BoundedStaleness(staleness=bound, learning_rate=0.1), faults=faults)
+    second, same, _ = run(other(learning_rate=0.1), faults=faults)
     assert first.given == second.given
     assert first.journal.used == second.journal.used
-    assert same(model, other)
-
-
-def test_no_bound_is_asgd_to_the_last_bit():
-    first, model, _ = run(BoundedStaleness(staleness=-1, learning_rate=0.1), faults={"b": "slow"})
-    second, other, _ = run(ASGD(learning_rate=0.1), faults={"b": "slow"})
-    assert first.given == second.given
-    assert same(model, other)
+    assert all(model[name].tobytes() == same[name].tobytes() for name in model)
 
 
 @pytest.mark.parametrize("bound", [1, 5])
@@ -77,11 +66,7 @@ def test_the_slowest_leaves_the_bound_when_it_dies_and_nobody_waits_for_it():
     fleet, _, _ = run(BoundedStaleness(staleness=1), updates=100, faults={"b": "slow"})
     dying = Clocks(faults={"b": "slow"})
     dying.at(1.0, lambda: dying.leave("b"))
-    strategy = BoundedStaleness(staleness=1).build(RoundRules())
-    drive(
-        strategy, strategy.init(first_model()), fleet=dying, journal=dying.journal, goal=Goal(updates=100),
-        evaluate=NOBODY,
-    )  # fmt: skip
+    run(BoundedStaleness(staleness=1), updates=100, fleet=dying)
     assert dying.now_s < fleet.now_s / 2
 
 
@@ -89,12 +74,7 @@ def test_one_that_comes_back_goes_on_at_the_pace_of_the_slowest():
     fleet = Clocks(faults={})
     fleet.at(0.1, lambda: fleet.leave("b"))
     fleet.at(5.0, lambda: fleet.join("b"))
-    strategy = BoundedStaleness(staleness=1).build(RoundRules())
-    state, _ = drive(
-        strategy, strategy.init(first_model()), fleet=fleet, journal=fleet.journal, goal=Goal(updates=200),
-        evaluate=NOBODY,
-    )  # fmt: skip
-    assert max(state.clocks.values()) - min(state.clocks.values()) <= 2
+    run(BoundedStaleness(staleness=1), updates=200, fleet=fleet)
     assert fleet.steps["b"] > 5  # and the others did not wait until it had made up what it missed
     assert fleet.steps["a"] - fleet.steps["b"] > 10
 

@@ -74,14 +74,6 @@ def test_a_copy_is_recalled_when_another_has_come_while_the_round_goes_on():
     assert {update.device_id: update.metrics.iterations for _, update in fleet.arrived}["d0"] == 2
 
 
-def test_copies_that_are_out_when_a_round_closes_are_recalled_before_the_next():
-    fleet = fleet_of(duplicates(2, 2), paces={0: 1.0, 1: 0.65})
-    run(fleet, redundant(iterations=10), rounds=2)
-    assert fleet.recalls()[0] == (pytest.approx(6.5), "d0")
-    first = next(update for _, update in fleet.arrived if update.device_id == "d0")
-    assert first.metrics.iterations == 7
-
-
 def test_when_all_holders_of_a_block_are_gone_the_round_goes_on_without_it():
     fleet = fleet_of(duplicates(4, 2))
     fleet.at(2.5, lambda: fleet.leave("d0") + fleet.leave("d1"))
@@ -99,14 +91,6 @@ def test_with_a_barrier_a_block_that_nobody_has_ends_the_run_after_twice_the_lim
     assert fleet.now_s == pytest.approx(22.0)
 
 
-def test_going_on_at_the_barrier_leaves_the_block_out():
-    fleet = fleet_of(duplicates(4, 2))
-    fleet.at(2.5, lambda: fleet.leave("d0") + fleet.leave("d1"))
-    run(fleet, redundant({"barrier_s": 10.0, "rescue": "go-on"}), rounds=3)
-    assert blocks_used(fleet) == [[0, 1], [0, 1], [1]]
-    assert fleet.now_s == pytest.approx(12.0)
-
-
 def test_with_a_barrier_a_holder_that_comes_back_in_time_is_asked_again():
     fleet = fleet_of(duplicates(4, 2))
     fleet.at(2.5, lambda: fleet.leave("d0") + fleet.leave("d1"))
@@ -114,15 +98,6 @@ def test_with_a_barrier_a_holder_that_comes_back_in_time_is_asked_again():
     state = run(fleet, redundant({"barrier_s": 10.0, "rescue": "none"}), rounds=4)
     assert blocks_used(fleet) == [[0, 1]] * 4
     assert state.model["w"].tobytes() == by_hand(2, 4)
-
-
-def test_asking_again_takes_the_copies_of_the_other_holders():
-    fleet = fleet_of(duplicates(2, 2))
-    for board in fleet.boards.values():
-        board.answers = False
-    fleet.at(4.0, lambda: [setattr(board, "answers", True) for board in fleet.boards.values()] and [])
-    run(fleet, redundant({"barrier_s": 5.0, "rescue": "ask-again"}), rounds=1)
-    assert fleet.journal.aggregates == [("v0-a2-d0-b0",)]
 
 
 def test_asking_again_asks_a_holder_that_came_while_the_others_hang():
