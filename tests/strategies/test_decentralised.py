@@ -256,13 +256,15 @@ def test_a_file_says_who_is_whose_neighbour_how_often_and_when(tmp_path: Path) -
 
 
 def test_learning_rates_change_by_round_and_step_sizes_do_not() -> None:
-    fleet = Fleet("pdmm-isvr", learning_rate=0.4, schedule="inverse-sqrt", exchanges_per_round=1, iterations=2)
+    options = {"learning_rate": 0.4, "schedule": "inverse-sqrt", "exchanges_per_round": 1, "iterations": 2}
+    fleet = Fleet("pdmm-isvr", rules={"codec": "qsgd:2:8"}, **options)
     fleet.ask()
     while fleet.strategy.version(fleet.state) < 3:
         fleet.turn()
     last = fleet.given[-1]
     assert last.plan.learning_rate < 0.4
     assert node_of(last).learning_rate == 0.4
+    assert (last.codec, node_of(last).codec) == ("dense", "qsgd:2:8")
 
 
 def test_devices_that_go_on_alone_are_asked_for_reports_only_and_the_slowest_closes_the_round() -> None:

@@ -93,3 +93,4 @@ def test_a_proximal_term_changes_the_plan():
     plan = make_strategy("fednova", {"mu": 0.2}, RoundRules()).plan
     assert (plan.algorithm, plan.options) == ("prox", {"mu": 0.2})
     assert make_strategy("fednova", {}, RoundRules()).plan.algorithm == "sgd"
+    assert make_strategy("fednova", {"mu": 0.2, "optimizer": "decay"}, RoundRules()).plan.algorithm == "decay"

@@ -100,6 +100,7 @@ def test_settings_are_those_of_the_class_with_their_defaults():
     known = settings_of("ssgd")
     assert (known["learning_rate"], known["batch_size"], known["iterations"]) == (0.05, 32, 1)
     assert known.keys() >= {"schedule", "optimizer", "momentum", "double_buffering"}
+    assert (settings_of("fedavg")["epochs"], settings_of("fedprox")["mu"]) == (1.0, 0.01)
 
 
 def test_a_class_that_names_the_protocol_as_its_base_needs_no_settings(own_module):
@@ -126,6 +127,7 @@ def test_a_module_that_cannot_even_be_imported_is_one_line(text, tmp_path, monke
         ("dc-asgd", {"variant": "exact"}, "variant must be one of constant, adaptive, mxnet, got 'exact'"),
         ("dc-asgd", {"compensation": -1.0}, "compensation must be a number of 0 or more, got -1.0"),
         ("dc-asgd", {"mean_square_decay": 1.0}, r"mean_square_decay must be in \[0, 1\), got 1.0"),
+        ("dc-asgd", {"mean_square_decay": 1.5}, r"mean_square_decay must be in \[0, 1\), got 1.5"),
         ("d2", {"iterations": 8}, "iterations of d2 must be 1, got 8"),
         ("dsgd", {"carrier": "pigeon"}, "carrier must be one of relay, peer, direct, got 'pigeon'"),
         ("dsgd", {"hosts": "hosts.json"}, "hosts is for strategy.carrier = 'direct', got 'relay'"),
