@@ -238,8 +238,9 @@ def drawn(tree: Path, pattern: str, sample: int, seed: int) -> tuple[int, list[M
         mutant = rng.choice(sorted(places[place]))
         if len(chosen) == sample:
             break
-        if is_change((tree / mutant.path).read_text(), mutant.source(tree)):
-            chosen.append(mutant)
+        with suppress(AttributeError):  # of Cosmic Ray, on an exception with a dotted name
+            if is_change((tree / mutant.path).read_text(), mutant.source(tree)):
+                chosen.append(mutant)
     return len(places), chosen
 
 
