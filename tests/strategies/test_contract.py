@@ -378,5 +378,5 @@ def test_an_event_costs_the_same_however_many_devices_there_are(case, rules):
         num_events += 1
     # A round may begin with a look at everybody; without rounds there is one beginning.
     num_begun = 1 if isinstance(strategy, Asynchronous) else 1 + strategy.version(state)
-    allowed = 30 * num_events + 10 * NUM_DEVICES * num_begun
+    allowed = 20 * num_events + 8 * NUM_DEVICES * num_begun
     assert looks.num < allowed, f"{looks.num} looks for {num_events} events in {num_begun} rounds"
