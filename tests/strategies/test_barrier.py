@@ -25,13 +25,6 @@ def test_without_a_barrier_a_round_waits_for_ever():
     assert alarm_s(opened, RoundRules()) is None
 
 
-def test_the_rescue_comes_once_and_the_end_after_the_same_time_again():
-    opened, rules = waiting(), RoundRules(barrier_s=5.0, rescue="none")
-    assert steps(opened, rules, 14.9, 15.0, 15.0, 19.9, 20.0) == [
-        Step.WAIT, Step.RESCUE, Step.WAIT, Step.WAIT, Step.FAIL,
-    ]  # fmt: skip
-
-
 def test_going_on_closes_late_when_somebody_has_answered_after_the_recall():
     rules = RoundRules(barrier_s=5.0, rescue="go-on")
     assert steps(waiting(answered=True), rules, 15.0, 20.0) == [Step.RESCUE, Step.CLOSE]
