@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
@@ -25,10 +26,9 @@ def test_without_a_host_of_its_own_the_broker_is_where_the_coordinator_is(
 
 
 def test_a_broker_that_moved_is_followed_also_when_the_card_is_full(
-    state: DeviceState, link: MovingLink, request: pytest.FixtureRequest
+    state: DeviceState, link: MovingLink, full_card: Any
 ) -> None:
-    request.getfixturevalue("full_card")
-    with pytest.raises(StoreFullError):
+    with full_card(), pytest.raises(StoreFullError):
         state.change(broker_port=1999, broker_host="10.0.0.9")
     assert link.brokers() == [("10.0.0.9", 1999)]
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,8 @@ def test_a_damaged_note_holds_until_it_is_deleted(tmp_path: Path, kernel_boot: P
 
 
 def test_a_full_card_does_not_hide_the_refusal_behind_another_error(
-    tmp_path: Path, kernel_boot: Path, full_card: None, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, kernel_boot: Path, full_card: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    keep_refusal(tmp_path, "another one was there before", kernel_boot=kernel_boot)
+    with full_card():
+        keep_refusal(tmp_path, "another one was there before", kernel_boot=kernel_boot)
     assert "cannot keep that this agent was refused" in caplog.text

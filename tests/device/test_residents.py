@@ -1,5 +1,4 @@
 import os
-import resource
 
 import numpy as np
 import pytest
@@ -95,16 +94,15 @@ def test_a_task_of_another_shape_begins_anew(tmp_path):
     assert Residents(tmp_path).load("r", (TensorSpec(name="new", shape=(1,), shared=False),)) is None
 
 
-def test_what_finds_no_room_is_held_in_memory_and_written_once_there_is_some(tmp_path, request, caplog):
+def test_what_finds_no_room_is_held_in_memory_and_written_once_there_is_some(tmp_path, full_card, caplog):
     residents = Residents(tmp_path)
     residents.keep("r", SHAPES, Learner(1.0))
-    request.getfixturevalue("full_card")
-    for value in (2.0, 3.0, np.nan):
-        residents.keep("r", SHAPES, Learner(value))
+    with full_card():
+        for value in (2.0, 3.0, np.nan):
+            residents.keep("r", SHAPES, Learner(value))
     assert "cannot keep the tensors of run r" in caplog.text
     assert residents.load("r", SHAPES)["head.bias"].tolist() == [3.0, 3.0]
     assert Residents(tmp_path).load("r", SHAPES)["head.bias"].tolist() == [1.0, 1.0]
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.getrlimit(resource.RLIMIT_FSIZE)[1],) * 2)
     residents.keep("s", SHAPES, Learner(4.0))
     for run, value in (("r", 3.0), ("s", 4.0)):
         assert Residents(tmp_path).load(run, SHAPES)["head.bias"].tolist() == [value] * 2

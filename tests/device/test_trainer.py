@@ -1,6 +1,5 @@
 """The trainer on real shards: digits in files, and a small task of a user's own that counts what is done to it."""
 
-import resource
 import shutil
 import sys
 import threading
@@ -8,7 +7,9 @@ import time
 
 import numpy as np
 import pytest
+from digit_shards import digit_shard, some_digits
 
+from edgefl import __version__
 from edgefl.compression.codec import make_codec
 from edgefl.compression.decoding import decode_body
 from edgefl.compression.delta import encode_delta
@@ -21,7 +22,7 @@ from edgefl.tasks.cards import ShardCard
 from edgefl.tasks.registry import make_task
 from edgefl.tasks.shards import write_shard
 from edgefl.tasks.splits import local_split
-from edgefl.types import BLANK_VARIATE, Dataset, EdgeMessage, SparseTensor, derived_rng
+from edgefl.types import BLANK_VARIATE, EdgeMessage, SparseTensor, derived_rng
 
 OWN = '''
 import numpy as np
@@ -65,16 +66,9 @@ class Personal:
 '''
 
 
-def some_digits(count, seed=0):
-    rng = np.random.default_rng(seed)
-    return Dataset(inputs=rng.integers(0, 17, (count, 8, 8)).astype(np.uint8), labels=rng.integers(0, 10, count))
-
-
 @pytest.fixture
 def shard(tmp_path):
-    path = tmp_path / "digits.npz"
-    write_shard(path, some_digits(120), ShardCard(task="digits"))
-    return path
+    return digit_shard(tmp_path / "digits.npz", 120)
 
 
 @pytest.fixture
@@ -190,33 +184,24 @@ def test_a_board_without_a_test_split_says_so(device):
     assert body == b""
 
 
-def test_task_and_shard_stay_warm_between_assignments(own, tmp_path):
-    device = Device(tmp_path, {OWN_TASK: "anywhere"}, task=OWN_TASK)
-    body = device.model()
-    own.made.clear()
-    for number in range(3):
-        assert "error" not in device.train(body=body, assignment=f"r/{number}")[0]
-        assert "error" not in device.evaluate(body=body)[0]
-    assert (len(own.made), len(own.read)) == (1, 1)
-
-
-def test_other_options_are_another_task_and_two_are_kept(own, tmp_path):
+def test_task_and_shard_stay_warm_and_of_tasks_with_other_options_two(own, tmp_path):
     device = Device(tmp_path, {OWN_TASK: "anywhere"}, task=OWN_TASK)
     bodies = {}
     for size in (2, 3, 4):
         device.options = {"size": size}
         bodies[size] = device.model()
     own.made.clear()
-    for size, num_made in ((2, 1), (3, 2), (2, 2), (4, 3), (2, 3), (3, 4)):
+    for size, num_made in ((2, 1), (2, 1), (3, 2), (2, 2), (4, 3), (2, 3), (3, 4)):
         assert "error" not in device.train(body=bodies[size], options={"size": size})[0]
-        assert len(own.made) == num_made
+        assert "error" not in device.evaluate(body=bodies[size], options={"size": size})[0]
+        assert (len(own.made), len(own.read)) == (num_made, num_made)
 
 
 def test_a_shard_that_grew_is_read_again_and_others_are_not(device, shard):
     stamp = device.trainer.shard_stamps()
     first = device.train()[0]["metrics"]["num_examples"]
     assert device.trainer.shard_stamps() == stamp
-    write_shard(shard, some_digits(400, seed=1), ShardCard(task="digits"))
+    digit_shard(shard, 400, seed=1)
     assert device.trainer.shard_stamps() != stamp
     second = device.train()[0]["metrics"]["num_examples"]
     assert second > 2 * first
@@ -250,6 +235,8 @@ def test_a_folder_that_the_board_collects_into_counts_with_every_file(tmp_path):
         ({"body": b"junk"}, "CodecError"),
         ({"body": b""}, "CodecError"),
         ({"seed": "x"}, "TypeError: must be a whole number, got 'x'"),
+        ({"plan": {"algorithm": "prox", "options": {"my": 0.1}}}, "prox has no option 'my', only mu"),
+        ({"block": 0}, "holds no block 0 of task digits; it holds none"),
     ],
     ids=str,
 )
@@ -266,7 +253,7 @@ def test_a_shard_that_is_damaged_foreign_or_gone_is_answered_and_not_counted(dev
     shard.write_bytes(whole[: len(whole) // 2])
     assert "DataError" in device.train()[0]["error"]
     assert device.trainer.examples() == {}
-    write_shard(shard, some_digits(50), ShardCard(task="mnist"))
+    digit_shard(shard, 50, task="mnist")
     assert "of task mnist" in device.train()[0]["error"]
     shard.unlink()
     assert "DataError" in device.train()[0]["error"]
@@ -283,13 +270,9 @@ def test_a_loader_of_the_users_own_may_raise_anything(own, tmp_path):
 
 
 def test_a_model_that_has_diverged_is_said_and_not_sent_as_a_number_that_is_none(device):
-    header, _ = device.evaluate(body=device.model(np.nan))
-    assert "diverged" in header["error"]
-
-
-def test_a_loss_that_is_no_number_is_left_out(device):
-    header, _ = device.train(body=device.model(np.nan))
-    assert header["metrics"]["loss"] is None
+    body = device.model(np.nan)
+    assert "diverged" in device.evaluate(body=body)[0]["error"]
+    assert device.train(body=body)[0]["metrics"]["loss"] is None
 
 
 def at_iteration(device, number, action):
@@ -310,9 +293,11 @@ def at_iteration(device, number, action):
 
 
 def test_a_recall_ends_after_the_current_iteration_and_sends_what_was_learnt(device):
-    thread = at_iteration(device, 5, lambda: device.trainer.recall("r/a-1"))
+    seen = []
+    thread = at_iteration(device, 5, lambda: (seen.append(device.trainer.now), device.trainer.recall("r/a-1")))
     header, body = device.train(plan={"iterations": 10_000_000})
     thread.join()
+    assert (seen[0][:2], device.trainer.now) == (("r", "r/a-1"), None)
     assert 5 <= header["metrics"]["iterations"] < 10_000_000
     moved = decode_body(body, device.shapes)
     assert any(np.abs(tensor).max() > 0 for tensor in moved.values())
@@ -334,21 +319,20 @@ def test_recalls_do_not_gather(device):
     assert device.train()[0]["metrics"]["iterations"] == 3, "a failed assignment's recall has ended with it"
 
 
-def test_a_task_that_this_board_has_no_shard_for_is_not_even_imported(device, tmp_path, monkeypatch):
-    (tmp_path / "evil_task.py").write_text(f"open({str(tmp_path / 'touched')!r}, 'w').close()\nclass Task: pass\n")
+@pytest.mark.parametrize("phase", [{}, {"phase": "can", "edgefl": __version__, "layout": "x"}], ids=["train", "can"])
+def test_a_task_without_a_shard_is_not_even_imported_and_a_function_is_called_by_no_name(
+    device, tmp_path, monkeypatch, phase
+):
+    touched = tmp_path / "touched"
+    (tmp_path / "evil_task.py").write_text(f"open({str(touched)!r}, 'w').close()\nclass Task: pass\n")
     monkeypatch.syspath_prepend(tmp_path)
-    header, body = device.train(body=b"", task="evil_task:Task")
-    assert "TaskError: this device has no shard for task 'evil_task:Task'" in header["error"]
-    assert body == b""
-    assert "evil_task" not in sys.modules
-    assert not (tmp_path / "touched").exists()
-
-
-def test_a_function_is_called_by_no_name_even_with_a_shard(device, tmp_path):
+    header, body = device.train(body=b"", task="evil_task:Task", **phase)
+    assert "this device has no shard for task 'evil_task:Task'" in header.get("error", header.get("reason"))
+    assert (body, "evil_task" in sys.modules) == (b"", False)
     device.shards["os:system"] = "anywhere"
-    header, _ = device.train(body=b"", task="os:system", options={"command": f"touch {tmp_path}/touched"})
-    assert "must be a class with a method read" in header["error"]
-    assert not (tmp_path / "touched").exists()
+    header, _ = device.train(body=b"", task="os:system", options={"command": f"touch {touched}"}, **phase)
+    assert "must be a class with a method read" in header.get("error", header.get("reason"))
+    assert not touched.exists()
 
 
 def test_abandoning_ends_without_an_answer(device):
@@ -356,15 +340,6 @@ def test_abandoning_ends_without_an_answer(device):
     with pytest.raises(AbandonedError):
         device.train(plan={"iterations": 10_000_000})
     thread.join()
-    assert device.trainer.now is None
-
-
-def test_the_present_work_can_be_watched(device):
-    seen = []
-    thread = at_iteration(device, 1, lambda: seen.append(device.trainer.now))
-    device.train(plan={"iterations": None, "seconds": 0.3})
-    thread.join()
-    assert seen[0][:2] == ("r", "r/a-1")
     assert device.trainer.now is None
 
 
@@ -393,40 +368,40 @@ def test_tensors_that_stay_on_the_board_are_neither_sent_nor_forgotten(own, tmp_
     assert rebooted.evaluate(body=body)[0]["metrics"]["loss"] == after
     rebooted.train(body=body)
     assert rebooted.evaluate(body=body)[0]["metrics"]["loss"] == after - 1.5
+    assert rebooted.evaluate(body=body, run="r2")[0]["metrics"]["loss"] == 100.0, "another run has its own"
 
 
 def test_tensors_that_stay_on_the_board_are_trained_on_while_its_card_is_full(own, tmp_path, full_card):
     device = Device(tmp_path, {OWN_TASK: "anywhere"}, task=OWN_TASK)
     body = device.model(0.0)
-    for number in (1, 2):
-        assert "error" not in device.train(body=body, assignment=f"r/a-{number}")[0]
-        assert device.evaluate(body=body)[0]["metrics"]["loss"] == 100.0 - 1.5 * number
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.getrlimit(resource.RLIMIT_FSIZE)[1],) * 2)
+    with full_card():
+        for number in (1, 2):
+            assert "error" not in device.train(body=body, assignment=f"r/a-{number}")[0]
+            assert device.evaluate(body=body)[0]["metrics"]["loss"] == 100.0 - 1.5 * number
     device.trainer.close()
     rebooted = Device(tmp_path, {OWN_TASK: "anywhere"}, task=OWN_TASK)
     assert rebooted.evaluate(body=body)[0]["metrics"]["loss"] == 97.0
 
 
-def test_another_run_begins_with_tensors_of_its_own(own, tmp_path):
-    device = Device(tmp_path, {OWN_TASK: "anywhere"}, task=OWN_TASK)
-    body = device.model(0.0)
-    device.train(body=body)
-    assert device.evaluate(body=body, run="r2")[0]["metrics"]["loss"] == 100.0
-    assert device.evaluate(body=body, run="r")[0]["metrics"]["loss"] == 98.5
-
-
 ADAM = {"algorithm": "adam", "learning_rate": 0.01, "iterations": 2}
 
 
-def test_moments_live_on_from_one_assignment_to_the_next_and_over_a_restart(device, tmp_path, shard):
-    first = device.train(plan={**ADAM, "keeps_state": True})[1]
-    second = device.train(assignment="r/a-2", plan={**ADAM, "keeps_state": True})[1]
+def test_moments_live_on_from_one_assignment_to_the_next_and_over_a_restart_where_the_plan_keeps_them(
+    device, tmp_path, shard
+):
+    first = device.train(plan=ADAM)[1]
+    assert device.train(plan=ADAM)[1] == first
+    device.trainer.close()
+    assert not (tmp_path / "steps").exists()
+    kept = {**ADAM, "keeps_state": True}
+    assert device.train(plan=kept)[1] == first
+    second = device.train(assignment="r/a-2", plan=kept)[1]
     assert first != second, "the same model and batches, with other moments"
     device.trainer.close()
-    third = device.train(assignment="r/a-3", plan={**ADAM, "keeps_state": True})[1]
+    third = device.train(assignment="r/a-3", plan=kept)[1]
     rebooted = Device(tmp_path, {"digits": str(shard)})
-    assert rebooted.train(assignment="r/a-3", plan={**ADAM, "keeps_state": True})[1] == third
-    assert rebooted.train(run="r2", plan={**ADAM, "keeps_state": True})[1] == first
+    assert rebooted.train(assignment="r/a-3", plan=kept)[1] == third
+    assert rebooted.train(run="r2", plan=kept)[1] == first
 
 
 def test_a_device_that_is_killed_goes_on_from_the_control_variate_that_counted(tmp_path, shard):
@@ -454,27 +429,12 @@ def test_a_device_that_is_killed_goes_on_from_the_control_variate_that_counted(t
     assert again == body
 
 
-def test_a_plan_that_keeps_nothing_begins_anew_and_writes_nothing(device, tmp_path):
-    first = device.train(plan=ADAM)[1]
-    assert device.train(plan=ADAM)[1] == first
-    device.trainer.close()
-    assert not (tmp_path / "steps").exists()
-
-
-def test_an_algorithm_refuses_options_that_it_does_not_know(device):
-    header, _ = device.train(plan={"algorithm": "prox", "options": {"my": 0.1}})
-    assert "prox has no option 'my', only mu" in header["error"]
-    assert "metrics" in device.train(plan={"algorithm": "prox", "options": {"mu": 0.1}})[0]
-
-
 BLOCKS = {0: (0, 40), 3: (40, 90), 4: (90, 120)}
 
 
 @pytest.fixture
 def redundant(tmp_path):
-    path = tmp_path / "redundant.npz"
-    write_shard(path, some_digits(120), ShardCard(task="digits", blocks=BLOCKS))
-    return path
+    return digit_shard(tmp_path / "redundant.npz", 120, blocks=BLOCKS)
 
 
 def test_a_block_is_trained_whole_and_alike_on_every_device_that_holds_it(tmp_path, redundant):
@@ -482,9 +442,8 @@ def test_a_block_is_trained_whole_and_alike_on_every_device_that_holds_it(tmp_pa
     header, body = device.train(block=3, codec="qsgd:4")
     assert header["metrics"]["num_examples"] == 50
     # Another holder has it at another place of its shard, and another name.
-    data, other_shard = some_digits(120), tmp_path / "other.npz"
-    rows = np.concatenate([np.arange(100, 120), np.arange(40, 90)])
-    write_shard(other_shard, data.take(rows), ShardCard(task="digits", blocks={9: (0, 20), 3: (20, 70)}))
+    other_shard, rows = tmp_path / "other.npz", np.concatenate([np.arange(100, 120), np.arange(40, 90)])
+    write_shard(other_shard, some_digits(120).take(rows), ShardCard(task="digits", blocks={9: (0, 20), 3: (20, 70)}))
     other = Device(tmp_path / "other", {"digits": str(other_shard)}, device_id="another-pi")
     assert other.train(block=3, codec="qsgd:4")[1] == body
     assert device.train(block=4, codec="qsgd:4")[1] != body
@@ -513,12 +472,7 @@ def test_work_on_a_block_that_cannot_be_done_is_answered(tmp_path, redundant, ch
     device = Device(tmp_path, {"digits": str(redundant)})
     assert error in device.train(**changes)[0]["error"]
     assert "metrics" in device.train(block=3)[0]
-
-
-def test_a_shard_without_blocks_or_shorter_than_its_card_says_so(device, shard, redundant):
-    assert "holds no block 0 of task digits; it holds none" in device.train(block=0)[0]["error"]
-    write_shard(redundant, some_digits(100), ShardCard(task="digits", blocks=BLOCKS))
-    device.shards["digits"] = str(redundant)
+    digit_shard(redundant, 100, blocks=BLOCKS)
     assert "is rows 90 to 120 of a shard of 100; cut the shards again" in device.train(block=4)[0]["error"]
     assert "metrics" in device.train(block=3)[0]
 

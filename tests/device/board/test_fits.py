@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from board_trees import PI_3, ZERO_2_W, plant
+from digit_shards import digit_shard
 
 from edgefl import __version__
 from edgefl.device import checks
@@ -23,7 +24,6 @@ from edgefl.device.warm_tasks import WarmTasks
 from edgefl.errors import TaskError
 from edgefl.protocol import layout_of
 from edgefl.tasks.backends import NUMPY_MODELS, needs_torch
-from edgefl.tasks.cutting import cut_shards
 from edgefl.tasks.registry import make_task
 
 BLOCKED = Path(__file__).parents[2] / "e2e" / "without_torch"
@@ -115,7 +115,7 @@ check_fits("mnist", {{}}, Path({str(root)!r}))
 
 
 def test_the_question_before_a_run_is_answered_with_what_would_fit(zero: Path, tmp_path: Path) -> None:
-    shards = {"digits": str(cut_shards("digits", "iid", 2, tmp_path / "shards")[0]), "mnist": "/nowhere.npz"}
+    shards = {"digits": str(digit_shard(tmp_path / "digits.npz", 64)), "mnist": "/nowhere.npz"}
     ready = Readiness(
         tmp_path, WarmTasks(lambda: shards, accelerator="cpu", threads=1), working=threading.Lock(),
         is_at=lambda _: False, root=zero,

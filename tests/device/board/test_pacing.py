@@ -2,19 +2,17 @@
 
 import time
 
-import numpy as np
 import pytest
 from board_trees import plant, zones
+from digit_shards import digit_shard
 
 from edgefl.compression.codec import make_codec
 from edgefl.device.board.board import Board
 from edgefl.device.board.pacing import HYSTERESIS_C, LOOK_EVERY_S, NAP_S, Pacer
 from edgefl.device.board.vitals import temperature_c
 from edgefl.device.trainer import AbandonedError, Trainer
-from edgefl.tasks.cards import ShardCard
 from edgefl.tasks.registry import make_task
-from edgefl.tasks.shards import write_shard
-from edgefl.types import Dataset, derived_rng
+from edgefl.types import derived_rng
 
 
 class Hot:
@@ -92,9 +90,7 @@ class Oven:
     """A trainer on a board whose only sensor is a file."""
 
     def __init__(self, root, limit_c):
-        shard = root / "shard.npz"
-        rows = np.random.default_rng(0).integers(0, 17, (64, 8, 8)).astype(np.uint8)
-        write_shard(shard, Dataset(inputs=rows, labels=np.arange(64) % 10), ShardCard(task="digits"))
+        shard = digit_shard(root / "shard.npz", 64)
         self.root, self.at_nap = root, lambda: None
         self.board = Board(root)
         self.trainer = Trainer(
