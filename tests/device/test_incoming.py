@@ -114,7 +114,8 @@ def test_neither_malformed_messages_nor_an_agent_that_fails_end_the_link(
     site.fails = True
     site.say("bell")
     site.say("command", command(1))
+    site.say_as_peer("edgefl/v1/lab/pi-2/peer/pi-1", b"x")
     site.incoming.connection(is_up=True)
-    assert caplog.text.count("the agent failed to act on a message") == 4
+    assert caplog.text.count("the agent failed to act on a message") == 5
     site.fails = False
     assert site.say("bell") == ["bell"]
