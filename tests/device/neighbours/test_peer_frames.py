@@ -5,10 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from edgefl.device.neighbours import peer_frames
 from edgefl.device.neighbours.peer_frames import Frame, FrameKind, read_frame, write_frame
 from edgefl.errors import NetworkError
-from edgefl.protocol import MAX_PEER_BYTES
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -56,14 +54,6 @@ def test_a_damaged_header_is_refused_at_every_byte_that_has_one_meaning(pair: Pa
             ends[0].sendall(damaged)
             with pytest.raises(NetworkError):
                 read_frame(ends[1], silence_s=5.0)
-
-
-def test_a_message_of_the_largest_size_may_come_and_no_larger(pair: Pair) -> None:
-    largest = peer_frames.HEADER.pack(b"EFLP", 1, 2, MAX_PEER_BYTES, 0, 0)
-    assert peer_frames._parse(largest)[1] == MAX_PEER_BYTES
-    larger = peer_frames.HEADER.pack(b"EFLP", 1, 2, MAX_PEER_BYTES + 1, 0, 0)
-    with pytest.raises(NetworkError, match=f"at most {MAX_PEER_BYTES} bytes, got {MAX_PEER_BYTES + 1}"):
-        peer_frames._parse(larger)
 
 
 def test_a_frame_that_breaks_off_is_told_from_one_that_is_late(pair: Pair) -> None:
