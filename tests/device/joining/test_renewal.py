@@ -56,34 +56,17 @@ def end_of(state: DeviceState) -> float:
     return pki.expires_at(state.cert.read_bytes())
 
 
-def test_a_fresh_certificate_is_not_renewed_as_the_coordinator_tells_it(
-    state: DeviceState, renewal: Renewal, front_door: Any
+def test_it_is_time_when_the_end_lies_outside_of_what_the_coordinator_wants_or_somebody_asks(
+    state: DeviceState, renewal: Renewal, clock: Clock
 ) -> None:
+    end = end_of(state)
     assert not renewal.is_due(), "nothing was heard yet"
-    renewal.heard(hello(0.0, 1.0))
-    assert renewal.is_due()
-    renewal.look(front_door.address, is_link_up=True)
-    assert renewal.is_due(), "an hour has not passed"
-
-
-@pytest.mark.parametrize(("earliest_s", "latest_s", "is_due"), [(-1, 1, False), (1, 2, True), (-2, -1, True)])
-def test_it_is_time_when_the_end_lies_outside_of_what_the_coordinator_wants(
-    state: DeviceState, renewal: Renewal, earliest_s: float, latest_s: float, is_due: bool
-) -> None:
-    end = end_of(state)
-    renewal.heard(hello(end + earliest_s, end + latest_s))
-    assert renewal.is_due() is is_due
-
-
-def test_it_becomes_time_while_the_device_stays_connected(state: DeviceState, renewal: Renewal, clock: Clock) -> None:
-    end = end_of(state)
-    renewal.heard(hello(end - 100, end + DAY_S))
-    assert not renewal.is_due()
+    for earliest_s, latest_s, is_due in ((-1, 1, False), (1, 2, True), (-2, -1, True), (-100, DAY_S, False)):
+        renewal.heard(hello(end + earliest_s, end + latest_s))
+        assert renewal.is_due() is is_due
     clock.now_s += 101
-    assert renewal.is_due()
-
-
-def test_a_coordinator_that_is_older_asks_for_nothing(renewal: Renewal) -> None:
+    assert renewal.is_due(), "it becomes time while the device stays connected"
+    # One that is older says nothing of certificates.
     renewal.heard(Hello(version="1", fleet="lab", addresses=(), broker_port=1, broker_host=None, skew_s=0.0))
     assert not renewal.is_due()
     renewal.ask()
@@ -149,6 +132,11 @@ def test_key_and_certificate_are_new_fit_each_other_and_lie_in_one_file(
     assert not state.pending_key.exists()
     assert state.key.stat().st_mode & 0o777 == 0o600
     assert not renewal.is_due()
+    # What was left over at the very end is not taken for a new one.
+    state.pending_key.write_bytes(state.key.read_bytes())
+    former = public_pem(state.key.read_bytes())
+    assert renewal.renew("here:1")
+    assert public_pem(state.key.read_bytes()) != former
 
 
 def test_after_a_lost_answer_the_same_key_is_asked_for_again(
@@ -193,15 +181,6 @@ def test_a_power_cut_at_any_write_leaves_a_pair_that_fits(
         renewal.renew("here:1")
     again = DeviceState.load(state.root)
     assert pki.belong_together(again.cert.read_bytes(), again.key.read_bytes())
-
-
-def test_a_key_that_was_left_over_at_the_very_end_is_not_taken_for_a_new_one(
-    state: DeviceState, renewal: Renewal, coordinator: Coordinator
-) -> None:
-    state.pending_key.write_bytes(state.key.read_bytes())
-    old = public_pem(state.key.read_bytes())
-    assert renewal.renew("here:1")
-    assert public_pem(state.key.read_bytes()) != old
 
 
 def test_a_damaged_key_of_a_renewal_is_given_up(
