@@ -36,22 +36,27 @@ def _expired(directory: Any) -> None:
     )
 
 
+@pytest.fixture
+def front_door(module_front_door: Any) -> Any:
+    module_front_door.forget()
+    return module_front_door
+
+
 def test_the_ca_is_fetched_when_it_is_the_token_s(front_door: Any) -> None:
     expected = front_door.directory.ca_cert.read_bytes()
     assert fetch_ca(front_door.address, pki.fingerprint(expected)) == expected
-
-
-def test_another_ca_is_refused_by_its_fingerprint(front_door: Any) -> None:
     with pytest.raises(WrongCaError, match=r"the token names 0000000000000000…"):
         fetch_ca(front_door.address, "0" * 64)
+    with pytest.raises(NetworkError, match=r"nowhere\.invalid:8000 cannot be reached"):
+        fetch_ca("nowhere.invalid:8000", "0" * 64)
 
 
 @pytest.mark.parametrize("kind", ["CERTIFICATE", "TRUSTED CERTIFICATE", "X509 CERTIFICATE"])
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_ca_that_somebody_in_between_adds_to_the_token_s_is_not_trusted(
-    make_front_door: Any, monkeypatch: pytest.MonkeyPatch, kind: str, is_first: bool
+    front_door: Any, monkeypatch: pytest.MonkeyPatch, kind: str, is_first: bool
 ) -> None:
-    real, impostor = pki.create_authority("lab").cert_pem, make_front_door()
+    real, impostor = pki.create_authority("lab").cert_pem, front_door
     added = impostor.directory.ca_cert.read_bytes().replace(b" CERTIFICATE", b" " + kind.encode())
     told = [added, real] if is_first else [real, added]
     monkeypatch.setattr("edgefl.device.trust.request", lambda *_args, **_options: (200, b"".join(told)))
@@ -83,9 +88,9 @@ def test_a_certificate_that_our_clock_calls_expired_is_accepted(make_front_door:
     assert say_hello(door.address, pinned_context(owner.ca_cert.read_bytes())).fleet == "lab"
 
 
-def test_a_certificate_of_another_ca_is_refused(make_front_door: Any) -> None:
-    ours, other = make_front_door(), make_front_door()
-    context = pinned_context(ours.directory.ca_cert.read_bytes())
+def test_a_certificate_of_another_ca_is_refused(front_door: Any, make_front_door: Any) -> None:
+    other = make_front_door()
+    context = pinned_context(front_door.directory.ca_cert.read_bytes())
     with pytest.raises(WrongCaError, match="not from this fleet's CA"):
         say_hello(other.address, context)
     assert other.requests == []
@@ -99,18 +104,11 @@ def test_the_system_s_certificate_authorities_are_not_trusted(front_door: Any) -
     assert context.verify_flags & ssl.VERIFY_X509_STRICT
 
 
-def test_errors_that_the_coordinator_names_are_raised_as_themselves(front_door: Any) -> None:
+def test_errors_of_the_coordinator_are_raised_as_themselves_and_pages_of_others_are_called_so(
+    front_door: Any,
+) -> None:
     context = pinned_context(front_door.directory.ca_cert.read_bytes())
     with pytest.raises(NetworkError, match="malformed join request"):
         post_json(front_door.address, context, "/edgefl/v1/enroll", {"name": "pi"})
-
-
-def test_a_page_that_is_not_ours_is_called_so(front_door: Any) -> None:
-    context = pinned_context(front_door.directory.ca_cert.read_bytes())
     with pytest.raises(NetworkError, match="no edgefl coordinator: it answered 404"):
         post_json(front_door.address, context, "/other", {})
-
-
-def test_an_unknown_host_is_one_line() -> None:
-    with pytest.raises(NetworkError, match=r"nowhere\.invalid:8000 cannot be reached"):
-        fetch_ca("nowhere.invalid:8000", "0" * 64)
