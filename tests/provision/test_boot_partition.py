@@ -221,7 +221,7 @@ def test_a_gpt_and_a_bare_file_system_are_understood(image: Path, tmp_path: Path
     fat = partition(image, tmp_path / "bare.img")
     assert fat_offset(fat) == 0
     if shutil.which("sfdisk") is None:
-        pytest.skip("sfdisk is not installed")
+        pytest.skip("sfdisk is not installed: apt-get install fdisk")
     path = tmp_path / "gpt.img"
     with path.open("wb") as file:
         file.truncate(FAT_BYTES + 8 * MIB)

@@ -155,7 +155,7 @@ def test_a_bookworm_script_that_was_not_run_yet_is_replaced_and_not_kept_with_it
 @pytest.mark.parametrize("wishes", [Wishes(name="pi-01"), NASTY])
 def test_firstrun_is_posix_and_without_fault(wishes: Wishes, tmp_path: Path) -> None:
     if shutil.which("shellcheck") is None or shutil.which("dash") is None:
-        pytest.skip("shellcheck or dash is not installed")
+        pytest.skip("shellcheck or dash is not installed: apt-get install shellcheck dash")
     (tmp_path / "firstrun.sh").write_bytes(firstrun.firstrun(wishes))
     assert subprocess.run(["dash", "-n", tmp_path / "firstrun.sh"], check=False).returncode == 0
     # SC2016: a name of a network may well hold what looks like a command.

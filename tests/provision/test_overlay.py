@@ -38,7 +38,7 @@ def test_no_folder_of_the_system_is_in_it(overlay: Path) -> None:
 
 def test_unpacked_it_is_a_board_whose_first_boot_works(overlay: Path, tmp_path: Path) -> None:
     if shutil.which("systemctl") is None:
-        pytest.skip("systemctl is not installed")
+        pytest.skip("systemctl is not installed: apt-get install systemd")
     root = tmp_path / "rootfs"
     (root / "etc/systemd/system").mkdir(parents=True)
     subprocess.run(["tar", "-xpzf", overlay, "-C", root, "--numeric-owner"], check=True)

@@ -62,7 +62,7 @@ def test_a_name_cannot_bring_markup_onto_the_sheet() -> None:
 @pytest.fixture(scope="module")
 def chromium() -> Any:
     if CHROMIUM is None:
-        pytest.skip("chromium is not installed")
+        pytest.skip("chromium is not installed: apt-get install chromium")
     sync_api = pytest.importorskip("playwright.sync_api")
     with sync_api.sync_playwright() as play:
         browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
