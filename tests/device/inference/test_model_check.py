@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from onnx_graphs import constant_model, digits_model
 
 from edgefl.device.inference.model_check import Question, check, check_apart, judged_data
-from edgefl.errors import DataError
+from edgefl.errors import DataError, EdgeflError
 from edgefl.tasks.cutting import cut_shards
 from edgefl.tasks.registry import make_task
 from edgefl.tasks.splits import local_split
@@ -26,8 +27,9 @@ def data(shard: Path) -> Dataset:
     return make_task("digits").read(str(shard))
 
 
-@pytest.fixture
-def question(shard: Path, data: Dataset, tmp_path: Path) -> Question:
+@pytest.fixture(scope="module")
+def question(shard: Path, data: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Question:
+    tmp_path = tmp_path_factory.mktemp("models")
     train = local_split(data, 0.2)[0]
     digits_model(tmp_path / "good.onnx", train.inputs, train.labels)
     digits_model(tmp_path / "bad.onnx", train.inputs, train.labels, sign=-1.0)
@@ -59,29 +61,20 @@ def test_a_model_before_that_is_gone_or_damaged_has_no_accuracy(question: Questi
         assert check(replace(question, former_path=former)).former_accuracy is None
 
 
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
+def test_what_cannot_be_judged_is_one_line(question: Question, tmp_path: Path) -> None:
+    constant_model(tmp_path / "other.onnx", 1, task="mnist")
+    changes: list[tuple[dict[str, Any], str]] = [
         ({"shard": "/nowhere.npz"}, "/nowhere.npz"),
         ({"path": "/nowhere.onnx"}, "there is no model file"),
+        ({"path": str(tmp_path / "other.onnx")}, "the model is of task mnist, not of digits"),
         ({"task": "mnist"}, "is of task digits, this is task mnist"),
         ({"options": {"model": "x"}}, "model of task digits must be"),
-    ],
-)
-def test_what_cannot_be_judged_is_one_line(question: Question, change: dict[str, object], expected: str) -> None:
-    with pytest.raises(DataError) as caught:
-        check_apart(replace(question, **change))  # type: ignore[arg-type]  # one field each
-    assert expected in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_model_of_another_task_is_refused(question: Question, tmp_path: Path) -> None:
-    constant_model(tmp_path / "other.onnx", 1, task="mnist")
-    with pytest.raises(DataError, match="the model is of task mnist, not of digits"):
-        check(replace(question, path=str(tmp_path / "other.onnx")))
-
-
-def test_a_check_that_takes_too_long_is_ended(question: Question) -> None:
+    ]
+    for change, expected in changes:
+        with pytest.raises(EdgeflError, match=expected):
+            check(replace(question, **change))
+    with pytest.raises(DataError, match=r"^[^\n]*/nowhere\.npz[^\n]*$"):
+        check_apart(replace(question, shard="/nowhere.npz"))
     with pytest.raises(DataError, match=r"took more than 0\.05 s"):
         check_apart(question, within_s=0.05)
 

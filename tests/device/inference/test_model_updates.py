@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +9,13 @@ from typing import Any
 import pytest
 from model_source import ModelSource
 from onnx_graphs import constant_model
+from peer_boards import eventually
 
 from edgefl.device.inference.model_check import Question, Scores
 from edgefl.device.inference.model_fetch import Offer, Source
 from edgefl.device.inference.model_store import ModelStore
 from edgefl.device.inference.model_updates import ModelUpdates, refusal
-from edgefl.device.state import DeviceState, JoinedDevice
+from edgefl.device.state import JoinedDevice, save_joined
 from edgefl.errors import DataError, NetworkError
 from edgefl.types import derived_rng
 
@@ -26,7 +25,7 @@ class Board:
 
     def __init__(self, root: Path) -> None:
         self.model = root / "model.onnx"
-        self.coordinator = ModelSource(root / "coordinator", b"", constant(self.model, 0))
+        self.coordinator = ModelSource(root / "coordinator", b"", constant_model(self.model, 0))
         self.offers(0)
         device = JoinedDevice(
             device_id="pi", fleet="lab", role="trainer", ca_fingerprint="00", addresses=("127.0.0.1:1",),
@@ -34,8 +33,7 @@ class Board:
         )  # fmt: skip
         self.root = root / "pi"
         self.root.mkdir()
-        (self.root / "device.json").write_text(json.dumps({"v": 1, **asdict_of(device)}))
-        self.state = DeviceState(self.root, device)
+        self.state = save_joined(self.root, device, key_pem=b"", cert_pem=b"", ca_pem=b"")
         self.scores: dict[str, float] = {}
         self.questions: list[Question] = []
         self.waits: Callable[[], None] = lambda: None
@@ -45,7 +43,7 @@ class Board:
 
     def offers(self, winner: int) -> None:
         """Makes the coordinator offer another model from now on."""
-        sha256 = constant(self.model, winner)
+        sha256 = constant_model(self.model, winner)
         self.coordinator.body = self.model.read_bytes()
         told = {"sha256": sha256, "bytes": len(self.coordinator.body), "model": f"{winner}" * 64}
         self.coordinator.offer |= told
@@ -79,14 +77,6 @@ class Board:
         )
 
 
-def constant(path: Path, winner: int) -> str:
-    return constant_model(path, winner)
-
-
-def asdict_of(device: JoinedDevice) -> dict[str, Any]:
-    return {name: getattr(device, name) for name in JoinedDevice.__slots__}
-
-
 @pytest.fixture
 def board(tmp_path: Path) -> Iterator[Board]:
     made = Board(tmp_path)
@@ -94,21 +84,14 @@ def board(tmp_path: Path) -> Iterator[Board]:
     made.close()
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-
-
 def until(updates: ModelUpdates, state: str, deployment: str) -> dict[str, Any]:
-    deadline_s = time.monotonic() + 60
-    while True:
+    def told() -> tuple[Any, Any]:
         report = updates.report or {}
-        if (report.get("state"), report.get("id")) == (state, deployment):
-            return report
-        assert time.monotonic() < deadline_s, f"no {state} of {deployment}: {report}"
-        time.sleep(0.01)
+        return report.get("state"), report.get("id")
+
+    eventually(lambda: told() == (state, deployment), f"{state} of {deployment}")
+    assert updates.report
+    return updates.report
 
 
 def deploy(board: Board, updates: ModelUpdates, winner: int, state: str = "running") -> dict[str, Any]:
@@ -202,19 +185,12 @@ def test_an_order_to_go_back_ends_what_is_under_way(board: Board) -> None:
     updates.roll_back("d5")
     assert until(updates, "reverted", "d5")["runs"] is None
     eventually(lambda: board.store.read().pending is None)
-    board.is_away = False
-    deploy(board, updates, 6)
-
-
-def test_a_newer_deployment_takes_the_place_of_the_one_under_way(board: Board) -> None:
-    board.is_away = True
-    updates = board.start()
-    updates.deploy("d5")
-    until(updates, "fetching", "d5")
-    board.offers(6)
     updates.deploy("d6")
+    until(updates, "fetching", "d6")
+    board.offers(7)
+    updates.deploy("d7")  # a newer deployment takes the place of the one under way
     board.is_away = False
-    until(updates, "running", "d6")
+    until(updates, "running", "d7")
     assert len(board.questions) == 1
 
 
@@ -228,7 +204,9 @@ def test_a_file_that_arrives_damaged_twice_has_failed_and_nothing_of_it_stays(bo
     eventually(lambda: [path.name for path in board.store.folder.iterdir()] == ["current.json"])
 
 
-def test_a_deployment_that_was_taken_back_and_a_missing_shard_have_failed_with_a_reason(board: Board) -> None:
+def test_a_deployment_that_was_taken_back_has_no_shard_or_finds_no_judge_has_failed_with_a_reason(
+    board: Board,
+) -> None:
     updates = board.start()
     board.coordinator.status = 404
     updates.deploy("d1")
@@ -236,17 +214,15 @@ def test_a_deployment_that_was_taken_back_and_a_missing_shard_have_failed_with_a
     board.coordinator.status = 200
     board.coordinator.offer["task"] = "mnist"
     assert "no shard for task 'mnist'" in deploy(board, updates, 2, "failed")["reason"]
+    board.coordinator.offer["task"] = "digits"
 
-
-def test_a_judge_that_fails_in_any_way_ends_the_deployment_with_a_reason(board: Board) -> None:
     def fails() -> None:
         raise ZeroDivisionError("odd")
 
-    updates = board.start()
-    board.waits = fails
-    assert deploy(board, updates, 2, "failed")["reason"] == "ZeroDivisionError: odd"
+    board.waits = fails  # the judge
+    assert deploy(board, updates, 3, "failed")["reason"] == "ZeroDivisionError: odd"
     board.waits = lambda: None
-    deploy(board, updates, 3)
+    deploy(board, updates, 4)
 
 
 def offer(**changes: float) -> Offer:

@@ -39,11 +39,10 @@ def test_says_what_its_file_says(path: Path) -> None:
     model = OnnxModel(path)
     assert (model.model, model.task, model.options) == ("ab" * 32, "digits", {"model": "logistic"})
     assert (model.classes, model.input_shape) == (CLASSES, (8, 8))
-
-
-def test_a_class_without_a_name_is_called_by_its_number(path: Path) -> None:
+    assert [one.index for one in model.predict(np.zeros((3, 64)))] == [1, 1, 1], "flat rows are shaped for it"
     constant_model(path, 9, classes='["zero"]')
     assert OnnxModel(path).predict(np.zeros((1, 8, 8)))[0].name == "9"
+    assert softmax(np.array([[1000.0, 1000.0]])) == pytest.approx(np.array([[0.5, 0.5]]))
 
 
 def test_accuracy_is_the_fraction_of_right_answers_over_many_batches(path: Path) -> None:
@@ -51,11 +50,6 @@ def test_accuracy_is_the_fraction_of_right_answers_over_many_batches(path: Path)
     labels = np.array([4, 4, 4, 5] * 2000)
     assert OnnxModel(path).accuracy(Dataset(inputs=np.ones((8000, 8, 8)), labels=labels)) == 0.75
     assert len(OnnxModel(path).predict(np.ones((7001, 8, 8)))) == 7001
-
-
-def test_flat_rows_of_the_right_length_are_shaped_for_the_model(path: Path) -> None:
-    constant_model(path, 2)
-    assert [one.index for one in OnnxModel(path).predict(np.zeros((3, 64)))] == [2, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -73,9 +67,6 @@ def test_rows_of_another_shape_are_refused(path: Path, rows: np.ndarray, expecte
     with pytest.raises(DataError, match="row") as caught:
         OnnxModel(path).predict(rows)
     assert str(caught.value).startswith(expected)
-
-
-def test_a_model_that_has_diverged_is_refused(path: Path) -> None:
     write_model(path, np.full((64, 10), np.nan))
     with pytest.raises(DataError, match="has diverged"):
         OnnxModel(path).predict(np.ones((1, 8, 8)))
@@ -103,10 +94,6 @@ def test_a_model_with_two_inputs_or_a_damaged_note_is_refused(path: Path) -> Non
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), str(path))
     with pytest.raises(DataError, match="must take one float32 input"):
         OnnxModel(path)
-
-
-def test_softmax_does_not_overflow() -> None:
-    assert softmax(np.array([[1000.0, 1000.0]])) == pytest.approx(np.array([[0.5, 0.5]]))
 
 
 def test_running_a_model_imports_neither_torch_nor_a_web_framework(path: Path) -> None:
