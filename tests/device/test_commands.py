@@ -49,24 +49,33 @@ def board(tmp_path: Path) -> Board:
     return Board(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("kind", "argument", "calls"),
-    [
-        (CommandKind.RECALL, "a-1", [("trainer.recall", "a-1")]),
-        (CommandKind.END, "r-1", [("trainer.end_run", "r-1")]),
-        (CommandKind.DEPLOY, "d-1", [("models.deploy", "d-1")]),
-        (CommandKind.ROLLBACK, "d-1", [("models.roll_back", "d-1")]),
-        (CommandKind.INSTALL, "i-1", [("installations.install", "i-1")]),
-        (CommandKind.REFUSED, "{}", [("refused", "{}")]),
-        (CommandKind.DRAIN, None, [("link.set_draining", True), ("trainer.rest",)]),
-        (CommandKind.RESUME, None, [("link.set_draining", False)]),
-        (CommandKind.RENEW, None, [("renewal.ask",), ("bell.ring",)]),
-        (CommandKind.BEAT, None, [("heart.beat_now",)]),
-        (CommandKind.RELOAD, None, [("report.forget",), ("bell.ring",)]),
-    ],
-)
-def test_a_command_is_done_by_whom_it_concerns(board: Board, kind: str, argument: str, calls: list[Any]) -> None:
-    assert board.obey(kind, argument) == calls
+DONE: list[tuple[str, str | None, list[Any]]] = [
+    (CommandKind.RECALL, "a-1", [("trainer.recall", "a-1")]),
+    (CommandKind.END, "r-1", [("trainer.end_run", "r-1")]),
+    (CommandKind.DEPLOY, "d-1", [("models.deploy", "d-1")]),
+    (CommandKind.ROLLBACK, "d-1", [("models.roll_back", "d-1")]),
+    (CommandKind.INSTALL, "i-1", [("installations.install", "i-1")]),
+    (CommandKind.REFUSED, "{}", [("refused", "{}")]),
+    (CommandKind.DRAIN, None, [("link.set_draining", True), ("trainer.rest",)]),
+    (CommandKind.RESUME, None, [("link.set_draining", False)]),
+    (CommandKind.RENEW, None, [("renewal.ask",), ("bell.ring",)]),
+    (CommandKind.BEAT, None, [("heart.beat_now",)]),
+    (CommandKind.RELOAD, None, [("report.forget",), ("bell.ring",)]),
+    (CommandKind.LOGS, "{}", []),
+    (CommandKind.LOG_LEVEL, "ERROR", []),
+]
+
+
+def test_a_command_is_done_by_whom_it_concerns(board: Board, caplog: pytest.LogCaptureFixture) -> None:
+    before = logging.getLogger().level
+    try:
+        for kind, argument, calls in DONE:
+            assert board.obey(kind, argument) == calls, kind
+        assert logging.getLogger().level == logging.ERROR
+    finally:
+        logging.getLogger().setLevel(before)
+    assert {kind for kind, *_ in DONE} == set(CommandKind)
+    assert "unknown" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -78,19 +87,3 @@ def test_what_makes_no_sense_is_ignored_and_said(
 ) -> None:
     assert board.obey(kind, argument) == []
     assert f"ignored an unknown command {kind!r}" in caplog.text
-
-
-def test_the_log_says_as_much_as_is_asked(board: Board) -> None:
-    before = logging.getLogger().level
-    try:
-        board.obey(CommandKind.LOG_LEVEL, "ERROR")
-        assert logging.getLogger().level == logging.ERROR
-    finally:
-        logging.getLogger().setLevel(before)
-
-
-def test_every_kind_of_command_is_known(board: Board, caplog: pytest.LogCaptureFixture) -> None:
-    level = logging.getLevelName(logging.getLogger().level)
-    for kind in CommandKind:
-        board.obey(kind, level if kind is CommandKind.LOG_LEVEL else "{}")
-    assert "unknown" not in caplog.text

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from digit_shards import digit_shard
 
 from edgefl.cli.main import main
 from edgefl.device.profile import (
@@ -22,7 +23,6 @@ from edgefl.device.profile import (
 )
 from edgefl.errors import DataError, TaskError
 from edgefl.simulation.profiles import IterationCost, load_catalogue
-from edgefl.tasks.cutting import cut_shards
 
 
 @pytest.fixture(autouse=True)
@@ -53,45 +53,26 @@ def test_the_simulator_reads_what_was_written(tmp_path: Path) -> None:
     assert (read.up_bytes_per_s, read.down_bytes_per_s, read.latency_s) == (1e6, 2e6, 0.003)
     assert (read.memory_bytes, read.accelerators, read.jitter) == (4_000_000_000, ("cuda",), 0.02)
     assert read.sources == {"latency_s": "measured: twice"}
-
-
-def test_any_name_that_a_person_gives_is_read_again(tmp_path: Path) -> None:
     name = 'K\u00fcche \U0001f353 "1"\\\x7f'
     write_profile(tmp_path / "board.toml", profile(name=name, model=name))
     assert load_catalogue([tmp_path / "board.toml"]).named(name).model == name
-
-
-def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot be written"):
-        write_profile(tmp_path / "file" / "board.toml", profile())
+        write_profile(tmp_path / "board.toml" / "board.toml", profile())
 
 
-def test_larger_models_take_longer() -> None:
-    small, large = measure_task("digits/logistic", None), measure_task("fashion-mnist/logistic", None)
-    assert 0 <= small.fixed_s < 0.1
-    assert 64 * large.example_s + large.fixed_s > 0
-    assert small.jitter >= 0
-
-
-def test_a_task_is_measured_on_its_own_shard(tmp_path: Path) -> None:
-    (path, _) = cut_shards("digits", "iid", 2, tmp_path, None, 7)
-    assert measure_task("digits", str(path)).fixed_s >= 0
-    with pytest.raises(DataError, match="does not exist"):
-        measure_task("digits", str(tmp_path / "none.npz"))
-
-
-def test_a_shard_without_examples_is_said(tmp_path: Path) -> None:
-    paths = cut_shards("digits", "iid", 2, tmp_path, None, 0)
-    with np.load(paths[0]) as whole:
-        shard = {name: whole[name][:0] for name in whole.files}
+def test_a_task_is_measured_on_its_own_shard_or_on_examples_at_random(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for shard in (None, str(digit_shard(tmp_path / "digits.npz", 50))):
+        measured = measure_task("digits/logistic", shard)
+        assert 0 <= measured.fixed_s < 0.1
+        assert 64 * measured.example_s + measured.fixed_s > 0
+        assert measured.jitter >= 0
     (tmp_path / "folder").mkdir()
-    np.savez(tmp_path / "folder" / "none.npz", allow_pickle=False, **shard)
-    with pytest.raises(DataError, match="no examples"):
-        measure_task("digits", str(tmp_path / "folder"))
-
-
-def test_a_task_that_does_not_say_its_examples_needs_a_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.savez(tmp_path / "folder" / "none.npz", inputs=np.zeros((0, 8, 8), np.uint8), labels=np.zeros(0, np.int64))
+    for shard, told in (("none.npz", "does not exist"), ("folder", "no examples")):
+        with pytest.raises(DataError, match=told):
+            measure_task("digits", str(tmp_path / shard))
     (tmp_path / "mute_task.py").write_text(
         "from edgefl.tasks.noop import NoopTask\nclass Mute(NoopTask):\n    name = 'mute'\n    input_shape = None\n"
     )

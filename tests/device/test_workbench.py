@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from peer_boards import eventually
 
 from edgefl.device.state import DeviceState
 from edgefl.device.supernode import RefusedError
@@ -93,31 +94,21 @@ def site(state: DeviceState) -> Iterator[Site]:
 
 
 def wait_for_sent(site: Site, number: int) -> list[Any]:
-    deadline_s = time.monotonic() + 20
-    while len(site.network.sent) < number:
-        assert time.monotonic() < deadline_s, f"{len(site.network.sent)} of {number} answers were sent"
-        time.sleep(0.005)
+    eventually(lambda: len(site.network.sent) >= number, f"sending {number} answers")
     return site.network.sent
 
 
-def test_without_work_nothing_is_done(site: Site) -> None:
+def test_an_assignment_that_comes_again_is_answered_from_memory_unless_it_is_of_another_version(site: Site) -> None:
     assert not site.bench.work_once()
-    assert (site.num_works, site.network.sent, site.bench.holding()) == (0, [], ())
-
-
-def test_an_assignment_that_comes_again_is_answered_from_memory(site: Site) -> None:
-    site.do("a", "a")
+    assert site.num_works == 0
+    site.do("a", "a", version=41)
     first, second = wait_for_sent(site, 2)
     assert second == ("again", *first)
     assert (site.trainer.trained, site.num_works) == (["a"], 2)
-
-
-def test_work_of_the_same_name_from_another_version_is_done(site: Site) -> None:
-    site.do("a", version=41)
     site.do("a", version=17)
     site.do("a", version=17)
     assert site.trainer.trained == ["a", "a"]
-    assert [sent[0] == "again" for sent in wait_for_sent(site, 3)] == [False, False, True]
+    assert [sent[0] == "again" for sent in wait_for_sent(site, 4)] == [False, True, False, True]
 
 
 def test_only_the_newest_finished_updates_are_kept(site: Site) -> None:
@@ -126,18 +117,11 @@ def test_only_the_newest_finished_updates_are_kept(site: Site) -> None:
     assert site.bench.holding() == tuple(names[1:])
     site.do(names[0])
     assert site.trainer.trained == [*names, names[0]]
-
-
-def test_what_was_used_is_forgotten(site: Site) -> None:
-    site.do("a")
-    site.do("b", settled=["a", "never-heard-of"])
-    assert site.bench.holding() == ("b",)
-
-
-def test_neither_failures_nor_preparations_are_kept(site: Site) -> None:
-    site.do("bad")
+    site.do("b", settled=[names[0], names[-1], "never-heard-of"])
+    assert site.bench.holding() == ("b",), "what was used is forgotten"
+    site.do("bad", settled=["b"])
     site.do("ready", phase="prepare")
-    assert site.bench.holding() == ()
+    assert site.bench.holding() == (), "neither failures nor preparations are kept"
 
 
 def test_it_holds_what_is_finished_under_way_and_arriving_each_once(site: Site) -> None:
@@ -152,10 +136,7 @@ def test_it_holds_what_is_finished_under_way_and_arriving_each_once(site: Site) 
 def test_an_answer_that_nobody_wants_is_let_go_and_the_next_one_leaves(site: Site) -> None:
     site.network.refuses = True
     site.do("a")
-    deadline_s = time.monotonic() + 20
-    while site.bench.outbox._answers:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
+    eventually(lambda: not site.bench.outbox._answers)
     site.network.refuses = False
     site.do("b")
     assert [answer[0]["assignment"] for answer in wait_for_sent(site, 1)] == ["b"]
