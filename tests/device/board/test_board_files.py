@@ -25,17 +25,12 @@ def test_a_number_is_one_that_a_board_can_mean(tmp_path: Path, content: bytes, v
     assert number(written(tmp_path / "x", content)) == value
 
 
-def test_a_file_without_end_is_read_to_a_limit(tmp_path: Path) -> None:
+def test_a_file_without_end_is_read_to_a_limit_and_what_is_none_says_nothing(tmp_path: Path) -> None:
     told = text(written(tmp_path / "x", b"a" * (4 * MAX_FILE_BYTES)))
     assert told is not None
     assert len(told) == MAX_FILE_BYTES
-
-
-def test_devices_pipes_folders_and_nothing_say_nothing(tmp_path: Path) -> None:
     assert [text(Path("/dev/zero")), text(tmp_path), text(tmp_path / "missing")] == [None] * 3
-
-
-def test_strings_come_from_the_first_place_that_has_any(tmp_path: Path) -> None:
+    assert below(tmp_path / "missing", "*") == []
     first, second = written(tmp_path / "a", b"\0\0"), written(tmp_path / "b", b"one\0two\0")
     assert strings(tmp_path / "missing", first, second) == ["one", "two"]
 
@@ -49,7 +44,3 @@ def test_what_is_shown_is_printable_and_short() -> None:
     assert plain(" a\x1b[1m\u202eb\n") == "a[1mb"
     assert plain("\x07") is plain(None) is None
     assert len(plain("x" * 9999) or "") == 200
-
-
-def test_a_folder_that_is_not_there_has_nothing_below(tmp_path: Path) -> None:
-    assert below(tmp_path / "missing", "*") == []

@@ -235,10 +235,17 @@ def test_nobody_or_a_service_that_speaks_no_tls_is_a_network_error_that_names_th
     assert not (tmp_path / "d").exists()
 
 
-def test_a_host_that_the_certificate_does_not_name_says_readdress(front_door: Any, tmp_path: Path) -> None:
+def test_a_host_that_the_certificate_does_not_name_says_readdress(
+    front_door: Any, make_front_door: Any, tmp_path: Path
+) -> None:
+    pair = pki.issue_server(front_door.directory.authority(), ["elsewhere.lan"])
+    for name, content in (("cert", pair.cert_pem), ("key", pair.key_pem)):
+        (tmp_path / name).write_bytes(content)
+    ca_pem = front_door.directory.ca_cert.read_bytes()
+    door = make_front_door(shown_ca=ca_pem, server=(tmp_path / "cert", tmp_path / "key"))
     token = replace(front_door.token(), addresses=())
-    with pytest.raises(NetworkError, match=r"readdress 127\.0\.0\.2"):
-        join(token, PI, root=tmp_path / "d", addresses=[f"127.0.0.2:{_forward(front_door.port)}"])
+    with pytest.raises(NetworkError, match=r"readdress 127\.0\.0\.1"):
+        join(token, PI, root=tmp_path / "d", addresses=[door.address])
 
 
 def test_a_clock_that_is_years_off_does_not_stop_a_join(make_front_door: Any, tmp_path: Path) -> None:
@@ -257,31 +264,3 @@ def test_a_file_in_the_way_of_the_state_directory_uses_no_token_up(front_door: A
 def test_the_host_s_name_makes_a_device_name() -> None:
     assert host_slug()
     assert set(host_slug()) <= set("abcdefghijklmnopqrstuvwxyz0123456789-")
-
-
-def _forward(port: int) -> int:
-    """Listens on 127.0.0.2 and passes one connection after the other on to the coordinator."""
-    listener = socket.create_server(("127.0.0.2", 0))
-
-    def pump(source: socket.socket, target: socket.socket) -> None:
-        try:
-            while data := source.recv(65536):
-                target.sendall(data)
-            target.shutdown(socket.SHUT_WR)
-        except OSError:
-            pass
-
-    def serve() -> None:
-        with listener:
-            for _ in range(2):  # the question for the CA and the one after it
-                near, _ = listener.accept()
-                far = socket.create_connection(("127.0.0.1", port))
-                back = threading.Thread(target=pump, args=(far, near))
-                back.start()
-                pump(near, far)
-                back.join()
-                near.close()
-                far.close()
-
-    threading.Thread(target=serve, daemon=True).start()
-    return int(listener.getsockname()[1])

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 from peer_boards import LOOPBACK, PATIENCE_S, Board, PeerFleet, direct_threads, eventually, introduce
 
 from edgefl.coordinator import pki
-from edgefl.device.neighbours.direct import DirectCarrier, PeerPace
+from edgefl.device.neighbours.direct import DirectCarrier
 from edgefl.device.neighbours.peer_queue import MAX_ANSWERS
 from edgefl.errors import NetworkError, NotJoinedError, PortInUseError, UsageError
 from edgefl.local_fleet import free_port
 from edgefl.protocol import MAX_PEER_BYTES
-
-ROOT = Path(__file__).parents[3]
 
 
 def refused(board: Board) -> int:
@@ -82,55 +72,20 @@ def test_a_slow_neighbour_holds_up_neither_the_caller_nor_other_neighbours(peers
     c.wait_for(b"for c")
 
 
-@contextmanager
-def process(peers: PeerFleet, name: str, *, port: int, hosts: dict[str, Any], word: str) -> Iterator[Any]:
-    tls = peers.tls(name)
-    settings = {
-        "device": name,
-        "tls": {"ca": str(tls.ca), "cert": str(tls.cert), "key": str(tls.key)},
-        "listen": [LOOPBACK, port],
-        "hosts": hosts,
-        "word": word,
-    }
-    program = [sys.executable, str(Path(__file__).with_name("direct_process.py")), json.dumps(settings)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(program, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment) as running:
-        try:
-            assert running.stdout
-            assert running.stdout.readline() == "up\n"
-            yield running
-        finally:
-            running.kill()
-
-
-def test_a_neighbour_that_was_killed_is_missed_and_gets_the_newest_state_when_it_is_back(peers: PeerFleet) -> None:
+def test_a_neighbour_that_is_gone_is_missed_and_gets_the_newest_state_when_it_is_back(peers: PeerFleet) -> None:
     port = free_port()
     a = peers.board("a", ["b"], hosts={"b": (LOOPBACK, port)})
-    hosts = {"a": list(a.address)}
-    with process(peers, "b", port=port, hosts=hosts, word="first life") as first:
-        a.wait_for(b"first life")
-        a.carrier.send("b", b"for the first")
-        assert first.stdout.readline() == "a for the first\n"
-        first.kill()
-        first.wait()
-        eventually(lambda: not a.carrier.reachable(), "noticing a dead neighbour")
+    for life in (1, 2):
         for number in range(3):
-            a.carrier.send("b", b"for the second %d" % number)
-        with process(peers, "b", port=port, hosts=hosts, word="second life") as second:
-            assert second.stdout.readline() == "a for the second 2\n"
-            a.wait_for(b"second life")
-
-
-def test_a_neighbour_that_hangs_is_missed_and_found_again(peers: PeerFleet) -> None:
-    port = free_port()
-    pace = PeerPace(keep_alive_s=0.2, silence_s=1.0, max_backoff_s=0.2)
-    a = peers.board("a", ["b"], hosts={"b": (LOOPBACK, port)}, pace=pace)
-    with process(peers, "b", port=port, hosts={"a": list(a.address)}, word="up") as running:
-        eventually(a.carrier.reachable, "finding b")
-        running.send_signal(signal.SIGSTOP)
-        eventually(lambda: not a.carrier.reachable(), "noticing a dead neighbour")
-        running.send_signal(signal.SIGCONT)
-        eventually(a.carrier.reachable, "finding b again")
+            assert a.carrier.send("b", b"for life %d, %d" % (life, number))
+        b = peers.board("b", ["a"], hosts={"a": a.address}, listen=(LOOPBACK, port))
+        b.carrier.send("a", b"life %d" % life)
+        b.wait_for(b"for life %d, 2" % life)
+        a.wait_for(b"life %d" % life)
+        assert a.carrier.reachable() == {"b"}
+        b.carrier.stop()
+        eventually(lambda: not a.carrier.reachable(), "noticing that a neighbour is gone")
+        assert b.payloads() == [b"for life %d, 2" % life]
 
 
 def test_a_board_of_another_fleet_is_refused_and_is_sent_nothing(peers: PeerFleet) -> None:

@@ -20,7 +20,6 @@ from peer_boards import (
     PATIENT,
     Board,
     PeerFleet,
-    direct_threads,
     eventually,
     hear,
     is_closed,
@@ -244,36 +243,6 @@ def test_a_new_connection_waits_until_what_came_over_the_old_one_is_done(peers: 
     assert a.payloads() == [b"1", b"3"]
 
 
-class NotedLock:
-    """Tells when somebody waits for it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.num_askers = 0
-
-    def acquire(self, timeout: float) -> bool:
-        self.num_askers += 1
-        return self._lock.acquire(timeout=timeout)
-
-    def release(self) -> None:
-        self._lock.release()
-
-
-def test_what_waits_while_its_edge_is_removed_is_not_taken(peers: PeerFleet) -> None:
-    a = peers.board("a", ["b"])
-    a.carrier._listener._inboxes["b"].lock = lock = NotedLock()  # type: ignore[assignment] # enough of one
-    a.gate.clear()
-    for number in (1, 2):
-        connection = peers.enter("b", a)
-        say(connection, FrameKind.MESSAGE, session=7, number=number, payload=b"%d" % number)
-        eventually(lambda: lock.num_askers == number)  # noqa: B023 called at once
-    a.carrier.set_neighbours([])
-    a.gate.set()
-    assert is_closed(connection)
-    eventually(lambda: "direct-from-b" not in direct_threads())
-    assert a.payloads() == [b"1"]
-
-
 def test_a_board_that_can_start_no_thread_for_a_moment_takes_neighbours_again(
     peers: PeerFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,21 +262,6 @@ def test_a_board_that_can_start_no_thread_for_a_moment_takes_neighbours_again(
             assert is_closed(refused)
     assert failed_s[-1] - failed_s[0] >= 2 * ACCEPT_PAUSE_S  # it does not spin meanwhile
     still_works(peers, a)
-
-
-def test_tls_1_2_will_do_and_nothing_older(peers: PeerFleet) -> None:
-    a = peers.board("a", ["b"])
-    assert a.carrier._tls.listening.minimum_version is ssl.TLSVersion.TLSv1_2
-    tls = peers.tls("b")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    context.maximum_version = ssl.TLSVersion.TLSv1_2
-    context.load_cert_chain(tls.cert, tls.key)
-    plain = socket.create_connection((LOOPBACK, a.address[1]), timeout=PATIENCE_S)
-    with context.wrap_socket(plain) as connection:
-        assert connection.version() == "TLSv1.2"
-        assert hear(connection).kind is FrameKind.WELCOME
 
 
 def test_a_board_without_ipv6_listens_at_all_its_ipv4_addresses(

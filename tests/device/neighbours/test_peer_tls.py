@@ -108,6 +108,7 @@ def test_both_ends_are_strict(peers: PeerFleet) -> None:
     tls = PeerTls.load(peers.tls("a"), "a")
     assert tls.listening.verify_flags & ssl.VERIFY_X509_STRICT
     assert tls.listening.verify_mode is ssl.CERT_REQUIRED
+    assert tls.listening.minimum_version is ssl.TLSVersion.TLSv1_2
     lax = issued(peers.authority, names_issuer=False)
     a = peers.board("a", ["b"])
     assert is_closed(peers.dial("b", a, tls=peers.tls("b", certificate=lax)))
