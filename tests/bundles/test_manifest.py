@@ -24,12 +24,13 @@ def test_what_is_dumped_is_loaded() -> None:
         kind=Kind.RELEASE, name="edgefl", version="1.2.0", serial=7, key="k", wheels=wheels, allow_downgrade=True
     )
     assert Manifest.load(manifest.dump()) == manifest
-
-
-def test_the_file_name_of_a_wheel_says_what_it_is() -> None:
+    removal = load(kind="removal", name="gulls", wheels=[])
+    assert (removal.kind, removal.name, removal.version, removal.wheels) == (Kind.REMOVAL, "gulls", "1.2.0", ())
+    assert Manifest.load(removal.dump()) == removal
     entry = WheelEntry(file="Sea_Gulls-1.0-cp311-cp311-manylinux_2_17_aarch64.whl", sha256="", num_bytes=1)
     assert (entry.project, entry.version) == ("sea-gulls", "1.0")
     assert [str(tag) for tag in entry.tags] == ["cp311-cp311-manylinux_2_17_aarch64"]
+    assert (later("1.10.0", "1.9.0"), later("1.9.0", "1.9"), later("1.0", "1.0rc1")) == (True, False, True)
 
 
 @pytest.mark.parametrize(
@@ -56,17 +57,13 @@ def test_the_file_name_of_a_wheel_says_what_it_is() -> None:
         ({"kind": "removal", "name": "gulls"}, "a removal none"),
         ({"kind": "removal", "wheels": []}, "a release is named edgefl"),
         ({"key": None}, "expected a text"),
+        ({"kind": "pack", "name": "gulls", "wheels": [{**WHEEL, "file": "gulls-1.2.0-py3-none-any.whl"}, WHEEL]},
+         "a pack must not bring edgefl itself"),
     ],
-)
+)  # fmt: skip
 def test_nonsense_is_refused(changes: dict[str, Any], line: str) -> None:
     with pytest.raises(BundleError, match=line):
         load(**changes)
-
-
-def test_a_pack_must_not_bring_edgefl_along() -> None:
-    own = {"file": "gulls-1.2.0-py3-none-any.whl", "sha256": "ab" * 32, "bytes": 10}
-    with pytest.raises(BundleError, match="a pack must not bring edgefl itself"):
-        load(kind="pack", name="gulls", wheels=[own, WHEEL])
 
 
 def test_no_more_than_the_cap_is_parsed() -> None:
@@ -75,15 +72,3 @@ def test_no_more_than_the_cap_is_parsed() -> None:
     for text in (b"\xff", b"[" * 200_000):
         with pytest.raises(BundleError, match="is not JSON"):
             Manifest.load(text)
-
-
-def test_a_removal_names_a_pack_and_brings_nothing() -> None:
-    manifest = load(kind="removal", name="gulls", wheels=[])
-    assert (manifest.kind, manifest.name, manifest.version, manifest.wheels) == (Kind.REMOVAL, "gulls", "1.2.0", ())
-    assert Manifest.load(manifest.dump()) == manifest
-
-
-def test_versions_are_compared_as_versions() -> None:
-    assert later("1.10.0", "1.9.0")
-    assert not later("1.9.0", "1.9")
-    assert later("1.0", "1.0rc1")
