@@ -1,30 +1,25 @@
 """A device that has joined, a card that fills up, and a fleet whose boards talk to each other directly."""
 
-from __future__ import annotations
-
 import resource
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
-from typing import Any
+from contextlib import contextmanager
 
 import pytest
 from peer_boards import PeerFleet, direct_threads, eventually
 
 from edgefl.coordinator import pki
 from edgefl.device.joining.enrolment import JoinWishes, join
-from edgefl.device.state import DeviceState, JoinedDevice, save_joined
+from edgefl.device.state import JoinedDevice, save_joined
 
 
 @pytest.fixture(scope="session")
-def joined(tmp_path_factory: pytest.TempPathFactory) -> tuple[pki.KeyPair, pki.KeyPair]:
+def joined(tmp_path_factory):
     """A fleet's authority and the certificate of a device."""
     authority = pki.create_authority("lab")
     return authority, pki.issue_client(authority, "pi-1")
 
 
 @pytest.fixture
-def state(joined: tuple[pki.KeyPair, pki.KeyPair], tmp_path: Path) -> DeviceState:
+def state(joined, tmp_path):
     """That of a device which has joined a fleet whose coordinator is away."""
     authority, pair = joined
     device = JoinedDevice(
@@ -38,21 +33,21 @@ def state(joined: tuple[pki.KeyPair, pki.KeyPair], tmp_path: Path) -> DeviceStat
 
 
 @pytest.fixture
-def joined_state(front_door: Any, tmp_path: Path) -> DeviceState:
+def joined_state(front_door, tmp_path):
     """That of a device which has joined the coordinator of the front door."""
     wishes = JoinWishes(name="pi-1", role="trainer", shards={}, examples={}, accelerator="cpu", threads=1, facts={})
     return join(front_door.token(), wishes, root=tmp_path / "device", addresses=[front_door.address])
 
 
 @pytest.fixture
-def full_card() -> Callable[..., AbstractContextManager[None]]:
+def full_card():
     """A limit on file sizes is the nearest thing to a full card that needs no mount.
 
     It holds for what pytest itself writes too, and so for no longer than a `with`.
     """
 
     @contextmanager
-    def full(limit_bytes: int = 10) -> Iterator[None]:
+    def full(limit_bytes=10):
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, before[1]))
         try:
@@ -64,7 +59,7 @@ def full_card() -> Callable[..., AbstractContextManager[None]]:
 
 
 @pytest.fixture
-def peers(tmp_path: Path) -> Iterator[PeerFleet]:
+def peers(tmp_path):
     fleet = PeerFleet(tmp_path)
     yield fleet
     fleet.close()

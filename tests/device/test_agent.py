@@ -1,48 +1,44 @@
 """What the agent does on a slow network; whole fleets are in tests/e2e."""
 
-from __future__ import annotations
-
 import threading
 import time
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from peer_boards import eventually
 
 from edgefl.device import bell
 from edgefl.device.agent import FIRST_BACKOFF_S, MAX_BACKOFF_S, Agent
-from edgefl.device.state import DeviceState
 from edgefl.errors import NetworkError
 
 
 class SlowNetwork:
     """Stands for Flower: gives out two pieces of work; the first answer arrives only when the second is trained."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.work = ["a-1", "a-2"]
-        self.trained: list[str] = []
-        self.sent: list[str] = []
+        self.trained = []
+        self.sent = []
         self.second_began = threading.Event()
 
-    def pull(self) -> Any:
+    def pull(self):
         return SimpleNamespace(header={"assignment": self.work.pop(0)}) if self.work else None
 
-    def answer(self, instruction: Any) -> str:
+    def answer(self, instruction):
         name = instruction.header["assignment"]
         if name == "a-2":
             self.second_began.set()
         self.trained.append(name)
         return f"answer to {name}"
 
-    def push(self, reply: str) -> None:
+    def push(self, reply):
         assert self.second_began.wait(60), "the device waited for its answer to be sent"
         self.sent.append(reply)
 
 
-def test_a_device_trains_on_while_its_last_answer_is_sent(state: DeviceState) -> None:
+def test_a_device_trains_on_while_its_last_answer_is_sent(state):
     agent, network = Agent(state), SlowNetwork()
-    agent._bench.supernode = network  # type: ignore[assignment]
+    agent._bench.supernode = network
     serving = threading.Thread(target=agent._serve)
     serving.start()
     for _ in range(2):
@@ -58,23 +54,21 @@ def test_a_device_trains_on_while_its_last_answer_is_sent(state: DeviceState) ->
 class Bell(bell.Bell):
     """Notes for how long it was waited, and rings after a thousandth of that."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.waits_s: list[float] = []
+        self.waits_s = []
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s):
         self.waits_s.append(timeout_s)
         super().wait(timeout_s / 1000)
 
 
 @pytest.mark.parametrize("fails", ["to greet", "to give work", "to take an answer"])
-def test_a_coordinator_that_fails_is_asked_ever_more_seldom(
-    state: DeviceState, monkeypatch: pytest.MonkeyPatch, fails: str
-) -> None:
+def test_a_coordinator_that_fails_is_asked_ever_more_seldom(state, monkeypatch, fails):
     monkeypatch.setattr("edgefl.device.agent.Bell", Bell)
     agent, work, tries, enough = Agent(state, poll_s=0.001), ["a-1"], [], threading.Event()
 
-    def attempt(what: str, answer: Any = None) -> Any:
+    def attempt(what, answer=None):
         if what == fails:
             tries.append(what)
             if len(tries) == 9:
@@ -82,11 +76,11 @@ def test_a_coordinator_that_fails_is_asked_ever_more_seldom(
             raise NetworkError("the coordinator answered 500")
         return answer
 
-    def pull() -> Any:
+    def pull():
         return attempt("to give work", SimpleNamespace(header={"assignment": work.pop()}) if work else None)
 
-    agent._line.connect = lambda: attempt("to greet")  # type: ignore[method-assign]
-    agent._bench.supernode = SimpleNamespace(  # type: ignore[assignment]
+    agent._line.connect = lambda: attempt("to greet")
+    agent._bench.supernode = SimpleNamespace(
         pull=pull, answer=lambda _instruction: "44 MB", push=lambda _reply: attempt("to take an answer"),
         close=lambda: None, arriving=None,
     )  # fmt: skip
@@ -103,15 +97,15 @@ def test_a_coordinator_that_fails_is_asked_ever_more_seldom(
         assert longest_s / 2 <= backoff_s <= longest_s
 
 
-def test_an_answer_that_takes_minutes_is_no_dead_loop_for_the_watchdog(state: DeviceState) -> None:
+def test_an_answer_that_takes_minutes_is_no_dead_loop_for_the_watchdog(state):
     agent, began, may_end = Agent(state), threading.Event(), threading.Event()
 
-    def push(_reply: str) -> None:
+    def push(_reply):
         began.set()
         assert may_end.wait(60)
 
-    agent._bench.supernode = SimpleNamespace(push=push)  # type: ignore[assignment]
-    agent._line.connect = lambda: None  # type: ignore[method-assign]
+    agent._bench.supernode = SimpleNamespace(push=push)
+    agent._line.connect = lambda: None
     agent._bench.outbox.open()
     agent._bench.outbox.put(("a-1", "44 MB"))
     assert began.wait(30)

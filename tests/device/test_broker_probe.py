@@ -1,9 +1,5 @@
-from __future__ import annotations
-
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from broker_site import BROKERS, HOST, BrokerSite
@@ -12,7 +8,6 @@ from peer_boards import eventually
 from edgefl.coordinator import pki
 from edgefl.coordinator.brokers.choice import mosquitto_path
 from edgefl.device.broker_probe import BrokerRules, probe_rules, shake_hands
-from edgefl.device.mqtt_session import LinkTls
 from edgefl.errors import BrokerError
 from edgefl.local_fleet import free_port
 
@@ -23,23 +18,23 @@ NEEDS_MOSQUITTO = pytest.mark.skipif(
 
 
 class Site(BrokerSite):
-    def probe(self, name: str = "pi-1", tls: LinkTls | None = None, timeout_s: float = 5.0) -> BrokerRules:
+    def probe(self, name="pi-1", tls=None, timeout_s=5.0):
         return probe_rules(HOST, self.port, tls or self.tls(name), fleet="lab", identity=name, timeout_s=timeout_s)
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
+def site(tmp_path):
     made = Site(tmp_path)
     yield made
     made.close()
 
 
 @pytest.fixture
-def start_mosquitto(site: Site) -> Iterator[Callable[[str], None]]:
+def start_mosquitto(site):
     """Starts one with the fleet's certificates and rules of somebody else's making."""
     processes = []
 
-    def start(rules: str) -> None:
+    def start(rules):
         (site.folder / "acl").write_text(rules)
         lines = [
             f"listener {site.port} {HOST}", "user root", "allow_anonymous false",
@@ -52,7 +47,7 @@ def start_mosquitto(site: Site) -> Iterator[Callable[[str], None]]:
         processes.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
         eventually(answers)
 
-    def answers() -> bool:
+    def answers():
         try:
             shake_hands(HOST, site.port, site.tls("waiter"))
         except BrokerError:
@@ -66,9 +61,7 @@ def start_mosquitto(site: Site) -> Iterator[Callable[[str], None]]:
 
 
 @pytest.mark.parametrize("spec", BROKERS)
-def test_our_own_brokers_keep_to_the_rules_and_a_probe_leaves_nothing_and_pushes_no_other_device_off(
-    tmp_path: Path, spec: str
-) -> None:
+def test_our_own_brokers_keep_to_the_rules_and_a_probe_leaves_nothing_and_pushes_no_other_device_off(tmp_path, spec):
     site, drops = Site(tmp_path, spec).start(), []
     other, got = site.client("pi-2", "edgefl/v1/lab/+/peer/pi-2", "edgefl/v1/lab/pi-2/status")
     other.on_disconnect = lambda *_: drops.append(1)
@@ -78,9 +71,7 @@ def test_our_own_brokers_keep_to_the_rules_and_a_probe_leaves_nothing_and_pushes
 
 
 @NEEDS_MOSQUITTO
-def test_a_broker_that_lets_devices_read_each_other_or_has_no_rules_is_found_out(
-    site: Site, start_mosquitto: Callable[[str], None]
-) -> None:
+def test_a_broker_that_lets_devices_read_each_other_or_has_no_rules_is_found_out(site, start_mosquitto):
     start_mosquitto("pattern read edgefl/v1/lab/#\npattern write edgefl/v1/lab/%u/#\n")
     assert site.probe() == KEEPS_TO_THEM  # nobody has said anything yet
     other, _ = site.client("pi-2")
@@ -95,7 +86,7 @@ def test_a_broker_that_lets_devices_read_each_other_or_has_no_rules_is_found_out
         site.probe(timeout_s=0.5)
 
 
-def test_a_broker_that_is_not_there_says_nothing_or_has_another_ca_is_said(site: Site) -> None:
+def test_a_broker_that_is_not_there_says_nothing_or_has_another_ca_is_said(site):
     site.start()
     with pytest.raises(BrokerError, match="cannot be reached"):
         shake_hands(HOST, free_port(), site.tls("pi-1"))

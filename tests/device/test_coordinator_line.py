@@ -1,9 +1,6 @@
 """The line to a coordinator, over real TLS to one that does nothing but say hello."""
 
-from __future__ import annotations
-
 import time
-from typing import Any
 
 import pytest
 
@@ -21,12 +18,12 @@ HELLO = Hello(
 class Site:
     """A line and what it has told: hellos, addresses that were entered, and attempts."""
 
-    def __init__(self, state: DeviceState) -> None:
+    def __init__(self, state):
         self.state = state
-        self.hellos: list[Hello] = []
-        self.entered: list[str] = []
+        self.hellos = []
+        self.entered = []
         self.num_tries = 0
-        self.closed: set[str] = set()
+        self.closed = set()
         self.line = CoordinatorLine(
             state,
             pinned_context(state.ca.read_bytes()),
@@ -35,21 +32,21 @@ class Site:
             on_try=self._tried,
         )
 
-    def _enter(self, address: str) -> None:
+    def _enter(self, address):
         self.entered.append(address)
         if address in self.closed:
             raise NetworkError("no place")
 
-    def _tried(self) -> None:
+    def _tried(self):
         self.num_tries += 1
 
 
 @pytest.fixture
-def site(joined_state: DeviceState) -> Site:
+def site(joined_state):
     return Site(joined_state)
 
 
-def test_it_finds_the_coordinator_at_the_address_that_answers_and_puts_it_first(site: Site, front_door: Any) -> None:
+def test_it_finds_the_coordinator_at_the_address_that_answers_and_puts_it_first(site, front_door):
     dead = f"127.0.0.1:{free_port()}"
     site.state.change(addresses=(dead, front_door.address))
     site.line.connect()
@@ -66,7 +63,7 @@ def test_it_finds_the_coordinator_at_the_address_that_answers_and_puts_it_first(
     assert site.line.address == front_door.address
 
 
-def test_where_it_gets_no_place_there_is_no_line_and_every_address_is_named(site: Site, front_door: Any) -> None:
+def test_where_it_gets_no_place_there_is_no_line_and_every_address_is_named(site, front_door):
     dead = f"127.0.0.1:{free_port()}"
     site.state.change(addresses=(front_door.address, dead))
     site.closed.add(front_door.address)
@@ -77,7 +74,7 @@ def test_where_it_gets_no_place_there_is_no_line_and_every_address_is_named(site
     assert site.line.address is None
 
 
-def test_what_has_moved_is_known_also_when_the_card_is_full(site: Site, full_card: Any) -> None:
+def test_what_has_moved_is_known_also_when_the_card_is_full(site, full_card):
     with full_card():
         with pytest.raises(StoreFullError):
             site.state.change(threads=9)

@@ -1,14 +1,9 @@
 """The agent's half of an update: what it fetches, verifies and asks for, and what it tells."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from model_source import ModelSource
@@ -16,7 +11,6 @@ from peer_boards import eventually
 from wheel_files import Signer, link_slots, make_slots, stand_in
 
 from edgefl.device import installations as module
-from edgefl.device.file_fetch import Source
 from edgefl.device.install_facts import BY_HAND, Site, install_facts
 from edgefl.device.installations import Installations
 from edgefl.device.slots.health import read_health
@@ -33,7 +27,7 @@ NO_ANSWER_S = 0.4
 class Board:
     """A board in slots; the test is its updater and its coordinator."""
 
-    def __init__(self, root: Path, made: Path) -> None:
+    def __init__(self, root, made):
         self.folder = root
         self.signer = Signer(root)
         self.slots = Slots(link_slots(made, root / "opt"))
@@ -52,20 +46,20 @@ class Board:
         self.state = DeviceState(self.root, device)
         self.site = Site(slots=self.slots, signers=self.signer.trusted, no_answer_s=NO_ANSWER_S)
         self.is_away = False
-        self.started: list[Installations] = []
-        self.told: list[Any] = []
+        self.started = []
+        self.told = []
 
-    def offers(self, bundle: Path) -> InstallRequest:
+    def offers(self, bundle):
         self.coordinator.body = bundle.read_bytes()
         sha256 = hashlib.sha256(self.coordinator.body).hexdigest()
         self.coordinator.offer |= {"sha256": sha256, "bytes": len(self.coordinator.body)}
         return InstallRequest(id="i1", sha256=sha256)
 
-    def releases(self, version: str = "1.1", signer: Signer | None = None) -> InstallRequest:
+    def releases(self, version="1.1", signer=None):
         wheel = stand_in(self.folder, version)
         return self.offers((signer or self.signer).bundle(self.folder / "b", wheel, version=version))
 
-    def start(self) -> Installations:
+    def start(self):
         made = Installations(
             self.state, site=self.site, boot_id=f"life {len(self.started)}", source=self._source,
             on_change=lambda: self.told.append(made.report), rng=derived_rng("t"),
@@ -74,41 +68,41 @@ class Board:
         made.start()
         return made
 
-    def answer(self, state: str, reason: str | None = None, installation: str = "i1") -> None:
+    def answer(self, state, reason=None, installation="i1"):
         write_status(self.slots, UpdaterStatus(outcome=Outcome(id=installation, state=state, reason=reason)))
 
-    def close(self) -> None:
+    def close(self):
         for one in self.started:
             one.stop()
         self.coordinator.close()
 
-    def _source(self) -> Source:
+    def _source(self):
         if self.is_away:
             raise NetworkError("the coordinator is away")
         return self.coordinator.source()
 
 
 @pytest.fixture(scope="module")
-def made_slots(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made_slots(tmp_path_factory):
     """Version 1.0 in slot `a`, installed once for all boards."""
     folder = tmp_path_factory.mktemp("made")
     return make_slots(folder / "opt", stand_in(folder, "1.0"))
 
 
 @pytest.fixture
-def board(tmp_path: Path, made_slots: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Board]:
+def board(tmp_path, made_slots, monkeypatch):
     monkeypatch.setattr(module, "LOOK_S", 0.02)
     made = Board(tmp_path, made_slots)
     yield made
     made.close()
 
 
-def reports(installations: Installations, state: str) -> Any:
+def reports(installations, state):
     eventually(lambda: installations.report and installations.report["state"] == state, state)
     return installations.report
 
 
-def test_a_verified_bundle_is_left_for_the_updater_and_its_answer_told_once_and_again(board: Board) -> None:
+def test_a_verified_bundle_is_left_for_the_updater_and_its_answer_told_once_and_again(board):
     wanted = board.releases()
     installations = board.start()
     installations.install("i1")
@@ -124,9 +118,7 @@ def test_a_verified_bundle_is_left_for_the_updater_and_its_answer_told_once_and_
     assert (installations.report, len(board.coordinator.ranges)) == (told, 1)
 
 
-def test_what_a_stranger_signed_is_too_old_or_no_bundle_is_never_left_for_the_updater(
-    board: Board, tmp_path: Path
-) -> None:
+def test_what_a_stranger_signed_is_too_old_or_no_bundle_is_never_left_for_the_updater(board, tmp_path):
     (board.folder / "x").write_bytes(bytes(5000))
     installations = board.start()
     for number, (offer, told) in enumerate((
@@ -142,7 +134,7 @@ def test_what_a_stranger_signed_is_too_old_or_no_bundle_is_never_left_for_the_up
         eventually(lambda: not list((board.root / "updates").glob("*.bundle")))
 
 
-def test_an_updater_is_waited_for_while_it_works_and_no_longer(board: Board) -> None:
+def test_an_updater_is_waited_for_while_it_works_and_no_longer(board):
     trial = Trial(id="i1", sha256="0" * 64, step=Step.BUILDING, old="a", new="b")
     write_status(board.slots, UpdaterStatus(trial=trial))
     board.releases()
@@ -157,7 +149,7 @@ def test_an_updater_is_waited_for_while_it_works_and_no_longer(board: Board) -> 
     assert read_request(board.root) is None
 
 
-def test_it_waits_for_a_coordinator_that_is_away_and_goes_on_with_a_broken_download(board: Board) -> None:
+def test_it_waits_for_a_coordinator_that_is_away_and_goes_on_with_a_broken_download(board):
     board.is_away = True
     board.releases()
     board.coordinator.cut_after, board.coordinator.cuts = 4096, 1
@@ -170,7 +162,7 @@ def test_it_waits_for_a_coordinator_that_is_away_and_goes_on_with_a_broken_downl
     assert board.coordinator.ranges[1] != "bytes=0-"
 
 
-def test_another_installation_waits_until_the_one_on_its_way_has_come_and_ended(board: Board) -> None:
+def test_another_installation_waits_until_the_one_on_its_way_has_come_and_ended(board):
     board.releases()
     board.coordinator.pause_s = 60.0
     installations = board.start()
@@ -188,7 +180,7 @@ def test_another_installation_waits_until_the_one_on_its_way_has_come_and_ended(
     eventually(lambda: installations.report == {"id": "i2", "state": "requested"})
 
 
-def test_an_installation_that_a_newer_one_has_replaced_is_left_without_a_word(board: Board) -> None:
+def test_an_installation_that_a_newer_one_has_replaced_is_left_without_a_word(board):
     board.releases()
     board.coordinator.pause_s = 60.0
     installations = board.start()
@@ -203,8 +195,8 @@ def test_an_installation_that_a_newer_one_has_replaced_is_left_without_a_word(bo
     }  # fmt: skip
 
 
-def test_health_is_told_at_the_start_and_again_when_coordinator_and_broker_answer(board: Board) -> None:
-    def told() -> tuple[Any, ...]:
+def test_health_is_told_at_the_start_and_again_when_coordinator_and_broker_answer(board):
+    def told():
         health = read_health(board.root)
         assert health is not None
         return health.boot_id, health.slot, health.connected, health.linked
@@ -222,7 +214,7 @@ def test_health_is_told_at_the_start_and_again_when_coordinator_and_broker_answe
     assert told() == ("life 0", "a", True, None), "a release that does not tell of the broker"
 
 
-def test_capabilities_tell_the_slot_the_signers_and_packs_or_why_it_takes_none(board: Board) -> None:
+def test_capabilities_tell_the_slot_the_signers_and_packs_or_why_it_takes_none(board):
     (board.root / "updates").mkdir()
     (board.root / "updates" / "note.json").write_text(json.dumps([1]))
     installations = board.start()
@@ -245,7 +237,7 @@ def test_capabilities_tell_the_slot_the_signers_and_packs_or_why_it_takes_none(b
     assert read_health(board.root) is None
 
 
-def test_an_agent_that_is_restarted_by_the_updater_or_a_power_cut_goes_on_where_it_was(board: Board) -> None:
+def test_an_agent_that_is_restarted_by_the_updater_or_a_power_cut_goes_on_where_it_was(board):
     wanted = board.releases()
     first = board.start()
     first.install("i1")
@@ -261,16 +253,14 @@ def test_an_agent_that_is_restarted_by_the_updater_or_a_power_cut_goes_on_where_
     assert len(board.coordinator.ranges) == 1
 
 
-def test_a_note_that_finds_no_room_makes_no_failure_of_a_release_that_runs(
-    board: Board, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_note_that_finds_no_room_makes_no_failure_of_a_release_that_runs(board, monkeypatch):
     board.releases()
     installations = board.start()
     installations.install("i1")
     reports(installations, "requested")
     eventually(lambda: read_request(board.root))
 
-    def no_room(path: Path, _content: bytes) -> None:
+    def no_room(path, _content):
         raise StoreFullError(f"{path} cannot be written: No space left on device")
 
     monkeypatch.setattr(module, "write_whole", no_room)

@@ -1,13 +1,10 @@
 """The link against a real broker (mosquitto where it is installed, else the embedded one) and over real TLS."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,29 +27,29 @@ CANNOT_REACH = "cannot reach the broker"
 class Site(BrokerSite):
     """With a coordinator that hears all."""
 
-    def start(self) -> Site:
+    def start(self):
         super().start()
         self.coordinator, self.heard = self.client("coordinator", "edgefl/v1/lab/#")
         return self
 
-    def statuses(self) -> list[Status]:
+    def statuses(self):
         return [Status.load(payload) for payload in self.said("status") if payload]
 
-    def said(self, kind: str) -> list[bytes]:
+    def said(self, kind):
         return [payload for name, payload in self.heard if name == f"{ROOT}/{kind}"]
 
-    def say(self, kind: str, payload: bytes = b"", *, retain: bool = False) -> None:
+    def say(self, kind, payload=b"", *, retain=False):
         self.coordinator.publish(f"{ROOT}/{kind}", payload, qos=1, retain=retain)
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
+def site(tmp_path):
     site = Site(tmp_path).start()
     yield site
     site.close()
 
 
-def test_it_says_online_and_at_a_clean_stop_offline_and_leaves_no_thread(site: Site) -> None:
+def test_it_says_online_and_at_a_clean_stop_offline_and_leaves_no_thread(site):
     link = site.link()
     online = Status(state="online", boot_id="boot", session_no=1, version="1.2.3", will=False)
     eventually(lambda: site.statuses() == [online])
@@ -63,7 +60,7 @@ def test_it_says_online_and_at_a_clean_stop_offline_and_leaves_no_thread(site: S
     assert not [thread for thread in threading.enumerate() if thread.name == "mqtt-link"]
 
 
-def test_each_connection_has_a_number_and_a_will_of_its_own_and_says_everything_again(site: Site) -> None:
+def test_each_connection_has_a_number_and_a_will_of_its_own_and_says_everything_again(site):
     link, capabilities = site.link(is_up=False), Capabilities(facts={"cores": 4}, shards={"digits": 100})
     link.publish_capabilities(capabilities)
     link.start()
@@ -86,7 +83,7 @@ def test_each_connection_has_a_number_and_a_will_of_its_own_and_says_everything_
     eventually(lambda: any(status.will and status.session_no == 2 for status in site.statuses()))
 
 
-def test_a_session_that_is_over_leaves_no_file_open_until_garbage_is_collected(site: Site) -> None:
+def test_a_session_that_is_over_leaves_no_file_open_until_garbage_is_collected(site):
     link, tls = site.link(), site.tls("pi-1")
     gc.collect()
     gc.disable()
@@ -100,9 +97,7 @@ def test_a_session_that_is_over_leaves_no_file_open_until_garbage_is_collected(s
         gc.enable()
 
 
-def test_attempts_that_no_broker_hears_of_use_no_session_number_and_every_address_is_tried(
-    site: Site, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_attempts_that_no_broker_hears_of_use_no_session_number_and_every_address_is_tried(site, caplog):
     nobody = free_port()
     lost = site.link("pi-2", addresses=[(HOST, nobody)], is_up=False)
     lost.start()
@@ -114,16 +109,14 @@ def test_attempts_that_no_broker_hears_of_use_no_session_number_and_every_addres
     assert link.session_no == 1
 
 
-def test_it_contradicts_an_offline_that_it_did_not_send(site: Site) -> None:
+def test_it_contradicts_an_offline_that_it_did_not_send(site):
     site.link()
     eventually(site.statuses)
     site.say("status", Status(state="offline", boot_id="boot", session_no=0, will=True).dump(), retain=True)
     eventually(lambda: [status.state for status in site.statuses()] == ["online", "offline", "online"])
 
 
-def test_what_holds_for_now_carries_the_session_is_dropped_while_down_and_leaves_ten_times_a_second(
-    site: Site,
-) -> None:
+def test_what_holds_for_now_carries_the_session_is_dropped_while_down_and_leaves_ten_times_a_second(site):
     link, report = site.link(is_up=False), ProgressReport(assignment="a", iteration=1, seconds_per_iteration=0.001)
     beat = Heartbeat(seq=2, session_no=0, uptime_s=1.0)
     assert not link.publish_heartbeat(beat)
@@ -141,12 +134,10 @@ def test_what_holds_for_now_carries_the_session_is_dropped_while_down_and_leaves
     eventually(lambda: len(site.said("progress")) == 3)
 
 
-def test_bells_and_commands_come_over_the_broker_and_nothing_that_they_do_ends_the_link(
-    site: Site, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_bells_and_commands_come_over_the_broker_and_nothing_that_they_do_ends_the_link(site, caplog):
     bells, done = [], []
 
-    def fail_once(command: Command) -> None:
+    def fail_once(command):
         done.append(command.id)
         if len(done) == 1:
             raise RuntimeError("a bug in the agent")
@@ -166,9 +157,7 @@ def test_bells_and_commands_come_over_the_broker_and_nothing_that_they_do_ends_t
     assert "a bug in the agent" in caplog.text
 
 
-def test_a_broker_of_another_ca_or_name_is_not_believed_but_on_request(
-    site: Site, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_broker_of_another_ca_or_name_is_not_believed_but_on_request(site, tmp_path, caplog):
     stranger, tls = tmp_path / "stranger.pem", site.tls("pi-1")
     stranger.write_bytes(pki.create_authority("elsewhere").cert_pem)
     for host, trusted in ((HOST, replace(tls, ca=stranger)), ("localhost", tls)):
@@ -182,24 +171,24 @@ def test_a_broker_of_another_ca_or_name_is_not_believed_but_on_request(
     site.link(addresses=[("localhost", site.port)], tls=replace(tls, check_hostname=False))
 
 
-def test_a_missing_key_or_address_asks_to_join_again(site: Site) -> None:
+def test_a_missing_key_or_address_asks_to_join_again(site):
     with pytest.raises(NotJoinedError, match="join again"):
         site.link(tls=replace(site.tls("pi-1"), key=site.folder / "missing"), is_up=False)
     with pytest.raises(NotJoinedError, match="no address"):
         made_link(site, lambda: 1, [])
 
 
-def made_link(site: Site, next_session_no: Callable[[], int], addresses: list[tuple[str, int]]) -> Link:
+def made_link(site, next_session_no, addresses):
     identity = LinkIdentity(fleet="lab", device_id="pi-1", boot_id="b")
     callbacks = LinkCallbacks(on_bell=lambda: None, on_command=lambda _: None)
     pace = LinkPace(max_backoff_s=0.2)
     return Link(addresses, site.tls("pi-1"), identity, callbacks, next_session_no=next_session_no, pace=pace)
 
 
-def test_a_card_that_is_full_for_a_while_does_not_end_the_link(site: Site) -> None:
+def test_a_card_that_is_full_for_a_while_does_not_end_the_link(site):
     attempts = []
 
-    def next_session_no() -> int:
+    def next_session_no():
         attempts.append(1)
         if len(attempts) < 3:
             raise StoreFullError("no space left on the card")
@@ -220,7 +209,7 @@ KEEP_ALIVE_S = 2
 class SlowUplink:
     """Passes a piece up to the broker every 0.1 s and everything down at once; nothing while it is `clogged`."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port):
         self._there = (HOST, port)
         self._listener = socket.socket()
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, PIECE_BYTES)
@@ -232,7 +221,7 @@ class SlowUplink:
         self._closers = contextlib.ExitStack()
         self._thread = self._start(self._accept)
 
-    def close(self) -> None:
+    def close(self):
         self._ended.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -240,12 +229,12 @@ class SlowUplink:
         self._thread.join()
         self._closers.close()
 
-    def _start(self, work: Callable[..., None], *arguments: socket.socket) -> threading.Thread:
+    def _start(self, work, *arguments):
         thread = threading.Thread(target=work, args=arguments, daemon=True)
         thread.start()
         return thread
 
-    def _accept(self) -> None:
+    def _accept(self):
         with contextlib.suppress(OSError):
             while True:
                 board = self._closers.enter_context(self._listener.accept()[0])
@@ -253,23 +242,21 @@ class SlowUplink:
                 self._start(self._up, board, broker)
                 self._start(self._down, broker, board)
 
-    def _up(self, board: socket.socket, broker: socket.socket) -> None:
+    def _up(self, board, broker):
         with contextlib.suppress(OSError):
             while not self._ended.wait(0.1):
                 piece = b"" if self.clogged.is_set() else board.recv(PIECE_BYTES)
                 broker.sendall(piece)
                 self.num_bytes += len(piece)
 
-    def _down(self, broker: socket.socket, board: socket.socket) -> None:
+    def _down(self, broker, board):
         with contextlib.suppress(OSError):
             while piece := broker.recv(65536):
                 board.sendall(b"" if self.clogged.is_set() else piece)
 
 
 @pytest.mark.extended
-def test_a_packet_may_take_longer_than_the_keep_alive_and_a_broker_that_takes_nothing_more_is_left(
-    site: Site,
-) -> None:
+def test_a_packet_may_take_longer_than_the_keep_alive_and_a_broker_that_takes_nothing_more_is_left(site):
     with contextlib.closing(SlowUplink(site.port)) as uplink:
         link = site.link(addresses=[(HOST, uplink.port)], keep_alive_s=KEEP_ALIVE_S)
         started_s = time.monotonic()

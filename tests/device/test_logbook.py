@@ -1,11 +1,7 @@
 """The device's own log: what is in it, what never is, and how it is read."""
 
-from __future__ import annotations
-
 import json
 import logging
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -17,12 +13,12 @@ LOG = logging.getLogger("tests.logbook")
 
 
 @pytest.fixture
-def at() -> list[tuple[str, str] | None]:
+def at():
     return [None]
 
 
 @pytest.fixture
-def book(tmp_path: Path, at: list[tuple[str, str] | None]) -> Iterator[Logbook]:
+def book(tmp_path, at):
     made = Logbook(tmp_path / "logs", now=lambda: at[0], clock=lambda: 1000.5)
     LOG.addHandler(made)
     LOG.setLevel(logging.DEBUG)
@@ -32,8 +28,8 @@ def book(tmp_path: Path, at: list[tuple[str, str] | None]) -> Iterator[Logbook]:
 
 
 def test_a_line_says_when_what_and_which_assignment_it_is_about_and_damaged_ones_are_left_out(
-    book: Logbook, at: list[tuple[str, str] | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    book, at, tmp_path, monkeypatch
+):
     monkeypatch.setattr(logging, "raiseExceptions", False)
     LOG.info("hello %s", "there")
     at[0] = "run-1", "run-1/a"
@@ -51,7 +47,7 @@ def test_a_line_says_when_what_and_which_assignment_it_is_about_and_damaged_ones
     assert "ValueError: invalid literal" in last["message"]
 
 
-def test_what_gives_a_right_is_crossed_out_before_it_is_written(book: Logbook, tmp_path: Path) -> None:
+def test_what_gives_a_right_is_crossed_out_before_it_is_written(book, tmp_path):
     for text in (
         "joined with efl1.SECRET_of-a-token now",
         "Authorization: Bearer SECRET",
@@ -67,9 +63,7 @@ def test_what_gives_a_right_is_crossed_out_before_it_is_written(book: Logbook, t
     assert written.count("[crossed out]") == 6
 
 
-def test_a_page_has_what_is_asked_for_and_nothing_else(
-    book: Logbook, at: list[tuple[str, str] | None], tmp_path: Path
-) -> None:
+def test_a_page_has_what_is_asked_for_and_nothing_else(book, at, tmp_path):
     for number in range(6):
         at[0] = (f"run-{number % 2}", "a")
         LOG.info("%d", number)
@@ -81,7 +75,7 @@ def test_a_page_has_what_is_asked_for_and_nothing_else(
         page(folder, {"after": "x"})
 
 
-def test_all_pages_together_are_the_log_and_each_fits_into_a_message(book: Logbook, tmp_path: Path) -> None:
+def test_all_pages_together_are_the_log_and_each_fits_into_a_message(book, tmp_path):
     for number in range(100):
         LOG.info("%d %s", number, "ä" * 1000)
     found, after = [], 0
@@ -95,9 +89,7 @@ def test_all_pages_together_are_the_log_and_each_fits_into_a_message(book: Logbo
     assert [int(line["message"].split()[0]) for line in found] == list(range(100))
 
 
-def test_the_log_is_bounded_and_its_numbers_go_on_after_a_restart(
-    book: Logbook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_log_is_bounded_and_its_numbers_go_on_after_a_restart(book, tmp_path, monkeypatch):
     folder = tmp_path / "logs"
     for _ in range(700):
         LOG.info("%s", "x" * 3900)

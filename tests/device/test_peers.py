@@ -1,7 +1,5 @@
 """What devices say to each other: the order of it alone, then links over both brokers and real TLS."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time

@@ -1,11 +1,8 @@
 """A board measured for the simulator: what is written is what the simulator reads."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,11 +23,11 @@ from edgefl.simulation.profiles import IterationCost, load_catalogue
 
 
 @pytest.fixture(autouse=True)
-def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+def quickly(monkeypatch):
     monkeypatch.setattr("edgefl.device.profile.MEASURE_S", 0.05)
 
 
-def profile(**changes: Any) -> BoardProfile:
+def profile(**changes):
     values: dict[str, Any] = {
         "name": "pi 5 in the shed",
         "model": 'a "Pi"',
@@ -45,7 +42,7 @@ def profile(**changes: Any) -> BoardProfile:
     return BoardProfile(**{**values, **changes})
 
 
-def test_the_simulator_reads_what_was_written(tmp_path: Path) -> None:
+def test_the_simulator_reads_what_was_written(tmp_path):
     write_profile(tmp_path / "new" / "board.toml", profile())
     read = load_catalogue([tmp_path / "new" / "board.toml"]).named("pi 5 in the shed")
     assert read.model == 'a "Pi"'
@@ -60,9 +57,7 @@ def test_the_simulator_reads_what_was_written(tmp_path: Path) -> None:
         write_profile(tmp_path / "board.toml" / "board.toml", profile())
 
 
-def test_a_task_is_measured_on_its_own_shard_or_on_examples_at_random(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_is_measured_on_its_own_shard_or_on_examples_at_random(tmp_path, monkeypatch):
     for shard in (None, str(digit_shard(tmp_path / "digits.npz", 50))):
         measured = measure_task("digits/logistic", shard)
         assert 0 <= measured.fixed_s < 0.1
@@ -81,7 +76,7 @@ def test_a_task_is_measured_on_its_own_shard_or_on_examples_at_random(
         measure_task("mute_task:Mute", None)
 
 
-def test_the_link_is_what_the_kernel_says_or_a_default_that_says_so() -> None:
+def test_the_link_is_what_the_kernel_says_or_a_default_that_says_so():
     wired = {"network": [{"state": "up", "wireless": False, "speed_mbit": 1000}]}
     found = measure_board(name="a", facts=wired, tasks={})
     assert found.up_bytes_per_s == pytest.approx(112.5e6)
@@ -92,11 +87,11 @@ def test_the_link_is_what_the_kernel_says_or_a_default_that_says_so() -> None:
     assert found.sources["latency_s"].startswith("estimated: no coordinator")
 
 
-def test_latency_is_measured_against_the_first_address_that_answers() -> None:
+def test_latency_is_measured_against_the_first_address_that_answers():
     with socket.create_server(("127.0.0.1", 0)) as server:
-        taken: list[socket.socket] = []
+        taken = []
 
-        def accept() -> None:
+        def accept():
             taken.extend(server.accept()[0] for _ in range(5))
 
         thread = threading.Thread(target=accept)
@@ -110,9 +105,7 @@ def test_latency_is_measured_against_the_first_address_that_answers() -> None:
     assert found.sources["latency_s"] == "measured: 5 connections to the coordinator"
 
 
-def test_probe_writes_a_profile_of_this_machine(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_probe_writes_a_profile_of_this_machine(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     file = tmp_path / "mine.toml"
     with pytest.raises(SystemExit) as ended:

@@ -1,10 +1,6 @@
 """What a device answers before a run, with the real trainer and a real shard."""
 
-from __future__ import annotations
-
 import threading
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,12 +20,12 @@ MODEL = TASK.init(7)
 
 
 @pytest.fixture
-def shards(tmp_path: Path) -> dict[str, str]:
+def shards(tmp_path):
     return {"digits": str(digit_shard(tmp_path / "digits.npz", 64))}
 
 
 @pytest.fixture
-def trainer(tmp_path: Path, shards: dict[str, str]) -> Trainer:
+def trainer(tmp_path, shards):
     return Trainer(
         device_id="pi",
         role="trainer",
@@ -41,25 +37,25 @@ def trainer(tmp_path: Path, shards: dict[str, str]) -> Trainer:
     )
 
 
-def can(**changes: Any) -> dict[str, Any]:
+def can(**changes):
     asked = {"assignment": "r/can", "phase": "can", "edgefl": __version__, "layout": layout_of(TASK.shapes())}
     return {**RUN, **asked, "needs": {"memory_bytes": 1, "disk_bytes": 1}, **changes}
 
 
-def prepare(version: int = 0) -> dict[str, Any]:
+def prepare(version=0):
     return {**RUN, "assignment": "r/prepare", "phase": "prepare", "version": version}
 
 
-def body() -> bytes:
+def body():
     return make_codec("dense", TASK.shapes()).encode(MODEL, derived_rng(0))
 
 
-def training(**changes: Any) -> dict[str, Any]:
+def training(**changes):
     plan = {"algorithm": "sgd", "iterations": 3, "batch_size": 8, "learning_rate": 0.1}
     return {**RUN, "assignment": "r/a", "version": 0, "plan": plan, "codec": "dense", "settled": [], **changes}
 
 
-def test_a_device_with_shard_task_memory_and_disk_can(trainer: Trainer) -> None:
+def test_a_device_with_shard_task_memory_and_disk_can(trainer):
     assert trainer.train(can(), b"") == ({"v": 1, "run": "r", "assignment": "r/can", "ready": True}, b"")
 
 
@@ -75,21 +71,19 @@ def test_a_device_with_shard_task_memory_and_disk_can(trainer: Trainer) -> None:
         ({"options": {"nonsense": 1}}, "nonsense"),
     ],
 )
-def test_a_device_that_cannot_says_why(trainer: Trainer, changes: dict[str, Any], reason: str) -> None:
+def test_a_device_that_cannot_says_why(trainer, changes, reason):
     header, _ = trainer.train(can(**changes), b"")
     assert header["ready"] is False
     assert reason in header["reason"]
 
 
-def test_a_shard_that_is_gone_is_found_out_before_the_run(trainer: Trainer, shards: dict[str, str]) -> None:
+def test_a_shard_that_is_gone_is_found_out_before_the_run(trainer, shards):
     shards["digits"] = "/nowhere/device-01.npz"
     header, _ = trainer.train(can(), b"")
     assert (header["ready"], "/nowhere/device-01.npz" in header["reason"]) == (False, True)
 
 
-def test_the_first_work_uses_the_model_that_was_fetched_ahead_and_one_that_is_not_held_is_asked_for_whole(
-    trainer: Trainer,
-) -> None:
+def test_the_first_work_uses_the_model_that_was_fetched_ahead_and_one_that_is_not_held_is_asked_for_whole(trainer):
     assert trainer.train(prepare(), body()[:-3])[0]["ready"] is False
     assert trainer.train(training(prepared=0), b"")[0]["needs_dense"] is True
     assert trainer.train(prepare(), body())[0]["ready"] is True
@@ -100,29 +94,23 @@ def test_the_first_work_uses_the_model_that_was_fetched_ahead_and_one_that_is_no
     assert displacement == again, "the same as if the model had come with it"
 
 
-def test_a_run_that_does_not_begin_is_forgotten(trainer: Trainer) -> None:
+def test_a_run_that_does_not_begin_is_forgotten(trainer):
     trainer.train(prepare(), body())
     trainer.end_run("another")
     trainer.end_run("r")
     assert trainer.train(training(prepared=0), b"")[0]["needs_dense"] is True
 
 
-def test_a_model_that_nobody_asks_for_is_let_go_after_its_lease(tmp_path: Path) -> None:
+def test_a_model_that_nobody_asks_for_is_let_go_after_its_lease(tmp_path):
     class Tasks:
-        def of(self, header: Any) -> Any:
+        def of(self, header):
             return type("Warm", (), {"name": "digits", "shapes": TASK.shapes()})
 
-        def split(self, warm: Any, fraction: float) -> Any:
+        def split(self, warm, fraction):
             return np.zeros(3), np.zeros(1)
 
     now = [0.0]
-    readiness = Readiness(
-        tmp_path,
-        Tasks(),  # type: ignore[arg-type]
-        working=threading.Lock(),
-        is_at=lambda _: False,
-        clock=lambda: now[0],
-    )
+    readiness = Readiness(tmp_path, Tasks(), working=threading.Lock(), is_at=lambda _: False, clock=lambda: now[0])
     readiness.answer(prepare(), body())
     now[0] = LEASE_S - 1
     readiness.tidy()

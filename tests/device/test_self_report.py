@@ -1,7 +1,5 @@
 """What a board tells of itself, and when it tells it again."""
 
-from __future__ import annotations
-
 import socket
 from types import SimpleNamespace
 from typing import Any
@@ -10,19 +8,18 @@ import pytest
 
 from edgefl.device.self_report import SelfReport
 from edgefl.device.state import DeviceState
-from edgefl.protocol import Capabilities
 
 
 class Site:
     """A report over fakes that say what the test has set, and what it has told and asked."""
 
-    def __init__(self, state: DeviceState) -> None:
-        self.told: list[Capabilities] = []
-        self.asked: list[str] = []
+    def __init__(self, state):
+        self.told = []
+        self.asked = []
         self.stamps: Any = ()
         self.address: str | None = None
-        self.speed: dict[str, Any] = {}
-        self.faults: dict[str, str] = {}
+        self.speed = {}
+        self.faults = {}
         self.trainer = SimpleNamespace(
             now=None,
             shard_stamps=lambda: self.stamps,
@@ -48,14 +45,12 @@ class Site:
 
 
 @pytest.fixture
-def site(state: DeviceState) -> Site:
+def site(state):
     return Site(state)
 
 
-def test_it_is_told_once_and_again_when_something_has_changed_or_it_was_forgotten(
-    site: Site, state: DeviceState
-) -> None:
-    def tells(**facts: Any) -> None:
+def test_it_is_told_once_and_again_when_something_has_changed_or_it_was_forgotten(site, state):
+    def tells(**facts):
         """Asked twice, it tells once more, and these facts."""
         before = len(site.told)
         for _ in range(2):
@@ -77,7 +72,7 @@ def test_it_is_told_once_and_again_when_something_has_changed_or_it_was_forgotte
     tells()
 
 
-def test_an_agent_without_work_has_its_speed_measured_and_one_with_work_does_not(site: Site) -> None:
+def test_an_agent_without_work_has_its_speed_measured_and_one_with_work_does_not(site):
     site.report.measure_speeds()
     assert site.asked == [], "the first report comes before"
     site.report.tell()
@@ -87,7 +82,7 @@ def test_an_agent_without_work_has_its_speed_measured_and_one_with_work_does_not
     assert site.asked == ["idle", "busy"]
 
 
-def test_neighbours_are_told_the_address_that_the_coordinator_is_reached_from(site: Site, state: DeviceState) -> None:
+def test_neighbours_are_told_the_address_that_the_coordinator_is_reached_from(site, state):
     site.report.tell()
     site.report.forget()
     with socket.create_server(("127.0.0.1", 0)) as coordinator:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -33,7 +31,7 @@ DEVICE = JoinedDevice(
 
 
 @pytest.fixture
-def state(tmp_path: Path) -> DeviceState:
+def state(tmp_path):
     save_pending(tmp_path / "d", PendingJoin(key_pem=b"k", name="pi-1", ca_fingerprint="ab" * 32))
     return save_joined(tmp_path / "d", DEVICE, key_pem=b"k", cert_pem=b"c", ca_pem=b"a")
 
@@ -42,13 +40,13 @@ IS_ROOT = os.geteuid() == 0
 NOBODY, NOGROUP = 65534, 65533
 
 
-def _owners(root: Path) -> set[tuple[int, int]]:
+def _owners(root):
     found = [root, *root.rglob("*")]
     return {(path.lstat().st_uid, path.lstat().st_gid) for path in found}
 
 
 @pytest.mark.skipif(not IS_ROOT, reason="only root makes files in other users' folders")
-def test_what_root_writes_into_the_folder_of_the_agent_s_user_is_that_user_s(state: DeviceState) -> None:
+def test_what_root_writes_into_the_folder_of_the_agent_s_user_is_that_user_s(state):
     for path in (state.root, *state.root.iterdir()):
         os.chown(path, NOBODY, NOGROUP)
     state.set_shard("digits", "/data/b.npz")
@@ -62,28 +60,26 @@ def test_what_root_writes_into_the_folder_of_the_agent_s_user_is_that_user_s(sta
     assert (state.root / "secret").stat().st_uid == 0
 
 
-def test_what_was_saved_is_loaded(state: DeviceState) -> None:
+def test_what_was_saved_is_loaded(state):
     again = DeviceState.load(state.root)
     assert again.device == DEVICE
     assert (again.key.read_bytes(), again.cert.read_bytes(), again.ca.read_bytes()) == (b"k", b"c", b"a")
     assert load_pending(state.root) is None
 
 
-def test_session_numbers_grow_over_restarts(state: DeviceState) -> None:
+def test_session_numbers_grow_over_restarts(state):
     assert [state.next_session_no(), state.next_session_no()] == [1, 2]
     assert DeviceState.load(state.root).next_session_no() == 3
 
 
-def test_a_damaged_counter_goes_on_above_all_before(state: DeviceState) -> None:
+def test_a_damaged_counter_goes_on_above_all_before(state):
     state.next_session_no()
     (state.root / "session").write_text("garbage")
     assert state.next_session_no() > 1 << 31
     assert state.next_session_no() > (1 << 31) + 1
 
 
-def test_changes_are_on_disk_at_once_and_keep_what_other_processes_or_a_newer_edgefl_have_added(
-    state: DeviceState,
-) -> None:
+def test_changes_are_on_disk_at_once_and_keep_what_other_processes_or_a_newer_edgefl_have_added(state):
     path = state.root / "device.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "moon": 1}))
     DeviceState.load(state.root).set_shard("mnist", "/m")
@@ -96,7 +92,7 @@ def test_changes_are_on_disk_at_once_and_keep_what_other_processes_or_a_newer_ed
     assert names == {"device.json", "key.pem", "cert.pem", "ca.pem", "session"}, "a temporary file stays"
 
 
-def test_a_directory_without_a_join_or_with_one_that_was_cut_off_says_what_to_run(tmp_path: Path) -> None:
+def test_a_directory_without_a_join_or_with_one_that_was_cut_off_says_what_to_run(tmp_path):
     pending = PendingJoin(key_pem=b"k", name="pi-1", ca_fingerprint="cd" * 32)
     save_pending(tmp_path, pending)
     (tmp_path / "key.pem").write_bytes(b"k")
@@ -108,14 +104,14 @@ def test_a_directory_without_a_join_or_with_one_that_was_cut_off_says_what_to_ru
         assert load_pending(tmp_path) is None
 
 
-def test_a_damaged_file_is_named(state: DeviceState) -> None:
+def test_a_damaged_file_is_named(state):
     for text in ("", "[]", "{}", '{"v": 2}', '{"v": 1}', '{"v": 1, "device_id": 3}', "\x00"):
         (state.root / "device.json").write_text(text)
         with pytest.raises(ConfigError, match=r"device\.json"):
             DeviceState.load(state.root)
 
 
-def test_only_one_agent_runs_on_a_directory(state: DeviceState) -> None:
+def test_only_one_agent_runs_on_a_directory(state):
     code = (
         "import sys, pathlib\nfrom edgefl.device.state import DeviceState\n"
         "with DeviceState.load(pathlib.Path(sys.argv[1])).locked():\n    print('held', flush=True)\n"
@@ -138,7 +134,7 @@ def test_only_one_agent_runs_on_a_directory(state: DeviceState) -> None:
         assert not left.exists(), "an agent begins without what a power cut left half written"
 
 
-def test_the_default_place_follows_the_user_s_data_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_place_follows_the_user_s_data_directory(monkeypatch):
     monkeypatch.setenv("XDG_DATA_HOME", "/data")
     assert default_state_dir() == Path("/data/edgefl/device")
     monkeypatch.delenv("XDG_DATA_HOME")
@@ -146,7 +142,7 @@ def test_the_default_place_follows_the_user_s_data_directory(monkeypatch: pytest
     assert default_state_dir() == Path("/home/pi/.local/share/edgefl/device")
 
 
-def test_the_device_process_stays_light() -> None:
+def test_the_device_process_stays_light():
     code = (
         "import sys\nfrom edgefl.device import state, trust\n"
         "from edgefl.device.board import capabilities\nfrom edgefl.device.joining import enrolment\n"

@@ -1,14 +1,11 @@
 """A card's boot partition: a folder, and a FAT inside a copy of an image, read back with the tools of others."""
 
-from __future__ import annotations
-
 import gzip
 import lzma
 import os
 import shutil
 import stat
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,7 +26,7 @@ NEW = {
 
 
 @pytest.fixture
-def card(tmp_path: Path) -> Path:
+def card(tmp_path):
     root = tmp_path / "bootfs"
     root.mkdir()
     (root / "config.txt").write_text("arm_64bit=1\n")
@@ -37,11 +34,11 @@ def card(tmp_path: Path) -> Path:
     return root
 
 
-def tree(root: Path) -> dict[str, bytes]:
+def tree(root):
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
-def test_files_are_written_and_an_earlier_payload_is_gone(card: Path, tmp_path: Path) -> None:
+def test_files_are_written_and_an_earlier_payload_is_gone(card, tmp_path):
     folder = BootFolder(card)
     (tmp_path / "a.whl").write_bytes(b"wheel" * 1000)
     folder.write({**NEW, "edgefl/wheels/old.whl": tmp_path / "a.whl"})
@@ -52,8 +49,8 @@ def test_files_are_written_and_an_earlier_payload_is_gone(card: Path, tmp_path: 
     assert (tmp_path / "link").read_bytes() == bytes(len(b"new join file")), "an old token is only unlinked"
 
 
-def test_what_starts_the_payload_is_written_after_it(card: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
+def test_what_starts_the_payload_is_written_after_it(card, monkeypatch):
+    order = []
     real = BootFolder._write
     monkeypatch.setattr(
         BootFolder, "_write", lambda self, name, body: (order.append(name), real(self, name, body))[1]
@@ -63,7 +60,7 @@ def test_what_starts_the_payload_is_written_after_it(card: Path, monkeypatch: py
     assert order[-1] == "cmdline.txt"
 
 
-def test_a_card_that_breaks_off_keeps_its_command_line_and_no_halves(card: Path, tmp_path: Path) -> None:
+def test_a_card_that_breaks_off_keeps_its_command_line_and_no_halves(card, tmp_path):
     folder = BootFolder(card)
     with pytest.raises(StoreError):
         folder.write({**NEW, "edgefl/wheels/a.whl": Gone(tmp_path)})
@@ -74,17 +71,17 @@ def test_a_card_that_breaks_off_keeps_its_command_line_and_no_halves(card: Path,
     assert not (card / "edgefl.new").exists()
 
 
-class Gone(type(Path())):  # type: ignore[misc]
+class Gone(type(Path())):
     """A file that vanishes after it was looked at."""
 
-    def stat(self, **_: object) -> os.stat_result:  # type: ignore[override]
+    def stat(self, **_):
         return os.stat_result((0,) * 10)
 
-    def open(self, *_: object, **__: object) -> object:  # type: ignore[override]
+    def open(self, *_, **__):
         raise FileNotFoundError(2, "No such file or directory")
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_written(card: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_refused_before_anything_is_written(card, monkeypatch):
     usage = shutil.disk_usage(card)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2 * MIB))
     before = tree(card)
@@ -94,7 +91,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(card: Path, mon
 
 
 @pytest.mark.parametrize("missing", ["config.txt", "cmdline.txt"])
-def test_another_folder_than_a_boot_partition_is_refused_unless_forced(card: Path, missing: str) -> None:
+def test_another_folder_than_a_boot_partition_is_refused_unless_forced(card, missing):
     (card / missing).unlink()
     with pytest.raises(ConfigError, match="no boot partition"):
         BootFolder(card).check(force=False)
@@ -104,7 +101,7 @@ def test_another_folder_than_a_boot_partition_is_refused_unless_forced(card: Pat
 
 
 @pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def image(tmp_path_factory):
     """A card's image: MBR, a FAT32 as Raspberry Pi OS has it, and room for a root file system, mostly holes."""
     if not all(map(shutil.which, ("mcopy", "mkfs.vfat", "fsck.fat"))):
         pytest.skip("mtools or dosfstools is not installed: apt-get install mtools dosfstools")
@@ -129,21 +126,21 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def partition(image: Path, out: Path) -> Path:
+def partition(image, out):
     with image.open("rb") as file:
         file.seek(START)
         out.write_bytes(file.read(FAT_BYTES))
     return out
 
 
-def files_of(image: Path, tmp_path: Path) -> Iterator[tuple[str, bytes]]:
+def files_of(image, tmp_path):
     place = tmp_path / "read-back"
     place.mkdir()
     subprocess.run(["mcopy", "-s", "-n", "-i", f"{image}@@{START}", "::", place], check=True, capture_output=True)
     yield from tree(place).items()
 
 
-def test_a_copy_of_the_image_holds_the_files_and_its_fat_is_sound(image: Path, tmp_path: Path) -> None:
+def test_a_copy_of_the_image_holds_the_files_and_its_fat_is_sound(image, tmp_path):
     before, half_done = image.read_bytes(), tmp_path / ".out.img.part"
     half_done.touch()
     for place in (half_done, image):
@@ -174,7 +171,7 @@ def test_a_copy_of_the_image_holds_the_files_and_its_fat_is_sound(image: Path, t
 
 
 @pytest.mark.parametrize("kind", ["xz", "gz"])
-def test_a_packed_image_is_unpacked(image: Path, tmp_path: Path, kind: str) -> None:
+def test_a_packed_image_is_unpacked(image, tmp_path, kind):
     packed = tmp_path / f"raspios.img.{kind}"
     packed.write_bytes({"xz": lzma, "gz": gzip}[kind].compress(image.read_bytes()))
     with copied(packed, tmp_path / "out.img") as boot:
@@ -185,9 +182,7 @@ def test_a_packed_image_is_unpacked(image: Path, tmp_path: Path, kind: str) -> N
     assert {path.name for path in tmp_path.iterdir()} == {packed.name, "out.img"}
 
 
-def test_an_image_without_room_and_a_machine_without_mtools_are_told(
-    image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_image_without_room_and_a_machine_without_mtools_are_told(image, tmp_path, monkeypatch):
     (tmp_path / "big.whl").write_bytes(b"x" * (FAT_BYTES + 1))
     with pytest.raises(StoreFullError, match="MB free"), copied(image, tmp_path / "out.img") as boot:
         boot.write({**NEW, "edgefl/wheels/big.whl": tmp_path / "big.whl"})
@@ -197,7 +192,7 @@ def test_an_image_without_room_and_a_machine_without_mtools_are_told(
         BootImage(image)
 
 
-def test_devices_and_the_image_itself_are_never_written(image: Path, tmp_path: Path) -> None:
+def test_devices_and_the_image_itself_are_never_written(image, tmp_path):
     device = next((path for path in sorted(Path("/dev").iterdir()) if path.is_block_device()), Path("/dev/null"))
     for origin, out in ((device, tmp_path / "x"), (image, device)):
         with pytest.raises(ConfigError, match="devices are never written"), copied(origin, out):
@@ -208,7 +203,7 @@ def test_devices_and_the_image_itself_are_never_written(image: Path, tmp_path: P
         BootImage(device)
 
 
-def test_an_image_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_an_image_of_something_else_is_refused(tmp_path):
     (tmp_path / "x.img").write_bytes(bytes(MIB))
     with pytest.raises(ConfigError, match="no FAT partition"):
         fat_offset(tmp_path / "x.img")
@@ -217,7 +212,7 @@ def test_an_image_of_something_else_is_refused(tmp_path: Path) -> None:
         fat_offset(tmp_path / "x.img")
 
 
-def test_a_gpt_and_a_bare_file_system_are_understood(image: Path, tmp_path: Path) -> None:
+def test_a_gpt_and_a_bare_file_system_are_understood(image, tmp_path):
     fat = partition(image, tmp_path / "bare.img")
     assert fat_offset(fat) == 0
     if shutil.which("sfdisk") is None:

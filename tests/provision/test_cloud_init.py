@@ -1,13 +1,10 @@
 """What cloud-init reads is checked by cloud-init of Trixie: older ones accept typing errors."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -42,7 +39,7 @@ NEEDED = {
 
 
 @pytest.fixture(scope="module")
-def cloud_init() -> str:
+def cloud_init():
     if not Path("/usr/bin/python3").exists():
         pytest.skip("no python3 of the system, whose libraries cloud-init needs")
     roots = [unpacked("trixie", "cloud-init")]
@@ -51,13 +48,13 @@ def cloud_init() -> str:
     return os.pathsep.join(str(root / "usr/lib/python3/dist-packages") for root in roots)
 
 
-def _is_here(name: str) -> bool:
+def _is_here(name):
     return (
         subprocess.run(["/usr/bin/python3", "-c", f"import {name}"], capture_output=True, check=False).returncode == 0
     )
 
 
-def schema(cloud_init: str, kind: str, content: bytes, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+def schema(cloud_init, kind, content, tmp_path):
     (tmp_path / "file").write_bytes(content)
     command = ["/usr/bin/python3", "-W", "ignore", "-m", "cloudinit.cmd.main", "schema"]
     done = subprocess.run(
@@ -76,7 +73,7 @@ FULL = Wishes(name="pi-01", hostname="kitchen", user="eva", ssh_keys=(KEY, KEY),
 
 
 @pytest.mark.extended
-def test_cloud_init_accepts_what_it_is_told_and_would_find_a_typing_error(cloud_init: str, tmp_path: Path) -> None:
+def test_cloud_init_accepts_what_it_is_told_and_would_find_a_typing_error(cloud_init, tmp_path):
     bare = Wishes(name="pi-01")
     for kind, content, code in (
         ("cloud-config", user_data(bare, ""), 0),
@@ -92,7 +89,7 @@ def test_cloud_init_accepts_what_it_is_told_and_would_find_a_typing_error(cloud_
         assert told.returncode == code, told.stdout + told.stderr
 
 
-def netplan(tree: Path, content: bytes, root: Path) -> subprocess.CompletedProcess[str]:
+def netplan(tree, content, root):
     """cloud-init's own schema knows no Wi-Fi; on a board it asks netplan, whose generator is asked here."""
     place = root / "etc/netplan/50.yaml"
     place.parent.mkdir(parents=True)
@@ -108,7 +105,7 @@ def netplan(tree: Path, content: bytes, root: Path) -> subprocess.CompletedProce
 
 
 @pytest.mark.extended
-def test_netplan_makes_a_network_of_it_and_would_find_a_typing_error(tmp_path: Path) -> None:
+def test_netplan_makes_a_network_of_it_and_would_find_a_typing_error(tmp_path):
     known = ("libnetplan1", "libnetplan0")
     library = next((name for name in known if is_offered(name)), known[-1])
     tree = unpacked(None, "netplan.io", library)
@@ -123,16 +120,16 @@ def test_netplan_makes_a_network_of_it_and_would_find_a_typing_error(tmp_path: P
     assert netplan(tree, wrong, tmp_path / "wrong").returncode != 0
 
 
-def is_offered(package: str) -> bool:
+def is_offered(package):
     words = ["apt-cache", "show", package]
     return bool(shutil.which(words[0])) and not subprocess.run(words, capture_output=True, check=False).returncode
 
 
-def loaded(content: bytes) -> Any:
+def loaded(content):
     return yaml.safe_load(content)
 
 
-def test_a_fresh_card_gets_an_account_without_a_password_and_the_device_s_name() -> None:
+def test_a_fresh_card_gets_an_account_without_a_password_and_the_device_s_name():
     value = loaded(user_data(Wishes(name="pi-01", ssh_keys=(KEY,))))
     assert value["hostname"] == "pi-01"
     assert [user["name"] for user in value["users"]] == ["pi"]
@@ -141,7 +138,7 @@ def test_a_fresh_card_gets_an_account_without_a_password_and_the_device_s_name()
     assert value["runcmd"] == [["systemctl", "enable", "--now", "ssh"], ["sh", "/boot/firmware/edgefl/firstboot.sh"]]
 
 
-def test_what_imager_wrote_stays_where_nothing_else_is_wished() -> None:
+def test_what_imager_wrote_stays_where_nothing_else_is_wished():
     value = loaded(user_data(Wishes(name="pi-01"), IMAGER))
     assert value["hostname"] == "kitchen"
     assert value["users"] == [{"name": "eva", "passwd": "$5$abc$def", "lock_passwd": False}]
@@ -159,12 +156,12 @@ def test_what_imager_wrote_stays_where_nothing_else_is_wished() -> None:
 
 @pytest.mark.parametrize("text", ["#!/bin/sh\nreboot\n", "#cloud-config\n- a list\n", "#cloud-config\n{\n",
                                   "#cloud-config\nruncmd: reboot\n"])  # fmt: skip
-def test_user_data_that_cannot_be_kept_is_refused_not_lost(text: str) -> None:
+def test_user_data_that_cannot_be_kept_is_refused_not_lost(text):
     with pytest.raises(ConfigError, match="user-data"):
         user_data(Wishes(name="pi-01"), text)
 
 
-def test_a_wi_fi_that_imager_configured_stays_without_one_here() -> None:
+def test_a_wi_fi_that_imager_configured_stays_without_one_here():
     known = b"network:\n  version: 2\n  wifis:\n    wlan0:\n      access-points:\n        home: {password: x}\n"
     card = {"network-config": known}
     assert "network-config" not in files(Wishes(name="pi-01"), card.get)
@@ -172,16 +169,16 @@ def test_a_wi_fi_that_imager_configured_stays_without_one_here() -> None:
 
 
 @pytest.mark.parametrize("network", [WIFI, STATIC, Network(interface="end0")])
-def test_a_network_that_an_earlier_call_said_stays_where_a_later_one_says_none(network: Network) -> None:
+def test_a_network_that_an_earlier_call_said_stays_where_a_later_one_says_none(network):
     ours = files(Wishes(name="pi-01", network=network), {}.get)["network-config"]
     for card in ({"network-config": ours}, {"network-config": ours, "network-config.before-edgefl": STOCK.encode()}):
-        assert "network-config" not in card_files(System.TRIXIE, Wishes(name="pi-02"), {}, card.get)  # type: ignore[arg-type]
+        assert "network-config" not in card_files(System.TRIXIE, Wishes(name="pi-02"), {}, card.get)
 
 
-def test_a_fixed_address_of_the_wire_takes_no_wi_fi_away() -> None:
+def test_a_fixed_address_of_the_wire_takes_no_wi_fi_away():
     known = b"network: {version: 2, wifis: {wlan0: {access-points: {home: {password: x}}}}}\n"
     made = files(Wishes(name="pi-01", network=STATIC), {"network-config": known}.get)["network-config"]
-    value = loaded(bytes(made))["network"]  # type: ignore[arg-type]
+    value = loaded(bytes(made))["network"]
     assert value["wifis"] == {"wlan0": {"access-points": {"home": {"password": "x"}}}}
     assert value["ethernets"]["eth0"]["addresses"] == ["10.0.0.7/24"]
 
@@ -190,9 +187,9 @@ STOCK = "network: {version: 2, ethernets: {eth0: {dhcp4: true, optional: true}}}
 
 
 @pytest.mark.parametrize("known", ["", "# only words\n", STOCK])
-def test_the_stock_network_is_replaced_by_one_that_the_first_boot_waits_for(known: str) -> None:
+def test_the_stock_network_is_replaced_by_one_that_the_first_boot_waits_for(known):
     made = files(Wishes(name="pi-01"), {"network-config": known.encode()}.get)
-    assert loaded(bytes(made["network-config"]))["network"]["ethernets"]["eth0"]["optional"] is False  # type: ignore[arg-type]
+    assert loaded(bytes(made["network-config"]))["network"]["ethernets"]["eth0"]["optional"] is False
 
 
 @pytest.mark.parametrize(
@@ -204,5 +201,5 @@ def test_the_stock_network_is_replaced_by_one_that_the_first_boot_waits_for(know
         ("ds=nocloud;s=file:///x;i=old", "ds=nocloud;s=file:///x;i=new cgroup_enable=memory\n"),
     ],
 )
-def test_the_command_line_stays_one_line_and_names_no_older_instance(line: str, expected: str) -> None:
+def test_the_command_line_stays_one_line_and_names_no_older_instance(line, expected):
     assert _cmdline(line, "new").decode() == expected

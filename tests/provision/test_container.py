@@ -1,7 +1,5 @@
 """The images' files: linted, and whatever they name is there."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
@@ -22,14 +20,14 @@ COMPOSE = yaml.safe_load((FOLDER / "compose.yaml").read_text())
 SCRIPTS = sorted(FOLDER.glob("*.sh"))
 
 
-def steps(dockerfile: Path) -> list[tuple[str, str]]:
+def steps(dockerfile):
     """The instructions of a Dockerfile, each on one line."""
     text = re.sub(r"^#.*\n", "", dockerfile.read_text(), flags=re.MULTILINE).replace("\\\n", " ")
     return [(line.split()[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line.strip()]
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
-def test_what_is_copied_is_there_in_the_context_and_what_is_called_was_copied(dockerfile: Path) -> None:
+def test_what_is_copied_is_there_in_the_context_and_what_is_called_was_copied(dockerfile):
     lines = (FOLDER / f"{dockerfile.name}.dockerignore").read_text().splitlines()
     let_in = {line.removeprefix("!") for line in lines if line.startswith("!")}
     places = set()
@@ -50,7 +48,7 @@ def test_what_is_copied_is_there_in_the_context_and_what_is_called_was_copied(do
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
-def test_an_image_has_a_pinned_base_no_root_a_health_check_and_an_init(dockerfile: Path) -> None:
+def test_an_image_has_a_pinned_base_no_root_a_health_check_and_an_init(dockerfile):
     told = steps(dockerfile)
     (base,) = [rest.partition("=")[2] for kind, rest in told if kind == "ARG" and rest.startswith("BASE=")]
     assert re.search(r":[^:]*\d[^:]*$", base), f"{base} names no release"
@@ -65,7 +63,7 @@ def test_an_image_has_a_pinned_base_no_root_a_health_check_and_an_init(dockerfil
     assert all(rest.startswith("[") for kind, rest in told if kind in {"CMD", "ENTRYPOINT"})
 
 
-def test_compose_builds_targets_that_there_are_with_files_that_there_are() -> None:
+def test_compose_builds_targets_that_there_are_with_files_that_there_are():
     stages = {rest.split()[-1] for kind, rest in steps(FOLDER / "Dockerfile") if kind == "FROM"}
     (base,) = [rest for kind, rest in steps(FOLDER / "Dockerfile") if kind == "ARG" and rest.startswith("BASE=")]
     for name, service in COMPOSE["services"].items():
@@ -92,25 +90,18 @@ def test_compose_builds_targets_that_there_are_with_files_that_there_are() -> No
         ("x86_64", "313", "[train]", "pc-cp313-light", "--constraint constraints.txt .[train]"),
     ],
 )
-def test_an_image_installs_by_the_hashes_of_its_machine_s_lock(
-    tmp_path: Path, machine: str, cpython: str, extras: str, lock: str, rest: str
-) -> None:
+def test_an_image_installs_by_the_hashes_of_its_machine_s_lock(tmp_path, machine, cpython, extras, lock, rest):
     done, told = _packages(tmp_path, machine, cpython, extras)
     assert done.returncode == 0, done.stderr
     common = "-m pip install --no-cache-dir --quiet"
-    assert told == [
-        f"{common} --require-hashes --requirement provisioning/locks/{lock}.txt",
-        f"{common} {rest}",
-    ]
+    assert told == [f"{common} --require-hashes --requirement provisioning/locks/{lock}.txt", f"{common} {rest}"]
     assert (ROOT / f"provisioning/locks/{lock}.txt").is_file()
     for unknown in (("armv7l", "313"), ("x86_64", "314")):
         done, told = _packages(tmp_path, *unknown, "")
         assert (done.returncode, told, "there is no lock" in done.stderr) == (1, [], True)
 
 
-def _packages(
-    folder: Path, machine: str, cpython: str, extras: str
-) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+def _packages(folder, machine, cpython, extras):
     """Runs packages.sh where python3 only notes what pip would do; returns that too."""
     calls = folder / "calls"
     calls.write_text("")
@@ -134,7 +125,7 @@ def _packages(
     return done, calls.read_text().splitlines()
 
 
-def test_compose_puts_the_coordinator_where_the_broker_is() -> None:
+def test_compose_puts_the_coordinator_where_the_broker_is():
     services = COMPOSE["services"]
     assert services["coordinator"]["network_mode"] == "service:broker"
     assert "ports" not in services["coordinator"], "the network is the broker's"
@@ -144,7 +135,7 @@ def test_compose_puts_the_coordinator_where_the_broker_is() -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_the_scripts_are_plain_shell_and_call_edgefl_with_options_that_it_has(script: Path) -> None:
+def test_the_scripts_are_plain_shell_and_call_edgefl_with_options_that_it_has(script):
     if shutil.which("shellcheck") is not None:
         done = subprocess.run(["shellcheck", str(script)], capture_output=True, text=True, check=False, timeout=60)
         assert (done.returncode, done.stdout) == (0, "")
@@ -163,7 +154,7 @@ def test_the_scripts_are_plain_shell_and_call_edgefl_with_options_that_it_has(sc
         assert {word for word in words if word.startswith("--")} <= known, call
 
 
-def test_a_device_without_a_join_file_says_what_it_wants() -> None:
+def test_a_device_without_a_join_file_says_what_it_wants():
     done = subprocess.run(
         ["sh", str(FOLDER / "device.sh")],
         env={"PATH": "/usr/bin:/bin", "EDGEFL_JOIN_FILE": "/none"},
@@ -179,10 +170,10 @@ def test_a_device_without_a_join_file_says_what_it_wants() -> None:
 
 
 @pytest.mark.extended
-def test_health_follows_a_real_coordinator_and_its_broker(tmp_path: Path) -> None:
+def test_health_follows_a_real_coordinator_and_its_broker(tmp_path):
     from edgefl.local_fleet import LocalFleet  # noqa: PLC0415 of this test alone
 
-    def status(what: str, **ports: int) -> int:
+    def status(what, **ports):
         command = [sys.executable, str(FOLDER / "health.py"), what, str(fleet.directory)]
         environment = {name: str(port) for name, port in ports.items()}
         done = subprocess.run(command, env=environment, capture_output=True, check=False, timeout=60)

@@ -13,15 +13,7 @@ from packaging.tags import compatible_tags, cpython_tags
 from packaging.utils import canonicalize_name, parse_wheel_filename
 
 from edgefl.errors import ConfigError, NotFoundError
-from edgefl.provision.locks import (
-    BOARDS,
-    BoardFamily,
-    LockedWheel,
-    board_family,
-    lock_name,
-    lock_text,
-    parse_lock,
-)
+from edgefl.provision.locks import BOARDS, board_family, lock_name, lock_text, parse_lock
 
 ROOT = Path(__file__).parents[2]
 LOCKS = [
@@ -34,16 +26,16 @@ NAMES = [lock_name(family, with_torch=with_torch) for family, with_torch in LOCK
 each_lock = pytest.mark.parametrize(("family", "with_torch"), LOCKS, ids=NAMES)
 
 
-def wheels_of(family: BoardFamily, with_torch: bool) -> dict[str, LockedWheel]:
+def wheels_of(family, with_torch):
     return {wheel.name: wheel for wheel in parse_lock(lock_text(family, with_torch=with_torch))}
 
 
-def environment_of(family: BoardFamily) -> dict[str, str]:
+def environment_of(family):
     own = {"python_version": family.python_version, "platform_machine": family.machine, "sys_platform": "linux"}
     return {**default_environment(), **own, "extra": ""}
 
 
-def constrained(family: BoardFamily) -> dict[str, str]:
+def constrained(family):
     """Returns the version of each package of constraints.txt on these boards."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     asked = [Requirement(line) for line in lines if line and not line.startswith("#")]
@@ -53,9 +45,7 @@ def constrained(family: BoardFamily) -> dict[str, str]:
 
 
 @each_lock
-def test_a_lock_pins_every_dependency_at_the_version_of_the_constraints_as_a_wheel_that_fits(
-    family: BoardFamily, with_torch: bool
-) -> None:
+def test_a_lock_pins_every_dependency_at_the_version_of_the_constraints_as_a_wheel_that_fits(family, with_torch):
     wheels, known, environment = wheels_of(family, with_torch), constrained(family), environment_of(family)
     assert {name: wheel.version for name, wheel in wheels.items()} == {name: known.get(name) for name in wheels}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -82,7 +72,7 @@ def test_a_lock_pins_every_dependency_at_the_version_of_the_constraints_as_a_whe
     assert not re.search(r"https?:|--(extra-)?index-url|--find-links", text)
 
 
-def test_locks_are_those_of_the_boards_and_others_are_told_what_there_is() -> None:
+def test_locks_are_those_of_the_boards_and_others_are_told_what_there_is():
     assert sorted(path.name for path in (ROOT / "provisioning" / "locks").glob("*.txt")) == sorted(NAMES)
     with pytest.raises(NotFoundError, match="gigabytes of CUDA"):
         lock_text(board_family("pc-cp313"), with_torch=True)
@@ -99,7 +89,7 @@ def test_locks_are_those_of_the_boards_and_others_are_told_what_there_is() -> No
 
 
 @pytest.mark.slow
-def test_the_index_still_gives_what_the_locks_name() -> None:
+def test_the_index_still_gives_what_the_locks_name():
     words = [sys.executable, str(ROOT / "provisioning" / "locks" / "make_locks.py"), "--check"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if "error sending request" in done.stderr or "dns error" in done.stderr:

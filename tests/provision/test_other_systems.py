@@ -1,7 +1,5 @@
 """Bookworm's firstrun.sh and rpi-preseed's settings."""
 
-from __future__ import annotations
-
 import configparser
 import os
 import re
@@ -10,7 +8,6 @@ import stat
 import subprocess
 import tomllib
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from apt_packages import unpacked
@@ -44,24 +41,24 @@ CMDLINE = b"console=tty1 root=PARTUUID=x rootwait quiet init=/usr/lib/raspberryp
         ({}, System.TRIXIE),
     ],
 )  # fmt: skip
-def test_the_system_is_seen_from_what_lies_on_the_card(files: dict[str, bytes], system: System) -> None:
+def test_the_system_is_seen_from_what_lies_on_the_card(files, system):
     assert detected_system(files.get)[0] is system
 
 
-def test_bookworm_s_command_line_runs_the_script_once_and_keeps_the_rest() -> None:
+def test_bookworm_s_command_line_runs_the_script_once_and_keeps_the_rest():
     made = firstrun.files(Wishes(name="pi-01"), {"cmdline.txt": CMDLINE}.get)
-    line = bytes(made["cmdline.txt"]).decode()  # type: ignore[arg-type]
+    line = bytes(made["cmdline.txt"]).decode()
     assert line.count("\n") == 1
     assert line.startswith(CMDLINE.decode().strip())
     assert line.split()[-4:] == ["cgroup_enable=memory", *firstrun.RUN]
     again = firstrun.files(Wishes(name="pi-01"), {"cmdline.txt": line.encode()}.get)
-    assert sorted(bytes(again["cmdline.txt"]).split()) == sorted(line.encode().split())  # type: ignore[arg-type]
+    assert sorted(bytes(again["cmdline.txt"]).split()) == sorted(line.encode().split())
 
 
 PROFILES = "etc/NetworkManager/system-connections"
 
 
-def run_firstrun(script: bytes, root: Path) -> list[str]:
+def run_firstrun(script, root):
     """Runs the script with /boot and /usr below `root`, and returns what it called."""
     boot, programs = root / "boot/firmware", root / "usr/lib"
     for place, program in (("raspberrypi-sys-mods", "imager_custom"), ("userconf-pi", "userconf")):
@@ -83,7 +80,7 @@ def run_firstrun(script: bytes, root: Path) -> list[str]:
     return (root / "calls").read_text().splitlines()
 
 
-def test_firstrun_passes_the_wishes_as_words_whatever_they_hold(tmp_path: Path) -> None:
+def test_firstrun_passes_the_wishes_as_words_whatever_they_hold(tmp_path):
     calls = run_firstrun(firstrun.firstrun(NASTY), tmp_path)
     assert calls == [
         *("imager_custom", "set_hostname", "pi-01"),
@@ -102,11 +99,11 @@ ODD_SSID = "caf\u00e9; 'x'\\s"
 
 
 @pytest.mark.extended
-def test_network_manager_finds_the_fixed_address_of_bookworm_s_wi_fi_or_wire(tmp_path: Path) -> None:
+def test_network_manager_finds_the_fixed_address_of_bookworm_s_wi_fi_or_wire(tmp_path):
     tree = unpacked(None, "network-manager", "libnm0")
     library = next(tree.rglob("libnm.so.0")).parent
 
-    def profiles(network: Network, name: str) -> dict[str, configparser.RawConfigParser]:
+    def profiles(network, name):
         """Runs a firstrun.sh, and returns the profiles that NetworkManager would find, each read by itself."""
         root, found = tmp_path / name, {}
         run_firstrun(firstrun.firstrun(Wishes(name="pi-01", network=network)), root)
@@ -145,7 +142,7 @@ def test_network_manager_finds_the_fixed_address_of_bookworm_s_wi_fi_or_wire(tmp
     assert (made["ipv4"]["method"], made["ipv4"]["dns"], made["ipv6"]["dns"]) == ("auto", "10.0.0.2;", "fd00::1;")
 
 
-def test_a_bookworm_script_that_was_not_run_yet_is_replaced_and_not_kept_with_its_key() -> None:
+def test_a_bookworm_script_that_was_not_run_yet_is_replaced_and_not_kept_with_its_key():
     network = Network(ssid="lab", psk="ab" * 32, country="DE")
     card = provisioned({"cmdline.txt": CMDLINE}, System.BOOKWORM, Wishes(name="pi-01", network=network))
     again = provisioned(card, System.BOOKWORM, Wishes(name="pi-01"))
@@ -153,7 +150,7 @@ def test_a_bookworm_script_that_was_not_run_yet_is_replaced_and_not_kept_with_it
 
 
 @pytest.mark.parametrize("wishes", [Wishes(name="pi-01"), NASTY])
-def test_firstrun_is_posix_and_without_fault(wishes: Wishes, tmp_path: Path) -> None:
+def test_firstrun_is_posix_and_without_fault(wishes, tmp_path):
     if shutil.which("shellcheck") is None or shutil.which("dash") is None:
         pytest.skip("shellcheck or dash is not installed: apt-get install shellcheck dash")
     (tmp_path / "firstrun.sh").write_bytes(firstrun.firstrun(wishes))
@@ -164,13 +161,13 @@ def test_firstrun_is_posix_and_without_fault(wishes: Wishes, tmp_path: Path) -> 
     assert told.returncode == 0, told.stdout
 
 
-def test_imager_s_own_firstrun_is_not_overwritten() -> None:
+def test_imager_s_own_firstrun_is_not_overwritten():
     card = {"cmdline.txt": CMDLINE, "firstrun.sh": b"#!/bin/bash\nset +e\n"}
     with pytest.raises(ConfigError, match=r"firstrun\.sh"):
         firstrun.files(Wishes(name="pi-01"), card.get)
 
 
-def test_preseed_is_toml_that_calls_the_payload_and_says_the_wishes() -> None:
+def test_preseed_is_toml_that_calls_the_payload_and_says_the_wishes():
     value = tomllib.loads(preseed.preseed(NASTY).decode())
     assert value["config_version"] == "1.1"
     assert value["runcmd"]["early"] == ["sh /boot/firmware/edgefl/firstboot.sh"]
@@ -184,7 +181,7 @@ def test_preseed_is_toml_that_calls_the_payload_and_says_the_wishes() -> None:
         preseed.preseed(Wishes(name="pi-01", network=replace(FIXED, ssid="lab", country="DE")))
 
 
-def test_preseed_keeps_what_the_card_s_own_says() -> None:
+def test_preseed_keeps_what_the_card_s_own_says():
     known = 'config_version = "1.1"\n[user]\nname = "eva"\n[runcmd]\nearly = ["date"]\n[system]\nhostname = "hall"\n'
     value = tomllib.loads(preseed.preseed(Wishes(name="pi-01"), known).decode())
     assert (value["user"], value["system"]) == ({"name": "eva"}, {"hostname": "hall"})
@@ -197,15 +194,15 @@ def test_preseed_keeps_what_the_card_s_own_says() -> None:
             preseed.preseed(Wishes(name="pi-01"), unkept)
 
 
-def test_what_is_replaced_is_kept_beside_it_once_and_never_with_a_token() -> None:
+def test_what_is_replaced_is_kept_beside_it_once_and_never_with_a_token():
     card = {"user-data": b"#cloud-config\nhostname: a\n", "meta-data": b"x: efl1.abc\n"}
     made = card_files(System.TRIXIE, Wishes(name="pi-01"), {}, card.get)
     assert made["user-data.before-edgefl"] == card["user-data"]
     assert "meta-data.before-edgefl" not in made
-    second = {**card, **{name: bytes(content) for name, content in made.items()}}  # type: ignore[arg-type]
+    second = {**card, **{name: bytes(content) for name, content in made.items()}}
     again = card_files(System.TRIXIE, Wishes(name="pi-02"), {}, second.get)
     assert "user-data.before-edgefl" not in again
-    assert b"hostname: a" in bytes(again["user-data"])  # type: ignore[arg-type]
+    assert b"hostname: a" in bytes(again["user-data"])
 
 
 TRIXIE_LINE = "console=tty1 root=PARTUUID=11111111-02 rootfstype=ext4 rootwait resize ds=nocloud;i=rpi-imager-1\n"
@@ -213,13 +210,13 @@ BOOKWORM_LINE = "console=tty1 root=PARTUUID=11111111-02 rootwait quiet init=/usr
 NEW_ROOT = "console=tty1 root=PARTUUID=22222222-02"
 
 
-def provisioned(card: dict[str, bytes], system: System, wishes: Wishes) -> dict[str, bytes]:
+def provisioned(card, system, wishes):
     """Returns the card with what a call writes onto it."""
     made = card_files(system, wishes, {}, card.get)
     return card | {name: content for name, content in made.items() if isinstance(content, bytes)}
 
 
-def booted(card: dict[str, bytes]) -> dict[str, bytes]:
+def booted(card):
     """Returns the card after a first boot of Raspberry Pi OS: another disk id, and no word of the first boot."""
     line = card["cmdline.txt"].decode().replace("11111111", "22222222").replace(" resize", "")
     line = re.sub(r" init=\S+| systemd\.\S+", "", line)
@@ -234,9 +231,7 @@ def booted(card: dict[str, bytes]) -> dict[str, bytes]:
         (System.PRESEED, TRIXIE_LINE, "rootfstype=ext4 rootwait ds=nocloud;i=rpi-imager-1"),
     ],
 )  # fmt: skip
-def test_a_card_that_was_booted_keeps_the_root_partition_that_its_first_boot_named(
-    system: System, line: str, rest: str
-) -> None:
+def test_a_card_that_was_booted_keeps_the_root_partition_that_its_first_boot_named(system, line, rest):
     card = booted(provisioned({"cmdline.txt": line.encode()}, system, Wishes(name="pi-01", instance_id="first")))
     again = provisioned(card, system, Wishes(name="pi-01", instance_id="second"))
     start = firstrun.RUN if system is System.BOOKWORM else ()
@@ -244,13 +239,13 @@ def test_a_card_that_was_booted_keeps_the_root_partition_that_its_first_boot_nam
     assert again["cmdline.txt.before-edgefl"].decode() == line
 
 
-def test_another_system_than_before_takes_the_earlier_one_s_start_out_of_the_command_line() -> None:
+def test_another_system_than_before_takes_the_earlier_one_s_start_out_of_the_command_line():
     card = provisioned({"cmdline.txt": BOOKWORM_LINE.encode()}, System.BOOKWORM, Wishes(name="pi-01"))
     again = provisioned(card, System.TRIXIE, Wishes(name="pi-01"))
     assert again["cmdline.txt"].decode() == f"{BOOKWORM_LINE.strip()} {CGROUP}\n"
 
 
-def test_what_starts_a_script_of_somebody_else_stays_in_the_command_line() -> None:
+def test_what_starts_a_script_of_somebody_else_stays_in_the_command_line():
     line = " ".join([TRIXIE_LINE.strip(), *firstrun.RUN])
     card = provisioned({"cmdline.txt": line.encode()}, System.TRIXIE, Wishes(name="pi-01"))
     again = provisioned(card, System.TRIXIE, Wishes(name="pi-01"))

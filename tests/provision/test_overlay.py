@@ -1,9 +1,6 @@
-from __future__ import annotations
-
 import shutil
 import subprocess
 import tarfile
-from pathlib import Path
 
 import pytest
 
@@ -14,12 +11,12 @@ PAYLOAD = payload('{"token": "secret"}', {"wheels/a.whl": b"wheel"})
 
 
 @pytest.fixture
-def overlay(tmp_path: Path) -> Path:
+def overlay(tmp_path):
     write_overlay(tmp_path / "overlay.tar.gz", PAYLOAD)
     return tmp_path / "overlay.tar.gz"
 
 
-def test_everything_belongs_to_root_and_the_token_to_root_alone(overlay: Path, tmp_path: Path) -> None:
+def test_everything_belongs_to_root_and_the_token_to_root_alone(overlay, tmp_path):
     assert overlay.stat().st_mode & 0o777 == 0o600
     with tarfile.open(overlay) as tar:
         entries = {entry.name: entry for entry in tar}
@@ -35,7 +32,7 @@ def test_everything_belongs_to_root_and_the_token_to_root_alone(overlay: Path, t
         assert [entry.get_info() for entry in again] == [entry.get_info() for entry in entries.values()]
 
 
-def test_unpacked_it_is_a_board_whose_first_boot_works(overlay: Path, tmp_path: Path) -> None:
+def test_unpacked_it_is_a_board_whose_first_boot_works(overlay, tmp_path):
     if shutil.which("systemctl") is None:
         pytest.skip("systemctl is not installed: apt-get install systemd")
     root = tmp_path / "rootfs"

@@ -1,9 +1,5 @@
-from __future__ import annotations
-
 import re
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,8 +9,8 @@ from edgefl.provision.sheet import Label, sheet
 CHROMIUM = shutil.which("chromium")
 
 
-def labels(count: int) -> list[Label]:
-    def token(number: int) -> JoinToken:
+def labels(count):
+    def token(number):
         addresses = ("coordinator.example.org:8000", "10.0.0.1:8000")
         secret, ca = "s3cret" * 4, "0123456789abcdef" * 4
         return JoinToken(ca_fingerprint=ca, token_id=f"t{number}", secret=secret, fleet="lab", addresses=addresses)
@@ -23,7 +19,7 @@ def labels(count: int) -> list[Label]:
     return [Label(name=f"pi-{one:02d}", token=token(one), expires="2026-11-23 06:00 UTC") for one in numbers]
 
 
-def test_each_board_has_a_label_with_its_name_its_site_and_the_ca() -> None:
+def test_each_board_has_a_label_with_its_name_its_site_and_the_ca():
     page = sheet(labels(3), with_tokens=False)
     assert page.count("<article>") == page.count("<svg") == 3
     assert re.findall(r"<h2>(.+?)</h2>", page) == ["pi-01", "pi-02", "pi-03"]
@@ -43,7 +39,7 @@ def test_each_board_has_a_label_with_its_name_its_site_and_the_ca() -> None:
 
 
 @pytest.fixture(scope="module")
-def chromium() -> Any:
+def chromium():
     if CHROMIUM is None:
         pytest.skip("chromium is not installed: apt-get install chromium")
     sync_api = pytest.importorskip("playwright.sync_api")
@@ -54,7 +50,7 @@ def chromium() -> Any:
 
 
 @pytest.mark.slow
-def test_ten_labels_fill_one_page_of_a4_and_nothing_is_cut_off(chromium: Any, tmp_path: Path) -> None:
+def test_ten_labels_fill_one_page_of_a4_and_nothing_is_cut_off(chromium, tmp_path):
     for count, pages in ((10, 1), (11, 2)):
         page = chromium.new_page()
         page.set_content(sheet(labels(count), with_tokens=True))

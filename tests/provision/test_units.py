@@ -1,11 +1,8 @@
 """The units, judged by systemd's own tools: nothing to complain about, and little that they could reach."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import click
 import pytest
@@ -25,33 +22,33 @@ NEEDS_ANALYZE = pytest.mark.skipif(
 )
 
 
-def drop_in(root: Path, unit: str, name: str, content: bytes) -> None:
+def drop_in(root, unit, name, content):
     folder = root / "etc/systemd/system" / f"{unit}.d"
     folder.mkdir(exist_ok=True)
     (folder / name).write_bytes(content)
 
 
-def nothing(_root: Path) -> None:
+def nothing(_root):
     pass
 
 
-def with_gpu(root: Path) -> None:
+def with_gpu(root):
     drop_in(root, "edgefl-device.service", "10-gpu.conf", source("units/10-gpu.conf").read_bytes())
 
 
-def with_shards(root: Path) -> None:
+def with_shards(root):
     for place, content in shard_drop_ins({"digits": "/home/pi/data/digits.npz", "x": "/root/x"}).items():
         assert isinstance(content, bytes)
         _, unit, name = place.split("/")
         drop_in(root, unit.removesuffix(".d"), name, content)
 
 
-def with_broker(root: Path) -> None:
+def with_broker(root):
     drop_in(root, "edgefl-coordinator.service", "10-broker.conf", source("units/10-broker.conf").read_bytes())
 
 
 @pytest.fixture(scope="module", params=[nothing, with_gpu, with_shards, with_broker])
-def board(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def board(request, tmp_path_factory):
     """A root with our units, a program where they look for it, and the units of this machine."""
     root = tmp_path_factory.mktemp("board")
     for program in ("opt/edgefl/current/bin/python", "bin/sh"):
@@ -67,12 +64,12 @@ def board(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return root
 
 
-def analyze(*words: str) -> subprocess.CompletedProcess[str]:
+def analyze(*words):
     return subprocess.run(["systemd-analyze", *words], capture_output=True, text=True, check=False, timeout=60)
 
 
 @NEEDS_ANALYZE
-def test_systemd_has_nothing_to_say_against_the_units_and_would_find_an_unknown_key(board: Path) -> None:
+def test_systemd_has_nothing_to_say_against_the_units_and_would_find_an_unknown_key(board):
     done = analyze("verify", f"--root={board}", *UNITS, PATH.name)
     assert (done.returncode, done.stderr) == (0, "")
     drop_in(board, UNITS[0], "x.conf", b"[Service]\nRestartStepps=3\n")
@@ -81,13 +78,13 @@ def test_systemd_has_nothing_to_say_against_the_units_and_would_find_an_unknown_
     assert "RestartStepps" in done.stderr
 
 
-def exposure_limit(unit: str) -> float:
+def exposure_limit(unit):
     """At most 2.0; the updater must be root, give up its rights for what it tries, and reach the coordinator."""
     return 2.4 if unit == "edgefl-update.service" else 2.0
 
 
 @NEEDS_ANALYZE
-def test_little_is_exposed(board: Path) -> None:
+def test_little_is_exposed(board):
     done = analyze("security", "--offline=true", f"--root={board}", *UNITS)
     found = dict(re.findall(r"exposure level for (\S+): ([\d.]+)", done.stdout))
     assert sorted(found) == UNITS, done.stderr
@@ -95,7 +92,7 @@ def test_little_is_exposed(board: Path) -> None:
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_a_unit_keeps_to_what_old_systemds_know_and_torch_needs(unit: str) -> None:
+def test_a_unit_keeps_to_what_old_systemds_know_and_torch_needs(unit):
     text = source(f"units/{unit}").read_text()
     keys = set(re.findall(r"^(\w+)=", text, re.MULTILINE))
     assert not keys & set(YOUNGER_THAN_249)
@@ -104,7 +101,7 @@ def test_a_unit_keeps_to_what_old_systemds_know_and_torch_needs(unit: str) -> No
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_what_a_unit_runs_is_a_command_of_edgefl_with_these_options(unit: str) -> None:
+def test_what_a_unit_runs_is_a_command_of_edgefl_with_these_options(unit):
     from edgefl.cli.main import edgefl  # noqa: PLC0415 of this test alone
 
     for line in re.findall(
@@ -120,13 +117,13 @@ def test_what_a_unit_runs_is_a_command_of_edgefl_with_these_options(unit: str) -
         assert {word for word in words if word.startswith("--")} <= known
 
 
-def test_an_updater_that_is_killed_is_started_again_and_one_that_refused_a_bundle_is_not() -> None:
+def test_an_updater_that_is_killed_is_started_again_and_one_that_refused_a_bundle_is_not():
     keys = dict(re.findall(r"^(\w+)=(.*)$", SERVICE.read_text(), re.MULTILINE))
     assert (keys.get("Restart"), keys.get("RestartSec")) == ("on-failure", "30s")
     assert keys["SuccessExitStatus"] == str(BundleError.exit_code)
 
 
-def test_the_path_watches_where_the_agent_leaves_its_requests() -> None:
+def test_the_path_watches_where_the_agent_leaves_its_requests():
     from edgefl.device.slots.inbox import FOLDER, REQUEST  # noqa: PLC0415 only here
 
     assert f"PathChanged=/var/lib/edgefl/{FOLDER}/{REQUEST}\n" in PATH.read_text()

@@ -1,11 +1,8 @@
 """What every board of the list says of itself and of its moment, on trees of files as they have them."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +58,7 @@ CHANGES_BY_ITSELF = {"temperature_c", "throttled", "gpu_load", "power_w", "batte
 
 
 @pytest.mark.parametrize("name", sorted(BOARDS))
-def test_a_board_says_what_it_is_and_apart_from_that_how_it_is(tmp_path: Path, name: str) -> None:
+def test_a_board_says_what_it_is_and_apart_from_that_how_it_is(tmp_path, name):
     root = plant(tmp_path, BOARDS[name])
     facts = probe(root, run=no_program)
     assert {key: facts.get(key) for key in FACTS[name]} == FACTS[name]
@@ -71,13 +68,13 @@ def test_a_board_says_what_it_is_and_apart_from_that_how_it_is(tmp_path: Path, n
     assert condition(Board(root, run=no_program), is_jetson=is_jetson) == pytest.approx(MOMENT[name])
 
 
-def link(name: str, state: str, kind: str = "") -> dict[str, str]:
+def link(name, state, kind=""):
     folder = f"sys/class/net/{name}"
     return {f"{folder}/operstate": f"{state}\n", **({f"{folder}/device/x": ""} if kind else {}),
             **({f"{folder}/wireless/x": ""} if kind == "wireless" else {})}  # fmt: skip
 
 
-def l4t(revision: str) -> dict[str, str]:
+def l4t(revision):
     return {"etc/nv_tegra_release": f"# R36 (release), REVISION: {revision}, GCID: 1\n"}
 
 
@@ -111,14 +108,12 @@ LINKS = {
          {"model": "Pi[2J 5", "compatible": ["a,b"]}),
     ],
 )  # fmt: skip
-def test_more_files_tell_more(
-    tmp_path: Path, name: str, files: Mapping[str, str], expected: Mapping[str, Any]
-) -> None:
+def test_more_files_tell_more(tmp_path, name, files, expected):
     facts = probe(plant(tmp_path, {**BOARDS[name], **files}), run=no_program)
     assert {key: facts.get(key) for key in expected} == expected
 
 
-def test_serial_numbers_tell_boards_apart_and_never_leave_them(tmp_path: Path) -> None:
+def test_serial_numbers_tell_boards_apart_and_never_leave_them(tmp_path):
     orin = {name: body for name, body in BOARDS["orin-jetpack-6"].items() if "serial" not in name}
     card = "proc/driver/nvidia/gpus/0000:01:00.0/information"
     secrets = {
@@ -136,7 +131,7 @@ def test_serial_numbers_tell_boards_apart_and_never_leave_them(tmp_path: Path) -
     assert len(hashes) == 3
 
 
-def test_this_machine_and_an_empty_one_say_what_python_knows(tmp_path: Path) -> None:
+def test_this_machine_and_an_empty_one_say_what_python_knows(tmp_path):
     facts, nothing = probe(), probe(tmp_path)
     assert min(facts["cores"], facts["memory_bytes"]) > 0
     assert nothing["userland_bits"] in (32, 64)
@@ -165,9 +160,7 @@ HALVES = st.sampled_from(
 
 @settings(max_examples=60, deadline=None)
 @given(st.dictionaries(st.sampled_from(NAMES), st.binary(max_size=300) | HALVES, min_size=1), st.binary(max_size=200))
-def test_whatever_the_files_hold_nothing_is_raised_and_all_fits_into_a_message(
-    files: dict[str, bytes], said: bytes
-) -> None:
+def test_whatever_the_files_hold_nothing_is_raised_and_all_fits_into_a_message(files, said):
     with tempfile.TemporaryDirectory() as folder:
         root = plant(Path(folder), {**PC, **files})
         told = said.decode(errors="replace")
@@ -180,7 +173,7 @@ def test_whatever_the_files_hold_nothing_is_raised_and_all_fits_into_a_message(
     assert free is None or free >= 0
 
 
-def test_a_folder_or_a_pipe_in_the_place_of_a_file_says_nothing(tmp_path: Path) -> None:
+def test_a_folder_or_a_pipe_in_the_place_of_a_file_says_nothing(tmp_path):
     (tmp_path / "proc/meminfo").mkdir(parents=True)
     os.mkfifo(tmp_path / "proc/cpuinfo")
     facts = probe(tmp_path, run=no_program)

@@ -1,13 +1,10 @@
 """What small and 32-bit boards train with, and what they say about it, on trees of files as they have them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 from board_trees import PI_3, ZERO_2_W, plant
@@ -31,15 +28,15 @@ OLD_PI = {"userland_bits": 32, "architecture": "armv7l", "memory_bytes": 900_000
 
 
 @pytest.fixture
-def zero(tmp_path: Path) -> Path:
+def zero(tmp_path):
     return plant(tmp_path / "zero", ZERO_2_W)
 
 
-def facts_of(root: Path) -> dict[str, Any]:
+def facts_of(root):
     return probe(root, run=no_program)
 
 
-def test_a_small_board_trains_what_numpy_trains_takes_smaller_models_and_says_why_it_has_no_torch(zero: Path) -> None:
+def test_a_small_board_trains_what_numpy_trains_takes_smaller_models_and_says_why_it_has_no_torch(zero):
     facts = facts_of(zero)
     assert paths(["digits", "mnist", "motionsense"], facts) == {
         "digits": "numpy", "mnist": "numpy, with model 2nn, mlp or logistic",
@@ -52,9 +49,7 @@ def test_a_small_board_trains_what_numpy_trains_takes_smaller_models_and_says_wh
     assert training_facts("trainer", ["mnist", "digits"], facts)["trains"] is True
 
 
-def test_a_board_of_1_gb_or_one_that_does_not_say_is_not_held_back_and_an_evaluator_does_not_train(
-    tmp_path: Path,
-) -> None:
+def test_a_board_of_1_gb_or_one_that_does_not_say_is_not_held_back_and_an_evaluator_does_not_train(tmp_path):
     facts = facts_of(plant(tmp_path, PI_3))
     assert lacks(facts) == lacks({}) == {}
     assert training_facts("trainer", ["mnist", "digits"], facts) == {
@@ -65,7 +60,7 @@ def test_a_board_of_1_gb_or_one_that_does_not_say_is_not_held_back_and_an_evalua
     assert training_facts("trainer", ["nowhere:Nothing"])["trains"] is True, "an unknown task makes no board useless"
 
 
-def test_without_torch_a_board_trains_if_one_of_its_tasks_needs_none() -> None:
+def test_without_torch_a_board_trains_if_one_of_its_tasks_needs_none():
     program = """
 from edgefl.device.board.training_facts import training_facts
 for tasks in (["mnist"], ["mnist", "digits"], ["digits"], []):
@@ -81,12 +76,12 @@ for tasks in (["mnist"], ["mnist", "digits"], ["digits"], []):
 
 
 @pytest.mark.parametrize("task", sorted(NUMPY_MODELS))
-def test_the_models_that_are_offered_instead_of_torch_need_none(task: str) -> None:
+def test_the_models_that_are_offered_instead_of_torch_need_none(task):
     assert needs_torch(make_task(task))
     assert not any(needs_torch(make_task(task, {"model": model})) for model in NUMPY_MODELS[task])
 
 
-def test_a_task_that_fits_is_checked_without_a_word_and_one_that_does_not_names_what_would(zero: Path) -> None:
+def test_a_task_that_fits_is_checked_without_a_word_and_one_that_does_not_names_what_would(zero):
     check_fits("digits", {}, zero)
     check_fits("mnist", {"model": "mlp"}, zero)
     with pytest.raises(
@@ -95,7 +90,7 @@ def test_a_task_that_fits_is_checked_without_a_word_and_one_that_does_not_names_
         check_fits("mnist", {"model": "cnn"}, zero)
 
 
-def test_a_board_whose_memory_is_full_now_says_so_before_torch_is_loaded(tmp_path: Path) -> None:
+def test_a_board_whose_memory_is_full_now_says_so_before_torch_is_loaded(tmp_path):
     root = plant(tmp_path, {**PI_3, "proc/meminfo": "MemTotal: 943952 kB\nMemAvailable: 200000 kB\n"})
     program = f"""
 from pathlib import Path
@@ -114,7 +109,7 @@ check_fits("mnist", {{}}, Path({str(root)!r}))
     assert "cannot train mnist: it has 205 MB of memory free, and torch takes 300 MB by itself" in done.stdout
 
 
-def test_the_question_before_a_run_is_answered_with_what_would_fit(zero: Path, tmp_path: Path) -> None:
+def test_the_question_before_a_run_is_answered_with_what_would_fit(zero, tmp_path):
     shards = {"digits": str(digit_shard(tmp_path / "digits.npz", 64)), "mnist": "/nowhere.npz"}
     ready = Readiness(
         tmp_path, WarmTasks(lambda: shards, accelerator="cpu", threads=1), working=threading.Lock(),
@@ -128,7 +123,7 @@ def test_the_question_before_a_run_is_answered_with_what_would_fit(zero: Path, t
     assert (told["ready"], told["reason"].count("its 437 MB of memory are too few for torch")) == (False, 1)
 
 
-def test_a_32_bit_board_evaluates_and_beats_only_whatever_it_wished() -> None:
+def test_a_32_bit_board_evaluates_and_beats_only_whatever_it_wished():
     role, reason = role_that_fits("trainer", OLD_PI)
     assert role == "evaluator"
     assert "its userland has 32 bits (armv7l)" in reason
@@ -139,7 +134,7 @@ def test_a_32_bit_board_evaluates_and_beats_only_whatever_it_wished() -> None:
     assert told["trains_reason"] == reason
 
 
-def test_the_doctor_says_how_a_small_board_trains_and_what_holds_it_back(zero: Path, tmp_path: Path) -> None:
+def test_the_doctor_says_how_a_small_board_trains_and_what_holds_it_back(zero, tmp_path):
     (training, board) = checks.check_board("trainer", ["digits", "mnist"], zero)
     assert (training.level, training.text) == (
         "ok", "it trains digits with numpy, mnist with numpy, with model 2nn, mlp or logistic",

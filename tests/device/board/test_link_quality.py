@@ -1,33 +1,28 @@
 """Signal and rate on trees of files as boards have them."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from pathlib import Path
-
 import pytest
 from board_trees import plant
 
 from edgefl.device.board.link_quality import LinkQuality, link_quality, wireless_bits_per_s
 
 
-def routes(*interfaces: str, **metrics: int) -> dict[str, str]:
+def routes(*interfaces, **metrics):
     """Default routes by these interfaces, and one to a network by usb0."""
     lines = ["Iface\tDestination\tGateway\tFlags\tRefCnt\tUse\tMetric\tMask", route("usb0", 0, "0001A8C0")]
     lines += [route(name, metric) for name, metric in {**dict.fromkeys(interfaces, 0), **metrics}.items()]
     return {"proc/net/route": "\n".join(lines) + "\n"}
 
 
-def route(interface: str, metric: int, destination: str = "00000000") -> str:
+def route(interface, metric, destination="00000000"):
     return f"{interface}\t{destination}\t0101A8C0\t0003\t0\t0\t{metric}\t00000000\t0\t0\t0"
 
 
-def wireless(line: str) -> dict[str, str]:
+def wireless(line):
     head = "Inter-| sta-|   Quality        |   Discarded\n face | tus | link level noise |  nwid  crypt\n"
     return {"proc/net/wireless": f"{head}{line}\n"}
 
 
-def speed(interface: str, said: str, state: str = "up") -> dict[str, str]:
+def speed(interface, said, state="up"):
     folder = f"sys/class/net/{interface}"
     return {f"{folder}/speed": f"{said}\n", f"{folder}/operstate": f"{state}\n"}
 
@@ -51,12 +46,10 @@ IS_WIRELESS = {"sys/class/net/wlan0/wireless/x": ""}
         ({}, LinkQuality()),
     ],
 )  # fmt: skip
-def test_a_link_tells_what_its_files_and_the_kernel_know(
-    tmp_path: Path, files: Mapping[str, str], expected: LinkQuality
-) -> None:
+def test_a_link_tells_what_its_files_and_the_kernel_know(tmp_path, files, expected):
     assert link_quality(plant(tmp_path, files), {"wlan0": 65e6}.__getitem__) == expected
 
 
-def test_the_kernel_knows_no_wi_fi_rate_of_what_is_no_wi_fi() -> None:
+def test_the_kernel_knows_no_wi_fi_rate_of_what_is_no_wi_fi():
     assert wireless_bits_per_s("lo") is None
     assert wireless_bits_per_s("no-such-interface-at-all") is None

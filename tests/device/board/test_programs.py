@@ -1,7 +1,5 @@
 """Makers' programs, as real scripts on a PATH: well-behaved, slow, endless, failing, gone, and lying."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 
@@ -24,12 +22,12 @@ TEGRASTATS = (
 
 
 @pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def script(tmp_path, monkeypatch):
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
 
-    def make(name: str, body: str) -> Path:
+    def make(name, body):
         path = folder / name
         path.write_text(f"#!/bin/sh\n{body}\n")
         path.chmod(0o755)
@@ -109,7 +107,7 @@ def test_a_jetson_whose_programs_hang_answers_all_the_same(script, tmp_path, mon
     assert jetson.condition(Board(root)) == {"gpu_load": None, "power_w": None}
 
 
-def _is_gone(pid: int) -> bool:
+def _is_gone(pid):
     """Whether a process has ended, at the latest in a second; one that nobody has waited for yet counts."""
     for _ in range(100):
         try:

@@ -1,12 +1,9 @@
 """How fast a board is, measured by real processes, kept over restarts, and given up when there is work."""
 
-from __future__ import annotations
-
 import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,47 +40,47 @@ class Slow(NoopTask):
 class Bench:
     """A book whose measurements can be waited for."""
 
-    def __init__(self, root: Path, **settings: Any) -> None:
+    def __init__(self, root, **settings):
         self.root, self.measured = root, threading.Event()
         self.book = SpeedBook(root, on_measured=self.measured.set, **{"quiet_s": 0.0, **settings})
 
-    def idle(self, shards: dict[str, str], **changes: Any) -> None:
+    def idle(self, shards, **changes):
         settings: dict[str, Any] = {"facts": {}, "accelerator": "cpu", "threads": 1, **changes}
         self.book.idle(shards, **settings)
 
-    def measure(self, shards: dict[str, str], **changes: Any) -> dict[str, Any]:
+    def measure(self, shards, **changes):
         self.measured.clear()
         self.idle(shards, **changes)
         assert self.measured.wait(60), "nothing was measured"
         return self.book.told()
 
     @property
-    def is_measuring(self) -> bool:
+    def is_measuring(self):
         return self.book._child is not None
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
+def bench(tmp_path):
     made = Bench(tmp_path)
     yield made
     made.book.close()
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own(tmp_path, monkeypatch):
     (tmp_path / "own_speed_task.py").write_text(OWN.format(mark=str(tmp_path / "begun")))
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path / "begun"
 
 
-def until(holds: Callable[[], bool], within_s: float = 30.0) -> None:
+def until(holds, within_s=30.0):
     deadline_s = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
 
 
-def test_a_task_is_measured_by_itself_or_on_its_shard(own: Path, tmp_path: Path) -> None:
+def test_a_task_is_measured_by_itself_or_on_its_shard(own, tmp_path):
     told = speed_of("digits", None)
     assert (told["batch_size"], told["backend"]) == (8, "numpy")
     assert 10 < told["steps_per_s"] < 10**7
@@ -92,9 +89,7 @@ def test_a_task_is_measured_by_itself_or_on_its_shard(own: Path, tmp_path: Path)
     assert speed_of("own_speed_task:Bare", str(tmp_path))["steps_per_s"] > 0
 
 
-def test_a_speed_is_kept_over_restarts_for_as_long_as_nothing_that_it_depends_on_has_changed(
-    bench: Bench, tmp_path: Path
-) -> None:
+def test_a_speed_is_kept_over_restarts_for_as_long_as_nothing_that_it_depends_on_has_changed(bench, tmp_path):
     facts = probe(plant(tmp_path / "zero", ZERO_2_W), run=no_program)
     shards = {"mnist": "/nowhere.npz"}
     told = bench.measure(shards, facts=facts)
@@ -115,7 +110,7 @@ def test_a_speed_is_kept_over_restarts_for_as_long_as_nothing_that_it_depends_on
     assert (bench.book.told(), bench.book.version) == ({}, version + 1), "a task that is gone is forgotten"
 
 
-def test_nothing_is_measured_soon_after_work(tmp_path: Path) -> None:
+def test_nothing_is_measured_soon_after_work(tmp_path):
     now_s = 0.0
     bench = Bench(tmp_path, quiet_s=20.0, clock=lambda: now_s)
     bench.idle({"digits": "x"})
@@ -131,7 +126,7 @@ def test_nothing_is_measured_soon_after_work(tmp_path: Path) -> None:
     bench.book.close()
 
 
-def test_work_ends_a_measurement_and_it_is_made_another_time(bench: Bench, own: Path, tmp_path: Path) -> None:
+def test_work_ends_a_measurement_and_it_is_made_another_time(bench, own, tmp_path):
     bench.idle({"own_speed_task:Slow": str(tmp_path)})
     until(own.exists)
     until(lambda: own.read_text() != "")
@@ -144,11 +139,7 @@ def test_work_ends_a_measurement_and_it_is_made_another_time(bench: Bench, own: 
     assert bench.is_measuring
 
 
-def test_a_library_that_crashes_takes_nobody_along_and_is_told_and_not_tried_again(
-    bench: Bench,
-    own: Path,
-    tmp_path: Path,
-) -> None:
+def test_a_library_that_crashes_takes_nobody_along_and_is_told_and_not_tried_again(bench, own, tmp_path):
     shards = {"own_speed_task:Crashing": str(tmp_path)}
     told = bench.measure(shards)
     assert told == {"speed_errors": {"own_speed_task:Crashing": "training ended with code -4 on this board"}}
@@ -162,6 +153,6 @@ HUGE = '{"v": 1, "speeds": {"digits": {"steps_per_s": 1' + "0" * 400 + ', "stamp
 @pytest.mark.parametrize(
     "kept", ["", "[]", '{"v": 2}', '{"v": 1, "speeds": {"digits": {}}}', '{"v":1,"speeds":[1]}', HUGE]
 )
-def test_a_damaged_book_is_begun_anew(tmp_path: Path, kept: str) -> None:
+def test_a_damaged_book_is_begun_anew(tmp_path, kept):
     (tmp_path / FILE_NAME).write_text(kept)
     assert Bench(tmp_path).book.told() == {}

@@ -1,11 +1,6 @@
 """The readings on trees of files as boards have them; those of whole boards are in `test_boards`."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 from board_trees import FIRMWARE, plant, rails, zones
@@ -46,9 +41,7 @@ MOUSE = {
         (power_w, rails("hwmon1", VDD_GPU_SOC=3800, NC=17100) | rails("hwmon2", VIN_SYS_5V0=2000), 5.8),
     ],
 )
-def test_a_sensor_is_read_as_its_maker_means_it(
-    tmp_path: Path, read: Callable[[Board], Any], files: Mapping[str, str], expected: Any
-) -> None:
+def test_a_sensor_is_read_as_its_maker_means_it(tmp_path, read, files, expected):
     told = read(Board(plant(tmp_path, files)))
     assert told == (pytest.approx(expected) if isinstance(expected, float) else expected)
 
@@ -61,13 +54,11 @@ def test_a_sensor_is_read_as_its_maker_means_it(
         (memory_bytes, {"proc/self/status": "Name: python\nVmRSS:\t  99 kB\n"}, 101376),
     ],
 )
-def test_memory_is_read_as_the_kernel_means_it(
-    tmp_path: Path, read: Callable[[Path], Any], files: Mapping[str, str], expected: float
-) -> None:
+def test_memory_is_read_as_the_kernel_means_it(tmp_path, read, files, expected):
     assert read(plant(tmp_path, files)) == expected
 
 
-def test_a_board_that_says_nothing_or_nonsense_gives_none_for_everything(tmp_path: Path) -> None:
+def test_a_board_that_says_nothing_or_nonsense_gives_none_for_everything(tmp_path):
     for root in (
         tmp_path / "empty",
         plant(tmp_path / "damaged", {"proc/stat": "cpu x y\n", "proc/uptime": "soon\n",
@@ -76,7 +67,7 @@ def test_a_board_that_says_nothing_or_nonsense_gives_none_for_everything(tmp_pat
         assert Vitals(tmp_path / "missing", root=root).read() == VitalSigns()
 
 
-def test_the_load_is_the_difference_of_two_readings(tmp_path: Path) -> None:
+def test_the_load_is_the_difference_of_two_readings(tmp_path):
     root = plant(tmp_path, {"proc/stat": "cpu  100 0 100 700 100 0 0 0 0 0\ncpu0 1 1 1 1\n"})
     vitals = Vitals(root, root=root)
     plant(root, {"proc/stat": "cpu  130 0 120 740 110 0 0 0 0 0\n"})
@@ -84,7 +75,7 @@ def test_the_load_is_the_difference_of_two_readings(tmp_path: Path) -> None:
     assert vitals.read().cpu_fraction is None  # no time has passed
 
 
-def test_a_process_may_take_what_the_tightest_group_around_it_leaves(tmp_path: Path) -> None:
+def test_a_process_may_take_what_the_tightest_group_around_it_leaves(tmp_path):
     own, around = "sys/fs/cgroup/system.slice/edgefl-device.service", "sys/fs/cgroup/system.slice"
     begin = {
         "proc/meminfo": "MemAvailable: 1000000 kB\n",
@@ -102,7 +93,7 @@ def test_a_process_may_take_what_the_tightest_group_around_it_leaves(tmp_path: P
         assert memory_available_bytes(plant(tmp_path, files)) == expected
 
 
-def test_this_machine_can_be_read(tmp_path: Path) -> None:
+def test_this_machine_can_be_read(tmp_path):
     signs = Vitals(tmp_path).read()
     assert signs.uptime_s > 0
     assert signs.memory_fraction is not None
@@ -113,7 +104,7 @@ def test_this_machine_can_be_read(tmp_path: Path) -> None:
     assert signs.disk_free_bytes == pytest.approx(disk.f_bavail * disk.f_frsize, rel=0.1)
 
 
-def test_sensors_are_searched_for_once_a_minute_and_read_each_time(tmp_path: Path) -> None:
+def test_sensors_are_searched_for_once_a_minute_and_read_each_time(tmp_path):
     now_s = 100.0
     found = Board(tmp_path, clock=lambda: now_s)
     assert temperature_c(found) is None

@@ -1,11 +1,8 @@
 """Rows to run a model on, from every kind of file, and what is said of those that hold none."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import struct
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,25 +16,25 @@ from edgefl.errors import EdgeflError, UsageError
 ROWS = np.arange(128, dtype=np.float32).reshape(2, 8, 8)
 
 
-def npy(array: np.ndarray) -> bytes:
+def npy(array):
     file = io.BytesIO()
     np.save(file, array, allow_pickle=True)
     return file.getvalue()
 
 
-def npz(**arrays: np.ndarray) -> bytes:
+def npz(**arrays):
     file = io.BytesIO()
     np.savez(file, **arrays)
     return file.getvalue()
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> OnnxModel:
+def model(tmp_path):
     constant_model(tmp_path / "model.onnx", 1)
     return OnnxModel(tmp_path / "model.onnx")
 
 
-def test_npy_and_npz_files_give_their_rows(model: OnnxModel, tmp_path: Path) -> None:
+def test_npy_and_npz_files_give_their_rows(model, tmp_path):
     np.save(tmp_path / "many.npy", ROWS)
     np.save(tmp_path / "one.npy", ROWS[0])
     np.save(tmp_path / "flat.npy", ROWS.reshape(2, 64))
@@ -53,7 +50,7 @@ def test_npy_and_npz_files_give_their_rows(model: OnnxModel, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("header", ["", ",".join(f"p{number}" for number in range(64)) + "\n"])
-def test_a_csv_file_gives_flat_rows_with_or_without_names(model: OnnxModel, tmp_path: Path, header: str) -> None:
+def test_a_csv_file_gives_flat_rows_with_or_without_names(model, tmp_path, header):
     lines = "\n".join(",".join(str(value) for value in row) for row in ROWS.reshape(2, 64))
     (tmp_path / "rows.csv").write_text(f"{header}{lines}\n\n")
     rows = read_rows(tmp_path / "rows.csv", model).inputs
@@ -61,14 +58,14 @@ def test_a_csv_file_gives_flat_rows_with_or_without_names(model: OnnxModel, tmp_
     assert len(model.predict(rows)) == 2
 
 
-def test_an_idx_file_gives_its_images(model: OnnxModel, tmp_path: Path) -> None:
+def test_an_idx_file_gives_its_images(model, tmp_path):
     images = np.arange(3 * 64, dtype=np.uint8).reshape(3, 8, 8)
     content = struct.pack(">BBBBIII", 0, 0, 8, 3, *images.shape) + images.tobytes()
     (tmp_path / "t10k-images-idx3-ubyte.gz").write_bytes(gzip.compress(content))
     assert (read_rows(tmp_path / "t10k-images-idx3-ubyte.gz", model).inputs == images).all()
 
 
-def test_a_shard_and_a_folder_that_grows_are_read_as_the_task_does(model: OnnxModel, tmp_path: Path) -> None:
+def test_a_shard_and_a_folder_that_grows_are_read_as_the_task_does(model, tmp_path):
     rows = read_rows(digit_shard(tmp_path / "digits.npz", 50), model)
     assert rows.labels is not None
     assert len(rows.inputs) == len(rows.labels) == 50
@@ -97,9 +94,7 @@ def test_a_shard_and_a_folder_that_grows_are_read_as_the_task_does(model: OnnxMo
         ("a.npz", npz(a=ROWS, b=ROWS), "one array alone"),
     ],
 )
-def test_a_file_without_rows_is_named_in_one_line(
-    model: OnnxModel, tmp_path: Path, name: str, content: bytes | None, expected: str
-) -> None:
+def test_a_file_without_rows_is_named_in_one_line(model, tmp_path, name, content, expected):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(EdgeflError) as caught:

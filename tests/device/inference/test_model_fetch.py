@@ -1,13 +1,8 @@
 """Fetching a model: whole or not at all, from where it broke off, and nothing else than what was offered."""
 
-from __future__ import annotations
-
 import hashlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +10,7 @@ from model_source import ModelSource
 from peer_boards import eventually
 
 from edgefl.device.file_fetch import SPARE_BYTES
-from edgefl.device.inference.model_fetch import Offer, fetch_model, fetch_offer
+from edgefl.device.inference.model_fetch import fetch_model, fetch_offer
 from edgefl.errors import DataError, NetworkError, NotFoundError, StoreFullError
 from edgefl.protocol import MAX_MODEL_BYTES
 
@@ -24,24 +19,22 @@ SHA256 = hashlib.sha256(BODY).hexdigest()
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Iterator[ModelSource]:
+def source(tmp_path):
     made = ModelSource(tmp_path / "coordinator", BODY, SHA256)
     yield made
     made.close()
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     return tmp_path / "models"
 
 
-def offered(source: ModelSource) -> Offer:
+def offered(source):
     return fetch_offer(source.source(), "d1")
 
 
-def test_the_file_is_what_was_offered_who_asks_signs_and_it_is_fetched_once(
-    source: ModelSource, folder: Path
-) -> None:
+def test_the_file_is_what_was_offered_who_asks_signs_and_it_is_fetched_once(source, folder):
     offer = offered(source)
     path = fetch_model(source.source(), offer, folder)
     assert (path.name, path.read_bytes()) == (f"{SHA256}.onnx", BODY)
@@ -53,9 +46,7 @@ def test_the_file_is_what_was_offered_who_asks_signs_and_it_is_fetched_once(
     assert len(source.ranges) == 1
 
 
-def test_it_lies_on_the_disk_while_it_comes_and_goes_on_where_the_connection_broke(
-    source: ModelSource, folder: Path
-) -> None:
+def test_it_lies_on_the_disk_while_it_comes_and_goes_on_where_the_connection_broke(source, folder):
     offer, source.pause_s = offered(source), 60.0
     with ThreadPoolExecutor() as pool:
         fetching = pool.submit(fetch_model, source.source(), offer, folder)
@@ -71,9 +62,7 @@ def test_it_lies_on_the_disk_while_it_comes_and_goes_on_where_the_connection_bro
     assert source.ranges == ["bytes=0-", f"bytes={size}-"]
 
 
-def test_other_content_than_offered_or_more_of_it_is_refused_and_nothing_of_it_stays(
-    source: ModelSource, folder: Path
-) -> None:
+def test_other_content_than_offered_or_more_of_it_is_refused_and_nothing_of_it_stays(source, folder):
     with pytest.raises(DataError, match="more than the 100000 bytes"):
         fetch_model(source.source(), replace(offered(source), num_bytes=100_000), folder)
     assert list(folder.iterdir()) == []
@@ -84,7 +73,7 @@ def test_other_content_than_offered_or_more_of_it_is_refused_and_nothing_of_it_s
     assert fetch_model(source.source(), offered(source), folder).read_bytes() == BODY
 
 
-def test_a_coordinator_that_begins_anew_does_not_double_the_beginning(source: ModelSource, folder: Path) -> None:
+def test_a_coordinator_that_begins_anew_does_not_double_the_beginning(source, folder):
     folder.mkdir()
     (folder / f"{SHA256}.part").write_bytes(BODY[:1000])
     source.ignores_ranges = True
@@ -94,8 +83,8 @@ def test_a_coordinator_that_begins_anew_does_not_double_the_beginning(source: Mo
 
 
 def test_a_model_that_does_not_fit_on_the_disk_is_not_begun_and_one_that_fills_it_leaves_no_part(
-    source: ModelSource, folder: Path, full_card: Any
-) -> None:
+    source, folder, full_card
+):
     offer = offered(source)
     with pytest.raises(NetworkError):
         fetch_model(source.source(), offer, folder, lambda: False)  # nobody wants it any more
@@ -106,7 +95,7 @@ def test_a_model_that_does_not_fit_on_the_disk_is_not_begun_and_one_that_fills_i
     assert not list(folder.glob("*.part"))
 
 
-def test_an_offer_that_makes_no_sense_is_refused(source: ModelSource) -> None:
+def test_an_offer_that_makes_no_sense_is_refused(source):
     sound = dict(source.offer)
     for changes, told in (
         ({"bytes": MAX_MODEL_BYTES + 1}, f"a device takes {MAX_MODEL_BYTES} at most"),
@@ -120,9 +109,7 @@ def test_an_offer_that_makes_no_sense_is_refused(source: ModelSource) -> None:
             offered(source)
 
 
-def test_a_deployment_that_was_taken_back_is_told_from_a_coordinator_in_trouble_or_away(
-    source: ModelSource, folder: Path
-) -> None:
+def test_a_deployment_that_was_taken_back_is_told_from_a_coordinator_in_trouble_or_away(source, folder):
     offer, nowhere = offered(source), replace(source.source(), address="127.0.0.1:1")
     source.status = 404
     with pytest.raises(NotFoundError):

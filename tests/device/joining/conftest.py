@@ -1,16 +1,13 @@
 """One coordinator's front door for each module, which every test finds as good as new."""
 
-from __future__ import annotations
-
 import threading
-from typing import Any
 
 import pytest
 from peer_boards import eventually
 
 
 @pytest.fixture
-def front_door(module_front_door: Any) -> Any:
+def front_door(module_front_door):
     eventually(lambda: not any(thread.name.startswith("reach ") for thread in threading.enumerate()))
     module_front_door.forget()
     return module_front_door

@@ -1,13 +1,9 @@
-from __future__ import annotations
-
 import contextlib
 import os
 import socket
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from cryptography import x509
@@ -34,9 +30,7 @@ PI = JoinWishes(name="pi-1", shards={"digits": "/data/a.npz"}, examples={"digits
 YEAR_S = 365 * 86400.0
 
 
-def test_a_join_leaves_all_that_the_agent_needs_to_its_owner_alone_and_the_coordinator_books_it(
-    front_door: Any, tmp_path: Path
-) -> None:
+def test_a_join_leaves_all_that_the_agent_needs_to_its_owner_alone_and_the_coordinator_books_it(front_door, tmp_path):
     old, dead = os.umask(0), f"127.0.0.1:{free_port()}"
     try:
         token = front_door.token(groups=("lab", "roof"), role="evaluator")
@@ -63,7 +57,7 @@ def test_a_join_leaves_all_that_the_agent_needs_to_its_owner_alone_and_the_coord
     assert record.public_key.startswith(b"-----BEGIN PUBLIC KEY-----\n")
 
 
-def test_a_32_bit_board_joins_as_evaluator_and_the_coordinator_is_told_why(front_door: Any, tmp_path: Path) -> None:
+def test_a_32_bit_board_joins_as_evaluator_and_the_coordinator_is_told_why(front_door, tmp_path):
     wishes = replace(PI, facts={"userland_bits": 32, "architecture": "armv7l"})
     state = join(front_door.token(), wishes, root=tmp_path / "d")
     assert state.device.role == "evaluator"
@@ -85,9 +79,7 @@ def test_a_32_bit_board_joins_as_evaluator_and_the_coordinator_is_told_why(front
         ("version", VersionError, "update the coordinator"),
     ],
 )
-def test_who_is_refused_is_told_why_and_has_left_nothing(
-    front_door: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, kind: type[Exception], told: str
-) -> None:
+def test_who_is_refused_is_told_why_and_has_left_nothing(front_door, tmp_path, monkeypatch, case, kind, told):
     token = front_door.token(ttl_s=-1.0 if case == "expired" else 60.0)
     if case == "secret":
         token = replace(token, secret="guess")
@@ -103,7 +95,7 @@ def test_who_is_refused_is_told_why_and_has_left_nothing(
     assert front_door.requests or case == "no slug", "nothing is sent for what cannot be"
 
 
-def test_a_taken_name_is_refused_and_leaves_nothing_but_the_use(front_door: Any, tmp_path: Path) -> None:
+def test_a_taken_name_is_refused_and_leaves_nothing_but_the_use(front_door, tmp_path):
     token = front_door.token(uses=2)
     join(token, PI, root=tmp_path / "d")
     with pytest.raises(NameTakenError, match="pi-1"):
@@ -112,9 +104,7 @@ def test_a_taken_name_is_refused_and_leaves_nothing_but_the_use(front_door: Any,
     assert join(token, replace(PI, name="pi-2"), root=tmp_path / "e").device_id == "pi-2"
 
 
-def test_another_ca_or_who_shows_the_right_one_without_its_key_is_told_nothing(
-    make_front_door: Any, tmp_path: Path
-) -> None:
+def test_another_ca_or_who_shows_the_right_one_without_its_key_is_told_nothing(make_front_door, tmp_path):
     ours, other = make_front_door(), make_front_door()
     impostor = make_front_door(shown_ca=ours.directory.ca_cert.read_bytes())
     for stranger in (other, impostor):
@@ -126,7 +116,7 @@ def test_another_ca_or_who_shows_the_right_one_without_its_key_is_told_nothing(
     assert set(ours.requests) <= {"GET /edgefl/v1/ca", "GET /edgefl/v1/hello"}
 
 
-def test_addresses_that_take_a_connection_and_say_nothing_hold_no_join_up(front_door: Any, tmp_path: Path) -> None:
+def test_addresses_that_take_a_connection_and_say_nothing_hold_no_join_up(front_door, tmp_path):
     with contextlib.ExitStack() as mutes:
         silent = [mutes.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
         addresses = [f"127.0.0.1:{mute.getsockname()[1]}" for mute in silent]
@@ -136,7 +126,7 @@ def test_addresses_that_take_a_connection_and_say_nothing_hold_no_join_up(front_
     assert state.device.addresses[0] == front_door.address
 
 
-def test_a_mistyped_token_after_a_lost_answer_does_not_lose_the_key(front_door: Any, tmp_path: Path) -> None:
+def test_a_mistyped_token_after_a_lost_answer_does_not_lose_the_key(front_door, tmp_path):
     token = front_door.token(uses=1)
     front_door.lose_answers = 1
     with pytest.raises(NetworkError):
@@ -150,7 +140,7 @@ def test_a_mistyped_token_after_a_lost_answer_does_not_lose_the_key(front_door: 
     assert not (tmp_path / "d" / ".pending").exists()
 
 
-def test_joining_again_changes_shards_and_uses_no_token(front_door: Any, tmp_path: Path) -> None:
+def test_joining_again_changes_shards_and_uses_no_token(front_door, tmp_path):
     token = front_door.token()
     key = join(token, PI, root=tmp_path / "d").key.read_bytes()
     again = join(token, replace(PI, shards={"mnist": "/m"}, threads=2), root=tmp_path / "d")
@@ -160,9 +150,7 @@ def test_joining_again_changes_shards_and_uses_no_token(front_door: Any, tmp_pat
     assert sum("/enroll" in asked for asked in front_door.requests) == 1
 
 
-def test_a_removed_board_that_joins_again_is_let_in_with_a_new_key_and_its_shards(
-    front_door: Any, tmp_path: Path
-) -> None:
+def test_a_removed_board_that_joins_again_is_let_in_with_a_new_key_and_its_shards(front_door, tmp_path):
     first = join(front_door.token(), PI, root=tmp_path / "d")
     first.change(max_temperature_c=70.0)
     former = first.key.read_bytes()
@@ -177,7 +165,7 @@ def test_a_removed_board_that_joins_again_is_let_in_with_a_new_key_and_its_shard
     assert loaded.max_temperature_c == 70.0
 
 
-def test_a_board_whose_renewal_lost_its_answer_is_still_in_the_fleet(front_door: Any, tmp_path: Path) -> None:
+def test_a_board_whose_renewal_lost_its_answer_is_still_in_the_fleet(front_door, tmp_path):
     state = join(front_door.token(), PI, root=tmp_path / "d")
     state.pending_key.write_bytes(state.key.read_bytes())
     state.key.write_bytes(new_key())
@@ -186,9 +174,7 @@ def test_a_board_whose_renewal_lost_its_answer_is_still_in_the_fleet(front_door:
     assert sum("/enroll" in asked for asked in front_door.requests) == 1
 
 
-def test_a_removed_board_with_a_wrong_token_or_that_reaches_nobody_keeps_what_it_has(
-    make_front_door: Any, tmp_path: Path
-) -> None:
+def test_a_removed_board_with_a_wrong_token_or_that_reaches_nobody_keeps_what_it_has(make_front_door, tmp_path):
     door = make_front_door()
     token = door.token(uses=2)
     state = join(token, PI, root=tmp_path / "d")
@@ -201,7 +187,7 @@ def test_a_removed_board_with_a_wrong_token_or_that_reaches_nobody_keeps_what_it
     assert join(token, PI, root=tmp_path / "d").key.read_bytes() == before["key.pem"]
 
 
-def test_a_stranger_who_refuses_the_key_puts_no_board_out(make_front_door: Any, tmp_path: Path) -> None:
+def test_a_stranger_who_refuses_the_key_puts_no_board_out(make_front_door, tmp_path):
     own = make_front_door()
     stranger = make_front_door(shown_ca=own.directory.ca_cert.read_bytes())
     state = join(own.token(), PI, root=tmp_path / "d")
@@ -213,15 +199,13 @@ def test_a_stranger_who_refuses_the_key_puts_no_board_out(make_front_door: Any, 
     assert not any("/renew" in each for each in stranger.requests)
 
 
-def test_nobody_or_a_service_that_speaks_no_tls_is_a_network_error_that_names_the_address(
-    front_door: Any, tmp_path: Path
-) -> None:
+def test_nobody_or_a_service_that_speaks_no_tls_is_a_network_error_that_names_the_address(front_door, tmp_path):
     token, dead = replace(front_door.token(), addresses=()), f"127.0.0.1:{free_port()}"
     with pytest.raises(NetworkError, match=dead):
         join(token, PI, root=tmp_path / "d", addresses=[dead])
     with socket.create_server(("127.0.0.1", 0)) as plain:
 
-        def answer() -> None:
+        def answer():
             peer, _ = plain.accept()
             with peer:
                 peer.recv(4096)
@@ -235,9 +219,7 @@ def test_nobody_or_a_service_that_speaks_no_tls_is_a_network_error_that_names_th
     assert not (tmp_path / "d").exists()
 
 
-def test_a_host_that_the_certificate_does_not_name_says_readdress(
-    front_door: Any, make_front_door: Any, tmp_path: Path
-) -> None:
+def test_a_host_that_the_certificate_does_not_name_says_readdress(front_door, make_front_door, tmp_path):
     pair = pki.issue_server(front_door.directory.authority(), ["elsewhere.lan"])
     for name, content in (("cert", pair.cert_pem), ("key", pair.key_pem)):
         (tmp_path / name).write_bytes(content)
@@ -248,12 +230,12 @@ def test_a_host_that_the_certificate_does_not_name_says_readdress(
         join(token, PI, root=tmp_path / "d", addresses=[door.address])
 
 
-def test_a_clock_that_is_years_off_does_not_stop_a_join(make_front_door: Any, tmp_path: Path) -> None:
+def test_a_clock_that_is_years_off_does_not_stop_a_join(make_front_door, tmp_path):
     door = make_front_door(clock=lambda: time.time() + 56 * YEAR_S)
     assert join(door.token(), PI, root=tmp_path / "d").device_id == "pi-1"
 
 
-def test_a_file_in_the_way_of_the_state_directory_uses_no_token_up(front_door: Any, tmp_path: Path) -> None:
+def test_a_file_in_the_way_of_the_state_directory_uses_no_token_up(front_door, tmp_path):
     (tmp_path / "file").touch()
     token = front_door.token(uses=1)
     with pytest.raises(StoreError, match="cannot be made"):
@@ -261,6 +243,6 @@ def test_a_file_in_the_way_of_the_state_directory_uses_no_token_up(front_door: A
     assert join(token, PI, root=tmp_path / "d")
 
 
-def test_the_host_s_name_makes_a_device_name() -> None:
+def test_the_host_s_name_makes_a_device_name():
     assert host_slug()
     assert set(host_slug()) <= set("abcdefghijklmnopqrstuvwxyz0123456789-")

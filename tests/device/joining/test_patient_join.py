@@ -1,9 +1,6 @@
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,23 +25,23 @@ class Clock:
     slept: list[float] = field(default_factory=list)
     then: dict[int, Callable[[], Any]] = field(default_factory=dict)
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds):
         self.slept.append(seconds)
         self.now_s += seconds
         self.then.get(len(self.slept), lambda: None)()
         if len(self.slept) > 200:
             raise StuckError
 
-    def patience(self) -> Patience:
+    def patience(self):
         return Patience(clock=lambda: self.now_s, sleep=self.sleep, jitter=lambda: 1.0)
 
 
 @pytest.fixture
-def clock() -> Clock:
+def clock():
     return Clock()
 
 
-def test_a_lost_answer_uses_the_token_up_once(front_door: Any, tmp_path: Path, clock: Clock) -> None:
+def test_a_lost_answer_uses_the_token_up_once(front_door, tmp_path, clock):
     front_door.lose_answers = 2
     state = join_patiently(front_door.token(uses=1), PI, root=tmp_path / "d", patience=clock.patience())
     assert state.device_id == "pi-1"
@@ -53,7 +50,7 @@ def test_a_lost_answer_uses_the_token_up_once(front_door: Any, tmp_path: Path, c
     assert len({key for _, key in front_door.enrolled}) == 1
 
 
-def test_a_token_that_lets_nobody_in_ends_it_at_once(front_door: Any, tmp_path: Path, clock: Clock) -> None:
+def test_a_token_that_lets_nobody_in_ends_it_at_once(front_door, tmp_path, clock):
     used = front_door.token()
     join_patiently(used, replace(PI, name="pi-2"), root=tmp_path / "other", patience=clock.patience())
     unknown = replace(front_door.token(), secret="x")
@@ -65,7 +62,7 @@ def test_a_token_that_lets_nobody_in_ends_it_at_once(front_door: Any, tmp_path: 
     assert clock.slept == []
 
 
-def test_a_name_that_is_taken_is_waited_for_until_it_is_free(front_door: Any, tmp_path: Path, clock: Clock) -> None:
+def test_a_name_that_is_taken_is_waited_for_until_it_is_free(front_door, tmp_path, clock):
     join_patiently(front_door.token(), PI, root=tmp_path / "old", patience=clock.patience())
     clock.then[2] = lambda: front_door.store.remove_device("pi-1", at=0.0)
     state = join_patiently(front_door.token(), PI, root=tmp_path / "new", patience=clock.patience())
@@ -73,18 +70,14 @@ def test_a_name_that_is_taken_is_waited_for_until_it_is_free(front_door: Any, tm
     assert len(clock.slept) == 2
 
 
-def test_a_stranger_at_one_address_does_not_keep_the_board_from_the_next(
-    make_front_door: Any, tmp_path: Path, clock: Clock
-) -> None:
+def test_a_stranger_at_one_address_does_not_keep_the_board_from_the_next(make_front_door, tmp_path, clock):
     stranger, door = make_front_door(), make_front_door()
     token = replace(door.token(), addresses=(stranger.address, door.address))
     assert join_patiently(token, PI, root=tmp_path / "d", patience=clock.patience()).device_id == "pi-1"
     assert not any("enroll" in request for request in stranger.requests)
 
 
-def test_a_state_of_another_device_or_a_token_without_an_address_ends_it(
-    front_door: Any, tmp_path: Path, clock: Clock
-) -> None:
+def test_a_state_of_another_device_or_a_token_without_an_address_ends_it(front_door, tmp_path, clock):
     state = join_patiently(front_door.token(), PI, root=tmp_path / "d", patience=clock.patience())
     before = state.key.read_bytes()
     with pytest.raises(JoinError, match="belongs to device 'pi-1'"):
@@ -94,9 +87,7 @@ def test_a_state_of_another_device_or_a_token_without_an_address_ends_it(
         join_patiently(replace(front_door.token(), addresses=()), PI, root=tmp_path / "d", patience=clock.patience())
 
 
-def test_the_same_failure_is_said_once_a_minute(
-    front_door: Any, tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_same_failure_is_said_once_a_minute(front_door, tmp_path, clock, caplog):
     token = replace(front_door.token(), addresses=("127.0.0.1:1",))
     clock.then[12] = lambda: (_ for _ in ()).throw(KeyboardInterrupt)
     with caplog.at_level(logging.WARNING), pytest.raises(KeyboardInterrupt):
@@ -108,14 +99,14 @@ def test_the_same_failure_is_said_once_a_minute(
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.5, 1.0])
-def test_waits_double_to_a_minute_and_never_to_nothing(chance: float) -> None:
+def test_waits_double_to_a_minute_and_never_to_nothing(chance):
     patience = Patience(jitter=lambda: chance)
     waits = [patience.wait_s(attempt) for attempt in (0, 1, 2, 6, 60, 100_000)]
     assert waits == [longest * (0.5 + 0.5 * chance) for longest in (1.0, 2.0, 4.0, 60.0, 60.0, 60.0)]
     assert max(waits) <= LONGEST_WAIT_S
 
 
-def test_the_clock_is_waited_for_where_somebody_sets_it_and_not_for_ever(tmp_path: Path, clock: Clock) -> None:
+def test_the_clock_is_waited_for_where_somebody_sets_it_and_not_for_ever(tmp_path, clock):
     assert not wait_for_time(clock.patience(), timesync=tmp_path / "none")
     assert clock.slept == []
     assert not wait_for_time(clock.patience(), timesync=tmp_path)
@@ -125,7 +116,7 @@ def test_the_clock_is_waited_for_where_somebody_sets_it_and_not_for_ever(tmp_pat
     assert clock.now_s == 33.0
 
 
-def test_a_file_is_overwritten_before_it_goes(tmp_path: Path) -> None:
+def test_a_file_is_overwritten_before_it_goes(tmp_path):
     (tmp_path / "join.json").write_bytes(b"secret")
     (tmp_path / "link").hardlink_to(tmp_path / "join.json")
     destroy(tmp_path / "join.json")

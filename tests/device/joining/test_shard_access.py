@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import os
 import pwd
@@ -19,7 +17,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can look wi
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> Path:
+def data(tmp_path):
     """A folder in a home that is closed to others; below /tmp, which the units hide."""
     assert is_hidden(f"{tmp_path}/")
     tmp_path.chmod(0o700)
@@ -31,7 +29,7 @@ def data(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_folder_in_a_closed_home_is_readable_since_the_units_see_it_alone(data: Path) -> None:
+def test_a_folder_in_a_closed_home_is_readable_since_the_units_see_it_alone(data):
     os.mkfifo(data / "pipe", 0o644)  # holds up nobody
     for path in (data, data / "a.npz"):
         assert unreadable(str(path), USER) is None
@@ -40,7 +38,7 @@ def test_a_folder_in_a_closed_home_is_readable_since_the_units_see_it_alone(data
 
 
 @pytest.mark.parametrize("closed", ["a.npz", "deep/b.npz", "."])
-def test_what_the_user_may_not_read_is_named(data: Path, closed: str) -> None:
+def test_what_the_user_may_not_read_is_named(data, closed):
     (data / "deep").mkdir(mode=0o755)
     (data / "deep" / "b.npz").write_text("x")
     (data / closed).chmod(0o600)
@@ -48,7 +46,7 @@ def test_what_the_user_may_not_read_is_named(data: Path, closed: str) -> None:
     assert unreadable(str(data), USER) == f"nobody may not read it ({name})"
 
 
-def test_a_group_lets_in(data: Path) -> None:
+def test_a_group_lets_in(data):
     for path in (data, *data.iterdir()):
         path.chmod(0o750 if path.is_dir() else 0o640)
     assert unreadable(str(data), USER) is not None
@@ -57,12 +55,12 @@ def test_a_group_lets_in(data: Path) -> None:
     assert unreadable(str(data), USER) is None
 
 
-def test_elsewhere_the_way_there_counts(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elsewhere_the_way_there_counts(data, monkeypatch):
     monkeypatch.setattr("edgefl.device.joining.shard_access.HIDDEN", ())
     assert "nobody may not read it" in str(unreadable(str(data), USER))
 
 
-def test_the_command_tells_all_and_of_a_join_file_what_would_help(data: Path) -> None:
+def test_the_command_tells_all_and_of_a_join_file_what_would_help(data):
     (data / "a.npz").chmod(0o600)
     token = JoinToken(ca_fingerprint="a" * 64, token_id="t1", secret="s3cret", fleet="lab", addresses=("pc:8000",))
     shards = {"digits": str(data / "a.npz"), "mnist": str(data / "none"), "noop": str(data / "a.json")}
@@ -85,5 +83,5 @@ def test_the_command_tells_all_and_of_a_join_file_what_would_help(data: Path) ->
     ("path", "folder"),
     [("/home/pi/data/d.npz", "/home/pi/data"), ("/home/pi/data", "/home/pi/data"), ("/srv/x.tar/y", "/srv/x.tar/y")],
 )
-def test_of_a_file_the_folder_is_shown(path: str, folder: str) -> None:
+def test_of_a_file_the_folder_is_shown(path, folder):
     assert shown_folder(path) == folder

@@ -1,14 +1,12 @@
 """Two and more boards as they stand on a shelf: real sockets, real TLS, certificates of the fleet's own authority."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading
 import time
 
 import pytest
-from peer_boards import LOOPBACK, PATIENCE_S, Board, PeerFleet, direct_threads, eventually, introduce
+from peer_boards import LOOPBACK, PATIENCE_S, direct_threads, eventually, introduce
 
 from edgefl.coordinator import pki
 from edgefl.device.neighbours.direct import DirectCarrier
@@ -18,13 +16,11 @@ from edgefl.local_fleet import free_port
 from edgefl.protocol import MAX_PEER_BYTES
 
 
-def refused(board: Board) -> int:
+def refused(board):
     return board.carrier.counts.refused
 
 
-def test_neighbours_bring_each_other_messages_of_any_size_in_order_with_the_name_of_the_sender(
-    peers: PeerFleet,
-) -> None:
+def test_neighbours_bring_each_other_messages_of_any_size_in_order_with_the_name_of_the_sender(peers):
     a, b = peers.pair()
     assert a.carrier.send("b", b"from a")
     assert b.carrier.send("a", b"from b")
@@ -43,7 +39,7 @@ def test_neighbours_bring_each_other_messages_of_any_size_in_order_with_the_name
     assert not a.carrier.send("c", b"to a stranger")
 
 
-def test_a_slow_receiver_gets_the_newest_state_alone_and_every_answer_up_to_a_limit(peers: PeerFleet) -> None:
+def test_a_slow_receiver_gets_the_newest_state_alone_and_every_answer_up_to_a_limit(peers):
     a, b = peers.pair()
     b.gate.clear()
     a.carrier.send("b", b"1")
@@ -59,7 +55,7 @@ def test_a_slow_receiver_gets_the_newest_state_alone_and_every_answer_up_to_a_li
     assert a.carrier.counts.superseded == 48
 
 
-def test_a_slow_neighbour_holds_up_neither_the_caller_nor_other_neighbours(peers: PeerFleet) -> None:
+def test_a_slow_neighbour_holds_up_neither_the_caller_nor_other_neighbours(peers):
     a, b, c = peers.board("a", ["b", "c"]), peers.board("b", ["a"]), peers.board("c", ["a"])
     introduce([a, b, c])
     b.gate.clear()
@@ -72,7 +68,7 @@ def test_a_slow_neighbour_holds_up_neither_the_caller_nor_other_neighbours(peers
     c.wait_for(b"for c")
 
 
-def test_a_neighbour_that_is_gone_is_missed_and_gets_the_newest_state_when_it_is_back(peers: PeerFleet) -> None:
+def test_a_neighbour_that_is_gone_is_missed_and_gets_the_newest_state_when_it_is_back(peers):
     port = free_port()
     a = peers.board("a", ["b"], hosts={"b": (LOOPBACK, port)})
     for life in (1, 2):
@@ -88,7 +84,7 @@ def test_a_neighbour_that_is_gone_is_missed_and_gets_the_newest_state_when_it_is
         assert b.payloads() == [b"for life %d, 2" % life]
 
 
-def test_a_board_of_another_fleet_is_refused_and_is_sent_nothing(peers: PeerFleet) -> None:
+def test_a_board_of_another_fleet_is_refused_and_is_sent_nothing(peers):
     foreign = pki.create_authority("lab")
     a = peers.board("a", ["b"])
     b = peers.board("b", ["a"], tls=peers.tls("b", authority=foreign))
@@ -100,9 +96,7 @@ def test_a_board_of_another_fleet_is_refused_and_is_sent_nothing(peers: PeerFlee
     assert not a.carrier.reachable() | b.carrier.reachable()
 
 
-def test_a_board_at_the_address_of_another_is_sent_nothing(
-    peers: PeerFleet, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_board_at_the_address_of_another_is_sent_nothing(peers, caplog):
     a, c = peers.board("a", ["b"]), peers.board("c", ["a"])
     a.carrier.set_hosts({"b": c.address})
     a.carrier.send("b", b"for b alone")
@@ -112,7 +106,7 @@ def test_a_board_at_the_address_of_another_is_sent_nothing(
     assert caplog.text.count(f"will not talk to b at {LOOPBACK}:{c.address[1]} (this is 'c'") == 1
 
 
-def test_a_certificate_that_makes_no_neighbour_or_another_one_is_named(peers: PeerFleet) -> None:
+def test_a_certificate_that_makes_no_neighbour_or_another_one_is_named(peers):
     server, damaged = peers.tls("b", certificate=pki.issue_server(peers.authority, ["b"])), peers.tls("b")
     damaged.ca.write_bytes(b"nonsense")
     for name, tls, told in (
@@ -124,7 +118,7 @@ def test_a_certificate_that_makes_no_neighbour_or_another_one_is_named(peers: Pe
             peers.board(name, ["a"], tls=tls)
 
 
-def test_the_graph_may_change_while_messages_travel(peers: PeerFleet) -> None:
+def test_the_graph_may_change_while_messages_travel(peers):
     a, b = peers.pair()
     a.carrier.send("b", b"1")
     b.wait_for(b"1")
@@ -142,7 +136,7 @@ def test_the_graph_may_change_while_messages_travel(peers: PeerFleet) -> None:
     assert b.payloads() == [b"1", b"back"]
 
 
-def test_a_neighbour_may_move_and_one_without_an_address_can_still_send(peers: PeerFleet) -> None:
+def test_a_neighbour_may_move_and_one_without_an_address_can_still_send(peers):
     a, b = peers.board("a", ["b"]), peers.board("b", ["a"])
     b.carrier.set_hosts({"a": a.address})
     assert a.carrier.send("b", b"kept until somebody says where b is")
@@ -157,11 +151,11 @@ def test_a_neighbour_may_move_and_one_without_an_address_can_still_send(peers: P
     assert len(b.received) == 1
 
 
-def test_a_message_that_cannot_be_used_stops_nothing(peers: PeerFleet, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_message_that_cannot_be_used_stops_nothing(peers, caplog):
     a, b = peers.pair()
     used, take = [], b._take
 
-    def choke(sender: str, payload: bytes) -> None:
+    def choke(sender, payload):
         take(sender, payload)
         if payload == b"bad":
             raise ValueError("cannot be used")
@@ -176,7 +170,7 @@ def test_a_message_that_cannot_be_used_stops_nothing(peers: PeerFleet, caplog: p
 
 
 @pytest.mark.parametrize("host", ["::1", "::"])
-def test_neighbours_meet_over_ipv6(peers: PeerFleet, host: str) -> None:
+def test_neighbours_meet_over_ipv6(peers, host):
     try:
         with socket.create_server(("::1", 0), family=socket.AF_INET6):
             pass
@@ -192,7 +186,7 @@ def test_neighbours_meet_over_ipv6(peers: PeerFleet, host: str) -> None:
         a.wait_for(b"over IPv4")
 
 
-def test_a_port_that_is_taken_and_an_address_that_this_machine_has_not_are_named(peers: PeerFleet) -> None:
+def test_a_port_that_is_taken_and_an_address_that_this_machine_has_not_are_named(peers):
     a = peers.board("a")
     with pytest.raises(PortInUseError, match=f"{LOOPBACK}:{a.address[1]}"):
         peers.board("b", listen=a.address)
@@ -200,7 +194,7 @@ def test_a_port_that_is_taken_and_an_address_that_this_machine_has_not_are_named
         peers.board("b", listen=("192.0.2.1", 1))
 
 
-def test_stopping_ends_every_thread_at_once_whatever_it_does(peers: PeerFleet) -> None:
+def test_stopping_ends_every_thread_at_once_whatever_it_does(peers):
     a, b = peers.pair()
     idle = [socket.create_connection(a.address) for _ in range(3)]
     a.carrier.set_neighbours(["b", "away", "nowhere"])
@@ -220,12 +214,12 @@ def test_stopping_ends_every_thread_at_once_whatever_it_does(peers: PeerFleet) -
         connection.close()
 
 
-def test_a_message_may_stop_the_carrier_that_brings_it(peers: PeerFleet) -> None:
+def test_a_message_may_stop_the_carrier_that_brings_it(peers):
     a = peers.board("a", ["b"])
     options = {"device_id": "b", "tls": peers.tls("b"), "listen": (LOOPBACK, 0), "hosts": {}, "neighbours": ["a"]}
     stopped = threading.Event()
 
-    def stop(_sender: str, _payload: bytes) -> None:
+    def stop(_sender, _payload):
         b.stop()
         stopped.set()
 

@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import socket
-from collections.abc import Iterator
 
 import pytest
 
@@ -12,7 +9,7 @@ Pair = tuple[socket.socket, socket.socket]
 
 
 @pytest.fixture
-def pair() -> Iterator[Pair]:
+def pair():
     ends = socket.socketpair()
     yield ends
     for end in ends:
@@ -30,12 +27,12 @@ def pair() -> Iterator[Pair]:
         Frame(kind=FrameKind.ALIVE),
     ],
 )
-def test_a_frame_is_read_as_it_was_written(pair: Pair, frame: Frame) -> None:
+def test_a_frame_is_read_as_it_was_written(pair, frame):
     write_frame(pair[0], frame, silence_s=5.0)
     assert read_frame(pair[1], silence_s=5.0) == frame
 
 
-def test_the_bytes_of_a_frame_are_these(pair: Pair) -> None:
+def test_the_bytes_of_a_frame_are_these(pair):
     write_frame(pair[0], Frame(kind=FrameKind.MESSAGE, session=5, number=258, payload=b"hi"), silence_s=5.0)
     sent = pair[1].recv(100)
     assert sent.hex(" ") == (
@@ -43,7 +40,7 @@ def test_the_bytes_of_a_frame_are_these(pair: Pair) -> None:
     )
 
 
-def test_a_damaged_header_is_refused_at_every_byte_that_has_one_meaning(pair: Pair) -> None:
+def test_a_damaged_header_is_refused_at_every_byte_that_has_one_meaning(pair):
     write_frame(pair[0], Frame(kind=FrameKind.MESSAGE), silence_s=5.0)
     valid = pair[1].recv(100)
     for place in (*range(8), 11):  # magic, version, kind, and the length's highest byte
@@ -56,7 +53,7 @@ def test_a_damaged_header_is_refused_at_every_byte_that_has_one_meaning(pair: Pa
                 read_frame(ends[1], silence_s=5.0)
 
 
-def test_a_frame_that_breaks_off_is_told_from_one_that_is_late(pair: Pair) -> None:
+def test_a_frame_that_breaks_off_is_told_from_one_that_is_late(pair):
     write_frame(pair[0], Frame(kind=FrameKind.MESSAGE, payload=b"12345"), silence_s=5.0)
     whole = pair[1].recv(100)
     pair[0].sendall(whole[:-1])

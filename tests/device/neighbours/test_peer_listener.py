@@ -1,7 +1,5 @@
 """What a board does with whom it did not invite, and with neighbours that behave badly."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import socket
@@ -10,21 +8,8 @@ import threading
 import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
-import pytest
-from peer_boards import (
-    HASTY,
-    LOOPBACK,
-    PATIENCE_S,
-    PATIENT,
-    Board,
-    PeerFleet,
-    eventually,
-    hear,
-    is_closed,
-    say,
-)
+from peer_boards import HASTY, LOOPBACK, PATIENCE_S, PATIENT, eventually, hear, is_closed, say
 
 from edgefl.coordinator import pki
 from edgefl.device.neighbours.direct import PeerPace
@@ -35,7 +20,7 @@ from edgefl.protocol import MAX_PEER_BYTES
 MIB = 2**20
 
 
-def still_works(peers: PeerFleet, board: Board) -> None:
+def still_works(peers, board):
     """b brings the board a message, and is told that it was taken."""
     connection = peers.enter("b", board)
     say(connection, FrameKind.MESSAGE, session=99, number=1, payload=b"all is well")
@@ -43,11 +28,11 @@ def still_works(peers: PeerFleet, board: Board) -> None:
     assert ("b", b"all is well") in board.received
 
 
-def header(length: int, *, magic: bytes = MAGIC, version: int = FRAME_VERSION, kind: int = 2) -> bytes:
+def header(length, *, magic=MAGIC, version=FRAME_VERSION, kind=2):
     return HEADER.pack(magic, version, kind, length, 7, 1)
 
 
-def test_memory_grows_with_what_arrives_not_with_what_is_announced(peers: PeerFleet) -> None:
+def test_memory_grows_with_what_arrives_not_with_what_is_announced(peers):
     a = peers.board("a", ["b"], pace=HASTY)
     for num_malformed, length in ((1, MAX_PEER_BYTES + 1), (2, 2**32 - 1), (2, MAX_PEER_BYTES)):
         connection = peers.enter("b", a)
@@ -75,7 +60,7 @@ GARBAGE = [
 ]
 
 
-def test_a_neighbour_that_sends_no_frame_is_cut_off_and_counted(peers: PeerFleet) -> None:
+def test_a_neighbour_that_sends_no_frame_is_cut_off_and_counted(peers):
     a = peers.board("a", ["b"])
     for number, garbage in enumerate(GARBAGE, 1):
         connection = peers.enter("b", a)
@@ -86,7 +71,7 @@ def test_a_neighbour_that_sends_no_frame_is_cut_off_and_counted(peers: PeerFleet
     still_works(peers, a)
 
 
-def test_a_stranger_that_speaks_no_tls_or_has_no_certificate_is_refused(peers: PeerFleet) -> None:
+def test_a_stranger_that_speaks_no_tls_or_has_no_certificate_is_refused(peers):
     a = peers.board("a", ["b"], pace=HASTY)
     for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 500, b"\x16\x03\x01\xff\xff" + b"\x01" * 600):
         with socket.create_connection(a.address) as stranger:
@@ -101,7 +86,7 @@ def test_a_stranger_that_speaks_no_tls_or_has_no_certificate_is_refused(peers: P
     still_works(peers, a)
 
 
-def test_a_certificate_of_another_fleet_or_of_the_coordinator_lets_nobody_in(peers: PeerFleet) -> None:
+def test_a_certificate_of_another_fleet_or_of_the_coordinator_lets_nobody_in(peers):
     a = peers.board("a", ["b"])
     foreign = pki.issue_client(pki.create_authority("lab"), "b")
     server = pki.issue_server(peers.authority, ["b"])
@@ -111,9 +96,7 @@ def test_a_certificate_of_another_fleet_or_of_the_coordinator_lets_nobody_in(pee
         eventually(lambda: a.carrier.counts.refused == number)  # noqa: B023 called at once
 
 
-def test_a_device_of_the_fleet_that_is_no_neighbour_is_closed_before_it_can_send_and_logged_once(
-    peers: PeerFleet, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_device_of_the_fleet_that_is_no_neighbour_is_closed_before_it_can_send_and_logged_once(peers, caplog):
     a = peers.board("a", ["b"])
     for _ in range(3):
         connection = peers.dial("c", a)
@@ -125,7 +108,7 @@ def test_a_device_of_the_fleet_that_is_no_neighbour_is_closed_before_it_can_send
     assert line == f"refused a connection of c from {LOOPBACK}: it is no neighbour"
 
 
-def test_idle_strangers_are_closed_in_time_and_keep_no_neighbour_out(peers: PeerFleet) -> None:
+def test_idle_strangers_are_closed_in_time_and_keep_no_neighbour_out(peers):
     a = peers.board("a", ["b"], pace=PeerPace(silence_s=2.0))
     strangers = [socket.create_connection(a.address) for _ in range(3 * MAX_STRANGERS)]
     still_works(peers, a)
@@ -139,7 +122,7 @@ def test_idle_strangers_are_closed_in_time_and_keep_no_neighbour_out(peers: Peer
         stranger.close()
 
 
-def test_whoever_dribbles_or_falls_silent_is_cut_off(peers: PeerFleet) -> None:
+def test_whoever_dribbles_or_falls_silent_is_cut_off(peers):
     a = peers.board("a", ["b", "c", "d"], pace=HASTY)
     handshake = socket.create_connection(a.address)
     head, message, silent = (peers.enter(name, a) for name in ("b", "c", "d"))
@@ -157,7 +140,7 @@ def test_whoever_dribbles_or_falls_silent_is_cut_off(peers: PeerFleet) -> None:
     still_works(peers, a)
 
 
-def lasts_s(connection: socket.socket, content: bytes) -> float:
+def lasts_s(connection, content):
     """How long the other end takes a byte every tenth of a second, or none at all."""
     started_s = time.monotonic()
     if not content:
@@ -176,9 +159,7 @@ def lasts_s(connection: socket.socket, content: bytes) -> float:
     return time.monotonic() - started_s
 
 
-def test_who_gives_a_sign_of_life_or_brings_a_long_message_slowly_hears_that_somebody_listens(
-    peers: PeerFleet,
-) -> None:
+def test_who_gives_a_sign_of_life_or_brings_a_long_message_slowly_hears_that_somebody_listens(peers):
     a = peers.board("a", ["b"], pace=PeerPace(keep_alive_s=0.1))
     connection = peers.enter("b", a)
     connection.sendall(header(0, kind=FrameKind.ALIVE))
@@ -199,7 +180,7 @@ def test_who_gives_a_sign_of_life_or_brings_a_long_message_slowly_hears_that_som
     assert a.payloads() == [payload]
 
 
-def test_a_message_that_comes_again_is_confirmed_again_but_taken_once(peers: PeerFleet) -> None:
+def test_a_message_that_comes_again_is_confirmed_again_but_taken_once(peers):
     a = peers.board("a", ["b"])
     for _ in range(2):
         connection = peers.enter("b", a)
@@ -216,7 +197,7 @@ def test_a_message_that_comes_again_is_confirmed_again_but_taken_once(peers: Pee
     assert a.payloads() == [b"1", b"2", b"3"]
 
 
-def test_a_neighbour_has_one_connection_the_newest_and_none_when_its_edge_is_removed(peers: PeerFleet) -> None:
+def test_a_neighbour_has_one_connection_the_newest_and_none_when_its_edge_is_removed(peers):
     a = peers.board("a", ["b"], pace=PATIENT)
     older = peers.enter("b", a)
     newer = peers.enter("b", a)
@@ -227,7 +208,7 @@ def test_a_neighbour_has_one_connection_the_newest_and_none_when_its_edge_is_rem
     assert is_closed(newer)
 
 
-def test_a_new_connection_waits_until_what_came_over_the_old_one_is_done(peers: PeerFleet) -> None:
+def test_a_new_connection_waits_until_what_came_over_the_old_one_is_done(peers):
     a = peers.board("a", ["b"])
     a.gate.clear()
     older = peers.enter("b", a)
@@ -243,14 +224,12 @@ def test_a_new_connection_waits_until_what_came_over_the_old_one_is_done(peers: 
     assert a.payloads() == [b"1", b"3"]
 
 
-def test_a_board_that_can_start_no_thread_for_a_moment_takes_neighbours_again(
-    peers: PeerFleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_board_that_can_start_no_thread_for_a_moment_takes_neighbours_again(peers, monkeypatch):
     a = peers.board("a", ["b"])
-    shortages: list[Exception] = [RuntimeError("can't start new thread"), MemoryError(), MemoryError()]
-    start, failed_s = threading.Thread.start, list[float]()
+    shortages = [RuntimeError("can't start new thread"), MemoryError(), MemoryError()]
+    start, failed_s = threading.Thread.start, []
 
-    def start_unless_short(thread: threading.Thread) -> None:
+    def start_unless_short(thread):
         if thread.name == "direct-from-stranger" and shortages:
             failed_s.append(time.monotonic())
             raise shortages.pop()
@@ -264,12 +243,10 @@ def test_a_board_that_can_start_no_thread_for_a_moment_takes_neighbours_again(
     still_works(peers, a)
 
 
-def test_a_board_without_ipv6_listens_at_all_its_ipv4_addresses(
-    peers: PeerFleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_board_without_ipv6_listens_at_all_its_ipv4_addresses(peers, monkeypatch):
     create = socket.create_server
 
-    def create_without_ipv6(address: tuple[str, int], *, family: int, **options: Any) -> socket.socket:
+    def create_without_ipv6(address, *, family, **options):
         if family == socket.AF_INET6:
             raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
         return create(address, family=family, **options)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import threading
 import time
 
@@ -7,14 +5,14 @@ from edgefl.device.neighbours.peer_queue import MAX_ANSWERS, PeerQueue
 from edgefl.device.neighbours.peer_watch import PeerWatch
 
 
-def queue(*states: bytes) -> PeerQueue:
+def queue(*states):
     made = PeerQueue(PeerWatch())
     for state in states:
         assert made.put(state, keep_all=False)
     return made
 
 
-def sent(made: PeerQueue) -> list[bytes]:
+def sent(made):
     """All that leaves, each taken at once."""
     payloads = []
     while letter := made.next(0.0):
@@ -23,7 +21,7 @@ def sent(made: PeerQueue) -> list[bytes]:
     return payloads
 
 
-def test_answers_leave_in_order_and_before_the_newest_state() -> None:
+def test_answers_leave_in_order_and_before_the_newest_state():
     made = queue(b"1", b"2", b"")
     for answer in (b"1", b"2"):
         assert made.put(answer, keep_all=True)
@@ -31,13 +29,13 @@ def test_answers_leave_in_order_and_before_the_newest_state() -> None:
     assert queue().session != queue().session
 
 
-def test_only_so_many_answers_are_kept_and_a_state_always_is() -> None:
+def test_only_so_many_answers_are_kept_and_a_state_always_is():
     made = queue()
     assert [made.put(b"", keep_all=True) for _ in range(MAX_ANSWERS + 1)] == [True] * MAX_ANSWERS + [False]
     assert made.put(b"state", keep_all=False)
 
 
-def test_a_newer_state_takes_the_place_of_one_that_was_not_taken_but_not_of_an_answer() -> None:
+def test_a_newer_state_takes_the_place_of_one_that_was_not_taken_but_not_of_an_answer():
     made = queue(b"old")
     first = made.next(0.0)
     assert first is not None
@@ -54,7 +52,7 @@ def test_a_newer_state_takes_the_place_of_one_that_was_not_taken_but_not_of_an_a
     assert sent(made) == [b"answer", b"newest"]
 
 
-def test_next_waits_for_a_message_and_no_longer() -> None:
+def test_next_waits_for_a_message_and_no_longer():
     made = queue()
     timer = threading.Timer(0.05, lambda: made.put(b"1", keep_all=False))
     timer.start()
@@ -64,7 +62,7 @@ def test_next_waits_for_a_message_and_no_longer() -> None:
     timer.join()
 
 
-def test_waking_counts_even_when_nobody_waits_yet() -> None:
+def test_waking_counts_even_when_nobody_waits_yet():
     made = queue()
     made.wake()
     started_s = time.monotonic()

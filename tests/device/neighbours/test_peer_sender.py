@@ -1,33 +1,29 @@
 """How a board sends: to whom alone, and what it does when the answer does not come."""
 
-from __future__ import annotations
-
 import socket
-import ssl
 import time
-from typing import Any
 
 import pytest
-from peer_boards import HASTY, PATIENCE_S, PATIENT, PeerFleet, direct_threads, eventually, hear, is_closed, say
+from peer_boards import HASTY, PATIENCE_S, PATIENT, direct_threads, eventually, hear, is_closed, say
 
 from edgefl.coordinator import pki
 from edgefl.device.neighbours import peer_sender
 from edgefl.device.neighbours.direct import PeerPace
-from edgefl.device.neighbours.peer_frames import Frame, FrameKind, read_frame
+from edgefl.device.neighbours.peer_frames import FrameKind, read_frame
 
 
-def confirm(connection: ssl.SSLSocket) -> bytes:
+def confirm(connection):
     """Takes the next message and says so."""
     frame = hear(connection)
     say(connection, FrameKind.TAKEN, session=frame.session, number=frame.number)
     return frame.payload
 
 
-def test_what_was_not_confirmed_comes_again_unless_it_is_a_state_and_there_is_a_newer_one(peers: PeerFleet) -> None:
+def test_what_was_not_confirmed_comes_again_unless_it_is_a_state_and_there_is_a_newer_one(peers):
     b = peers.fake("b")
     a = peers.board("a", ["b"], hosts={"b": b.address})
 
-    def brings(connection: ssl.SSLSocket) -> Frame:
+    def brings(connection):
         """What comes without being confirmed; the connection is lost."""
         frame = hear(connection)
         connection.close()
@@ -56,7 +52,7 @@ def test_what_was_not_confirmed_comes_again_unless_it_is_a_state_and_there_is_a_
 
 
 @pytest.mark.parametrize("certificate", ["another fleet's", "the coordinator's"])
-def test_nothing_is_sent_to_who_has_no_device_certificate_of_the_fleet(peers: PeerFleet, certificate: str) -> None:
+def test_nothing_is_sent_to_who_has_no_device_certificate_of_the_fleet(peers, certificate):
     foreign = pki.issue_client(pki.create_authority("lab"), "b")
     server = pki.issue_server(peers.authority, ["b"])
     b = peers.fake("b")
@@ -67,15 +63,13 @@ def test_nothing_is_sent_to_who_has_no_device_certificate_of_the_fleet(peers: Pe
     eventually(lambda: a.carrier.counts.refused >= 1)
 
 
-def _files(peers: PeerFleet, certificate: pki.KeyPair) -> tuple[object, object]:
+def _files(peers, certificate):
     tls = peers.tls("b", certificate=certificate)
     return tls.cert, tls.key
 
 
 @pytest.mark.parametrize("greeting", [None, FrameKind.ALIVE, FrameKind.TAKEN])
-def test_nothing_is_sent_to_a_neighbour_that_does_not_begin_with_welcome(
-    peers: PeerFleet, greeting: FrameKind | None
-) -> None:
+def test_nothing_is_sent_to_a_neighbour_that_does_not_begin_with_welcome(peers, greeting):
     b = peers.fake("b")
     a = peers.board("a", ["b"], hosts={"b": b.address}, pace=HASTY)
     a.carrier.send("b", b"1")
@@ -87,7 +81,7 @@ def test_nothing_is_sent_to_a_neighbour_that_does_not_begin_with_welcome(
     assert confirm(b.welcome()) == b"1"
 
 
-def test_a_confirmation_of_another_message_confirms_nothing(peers: PeerFleet) -> None:
+def test_a_confirmation_of_another_message_confirms_nothing(peers):
     b = peers.fake("b")
     a = peers.board("a", ["b"], hosts={"b": b.address})
     a.carrier.send("b", b"1")
@@ -98,7 +92,7 @@ def test_a_confirmation_of_another_message_confirms_nothing(peers: PeerFleet) ->
     assert confirm(b.welcome()) == b"1"
 
 
-def test_a_neighbour_that_no_longer_answers_is_given_up_in_time(peers: PeerFleet) -> None:
+def test_a_neighbour_that_no_longer_answers_is_given_up_in_time(peers):
     b = peers.fake("b")
     a = peers.board("a", ["b"], hosts={"b": b.address}, pace=HASTY)
     connection = b.welcome()
@@ -109,7 +103,7 @@ def test_a_neighbour_that_no_longer_answers_is_given_up_in_time(peers: PeerFleet
     assert is_closed(connection)
 
 
-def test_a_neighbour_that_is_at_it_for_long_is_not_given_up_while_it_gives_signs_of_life(peers: PeerFleet) -> None:
+def test_a_neighbour_that_is_at_it_for_long_is_not_given_up_while_it_gives_signs_of_life(peers):
     b = peers.fake("b")
     pace = PeerPace(keep_alive_s=0.1, silence_s=1.0, max_backoff_s=0.2)
     a = peers.board("a", ["b"], hosts={"b": b.address}, pace=pace)
@@ -125,7 +119,7 @@ def test_a_neighbour_that_is_at_it_for_long_is_not_given_up_while_it_gives_signs
     assert len(b.accepted) == 1
 
 
-def test_a_neighbour_is_left_when_its_edge_is_removed(peers: PeerFleet) -> None:
+def test_a_neighbour_is_left_when_its_edge_is_removed(peers):
     b = peers.fake("b")
     a = peers.board("a", ["b"], hosts={"b": b.address}, pace=PATIENT)
     connection = b.welcome()
@@ -138,7 +132,7 @@ def test_a_neighbour_is_left_when_its_edge_is_removed(peers: PeerFleet) -> None:
     eventually(lambda: "direct-to-b" not in direct_threads())
 
 
-def test_an_idle_connection_carries_signs_of_life(peers: PeerFleet) -> None:
+def test_an_idle_connection_carries_signs_of_life(peers):
     b = peers.fake("b")
     a = peers.board("a", ["b"], hosts={"b": b.address}, pace=PeerPace(keep_alive_s=0.05))
     connection = b.welcome()
@@ -149,7 +143,7 @@ def test_an_idle_connection_carries_signs_of_life(peers: PeerFleet) -> None:
     assert a.carrier.reachable() == {"b"}
 
 
-def test_a_neighbour_that_breaks_off_at_once_is_tried_less_and_less_often(peers: PeerFleet) -> None:
+def test_a_neighbour_that_breaks_off_at_once_is_tried_less_and_less_often(peers):
     b = peers.fake("b")
     a = peers.board("a", ["b"], hosts={"b": b.address}, pace=PeerPace(keep_alive_s=0.01, max_backoff_s=60.0))
     a.carrier.send("b", b"1")
@@ -163,11 +157,11 @@ def test_a_neighbour_that_breaks_off_at_once_is_tried_less_and_less_often(peers:
     assert confirm(connection) == b"1"
 
 
-def test_a_board_without_memory_for_a_moment_dials_again(peers: PeerFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_board_without_memory_for_a_moment_dials_again(peers, monkeypatch):
     wrapped = peer_sender.wrap
     shortages = [MemoryError(), MemoryError()]
 
-    def wrap_unless_short(plain: socket.socket, *rest: Any, **options: Any) -> ssl.SSLSocket:
+    def wrap_unless_short(plain, *rest, **options):
         if shortages:
             plain.close()
             raise shortages.pop()

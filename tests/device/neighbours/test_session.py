@@ -1,12 +1,8 @@
 """A node that goes on by itself: its pace, its reports, its limit, and what happens when it cannot go on."""
 
-from __future__ import annotations
-
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,27 +13,27 @@ from edgefl.decentralised.engine import Engine
 from edgefl.decentralised.graph import make_graph
 from edgefl.decentralised.methods import make_node
 from edgefl.device.neighbours import session as module
-from edgefl.device.neighbours.session import NodeSession, Report
+from edgefl.device.neighbours.session import NodeSession
 from edgefl.errors import DataError, NetworkError, TaskError
-from edgefl.types import EdgeMessage, LocalPlan, NodePlan, TensorSpec
+from edgefl.types import LocalPlan, NodePlan, TensorSpec
 
 NAMES = ("a", "b")
 GRAPH = make_graph("ring", NAMES)
 SHAPES = (TensorSpec(name="w", shape=(3,)),)
 
 
-def never() -> bool:
+def never():
     return False
 
 
 class Pair:
     """Two nodes in one process that hand each other their messages; `cut` says who is not heard."""
 
-    def __init__(self, method: str = "pdmm-isvr", *, schedule: str = "poisson", limit: int = 0) -> None:
-        self.cut: set[str] = set()
+    def __init__(self, method="pdmm-isvr", *, schedule="poisson", limit=0):
+        self.cut = set()
         self.is_clear, self.trained = True, dict.fromkeys(NAMES, 0)
         self.failure: Exception | None = None
-        self.sessions: dict[str, NodeSession] = {}
+        self.sessions = {}
         for place, name in enumerate(NAMES):
             edges = GRAPH.sides(name, 4)
             node = make_node(method, name, edges, learning_rate=0.1, period=4)
@@ -59,7 +55,7 @@ class Pair:
                 save=lambda _: None,
             )
 
-    def train(self, engine: Engine, plan: LocalPlan, target: float) -> tuple[int, float]:
+    def train(self, engine, plan, target):
         if self.failure is not None:
             raise self.failure
         correction, weights = engine.correction(), engine.node.weights["w"].copy()
@@ -70,21 +66,21 @@ class Pair:
         self.trained[engine.node.name] += plan.iterations or 0
         return plan.iterations or 0, 0.5
 
-    def send(self, message: EdgeMessage) -> None:
+    def send(self, message):
         if message.edge[0] not in self.cut:
             self.sessions[message.edge[1]].deliver(message)
 
-    def start(self) -> Mapping[str, NodeSession]:
+    def start(self):
         for session in self.sessions.values():
             session.start()
         return self.sessions
 
 
 @pytest.fixture
-def make_pair() -> Iterator[Callable[..., Pair]]:
-    pairs: list[Pair] = []
+def make_pair():
+    pairs = []
 
-    def make(*args: Any, **options: Any) -> Pair:
+    def make(*args, **options):
         pairs.append(Pair(*args, **options))
         return pairs[-1]
 
@@ -98,9 +94,7 @@ def make_pair() -> Iterator[Callable[..., Pair]]:
 @pytest.mark.parametrize(
     ("method", "schedule"), [("pdmm-isvr", "poisson"), ("admm-isvr", "sync"), ("dsgd", "sync"), ("k-gt", "sync")]
 )
-def test_nodes_come_to_the_mean_and_tell_what_they_did(
-    make_pair: Callable[..., Pair], method: str, schedule: str
-) -> None:
+def test_nodes_come_to_the_mean_and_tell_what_they_did(make_pair, method, schedule):
     sessions = make_pair(method, schedule=schedule).start()
     reports = {name: session.report(2000, never) for name, session in sessions.items()}
     for report in reports.values():
@@ -115,9 +109,7 @@ def test_nodes_come_to_the_mean_and_tell_what_they_did(
     assert again.iterations == again.total - reports["a"].total
 
 
-def test_in_step_a_silent_neighbour_is_waited_for_and_then_left_aside(
-    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_step_a_silent_neighbour_is_waited_for_and_then_left_aside(make_pair, monkeypatch):
     monkeypatch.setattr(module, "PATIENCE_S", 0.2)
     pair = make_pair("dsgd", schedule="sync")
     pair.cut.add("b")
@@ -127,9 +119,7 @@ def test_in_step_a_silent_neighbour_is_waited_for_and_then_left_aside(
     assert 0.2 < time.monotonic() - began_s < 30
 
 
-def test_a_node_at_its_limit_rests_and_still_answers(
-    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_at_its_limit_rests_and_still_answers(make_pair, monkeypatch):
     monkeypatch.setattr(module, "IDLE_S", 0.05)
     sessions = make_pair(limit=40).start()
     report = sessions["a"].report(10_000, never)
@@ -138,14 +128,14 @@ def test_a_node_at_its_limit_rests_and_still_answers(
     assert sessions["a"].report(0, never).total == trained
 
 
-def test_a_recall_brings_the_report_at_once_and_the_node_goes_on(make_pair: Callable[..., Pair]) -> None:
+def test_a_recall_brings_the_report_at_once_and_the_node_goes_on(make_pair):
     sessions = make_pair().start()
     report = sessions["a"].report(10**9, lambda: True)
     assert report.total < 10**9
     eventually(lambda: sessions["a"].iterations > report.total)
 
 
-def test_a_node_that_is_faster_than_its_link_waits_for_it(make_pair: Callable[..., Pair]) -> None:
+def test_a_node_that_is_faster_than_its_link_waits_for_it(make_pair):
     pair = make_pair()
     pair.is_clear = False
     sessions = pair.start()
@@ -157,7 +147,7 @@ def test_a_node_that_is_faster_than_its_link_waits_for_it(make_pair: Callable[..
     eventually(lambda: sessions["a"].iterations > done + 400)
 
 
-def test_new_neighbours_and_rates_count_from_the_next_exchange_on(make_pair: Callable[..., Pair]) -> None:
+def test_new_neighbours_and_rates_count_from_the_next_exchange_on(make_pair):
     pair = make_pair()
     node = pair.sessions["a"]
     plan = node._plan
@@ -172,9 +162,7 @@ def test_new_neighbours_and_rates_count_from_the_next_exchange_on(make_pair: Cal
 @pytest.mark.parametrize(
     ("failure", "kind"), [(DataError("the shard is gone"), DataError), (ZeroDivisionError("oops"), TaskError)]
 )
-def test_whoever_waits_learns_why_a_node_gave_up(
-    make_pair: Callable[..., Pair], failure: Exception, kind: type[Exception]
-) -> None:
+def test_whoever_waits_learns_why_a_node_gave_up(make_pair, failure, kind):
     pair = make_pair()
     pair.failure = failure
     sessions = pair.start()
@@ -182,11 +170,11 @@ def test_whoever_waits_learns_why_a_node_gave_up(
         sessions["a"].report(10, never)
 
 
-def test_whoever_waits_is_told_that_the_run_is_over(make_pair: Callable[..., Pair]) -> None:
+def test_whoever_waits_is_told_that_the_run_is_over(make_pair):
     sessions = make_pair().start()
-    found: list[Report | Exception] = []
+    found = []
 
-    def wait() -> None:
+    def wait():
         try:
             found.append(sessions["a"].report(10**9, never))
         except NetworkError as error:

@@ -1,14 +1,11 @@
 """A board that tells all it can: joined and not, with and without what it needs, and never a secret."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
 import tarfile
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from board_trees import PI_3, plant
@@ -21,7 +18,6 @@ from edgefl.device.joining.enrolment import JoinWishes, join
 from edgefl.device.report import field_report
 from edgefl.device.report.field_report import FieldReport, Site, make_report
 from edgefl.device.report.report_archive import REPORT, read_report, write_report
-from edgefl.device.state import DeviceState
 from edgefl.errors import DataError, VersionError
 
 SYSTEMCTL = """
@@ -38,7 +34,7 @@ echo '[   13.5] mmc0: error -110 whilst initialising SD card, asked by 192.168.7
 
 
 @pytest.fixture
-def state(front_door: Any, tmp_path: Path) -> tuple[DeviceState, str]:
+def state(front_door, tmp_path):
     shard = digit_shard(tmp_path / "digits.npz", 100)
     token = front_door.token()
     wishes = JoinWishes(name="pi-7", shards={"digits": str(shard)}, examples={"digits": 5}, threads=1)
@@ -48,12 +44,12 @@ def state(front_door: Any, tmp_path: Path) -> tuple[DeviceState, str]:
 
 
 @pytest.fixture(autouse=True)
-def _brisk(monkeypatch: pytest.MonkeyPatch) -> None:
+def _brisk(monkeypatch):
     monkeypatch.setattr(field_report, "VITALS_EVERY_S", 0.05)
 
 
 @pytest.fixture
-def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def programs(tmp_path, monkeypatch):
     folder = tmp_path / "bin"
     for name, body in (("systemctl", SYSTEMCTL), ("dmesg", DMESG)):
         plant(folder, {name: f"#!/bin/sh\n{body}"})
@@ -62,15 +58,13 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timings, "IMPORTS", ("numpy", "no_such_library_of_edgefl"))
 
 
-def contents(path: Path) -> dict[str, str]:
+def contents(path):
     with tarfile.open(path) as archive:
-        return {member.name: archive.extractfile(member).read().decode() for member in archive}  # type: ignore[union-attr]
+        return {member.name: archive.extractfile(member).read().decode() for member in archive}
 
 
 @pytest.mark.usefixtures("programs")
-def test_a_joined_board_tells_all_that_helps_and_nothing_that_is_secret(
-    state: tuple[DeviceState, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_joined_board_tells_all_that_helps_and_nothing_that_is_secret(state, tmp_path, monkeypatch):
     device, token = state
     monkeypatch.setattr("edgefl.device.report.field_report.socket.gethostname", lambda: "living-room-pi")
     message = f"living-room-pi: no coordinator at 192.168.178.99:8000 with {token}; {device.key.read_text()}"
@@ -108,9 +102,7 @@ def test_a_joined_board_tells_all_that_helps_and_nothing_that_is_secret(
 
 @pytest.mark.extended
 @pytest.mark.usefixtures("programs")
-def test_a_board_that_has_not_joined_tells_of_itself_offline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_board_that_has_not_joined_tells_of_itself_offline(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "none"))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
@@ -127,8 +119,8 @@ def test_a_board_that_has_not_joined_tells_of_itself_offline(
     assert "training.digits.steps_per_s: " in capsys.readouterr().out
 
 
-def test_a_part_that_fails_or_hangs_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def crash() -> Any:
+def test_a_part_that_fails_or_hangs_leaves_the_others(tmp_path, monkeypatch):
+    def crash():
         raise ZeroDivisionError("no such thing")
 
     plant(tmp_path, {"crashing_one.py": "import os, signal\nos.kill(os.getpid(), signal.SIGILL)"})
@@ -145,7 +137,7 @@ def test_a_part_that_fails_or_hangs_leaves_the_others(tmp_path: Path, monkeypatc
     assert {sample["throttled"] for sample in facts["vitals"]} == {"under-voltage,throttled"}
 
 
-def archive(path: Path, name: str, content: bytes) -> Path:
+def archive(path, name, content):
     with tarfile.open(path, "w:gz") as file:
         member = tarfile.TarInfo(name)
         member.size = len(content)
@@ -153,9 +145,7 @@ def archive(path: Path, name: str, content: bytes) -> Path:
     return path
 
 
-def test_what_is_no_report_is_refused_and_one_of_a_stranger_cannot_move_the_cursor(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_report_is_refused_and_one_of_a_stranger_cannot_move_the_cursor(tmp_path, capsys):
     whole, path = tmp_path / "whole.tar.gz", tmp_path / "r.tar.gz"
     write_report(whole, FieldReport(facts={"v": 1, "made_at": 1, "x": list(range(9999))}, texts={}))
     (tmp_path / "torn").write_bytes(whole.read_bytes()[:200])
@@ -176,7 +166,7 @@ def test_what_is_no_report_is_refused_and_one_of_a_stranger_cannot_move_the_curs
     assert capsys.readouterr().out == "v: 1\na[2J: b]0;c\n"
 
 
-def test_the_docs_name_every_key_of_a_report() -> None:
+def test_the_docs_name_every_key_of_a_report():
     text = (Path(__file__).parents[3] / "docs" / "boards.md").read_text().partition("comes first in the archive")[2]
     told = {name for row in re.findall(r"^\| (`.+?`) \|", text, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
     site = Site(state=None, scratch=Path("/"), run=no_program)
