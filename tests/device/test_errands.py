@@ -87,23 +87,6 @@ def test_what_one_order_breaks_does_not_keep_the_next(work):
     assert work.failures == [("bad", "nobody thought of this")]
 
 
-def test_the_newest_order_is_taken_once(work):
-    goes_on = threading.Event()
-
-    def does(_order):
-        assert goes_on.wait(WITHIN_S)
-
-    work.does = does
-    work.errands.add("first")
-    work.until(lambda: work.begun)
-    for _ in range(3):
-        work.errands.add("second")
-    goes_on.set()
-    work.errands.add("third")
-    work.until(lambda: work.begun[-1] == "third")
-    assert work.begun == ["first", "second", "third"]
-
-
 def test_orders_that_call_nothing_off_wait_for_their_turn_and_count_once():
     work, goes_on = Work(calls_off=False), threading.Event()
 
