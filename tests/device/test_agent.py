@@ -79,7 +79,11 @@ def test_a_coordinator_that_fails_is_asked_ever_more_seldom(state, monkeypatch, 
     def pull():
         return attempt("to give work", SimpleNamespace(header={"assignment": work.pop()}) if work else None)
 
-    agent._line.connect = lambda: attempt("to greet")
+    def connect():
+        attempt("to greet")
+        agent._line.address = "127.0.0.1:9"
+
+    agent._line.connect = connect
     agent._bench.supernode = SimpleNamespace(
         pull=pull, answer=lambda _instruction: "44 MB", push=lambda _reply: attempt("to take an answer"),
         close=lambda: None, arriving=None,

@@ -6,12 +6,13 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
 from edgefl.coordinator.directory import init_directory
-from edgefl.device.kept_connections import KeptConnections
+from edgefl.device.kept_connections import KeptConnections, _send
 from edgefl.device.trust import pinned_context
 
 HOST = "127.0.0.1"
@@ -160,6 +161,24 @@ def test_an_answer_before_the_end_of_the_body_is_heard(server, client):
     server.answer = refuses
     answer = client.post(server.url, content=bytes(20_000_000))
     assert (answer.status_code, answer.content) == (413, b"too large")
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError("reset"), BrokenPipeError("pipe"), ssl.SSLEOFError("eof")])
+def test_sending_that_breaks_off_is_no_error_if_there_is_an_answer(error):
+    near, far = socket.socketpair()
+
+    def endheaders(_body):
+        raise error
+
+    connection = SimpleNamespace(
+        sock=near, putrequest=lambda *_, **__: None, putheader=lambda *_: None, endheaders=endheaders
+    )
+    request = httpx.Request("POST", "https://127.0.0.1/x", content=b"body")
+    with near, far:
+        with pytest.raises(OSError, match=str(error.args[0])):
+            _send(connection, request)
+        far.sendall(b"HTTP/1.1 413")
+        _send(connection, request)
 
 
 @pytest.mark.parametrize(

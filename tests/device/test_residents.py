@@ -40,7 +40,7 @@ def test_what_a_training_that_diverged_leaves_is_not_kept(tmp_path):
 
 def test_runs_are_kept_apart_whatever_they_are_called(tmp_path):
     Residents(tmp_path).keep("r", SHAPES, Learner(1.0))
-    Residents(tmp_path).keep("../../r", SHAPES, Learner(2.0))
+    Residents(tmp_path).keep("../r", SHAPES, Learner(2.0))
     assert Residents(tmp_path).load("r", SHAPES)["head.bias"].tolist() == [1.0, 1.0]
     assert {path.parent for path in tmp_path.rglob("*.npz")} == {tmp_path / "runs"}
 

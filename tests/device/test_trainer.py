@@ -237,9 +237,8 @@ def test_what_cannot_be_done_is_answered_and_the_next_assignment_works(device, c
 
 
 def test_a_shard_that_is_damaged_foreign_or_gone_is_answered_and_not_counted(device, shard, own, tmp_path):
-    loading = Device(
-        tmp_path / "own", {OWN_TASK: "broken"}, task=OWN_TASK
-    )  # a loader of a user's own may do anything
+    # A loader of a user's own may do anything.
+    loading = Device(tmp_path / "own", {OWN_TASK: "broken"}, task=OWN_TASK)
     assert "KeyError" in loading.train()[0]["error"]
     assert loading.trainer.examples() == {}
     whole = shard.read_bytes()

@@ -158,7 +158,7 @@ HALVES = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.dictionaries(st.sampled_from(NAMES), st.binary(max_size=300) | HALVES, min_size=1), st.binary(max_size=200))
 def test_whatever_the_files_hold_nothing_is_raised_and_all_fits_into_a_message(files, said):
     with tempfile.TemporaryDirectory() as folder:

@@ -31,7 +31,7 @@ MOUSE = {
     ("read", "files", "expected"),
     [
         (temperature_c, zones({"rp1_adc": 61.0, "cpu-thermal": 48.312}), 48.312),
-        (temperature_c, zones({"gpu-thermal": -256.0, "tj-thermal": 52.5, "cv0-thermal": 60.0}), 52.5),
+        (temperature_c, zones({"cpu-thermal": -256.0, "tj-thermal": 52.5, "cv0-thermal": 60.0}), 52.5),
         (temperature_c, zones({"a": 40.0, "b": 45.0}), 45.0),
         (throttled, {FIRMWARE: "0\n"}, "ok"),
         (throttled, {FIRMWARE: "50000\n"}, "ok"),

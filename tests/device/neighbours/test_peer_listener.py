@@ -9,7 +9,7 @@ import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
-from peer_boards import HASTY, LOOPBACK, PATIENCE_S, PATIENT, eventually, hear, is_closed, say
+from peer_boards import HASTY, LOOPBACK, PATIENCE_S, PATIENT, direct_threads, eventually, hear, is_closed, say
 
 from edgefl.coordinator import pki
 from edgefl.device.neighbours.direct import PeerPace
@@ -222,6 +222,35 @@ def test_a_new_connection_waits_until_what_came_over_the_old_one_is_done(peers):
     assert hear(newer).number == 3
     assert is_closed(older)
     assert a.payloads() == [b"1", b"3"]
+
+
+class NotedLock:
+    """Tells how many have asked for it."""
+
+    def __init__(self):
+        self._lock, self.num_askers = threading.Lock(), 0
+
+    def acquire(self, timeout):
+        self.num_askers += 1
+        return self._lock.acquire(timeout=timeout)
+
+    def release(self):
+        self._lock.release()
+
+
+def test_what_waits_while_its_edge_is_removed_is_not_taken(peers):
+    a = peers.board("a", ["b"])
+    a.carrier._listener._inboxes["b"].lock = lock = NotedLock()
+    a.gate.clear()
+    for number in (1, 2):
+        connection = peers.enter("b", a)
+        say(connection, FrameKind.MESSAGE, session=7, number=number, payload=b"%d" % number)
+        eventually(lambda: lock.num_askers == number)  # noqa: B023 called at once
+    a.carrier.set_neighbours([])
+    a.gate.set()
+    assert is_closed(connection)
+    eventually(lambda: "direct-from-b" not in direct_threads())
+    assert a.payloads() == [b"1"]
 
 
 def test_a_board_that_can_start_no_thread_for_a_moment_takes_neighbours_again(peers, monkeypatch):
