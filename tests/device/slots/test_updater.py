@@ -151,8 +151,8 @@ def test_what_somebody_has_changed_or_signed_whom_the_board_does_not_trust_is_re
     (path,) = (idle.state / "updates").glob("*.bundle")
     path.write_bytes(changed.read_bytes())  # after the agent has checked it
     assert "it is damaged" in idle.updater().run().reason
-    path.rename(tmp_path / "elsewhere")
-    path.symlink_to(tmp_path / "elsewhere")
+    path.write_bytes(content)  # as it was signed, but behind a link
+    path.symlink_to(path.rename(tmp_path / "elsewhere"))
     idle.ask_again()
     assert idle.updater().run().state == "refused"
     path.unlink()
