@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sqlite3
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -35,7 +34,7 @@ TYPES |= {"VARCHAR(32)": "text"}  # Alembic's own table
 
 
 @pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def database(tmp_path_factory):
     """A store in which `fast` waited for `slow` in round 7, and `slow` was gone for a while and then for good."""
     path = tmp_path_factory.mktemp("store") / "edgefl.db"
     with Store.open(path) as store:
@@ -52,7 +51,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def fill(store: Store, run_id: str, at: float) -> None:
+def fill(store, run_id, at):
     store.open_round(run_id, 7, started_at=at, num_devices=2)
     made = [("fast", 1.0, 8.0, 300), ("slow", 8.0, 1.0, 100)]
     store.record_dispatches(
@@ -88,22 +87,22 @@ def fill(store: Store, run_id: str, at: float) -> None:
     store.record_heartbeats([beat])
 
 
-def select(database: Path, query: str) -> list[tuple[object, ...]]:
+def select(database, query):
     with closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:
         return connection.execute(query).fetchall()
 
 
-def names(database: Path, kind: str) -> set[str]:
+def names(database, kind):
     query = f"SELECT name FROM sqlite_master WHERE type = '{kind}' AND name NOT LIKE 'sqlite_%'"
     return {str(name) for (name,) in select(database, query)}
 
 
-def described(title: str) -> Iterator[tuple[str, list[list[str]]]]:
+def described(title):
     for name in re.findall(r"^### (\w+)$", part(STORE, title), re.MULTILINE):
         yield name, rows(part(STORE, name))
 
 
-def test_store_md_describes_every_table_and_column_of_a_fresh_store_and_no_other(database: Path) -> None:
+def test_store_md_describes_every_table_and_column_of_a_fresh_store_and_no_other(database):
     told = {
         table: {name: kind for cell, kind, *_ in cells for name in code(cell)} for table, cells in described("Tables")
     }
@@ -114,7 +113,7 @@ def test_store_md_describes_every_table_and_column_of_a_fresh_store_and_no_other
     assert told == there
 
 
-def test_store_md_describes_every_view_and_column_of_a_fresh_store_and_no_other(database: Path) -> None:
+def test_store_md_describes_every_view_and_column_of_a_fresh_store_and_no_other(database):
     told = {view: sorted(name for cell, *_ in cells for name in code(cell)) for view, cells in described("Views")}
     there = {
         view: sorted(str(row[1]) for row in select(database, f"PRAGMA table_info({view})"))
@@ -123,7 +122,7 @@ def test_store_md_describes_every_view_and_column_of_a_fresh_store_and_no_other(
     assert told == there
 
 
-def test_the_columns_of_the_history_are_columns_of_the_views(database: Path) -> None:
+def test_the_columns_of_the_history_are_columns_of_the_views(database):
     for kind in ("runs", "rounds", "slow", "updates", "devices", "heartbeats"):
         there = {str(row[1]) for row in select(database, f"PRAGMA table_info(v_{kind})")}
         assert set(COLUMNS[kind]) <= there, kind
@@ -149,28 +148,26 @@ def test_the_columns_of_the_history_are_columns_of_the_views(database: Path) -> 
         ),
     ],
 )  # fmt: skip
-def test_a_query_of_store_md_answers_its_question(
-    database: Path, words: str, expected: list[tuple[object, ...]]
-) -> None:
+def test_a_query_of_store_md_answers_its_question(database, words, expected):
     (query,) = re.findall(rf"{words}(?:(?!```).)*```sql\n(.+?)```", STORE, re.DOTALL)
     assert select(database, query) == expected
 
 
-def test_every_query_of_store_md_is_tried_above() -> None:
+def test_every_query_of_store_md_is_tried_above():
     assert len(re.findall("```sql", STORE)) == 5
 
 
-def test_store_md_names_every_status_outcome_and_presence() -> None:
+def test_store_md_names_every_status_outcome_and_presence():
     for word in (*RunStatus, *Outcome, *presence.DeviceState, *DeploymentStatus, *DeviceStage):
         assert f"`{word}`" in part(STORE, "Tables"), word
 
 
-def test_store_md_s_retention_is_the_store_s() -> None:
+def test_store_md_s_retention_is_the_store_s():
     assert (RAW_S, BUCKET_S) == (24 * 3600, 5 * 60), "store.md says a day and five minutes"
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
-def test_links_lead_somewhere(path: Path) -> None:
+def test_links_lead_somewhere(path):
     for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", path.read_text()):
         file, _, anchor = target.partition("#")
         there = path.parent / file if file else path
@@ -179,7 +176,7 @@ def test_links_lead_somewhere(path: Path) -> None:
         assert not anchor or anchor in {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in headings}
 
 
-def test_no_text_names_a_path_of_the_machine_that_it_was_written_on() -> None:
+def test_no_text_names_a_path_of_the_machine_that_it_was_written_on():
     a_board_s = (
         "/home/pi/",
         "/var/",

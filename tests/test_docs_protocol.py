@@ -10,7 +10,6 @@ import struct
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import httpx
 import pytest
@@ -18,7 +17,6 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
-from fastapi import APIRouter
 from fastapi.routing import APIRoute
 from markdown_pages import code, part, rows, tables
 
@@ -83,7 +81,7 @@ from edgefl.types import Assignment, Evaluation, LocalPlan
 PROTOCOL = (Path(__file__).parents[1] / "docs" / "protocol.md").read_text()
 
 
-def test_protocol_md_describes_every_topic_with_its_writer_quality_and_fields() -> None:
+def test_protocol_md_describes_every_topic_with_its_writer_quality_and_fields():
     messages = {
         Topic.STATUS: Status, Topic.HEARTBEAT: Heartbeat, Topic.CAPABILITIES: Capabilities,
         Topic.PROGRESS: ProgressReport, Topic.COMMAND: Command, Topic.ANSWER: CommandAnswer,
@@ -102,53 +100,43 @@ def test_protocol_md_describes_every_topic_with_its_writer_quality_and_fields() 
         assert f"`{kind}`" in part(PROTOCOL, "MQTT"), kind
 
 
-def test_protocol_md_gives_the_rules_as_our_own_mosquitto_has_them() -> None:
+def test_protocol_md_gives_the_rules_as_our_own_mosquitto_has_them():
     assert f"```\n{broker.acl_file('FLEET')}```\n" in part(PROTOCOL, "MQTT")
     assert f"`{peer_topic('FLEET', 'SENDER', 'RECEIVER')}`" in part(PROTOCOL, "From device to device")
     assert f"`{peer_topic('FLEET', '+', 'RECEIVER')}`" in part(PROTOCOL, "From device to device")
 
 
-def viewer() -> None:
+def viewer():
     """Stands for the guard of those who may read."""
 
 
-def operator() -> None:
+def operator():
     """Stands for the guard of those who may act."""
 
 
-def device() -> None:
+def device():
     """Stands for the guard of devices, which sign."""
 
 
-def served() -> dict[str, str]:
+def served():
     """Every route of the HTTPS port, and who may call it."""
     # The routes are looked at, not called, so nothing has to stand behind them.
     parts = {"store": None, "roster": None, "worker": None, "check": None}
-    routers: list[APIRouter] = [
-        enrolment_router(None),  # type: ignore[arg-type]
-        operator_router(**parts, viewer=viewer, operator=operator),  # type: ignore[arg-type]
+    routers = [
+        enrolment_router(None),
+        operator_router(**parts, viewer=viewer, operator=operator),
         metrics_router(bytes, viewer),
-        model_router(store=None, folder=Path(), viewer=viewer),  # type: ignore[arg-type]
-        page_router(None, viewer=viewer, operator=operator),  # type: ignore[arg-type]
+        model_router(store=None, folder=Path(), viewer=viewer),
+        page_router(None, viewer=viewer, operator=operator),
         dashboard_router(),
-        renewal_router(None, device=device),  # type: ignore[arg-type]
-        readmission_router(None),  # type: ignore[arg-type]
-        certificates_router(rotation=None, remove=str, operator=operator),  # type: ignore[arg-type]
-        deployment_router(  # type: ignore[call-arg]
-            store=None,
-            deployments=None,
-            viewer=viewer,
-            operator=operator,
-            device=device,  # type: ignore[arg-type]
+        renewal_router(None, device=device),
+        readmission_router(None),
+        certificates_router(rotation=None, remove=str, operator=operator),
+        deployment_router(store=None, deployments=None, viewer=viewer, operator=operator, device=device),
+        installation_router(
+            store=None, installations=SimpleNamespace(files=None), viewer=viewer, operator=operator, device=device
         ),
-        installation_router(  # type: ignore[call-arg]
-            store=None,
-            installations=SimpleNamespace(files=None),
-            viewer=viewer,
-            operator=operator,
-            device=device,  # type: ignore[arg-type]
-        ),
-        jobs_router(store=None, worker=None, questions=None, plan=None, viewer=viewer, operator=operator),  # type: ignore[arg-type]
+        jobs_router(store=None, worker=None, questions=None, plan=None, viewer=viewer, operator=operator),
     ]
     found = {f"POST /v1/fleet/{name}": "device" for name in superlink._HANDLERS}
     for route in (route for router in routers for route in router.routes):
@@ -160,14 +148,14 @@ def served() -> dict[str, str]:
     return found
 
 
-def test_protocol_md_lists_what_a_device_reports_of_an_installation() -> None:
+def test_protocol_md_lists_what_a_device_reports_of_an_installation():
     (reports,) = tables(part(PROTOCOL, "Installations"))
     told = {name: cells[1] for cells in reports for name in code(cells[0])}
     assert set(told) == {item.name for item in fields(InstallReport)}
     assert set(code(told["state"])) == {"fetching", "requested", *installations.REPORTED}
 
 
-def test_protocol_md_lists_every_route_and_who_may_call_it() -> None:
+def test_protocol_md_lists_every_route_and_who_may_call_it():
     told = {name: row[1] for row in rows(part(PROTOCOL, "HTTPS")) for name in code(row[0]) if " /" in name}
     assert told == served()
     room = Path(superlink.__file__).parent
@@ -188,12 +176,12 @@ def test_protocol_md_lists_every_route_and_who_may_call_it() -> None:
     }
 
 
-def test_protocol_md_lists_every_status_that_an_error_can_have() -> None:
+def test_protocol_md_lists_every_status_that_an_error_can_have():
     told = {int(row[0]) for row in rows(part(PROTOCOL, "HTTPS")) if row[0].isdigit()}
     assert told == {*access.STATUS.values(), 422}
 
 
-def test_protocol_md_describes_every_key_of_an_offer_and_of_what_a_device_says_of_it() -> None:
+def test_protocol_md_describes_every_key_of_an_offer_and_of_what_a_device_says_of_it():
     offers, reports = tables(part(PROTOCOL, "Deployments"))
     offer = {item.name for item in fields(model_fetch.Offer)} - {"num_bytes"} | {"bytes"}
     assert {name for row in offers for name in code(row[0])} == offer
@@ -203,7 +191,7 @@ def test_protocol_md_describes_every_key_of_an_offer_and_of_what_a_device_says_o
     assert states == {*deployments.AT_WORK, *map(str, rollout.REPORTED)}
 
 
-def test_protocol_md_describes_every_key_of_an_instruction_and_no_other() -> None:
+def test_protocol_md_describes_every_key_of_an_instruction_and_no_other():
     instructions, _ = tables(part(PROTOCOL, "Work"))
     plan = LocalPlan(iterations=1, options={"a": 1})
     order = Assignment(assignment_id="a1", device_id="d1", base_version=0, plan=plan, block=0)
@@ -224,14 +212,14 @@ def test_protocol_md_describes_every_key_of_an_instruction_and_no_other() -> Non
     assert only_train == set(told_order) - set(order_header(Lives("r1"), evaluation))
 
 
-def ask(door: Any, path: str, body: dict[str, Any] | None = None) -> Any:
+def ask(door, path, body=None):
     """One request over TLS that is checked against the fleet's CA alone."""
     context = ssl.create_default_context(cafile=str(door.directory.ca_cert))
     with httpx.Client(base_url=f"https://{door.address}", verify=context, trust_env=False) as client:
         return client.get(path) if body is None else client.post(path, json={"v": 1, **body})
 
 
-def test_a_board_that_does_what_protocol_md_says_has_joined(front_door: Any) -> None:
+def test_a_board_that_does_what_protocol_md_says_has_joined(front_door):
     text = front_door.token().text().removeprefix("efl1.")
     raw = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
     assert raw[:3] == hashlib.sha256(raw[3:]).digest()[:3]
@@ -261,16 +249,16 @@ def test_a_board_that_does_what_protocol_md_says_has_joined(front_door: Any) -> 
     assert subject.value == "pi-07"
 
 
-def pem(request: x509.CertificateSigningRequest) -> str:
+def pem(request):
     return request.public_bytes(Encoding.PEM).decode()
 
 
-def test_protocol_md_names_every_field_of_a_hello(front_door: Any) -> None:
+def test_protocol_md_names_every_field_of_a_hello(front_door):
     (answer,) = [row[3] for row in rows(part(PROTOCOL, "HTTPS")) if row[0] == "`GET /edgefl/v1/hello`"]
     assert set(code(answer)) == set(ask(front_door, "/edgefl/v1/hello").json()) - {"v"}
 
 
-def test_protocol_md_describes_the_header_and_the_stages_of_a_codec_body() -> None:
+def test_protocol_md_describes_the_header_and_the_stages_of_a_codec_body():
     header, stages = [], {}
     for row in rows(part(PROTOCOL, "A codec body")):
         if row[0].isdigit() and code(row[1]):
@@ -283,7 +271,7 @@ def test_protocol_md_describes_the_header_and_the_stages_of_a_codec_body() -> No
     assert f"`{wire.MAGIC.decode()}`" in PROTOCOL
 
 
-def test_protocol_md_describes_the_frames_from_board_to_board() -> None:
+def test_protocol_md_describes_the_frames_from_board_to_board():
     header, kinds = tables(part(PROTOCOL, "From board to board"))
     places = [(int(offset), int(size)) for offset, size, _ in header]
     assert [offset for offset, _ in places] == [sum(size for _, size in places[:n]) for n in range(len(places))]
@@ -339,5 +327,5 @@ def test_protocol_md_describes_the_frames_from_board_to_board() -> None:
         ("Presence", f"({presence.Presence()._gone_after_s:g} s)"),
     ],
 )
-def test_a_number_of_protocol_md_is_the_code_s(heading: str, said: str) -> None:
+def test_a_number_of_protocol_md_is_the_code_s(heading, said):
     assert said in part(PROTOCOL, heading)

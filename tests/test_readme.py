@@ -6,11 +6,9 @@ import re
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FunctionType, ModuleType, SimpleNamespace
-from typing import Any
+from types import FunctionType, SimpleNamespace
 
 import click
 import numpy as np
@@ -43,16 +41,16 @@ BENCHMARK_OPTIONS = {
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def fences(text: str, language: str) -> list[str]:
+def fences(text, language):
     return [body for kind, body in _FENCE.findall(text) if kind == language]
 
 
-def inline_code(text: str) -> list[str]:
+def inline_code(text):
     """Every piece of code in running text; it may be broken over two lines."""
     return [piece.replace("\n", " ") for piece in re.findall(r"`([^`]+)`", _FENCE.sub("", text))]
 
 
-def code_lines(text: str) -> list[str]:
+def code_lines(text):
     """Every line of a shell or output block, and every inline piece of code."""
     blocks = [line for kind in ("sh", "") for body in fences(text, kind) for line in body.splitlines()]
     return [*(line.partition(" # ")[0] for line in blocks), *inline_code(text)]
@@ -67,26 +65,26 @@ class Mention:
     options: frozenset[str] = frozenset()
 
 
-def mention(line: str, words: list[str]) -> Mention:
-    found: dict[str, click.Command] = {"": cli}
+def mention(line, words):
+    found = {"": cli}
     while words and all(isinstance(command, click.Group) for command in found.values()):
-        deeper: dict[str, click.Command] = {}
+        deeper = {}
         for path, group in found.items():
             for name in words[0].split("|"):
-                command = group.get_command(click.Context(group), name)  # type: ignore[attr-defined]
+                command = group.get_command(click.Context(group), name)
                 assert command is not None, f"there is no command edgefl{path} {name}: {line}"
                 deeper[f"{path} {name}".strip()] = command
         found, words = deeper, words[1:]
     return Mention(line, found, frozenset(re.findall(r"(?<!\S)(-{1,2}[a-z][a-z-]*)", " ".join(words))))
 
 
-def mentions() -> Iterator[Mention]:
+def mentions():
     for line in (line for text in TEXTS for line in code_lines(text)):
         if match := re.search(r"(?:^|[\s/])edgefl (?=[a-z])(.+)", line):
             yield mention(line, match[1].split())
 
 
-def leaves(group: click.Group, path: str = "") -> Iterator[tuple[str, click.Command]]:
+def leaves(group, path=""):
     for name in group.list_commands(click.Context(group)):
         command = group.get_command(click.Context(group), name)
         assert command is not None
@@ -96,11 +94,11 @@ def leaves(group: click.Group, path: str = "") -> Iterator[tuple[str, click.Comm
             yield f"{path} {name}".strip(), command
 
 
-def options_of(command: click.Command) -> set[str]:
+def options_of(command):
     return {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
 
 
-def test_every_command_and_option_that_the_texts_name_exists() -> None:
+def test_every_command_and_option_that_the_texts_name_exists():
     found = list(mentions())
     assert len(found) > 20, "the search for commands finds too few"
     for said in found:
@@ -108,7 +106,7 @@ def test_every_command_and_option_that_the_texts_name_exists() -> None:
             assert said.options <= options_of(command), f"edgefl {path} lacks an option of: {said.line}"
 
 
-def test_an_option_that_stands_alone_in_the_texts_belongs_to_some_command() -> None:
+def test_an_option_that_stands_alone_in_the_texts_belongs_to_some_command():
     known = {option for _, command in leaves(cli) for option in options_of(command)} | options_of(cli) | {"--help"}
     lines = [line for text in TEXTS for line in inline_code(text)]
     alone = {option for line in lines for option in re.findall(r"(?:^|\s)(--[a-z][a-z-]+)", line)}
@@ -116,19 +114,19 @@ def test_an_option_that_stands_alone_in_the_texts_belongs_to_some_command() -> N
     assert alone - known <= PIP_OPTIONS | FUZZ_OPTIONS | BENCHMARK_OPTIONS, "an option that no command has"
 
 
-def test_every_command_is_mentioned_in_the_texts() -> None:
+def test_every_command_is_mentioned_in_the_texts():
     said = {path for found in mentions() for path in found.commands}
     assert {path for path, _ in leaves(cli)} - said == set()
 
 
-def test_the_exit_codes_in_the_readme_are_those_of_the_error_tree() -> None:
+def test_the_exit_codes_in_the_readme_are_those_of_the_error_tree():
     told = re.search(r"The codes: (.+?)\n\n", README, re.DOTALL)
     assert told is not None
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, EdgeflError)]
     assert sorted(map(int, re.findall(r"\d+", told[1]))) == sorted({kind.exit_code for kind in kinds} - {1})
 
 
-def test_every_make_target_file_and_extra_in_the_readme_exists() -> None:
+def test_every_make_target_file_and_extra_in_the_readme_exists():
     makefile, project = (ROOT / "Makefile").read_text(), tomllib.loads((ROOT / "pyproject.toml").read_text())
     code = "\n".join(code_lines(README))
     for target in re.findall(r"^make (\w+)", code, re.MULTILINE):
@@ -143,7 +141,7 @@ def test_every_make_target_file_and_extra_in_the_readme_exists() -> None:
         assert extra in project["project"]["optional-dependencies"], extra
 
 
-def test_the_entry_points_in_the_readme_are_those_that_the_code_looks_for() -> None:
+def test_the_entry_points_in_the_readme_are_those_that_the_code_looks_for():
     files = [Path(package.__path__[0]) for package in (tasks, strategies, compression)]
     code = "".join(path.read_text() for room in files for path in room.glob("*.py"))
     named = set(re.findall(r"`(edgefl\.(?:tasks|strategies|codecs|local_steps))`", README))
@@ -152,13 +150,13 @@ def test_the_entry_points_in_the_readme_are_those_that_the_code_looks_for() -> N
         assert f'"{group}"' in code, group
 
 
-def test_the_guide_counts_the_methods_of_a_strategy() -> None:
+def test_the_guide_counts_the_methods_of_a_strategy():
     names = [name for name, value in vars(Strategy).items() if isinstance(value, FunctionType) and name[0] != "_"]
     guide = (ROOT / "docs" / "strategies.md").read_text()
     assert f"all {['seven', 'eight', 'nine', 'ten'][len(names) - 7]} methods" in guide.lower()
 
 
-def test_the_readme_s_run_file_can_be_run() -> None:
+def test_the_readme_s_run_file_can_be_run():
     (text,) = fences(README, "toml")
     assembled = assemble(parse_run(tomllib.loads(text)), "check")
     assert (assembled.config.devices.min, assembled.config.run.rounds) == (3, 20)
@@ -168,7 +166,7 @@ def test_the_readme_s_run_file_can_be_run() -> None:
 
 
 @pytest.fixture
-def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def modules(tmp_path, monkeypatch):
     """A folder with the README's modules, importable here and in processes that are started."""
     folder = tmp_path / "modules"
     folder.mkdir()
@@ -180,14 +178,14 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     assert names == ["greenhouse", "trimmed"]
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setenv("PYTHONPATH", f"{folder}:{ROOT}")
-    before: dict[str, ModuleType] = dict(sys.modules)
+    before = dict(sys.modules)
     yield folder
     for name in names:
         if name not in before:
             sys.modules.pop(name, None)
 
 
-def write_readings(folder: Path, seed: int, num_rows: int = 400) -> Path:
+def write_readings(folder, seed, num_rows=400):
     """Sensor readings whose answer is a linear rule, in two files as a board would collect them."""
     rng = np.random.default_rng(seed)
     inputs = rng.normal(size=(num_rows, 4))
@@ -198,8 +196,8 @@ def write_readings(folder: Path, seed: int, num_rows: int = 400) -> Path:
     return folder
 
 
-def test_the_readme_s_task_reads_its_folder_and_learns(modules: Path, tmp_path: Path) -> None:
-    task: Any = make_task("greenhouse:Greenhouse", {"hidden": 8})
+def test_the_readme_s_task_reads_its_folder_and_learns(modules, tmp_path):
+    task = make_task("greenhouse:Greenhouse", {"hidden": 8})
     readings = write_readings(tmp_path / "readings", seed=1)
     report = check_shard(task, str(readings))
     assert (report.task, report.num_examples, report.labels) == ("greenhouse:Greenhouse", 400, ("closed", "open"))
@@ -210,17 +208,15 @@ def test_the_readme_s_task_reads_its_folder_and_learns(modules: Path, tmp_path: 
     assert learner.evaluate(data)[1] > 0.95
 
 
-def test_the_readme_s_task_sees_that_its_folder_has_grown(modules: Path, tmp_path: Path) -> None:
+def test_the_readme_s_task_sees_that_its_folder_has_grown(modules, tmp_path):
     readings = write_readings(tmp_path / "readings", seed=1)
     (readings / "day-2.csv").write_text("1,2,3,4,1\n")
     assert len(make_task("greenhouse:Greenhouse").read(str(readings))) == 401
 
 
-def test_the_readme_s_strategy_leaves_the_extremes_out(modules: Path) -> None:
+def test_the_readme_s_strategy_leaves_the_extremes_out(modules):
     devices = {name: DeviceInfo(device_id=name) for name in ("a", "b", "c")}
-    view: Any = SimpleNamespace(
-        now_s=0.0, devices=devices, idle=list(devices), busy={}, speeds={}, progress={}, vitals={}
-    )
+    view = SimpleNamespace(now_s=0.0, devices=devices, idle=list(devices), busy={}, speeds={}, progress={}, vitals={})
     strategy = make_strategy("trimmed:TrimmedMean", {"trim": 1, "learning_rate": 0.2}, RoundRules())
     state, decision = strategy.assign(strategy.init({"w": np.zeros(1, np.float32)}), view)
     orders = [order for order in decision.orders if isinstance(order, Assignment)]
@@ -239,7 +235,7 @@ def test_the_readme_s_strategy_leaves_the_extremes_out(modules: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_readme_s_task_and_strategy_train_a_real_fleet(modules: Path, tmp_path: Path) -> None:
+def test_the_readme_s_task_and_strategy_train_a_real_fleet(modules, tmp_path):
     name = "greenhouse:Greenhouse"
     devices = [
         LocalDevice(name=f"d-{seed}", shards={name: str(write_readings(tmp_path / f"shard-{seed}", seed))})
@@ -254,9 +250,7 @@ def test_the_readme_s_task_and_strategy_train_a_real_fleet(modules: Path, tmp_pa
 
 
 @pytest.mark.slow
-def test_the_readme_s_notebook_lines_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_readme_s_notebook_lines_run(tmp_path, monkeypatch, capsys):
     (lines,) = [body for body in fences(README, "python") if body.startswith("import edgefl")]
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     exec(compile(lines, "README.md", "exec"), {})

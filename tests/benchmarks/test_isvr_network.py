@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,19 +14,19 @@ AT_RANDOM = ("pdmm-isvr", "admm-isvr", "ad-psgd")
 
 
 @pytest.fixture(scope="module")
-def network(harness: Callable[[str], ModuleType]) -> ModuleType:
+def network(harness):
     return harness("isvr_network")
 
 
 @pytest.fixture(scope="module")
-def images() -> Dataset:
+def images():
     rng = np.random.default_rng(1)
     return Dataset(
         inputs=rng.integers(0, 256, size=(400, 28, 28), dtype=np.uint8), labels=np.repeat(np.arange(10), 40)
     )
 
 
-def _cell(network: ModuleType, method: str, **changes: Any) -> Any:
+def _cell(network, method, **changes):
     cell = network.Cell(
         method=method,
         graph="ring",
@@ -46,7 +43,7 @@ def _cell(network: ModuleType, method: str, **changes: Any) -> Any:
     return replace(cell, **changes)
 
 
-def _ran(network: ModuleType, cell: Any, images: Dataset) -> Any:
+def _ran(network, cell, images):
     task = make_task("fashion-mnist", {"model": "logistic"})
     found = network.Network(cell, task, task.learner(), images)
     assert list(found.run()) == [4, 8, 12, 16]
@@ -54,9 +51,7 @@ def _ran(network: ModuleType, cell: Any, images: Dataset) -> Any:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_node_does_its_iterations_and_the_codec_dense_changes_nothing(
-    network: ModuleType, method: str, images: Dataset
-) -> None:
+def test_every_node_does_its_iterations_and_the_codec_dense_changes_nothing(network, method, images):
     plain = _ran(network, _cell(network, method), images)
     encoded = _ran(network, _cell(network, method, codec="dense"), images)
 
@@ -67,13 +62,11 @@ def test_every_node_does_its_iterations_and_the_codec_dense_changes_nothing(
 
 
 @pytest.mark.parametrize(("method", "exchanges"), [("dsgd", 4), ("k-gt", 4), ("d2", 16), ("gradient-tracking", 31)])
-def test_in_step_edges_exchange_as_often_as_the_method_says(
-    network: ModuleType, method: str, exchanges: int, images: Dataset
-) -> None:
+def test_in_step_edges_exchange_as_often_as_the_method_says(network, method, exchanges, images):
     assert _ran(network, _cell(network, method), images).exchanges_per_edge == exchanges
 
 
-def test_at_random_edges_exchange_once_in_a_period_on_average(network: ModuleType, images: Dataset) -> None:
+def test_at_random_edges_exchange_once_in_a_period_on_average(network, images):
     counts = [
         _ran(network, _cell(network, "admm-isvr", seed=seed), images).exchanges_per_edge for seed in range(1, 6)
     ]
@@ -81,7 +74,7 @@ def test_at_random_edges_exchange_once_in_a_period_on_average(network: ModuleTyp
     assert np.mean(counts) == pytest.approx(4, abs=0.7)
 
 
-def test_lost_mail_is_sent_and_does_not_arrive(network: ModuleType, images: Dataset) -> None:
+def test_lost_mail_is_sent_and_does_not_arrive(network, images):
     alone = _ran(network, _cell(network, "dsgd", lost=1.0), images)
     among = _ran(network, _cell(network, "dsgd"), images)
 
@@ -90,7 +83,7 @@ def test_lost_mail_is_sent_and_does_not_arrive(network: ModuleType, images: Data
 
 
 @pytest.mark.parametrize("cut", ["3 of 10", "8 of 10"])
-def test_shards_hold_their_classes_and_no_image_twice(network: ModuleType, cut: str, images: Dataset) -> None:
+def test_shards_hold_their_classes_and_no_image_twice(network, cut, images):
     classes = network.CUTS[cut]
     shards = network.class_shards(images.labels, classes, np.random.default_rng(1))
 

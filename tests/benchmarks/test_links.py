@@ -3,8 +3,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,26 +13,26 @@ HOST = "127.0.0.1"
 
 
 @pytest.fixture(scope="module")
-def links(harness: Callable[[str], ModuleType]) -> ModuleType:
+def links(harness):
     return harness("links")
 
 
 @pytest.fixture(scope="module")
-def shares(harness: Callable[[str], ModuleType]) -> ModuleType:
+def shares(harness):
     return harness("round_shares")
 
 
 class Sink:
     """Says when it had read all that a connection brought; answers with one byte."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._server = socket.create_server((HOST, 0))
-        self.port: int = self._server.getsockname()[1]
-        self.had_all_s: list[float] = []
+        self.port = self._server.getsockname()[1]
+        self.had_all_s = []
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self):
         while True:
             wire, _ = self._server.accept()
             with wire:
@@ -44,11 +43,11 @@ class Sink:
 
 
 @pytest.fixture
-def sink() -> Sink:
+def sink():
     return Sink()
 
 
-def _sent(port: int, num_bytes: int) -> float:
+def _sent(port, num_bytes):
     """Sends zeros over a connection that is there; returns when the first of them was given to it."""
     with socket.create_connection((HOST, port), timeout=20) as wire:
         time.sleep(0.3)  # the greeting of a connection takes a round trip, which is not what is looked at
@@ -59,7 +58,7 @@ def _sent(port: int, num_bytes: int) -> float:
     return started_s
 
 
-def test_a_payload_arrives_when_rate_and_delay_say(links: ModuleType, sink: Sink) -> None:
+def test_a_payload_arrives_when_rate_and_delay_say(links, sink):
     link, near, num_bytes = links.Link(delay_s=0.1, bits_per_s=8e6), free_port(), 1_500_000
     computed_s, took_s = 0.1 + num_bytes * 8 / 8e6, 9.0
     with links.linked(link, [((HOST, near), (HOST, sink.port))]):
@@ -71,7 +70,7 @@ def test_a_payload_arrives_when_rate_and_delay_say(links: ModuleType, sink: Sink
     assert computed_s <= took_s < computed_s + 0.1
 
 
-def test_each_device_has_the_rate_for_itself(links: ModuleType, sink: Sink) -> None:
+def test_each_device_has_the_rate_for_itself(links, sink):
     link, nears = links.Link(delay_s=0.0, bits_per_s=4e6), [free_port(), free_port()]
     other = Sink()
     took_s = 9.0
@@ -92,16 +91,14 @@ def test_each_device_has_the_rate_for_itself(links: ModuleType, sink: Sink) -> N
     assert 0.8 <= took_s < 1.2  # 0.3 s until they send, and half a second each, at the same time
 
 
-def test_what_no_protocol_can_be_under_is_two_delays_and_both_ways_at_the_rate(links: ModuleType) -> None:
+def test_what_no_protocol_can_be_under_is_two_delays_and_both_ways_at_the_rate(links):
     link = links.Link(delay_s=0.1, bits_per_s=5e6)
 
     assert link.least_round_s(1_000_000, 500_000) == pytest.approx(0.2 + 1.6 + 0.8)
     assert link.title == "100 ms, 5 Mbit/s"
 
 
-def test_the_table_over_links_tells_what_a_round_takes_beyond_the_least(
-    links: ModuleType, shares: ModuleType
-) -> None:
+def test_the_table_over_links_tells_what_a_round_takes_beyond_the_least(links, shares):
     turns = {"edgefl": SimpleNamespace(median_round_s=4.1), "stock Flower": SimpleNamespace(median_round_s=8.2)}
 
     floor = shares.over_link(links.Link(delay_s=0.1, bits_per_s=5e6), 1_000_000, turns)
@@ -110,7 +107,7 @@ def test_the_table_over_links_tells_what_a_round_takes_beyond_the_least(
     assert last.split() == ["100", "ms,", "5", "Mbit/s", "3.40", "4.10", "(+", "0.70)", "8.20", "(+", "4.80)", "2"]
 
 
-def test_overhead_is_the_share_of_a_round_that_is_not_training(shares: ModuleType) -> None:
+def test_overhead_is_the_share_of_a_round_that_is_not_training(shares):
     turns = {"edgefl": SimpleNamespace(median_round_s=60.3), "stock Flower": SimpleNamespace(median_round_s=75.0)}
 
     floor = shares.Floor(title="60 s of training", least_s=60.0, turns=turns)

@@ -3,9 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -37,12 +35,12 @@ print(pid)
 
 
 @pytest.fixture(scope="module")
-def trees(harness: Callable[[str], ModuleType]) -> ModuleType:
+def trees(harness):
     return harness("process_trees")
 
 
 @pytest.fixture
-def parent() -> Iterator[subprocess.Popen[str]]:
+def parent():
     process = subprocess.Popen(
         [sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -52,7 +50,7 @@ def parent() -> Iterator[subprocess.Popen[str]]:
     process.communicate("\n\n", timeout=10)
 
 
-def test_a_tree_has_the_memory_of_its_children(trees: ModuleType, parent: subprocess.Popen[str]) -> None:
+def test_a_tree_has_the_memory_of_its_children(trees, parent):
     pids = trees.tree(parent.pid, trees.children_by_parent())
 
     assert len(pids) == 2
@@ -60,7 +58,7 @@ def test_a_tree_has_the_memory_of_its_children(trees: ModuleType, parent: subpro
     assert trees.pss_bytes(parent.pid) < 50_000_000
 
 
-def test_a_tree_keeps_the_cpu_time_of_children_that_ended(trees: ModuleType, parent: subprocess.Popen[str]) -> None:
+def test_a_tree_keeps_the_cpu_time_of_children_that_ended(trees, parent):
     before = trees.look(trees.tree(parent.pid, trees.children_by_parent()))
     assert parent.stdin is not None
     assert parent.stdout is not None
@@ -74,14 +72,14 @@ def test_a_tree_keeps_the_cpu_time_of_children_that_ended(trees: ModuleType, par
     assert after.cpu_s > 0.99 * before.cpu_s > 0
 
 
-def test_a_process_that_is_gone_costs_nothing(trees: ModuleType) -> None:
+def test_a_process_that_is_gone_costs_nothing(trees):
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
 
     assert (trees.pss_bytes(process.pid), trees.cpu_s(process.pid), trees.command(process.pid)) == (0, 0.0, "")
 
 
-def test_a_meter_sees_what_happens_while_it_is_entered(trees: ModuleType, parent: subprocess.Popen[str]) -> None:
+def test_a_meter_sees_what_happens_while_it_is_entered(trees, parent):
     begin_s = time.time()
     with trees.Meter({"device": parent.pid}, interval_s=0.01) as meter:
         deadline_s = time.monotonic() + 60
@@ -93,7 +91,7 @@ def test_a_meter_sees_what_happens_while_it_is_entered(trees: ModuleType, parent
     assert any("python" in name for name in meter.commands)
 
 
-def test_a_span_with_one_look_is_too_short_to_measure(trees: ModuleType) -> None:
+def test_a_span_with_one_look_is_too_short_to_measure(trees):
     meter = trees.Meter({"device": 1})
     meter.samples["device"].append(trees.Sample(at_s=5.0, pss_bytes=1, cpu_s=0.0, num_processes=1))
 
@@ -101,7 +99,7 @@ def test_a_span_with_one_look_is_too_short_to_measure(trees: ModuleType) -> None
         meter.cost("device", 4.0, 6.0)
 
 
-def test_cost_counts_only_what_lies_in_the_span(trees: ModuleType) -> None:
+def test_cost_counts_only_what_lies_in_the_span(trees):
     meter = trees.Meter({"device": 1})
     meter.samples["device"] += [
         trees.Sample(at_s=at_s, pss_bytes=pss_bytes, cpu_s=cpu_s, num_processes=1)
@@ -117,7 +115,7 @@ def test_cost_counts_only_what_lies_in_the_span(trees: ModuleType) -> None:
     assert meter.cost("device", 1.5, 4.5) == trees.Cost(peak_bytes=30, median_bytes=20, cores=0.5)
 
 
-def test_other_cores_are_what_the_machine_did_beside_the_trees(trees: ModuleType) -> None:
+def test_other_cores_are_what_the_machine_did_beside_the_trees(trees):
     meter = trees.Meter({"device": 1})
     meter.samples["device"] += [
         trees.Sample(at_s=at_s, pss_bytes=1, cpu_s=cpu_s, num_processes=1) for at_s, cpu_s in ((1.0, 0.0), (3.0, 1.0))
@@ -127,7 +125,7 @@ def test_other_cores_are_what_the_machine_did_beside_the_trees(trees: ModuleType
     assert meter.other_cores(0.0, 4.0) == 1.0
 
 
-def test_no_descendant_outlives_its_end_though_it_is_orphaned_and_ignores_sigterm(trees: ModuleType) -> None:
+def test_no_descendant_outlives_its_end_though_it_is_orphaned_and_ignores_sigterm(trees):
     done = subprocess.run(
         [sys.executable, "-c", ORPHAN, str(HARNESS)], capture_output=True, text=True, timeout=20, check=True
     )

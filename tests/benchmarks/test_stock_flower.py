@@ -3,9 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -21,7 +19,7 @@ print(asked)
 """
 
 
-def _slept(module: str, seconds: float) -> str:
+def _slept(module, seconds):
     """Returns what a process that is kept awake asks of the clock when a module sleeps."""
     done = subprocess.run(
         [sys.executable, "-c", SLEEPS, module, str(seconds)],
@@ -35,24 +33,22 @@ def _slept(module: str, seconds: float) -> str:
 
 
 @pytest.mark.parametrize("module", ["flwr.supernode.start_client_internal", "flwr.superlink.grid.http_grid"])
-def test_a_poll_of_three_seconds_takes_ten_milliseconds(module: str) -> None:
+def test_a_poll_of_three_seconds_takes_ten_milliseconds(module):
     assert _slept(module, 3) == "[0.01]"
 
 
 @pytest.mark.parametrize(
     ("module", "seconds"), [("flwr.supernode.start_client_internal", 0.5), ("noop_app.client", 3.0)]
 )
-def test_no_other_sleep_is_shortened(module: str, seconds: float) -> None:
+def test_no_other_sleep_is_shortened(module, seconds):
     assert _slept(module, seconds) == f"[{seconds}]"
 
 
-def test_the_polls_are_where_the_installed_flower_has_them(harness: Callable[[str], ModuleType]) -> None:
+def test_the_polls_are_where_the_installed_flower_has_them(harness):
     harness("stock_flower")._check_polls()
 
 
-def test_a_poll_that_is_no_longer_there_is_told(
-    harness: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_poll_that_is_no_longer_there_is_told(harness, monkeypatch):
     stock = harness("stock_flower")
     monkeypatch.setattr(stock, "POLLS", {"flwr.superlink.grid.http_grid": 7})
     with pytest.raises(stock.StockFlowerError, match="does not sleep for 7 s"):

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -16,18 +14,18 @@ NUM_BEATS = 4000
 
 
 @pytest.fixture(scope="module")
-def growth(harness: Callable[[str], ModuleType]) -> ModuleType:
+def growth(harness):
     return harness("store_growth")
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     file = tmp_path / "edgefl.db"
     Store.open(file).close()
     return file
 
 
-def write_heartbeats(path: Path, *, number: int) -> None:
+def write_heartbeats(path, *, number):
     with Store.open(path) as store:
         for first in range(0, number, 10):
             store.record_heartbeats(
@@ -42,7 +40,7 @@ def write_heartbeats(path: Path, *, number: int) -> None:
             )  # fmt: skip
 
 
-def test_a_store_grows_as_its_rows_say(growth: ModuleType, path: Path) -> None:
+def test_a_store_grows_as_its_rows_say(growth, path):
     before = growth.stock(path)
     write_heartbeats(path, number=NUM_BEATS)
 
@@ -54,7 +52,7 @@ def test_a_store_grows_as_its_rows_say(growth: ModuleType, path: Path) -> None:
     assert f"{NUM_BEATS}" in growth.table(before, after)
 
 
-def test_pages_that_are_half_empty_are_noticed(growth: ModuleType, path: Path) -> None:
+def test_pages_that_are_half_empty_are_noticed(growth, path):
     before = growth.stock(path)
     write_heartbeats(path, number=NUM_BEATS)
     with closing(sqlite3.connect(path)) as store:
@@ -64,7 +62,7 @@ def test_pages_that_are_half_empty_are_noticed(growth: ModuleType, path: Path) -
     assert growth.ratio(before, growth.stock(path)) > 1.5
 
 
-def test_a_record_is_as_long_as_sqlite_says(growth: ModuleType, tmp_path: Path) -> None:
+def test_a_record_is_as_long_as_sqlite_says(growth, tmp_path):
     with closing(sqlite3.connect(tmp_path / "numbers.db")) as store:
         store.execute("CREATE TABLE t (id INTEGER PRIMARY KEY, a, b FLOAT, c TEXT)")
         values = [None, 0, 1, -128, 200, 40_000, 9_000_000, 3_000_000_000, 2**50, 0.5, "x" * 57, "y" * 58, b"z" * 200]
@@ -78,6 +76,6 @@ def test_a_record_is_as_long_as_sqlite_says(growth: ModuleType, tmp_path: Path) 
         assert computed == pytest.approx(payload + len(values) * (2 + 1 + 1) + 1, abs=1e-6)
 
 
-def test_without_rows_nothing_is_computed(growth: ModuleType, path: Path) -> None:
+def test_without_rows_nothing_is_computed(growth, path):
     with pytest.raises(ValueError, match="no rows were written"):
         growth.ratio(growth.stock(path), growth.stock(path))

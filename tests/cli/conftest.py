@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -17,22 +14,22 @@ from edgefl.types import Dataset
 class Ran:
     """What a command came to."""
 
-    def __init__(self, code: int, out: str, err: str) -> None:
+    def __init__(self, code, out, err):
         self.code, self.out, self.err = code, out, err
 
     @property
-    def is_one_line(self) -> bool:
+    def is_one_line(self):
         """Whether it failed as a user should see it."""
         return self.out == "" and self.err.startswith("edgefl: ") and self.err.count("\n") == 1
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+def run(capsys, monkeypatch, tmp_path):
     """Runs the command line in this process, in a home of its own."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
 
-    def call(*arguments: str | Path) -> Ran:
+    def call(*arguments):
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
             main(["-q", *map(str, arguments)])
@@ -43,7 +40,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
 
 
 @pytest.fixture
-def shard(tmp_path: Path) -> Path:
+def shard(tmp_path):
     """A shard of twelve digits in three classes, with its card."""
     path = tmp_path / "shards" / "device-01.npz"
     rows = np.arange(12)

@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from edgefl.tasks.cutting import cut_shards
 
 
 @pytest.fixture
-def state(tmp_path: Path) -> Path:
+def state(tmp_path):
     """A board on which a model is deployed that answers 4 to everything."""
     store = ModelStore(tmp_path / "pi")
     store.folder.parent.mkdir()
@@ -30,12 +29,12 @@ def state(tmp_path: Path) -> Path:
     return tmp_path / "pi"
 
 
-def edgefl(*arguments: object) -> subprocess.CompletedProcess[str]:
+def edgefl(*arguments):
     command = [sys.executable, "-m", "edgefl.cli.main", "device", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
 
-def test_infer_prints_class_and_probability_of_every_row(state: Path, tmp_path: Path) -> None:
+def test_infer_prints_class_and_probability_of_every_row(state, tmp_path):
     np.save(tmp_path / "rows.npy", np.zeros((3, 8, 8)))
     done = edgefl("infer", "--state", state, "--input", tmp_path / "rows.npy", "--format", "json")
     told = json.loads(done.stdout)
@@ -47,14 +46,14 @@ def test_infer_prints_class_and_probability_of_every_row(state: Path, tmp_path: 
     assert len(table) == 4
 
 
-def test_infer_tells_the_accuracy_where_there_are_labels(state: Path, tmp_path: Path) -> None:
+def test_infer_tells_the_accuracy_where_there_are_labels(state, tmp_path):
     shard = cut_shards("digits", "iid", 2, tmp_path / "shards")[0]
     done = edgefl("infer", "--state", state, "--input", shard, "--format", "csv")
     assert done.stdout.splitlines()[0] == "row,class,index,probability,label"
     assert done.stderr.startswith("accuracy 0.")
 
 
-def test_infer_runs_a_file_of_any_board(tmp_path: Path) -> None:
+def test_infer_runs_a_file_of_any_board(tmp_path):
     constant_model(tmp_path / "other.onnx", 7)
     np.save(tmp_path / "rows.npy", np.zeros((1, 8, 8)))
     done = edgefl("infer", "--model", tmp_path / "other.onnx", "--input", tmp_path / "rows.npy", "--format", "csv")
@@ -70,14 +69,14 @@ def test_infer_runs_a_file_of_any_board(tmp_path: Path) -> None:
         (["serve", "--model", "no.onnx", "--port", "0"], 4, "there is no model file no.onnx"),
     ],
 )
-def test_bad_input_is_one_line_and_an_exit_code(arguments: list[str], code: int, expected: str) -> None:
+def test_bad_input_is_one_line_and_an_exit_code(arguments, code, expected):
     done = edgefl(*arguments)
     assert (done.returncode, done.stdout) == (code, "")
     assert expected in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_serve_answers_until_sigterm_and_ends_with_zero(state: Path) -> None:
+def test_serve_answers_until_sigterm_and_ends_with_zero(state):
     command = [sys.executable, "-m", "edgefl.cli.main", "device", "serve", "--state", str(state), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -1,15 +1,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from edgefl.device.state import DeviceState
 
 
-def test_join_takes_the_task_from_the_shard_s_card(run: Any, front_door: Any, shard: Path, tmp_path: Path) -> None:
+def test_join_takes_the_task_from_the_shard_s_card(run, front_door, shard, tmp_path):
     token = front_door.token().text()
     ran = run("device", "join", front_door.address, "--token", token, "--shard", shard, "--name", "pi-1",
               "--state", tmp_path / "d", "--accelerator", "cpu", "--threads", "1")  # fmt: skip
@@ -21,7 +19,7 @@ def test_join_takes_the_task_from_the_shard_s_card(run: Any, front_door: Any, sh
     assert front_door.store.capabilities()["pi-1"].facts["cores"] >= 1
 
 
-def test_the_token_s_own_addresses_and_a_token_file_are_enough(run: Any, front_door: Any, tmp_path: Path) -> None:
+def test_the_token_s_own_addresses_and_a_token_file_are_enough(run, front_door, tmp_path):
     (tmp_path / "token").write_text(front_door.token().text() + "\n")
     ran = run("device", "join", "--token-file", tmp_path / "token", "--name", "pi-1", "--state", tmp_path / "d")
     assert ran.code == 0, ran.err
@@ -43,8 +41,8 @@ def test_the_token_s_own_addresses_and_a_token_file_are_enough(run: Any, front_d
     ],
 )
 def test_each_failed_join_is_one_line_its_own_exit_code_and_nothing_written(
-    run: Any, make_front_door: Any, tmp_path: Path, case: str, code: int, words: str
-) -> None:
+    run, make_front_door, tmp_path, case, code, words
+):
     door = make_front_door()
     token, name, address = door.token(ttl_s=-5.0 if case == "expired" else 60.0), "pi-1", door.address
     if case in ("used", "taken"):
@@ -69,9 +67,7 @@ def test_each_failed_join_is_one_line_its_own_exit_code_and_nothing_written(
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "foreign"])
-def test_a_shard_that_cannot_be_used_is_found_before_the_token_is(
-    run: Any, front_door: Any, shard: Path, tmp_path: Path, damage: str
-) -> None:
+def test_a_shard_that_cannot_be_used_is_found_before_the_token_is(run, front_door, shard, tmp_path, damage):
     text = str(shard)
     if damage == "missing":
         text = str(tmp_path / "none.npz")
@@ -84,7 +80,7 @@ def test_a_shard_that_cannot_be_used_is_found_before_the_token_is(
     assert front_door.requests == []
 
 
-def test_a_shard_without_a_card_needs_its_task(run: Any, front_door: Any, tmp_path: Path) -> None:
+def test_a_shard_without_a_card_needs_its_task(run, front_door, tmp_path):
     (tmp_path / "folder").mkdir()
     ran = run("device", "join", "--token", front_door.token().text(), "--shard", tmp_path / "folder")
     assert (ran.code, ran.is_one_line) == (2, True)
@@ -92,7 +88,7 @@ def test_a_shard_without_a_card_needs_its_task(run: Any, front_door: Any, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["cuda:1", "cuda"])
-def test_join_takes_one_gpu_of_several(run: Any, front_door: Any, tmp_path: Path, name: str) -> None:
+def test_join_takes_one_gpu_of_several(run, front_door, tmp_path, name):
     token = front_door.token().text()
     ran = run("device", "join", front_door.address, "--token", token, "--name", "pi-9", "--state", tmp_path / "d",
               "--accelerator", name)  # fmt: skip
@@ -101,7 +97,7 @@ def test_join_takes_one_gpu_of_several(run: Any, front_door: Any, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["cuda:", "cuda:x", "gpu", "cuda:1\n", ""])
-def test_an_accelerator_that_is_none_is_refused(run: Any, name: str) -> None:
+def test_an_accelerator_that_is_none_is_refused(run, name):
     ran = run("device", "join", "--token", "x", "--accelerator", name)
     assert ran.code == 2
     assert "must be auto, cpu, cuda or cuda:N" in ran.err

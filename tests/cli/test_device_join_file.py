@@ -6,16 +6,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from edgefl.cli.main import main
-from edgefl.coordinator.directory import CoordinatorDirectory, init_directory
+from edgefl.coordinator.directory import init_directory
 from edgefl.coordinator.joining.tokens import TokenTerms, make_token
 from edgefl.device.joining.join_file import JoinFile
 from edgefl.device.state import DeviceState
@@ -31,8 +29,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    def call(*arguments: str | Path) -> tuple[int, str, str]:
+def run(capsys):
+    def call(*arguments):
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
             main(["device", "join", *map(str, arguments)])
@@ -43,8 +41,8 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> Callable[..., Path]:
-    def write(token: JoinToken, **changes: Any) -> Path:
+def written(tmp_path):
+    def write(token, **changes):
         path = tmp_path / "join.json"
         path.write_text(JoinFile(**{"token": token.text(), "name": "pi-1", **changes}).text())
         return path
@@ -52,9 +50,7 @@ def written(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def test_a_file_says_it_all_and_is_gone_after_the_join(
-    run: Any, front_door: Any, written: Any, tmp_path: Path
-) -> None:
+def test_a_file_says_it_all_and_is_gone_after_the_join(run, front_door, written, tmp_path):
     shard = tmp_path / "a.npz"
     data = Dataset(inputs=np.zeros((12, 8, 8), dtype=np.uint8), labels=np.arange(12) % 3)
     write_shard(shard, data, ShardCard(task="digits"))
@@ -68,8 +64,8 @@ def test_a_file_says_it_all_and_is_gone_after_the_join(
 
 
 def test_data_that_is_missing_holds_up_no_join_is_told_and_is_used_when_it_comes(
-    run: Any, front_door: Any, written: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    run, front_door, written, tmp_path, caplog
+):
     file = written(front_door.token(), shards={"digits": "/nowhere/d.npz", "no-such-task": "/nowhere/x"})
     code, _, err = run("--file", file, "--until-joined", "--state", tmp_path / "d")
     assert code == 0, err
@@ -85,17 +81,13 @@ def test_data_that_is_missing_holds_up_no_join_is_told_and_is_used_when_it_comes
     assert file.exists()
 
 
-def test_the_addresses_of_the_file_come_before_the_token_s(
-    run: Any, front_door: Any, written: Any, tmp_path: Path
-) -> None:
+def test_the_addresses_of_the_file_come_before_the_token_s(run, front_door, written, tmp_path):
     token = replace(front_door.token(), addresses=("127.0.0.1:1",))
     code, _, err = run("--file", written(token, addresses=(front_door.address,)), "--state", tmp_path / "d")
     assert code == 0, err
 
 
-def test_the_standard_input_can_be_the_file(
-    run: Any, front_door: Any, written: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_standard_input_can_be_the_file(run, front_door, written, tmp_path, monkeypatch):
     with written(front_door.token()).open() as stream:
         monkeypatch.setattr(sys, "stdin", stream)
         code, _, err = run("--file", "-", "--state", tmp_path / "d")
@@ -113,9 +105,7 @@ def test_the_standard_input_can_be_the_file(
         (["--delete-file", "--token", "efl1.x"], 2, "goes with --file"),
     ],
 )
-def test_a_wrong_use_is_one_line_and_an_exit_code(
-    run: Any, written: Any, tmp_path: Path, given: list[str], code: int, words: str
-) -> None:
+def test_a_wrong_use_is_one_line_and_an_exit_code(run, written, tmp_path, given, code, words):
     (tmp_path / "broken").write_text("{")
     (tmp_path / "long").write_text("x" * 100_000)
     good = JoinToken(ca_fingerprint="a" * 64, token_id="t", secret="s", fleet="lab", addresses=("127.0.0.1:1",))
@@ -128,8 +118,8 @@ def test_a_wrong_use_is_one_line_and_an_exit_code(
 
 @pytest.mark.parametrize(("case", "code"), [("expired", 32), ("used", 33)])
 def test_a_token_that_lets_nobody_in_ends_with_its_own_code_and_keeps_the_file(
-    run: Any, front_door: Any, written: Any, tmp_path: Path, case: str, code: int
-) -> None:
+    run, front_door, written, tmp_path, case, code
+):
     token = front_door.token(ttl_s=-5.0 if case == "expired" else 60.0)
     if case == "used":
         run("--file", written(token, name="pi-2"), "--state", tmp_path / "other")
@@ -143,18 +133,16 @@ def test_a_token_that_lets_nobody_in_ends_with_its_own_code_and_keeps_the_file(
 class Processes:
     """A board that joins and a coordinator that may start later, as processes of their own."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root):
         self.root = root
-        self.directory: CoordinatorDirectory = init_directory(
-            root / "coordinator", hosts=["127.0.0.1"], fleet="lab", port=free_port()
-        )
-        self.running: list[subprocess.Popen[str]] = []
+        self.directory = init_directory(root / "coordinator", hosts=["127.0.0.1"], fleet="lab", port=free_port())
+        self.running = []
 
-    def token(self) -> JoinToken:
+    def token(self):
         with Store.open(self.directory.database) as store:
             return make_token(store, self.directory, TokenTerms(), now=time.time())
 
-    def start(self, *arguments: str | Path) -> subprocess.Popen[str]:
+    def start(self, *arguments):
         process = subprocess.Popen(
             [sys.executable, "-m", "edgefl", *map(str, arguments)],
             env={**os.environ, "PYTHONPATH": str(ROOT), "XDG_CONFIG_HOME": str(self.root / "config")},
@@ -165,11 +153,11 @@ class Processes:
         self.running.append(process)
         return process
 
-    def start_coordinator(self) -> None:
+    def start_coordinator(self):
         self.start("-q", "coordinator", "start", "--dir", self.directory.root, "--host", "127.0.0.1",
                    "--broker", "embedded", "--broker-port", str(free_port()))  # fmt: skip
 
-    def stop(self) -> None:
+    def stop(self):
         for process in self.running:
             process.terminate()
         for process in self.running:
@@ -177,16 +165,14 @@ class Processes:
 
 
 @pytest.fixture
-def processes(tmp_path: Path) -> Iterator[Processes]:
+def processes(tmp_path):
     made = Processes(tmp_path)
     yield made
     made.stop()
 
 
 @pytest.mark.slow
-def test_a_board_that_was_switched_on_first_joins_when_its_coordinator_comes(
-    processes: Processes, written: Any, tmp_path: Path
-) -> None:
+def test_a_board_that_was_switched_on_first_joins_when_its_coordinator_comes(processes, written, tmp_path):
     file = written(processes.token())
     board = processes.start(
         "device", "join", "--file", file, "--until-joined", "--delete-file", "--state", tmp_path / "d"

@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
 
-
-def test_shards_may_come_later_and_are_checked(run: Any, front_door: Any, shard: Path, tmp_path: Path) -> None:
+def test_shards_may_come_later_and_are_checked(run, front_door, shard, tmp_path):
     token = front_door.token().text()
     assert run("device", "join", "--token", token, "--name", "pi-1", "--state", tmp_path / "d").code == 0
     assert run("device", "shard", "check", "--state", tmp_path / "d").code == 40

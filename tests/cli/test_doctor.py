@@ -8,10 +8,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import closing
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +17,7 @@ from edgefl.assembly import assemble
 from edgefl.cli.main import main
 from edgefl.coordinator import pki
 from edgefl.coordinator.brokers.choice import mosquitto_path
-from edgefl.coordinator.directory import CoordinatorDirectory, load_directory
+from edgefl.coordinator.directory import load_directory
 from edgefl.coordinator.service import Coordinator
 from edgefl.coordinator.start_options import StartOptions
 from edgefl.device.state import DeviceState
@@ -37,30 +34,30 @@ from edgefl.types import Dataset
 class Said:
     """What the doctor said."""
 
-    def __init__(self, code: int, out: str, err: str) -> None:
+    def __init__(self, code, out, err):
         self.code, self.out, self.err = code, out, err
-        self.rows: list[dict[str, str]] = json.loads(out).get("rows", []) if out.startswith("{") else []
+        self.rows = json.loads(out).get("rows", []) if out.startswith("{") else []
 
-    def of(self, check: str, level: str | None = None) -> list[dict[str, str]]:
+    def of(self, check, level=None):
         return [row for row in self.rows if row["check"] == check and level in {None, row["level"]}]
 
     @property
-    def problems(self) -> list[str]:
+    def problems(self):
         return [row["text"] for row in self.rows if row["level"] == "problem"]
 
     @property
-    def warnings(self) -> list[str]:
+    def warnings(self):
         return [row["text"] for row in self.rows if row["level"] == "warning"]
 
 
 @pytest.fixture
-def edgefl(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+def edgefl(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     monkeypatch.delenv("EDGEFL_URL", raising=False)
     monkeypatch.delenv("EDGEFL_TOKEN", raising=False)
 
-    def call(*arguments: str | Path) -> Said:
+    def call(*arguments):
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
             main(["-q", *map(str, arguments)])
@@ -71,9 +68,9 @@ def edgefl(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.fixture
-def doctor(edgefl: Any) -> Callable[..., Said]:
-    def call(*arguments: str | Path) -> Said:
-        said: Said = edgefl("doctor", "--format", "json", *arguments)
+def doctor(edgefl):
+    def call(*arguments):
+        said = edgefl("doctor", "--format", "json", *arguments)
         for row in said.rows:
             assert (row["level"] == "ok") == (row["remedy"] == ""), row
         assert (said.code == 50) == bool(said.problems), said.err
@@ -83,7 +80,7 @@ def doctor(edgefl: Any) -> Callable[..., Said]:
 
 
 @pytest.fixture
-def directory(edgefl: Any, tmp_path: Path) -> CoordinatorDirectory:
+def directory(edgefl, tmp_path):
     root = tmp_path / "data" / "edgefl" / "coordinator"
     said = edgefl("coordinator", "init", "--host", "127.0.0.1", "--port", str(free_port()))
     assert said.code == 0
@@ -91,7 +88,7 @@ def directory(edgefl: Any, tmp_path: Path) -> CoordinatorDirectory:
 
 
 @pytest.fixture
-def running(directory: CoordinatorDirectory) -> Iterator[CoordinatorDirectory]:
+def running(directory):
     broker = "mosquitto" if mosquitto_path() else "embedded"
     options = StartOptions(host="127.0.0.1", port=directory.port, broker_port=free_port(), broker=broker)
     with Coordinator(directory, options, assemble):
@@ -99,7 +96,7 @@ def running(directory: CoordinatorDirectory) -> Iterator[CoordinatorDirectory]:
 
 
 @pytest.fixture
-def joined(edgefl: Any, running: CoordinatorDirectory, tmp_path: Path) -> DeviceState:
+def joined(edgefl, running, tmp_path):
     shard = tmp_path / "shards" / "device-01.npz"
     rows = np.arange(12)
     data = Dataset(inputs=np.zeros((12, 8, 8), dtype=np.uint8), labels=rows % 3)
@@ -111,12 +108,12 @@ def joined(edgefl: Any, running: CoordinatorDirectory, tmp_path: Path) -> Device
     return DeviceState.load()
 
 
-def test_nothing_set_up_is_one_line(edgefl: Any) -> None:
+def test_nothing_set_up_is_one_line(edgefl):
     said = edgefl("doctor")
     assert (said.code, said.out, said.err.count("\n")) == (36, "", 1)
 
 
-def test_it_finds_out_where_it_is_and_all_is_well(doctor: Callable[..., Said], joined: DeviceState) -> None:
+def test_it_finds_out_where_it_is_and_all_is_well(doctor, joined):
     said = doctor()
     assert said.problems == []
     assert {row["where"] for row in said.rows} == {"software", "coordinator", "device", "operator"}
@@ -128,9 +125,7 @@ def test_it_finds_out_where_it_is_and_all_is_well(doctor: Callable[..., Said], j
     assert "is sound" in sound["text"]
 
 
-def test_people_get_a_line_for_each_finding_and_one_for_its_remedy(
-    edgefl: Any, directory: CoordinatorDirectory
-) -> None:
+def test_people_get_a_line_for_each_finding_and_one_for_its_remedy(edgefl, directory):
     directory.ca_key.chmod(0o644)
     said = edgefl("doctor", "--dir", directory.root)
     assert said.code == 50
@@ -141,11 +136,11 @@ def test_people_get_a_line_for_each_finding_and_one_for_its_remedy(
     assert lines[at + 1].strip() == f"remedy: chmod 600 {directory.ca_key}"
 
 
-def test_it_changes_nothing(doctor: Callable[..., Said], directory: CoordinatorDirectory) -> None:
+def test_it_changes_nothing(doctor, directory):
     with Store.open(directory.database):
         pass
 
-    def all_files() -> dict[str, tuple[bytes, int]]:
+    def all_files():
         found = (path for path in directory.root.rglob("*") if path.is_file())
         return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in found}
 
@@ -154,18 +149,14 @@ def test_it_changes_nothing(doctor: Callable[..., Said], directory: CoordinatorD
     assert all_files() == before
 
 
-def test_a_coordinator_that_does_not_run_is_a_warning_and_a_taken_port_a_problem(
-    doctor: Callable[..., Said], directory: CoordinatorDirectory
-) -> None:
+def test_a_coordinator_that_does_not_run_is_a_warning_and_a_taken_port_a_problem(doctor, directory):
     said = doctor("--dir", directory.root)
     assert "it does not run" in said.warnings
     with socket.create_server(("127.0.0.1", directory.port)):
         assert "another program has its port" in doctor("--dir", directory.root).problems[0]
 
 
-def test_damage_in_a_coordinator_s_directory_is_found_piece_by_piece(
-    doctor: Callable[..., Said], directory: CoordinatorDirectory
-) -> None:
+def test_damage_in_a_coordinator_s_directory_is_found_piece_by_piece(doctor, directory):
     with Store.open(directory.database) as store, store.batch():
         store.add_run(run_id="r1", name="n", task="digits", strategy="fedavg", config={}, seed=7, submitted_at=1.0)
         kept = [save_model(directory.models, {"w": np.full(3, value, np.float32)}) for value in (1.0, 2.0, 3.0)]
@@ -203,9 +194,7 @@ def test_damage_in_a_coordinator_s_directory_is_found_piece_by_piece(
     assert any("is damaged at byte" in text for text in doctor("--dir", directory.root).problems)
 
 
-def test_a_damaged_and_a_newer_database_are_problems(
-    doctor: Callable[..., Said], directory: CoordinatorDirectory
-) -> None:
+def test_a_damaged_and_a_newer_database_are_problems(doctor, directory):
     with Store.open(directory.database):
         pass
     whole = directory.database.read_bytes()
@@ -220,9 +209,7 @@ def test_a_damaged_and_a_newer_database_are_problems(
     assert found["remedy"] == "update edgefl"
 
 
-def test_a_checkpoint_of_a_newer_edgefl_is_a_problem_that_no_backup_mends(
-    doctor: Callable[..., Said], directory: CoordinatorDirectory
-) -> None:
+def test_a_checkpoint_of_a_newer_edgefl_is_a_problem_that_no_backup_mends(doctor, directory):
     folder = directory.runs / "r1" / "checkpoints"
     folder.mkdir(mode=0o700, parents=True)
     (folder / f"{1:020d}.checkpoint.json").write_text('{"v": 2}')
@@ -231,9 +218,7 @@ def test_a_checkpoint_of_a_newer_edgefl_is_a_problem_that_no_backup_mends(
     assert found["remedy"] == "start a newer edgefl"
 
 
-def test_certificates_of_another_ca_or_for_other_names_are_problems(
-    doctor: Callable[..., Said], directory: CoordinatorDirectory
-) -> None:
+def test_certificates_of_another_ca_or_for_other_names_are_problems(doctor, directory):
     server = pki.issue_server(directory.authority(), ["elsewhere.lan"])
     directory.server_cert.write_bytes(server.cert_pem)
     directory.server_key.write_bytes(server.key_pem)
@@ -245,7 +230,7 @@ def test_certificates_of_another_ca_or_for_other_names_are_problems(
     assert "the coordinator's own certificate is not from this fleet's CA" in doctor("--dir", directory.root).problems
 
 
-def doctor_with_clock_off(off_s: float, *arguments: str | Path) -> Said:
+def doctor_with_clock_off(off_s, *arguments):
     """The doctor in a process of its own, whose clock is so much ahead."""
     command = [sys.executable, "-c", _SHIFTED, str(off_s), "-q", "doctor", "--format", "json", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -262,12 +247,12 @@ main()
 """
 
 
-def test_a_fleet_whose_certificates_have_ended_is_told(directory: CoordinatorDirectory) -> None:
+def test_a_fleet_whose_certificates_have_ended_is_told(directory):
     said = doctor_with_clock_off(21 * 366 * 86_400.0, "--dir", directory.root)
     assert (said.code, sum(" ended on " in text for text in said.problems)) == (50, 3)
 
 
-def test_a_board_whose_clock_is_wrong_is_told_and_works_all_the_same(joined: DeviceState) -> None:
+def test_a_board_whose_clock_is_wrong_is_told_and_works_all_the_same(joined):
     said = doctor_with_clock_off(-50 * 365 * 86_400.0, "--state", joined.root)
     assert said.problems == []
     (wrong, apart) = said.of("clock", "warning")
@@ -276,7 +261,7 @@ def test_a_board_whose_clock_is_wrong_is_told_and_works_all_the_same(joined: Dev
     assert len(said.of("broker", "ok")) == 2
 
 
-def test_a_device_whose_fleet_is_away_says_so_with_a_remedy(doctor: Callable[..., Said], joined: DeviceState) -> None:
+def test_a_device_whose_fleet_is_away_says_so_with_a_remedy(doctor, joined):
     joined.change(addresses=(f"127.0.0.1:{free_port()}",), broker_port=free_port())
     said = doctor("--state", joined.root)
     assert [row["check"] for row in said.rows if row["level"] == "problem"] == ["coordinator", "broker"]
@@ -284,13 +269,11 @@ def test_a_device_whose_fleet_is_away_says_so_with_a_remedy(doctor: Callable[...
     assert doctor("--state", joined.root).problems == []
 
 
-def load_directory_port(state: DeviceState) -> int:
+def load_directory_port(state):
     return load_directory(state.root.parent / "coordinator").port
 
 
-def test_a_device_with_damaged_shards_or_keys_says_which(
-    doctor: Callable[..., Said], joined: DeviceState, tmp_path: Path
-) -> None:
+def test_a_device_with_damaged_shards_or_keys_says_which(doctor, joined, tmp_path):
     (tmp_path / "shards" / "device-01.npz").write_bytes(b"no shard")
     joined.key.chmod(0o604)
     said = doctor("--state", joined.root)
@@ -301,7 +284,7 @@ def test_a_device_with_damaged_shards_or_keys_says_which(
     assert doctor("--state", joined.root).of("device", "problem")
 
 
-def test_a_running_agent_is_not_pushed_off_by_the_doctor(doctor: Callable[..., Said], joined: DeviceState) -> None:
+def test_a_running_agent_is_not_pushed_off_by_the_doctor(doctor, joined):
     with joined.locked():
         said = doctor("--state", joined.root)
     assert said.problems == said.warnings == []
@@ -309,9 +292,7 @@ def test_a_running_agent_is_not_pushed_off_by_the_doctor(doctor: Callable[..., S
     assert "its rules are tried when pi-1 is not connected" in broker["text"]
 
 
-def test_an_operator_s_token_is_tried(
-    doctor: Callable[..., Said], joined: DeviceState, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_operator_s_token_is_tried(doctor, joined, monkeypatch):
     port = load_directory_port(joined)
     said = doctor("--url", f"https://127.0.0.1:{port}")
     assert (said.problems, {row["where"] for row in said.rows}) == ([], {"software", "operator"})

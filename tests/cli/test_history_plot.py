@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import plotted_store as made
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from edgefl.cli.history import command
 from edgefl.cli.history_plot import OperatorSource, batch_size
@@ -30,7 +28,7 @@ RUNS = {"fedavg": {}, "asgd": {}, "dsgd": {"graph": "ring"}}
 
 
 @pytest.fixture(scope="module")
-def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def simulated(tmp_path_factory):
     """A store with three real runs on four virtual boards."""
     root = tmp_path_factory.mktemp("simulated")
     for name, options in RUNS.items():
@@ -45,8 +43,8 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def plot(simulated: Path) -> Callable[..., Result]:
-    def run(*words: object) -> Result:
+def plot(simulated):
+    def run(*words):
         told = ["plot", *map(str, words), "--dir", str(simulated)]
         return CliRunner(mix_stderr=False).invoke(command, told, catch_exceptions=False)
 
@@ -54,9 +52,7 @@ def plot(simulated: Path) -> Callable[..., Result]:
 
 
 @pytest.mark.parametrize("kind", [None, *KINDS])
-def test_every_kind_is_drawn_from_a_simulated_run(
-    plot: Callable[..., Result], tmp_path: Path, kind: str | None
-) -> None:
+def test_every_kind_is_drawn_from_a_simulated_run(plot, tmp_path, kind):
     out = tmp_path / "sheet.png"
     done = plot(*([kind] if kind else []), "--run", "dsgd", "--out", out)
     assert done.exit_code == 0, done.stderr
@@ -66,14 +62,14 @@ def test_every_kind_is_drawn_from_a_simulated_run(
 
 
 @pytest.mark.parametrize("kind", ["accuracy", "throughput", "traffic", "computing-time", "staleness"])
-def test_several_runs_share_a_sheet(plot: Callable[..., Result], tmp_path: Path, kind: str) -> None:
+def test_several_runs_share_a_sheet(plot, tmp_path, kind):
     runs = [word for name in RUNS for word in ("--run", name)]
     done = plot(kind, *runs, "--out", tmp_path / "sheet.svg", "--title", "three strategies")
     assert done.exit_code == 0, done.stderr
     assert (tmp_path / "sheet.svg").read_text().startswith("<?xml")
 
 
-def test_the_same_runs_give_the_same_file(plot: Callable[..., Result], tmp_path: Path) -> None:
+def test_the_same_runs_give_the_same_file(plot, tmp_path):
     for ending in ("png", "svg", "pdf"):
         first, second = tmp_path / f"1.{ending}", tmp_path / f"2.{ending}"
         for out in (first, second):
@@ -96,14 +92,8 @@ def test_the_same_runs_give_the_same_file(plot: Callable[..., Result], tmp_path:
     ],
 )
 def test_bad_input_is_one_line_and_an_exit_code_and_no_file(  # noqa: PLR0917 pytest passes them by name
-    simulated: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: list[str],
-    code: int,
-    message: str,
-) -> None:
+    simulated, tmp_path, monkeypatch, capsys, words, code, message
+):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
         main(["history", "plot", *words, "--dir", str(simulated)])
@@ -115,9 +105,7 @@ def test_bad_input_is_one_line_and_an_exit_code_and_no_file(  # noqa: PLR0917 py
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_cannot_be_written_is_one_line(
-    simulated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_cannot_be_written_is_one_line(simulated, tmp_path, capsys):
     (tmp_path / "a.png").mkdir()
     with pytest.raises(SystemExit) as end:
         main(["history", "plot", "--out", str(tmp_path / "a.png"), "--dir", str(simulated)])
@@ -125,7 +113,7 @@ def test_a_file_that_cannot_be_written_is_one_line(
     assert capsys.readouterr().err == f"edgefl: {tmp_path}/a.png cannot be written: Is a directory\n"
 
 
-def typed(path: str, *words: object) -> subprocess.CompletedProcess[str]:
+def typed(path, *words):
     return subprocess.run(
         [sys.executable, "-m", "edgefl.cli.main", "history", "plot", *map(str, words)],
         env={**os.environ, "PYTHONPATH": path},
@@ -136,7 +124,7 @@ def typed(path: str, *words: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_without_matplotlib_it_says_how_to_get_it(simulated: Path, tmp_path: Path) -> None:
+def test_without_matplotlib_it_says_how_to_get_it(simulated, tmp_path):
     (tmp_path / "matplotlib.py").write_text("raise ImportError('not here')\n")
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     done = typed(path, "--dir", simulated, "--out", tmp_path / "a.png")
@@ -145,15 +133,13 @@ def test_without_matplotlib_it_says_how_to_get_it(simulated: Path, tmp_path: Pat
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_pdf_is_written_without_a_word_about_fonts(simulated: Path, tmp_path: Path) -> None:
+def test_a_pdf_is_written_without_a_word_about_fonts(simulated, tmp_path):
     done = typed(str(ROOT), "--dir", simulated, "--run", "fedavg", "--out", tmp_path / "a.pdf")
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "a.pdf").read_bytes().startswith(b"%PDF")
 
 
-def test_a_running_coordinator_gives_the_same_sheets_as_its_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_running_coordinator_gives_the_same_sheets_as_its_store(tmp_path, monkeypatch):
     monkeypatch.delenv("EDGEFL_URL", raising=False)
     monkeypatch.delenv("EDGEFL_TOKEN", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "fleet" / "config"))
@@ -178,10 +164,10 @@ def test_a_running_coordinator_gives_the_same_sheets_as_its_store(
 class Pages:
     """An operator's connection to a coordinator that gives two rows at a time."""
 
-    def __init__(self, *numbers: int) -> None:
+    def __init__(self, *numbers):
         self.numbers = numbers
 
-    def get(self, path: str, params: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def get(self, path, params=None):
         given = params or {}
         if path != "/edgefl/v1/history/updates":
             return {"v": 1}
@@ -193,7 +179,7 @@ class Pages:
         return {"rows": rows, "next": str(behind) if behind < len(self.numbers) else None}
 
 
-def test_a_coordinator_that_gives_pages_is_asked_until_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_coordinator_that_gives_pages_is_asked_until_the_last(monkeypatch):
     pages = Pages(1, 2, 3, 4, 5)
     monkeypatch.setattr("edgefl.client.Operator.from_options", lambda _url: pages)
     source = OperatorSource(Source(directory=None, url="https://localhost:9443"))
@@ -203,9 +189,7 @@ def test_a_coordinator_that_gives_pages_is_asked_until_the_last(monkeypatch: pyt
         source.rows("rounds", run="r")
 
 
-def test_a_coordinator_that_does_not_run_is_an_error_that_names_the_other_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_coordinator_that_does_not_run_is_an_error_that_names_the_other_way(tmp_path, monkeypatch):
     directory = init_directory(tmp_path / "c", hosts=["127.0.0.1"], fleet="lab", port=free_port())
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     grant_access(directory)
@@ -213,13 +197,13 @@ def test_a_coordinator_that_does_not_run_is_an_error_that_names_the_other_way(
         CliRunner().invoke(command, ["plot", "--out", str(tmp_path / "b.png")], catch_exceptions=False)
 
 
-def test_the_batch_size_is_the_run_file_s_else_the_task_s() -> None:
+def test_the_batch_size_is_the_run_file_s_else_the_task_s():
     assert batch_size("digits", "fedavg", {"strategy": {"batch_size": 5}}) == 5
     assert batch_size("digits", "fedavg", {}) == 8
     assert batch_size("noop", "fedavg", {}) == 64
 
 
-def test_nobody_s_code_is_imported_to_learn_a_batch_size() -> None:
+def test_nobody_s_code_is_imported_to_learn_a_batch_size():
     assert batch_size("this:Task", "fedavg", {}) is None
     assert batch_size("digits", "this:Strategy", {}) is None
     assert batch_size("digits", "fedavg", {"task": {"model": "no such model"}}) is None

@@ -15,20 +15,20 @@ from edgefl.cli.main import COMMANDS, main
 CLI = Path(importlib.import_module("edgefl.cli").__file__ or "").parent
 
 
-def _edgefl(*words: str) -> subprocess.CompletedProcess[str]:
+def _edgefl(*words):
     return subprocess.run(
         [sys.executable, "-m", "edgefl.cli.main", *words], capture_output=True, text=True, timeout=60, check=False
     )
 
 
-def _leaves(command: click.Command, path: tuple[str, ...]) -> list[tuple[str, ...]]:
+def _leaves(command, path):
     if not isinstance(command, click.Group):
         return [path]
     return [leaf for name, inner in command.commands.items() for leaf in _leaves(inner, (*path, name))]
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_every_command_has_a_module_and_a_help_text_for_each_of_its_parts(name: str) -> None:
+def test_every_command_has_a_module_and_a_help_text_for_each_of_its_parts(name):
     command = importlib.import_module(f"edgefl.cli.{name.replace('-', '_')}").command
     assert (CLI / f"{name.replace('-', '_')}.py").exists()
     for leaf in _leaves(command, ()):
@@ -40,32 +40,30 @@ def test_every_command_has_a_module_and_a_help_text_for_each_of_its_parts(name: 
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_a_group_says_what_each_command_does_in_a_whole_sentence(name: str) -> None:
+def test_a_group_says_what_each_command_does_in_a_whole_sentence(name):
     command = importlib.import_module(f"edgefl.cli.{name.replace('-', '_')}").command
     text = click.testing.CliRunner().invoke(command, ["--help"]).stdout
     assert "..." not in text.partition("Commands:")[2]
 
 
-def test_help_lists_every_command() -> None:
+def test_help_lists_every_command():
     done = _edgefl("--help")
     assert done.returncode == 0
     assert all(f"  {name} " in done.stdout for name in COMMANDS)
 
 
-def test_the_version_is_printed() -> None:
+def test_the_version_is_printed():
     assert _edgefl("--version").stdout.strip().endswith(__version__)
 
 
 @pytest.mark.parametrize("words", [("dance",), ("run", "dance"), ("demo", "--devices", "none"), ("run", "submit")])
-def test_wrong_arguments_end_with_2(words: tuple[str, ...]) -> None:
+def test_wrong_arguments_end_with_2(words):
     done = _edgefl(*words)
     assert (done.returncode, done.stdout) == (2, "")
     assert "Traceback" not in done.stderr
 
 
-def test_an_error_is_one_line_on_stderr_and_its_exit_code(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_is_one_line_on_stderr_and_its_exit_code(capsys, monkeypatch):
     command = click.Command("fails", callback=_fail)
     monkeypatch.setitem(COMMANDS, "fails", "for this test")
     monkeypatch.setitem(sys.modules, "edgefl.cli.fails", _module(command))
@@ -75,15 +73,15 @@ def test_an_error_is_one_line_on_stderr_and_its_exit_code(
     assert capsys.readouterr() == ("", "edgefl: the store is gone; it was at /a look there\n")
 
 
-def _fail() -> None:
+def _fail():
     raise errors.StoreError("the store is gone; it was at /a\n look there")
 
 
-def _module(command: click.Command) -> type:
+def _module(command):
     return type("module", (), {"command": command})
 
 
-def test_the_documented_exit_codes_are_those_of_the_classes() -> None:
+def test_the_documented_exit_codes_are_those_of_the_classes():
     documented = {
         words[0]: int(words[1])
         for line in (errors.__doc__ or "").splitlines()

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +31,7 @@ class Ended:
     out: str
     err: str
 
-    def rows(self) -> list[Any]:
+    def rows(self):
         return list(json.loads(self.out)["rows"])
 
 
@@ -44,12 +42,12 @@ class Trained:
     shards: Path
 
     @property
-    def models(self) -> Path:
+    def models(self):
         return self.fleet.directory / "models"
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+def trained(tmp_path_factory):
     """A coordinator after a run of six rounds that were all evaluated."""
     root = tmp_path_factory.mktemp("models")
     cut = cut_devices("digits", "iid", 2, root / "shards", None, 7)
@@ -61,8 +59,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
 
 
 @pytest.fixture
-def edgefl(trained: Trained) -> Callable[..., Ended]:
-    def call(*words: object) -> Ended:
+def edgefl(trained):
+    def call(*words):
         process = trained.fleet.popen([str(word) for word in words], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         out, err = process.communicate(timeout=60)
         return Ended(process.returncode, out.decode(), err.decode())
@@ -71,10 +69,10 @@ def edgefl(trained: Trained) -> Callable[..., Ended]:
 
 
 @pytest.fixture
-def offline(trained: Trained) -> Callable[..., Any]:
+def offline(trained):
     """The same commands on the directory alone."""
 
-    def call(*words: object) -> Any:
+    def call(*words):
         where = ("--dir", str(trained.fleet.directory))
         return CliRunner(mix_stderr=False).invoke(
             command, [*(str(word) for word in words), *where], catch_exceptions=False
@@ -84,7 +82,7 @@ def offline(trained: Trained) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def outside(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def outside(trained, tmp_path, monkeypatch):
     """An empty folder, in which this process is the fleet's operator and has no coordinator of its own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(trained.fleet.root / "config"))
@@ -92,12 +90,12 @@ def outside(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return tmp_path
 
 
-def best_of(trained: Trained) -> dict[str, Any]:
+def best_of(trained):
     scored = [row for row in trained.fleet.history("rounds", run=trained.run_id) if row["accuracy"] is not None]
     return max(scored, key=lambda row: (row["accuracy"], row["round"]))
 
 
-def test_list_names_what_the_rule_keeps_with_the_history_s_accuracies(edgefl: Any, trained: Trained) -> None:
+def test_list_names_what_the_rule_keeps_with_the_history_s_accuracies(edgefl, trained):
     rows = edgefl("model", "list", "--format", "json").rows()
     assert list(rows[0]) == list(COLUMNS)
     best = best_of(trained)["round"]
@@ -112,7 +110,7 @@ def test_list_names_what_the_rule_keeps_with_the_history_s_accuracies(edgefl: An
     assert rows[0]["sha256"][:12] in table[1]
 
 
-def test_both_ways_of_asking_tell_the_same(edgefl: Any, offline: Any, tmp_path: Path) -> None:
+def test_both_ways_of_asking_tell_the_same(edgefl, offline, tmp_path):
     assert json.loads(offline("list", "--format", "json").stdout)["rows"] == edgefl(
         "model", "list", "--format", "json"
     ).rows()  # fmt: skip
@@ -122,7 +120,7 @@ def test_both_ways_of_asking_tell_the_same(edgefl: Any, offline: Any, tmp_path: 
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
 
 
-def test_show_tells_what_a_model_is(edgefl: Any, trained: Trained) -> None:
+def test_show_tells_what_a_model_is(edgefl, trained):
     (row,) = edgefl("model", "show", "latest", "--format", "json").rows()
     assert (row["run_id"], row["task"], row["task_options"], row["latest"]) == (trained.run_id, "digits", {}, True)
     table = edgefl("model", "show", row["sha256"][:10]).out
@@ -130,9 +128,7 @@ def test_show_tells_what_a_model_is(edgefl: Any, trained: Trained) -> None:
     assert "bytes file     19.6 kB" in table
 
 
-def test_safetensors_are_the_kept_file_and_any_reader_opens_them(
-    edgefl: Any, trained: Trained, tmp_path: Path
-) -> None:
+def test_safetensors_are_the_kept_file_and_any_reader_opens_them(edgefl, trained, tmp_path):
     out = tmp_path / "model.safetensors"
     said = edgefl("model", "export", "latest", "--out", out)
     assert (said.code, said.err) == (0, "")
@@ -144,7 +140,7 @@ def test_safetensors_are_the_kept_file_and_any_reader_opens_them(
     }
 
 
-def test_onnx_is_checked_on_the_coordinator_s_own_test_shard(offline: Any, trained: Trained, tmp_path: Path) -> None:
+def test_onnx_is_checked_on_the_coordinator_s_own_test_shard(offline, trained, tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
     out = tmp_path / "model.onnx"
     said = offline("export", "best", "--out", out, "--quantise")
@@ -165,9 +161,7 @@ def test_onnx_is_checked_on_the_coordinator_s_own_test_shard(offline: Any, train
     assert (logits.argmax(axis=1) == data.labels).mean() > 0.8
 
 
-def test_onnx_of_a_coordinator_elsewhere_says_that_its_inputs_were_made_up(
-    edgefl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_onnx_of_a_coordinator_elsewhere_says_that_its_inputs_were_made_up(edgefl, tmp_path, monkeypatch):
     pytest.importorskip("onnx")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     said = edgefl("model", "export", "latest", "--out", tmp_path / "model.onnx")
@@ -176,7 +170,7 @@ def test_onnx_of_a_coordinator_elsewhere_says_that_its_inputs_were_made_up(
     assert "not known without labelled data; give --shard" in shard_said.out
 
 
-def test_torch_loads_what_was_exported_for_it(edgefl: Any, tmp_path: Path) -> None:
+def test_torch_loads_what_was_exported_for_it(edgefl, tmp_path):
     torch = pytest.importorskip("torch")
     said = edgefl("model", "export", "latest", "--out", tmp_path / "model.pt")
     assert said.code == 0, said.err
@@ -185,14 +179,14 @@ def test_torch_loads_what_was_exported_for_it(edgefl: Any, tmp_path: Path) -> No
     ]
 
 
-def test_evaluate_finds_the_accuracies_that_were_recorded(offline: Any, trained: Trained) -> None:
+def test_evaluate_finds_the_accuracies_that_were_recorded(offline, trained):
     rows = json.loads(offline("evaluate", "--on", "coordinator", "--format", "json").stdout)["rows"]
     assert len(rows) >= 4
     assert [row["accuracy"] for row in rows] == [pytest.approx(row["recorded_accuracy"]) for row in rows]
     assert {row["num_examples"] for row in rows} == {len(make_task("digits").read(str(trained.shards / "test.npz")))}
 
 
-def test_evaluate_takes_the_test_part_of_a_device_s_shard(edgefl: Any, trained: Trained) -> None:
+def test_evaluate_takes_the_test_part_of_a_device_s_shard(edgefl, trained):
     shard = trained.shards / "device-01.npz"
     rows = edgefl("model", "evaluate", "best", "six:5", "--shard", shard, "--format", "json").rows()
     everything = edgefl("model", "evaluate", "best", "--shard", shard, "--part", "all", "--format", "json").rows()
@@ -229,9 +223,7 @@ def test_evaluate_takes_the_test_part_of_a_device_s_shard(edgefl: Any, trained: 
     ],
     ids=str,
 )
-def test_a_mistake_is_one_line_and_its_exit_code(
-    words: tuple[str, ...], code: int, said: str, outside: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_is_one_line_and_its_exit_code(words, code, said, outside, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["model", *words])
     told = capsys.readouterr()
@@ -240,9 +232,7 @@ def test_a_mistake_is_one_line_and_its_exit_code(
     assert list(outside.iterdir()) == []
 
 
-def test_a_damaged_file_is_noticed_before_anything_is_written(
-    trained: Trained, offline: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_file_is_noticed_before_anything_is_written(trained, offline, tmp_path, capsys):
     row = json.loads(offline("show", "six:2", "--format", "json").stdout)["rows"][0]
     path = trained.models / f"{row['sha256']}.safetensors"
     whole = path.read_bytes()
@@ -268,7 +258,7 @@ def test_a_damaged_file_is_noticed_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_download_names_what_is_wrong(trained: Trained, tmp_path: Path) -> None:
+def test_a_download_names_what_is_wrong(trained, tmp_path):
     operator = trained.fleet.operator()
     with (tmp_path / "file").open("wb") as into:
         with pytest.raises(NotFoundError, match="no kept model begins with 'beef'"):
@@ -282,5 +272,5 @@ def test_a_download_names_what_is_wrong(trained: Trained, tmp_path: Path) -> Non
         operator.download("/edgefl/v1/models/best/file", full)
 
 
-def other_ca() -> str:
+def other_ca():
     return pki.create_authority("another").cert_pem.decode()

@@ -8,8 +8,7 @@ import sqlite3
 import stat
 import subprocess
 import tarfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import yaml
@@ -32,13 +31,13 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+def run(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.delenv("EDGEFL_JOIN_TOKEN", raising=False)
 
     wheels = make_wheel(tmp_path / "wheels", "edgefl", __version__, {}).parent
 
-    def call(*arguments: str | Path) -> tuple[int, str, str]:
+    def call(*arguments):
         capsys.readouterr()
         if "--wheels" not in arguments:
             arguments = (*arguments, "--wheels", wheels)
@@ -51,7 +50,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
 
 
 @pytest.fixture
-def card(tmp_path: Path) -> Path:
+def card(tmp_path):
     root = tmp_path / "bootfs"
     root.mkdir()
     (root / "config.txt").write_text("arm_64bit=1\n")
@@ -61,7 +60,7 @@ def card(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Coordinator]:
+def coordinator(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     directory = init_directory(tmp_path / "coordinator", hosts=["127.0.0.1"], fleet="lab", port=free_port())
     directory, _ = grant_access(directory)
@@ -70,16 +69,16 @@ def coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Coo
         yield running
 
 
-def tree(root: Path) -> dict[str, bytes]:
+def tree(root):
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
-def num_tokens(root: Path) -> int:
+def num_tokens(root):
     with sqlite3.connect(f"file:{root}/coordinator/edgefl.db?mode=ro", uri=True) as database:
         return int(database.execute("SELECT count(*) FROM tokens").fetchone()[0])
 
 
-def test_a_card_gets_its_files_and_the_token_only_in_the_join_file(run: Run, card: Path) -> None:
+def test_a_card_gets_its_files_and_the_token_only_in_the_join_file(run, card):
     code, out, err = run("--boot", card, "--name", "pi-01", "--token", TOKEN, "--shard", "digits=/srv/d.npz")
     assert code == 0, err
     assert "pi-01: trixie (it has cloud-init's files)" in out
@@ -91,9 +90,7 @@ def test_a_card_gets_its_files_and_the_token_only_in_the_join_file(run: Run, car
     assert (card / "user-data.before-edgefl").read_text() == "#cloud-config\n"
 
 
-def test_a_dry_run_shows_the_difference_and_writes_and_spends_nothing(
-    run: Run, card: Path, coordinator: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_shows_the_difference_and_writes_and_spends_nothing(run, card, coordinator, tmp_path, monkeypatch):
     monkeypatch.setenv("EDGEFL_WIFI_PASSWORD", "topsecretpass")
     before, tokens = tree(card), num_tokens(tmp_path)
     code, out, err = run("--boot", card, "--name", "pi-01", "--wifi-ssid", "lab", "--wifi-country", "DE", "--dry-run")
@@ -106,7 +103,7 @@ def test_a_dry_run_shows_the_difference_and_writes_and_spends_nothing(
     assert (tree(card), num_tokens(tmp_path)) == (before, tokens)
 
 
-def test_a_token_is_made_by_the_coordinator_for_one_board(run: Run, card: Path, coordinator: Coordinator) -> None:
+def test_a_token_is_made_by_the_coordinator_for_one_board(run, card, coordinator):
     code, out, err = run("--boot", card, "--name", "pi-01", "--ttl", "2h", "--group", "roof", "--role", "evaluator")
     assert code == 0, err
     assert "its token lets one board in until 20" in out
@@ -160,9 +157,7 @@ WIFI = ["--boot", "{card}", "--name", "pi-01", "--wifi-ssid", "lab"]
         (["--count", "2", "--name", "pi-{{}}", "--out", "{new}", "--os", "bookworm"], 2, "--image"),
     ],
 )
-def test_what_makes_no_sense_is_one_line_and_writes_nothing(
-    run: Run, card: Path, tmp_path: Path, given: list[str], code: int, words: str
-) -> None:
+def test_what_makes_no_sense_is_one_line_and_writes_nothing(run, card, tmp_path, given, code, words):
     (tmp_path / "empty").mkdir()
     before = tree(card)
     places = {"card": card, "empty": tmp_path / "empty", "new": tmp_path / "new"}
@@ -176,15 +171,13 @@ def test_what_makes_no_sense_is_one_line_and_writes_nothing(
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_wheels_stay_on_a_card_only_when_that_is_said(run: Run, card: Path, keeps: bool) -> None:
+def test_wheels_stay_on_a_card_only_when_that_is_said(run, card, keeps):
     words = ["--keep-wheels"] if keeps else []
     assert run("--boot", card, "--name", "pi-01", "--token", TOKEN, *words)[0] == 0
     assert (card / "edgefl/keep-wheels").exists() is keeps
 
 
-def test_a_board_that_would_ask_an_index_for_edgefl_is_refused(
-    card: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_board_that_would_ask_an_index_for_edgefl_is_refused(card, capsys):
     before = tree(card)
     with pytest.raises(SystemExit) as ended:
         main(["-q", "provision", "raspberry-pi", "--boot", str(card), "--name", "pi-01", "--token", TOKEN])
@@ -193,16 +186,14 @@ def test_a_board_that_would_ask_an_index_for_edgefl_is_refused(
     assert tree(card) == before
 
 
-def test_a_refusal_makes_no_token(run: Run, card: Path, coordinator: Coordinator, tmp_path: Path) -> None:
+def test_a_refusal_makes_no_token(run, card, coordinator, tmp_path):
     tokens = num_tokens(tmp_path)
     (card / "user-data").write_text("#!/bin/sh\nreboot\n")
     assert run("--boot", card, "--name", "pi-01")[0] == 3
     assert num_tokens(tmp_path) == tokens
 
 
-def test_many_boards_get_a_folder_a_name_and_a_token_each_and_a_sheet(
-    run: Run, coordinator: Coordinator, tmp_path: Path
-) -> None:
+def test_many_boards_get_a_folder_a_name_and_a_token_each_and_a_sheet(run, coordinator, tmp_path):
     out = tmp_path / "cards"
     code, _, err = run("--count", "3", "--name", "pi-{:02d}", "--out", out, "--first", "8")
     assert code == 0, err
@@ -219,9 +210,7 @@ def test_many_boards_get_a_folder_a_name_and_a_token_each_and_a_sheet(
     assert run("--count", "3", "--name", "pi-{:02d}", "--out", out, "--first", "8")[0] == 2
 
 
-def test_many_boards_get_no_folder_that_others_can_look_into(
-    run: Run, coordinator: Coordinator, tmp_path: Path
-) -> None:
+def test_many_boards_get_no_folder_that_others_can_look_into(run, coordinator, tmp_path):
     out, tokens = tmp_path / "cards", num_tokens(tmp_path)
     out.mkdir()
     out.chmod(0o750)
@@ -233,9 +222,7 @@ def test_many_boards_get_no_folder_that_others_can_look_into(
     assert run("--count", "2", "--name", "pi-{}", "--out", out)[0] == 0
 
 
-def test_an_image_s_copy_is_written_for_one_board_and_for_many(
-    run: Run, card: Path, coordinator: Coordinator, tmp_path: Path
-) -> None:
+def test_an_image_s_copy_is_written_for_one_board_and_for_many(run, card, coordinator, tmp_path):
     if shutil.which("mcopy") is None or shutil.which("mkfs.vfat") is None:
         pytest.skip("mtools or dosfstools is not installed")
     image = tmp_path / "raspios.img"
@@ -255,9 +242,7 @@ def test_an_image_s_copy_is_written_for_one_board_and_for_many(
     assert (code, "+++ b/meta-data" in told) == (0, True), err
 
 
-def test_a_jetson_s_overlay_holds_a_join_file(
-    run: Run, coordinator: Coordinator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_jetson_s_overlay_holds_a_join_file(run, coordinator, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["-q", "provision", "jetson", "--name", "orin-1", "--out", str(tmp_path / "overlay.tar.gz"),
               "--wheels", str(tmp_path / "wheels")])  # fmt: skip
@@ -269,7 +254,7 @@ def test_a_jetson_s_overlay_holds_a_join_file(
         assert JoinFile.parse(member.read().decode()).name == "orin-1"
 
 
-def test_the_store_s_tokens_let_one_board_in(run: Run, card: Path, coordinator: Coordinator, tmp_path: Path) -> None:
+def test_the_store_s_tokens_let_one_board_in(run, card, coordinator, tmp_path):
     run("--boot", card, "--name", "pi-01")
     with Store.open(tmp_path / "coordinator/edgefl.db") as store:
         token = JoinToken.parse(json.loads((card / "edgefl/join.json").read_text())["token"])

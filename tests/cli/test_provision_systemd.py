@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -14,7 +13,7 @@ from edgefl.errors import EdgeflError, NotAllowedError, UsageError
 from edgefl.provision import systemd as units
 
 
-def run(*words: str) -> str:
+def run(*words):
     python = [] if "--python" in words else ["--python", units.PROGRAM]
     result = CliRunner().invoke(edgefl, ["provision", "systemd", *python, *words])
     if isinstance(result.exception, EdgeflError):
@@ -23,7 +22,7 @@ def run(*words: str) -> str:
     return result.stdout
 
 
-def test_a_devices_units_have_the_paths_of_this_installation_and_show_its_data(tmp_path: Path) -> None:
+def test_a_devices_units_have_the_paths_of_this_installation_and_show_its_data(tmp_path):
     told = run("--out", str(tmp_path), "--python", "/opt/mine/bin/python", "--shard", "digits=/home/pi/digits.npz")
     device = (tmp_path / "edgefl-device.service").read_text()
     assert "ExecStart=/opt/mine/bin/python -m edgefl device start" in device
@@ -33,12 +32,12 @@ def test_a_devices_units_have_the_paths_of_this_installation_and_show_its_data(t
     assert "join.json" in told
 
 
-def test_a_second_time_nothing_is_written(tmp_path: Path) -> None:
+def test_a_second_time_nothing_is_written(tmp_path):
     assert "wrote" in run("--out", str(tmp_path))
     assert "wrote" not in run("--out", str(tmp_path))
 
 
-def test_a_coordinator_with_its_broker_apart(tmp_path: Path) -> None:
+def test_a_coordinator_with_its_broker_apart(tmp_path):
     run("--coordinator", "--broker", "--out", str(tmp_path))
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == {
         "edgefl-broker.service",
@@ -51,7 +50,7 @@ def test_a_coordinator_with_its_broker_apart(tmp_path: Path) -> None:
     )
 
 
-def test_without_out_the_units_are_printed() -> None:
+def test_without_out_the_units_are_printed():
     assert run("--gpu").count("# /etc/systemd/system/") == 3
 
 
@@ -65,13 +64,13 @@ def test_without_out_the_units_are_printed() -> None:
         (["--shard", "digits"], "must be TASK=PATH, got 'digits'"),
     ],
 )
-def test_what_makes_no_sense_is_told(words: list[str], told: str) -> None:
+def test_what_makes_no_sense_is_told(words, told):
     with pytest.raises(UsageError, match=told):
         run(*words)
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare")
-def test_install_puts_units_and_user_in_place_and_enables_them(tmp_path: Path) -> None:
+def test_install_puts_units_and_user_in_place_and_enables_them(tmp_path):
     for name in ("upper", "work", "bin"):
         (tmp_path / name).mkdir()
     calls = tmp_path / "calls"
@@ -98,7 +97,7 @@ def test_install_puts_units_and_user_in_place_and_enables_them(tmp_path: Path) -
     assert (tmp_path / "upper" / "systemd" / "system" / "edgefl-coordinator.service").exists()
 
 
-def test_install_needs_root(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_needs_root(monkeypatch):
     monkeypatch.setattr(units.os, "geteuid", lambda: 1000)
     with pytest.raises(NotAllowedError, match="by root"):
         units.install(units.Installation())

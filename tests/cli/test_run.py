@@ -7,10 +7,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import apart_strategy
 import pytest
@@ -28,12 +25,12 @@ class Ended:
     out: str
     err: str
 
-    def rows(self) -> list[Any]:
+    def rows(self):
         return list(json.loads(self.out)["rows"])
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalFleet]:
+def fleet(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     cut = cut_devices("digits", "iid", 2, root / "shards", None, 7)
     with pytest.MonkeyPatch.context() as environment:
@@ -43,8 +40,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalFleet]:
 
 
 @pytest.fixture
-def edgefl(fleet: LocalFleet) -> Callable[..., Ended]:
-    def call(*words: object) -> Ended:
+def edgefl(fleet):
+    def call(*words):
         process = fleet.popen([str(word) for word in words], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         out, err = process.communicate(timeout=100)
         return Ended(process.returncode, out.decode(), err.decode())
@@ -53,8 +50,8 @@ def edgefl(fleet: LocalFleet) -> Callable[..., Ended]:
 
 
 @pytest.fixture
-def run_file(tmp_path: Path) -> Callable[..., Path]:
-    def write(name: str = "run", min_devices: int = 2, **run: Any) -> Path:
+def run_file(tmp_path):
+    def write(name="run", min_devices=2, **run):
         lines = [f"{key} = {json.dumps(value)}" for key, value in (BASE | {"name": name} | run).items()]
         path = tmp_path / f"{name}.toml"
         path.write_text("\n".join(["[run]", *lines, "[devices]", f"min = {min_devices}"]) + "\n")
@@ -63,7 +60,7 @@ def run_file(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def test_submit_prints_the_id_and_watch_stays_to_the_end(edgefl: Any, run_file: Any, fleet: LocalFleet) -> None:
+def test_submit_prints_the_id_and_watch_stays_to_the_end(edgefl, run_file, fleet):
     ended = edgefl("run", "submit", run_file("first", rounds=3), "--watch")
     assert ended.code == 0
     run_id = ended.out.strip()
@@ -74,14 +71,14 @@ def test_submit_prints_the_id_and_watch_stays_to_the_end(edgefl: Any, run_file: 
     assert fleet.model_file(fleet.operator().get(f"/edgefl/v1/runs/{run_id}")["model"]).stat().st_size > 19_000
 
 
-def test_show_names_every_setting(edgefl: Any, run_file: Any) -> None:
+def test_show_names_every_setting(edgefl, run_file):
     edgefl("run", "submit", run_file("shown", rounds=1), "--watch")
     table = edgefl("run", "show", "shown").out
     assert "run.evaluate_on" in table
     assert "strategy.name" in table
 
 
-def test_runs_wait_for_each_other_and_are_listed_oldest_first(edgefl: Any, run_file: Any, fleet: LocalFleet) -> None:
+def test_runs_wait_for_each_other_and_are_listed_oldest_first(edgefl, run_file, fleet):
     first = edgefl("run", "submit", run_file("queue-1", rounds=20)).out.strip()
     second = edgefl("run", "submit", run_file("queue-2", rounds=1)).out.strip()
     rows = {row["run_id"]: row for row in edgefl("run", "list", "--format", "json").rows()}
@@ -91,9 +88,7 @@ def test_runs_wait_for_each_other_and_are_listed_oldest_first(edgefl: Any, run_f
     assert ended["status"] == "finished"
 
 
-def test_stop_ends_a_run_after_what_is_in_flight_and_keeps_its_model(
-    edgefl: Any, run_file: Any, fleet: LocalFleet
-) -> None:
+def test_stop_ends_a_run_after_what_is_in_flight_and_keeps_its_model(edgefl, run_file, fleet):
     run_id = edgefl("run", "submit", run_file("endless", rounds=1_000_000)).out.strip()
     while len(fleet.history("rounds", run=run_id)) < 3:
         threading.Event().wait(0.05)
@@ -108,7 +103,7 @@ def test_stop_ends_a_run_after_what_is_in_flight_and_keeps_its_model(
     assert "is stopped already" in again.err
 
 
-def test_stop_takes_a_waiting_run_out_of_the_queue(edgefl: Any, run_file: Any, fleet: LocalFleet) -> None:
+def test_stop_takes_a_waiting_run_out_of_the_queue(edgefl, run_file, fleet):
     first = edgefl("run", "submit", run_file("blocks", rounds=1_000_000, min_devices=50)).out.strip()
     second = edgefl("run", "submit", run_file("waits", rounds=1)).out.strip()
     assert edgefl("run", "stop", second).out == f"{second} stopped\n"
@@ -127,9 +122,7 @@ def test_stop_takes_a_waiting_run_out_of_the_queue(edgefl: Any, run_file: Any, f
         ("seconds", 0.5, "seconds reached 0.5"),
     ],
 )
-def test_a_run_ends_by_each_stop_rule(
-    edgefl: Any, run_file: Any, fleet: LocalFleet, rule: str, value: float, reason: str
-) -> None:
+def test_a_run_ends_by_each_stop_rule(edgefl, run_file, fleet, rule, value, reason):
     run_id = edgefl("run", "submit", run_file(rule, **{rule: value})).out.strip()
     ended = fleet.wait_run(run_id)
     assert (ended["status"], ended["reason"]) == ("finished", reason)
@@ -147,7 +140,7 @@ def test_a_run_ends_by_each_stop_rule(
     assert closed[-1]["accuracy"] is not None, "the last version is evaluated"
 
 
-def test_a_run_that_fails_says_why_and_watch_ends_with_41(edgefl: Any, run_file: Any, tmp_path: Path) -> None:
+def test_a_run_that_fails_says_why_and_watch_ends_with_41(edgefl, run_file, tmp_path):
     path = run_file("hopeless", rounds=3)
     path.write_text(path.read_text() + "[strategy]\nlearning_rate = 1e30\n")
     ended = edgefl("run", "submit", path, "--watch")
@@ -157,9 +150,7 @@ def test_a_run_that_fails_says_why_and_watch_ends_with_41(edgefl: Any, run_file:
     assert " failed: " in last
 
 
-def test_a_watcher_sees_the_end_of_a_run_that_went_on_under_another_coordinator(
-    edgefl: Any, run_file: Any, fleet: LocalFleet
-) -> None:
+def test_a_watcher_sees_the_end_of_a_run_that_went_on_under_another_coordinator(edgefl, run_file, fleet):
     run_id = edgefl("run", "submit", run_file("cut", rounds=1_000_000)).out.strip()
     while len(fleet.history("rounds", run=run_id)) < 3:
         threading.Event().wait(0.05)
@@ -172,14 +163,12 @@ def test_a_watcher_sees_the_end_of_a_run_that_went_on_under_another_coordinator(
     assert ended.err.splitlines()[-1].startswith("cut stopped: round ")
 
 
-def test_the_module_starts_without_anything_heavy() -> None:
+def test_the_module_starts_without_anything_heavy():
     program = "import edgefl.cli.run, sys; sys.exit(bool({'rich', 'sqlalchemy', 'numpy', 'flwr'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def test_submit_says_what_the_strategy_keeps_for_the_devices_and_refuses_too_much(
-    edgefl: Any, tmp_path: Path
-) -> None:
+def test_submit_says_what_the_strategy_keeps_for_the_devices_and_refuses_too_much(edgefl, tmp_path):
     path = tmp_path / "compensated.toml"
     path.write_text('[run]\ntask = "digits"\nrounds = 1\n[strategy]\nname = "dc-asgd"\n')
     ended = edgefl("run", "submit", path, "--watch")
@@ -190,9 +179,7 @@ def test_submit_says_what_the_strategy_keeps_for_the_devices_and_refuses_too_muc
     assert "for 2 devices, the run may have 1000 bytes: raise run.max_state_bytes" in refused.err
 
 
-def test_the_end_of_a_run_with_models_of_single_devices_tells_the_average_and_the_nodes(
-    edgefl: Any, run_file: Any, fleet: LocalFleet
-) -> None:
+def test_the_end_of_a_run_with_models_of_single_devices_tells_the_average_and_the_nodes(edgefl, run_file, fleet):
     path = run_file("apart", rounds=3)
     path.write_text(f'{path.read_text()}[strategy]\nname = "{apart_strategy.NAME}"\n')
     ended = edgefl("run", "submit", path, "--watch")
@@ -214,7 +201,7 @@ def test_the_end_of_a_run_with_models_of_single_devices_tells_the_average_and_th
     assert [one["node_accuracy"] is None for one in rounds] == [False] * 3
 
 
-def test_a_run_without_them_is_shown_as_ever(edgefl: Any, run_file: Any) -> None:
+def test_a_run_without_them_is_shown_as_ever(edgefl, run_file):
     ended = edgefl("run", "submit", run_file("plain", rounds=1), "--watch")
     assert ended.err.splitlines()[-1].startswith("plain finished: round 1 of 1, accuracy 0.")
     (row,) = edgefl("run", "show", "plain", "--format", "json").rows()

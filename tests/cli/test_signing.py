@@ -7,22 +7,22 @@ import shutil
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 from wheel_files import make_wheel
 
 from edgefl.cli.main import edgefl
 from edgefl.errors import BundleError, ConfigError, UsageError
 
 
-def run(*arguments: object, check: bool = True, **options: object) -> Result:
-    result = CliRunner().invoke(edgefl, [str(one) for one in arguments], **options)  # type: ignore[arg-type]
+def run(*arguments, check=True, **options):
+    result = CliRunner().invoke(edgefl, [str(one) for one in arguments], **options)
     if check:
         assert result.exit_code == 0, result.output
     return result
 
 
 @pytest.fixture
-def signed(tmp_path: Path) -> Path:
+def signed(tmp_path):
     run("signing", "init", "--keys", tmp_path / "keys", "--no-passphrase")
     wheel = make_wheel(tmp_path / "w", "gulls", "1.0", {"gulls.py": ""})
     out = tmp_path / "gulls.bundle"
@@ -32,7 +32,7 @@ def signed(tmp_path: Path) -> Path:
     return out
 
 
-def test_a_bundle_is_signed_trusted_and_shown(signed: Path, tmp_path: Path) -> None:
+def test_a_bundle_is_signed_trusted_and_shown(signed, tmp_path):
     (tmp_path / "etc").mkdir()
     trusted = tmp_path / "etc" / "signers"
     told = run("device", "trust", tmp_path / "keys" / "signing.pub.pem", "--signers", trusted).output
@@ -44,13 +44,13 @@ def test_a_bundle_is_signed_trusted_and_shown(signed: Path, tmp_path: Path) -> N
     assert "gulls-1.0-py3-none-any.whl" in run("signing", "show", signed, "--keys", tmp_path / "keys").output
 
 
-def test_show_tells_what_a_bundle_is_also_when_nobody_here_trusts_it(signed: Path, tmp_path: Path) -> None:
+def test_show_tells_what_a_bundle_is_also_when_nobody_here_trusts_it(signed, tmp_path):
     result = run("signing", "show", signed, "--signers", tmp_path / "none", check=False)
     assert isinstance(result.exception, BundleError)
     assert "gulls" in result.output
 
 
-def test_a_passphrase_is_asked_for_and_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_passphrase_is_asked_for_and_needed(tmp_path, monkeypatch):
     keys, wheel = tmp_path / "keys", make_wheel(tmp_path, "gulls", "1.0", {"gulls.py": ""})
     run("signing", "init", "--keys", keys, input="battery\nbattery\n")
     sign = ("signing", "sign", wheel, "--kind", "pack", "--version", "1.0", "--out", tmp_path / "b", "--keys", keys)
@@ -60,7 +60,7 @@ def test_a_passphrase_is_asked_for_and_needed(tmp_path: Path, monkeypatch: pytes
     run(*sign)
 
 
-def test_what_a_board_would_refuse_is_not_signed(signed: Path, tmp_path: Path) -> None:
+def test_what_a_board_would_refuse_is_not_signed(signed, tmp_path):
     evil = make_wheel(tmp_path / "e", "gulls", "1.0", {"../x": ""})
     for wheel, version, line in (
         (evil, "1.0", "lies outside"),
@@ -73,19 +73,19 @@ def test_what_a_board_would_refuse_is_not_signed(signed: Path, tmp_path: Path) -
     assert not (tmp_path / "no").exists()
 
 
-def test_a_private_key_is_not_trusted_by_mistake(signed: Path, tmp_path: Path) -> None:
+def test_a_private_key_is_not_trusted_by_mistake(signed, tmp_path):
     result = run("device", "trust", tmp_path / "keys" / "signing.pem", "--signers", tmp_path / "s", check=False)
     assert isinstance(result.exception, ConfigError)
     assert not (tmp_path / "s").exists()
 
 
-def test_apply_update_says_where_there_are_no_slots(tmp_path: Path) -> None:
+def test_apply_update_says_where_there_are_no_slots(tmp_path):
     result = run("device", "apply-update", "--root", tmp_path, "--state", tmp_path, "true", check=False)
     assert isinstance(result.exception, ConfigError)
     assert "a board that was installed by hand is updated by hand" in str(result.exception)
 
 
-def test_a_removal_is_signed_without_wheels_and_needs_the_name_of_its_pack(signed: Path, tmp_path: Path) -> None:
+def test_a_removal_is_signed_without_wheels_and_needs_the_name_of_its_pack(signed, tmp_path):
     out = tmp_path / "no-gulls.bundle"
     sign = ("signing", "sign", "--kind", "removal", "--version", "1.0", "--out", out, "--keys", tmp_path / "keys")
     told = run(*sign, "--name", "gulls").output
@@ -96,7 +96,7 @@ def test_a_removal_is_signed_without_wheels_and_needs_the_name_of_its_pack(signe
     assert isinstance(run(*sign, wheel, "--name", "gulls", check=False).exception, BundleError)
 
 
-def test_a_wheel_whose_name_fits_no_bundle_is_said_before_anything_is_written(signed: Path, tmp_path: Path) -> None:
+def test_a_wheel_whose_name_fits_no_bundle_is_said_before_anything_is_written(signed, tmp_path):
     wheel = next((tmp_path / "w").glob("*.whl"))
     long = wheel.rename(wheel.with_name(f"gulls-1.0-py3-none-{'.'.join(['manylinux2014_x86_64'] * 5)}.whl"))
     result = run("signing", "sign", long, "--kind", "pack", "--version", "1.0", "--out", tmp_path / "x", "--keys",

@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import apart_strategy
 import pytest
@@ -20,12 +19,12 @@ Call = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def edgefl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+def edgefl(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.syspath_prepend(apart_strategy.TESTS)
 
-    def call(*words: object) -> subprocess.CompletedProcess[str]:
+    def call(*words):
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
             main(["-q", *map(str, words)])
@@ -36,13 +35,13 @@ def edgefl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(RUN)
     return path
 
 
-def test_it_prints_the_rounds_and_where_to_ask_for_more(edgefl: Call, file: Path, tmp_path: Path) -> None:
+def test_it_prints_the_rounds_and_where_to_ask_for_more(edgefl, file, tmp_path):
     done = edgefl("simulate", file, "--devices", 3, "--profile", "pi-4", "--profile", "pi-zero-2w")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -55,14 +54,14 @@ def test_it_prints_the_rounds_and_where_to_ask_for_more(edgefl: Call, file: Path
     assert (tmp_path / "edgefl" / "simulations" / "edgefl.db").exists()
 
 
-def test_json_has_the_rounds_in_full_and_nothing_else(edgefl: Call, file: Path, tmp_path: Path) -> None:
+def test_json_has_the_rounds_in_full_and_nothing_else(edgefl, file, tmp_path):
     done = edgefl("simulate", file, "--dir", tmp_path / "d", "--seed", 3, "--format", "json")
     rows = json.loads(done.stdout)["rows"]
     assert [row["round"] for row in rows] == [1, 2]
     assert rows[1]["ended_s"] == pytest.approx(rows[0]["seconds"] + rows[1]["seconds"])
 
 
-def test_without_training_there_is_no_accuracy(edgefl: Call, file: Path, tmp_path: Path) -> None:
+def test_without_training_there_is_no_accuracy(edgefl, file, tmp_path):
     words = ("simulate", file, "--devices", 200, "--bookkeeping-only", "--dir", tmp_path / "d", "--format", "json")
     done = edgefl(*words)
     rows = json.loads(done.stdout)["rows"]
@@ -70,14 +69,14 @@ def test_without_training_there_is_no_accuracy(edgefl: Call, file: Path, tmp_pat
     assert {row["accuracy"] for row in rows} == {None}
 
 
-def test_faults_are_taken_from_a_script(edgefl: Call, file: Path, tmp_path: Path) -> None:
+def test_faults_are_taken_from_a_script(edgefl, file, tmp_path):
     (tmp_path / "faults.toml").write_text('[[fault]]\ndevice = "device-01"\nat_s = 0\nkind = "kill"\n')
     words = ("simulate", file, "--devices", 3, "--dir", tmp_path / "d", "--format", "json")
     done = edgefl(*words, "--faults", tmp_path / "faults.toml")
     assert [row["num_updates"] for row in json.loads(done.stdout)["rows"]] == [2, 2]
 
 
-def test_the_profiles_are_listed_with_their_sources(edgefl: Call, tmp_path: Path) -> None:
+def test_the_profiles_are_listed_with_their_sources(edgefl, tmp_path):
     table = edgefl("simulate", "--list-profiles").stdout
     assert all(
         name in table for name in ("pi-zero-2w", "pi-3b-plus", "pi-4", "pi-5", "jetson-nano", "jetson-orin-nano")
@@ -101,9 +100,7 @@ def test_the_profiles_are_listed_with_their_sources(edgefl: Call, tmp_path: Path
         (("run.toml", "--devices", "9999"), 3, "devices must be 1 to"),
     ],
 )
-def test_what_makes_no_sense_is_one_line(
-    edgefl: Call, words: tuple[str, ...], code: int, message: str, file: Path, tmp_path: Path
-) -> None:
+def test_what_makes_no_sense_is_one_line(edgefl, words, code, message, file, tmp_path):
     placed = [str(file) if word == "run.toml" else word for word in words]
     done = edgefl("simulate", *placed)
     assert done.returncode == code
@@ -112,9 +109,7 @@ def test_what_makes_no_sense_is_one_line(
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_the_nodes_of_a_run_that_has_them_are_shown_and_told_at_the_end(
-    edgefl: Call, file: Path, tmp_path: Path
-) -> None:
+def test_the_nodes_of_a_run_that_has_them_are_shown_and_told_at_the_end(edgefl, file, tmp_path):
     file.write_text(f'{RUN}[strategy]\nname = "{apart_strategy.NAME}"\n')
     done = edgefl("simulate", file, "--devices", 2, "--scheme", "iid")
     assert done.returncode == 0, done.stderr

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import plotted_store as made
 import pytest
 
@@ -16,9 +13,9 @@ from edgefl.storage.store import Store
 class Listening(StoreSource):
     """A real source that remembers what it was asked."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store):
         super().__init__(store)
-        self.sizes: list[int] = []
+        self.sizes = []
 
     def rows(self, kind, **filters):
         rows = super().rows(kind, **filters)
@@ -27,12 +24,12 @@ class Listening(StoreSource):
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
+def store(tmp_path):
     with Store.open(tmp_path / "edgefl.db") as opened:
         yield opened
 
 
-def test_every_assignment_is_read_with_its_times(store: Store) -> None:
+def test_every_assignment_is_read_with_its_times(store):
     run = made.add_synchronous(store, "a")
     made.add_lost(store, run, 2, "pi-3", at=1006.0)
     source = StoreSource(store)
@@ -44,7 +41,7 @@ def test_every_assignment_is_read_with_its_times(store: Store) -> None:
     assert (own.is_used.all(), work.is_used.sum()) == (True, 6)
 
 
-def test_a_stale_update_belongs_to_the_round_that_applied_it(store: Store) -> None:
+def test_a_stale_update_belongs_to_the_round_that_applied_it(store):
     run = made.add_asynchronous(store, "a", [0, 1, 2, 3])
     source = StoreSource(store)
     work = read_assignments(source, read_rounds(source, made.head(run)), RoundRange(4, 4))
@@ -52,7 +49,7 @@ def test_a_stale_update_belongs_to_the_round_that_applied_it(store: Store) -> No
     assert work.dispatched_at.tolist() == [made.BEGIN]
 
 
-def test_a_large_run_is_read_in_parts_and_nothing_twice(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_run_is_read_in_parts_and_nothing_twice(store, monkeypatch):
     run = made.add_synchronous(store, "a", rounds=25)
     source = Listening(store)
     series = read_rounds(source, made.head(run))
@@ -66,7 +63,7 @@ def test_a_large_run_is_read_in_parts_and_nothing_twice(store: Store, monkeypatc
     assert len(parts) == 50
 
 
-def test_those_of_a_time_are_read_alone(store: Store) -> None:
+def test_those_of_a_time_are_read_alone(store):
     run = made.add_synchronous(store, "a", rounds=5)
     work = read_between(StoreSource(store), run, 1006.0, 1013.0)
     assert sorted(set(work.round)) == [2, 3]

@@ -5,11 +5,11 @@ import numpy as np
 from edgefl.history.thinning import thinned
 
 
-def test_a_short_curve_keeps_every_point() -> None:
+def test_a_short_curve_keeps_every_point():
     assert thinned(np.arange(10.0), 10).tolist() == list(range(10))
 
 
-def test_a_long_curve_keeps_its_ends_and_its_extremes() -> None:
+def test_a_long_curve_keeps_its_ends_and_its_extremes():
     values = np.sin(np.arange(100_000) / 500)
     values[77_777], values[12_345] = -3.0, 4.0
     places = thinned(values, 200)
@@ -18,7 +18,7 @@ def test_a_long_curve_keeps_its_ends_and_its_extremes() -> None:
     assert places.tolist() == sorted(set(places.tolist()))
 
 
-def test_each_stretch_of_a_long_curve_shows_how_far_it_swings() -> None:
+def test_each_stretch_of_a_long_curve_shows_how_far_it_swings():
     values = np.tile([0.0, 1.0, -1.0, 0.5], 1000)
     kept = values[thinned(values, 100)]
     assert np.sum(kept == 1.0) >= 50

@@ -55,13 +55,13 @@ def test_what_is_no_number_is_refused(tmp_path, value):
         read_gradient(path)
 
 
-def header_of(kind: str, shape: str, num_bytes: int) -> bytes:
+def header_of(kind, shape, num_bytes):
     """Returns a .safetensors file with one tensor of zeros."""
     header = f'{{"w": {{"dtype": "{kind}", "shape": {shape}, "data_offsets": [0, {num_bytes}]}}}}'.encode()
     return len(header).to_bytes(8, "little") + header + bytes(num_bytes)
 
 
-def zipped(name: str, content: bytes, method: int = zipfile.ZIP_STORED) -> bytes:
+def zipped(name, content, method=zipfile.ZIP_STORED):
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", method) as archive:
         archive.writestr(name, content)

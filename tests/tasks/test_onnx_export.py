@@ -7,9 +7,7 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,14 +17,14 @@ from edgefl.errors import StoreError, TaskError
 from edgefl.tasks.images import MODELS as IMAGE_MODELS
 from edgefl.tasks.numpy_learner import DenseModel, NumpyLearner
 from edgefl.tasks.onnx_export import NUM_MADE_UP, export_onnx
-from edgefl.tasks.onnx_steps import Graph, drawn_as
+from edgefl.tasks.onnx_steps import drawn_as
 from edgefl.tasks.registry import BUILT_IN, make_task
-from edgefl.types import Dataset, Scalar, derived_rng
+from edgefl.types import Dataset, derived_rng
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 
-OPTIONS: dict[str, list[dict[str, Scalar]]] = {
+OPTIONS = {
     "digits": [{"model": "mlp"}, {"model": "logistic"}],
     "mnist": [{"model": model} for model in IMAGE_MODELS],
     "fashion-mnist": [{"model": "cnn-small"}, {"model": "mlp"}],  # the same models, prepared in another way
@@ -40,7 +38,7 @@ CASES = [
 ]
 
 
-def real_like(name: str, num_examples: int = 30) -> np.ndarray:
+def real_like(name, num_examples=30):
     """Inputs in the range of a shard: dark and bright pixels, an empty image; motion around its mean."""
     rng = derived_rng(3, name)
     if name == "motionsense":
@@ -51,26 +49,24 @@ def real_like(name: str, num_examples: int = 30) -> np.ndarray:
     return pixels
 
 
-def answers(path: Path, inputs: np.ndarray) -> np.ndarray:
+def answers(path, inputs):
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     (logits,) = session.run(["logits"], {"inputs": inputs.astype(np.float32)})
     return np.asarray(logits)
 
 
-def test_every_built_in_task_is_tried_below() -> None:
+def test_every_built_in_task_is_tried_below():
     assert set(OPTIONS) == set(BUILT_IN)
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=str)
-def test_the_file_answers_as_the_task_does_for_any_number_of_examples(
-    name: str, options: dict[str, Scalar], tmp_path: Path
-) -> None:
+def test_the_file_answers_as_the_task_does_for_any_number_of_examples(name, options, tmp_path):
     if options.get("model") not in {"mlp", "logistic", "2nn"} and name not in {"digits", "noop"}:
         pytest.importorskip("torch")
-    task: Any = make_task(name, options)
+    task = make_task(name, options)
     model, path, inputs = task.init(7), tmp_path / "model.onnx", real_like(name)
     report = export_onnx(task, model, path, samples=inputs, options=options)
-    learner: Any = task.learner()
+    learner = task.learner()
     learner.load(model)
     expected = learner.logits(inputs)
     assert report.max_difference <= report.tolerance
@@ -83,7 +79,7 @@ def test_the_file_answers_as_the_task_does_for_any_number_of_examples(
     assert list(tmp_path.iterdir()) == [path], "weights lie in the one file"
 
 
-def test_the_report_and_the_file_s_metadata_say_what_it_is(tmp_path: Path) -> None:
+def test_the_report_and_the_file_s_metadata_say_what_it_is(tmp_path):
     task, path = make_task("digits", {"model": "logistic"}), tmp_path / "model.onnx"
     report = export_onnx(task, task.init(7), path, options={"model": "logistic"}, model_sha256="ab" * 32)
     content = path.read_bytes()
@@ -104,16 +100,16 @@ def test_the_report_and_the_file_s_metadata_say_what_it_is(tmp_path: Path) -> No
     assert path.stat().st_mode & 0o777 == 0o644
 
 
-def test_the_same_model_makes_the_same_file(tmp_path: Path) -> None:
+def test_the_same_model_makes_the_same_file(tmp_path):
     task = make_task("digits")
     first, second = (export_onnx(task, task.init(7), tmp_path / name) for name in ("a.onnx", "b.onnx"))
     assert first.sha256 == second.sha256
 
 
 @pytest.mark.parametrize("name", ["mnist", "motionsense"])
-def test_quantised_weights_are_smaller_and_the_accuracy_with_them_is_told(name: str, tmp_path: Path) -> None:
+def test_quantised_weights_are_smaller_and_the_accuracy_with_them_is_told(name, tmp_path):
     pytest.importorskip("torch")
-    task: Any = make_task(name)
+    task = make_task(name)
     inputs, model, path = real_like(name, 200), task.init(7), tmp_path / "model.onnx"
     learner = task.learner()
     learner.load(model)
@@ -127,8 +123,8 @@ def test_quantised_weights_are_smaller_and_the_accuracy_with_them_is_told(name: 
     assert numbers["edgefl.numbers"] == "int8"
 
 
-def test_features_stay_exact_when_weights_are_quantised(tmp_path: Path) -> None:
-    task: Any = make_task("motionsense", {"model": "mlp"})
+def test_features_stay_exact_when_weights_are_quantised(tmp_path):
+    task = make_task("motionsense", {"model": "mlp"})
     path = tmp_path / "model.onnx"
     export_onnx(task, task.init(7), path, samples=real_like("motionsense"), quantise=True)
     kinds = {node.name: node.op_type for node in onnx.load(path).graph.node}
@@ -136,9 +132,7 @@ def test_features_stay_exact_when_weights_are_quantised(tmp_path: Path) -> None:
     assert "MatMulInteger" in kinds.values()
 
 
-def test_what_exporters_say_about_themselves_stays_out_of_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_exporters_say_about_themselves_stays_out_of_the_log(tmp_path, caplog, capfd):
     pytest.importorskip("torch")
     caplog.set_level(logging.DEBUG)
     task = make_task("mnist", {"model": "lenet"})
@@ -155,29 +149,29 @@ class OwnTask:
     prepare: Any
     name: str = "own:Task"
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         model = DenseModel(sizes=(4, 3, 2), prepare=self.prepare)
         self.shapes, self.init, self.learner = model.shapes, model.init, model.learner
 
-    def read(self, path: str) -> Dataset:
+    def read(self, path):
         raise NotImplementedError
 
 
-def squares(rows: np.ndarray) -> np.ndarray:
+def squares(rows):
     return (rows * rows).astype(np.float32)
 
 
 @drawn_as(lambda graph, rows: graph.add("Mul", rows, rows))
-def drawn_squares(rows: np.ndarray) -> np.ndarray:
+def drawn_squares(rows):
     return (rows * rows).astype(np.float32)
 
 
-def plus_one(graph: Graph, rows: str) -> str:
+def plus_one(graph, rows):
     return graph.add("Add", rows, graph.constant(np.float32(1.0)))
 
 
 @drawn_as(plus_one)
-def wrongly_drawn(rows: np.ndarray) -> np.ndarray:
+def wrongly_drawn(rows):
     return rows.astype(np.float32)
 
 
@@ -189,13 +183,13 @@ class Counting(NumpyLearner):
 
     sizes: tuple[int, ...] = ()
 
-    def logits(self, inputs: np.ndarray) -> np.ndarray:
+    def logits(self, inputs):
         self.sizes = (*self.sizes, len(inputs))
         return super().logits(inputs)
 
 
-def test_a_whole_test_set_is_checked_in_batches(tmp_path: Path) -> None:
-    task: Any = OwnTask(lambda rows: rows.astype(np.float32))
+def test_a_whole_test_set_is_checked_in_batches(tmp_path):
+    task = OwnTask(lambda rows: rows.astype(np.float32))
     learner = Counting(task.shapes(), task.prepare)
     task.learner = lambda: learner
     rows = np.resize(ROWS, (1000, 4))
@@ -213,10 +207,8 @@ def test_a_whole_test_set_is_checked_in_batches(tmp_path: Path) -> None:
     ],
     ids=["as it is", "drawn", "not drawn"],
 )
-def test_a_task_of_one_s_own_is_exported_and_the_file_says_what_it_takes(
-    prepare: Any, preprocess: Any, given: np.ndarray, tmp_path: Path
-) -> None:
-    task: Any = OwnTask(prepare)
+def test_a_task_of_one_s_own_is_exported_and_the_file_says_what_it_takes(prepare, preprocess, given, tmp_path):
+    task = OwnTask(prepare)
     report = export_onnx(task, task.init(7), tmp_path / "own.onnx", samples=ROWS)
     learner = task.learner()
     learner.load(task.init(7))
@@ -224,8 +216,8 @@ def test_a_task_of_one_s_own_is_exported_and_the_file_says_what_it_takes(
     assert report.preprocess == preprocess
 
 
-def test_a_file_that_computes_something_else_is_never_there(tmp_path: Path) -> None:
-    task: Any = OwnTask(wrongly_drawn)
+def test_a_file_that_computes_something_else_is_never_there(tmp_path):
+    task = OwnTask(wrongly_drawn)
     with pytest.raises(
         TaskError, match=r"does not compute what the task computes: logits differ by up to .*20 inputs"
     ):
@@ -233,7 +225,7 @@ def test_a_file_that_computes_something_else_is_never_there(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_of_numbers_that_are_none_is_refused(tmp_path: Path) -> None:
+def test_a_model_of_numbers_that_are_none_is_refused(tmp_path):
     task = make_task("digits")
     model = {name: np.full_like(tensor, np.nan) for name, tensor in task.init(7).items()}
     with pytest.raises(TaskError, match="differ by up to nan"):
@@ -249,41 +241,39 @@ def test_a_model_of_numbers_that_are_none_is_refused(tmp_path: Path) -> None:
         ({"more": np.zeros(3, np.float32)}, "no tensor 'more'"),
     ],
 )
-def test_a_model_of_another_task_is_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_a_model_of_another_task_is_refused(change, words, tmp_path):
     task = make_task("digits")
     model = {name: tensor for name, tensor in {**task.init(7), **change}.items() if tensor is not None}
     with pytest.raises(TaskError, match=words):
         export_onnx(task, model, tmp_path / "model.onnx")
 
 
-def test_a_task_that_does_not_say_its_shape_needs_real_inputs(tmp_path: Path) -> None:
-    task: Any = OwnTask(squares)
+def test_a_task_that_does_not_say_its_shape_needs_real_inputs(tmp_path):
+    task = OwnTask(squares)
     with pytest.raises(TaskError, match="input_shape"):
         export_onnx(task, task.init(7), tmp_path / "own.onnx")
     with pytest.raises(TaskError, match="no inputs"):
         export_onnx(task, task.init(7), tmp_path / "own.onnx", samples=ROWS[:0])
 
 
-def test_a_learner_that_cannot_draw_itself_is_named(tmp_path: Path) -> None:
+def test_a_learner_that_cannot_draw_itself_is_named(tmp_path):
     class Bare:
         name = "own:Bare"
         shapes = staticmethod(lambda: ())
         learner = staticmethod(object)
 
-    task: Any = Bare()
+    task = Bare()
     with pytest.raises(TaskError, match="a object has no prepare, logits and draw"):
         export_onnx(task, {}, tmp_path / "own.onnx", samples=ROWS)
 
 
-def test_a_place_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_one_error(tmp_path):
     task = make_task("digits")
     with pytest.raises(StoreError, match="cannot be written"):
         export_onnx(task, task.init(7), tmp_path / "none" / "model.onnx")
 
 
-def test_a_module_of_one_s_own_is_resized_and_repeated_in_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_of_one_s_own_is_resized_and_repeated_in_the_file(tmp_path, monkeypatch):
     pytest.importorskip("torch")
     source = (
         "import torch\n"
@@ -299,8 +289,8 @@ def test_a_module_of_one_s_own_is_resized_and_repeated_in_the_file(
     )
     (tmp_path / "wide_models.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
-    options: dict[str, Scalar] = {"model": "wide_models:Wide", "channels": 3, "size": 45}
-    task: Any = make_task("mnist", options)
+    options = {"model": "wide_models:Wide", "channels": 3, "size": 45}
+    task = make_task("mnist", options)
     path, inputs = tmp_path / "wide.onnx", real_like("mnist", 5)
     report = export_onnx(task, task.init(7), path, samples=inputs)
     learner = task.learner()
@@ -310,8 +300,8 @@ def test_a_module_of_one_s_own_is_resized_and_repeated_in_the_file(
 
 
 @pytest.fixture
-def exporting() -> Iterator[Any]:
-    def export(path: Path, missing: str, task: str = "digits") -> subprocess.CompletedProcess[str]:
+def exporting():
+    def export(path, missing, task="digits"):
         program = (
             f"import sys; sys.modules[{missing!r}] = None\n"
             "from pathlib import Path\n"
@@ -327,7 +317,7 @@ def exporting() -> Iterator[Any]:
     return export
 
 
-def test_a_numpy_task_is_exported_without_torch(exporting: Any, tmp_path: Path) -> None:
+def test_a_numpy_task_is_exported_without_torch(exporting, tmp_path):
     done = exporting(tmp_path / "model.onnx", "torch")
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -340,9 +330,7 @@ def test_a_numpy_task_is_exported_without_torch(exporting: Any, tmp_path: Path) 
         ("onnxruntime", "digits", "pip install onnxruntime"),
     ],
 )
-def test_a_missing_package_is_named_with_its_remedy(
-    exporting: Any, missing: str, task: str, words: str, tmp_path: Path
-) -> None:
+def test_a_missing_package_is_named_with_its_remedy(exporting, missing, task, words, tmp_path):
     done = exporting(tmp_path / "model.onnx", missing, task)
     assert words in done.stderr.splitlines()[-1]
     assert "edgefl.errors.TaskError" in done.stderr.splitlines()[-1]

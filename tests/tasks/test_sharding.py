@@ -63,7 +63,7 @@ def test_every_sample_is_on_exactly_r_devices_and_blocks_agree_between_their_hol
         assert r > devices or (name == "duplicate" and devices % r)
         return
     assert (np.bincount(np.concatenate(sharding.rows), minlength=n) == r).all()
-    content: dict[int, list[int]] = {}
+    content = {}
     for rows, blocks in zip(sharding.rows, sharding.blocks, strict=True):
         assert sum(stop - start for start, stop in blocks.values()) == len(rows)
         for block, (start, stop) in blocks.items():

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +14,8 @@ from edgefl.types import SparseTensor
 torch = pytest.importorskip("torch")
 
 
-def test_the_file_is_a_state_dict_that_the_task_s_own_module_takes(tmp_path: Path) -> None:
-    task: Any = make_task("mnist", {"model": "lenet"})
+def test_the_file_is_a_state_dict_that_the_task_s_own_module_takes(tmp_path):
+    task = make_task("mnist", {"model": "lenet"})
     model, path = task.init(7), tmp_path / "model.pt"
     assert export_torch(model, path) == path.stat().st_size
     state = torch.load(path, weights_only=True)
@@ -28,7 +26,7 @@ def test_the_file_is_a_state_dict_that_the_task_s_own_module_takes(tmp_path: Pat
         np.testing.assert_array_equal(tensor.numpy(), model[name])
 
 
-def test_sparse_tensors_numbers_of_every_kind_and_scalars_come_back(tmp_path: Path) -> None:
+def test_sparse_tensors_numbers_of_every_kind_and_scalars_come_back(tmp_path):
     sparse = SparseTensor(indices=np.array([1]), values=np.array([2.0], np.float32), shape=(3,))
     counter, read_only = np.array(5, np.int64), np.frombuffer(b"\0\0\x80?", np.float32)
     model = {"sparse": sparse, "counter": counter, "read_only": read_only, "odd": np.full(2, np.nan, np.float32)}
@@ -39,12 +37,12 @@ def test_sparse_tensors_numbers_of_every_kind_and_scalars_come_back(tmp_path: Pa
     assert state["read_only"].tolist() == [1.0]
 
 
-def test_a_place_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_one_error(tmp_path):
     with pytest.raises(StoreError, match="cannot be written"):
         export_torch({"w": np.zeros(2, np.float32)}, tmp_path / "none" / "model.pt")
 
 
-def test_without_torch_the_remedy_is_named(tmp_path: Path) -> None:
+def test_without_torch_the_remedy_is_named(tmp_path):
     program = (
         "import sys; sys.modules['torch'] = None\n"
         "from pathlib import Path\n"

@@ -1,34 +1,31 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import plotted_store as made
 import pytest
 
 from edgefl.errors import NotFoundError
 from edgefl.history.plots import curves, style
 from edgefl.history.plots.names import AXES
-from edgefl.history.series import RoundSeries, read_rounds
+from edgefl.history.series import read_rounds
 from edgefl.history.store_source import StoreSource
 from edgefl.storage.store import Store
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
+def store(tmp_path):
     with Store.open(tmp_path / "edgefl.db") as opened:
         yield opened
 
 
-def series_of(store: Store, run: str) -> RoundSeries:
+def series_of(store, run):
     return read_rounds(StoreSource(store), made.head(run))
 
 
-def words(figure) -> list[str]:
+def words(figure):
     return [text.get_text() for legend in figure.legends for text in legend.get_texts() if text.get_text()]
 
 
-def test_a_sheet_has_a_row_for_each_quantity_and_a_column_for_each_axis(store: Store) -> None:
+def test_a_sheet_has_a_row_for_each_quantity_and_a_column_for_each_axis(store):
     run = series_of(store, made.add_synchronous(store, "a"))
     figure = curves.draw([run], ("accuracy", "loss"), AXES)
     assert len(figure.axes) == 6
@@ -37,14 +34,14 @@ def test_a_sheet_has_a_row_for_each_quantity_and_a_column_for_each_axis(store: S
     assert labels == ["round", "time since the start (s)", "sent, up and down (kB)"]
 
 
-def test_points_stand_where_they_belong_in_the_units_of_the_labels(store: Store) -> None:
+def test_points_stand_where_they_belong_in_the_units_of_the_labels(store):
     run = series_of(store, made.add_synchronous(store, "a", accuracies={1: 0.25, 3: 0.5}))
     figure = curves.draw([run], ("accuracy",), AXES)
     by_axis = [panel.lines[0].get_xydata().tolist() for panel in figure.axes]
     assert by_axis == [[[1, 25], [3, 50]], [[5, 25], [17, 50]], [[0.8, 25], [2.4, 50]]]
 
 
-def test_several_runs_differ_in_colour_and_in_mark(store: Store) -> None:
+def test_several_runs_differ_in_colour_and_in_mark(store):
     runs = [series_of(store, made.add_synchronous(store, name)) for name in "abcdefgh"]
     figure = curves.draw(runs, ("accuracy",), ("rounds",))
     lines = figure.axes[0].lines
@@ -53,7 +50,7 @@ def test_several_runs_differ_in_colour_and_in_mark(store: Store) -> None:
     assert words(figure) == list("abcdefgh")
 
 
-def test_models_of_the_devices_own_have_lines_of_their_own_style(store: Store) -> None:
+def test_models_of_the_devices_own_have_lines_of_their_own_style(store):
     name = made.add_synchronous(store, "a")
     made.add_nodes(store, name, [0.4, 0.2, 0.1])
     figure = curves.draw([series_of(store, name)], ("accuracy",), ("rounds",))
@@ -62,7 +59,7 @@ def test_models_of_the_devices_own_have_lines_of_their_own_style(store: Store) -
     assert set(words(figure)) == {"a", "global model", "mean of the devices", "worst device"}
 
 
-def test_consensus_errors_are_logarithmic_and_equal_models_leave_a_gap(store: Store) -> None:
+def test_consensus_errors_are_logarithmic_and_equal_models_leave_a_gap(store):
     name = made.add_synchronous(store, "a")
     made.add_nodes(store, name, [0.4, 0.0, 0.1])
     figure = curves.draw([series_of(store, name)], ("disagreement",), ("rounds", "time"))
@@ -73,28 +70,28 @@ def test_consensus_errors_are_logarithmic_and_equal_models_leave_a_gap(store: St
 @pytest.mark.parametrize(
     ("quantity", "reason"), [("accuracy", "nobody has evaluated it"), ("disagreement", "share one model")]
 )
-def test_a_run_without_the_quantity_is_named_and_nothing_is_drawn(store: Store, quantity: str, reason: str) -> None:
+def test_a_run_without_the_quantity_is_named_and_nothing_is_drawn(store, quantity, reason):
     runs = [made.add_synchronous(store, "has"), made.add_synchronous(store, "lacks", accuracies={})]
     made.add_nodes(store, runs[0], [0.4])
     with pytest.raises(NotFoundError, match=f"run lacks has no {quantity}: .*{reason}"):
         curves.draw([series_of(store, run) for run in runs], (quantity,), AXES)
 
 
-def test_devices_all_equal_give_no_empty_panel(store: Store) -> None:
+def test_devices_all_equal_give_no_empty_panel(store):
     name = made.add_synchronous(store, "a")
     made.add_nodes(store, name, [0.0, 0.0, 0.0])
     with pytest.raises(NotFoundError, match="no disagreement"):
         curves.draw([series_of(store, name)], ("disagreement",), AXES)
 
 
-def test_a_run_of_one_round_shows_a_point(store: Store) -> None:
+def test_a_run_of_one_round_shows_a_point(store):
     run = series_of(store, made.add_synchronous(store, "a", rounds=1))
     figure = curves.draw([run], ("accuracy", "loss"), AXES)
     assert all(line.get_marker() != "None" for panel in figure.axes for line in panel.lines)
     assert style.encoded(figure, ".png")
 
 
-def test_a_run_that_is_over_long_before_the_others_is_still_seen(store: Store) -> None:
+def test_a_run_that_is_over_long_before_the_others_is_still_seen(store):
     short, long = (made.add_synchronous(store, name, rounds=count) for name, count in (("short", 2), ("long", 40)))
     figure = curves.draw([series_of(store, short), series_of(store, long)], ("accuracy",), AXES)
     assert [panel.get_xscale() for panel in figure.axes] == ["linear", "log", "log"]
@@ -102,7 +99,7 @@ def test_a_run_that_is_over_long_before_the_others_is_still_seen(store: Store) -
     assert {panel.get_xscale() for panel in alone.axes} == {"linear"}
 
 
-def test_a_legend_covers_no_panel(store: Store) -> None:
+def test_a_legend_covers_no_panel(store):
     runs = [series_of(store, made.add_synchronous(store, f"a run with quite a long name {n}")) for n in range(9)]
     with style.styled():
         figure = curves.draw(runs, ("accuracy", "loss"), AXES, "a title")
