@@ -1,6 +1,6 @@
 """The command line in this process, and a shard for it."""
 
-from __future__ import annotations
+import json
 
 import numpy as np
 import pytest
@@ -9,6 +9,8 @@ from edgefl.cli.main import main
 from edgefl.tasks.cards import ShardCard
 from edgefl.tasks.shards import write_shard
 from edgefl.types import Dataset
+
+OF_A_FLEET = ("EDGEFL_URL", "EDGEFL_TOKEN", "EDGEFL_JOIN_TOKEN")
 
 
 class Ran:
@@ -22,12 +24,17 @@ class Ran:
         """Whether it failed as a user should see it."""
         return self.out == "" and self.err.startswith("edgefl: ") and self.err.count("\n") == 1
 
+    @property
+    def rows(self):
+        """The rows of `--format json`."""
+        answer = json.loads(self.out)
+        assert answer["v"] == 1
+        return answer["rows"]
+
 
 @pytest.fixture
-def run(capsys, monkeypatch, tmp_path):
-    """Runs the command line in this process, in a home of its own."""
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+def command(capsys):
+    """Runs the command line in this process, as the user whose environment it has."""
 
     def call(*arguments):
         capsys.readouterr()
@@ -35,6 +42,29 @@ def run(capsys, monkeypatch, tmp_path):
             main(["-q", *map(str, arguments)])
         out, err = capsys.readouterr()
         return Ran(int(ended.value.code or 0), out, err)
+
+    return call
+
+
+@pytest.fixture
+def run(command, monkeypatch, tmp_path):
+    """Runs the command line in this process, in a home of its own."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    for name in OF_A_FLEET:
+        monkeypatch.delenv(name, raising=False)
+    return command
+
+
+@pytest.fixture
+def refused(run):
+    """Sees a command refused in one line, with its exit code and what the line must name."""
+
+    def call(arguments, code, words):
+        ran = run(*arguments)
+        assert (ran.code, ran.is_one_line) == (code, True), ran.err
+        assert words in ran.err
 
     return call
 
