@@ -75,7 +75,6 @@ def test_shards_may_come_later_and_are_checked(run, front_door, shard, tmp_path)
     assert run("device", "shard", "check", "mnist", *state).code == 40
 
 
-
 JOINS = {
     "a damaged token": (31, "copy it whole", lambda token, **_: {"token": token.text()[:-20]}),
     "an unknown token": (31, "no such token", lambda token, **_: {"token": replace(token, secret="x").text()}),

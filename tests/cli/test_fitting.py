@@ -1,7 +1,5 @@
 """Tables on a terminal of a given width."""
 
-from __future__ import annotations
-
 from edgefl.cli.fitting import fitted
 
 RUN = "20261122-010019-aa549e"

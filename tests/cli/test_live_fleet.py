@@ -35,7 +35,8 @@ def fleet(tmp_path_factory):
 
 @pytest.fixture
 def edgefl(command, fleet, monkeypatch, tmp_path):
-    """The command line of the fleet's operator, who has no coordinator's directory of his own."""
+    """The command line of the fleet's operator, in a folder of his own, without a coordinator's directory."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(fleet.root / "config"))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     return command
@@ -189,8 +190,7 @@ def test_models_are_evaluated_on_the_coordinator_s_shard_as_recorded_and_on_a_pa
         ("list --url https://localhost:1", 20, "--dir DIR reads the models"),
     ],
 )
-def test_a_mistake_with_models_is_one_line_and_its_exit_code(edgefl, six, words, code, said, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_mistake_with_models_is_one_line_and_its_exit_code(edgefl, six, words, code, said, tmp_path):
     ran = edgefl("model", *words.split())
     assert (ran.code, ran.err.count("\n")) == (code, 1), ran.err
     assert said in ran.err
@@ -225,6 +225,14 @@ def test_a_download_names_what_is_wrong(fleet, six, tmp_path):
         operator.download("/edgefl/v1/models/best/file", full)
 
 
+def test_a_running_coordinator_gives_the_same_sheets_as_its_store(edgefl, offline, fleet, six, tmp_path):
+    out, sheets = tmp_path / "a.png", []
+    for where in (edgefl, offline, lambda *words: edgefl(*words, "--url", f"https://127.0.0.1:{fleet.port}")):
+        assert where("history", "plot", "timeline", "--run", "six", "--out", out).code == 0
+        sheets.append(out.read_bytes())
+    assert sheets[0] == sheets[1] == sheets[2]
+
+
 def test_submit_prints_the_id_watch_stays_to_the_end_and_show_names_every_setting(edgefl, run_file, fleet):
     ran = edgefl("run", "submit", run_file("first", rounds=3), "--watch")
     assert ran.code == 0
@@ -243,7 +251,8 @@ def test_submit_prints_the_id_watch_stays_to_the_end_and_show_names_every_settin
 
 def test_runs_wait_for_each_other_and_are_listed_oldest_first(edgefl, run_file, fleet):
     first, second = (
-        edgefl("run", "submit", run_file(name, rounds=rounds)).out.strip() for name, rounds in (("q-1", 20), ("q-2", 1))
+        edgefl("run", "submit", run_file(name, rounds=rounds)).out.strip()
+        for name, rounds in (("q-1", 20), ("q-2", 1))
     )
     assert [row["run_id"] for row in edgefl("run", "list", "--format", "json").rows][-2:] == [first, second]
     ended = fleet.wait_run(second)
@@ -292,12 +301,15 @@ def test_submit_says_what_the_strategy_keeps_for_the_devices_and_refuses_too_muc
 
 
 def test_the_end_of_a_run_with_models_of_single_devices_tells_the_average_and_the_nodes(edgefl, run_file, fleet):
-    ran = edgefl("run", "submit", run_file("apart", f'[strategy]\nname = "{apart_strategy.NAME}"', rounds=3), "--watch")
+    ran = edgefl(
+        "run", "submit", run_file("apart", f'[strategy]\nname = "{apart_strategy.NAME}"', rounds=3), "--watch"
+    )
     assert ran.code == 0, ran.err
     words = ran.err.splitlines()[-1]
     told = re.fullmatch(r"accuracy of the average model (\S+), of the nodes (\S+) \(worst (\S+)\)", words)
     average, nodes, worst = map(float, told.groups())
-    assert average > 0.4 > 0.25 > worst
+    assert average > 0.4
+    assert worst < 0.25
     assert nodes == pytest.approx((average + worst) / 2, abs=1e-4), "the first has the average"
     assert edgefl("run", "show", "apart").out.splitlines()[-1] == words
     (row,) = edgefl("run", "show", "apart", "--format", "json").rows
