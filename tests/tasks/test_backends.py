@@ -1,7 +1,5 @@
 """Which tasks need torch, told without importing it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -27,11 +25,6 @@ def test_a_task_needs_torch_by_its_model(name, options, expected):
     assert needs_torch(make_task(name, options)) is expected
 
 
-def test_a_task_of_the_user_s_own_may_say_it():
-    said = SimpleNamespace(needs_torch=True)
-    silent = SimpleNamespace()
-    assert (needs_torch(said), needs_torch(silent)) == (True, False)
-
-
-def test_numpy_is_always_there():
+def test_a_task_of_the_user_s_own_may_say_it_and_numpy_is_always_there():
+    assert (needs_torch(SimpleNamespace(needs_torch=True)), needs_torch(SimpleNamespace())) == (True, False)
     assert backends()[0] == "numpy"
