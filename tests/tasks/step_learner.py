@@ -9,7 +9,9 @@ from edgefl.tasks.local_steps import make_local_step
 from edgefl.tasks.moments import as_numpy
 from edgefl.types import LocalPlan
 
-needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch: pip install '.[train]'")
+needs_torch = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="needs torch: pip install '.[train]'"
+)
 on_each_backend = pytest.mark.parametrize("backend", ["numpy", pytest.param("torch", marks=needs_torch)])
 
 

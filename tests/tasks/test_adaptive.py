@@ -71,6 +71,8 @@ def test_an_option_of_the_plan_replaces_its_default():
         ("gradient", {"options": {"mu": 0.1}}, "gradient has no option 'mu'"),
     ],
 )
-def test_an_option_that_the_algorithm_does_not_have_or_that_makes_no_sense_is_one_clear_line(algorithm, plan, message):
+def test_an_option_that_the_algorithm_does_not_have_or_that_makes_no_sense_is_one_clear_line(
+    algorithm, plan, message
+):
     with pytest.raises(ConfigError, match=message):
         make_local_step(LocalPlan(algorithm=algorithm, iterations=1, **plan))

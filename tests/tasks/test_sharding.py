@@ -14,7 +14,10 @@ def cut(text, labels, devices, *, seed=7, groups=None):
     return shard_rows(parse_scheme(text), labels=np.asarray(labels), devices=devices, rng=rng, groups=groups)
 
 
-ONCE = ("iid by-class natural dirichlet:0.5 dirichlet:0.05 labels:1 labels:3 labels:8 shards:1 shards:2 shards:5").split()
+ONCE = [
+    "iid", "by-class", "natural", "dirichlet:0.5", "dirichlet:0.05", "labels:1", "labels:3", "labels:8", "shards:1",
+    "shards:2", "shards:5",
+]  # fmt: skip
 
 
 @settings(max_examples=150, deadline=None)
