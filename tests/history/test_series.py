@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import numpy as np
 import plotted_store as made
 import pytest
@@ -16,48 +14,38 @@ def store(tmp_path):
         yield opened
 
 
-def test_time_and_bytes_count_from_the_first_round(store):
-    run = made.add_synchronous(store, "a")
-    series = read_rounds(StoreSource(store), made.head(run))
+def read(store, run, **options):
+    return read_rounds(StoreSource(store), made.head(run), **options)
+
+
+def test_time_and_bytes_count_from_the_first_round_in_a_range_too(store):
+    series = read(store, made.add_synchronous(store, "a"))
     assert series.round.tolist() == [1, 2, 3]
     assert series.elapsed_s.tolist() == [5, 11, 17]
     assert series.moved_bytes.tolist() == [800, 1600, 2400]
     assert series.accuracy.tolist() == [0.1, 0.2, 0.3]
     assert series.train_loss.tolist() == pytest.approx([1, 1 / 2, 1 / 3])
     assert series.duration_s == 17
+    part = series.within(RoundRange(2, 3))
+    assert (part.round.tolist(), part.elapsed_s.tolist(), part.moved_bytes.tolist()) == (
+        [2, 3],
+        [11, 17],
+        [1600, 2400],
+    )
+    assert part.duration_s == 11
+    with pytest.raises(NotFoundError, match="run a has rounds 2 to 3, none in 9:"):
+        part.within(RoundRange(9))
 
 
 def test_what_nobody_knows_is_no_number_and_an_open_round_is_left_out(store):
     run = made.add_synchronous(store, "a", accuracies={2: 0.5})
     store.open_round(run, 4, started_at=2000.0)
-    series = read_rounds(StoreSource(store), made.head(run))
+    series = read(store, run)
     assert np.isnan(series.accuracy).tolist() == [True, False, True]
-    assert len(series) == 3
-    assert (series.has("accuracy"), series.has("node_accuracy"), series.has("disagreement")) == (True, False, False)
-
-
-def test_a_range_keeps_times_and_bytes_of_the_whole_run(store):
-    run = made.add_synchronous(store, "a", rounds=5)
-    series = read_rounds(StoreSource(store), made.head(run)).within(RoundRange(2, 3))
-    assert series.round.tolist() == [2, 3]
-    assert series.elapsed_s.tolist() == [11, 17]
-    assert series.moved_bytes.tolist() == [1600, 2400]
-    assert series.duration_s == 11
-    with pytest.raises(NotFoundError, match="run a has rounds 2 to 3, none in 9:"):
-        series.within(RoundRange(9))
-
-
-def test_the_newest_rounds_can_be_read_alone(store):
-    run = made.add_synchronous(store, "a", rounds=5)
-    assert read_rounds(StoreSource(store), made.head(run), newest=2).round.tolist() == [4, 5]
-    store.open_round(run, 6, started_at=2000.0)
-    assert read_rounds(StoreSource(store), made.head(run), newest=2).round.tolist() == [4, 5]
-
-
-def test_a_run_without_a_closed_round_has_nothing_to_draw(store):
-    run = made.add_run(store, "a")
+    assert [series.has(name) for name in ("accuracy", "node_accuracy", "disagreement")] == [True, False, False]
+    assert read(store, run, newest=2).round.tolist() == [2, 3]
     with pytest.raises(NotFoundError, match="no closed round"):
-        read_rounds(StoreSource(store), made.head(run))
+        read(store, made.add_run(store, "b"))
 
 
 @pytest.mark.parametrize(

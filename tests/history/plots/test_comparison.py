@@ -1,12 +1,10 @@
-from __future__ import annotations
-
 import pytest
 
 from edgefl.history.plots import comparison, style
 
 
-def rows(figure):
-    return [label.get_text() for label in figure.axes[0].get_yticklabels()]
+def legend(figure):
+    return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
 def test_a_bar_s_parts_stand_behind_each_other_and_their_sum_beside_them():
@@ -14,13 +12,10 @@ def test_a_bar_s_parts_stand_behind_each_other_and_their_sum_beside_them():
     panel = figure.axes[0]
     assert [(bar.get_x(), bar.get_width()) for bar in panel.patches] == [(0, 1), (0, 20), (1, 2), (20, 300)]
     assert [text.get_text() for text in panel.texts] == ["3", "320"]
-    assert (rows(figure), panel.get_xlabel()) == (["a", "b"], "traffic (MB/s)")
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["up", "down"]
+    assert [label.get_text() for label in panel.get_yticklabels()] == ["a", "b"]
+    assert (legend(figure), panel.get_xlabel()) == (["up", "down"], "traffic (MB/s)")
     assert len({patch.get_hatch() for patch in panel.patches}) == 2
-
-
-def test_one_part_needs_no_legend():
-    assert comparison.bars(["a"], {"samples": [5.0]}, "samples (1/s)").legends == []
+    assert comparison.bars(["a"], {"samples": [5.0]}, "samples (1/s)").legends == [], "one part needs none"
 
 
 def test_every_device_has_a_bar_in_every_run_in_percent():
@@ -28,7 +23,7 @@ def test_every_device_has_a_bar_in_every_run_in_percent():
     panel = figure.axes[0]
     assert [bar.get_width() for bar in panel.patches] == [25, 50, 100, 0]
     assert (panel.get_xlabel(), panel.get_xlim()) == ("computing (%)", (0, 102))
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["pi-1", "pi-2"]
+    assert legend(figure) == ["pi-1", "pi-2"]
 
 
 def test_many_devices_become_a_box_that_says_what_it_is():
