@@ -87,6 +87,10 @@ def test_a_time_line_shows_the_newest_rounds_fewer_with_much_in_them_unless_some
     assert sheet("timeline").get_suptitle() == "sync: rounds 11 to 30"
     assert sheet("timeline", rounds=RoundRange(2, 4)).get_suptitle() == "sync: rounds 2 to 4"
     assert sheet("timeline", title="mine").get_suptitle() == "mine"
+    labels = sheet("timeline", "async", rounds=RoundRange(3, 4)).axes[0].get_yticklabels()
+    assert [label.get_text() for label in labels] == ["pi-0", "pi-2", "pi-3"], (
+        "what went out two rounds before is seen"
+    )
     for most, title in ((3, "sync: rounds 28 to 30"), (0.5, "sync: round 30")):
         monkeypatch.setattr(sheets, "MOST_IN_A_LINE", most)
         assert sheet("timeline").get_suptitle() == title
