@@ -69,7 +69,7 @@ class HereGrid(Grid):
             node_id: Context(run_id=1, node_id=node_id, node_config=config, state=RecordDict(), run_config=run_config)
             for node_id, config in configs.items()
         }
-        self.requests = []
+        self.requests, self.headers = [], []
 
     run = property(lambda self: None)
     set_run = create_message = send_and_receive = None  # an app of ours calls none of them
@@ -85,6 +85,7 @@ class HereGrid(Grid):
         key = f"m{next(self.numbers)}"
         message.metadata.__dict__["_message_id"] = key
         node_id = message.metadata.dst_node_id
+        self.headers.append(unpack(message.content)[0])
         wrong = self.wrong.get((node_id, message.metadata.message_type))
         if wrong is REFUSED:
             return None
@@ -333,6 +334,7 @@ def test_work_keeps_a_device_busy_until_its_update_is_there(export):
     fleet.dispatch([order(settled=("a0",)), evaluation, Recall(assignment_id="a1", device_id="device-01")], Source())
     assert (fleet.view().busy, fleet.view().idle) == ({"device-01": ["a1"]}, ["device-02"])
     assert grid.requests == [2, 2], "one request for the introductions, one for the orders"
+    assert (grid.headers[2]["settled"], grid.headers[2]["assignment"]) == (["r1/a0"], "r1/a1")
     events = {type(event): event for event in events_of(fleet, 2)}
     update, evaluated = events[Update], events[Evaluated]
     assert (update.assignment_id, update.metrics.iterations, update.base_version) == ("a1", 1, 0)
