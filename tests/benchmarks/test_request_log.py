@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -22,34 +20,26 @@ def log(harness):
 
 def test_requests_outside_the_span_and_those_of_operators_do_not_count(log, tmp_path):
     (tmp_path / "log").write_text(
-        "1.0 /v1/fleet/pull-messages\n"
-        "2.0 /v1/fleet/pull-messages\n"
-        "2.5 /edgefl/v1/runs/1/x y\n"
-        "2.6 /v1/fleet/pull-messages\n"
-        "2.7 /edgefl/v1/hello\n"
-        "3.0 /v1/fleet/pull-messages\n"
+        "1.0 /v1/fleet/pull-messages\n2.0 /v1/fleet/pull-messages\n2.5 /edgefl/v1/runs/1/x y\n"
+        "2.6 /v1/fleet/pull-messages\n2.7 /edgefl/v1/hello\n3.0 /v1/fleet/pull-messages\n"
     )
-
     found = log.read_requests(tmp_path / "log", 2.0, 3.0)
-
     assert found == {"/v1/fleet/pull-messages": 2, "/edgefl/v1/hello": 1}
 
 
 def test_the_application_hears_of_every_request_as_before(log, tmp_path):
-    heard = []
-
     async def app(scope, _receive, _send):
         heard.append(scope)
 
-    noted = log._Noted(app, tmp_path / "log")
+    heard, noted = [], log._Noted(app, tmp_path / "log")
     scopes = [{"type": "lifespan"}, {"type": "http", "path": "/a"}, {"type": "http", "path": "/b"}]
     for scope in scopes:
         asyncio.run(noted(scope, None, None))
-
     assert heard == scopes
     assert log.read_requests(tmp_path / "log", 0.0, 1e12) == {"/a": 1, "/b": 1}
 
 
+@pytest.mark.extended
 def test_a_stock_superlink_notes_what_it_is_asked(log, tmp_path):
     port, out = free_port(), tmp_path / "log"
     environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS), "FLWR_HOME": str(tmp_path / "home")}
@@ -60,16 +50,15 @@ def test_a_stock_superlink_notes_what_it_is_asked(log, tmp_path):
         stderr=subprocess.DEVNULL,
     )
     try:
-        while not _answers(f"http://127.0.0.1:{port}/nothing-here"):
+        while not answers(f"http://127.0.0.1:{port}/nothing-here"):
             assert process.poll() is None
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(20)
-
     assert log.read_requests(out, 0.0, 1e12)["/nothing-here"] == 1
 
 
-def _answers(url):
+def answers(url):
     try:
         urllib.request.urlopen(url, timeout=5)
     except URLError as error:
