@@ -1,6 +1,7 @@
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -55,18 +56,10 @@ def test_a_payload_arrives_no_sooner_than_rate_and_delay_say_and_each_device_has
     link, nears, sinks = links.Link(delay_s=0.1, bits_per_s=4e6), [free_port(), free_port()], [Sink(), Sink()]
     first, second = ([((HOST, near), (HOST, sink.port))] for near, sink in zip(nears, sinks, strict=True))
     computed_s = 0.1 + 250_000 * 8 / 4e6
-    with links.linked(link, first), links.linked(link, second):
+    with links.linked(link, first), links.linked(link, second), ThreadPoolExecutor() as pool:
         for _ in range(5):  # a busy machine is late, never early
-            started_s = {}
-            threads = [
-                threading.Thread(target=lambda near=near: started_s.update({near: sent(near, 250_000)}))
-                for near in nears
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            took_s = [sink.had_all_s[-1] - started_s[near] for near, sink in zip(nears, sinks, strict=True)]
+            started_s = pool.map(sent, nears, [250_000] * 2)
+            took_s = [sink.had_all_s[-1] - at_s for sink, at_s in zip(sinks, list(started_s), strict=True)]
             assert min(took_s) >= computed_s
             if max(took_s) < computed_s + 0.3:
                 break

@@ -17,7 +17,8 @@ def growth(harness):
 def beat(number):
     return HeartbeatRow(
         device_id=f"device-{number % 5:02}", at=1.7e9 + number + 0.123, seq=number, session_no=3,
-        uptime_s=number * 1.5, cpu_fraction=0.25, memory_bytes=80_000_000, throttled="ok", run="20260101-000000-aaaaaa",
+        uptime_s=number * 1.5, cpu_fraction=0.25, memory_bytes=80_000_000, throttled="ok",
+        run="20260101-000000-aaaaaa",
     )  # fmt: skip
 
 
