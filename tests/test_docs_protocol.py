@@ -1,4 +1,4 @@
-"""docs/protocol.md describes what crosses the network as the code has it."""
+"""The page of the protocol describes what crosses the network as the code has it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from fastapi.routing import APIRoute
-from markdown_pages import code, part, rows, tables
+from markdown_pages import code, page, part, rows, tables
 
 from edgefl import __version__
 from edgefl.assembly import assemble
@@ -78,7 +78,7 @@ from edgefl.protocol import (
 )
 from edgefl.types import Assignment, Evaluation, LocalPlan
 
-PROTOCOL = (Path(__file__).parents[1] / "docs" / "protocol.md").read_text()
+PROTOCOL = page("protocol")
 
 
 def test_protocol_md_describes_every_topic_with_its_writer_quality_and_fields():
