@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
 from statistics import median
-from typing import Any
 
 import pytest
 
@@ -14,7 +11,6 @@ from edgefl.assembly import assemble
 from edgefl.compression.auto import CANDIDATES
 from edgefl.config import parse_run
 from edgefl.errors import CodecError, ConfigError
-from edgefl.simulated_run import SimulatedRun
 
 PROFILES = """
 [profile.fast]
@@ -28,7 +24,7 @@ down_bytes_per_s = 2_000_000
 """
 
 
-def simulated(folder: Path, strategy: str, *, bookkeeping_only: bool = False, **tables: Any) -> SimulatedRun:
+def simulated(folder, strategy, *, bookkeeping_only=False, **tables):
     (folder / "profiles.toml").write_text(PROFILES)
     config = {
         "run": {"task": "digits", "rounds": 8, "seed": 7},
@@ -45,12 +41,12 @@ def simulated(folder: Path, strategy: str, *, bookkeeping_only: bool = False, **
     return edgefl.simulate(config, devices=2, scheme="iid", root=folder, bookkeeping_only=bookkeeping_only)
 
 
-def codecs_of(run: SimulatedRun, device_id: str) -> list[str]:
+def codecs_of(run, device_id):
     return [row["codec"] for row in run.updates if row["device_id"] == device_id]
 
 
 @pytest.mark.parametrize("strategy", ["fedavg", "fedbuff", "fedasync"])
-def test_a_board_with_a_slow_uplink_gets_a_harder_codec_than_a_fast_one(tmp_path: Path, strategy: str) -> None:
+def test_a_board_with_a_slow_uplink_gets_a_harder_codec_than_a_fast_one(tmp_path, strategy):
     run = simulated(tmp_path, strategy)
     fast, slow = ([CANDIDATES.index(codec) for codec in codecs_of(run, name)] for name in ("device-01", "device-02"))
     assert fast[0] == slow[0] == (len(CANDIDATES) - 1) // 2
@@ -58,7 +54,7 @@ def test_a_board_with_a_slow_uplink_gets_a_harder_codec_than_a_fast_one(tmp_path
     assert min(slow[1:]) >= (len(CANDIDATES) - 1) // 2
 
 
-def test_the_same_seed_makes_the_same_choices(tmp_path: Path) -> None:
+def test_the_same_seed_makes_the_same_choices(tmp_path):
     first, second = tmp_path / "1", tmp_path / "2"
     for folder in (first, second):
         folder.mkdir()
@@ -66,20 +62,20 @@ def test_the_same_seed_makes_the_same_choices(tmp_path: Path) -> None:
     assert rows[0] == rows[1]
 
 
-def test_schedules_without_training_choose_too(tmp_path: Path) -> None:
+def test_schedules_without_training_choose_too(tmp_path):
     run = simulated(tmp_path, "fedavg", bookkeeping_only=True)
     assert codecs_of(run, "device-01")[-1] == "ef|fp16"
     assert CANDIDATES.index(codecs_of(run, "device-02")[-1]) > CANDIDATES.index("ef|int8")
 
 
-def test_it_chooses_among_the_codecs_that_are_named(tmp_path: Path) -> None:
+def test_it_chooses_among_the_codecs_that_are_named(tmp_path):
     compression = {"up": "auto:topk:0.02|int8,dense", "layers": {"*bias": "fp16"}}
     run = simulated(tmp_path, "fedavg", compression=compression)
     assert codecs_of(run, "device-01")[-1] == "dense; *bias = fp16"
     assert codecs_of(run, "device-02")[-1] == "topk:0.02|int8; *bias = fp16"
 
 
-def test_without_auto_the_codec_of_the_run_file_is_recorded(tmp_path: Path) -> None:
+def test_without_auto_the_codec_of_the_run_file_is_recorded(tmp_path):
     run = simulated(tmp_path, "fedavg", compression={"up": "topk:0.1|fp16"})
     assert {row["codec"] for row in run.updates} == {"topk:0.1|fp16"}
 
@@ -95,9 +91,7 @@ def test_without_auto_the_codec_of_the_run_file_is_recorded(tmp_path: Path) -> N
         ({"up": "auto"}, "redundant", ConfigError, "leave ef out"),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_the_run(
-    compression: Mapping[str, str], strategy: str, error: type[Exception], text: str
-) -> None:
+def test_what_makes_no_sense_is_refused_before_the_run(compression, strategy, error, text):
     config = {"run": {"task": "digits"}, "strategy": {"name": strategy}, "compression": dict(compression)}
     with pytest.raises(error, match=text):
         assemble(parse_run(config), "check")

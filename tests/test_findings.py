@@ -26,25 +26,20 @@ NOW = dt.datetime(2026, 11, 21, tzinfo=dt.UTC).timestamp()
 AUTHORITY = pki.create_authority("lab")
 
 
-def signed(days: float, key: pki.KeyPair = AUTHORITY) -> bytes:
+def signed(days, key=AUTHORITY):
     """A client certificate of the CA, or of another key that says it is the CA, that ends in so many days."""
     authority = serialization.load_pem_private_key(key.key_pem, None)
     issuer = x509.load_pem_x509_certificate(AUTHORITY.cert_pem)
     end = dt.datetime.fromtimestamp(NOW + days * DAY_S, dt.UTC)
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "pi")])
     builder = x509.CertificateBuilder(
-        issuer.subject,
-        name,
-        authority.public_key(),
-        7,
-        dt.datetime(1970, 1, 1, tzinfo=dt.UTC),
-        end,  # type: ignore[arg-type]  # EC
+        issuer.subject, name, authority.public_key(), 7, dt.datetime(1970, 1, 1, tzinfo=dt.UTC), end
     )
-    return builder.sign(authority, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)  # type: ignore[arg-type]  # EC
+    return builder.sign(authority, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
 
-def level_of(cert_pem: bytes, **options: bytes) -> Level:
-    found = check_certificate("it", cert_pem, AUTHORITY.cert_pem, now=NOW, remedy="do this", **options)  # type: ignore[arg-type]  # by name
+def level_of(cert_pem, **options):
+    found = check_certificate("it", cert_pem, AUTHORITY.cert_pem, now=NOW, remedy="do this", **options)
     assert (found.level is Level.OK) == (found.remedy == "")
     return found.level
 
@@ -52,13 +47,11 @@ def level_of(cert_pem: bytes, **options: bytes) -> Level:
 @pytest.mark.parametrize(
     ("days", "expected"), [(31, Level.OK), (29, Level.WARNING), (0.5, Level.WARNING), (-1, Level.PROBLEM)]
 )
-def test_a_certificate_that_ends_soon_is_a_warning_and_one_that_has_ended_a_problem(
-    days: float, expected: Level
-) -> None:
+def test_a_certificate_that_ends_soon_is_a_warning_and_one_that_has_ended_a_problem(days, expected):
     assert level_of(signed(days)) is expected
 
 
-def test_a_certificate_must_be_of_this_ca_and_fit_its_key() -> None:
+def test_a_certificate_must_be_of_this_ca_and_fit_its_key():
     own, other = pki.issue_client(AUTHORITY, "pi"), pki.issue_client(pki.create_authority("lab"), "pi")
     assert level_of(own.cert_pem, key_pem=own.key_pem) is Level.OK
     assert level_of(AUTHORITY.cert_pem, key_pem=AUTHORITY.key_pem) is Level.OK
@@ -70,18 +63,18 @@ def test_a_certificate_must_be_of_this_ca_and_fit_its_key() -> None:
 
 
 @pytest.mark.parametrize(("skew_s", "expected"), [(0.2, Level.OK), (-4.9, Level.OK), (5.1, Level.WARNING)])
-def test_clocks_that_are_seconds_apart_are_a_warning(skew_s: float, expected: Level) -> None:
+def test_clocks_that_are_seconds_apart_are_a_warning(skew_s, expected):
     assert check_skew(skew_s).level is expected
     assert "behind" in check_skew(-86400.0).text
     assert "ahead" in check_skew(86400.0).text
 
 
-def test_a_clock_that_stands_in_1970_is_a_warning() -> None:
+def test_a_clock_that_stands_in_1970_is_a_warning():
     assert check_clock(100.0).level is Level.WARNING
     assert check_clock(NOW).level is Level.OK
 
 
-def test_keys_that_others_can_read_and_files_that_are_missing_are_problems(tmp_path: Path) -> None:
+def test_keys_that_others_can_read_and_files_that_are_missing_are_problems(tmp_path):
     root, key = tmp_path / "state", tmp_path / "state" / "key.pem"
     root.mkdir(mode=0o700)
     key.touch(mode=0o600)
@@ -95,7 +88,7 @@ def test_keys_that_others_can_read_and_files_that_are_missing_are_problems(tmp_p
     assert found.level is Level.PROBLEM
 
 
-def test_what_runs_here_is_named_and_flower_is_the_release_that_the_project_pins(tmp_path: Path) -> None:
+def test_what_runs_here_is_named_and_flower_is_the_release_that_the_project_pins(tmp_path):
     (found,) = check_software()
     assert found.level is Level.OK
     assert "flwr 1." in found.text
@@ -115,9 +108,7 @@ def test_what_runs_here_is_named_and_flower_is_the_release_that_the_project_pins
         ("etc/nothing", "", []),
     ],
 )
-def test_a_kernel_without_its_memory_controller_is_told(
-    tmp_path: Path, file: str, text: str, levels: list[Level]
-) -> None:
+def test_a_kernel_without_its_memory_controller_is_told(tmp_path, file, text, levels):
     (tmp_path / file).parent.mkdir(parents=True)
     (tmp_path / file).write_text(text)
     found = check_memory_limits(tmp_path)

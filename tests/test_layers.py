@@ -7,7 +7,6 @@ not know is a violation, so that a new dependency is a decision.
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -117,13 +116,13 @@ GLOBALS = {"random", "flwr.supercore.task_identity.TaskIdentity"}
 CLOCKS = {"now", "utcnow", "today"}
 
 
-def room_of(file: str) -> str:
+def room_of(file):
     """The room of a path inside the package, such as coordinator/bus.py."""
     first = file.partition("/")[0].removesuffix(".py")
     return {"__init__": "edgefl", "__main__": "cli"}.get(first, first)
 
 
-def imported(tree: ast.AST, file: str) -> Iterator[tuple[int, str]]:
+def imported(tree, file):
     """Line and full dotted name of everything that is imported, `from a import b` as a.b."""
     here = ["edgefl", *file.split("/")[:-1]]
     for node in ast.walk(tree):
@@ -138,7 +137,7 @@ def imported(tree: ast.AST, file: str) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, name) for name in names if isinstance(name, str))
 
 
-def fault(name: str, file: str) -> str | None:
+def fault(name, file):
     """What is wrong with importing `name` in `file`, or None."""
     room, parts = room_of(file), name.split(".")
     if parts[0] == "edgefl":
@@ -155,7 +154,7 @@ def fault(name: str, file: str) -> str | None:
     return None if room in FENCES[fence] else f"{room} may not import {fence}"
 
 
-def clock_reads(tree: ast.AST, file: str) -> Iterator[tuple[int, str]]:
+def clock_reads(tree, file):
     if room_of(file) in FENCES["time"]:
         return
     for node in ast.walk(tree):
@@ -165,7 +164,7 @@ def clock_reads(tree: ast.AST, file: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"{room_of(file)} may not read the clock with {owner}.{node.func.attr}()"
 
 
-def faults(source: str, file: str) -> list[str]:
+def faults(source, file):
     """Every violation in one source text, as file:line: what."""
     tree = ast.parse(source)
     if room_of(file) not in ROOMS:
@@ -174,7 +173,7 @@ def faults(source: str, file: str) -> list[str]:
     return [f"edgefl/{file}:{line}: {text}" for line, text in sorted({*wrong, *clock_reads(tree, file)})]
 
 
-def test_every_file_imports_only_what_its_room_may() -> None:
+def test_every_file_imports_only_what_its_room_may():
     files = sorted(PACKAGE.rglob("*.py"))
     found = [text for file in files for text in faults(file.read_text(), file.relative_to(PACKAGE).as_posix())]
     assert not found, "\n" + "\n".join(found)
@@ -222,7 +221,7 @@ def test_every_file_imports_only_what_its_room_may() -> None:
         ("helpers/text.py", "import json"),
     ],
 )
-def test_a_forbidden_import_is_found(file: str, source: str) -> None:
+def test_a_forbidden_import_is_found(file, source):
     assert len(faults(source, file)) == 1
 
 
@@ -242,11 +241,11 @@ def test_a_forbidden_import_is_found(file: str, source: str) -> None:
         ("assembly.py", "import edgefl.storage.store, edgefl.tasks"),
     ],
 )
-def test_an_allowed_import_passes(file: str, source: str) -> None:
+def test_an_allowed_import_passes(file, source):
     assert faults(source, file) == []
 
 
-def within(room: str) -> dict[str, set[str]]:
+def within(room):
     """What each folder and each file beside them imports of the others inside one room."""
     base, uses = PACKAGE / room, {}
     for file in sorted(base.rglob("*.py")):
@@ -259,21 +258,21 @@ def within(room: str) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("room", ["coordinator", "device"])
-def test_the_folders_of_a_room_import_each_other_one_way(room: str) -> None:
+def test_the_folders_of_a_room_import_each_other_one_way(room):
     left = within(room)
     while free := {place for place, uses in left.items() if not uses & left.keys()}:
         left = {place: uses for place, uses in left.items() if place not in free}
     assert not left, f"these import each other in a circle: {left}"
 
 
-def modules_after(imports: str) -> set[str]:
+def modules_after(imports):
     """The top-level modules that a fresh process holds after `imports`."""
     program = f"{imports}\nimport sys\nprint(*(name for name in sys.modules if '.' not in name))"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     return set(done.stdout.split())
 
 
-def test_what_a_device_imports_stays_light() -> None:
+def test_what_a_device_imports_stays_light():
     # Flower brings some of these itself; supernode.py, which embeds it, with its transport and starters is left out.
     flower = {"device.agent", "device.kept_connections", "device.supernode", "device.workbench"}
     rooms = ("types", "errors", "config", "protocol", "compression", "tasks", "device")
@@ -288,7 +287,7 @@ def test_what_a_device_imports_stays_light() -> None:
     assert not loaded & {"sqlalchemy", "alembic", "fastapi", "rich", "pydantic", "torch", "sklearn", "onnxruntime"}
 
 
-def test_the_command_line_starts_without_anything_heavy() -> None:
+def test_the_command_line_starts_without_anything_heavy():
     files = sorted((PACKAGE / "cli").glob("[!_]*.py"))
     loaded = modules_after("\n".join(f"import edgefl.cli.{file.stem}" for file in files))
     heavy = {

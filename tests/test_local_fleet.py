@@ -3,7 +3,6 @@ from __future__ import annotations
 import signal
 import socket
 import time
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,7 @@ from edgefl.errors import RunFailedError
 from edgefl.local_fleet import LocalDevice, LocalFleet, free_port
 
 
-def test_a_fleet_that_cannot_start_says_why_and_leaves_nothing_running(tmp_path: Path) -> None:
+def test_a_fleet_that_cannot_start_says_why_and_leaves_nothing_running(tmp_path):
     missing = LocalDevice(name="device-01", shards={"digits": str(tmp_path / "none.npz")})
     fleet = LocalFleet(root=tmp_path / "fleet", devices=[missing])
     with pytest.raises(RunFailedError, match=r"device-01 could not join: .*none\.npz"), fleet:
@@ -19,14 +18,14 @@ def test_a_fleet_that_cannot_start_says_why_and_leaves_nothing_running(tmp_path:
     assert fleet.processes["coordinator"].poll() == 0
 
 
-def test_a_coordinator_that_dies_is_told_with_its_last_words(tmp_path: Path) -> None:
+def test_a_coordinator_that_dies_is_told_with_its_last_words(tmp_path):
     with LocalFleet(root=tmp_path, devices=[]) as fleet:
         fleet.kill("coordinator", signal.SIGKILL)
         with pytest.raises(RunFailedError, match="the coordinator ended with code -9"):
             fleet.wait_present(1)
 
 
-def test_a_device_finds_the_coordinator_at_its_own_host(tmp_path: Path) -> None:
+def test_a_device_finds_the_coordinator_at_its_own_host(tmp_path):
     first, second = (
         LocalDevice(name=name, shards={"noop": str(tmp_path)}, host=host)
         for name, host in (("device-01", ""), ("device-02", "127.0.0.2"))
@@ -40,7 +39,7 @@ def test_a_device_finds_the_coordinator_at_its_own_host(tmp_path: Path) -> None:
                 time.sleep(0.05)
 
 
-def test_a_free_port_is_kept_from_all_but_those_who_ask_for_it() -> None:
+def test_a_free_port_is_kept_from_all_but_those_who_ask_for_it():
     port = free_port()
     with socket.socket() as one_that_looks_for_any_port, pytest.raises(OSError, match="in use"):
         one_that_looks_for_any_port.bind(("127.0.0.1", port))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import apart_strategy
 import pytest
@@ -13,7 +10,6 @@ from sqlalchemy import text
 
 import edgefl
 from edgefl.errors import ConfigError, RunFailedError, StrategyError, TaskError
-from edgefl.simulated_run import SimulatedRun
 from edgefl.storage.checkpoints import load_model_file
 from edgefl.storage.store import Store
 from edgefl.strategies.registry import BUILT_IN
@@ -32,14 +28,14 @@ factor = 3
 """
 
 
-def run_file(**sections: Mapping[str, Any]) -> dict[str, Any]:
-    tables: dict[str, Any] = {"run": {"task": "digits", "rounds": 3, "seed": 7}, "task": {"model": "logistic"}}
+def run_file(**sections):
+    tables = {"run": {"task": "digits", "rounds": 3, "seed": 7}, "task": {"model": "logistic"}}
     for name, values in sections.items():
         tables[name] = {**tables.get(name, {}), **values}
     return tables
 
 
-def everything(root: Path) -> str:
+def everything(root):
     """Every row of every table, as JSON."""
     with Store.open(root / "edgefl.db", read_only=True) as store, store.database.read() as connection:
         names = connection.execute(
@@ -53,12 +49,12 @@ def everything(root: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> SimulatedRun:
+def result(tmp_path_factory):
     config = run_file(simulation={"profiles": ["pi-5", "pi-zero-2w"]})
     return edgefl.simulate(config, devices=3, scheme="iid", root=tmp_path_factory.mktemp("simulated"))
 
 
-def test_it_returns_how_the_run_went(result: SimulatedRun) -> None:
+def test_it_returns_how_the_run_went(result):
     assert (result.status, result.reason) == ("finished", "rounds reached 3")
     assert result.metrics["accuracy"] is not None
     assert result.metrics["accuracy"] > 0.7
@@ -66,7 +62,7 @@ def test_it_returns_how_the_run_went(result: SimulatedRun) -> None:
     assert result.metrics["seconds"] == pytest.approx(result.rounds[-1]["closed_at"] - result.rounds[0]["started_at"])
 
 
-def test_it_returns_the_history_and_the_model(result: SimulatedRun) -> None:
+def test_it_returns_the_history_and_the_model(result):
     assert [row["round"] for row in result.rounds] == [1, 2, 3]
     assert len(result.updates) == 3 * 3
     assert {row["outcome"] for row in result.updates} == {"used"}
@@ -75,13 +71,13 @@ def test_it_returns_the_history_and_the_model(result: SimulatedRun) -> None:
     assert list(load_model_file(result.model)) == ["fc1.weight", "fc1.bias"]
 
 
-def test_the_slow_board_is_waited_for(result: SimulatedRun) -> None:
+def test_the_slow_board_is_waited_for(result):
     waits = {row["device_id"]: row["wait_s"] for row in result.updates}
     assert waits["device-02"] == 0.0
     assert waits["device-01"] > 0.01 < waits["device-03"]
 
 
-def test_a_real_fleet_gives_the_very_same_model(tmp_path: Path) -> None:
+def test_a_real_fleet_gives_the_very_same_model(tmp_path):
     config = {"run": {"task": "digits", "rounds": 3, "seed": 7}, "devices": {"min": 3}}
     real = edgefl.run(config, devices=3, scheme="dirichlet:0.5", root=tmp_path / "real")
     virtual = edgefl.simulate(config, devices=3, scheme="dirichlet:0.5", root=tmp_path / "virtual")
@@ -91,7 +87,7 @@ def test_a_real_fleet_gives_the_very_same_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
-def test_every_strategy_survives_dead_slow_and_uneven_boards_and_always_alike(name: str, tmp_path: Path) -> None:
+def test_every_strategy_survives_dead_slow_and_uneven_boards_and_always_alike(name, tmp_path):
     (tmp_path / "faults.toml").write_text(FAULTS)
     scheme = "duplicate:2" if name == "redundant" else "iid"
     config = run_file(
@@ -116,7 +112,7 @@ def test_every_strategy_survives_dead_slow_and_uneven_boards_and_always_alike(na
 
 
 @pytest.mark.parametrize("up", ["qsgd:4", "ef|topk:0.05|int8"])
-def test_how_many_processes_train_changes_nothing(up: str, tmp_path: Path) -> None:
+def test_how_many_processes_train_changes_nothing(up, tmp_path):
     histories, models = [], []
     for workers in (0, 2):
         config = run_file(
@@ -132,14 +128,14 @@ def test_how_many_processes_train_changes_nothing(up: str, tmp_path: Path) -> No
     assert histories[0] == histories[1]
 
 
-def test_runs_in_one_folder_follow_each_other(tmp_path: Path) -> None:
+def test_runs_in_one_folder_follow_each_other(tmp_path):
     first, second = (edgefl.simulate(run_file(), devices=2, scheme="iid", root=tmp_path) for _ in range(2))
     assert second.run_id == f"{first.run_id}-2"
     assert second.rounds[0]["started_at"] > first.rounds[-1]["closed_at"]
     assert second.model == first.model
 
 
-def test_bookkeeping_alone_counts_the_bytes_of_real_updates(tmp_path: Path) -> None:
+def test_bookkeeping_alone_counts_the_bytes_of_real_updates(tmp_path):
     config = run_file(
         compression={"up": "topk:0.1", "down": "dense|fp16"}, simulation={"jitter": 0.0, "examples": 322}
     )
@@ -152,14 +148,14 @@ def test_bookkeeping_alone_counts_the_bytes_of_real_updates(tmp_path: Path) -> N
     assert schedule.metrics["seconds"] == pytest.approx(real.metrics["seconds"], rel=0.05)
 
 
-def test_ten_thousand_boards_are_no_trouble(tmp_path: Path) -> None:
+def test_ten_thousand_boards_are_no_trouble(tmp_path):
     config = run_file(devices={"fraction": 0.05}, simulation={"profiles": ["pi-4", "pi-zero-2w"]})
     result = edgefl.simulate(config, devices=10_000, root=tmp_path, bookkeeping_only=True)
     assert len(result.updates) == 3 * 500
     assert len({row["device_id"] for row in result.updates}) > 1200
 
 
-def test_boards_are_chosen_by_name_and_group(tmp_path: Path) -> None:
+def test_boards_are_chosen_by_name_and_group(tmp_path):
     file = tmp_path / "boards.toml"
     file.write_text('[profile.shed]\ngroups = ["cold"]\n[profile.desk]\n')
     config = run_file(devices={"groups": ["cold"]})
@@ -174,13 +170,13 @@ def test_boards_are_chosen_by_name_and_group(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("devices", ["device-01.npz", 2.5, True])
-def test_what_is_neither_a_number_nor_a_list_is_no_fleet(devices: object, tmp_path: Path) -> None:
+def test_what_is_neither_a_number_nor_a_list_is_no_fleet(devices, tmp_path):
     for start in (edgefl.simulate, edgefl.run):
         with pytest.raises(ConfigError, match=f"devices must be how many there are, .*, got {devices!r}"):
-            start(run_file(), devices=devices, root=tmp_path)  # type: ignore[arg-type]  # what a user types
+            start(run_file(), devices=devices, root=tmp_path)
 
 
-def test_shards_that_there_are_can_be_trained_on(tmp_path: Path) -> None:
+def test_shards_that_there_are_can_be_trained_on(tmp_path):
     from edgefl.local_run import cut_devices  # noqa: PLC0415 only here
 
     fleet = cut_devices("digits", "iid", 2, tmp_path / "shards", None, 7)
@@ -193,7 +189,7 @@ def test_shards_that_there_are_can_be_trained_on(tmp_path: Path) -> None:
     assert result.model.name == cut.model.name
 
 
-def test_a_run_that_fails_says_so_in_its_history(tmp_path: Path) -> None:
+def test_a_run_that_fails_says_so_in_its_history(tmp_path):
     (tmp_path / "faults.toml").write_text('[[fault]]\ndevice = "*"\nat_s = 0.001\nkind = "kill"\n')
     config = run_file(simulation={"faults": str(tmp_path / "faults.toml")})
     with pytest.raises(RunFailedError, match="nothing happens any more"):
@@ -227,9 +223,7 @@ class Late(FedAvg):
 """
 
 
-def test_a_last_state_that_a_live_run_could_not_save_fails_a_simulated_one_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_last_state_that_a_live_run_could_not_save_fails_a_simulated_one_too(tmp_path, monkeypatch):
     (tmp_path / "late_strategy.py").write_text(LATE)
     monkeypatch.syspath_prepend(tmp_path)
     config = run_file(strategy={"name": "late_strategy:Late"})
@@ -239,7 +233,7 @@ def test_a_last_state_that_a_live_run_could_not_save_fails_a_simulated_one_too(
         assert [record.status for record in store.runs()] == ["failed"]
 
 
-def test_what_makes_no_sense_is_told_before_anything_is_written(tmp_path: Path) -> None:
+def test_what_makes_no_sense_is_told_before_anything_is_written(tmp_path):
     root = tmp_path / "none"
     for config, kind, message in (
         (run_file(devices={"min": 9}), ConfigError, "at least 9 devices, got 2"),
@@ -262,11 +256,11 @@ def test_what_makes_no_sense_is_told_before_anything_is_written(tmp_path: Path) 
     assert not root.exists()
 
 
-def accuracies(rows: list[dict[str, Any]], subject: str) -> dict[int, float]:
+def accuracies(rows, subject):
     return {row["version"]: row["accuracy"] for row in rows if row["subject"] == subject}
 
 
-def test_the_average_and_every_device_s_own_model_are_evaluated_and_told_apart(tmp_path: Path) -> None:
+def test_the_average_and_every_device_s_own_model_are_evaluated_and_told_apart(tmp_path):
     config = run_file(strategy={"name": apart_strategy.NAME}, run={"evaluate_every": 2})
     result = edgefl.simulate(config, devices=2, scheme="iid", root=tmp_path / "apart")
     average, first, second = (accuracies(result.evaluations, name) for name in ("", "device-01", "device-02"))
@@ -294,9 +288,7 @@ def test_the_average_and_every_device_s_own_model_are_evaluated_and_told_apart(t
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_without_an_evaluator_a_device_tests_the_average_and_its_own_model_on_its_own_split(
-    workers: int, tmp_path: Path
-) -> None:
+def test_without_an_evaluator_a_device_tests_the_average_and_its_own_model_on_its_own_split(workers, tmp_path):
     config = run_file(
         strategy={"name": apart_strategy.NAME, "nodes": 3},
         run={"evaluate_on": "devices", "rounds": 2},
@@ -317,13 +309,13 @@ def test_without_an_evaluator_a_device_tests_the_average_and_its_own_model_on_it
     assert last["accuracy"] == pytest.approx(weighted / sum(examples))
 
 
-def test_bookkeeping_alone_evaluates_and_tells_nothing_of_devices_models(tmp_path: Path) -> None:
+def test_bookkeeping_alone_evaluates_and_tells_nothing_of_devices_models(tmp_path):
     config = run_file(strategy={"name": apart_strategy.NAME})
     result = edgefl.simulate(config, devices=2, root=tmp_path, bookkeeping_only=True)
     assert result.evaluations == []
     assert {row["facts"] is None and row["node_accuracy"] is None for row in result.rounds} == {True}
 
 
-def test_a_good_node_does_not_end_a_run_whose_average_is_not_good_enough(tmp_path: Path) -> None:
+def test_a_good_node_does_not_end_a_run_whose_average_is_not_good_enough(tmp_path):
     config = run_file(run={"accuracy": 0.99, "rounds": 2}, strategy={"name": apart_strategy.NAME, "nodes": 1})
     assert edgefl.simulate(config, devices=2, scheme="iid", root=tmp_path).reason == "rounds reached 2"

@@ -6,8 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -17,24 +15,24 @@ from edgefl.watchdog import LoopLife, Notifier, watched
 class Manager:
     """Stands for systemd: a datagram socket that keeps what it is told."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.address = str(folder / "notify")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(self.address)
 
-    def next(self, timeout_s: float) -> str | None:
+    def next(self, timeout_s):
         self._socket.settimeout(timeout_s)
         try:
             return self._socket.recv(4096).decode()
         except TimeoutError:
             return None
 
-    def close(self) -> None:
+    def close(self):
         self._socket.close()
 
 
 @pytest.fixture
-def manager(tmp_path: Path) -> Iterator[Manager]:
+def manager(tmp_path):
     manager = Manager(tmp_path)
     yield manager
     manager.close()
@@ -43,11 +41,11 @@ def manager(tmp_path: Path) -> Iterator[Manager]:
 class Clock:
     now = 0.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
-def test_ready_beats_and_stopping_come_in_this_order(manager: Manager) -> None:
+def test_ready_beats_and_stopping_come_in_this_order(manager):
     with watched(Notifier(address=manager.address, watchdog_s=0.2), LoopLife()):
         assert manager.next(5) == "READY=1"
         assert manager.next(5) == "WATCHDOG=1"
@@ -57,7 +55,7 @@ def test_ready_beats_and_stopping_come_in_this_order(manager: Manager) -> None:
     assert told[-1] == "STOPPING=1"
 
 
-def test_beats_end_when_the_loop_is_stuck_and_come_again_with_it(manager: Manager) -> None:
+def test_beats_end_when_the_loop_is_stuck_and_come_again_with_it(manager):
     life = LoopLife()
     with watched(Notifier(address=manager.address, watchdog_s=0.4), life):
         deadline_s = time.monotonic() + 60
@@ -67,22 +65,20 @@ def test_beats_end_when_the_loop_is_stuck_and_come_again_with_it(manager: Manage
         assert manager.next(5) == "WATCHDOG=1"
 
 
-def test_without_a_watchdog_it_only_says_ready_and_stopping(manager: Manager) -> None:
+def test_without_a_watchdog_it_only_says_ready_and_stopping(manager):
     with watched(Notifier(address=manager.address), LoopLife()):
         pass
     assert [manager.next(5), manager.next(5), manager.next(0.1)] == ["READY=1", "STOPPING=1", None]
 
 
-def test_outside_of_systemd_nothing_is_told_and_nothing_fails(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_outside_of_systemd_nothing_is_told_and_nothing_fails(tmp_path, caplog):
     Notifier().tell("READY=1")
     assert not caplog.records
     Notifier(address=str(tmp_path / "nobody")).tell("READY=1")
     assert "cannot be told READY=1" in caplog.text
 
 
-def test_an_abstract_socket_is_reached() -> None:
+def test_an_abstract_socket_is_reached():
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(f"\0edgefl-test-{os.getpid()}")
         listener.settimeout(5)
@@ -90,7 +86,7 @@ def test_an_abstract_socket_is_reached() -> None:
         assert listener.recv(100) == b"READY=1"
 
 
-def test_what_systemd_set_is_taken_out_of_the_environment() -> None:
+def test_what_systemd_set_is_taken_out_of_the_environment():
     environment = {
         "NOTIFY_SOCKET": "/run/n",
         "WATCHDOG_USEC": "180000000",
@@ -104,11 +100,11 @@ def test_what_systemd_set_is_taken_out_of_the_environment() -> None:
 @pytest.mark.parametrize(
     "found", [{"WATCHDOG_USEC": "1000", "WATCHDOG_PID": "1"}, {"WATCHDOG_USEC": "0"}, {"WATCHDOG_USEC": "soon"}, {}]
 )
-def test_a_watchdog_that_is_not_for_this_process_is_none(found: dict[str, str]) -> None:
+def test_a_watchdog_that_is_not_for_this_process_is_none(found):
     assert Notifier.from_environment({"NOTIFY_SOCKET": "/run/n", **found}).watchdog_s is None
 
 
-def test_a_loop_at_leisure_must_come_round() -> None:
+def test_a_loop_at_leisure_must_come_round():
     clock = Clock()
     life = LoopLife(clock=clock)
     clock.now = 9.0
@@ -119,12 +115,12 @@ def test_a_loop_at_leisure_must_come_round() -> None:
     assert life.is_alive(10)
 
 
-def test_work_that_waits_is_given_its_time_and_no_more() -> None:
+def test_work_that_waits_is_given_its_time_and_no_more():
     clock = Clock()
     life = LoopLife(clock=clock, quiet_work_s=1000)
     entered, leave = threading.Event(), threading.Event()
 
-    def work() -> None:
+    def work():
         with life.working():
             entered.set()
             leave.wait(30)
@@ -142,12 +138,12 @@ def test_work_that_waits_is_given_its_time_and_no_more() -> None:
     worker.join()
 
 
-def test_work_that_computes_is_alive_however_long_it_takes() -> None:
+def test_work_that_computes_is_alive_however_long_it_takes():
     clock = Clock()
     life = LoopLife(clock=clock, quiet_work_s=1.0)
     entered, leave = threading.Event(), threading.Event()
 
-    def work() -> None:
+    def work():
         with life.working():
             entered.set()
             while not leave.is_set():
@@ -169,7 +165,7 @@ def test_work_that_computes_is_alive_however_long_it_takes() -> None:
     assert not life.is_alive(1), "a thread that is gone computes no more"
 
 
-def _let_it_compute(worker: threading.Thread, seconds: float, deadline_s: float) -> None:
+def _let_it_compute(worker, seconds, deadline_s):
     clock = time.pthread_getcpuclockid(worker.ident or 0)
     until_s = time.clock_gettime(clock) + seconds
     while time.clock_gettime(clock) < until_s:
@@ -177,7 +173,7 @@ def _let_it_compute(worker: threading.Thread, seconds: float, deadline_s: float)
         time.sleep(0.01)
 
 
-def test_after_the_work_the_loop_must_come_round_again() -> None:
+def test_after_the_work_the_loop_must_come_round_again():
     clock = Clock()
     life = LoopLife(clock=clock, quiet_work_s=1000)
     with life.working():
@@ -188,7 +184,7 @@ def test_after_the_work_the_loop_must_come_round_again() -> None:
     assert not life.is_alive(10)
 
 
-def test_a_child_does_not_speak_for_its_parent(manager: Manager) -> None:
+def test_a_child_does_not_speak_for_its_parent(manager):
     program = (
         "import os, subprocess, sys\n"
         "from edgefl.watchdog import LoopLife, Notifier, watched\n"

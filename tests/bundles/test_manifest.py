@@ -58,7 +58,7 @@ def test_what_is_dumped_is_loaded() -> None:
         ({"kind": "removal", "wheels": []}, "a release is named edgefl-fleet"),
         ({"key": None}, "expected a text"),
         ({"kind": "pack", "name": "gulls", "wheels": [{**WHEEL, "file": "gulls-1.2.0-py3-none-any.whl"}, WHEEL]},
-         "a pack must not bring edgefl itself"),
+         "a pack must not bring edgefl-fleet itself"),
     ],
 )  # fmt: skip
 def test_nonsense_is_refused(changes: dict[str, Any], line: str) -> None:

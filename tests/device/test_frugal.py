@@ -64,7 +64,7 @@ def told(program, call):
 
 def test_the_agent_imports_no_renderer_of_terminals_no_grpc_and_no_server_and_says_so():
     usual, frugal = told(IMPORTS, ""), told(IMPORTS, "be_frugal()")
-    assert min(usual["renderers"], usual["server"]) > 50
+    assert min(usual["renderers"], usual["server"]) > 10
     assert (frugal["renderers"], frugal["server"]) == (0, 0)
     assert "a device's process does without flwr.server, so there is no start_server" in frugal["error"]
 
