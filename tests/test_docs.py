@@ -1,4 +1,4 @@
-"""docs/store.md describes the store as it is; links lead somewhere, and no text speaks of one machine."""
+"""docs/reference/store.md describes the store as it is; links lead somewhere, and no text speaks of one machine."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from edgefl.storage.store import Store
 from edgefl.types import Outcome
 
 ROOT = Path(__file__).parents[1]
-DOCS = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
-STORE = (ROOT / "docs" / "store.md").read_text()
+DOCS = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
+STORE = (ROOT / "docs" / "reference" / "store.md").read_text()
 
 TYPES = {
     "TEXT": "text",

@@ -1,4 +1,4 @@
-"""docs/compression.md: its stage is run as it stands, its codecs are codecs, and its tables are the registry's."""
+"""The pages about compression: their stage is run as it stands, their tables are the registry's."""
 
 import re
 import sys
@@ -25,7 +25,8 @@ from edgefl.errors import CodecError
 from edgefl.types import TensorSpec
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "compression.md").read_text()
+PAGES = ("reference/compression.md", "how-to/write-a-codec.md")
+PAGE = "\n".join((ROOT / "docs" / page).read_text() for page in PAGES)
 SHAPES = (TensorSpec(name="fc.weight", shape=(60, 50)), TensorSpec(name="fc.bias", shape=(60,)))
 KINDS = {"Tensor stages": "tensors", "Value stages": "values", "Lossless stages": "lossless"}
 

@@ -1,4 +1,4 @@
-"""docs/protocol.md describes what crosses the network as the code has it."""
+"""docs/reference/protocol.md describes what crosses the network as the code has it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ from edgefl.protocol import (
 )
 from edgefl.types import Assignment, Evaluation, LocalPlan
 
-PROTOCOL = (Path(__file__).parents[1] / "docs" / "protocol.md").read_text()
+PROTOCOL = (Path(__file__).parents[1] / "docs" / "reference" / "protocol.md").read_text()
 
 
 def test_protocol_md_describes_every_topic_with_its_writer_quality_and_fields() -> None:

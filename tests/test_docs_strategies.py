@@ -1,4 +1,4 @@
-"""docs/strategies.md: its strategies are run as they stand, and what it names exists."""
+"""The pages about strategies: their strategies are run as they stand, and what they name exists."""
 
 import re
 import subprocess
@@ -25,7 +25,8 @@ from edgefl.tasks.sources import central_data
 from edgefl.types import Algorithm, LocalPlan, derived_rng
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "strategies.md").read_text()
+PAGES = ("how-to/write-a-strategy.md", "how-to/train-without-a-server.md", "reference/strategies.md")
+PAGE = "\n".join((ROOT / "docs" / page).read_text() for page in PAGES)
 MODULES = ("trimmed_mean", "test_trimmed_mean", "fading", "clipping")
 
 

@@ -31,7 +31,7 @@ from edgefl.types import Assignment, DeviceInfo, LocalPlan, Strategy, Update, Up
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-TEXTS = [README, *(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))]
+TEXTS = [README, *(path.read_text() for path in sorted((ROOT / "docs").rglob("*.md")))]
 
 PIP_OPTIONS = {"--extra-index-url", "--no-deps"}
 FUZZ_OPTIONS = {"--reader", "--cases", "--seconds", "--engine", "--input"}
@@ -154,7 +154,7 @@ def test_the_entry_points_in_the_readme_are_those_that_the_code_looks_for() -> N
 
 def test_the_guide_counts_the_methods_of_a_strategy() -> None:
     names = [name for name, value in vars(Strategy).items() if isinstance(value, FunctionType) and name[0] != "_"]
-    guide = (ROOT / "docs" / "strategies.md").read_text()
+    guide = (ROOT / "docs" / "how-to" / "write-a-strategy.md").read_text()
     assert f"all {['seven', 'eight', 'nine', 'ten'][len(names) - 7]} methods" in guide.lower()
 
 
