@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import griffe
-from markup import code, prose, sections, table
+from markup import code, named, names_joined, prose, sections, table
 
 ROOT = Path(__file__).resolve().parents[2]
 # What users import, by the question that brings them here.
@@ -119,12 +119,14 @@ def _docstring(found: Any) -> Iterator[str]:
             rows = ((code(item.annotation), prose(item.description)) for item in part.value)
             yield table(("raises", "when"), rows)
         elif part.kind in {griffe.DocstringSectionKind.parameters, griffe.DocstringSectionKind.attributes}:
-            rows = ((code(item.name), prose(item.description)) for item in part.value)
+            rows = ((named(item.name), prose(item.description)) for item in part.value)
             yield table((str(part.kind.value)[:-1], "meaning"), rows)
 
 
 def _parsed(found: Any) -> list[Any]:
-    return found.docstring.parsed if found.docstring else []
+    if not found.docstring:
+        return []
+    return griffe.Docstring(names_joined(found.docstring.value), parent=found, parser="google").parsed
 
 
 def _public(found: Any) -> list[Any]:

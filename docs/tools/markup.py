@@ -27,5 +27,16 @@ def sections(parts: Iterable[str]) -> str:
     return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
 
 
+def names_joined(docstring: str) -> str:
+    """Returns a docstring in which `a, b: meaning` is `a,b: meaning`, which griffe reads as one name."""
+    names = re.compile(r"^(\s+)(\w+(?:, \w+)+):", re.MULTILINE)
+    return names.sub(lambda found: found[1] + found[2].replace(", ", ",") + ":", docstring)
+
+
+def named(name: str) -> str:
+    """Returns one or more joined names as code."""
+    return ", ".join(code(item) for item in name.split(","))
+
+
 def _row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"

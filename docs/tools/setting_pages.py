@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import griffe
 from click.testing import CliRunner
-from markup import code, sections, table
+from markup import code, names_joined, sections, table
 
 from edgefl import config
 from edgefl.cli.main import edgefl
@@ -68,7 +68,7 @@ def _section(kind: Any, title: str) -> Iterator[str]:
 def _docstring(kind: Any) -> tuple[str, dict[str, str]]:
     """Returns the text of a class and the meaning of each attribute; one line may speak of several."""
     texts, meanings = [], {}
-    for part in griffe.Docstring(kind.__doc__ or "", parser="google").parsed:
+    for part in griffe.Docstring(names_joined(kind.__doc__ or ""), parser="google").parsed:
         if part.kind is griffe.DocstringSectionKind.text:
             texts.append(part.value)
         else:
@@ -82,7 +82,11 @@ def _kind(kind: Any, item: Field[Any]) -> str:
         return " or ".join(_kind(option, item) for option in get_args(kind) if option is not NoneType)
     if get_origin(kind) is Literal:
         return " or ".join(code(f'"{value}"') for value in get_args(kind))
-    bounds = [f"{sign} {item.metadata[name]:g}" for name, sign in _BOUNDS.items() if name in item.metadata]
+    bounds = [
+        f"{sign} {item.metadata[name]:g}"
+        for name, sign in _BOUNDS.items()
+        if name in item.metadata and item.metadata[name] != config.MAX_SEED
+    ]
     if kind not in _WORDS:
         return "list of texts" if get_origin(kind) is tuple else "table"
     return " ".join([_WORDS[kind], ", ".join(bounds) if kind in (int, float) else ""]).strip()
