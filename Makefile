@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 # An environment that was only half made would pass for a whole one.
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-slow chaos chaos-short soak board-test wheel-check locks fuzz mutants check bench clean
+.PHONY: help demo test test-all test-slow chaos chaos-short soak board-test wheel-check locks fuzz mutants check docs bench clean
 
 help:
 	@echo "make demo         run a whole fleet on this machine"
@@ -35,6 +35,7 @@ help:
 	@echo "make fuzz         feed a million damaged inputs to each reader of bytes from outside (hours; a tally goes on)"
 	@echo "make mutants      change the source a bit at a time and count the changes that tests notice (minutes to hours)"
 	@echo "make check        format, lint, strict types; insecure code, vulnerable packages, secrets in logs"
+	@echo "make docs         build the documentation site; a wrong link or anchor fails"
 	@echo "make bench        measure the figures that the README quotes (hours; EDGEFL_DATA says where data is)"
 	@echo "make clean        remove the environment and what tools left behind"
 
@@ -86,6 +87,9 @@ check: $(VENV)/.installed-dev
 	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive edgefl
 	$(BIN)/python tests/checks/audit_packages.py
 	$(BIN)/python -m pytest -n 0 tests/e2e/test_log_secrets.py
+
+docs: $(VENV)/.installed-dev
+	$(BIN)/python docs/tools/build_site.py $(ARGS)
 
 bench: $(VENV)/.installed-dev
 	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python "$$file"; done
