@@ -30,6 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from harness import options
 from harness.cost_rows import Row
 from harness.process_trees import tree_cpu_s
 
@@ -51,7 +52,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--json", action="store_true")
-    asked = parser.parse_args()
+    asked = options.parse(parser, devices=4, rounds=1, turns=1)
     if asked.rounds < 3:
         parser.error("the first round does not count, so give --rounds 3 or more")
     if os.environ.get("OPENBLAS_NUM_THREADS") != "1":  # read when NumPy is loaded, so we begin again
@@ -60,7 +61,7 @@ def main() -> int:
     if asked.flower_python is not None:
         rows += one_step_rounds(asked.flower_python, asked.devices, asked.rounds, asked.turns)
     print(json.dumps({"v": 1, "rows": [row.as_json() for row in rows]}) if asked.json else "\n".join(map(str, rows)))
-    return 0 if all(row.is_met for row in rows) else 2
+    return 0 if asked.quick or all(row.is_met for row in rows) else 2
 
 
 def full_rounds(num_devices: int, turns: int) -> list[Row]:
