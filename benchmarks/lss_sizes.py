@@ -29,7 +29,7 @@ from edgefl.compression.decoding import decode_body
 from edgefl.compression.tensors.clusters import bucket_weights, share_buckets, train_clusters
 from edgefl.compression.tensors.lss import FRACTION
 from edgefl.errors import EdgeflError
-from edgefl.tasks.gradients import Gradient, measured_gradient, read_gradient
+from edgefl.tasks.gradients import SETTINGS, Gradient, measured_gradient, read_gradient
 from edgefl.types import Array, SparseTensor, Tensor
 
 SPECS = ("lss:2", "lss:2|fp16", "lss:2:0.02|fp16", "lss:2|int8", "lss:3|fp16", "lss:1|fp16",
@@ -60,10 +60,10 @@ AUTHORS = (
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path)
-    parser.add_argument("--model", default="resnet-18", help="whose gradient [%(default)s]")
+    parser.add_argument("--model", choices=list(SETTINGS), default="resnet-18", help="whose gradient [%(default)s]")
     parser.add_argument("--gradient", type=Path)
     parser.add_argument("--json", action="store_true")
-    arguments = options.parse(parser, model="cnn")
+    arguments = options.parse(parser, model="mnist-cnn")
     try:
         found = (
             read_gradient(arguments.gradient)

@@ -52,7 +52,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--json", action="store_true")
-    asked = options.parse(parser, devices=4, rounds=1, turns=1)
+    asked = options.parse(parser, devices=4, rounds=3, turns=1)
     if asked.rounds < 3:
         parser.error("the first round does not count, so give --rounds 3 or more")
     if os.environ.get("OPENBLAS_NUM_THREADS") != "1":  # read when NumPy is loaded, so we begin again

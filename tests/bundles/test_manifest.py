@@ -11,7 +11,15 @@ from edgefl.bundles.manifest import MAX_MANIFEST_BYTES, Kind, Manifest, WheelEnt
 from edgefl.errors import BundleError
 
 WHEEL = {"file": "edgefl_fleet-1.2.0-py3-none-any.whl", "sha256": "ab" * 32, "bytes": 10}
-GOOD = {"v": 1, "kind": "release", "name": "edgefl-fleet", "version": "1.2.0", "serial": 7, "key": "k", "wheels": [WHEEL]}
+GOOD = {
+    "v": 1,
+    "kind": "release",
+    "name": "edgefl-fleet",
+    "version": "1.2.0",
+    "serial": 7,
+    "key": "k",
+    "wheels": [WHEEL],
+}
 
 
 def load(**changes: Any) -> Manifest:
@@ -21,7 +29,13 @@ def load(**changes: Any) -> Manifest:
 def test_what_is_dumped_is_loaded() -> None:
     wheels = (WheelEntry(file=WHEEL["file"], sha256=WHEEL["sha256"], num_bytes=10),)  # type: ignore[arg-type]
     manifest = Manifest(
-        kind=Kind.RELEASE, name="edgefl-fleet", version="1.2.0", serial=7, key="k", wheels=wheels, allow_downgrade=True
+        kind=Kind.RELEASE,
+        name="edgefl-fleet",
+        version="1.2.0",
+        serial=7,
+        key="k",
+        wheels=wheels,
+        allow_downgrade=True,
     )
     assert Manifest.load(manifest.dump()) == manifest
     removal = load(kind="removal", name="gulls", wheels=[])
@@ -49,7 +63,7 @@ def test_what_is_dumped_is_loaded() -> None:
         ({"wheels": [{**WHEEL, "file": "edgefl_fleet-1.2.0.tar.gz"}]}, "which is no name of a wheel"),
         ({"wheels": [{**WHEEL, "sha256": "AB" * 32}]}, "says no SHA-256"),
         ({"wheels": [{**WHEEL, "bytes": 1 << 40}]}, "its wheels have 1099511627776 bytes together"),
-        ({"version": "1.3.0"}, "must hold a wheel of edgefl-fleet in this version, and of it in no other; it holds 1.2.0"),
+        ({"version": "1.3.0"}, "must hold a wheel of edgefl-fleet in this version, and of it in no other"),
         ({"kind": "pack"}, "a release is named edgefl-fleet, a pack is not"),
         ({"name": "gulls"}, "a release is named edgefl-fleet, a pack is not"),
         ({"kind": "pack", "name": "gulls"}, "must hold a wheel of gulls .* it holds none"),

@@ -80,7 +80,10 @@ def board(tmp_path: Path) -> Board:
     return board
 
 
-WHEELS: dict[str, bytes | Path] = {"wheels/edgefl_fleet-1-py3-none-any.whl": b"PK", "wheels/dep-1-py3-none-any.whl": b"PK"}
+WHEELS: dict[str, bytes | Path] = {
+    "wheels/edgefl_fleet-1-py3-none-any.whl": b"PK",
+    "wheels/dep-1-py3-none-any.whl": b"PK",
+}
 
 
 def test_the_wheels_leave_the_card_when_the_installation_has_worked_and_not_before(board: Board) -> None:
@@ -275,7 +278,9 @@ def test_a_clock_is_waited_for_where_an_index_is_needed_but_not_for_ever(
 def test_with_the_real_installation_a_card_becomes_a_board_that_will_join(board: Board, tmp_path: Path) -> None:
     wheels = tmp_path / "wheels"
     main = b"print('edgefl, version 1.0')\n"
-    make_wheel(wheels, "edgefl-fleet", "1.0", {"edgefl/__init__.py": b"", "edgefl/__main__.py": main}, requires=["dep"])
+    make_wheel(
+        wheels, "edgefl-fleet", "1.0", {"edgefl/__init__.py": b"", "edgefl/__main__.py": main}, requires=["dep"]
+    )
     make_wheel(wheels, "dep", "1.0", {"dep.py": b""})
     install = sources.path("board/install.sh").read_bytes()
     board.write_card(install=install, extra={f"wheels/{wheel.name}": wheel for wheel in wheels.iterdir()})
