@@ -24,6 +24,15 @@ def eventually(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
     return value
 
 
+def settled(rollouts: Any) -> None:
+    """Waits until the thread of deployments or installations has looked at everything twice from now on."""
+    thread, seen = rollouts._thread, list[int]()
+    look = thread._look
+    thread._look = lambda: (seen.append(1), look())[1]
+    eventually(lambda: len(seen) > 2)
+    thread._look = look
+
+
 def enroll(store: Store, *names: str, key: bytes | None = None, **more: Any) -> None:
     """Lets members in, each with a key of its own that is none, or with this one."""
     if not store.tokens():
