@@ -185,7 +185,10 @@ def test_the_journal_brings_a_run_to_the_same_state_turn_by_turn_from_its_start_
         assert replay(entries, name, 2, whole, rounds=rounds) == played.digests[number:]
 
 
-@pytest.mark.parametrize(("name", "rounds"), [("fedavg", 8), ("fedasync", 8), ("esync", 8), ("admm-isvr", 2)])
+@pytest.mark.parametrize(
+    ("name", "rounds"),
+    [("fedavg", 8), ("fedasync", 8), ("esync", 8), pytest.param("admm-isvr", 2, marks=pytest.mark.extended)],
+)
 def test_who_was_refused_and_how_often_comes_back_from_the_journal(tmp_path: Path, name: str, rounds: int) -> None:
     played = play(tmp_path, name, 4, rounds=rounds, faults={**FAULTS, "h": "diverges"}, every=4)
     assert played.gate.guard.flagged == {"h"}
@@ -212,11 +215,11 @@ def test_what_auto_has_learnt_of_its_devices_comes_back_with_a_checkpoint(tmp_pa
 
 @pytest.mark.parametrize("name", ["fedavg", "fedasync", "esync", "adacomp", "dsgd"])
 def test_a_journal_that_ends_anywhere_is_followed_to_its_end(tmp_path: Path, name: str) -> None:
-    played = play(tmp_path, name, 3, rounds=ROUNDS.get(name, 4))
-    entries = entries_after(tmp_path)
+    rounds = ROUNDS.get(name, 4)
+    played, entries = play(tmp_path, name, 3, rounds=rounds), entries_after(tmp_path)
     rng = np.random.default_rng(0)
     for length in sorted(rng.permutation(len(entries))[:8].tolist()):
-        found = replay(entries[:length], name, 3)
+        found = replay(entries[:length], name, 3, rounds=rounds)
         turns = sum(isinstance(entry, Turn) for entry in entries[:length])
         # What came of the last turn may have been cut off: it is as if the rest of it had not come yet.
         assert found[:turns] == played.digests[:turns]
