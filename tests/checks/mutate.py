@@ -109,7 +109,9 @@ class Runs:
         lines = self.lines.get(mutant.path, {})
         contexts = {name for line in statement_lines(source, mutant.line) for name in lines.get(str(line), ())}
         if ANY_TEST in contexts:
-            contexts = {name for names in lines.values() for name in names if name != ANY_TEST}
+            # What a class has from its decorator runs no line of its own: all tests of these files may use it.
+            names = {name for names in lines.values() for name in names if name != ANY_TEST}
+            contexts = {name.partition("::")[0] for name in names}
         chosen = {test for test in self.seconds if test in contexts or test.partition("::")[0] in contexts}
         ordered: list[tuple[bool, str, str]] = []
         seen: set[str] = set()
