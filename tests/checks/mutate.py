@@ -48,7 +48,7 @@ ROOMS: dict[str, tuple[str, list[str]]] = {
     "storage": ("edgefl/storage/**/*.py", ["tests/storage"]),
     "strategies": ("edgefl/strategies/**/*.py", ["tests/strategies"]),
 }
-"""Which source and which tests; `--tests` names others."""
+"""Which source and which tests; `--source` and `--tests` name others."""
 PRELOADED = (
     "numpy",
     "torch",
@@ -109,7 +109,9 @@ class Runs:
         lines = self.lines.get(mutant.path, {})
         contexts = {name for line in statement_lines(source, mutant.line) for name in lines.get(str(line), ())}
         if ANY_TEST in contexts:
-            contexts = {name for names in lines.values() for name in names if name != ANY_TEST}
+            # What a class has from its decorator runs no line of its own: all tests of these files may use it.
+            names = {name for names in lines.values() for name in names if name != ANY_TEST}
+            contexts = {name.partition("::")[0] for name in names}
         chosen = {test for test in self.seconds if test in contexts or test.partition("::")[0] in contexts}
         ordered: list[tuple[bool, str, str]] = []
         seen: set[str] = set()
@@ -180,7 +182,7 @@ class Selection:
 def main() -> int:
     options = read_options()
     pattern, tests = ROOMS[options.room]
-    num_places, mutants = drawn(options.tree, pattern, options.sample, options.seed)
+    num_places, mutants = drawn(options.tree, options.source or pattern, options.sample, options.seed)
     if options.only:
         mutants = [mutant for mutant in mutants if mutant.name in options.only]
     for name in PRELOADED:
@@ -219,6 +221,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many are tested at a time")
     parser.add_argument("--most-s", type=float, default=60, help="seconds of tests for one mutant at most (60)")
     parser.add_argument("--tree", type=Path, default=Path(__file__).parents[2], help="another checkout")
+    parser.add_argument("--source", metavar="GLOB", help="other source than that of the room")
     parser.add_argument("--tests", nargs="+", metavar="PATH", help="other tests than those of the room")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these of the drawn mutants")
     parser.add_argument("--out", type=Path, metavar="FILE", help="one line of JSON for each mutant")

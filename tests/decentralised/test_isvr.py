@@ -10,7 +10,6 @@ from edgefl.decentralised.graph import Graph, make_graph
 from edgefl.decentralised.isvr import AdmmIsvr, Isvr, PdmmIsvr
 from edgefl.decentralised.node import Mail
 from edgefl.errors import ConfigError
-from edgefl.types import Array
 
 NAMES = tuple(f"n{place}" for place in range(8))
 METHODS = ("pdmm-isvr", "admm-isvr")
@@ -128,43 +127,6 @@ def test_the_fixed_point_is_as_the_formulas_have_it() -> None:
         assert gradient == pytest.approx(pull, abs=1e-10)
         total += gradient
     assert total == pytest.approx(np.zeros(10), abs=1e-10)
-
-
-def test_it_is_variance_reduction_in_disguise() -> None:
-    # With the paper's η the step is w - μ(g - q), where q, what the duals pull beyond w, is an exponential mean of
-    # weight 1/K of the gradients since the last exchange, and of what the neighbour said then: q is c - c̄.
-    rng, rate, period = np.random.default_rng(4), 0.1, 8
-    node = PdmmIsvr(
-        "b",
-        Graph.of(("a", "b"), [("a", "b")]).sides("b", period),
-        learning_rate=rate,
-        period=period,
-        step_size="node",
-    )
-    node.begin({"w": rng.normal(size=5)})
-
-    def mean() -> Array:
-        step = node.correction()
-        return step.correction["w"] - step.shrinkage * node.weights["w"]
-
-    for number in range(1, 41):
-        gradient, weights, step = rng.normal(size=5), node.weights["w"].copy(), node.correction()
-        expected = mean() + (gradient - mean()) / period
-        moved = (weights - rate * (gradient - step.correction["w"])) / (1 + rate * step.shrinkage)
-        node.trained({"w": moved}, 1, rate)
-        assert mean() == pytest.approx(expected, abs=1e-12)
-        assert moved == pytest.approx(weights - rate * (gradient - expected), abs=1e-12)
-        if number % period == 0:
-            node.take(Mail(sender="a", receiver="b", step=number, parts={"y": {"w": rng.normal(size=5)}}))
-
-
-def test_without_gradients_nothing_moves() -> None:
-    graph = make_graph("paper-random", NAMES)
-    still = [np.zeros_like] * 8
-    start = np.random.default_rng(2).normal(size=10)
-    for method in METHODS:
-        run = Network.of(method, graph, still, start=start, rate=RATE, period=8, schedule="poisson").run(400)
-        assert run.weights() == pytest.approx(np.tile(start, (8, 1)), abs=1e-13)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -8,7 +8,6 @@ import stat
 import subprocess
 import sys
 import textwrap
-import threading
 from pathlib import Path
 from urllib.parse import quote
 
@@ -249,33 +248,6 @@ def test_a_refused_call_inside_a_batch_leaves_the_rest_of_it(store):
             store.add_run(run_id="r", name="n", task="t", strategy="s", config={}, seed=1, submitted_at=None)
     with store.database.read() as connection:
         assert connection.exec_driver_sql("SELECT message FROM events").scalars().all() == ["kept"]
-
-
-def test_threads_write_next_to_each_other_while_another_process_reads(tmp_path, store):
-    reader = Store.open(tmp_path / "edgefl.db", read_only=True)
-    errors = []
-
-    def write(number):
-        try:
-            for at in range(25):
-                store.record_event("test", f"{number}", at=float(at))
-        except StoreError as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    counts = []
-    while any(thread.is_alive() for thread in threads):
-        with reader.database.read() as connection:
-            counts.append(connection.exec_driver_sql("SELECT count(*) FROM events").scalar())
-    for thread in threads:
-        thread.join()
-    reader.close()
-    assert errors == []
-    assert counts == sorted(counts)
-    with store.database.read() as connection:
-        assert connection.exec_driver_sql("SELECT count(*) FROM events").scalar() == 100
 
 
 @pytest.mark.extended

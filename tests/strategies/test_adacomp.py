@@ -62,22 +62,6 @@ def test_an_entry_takes_its_share_of_the_step():  # A4
     assert play.w.tolist() == pytest.approx([0.95, 0.9, 0.9, 0.9])
 
 
-def test_one_device_that_sends_all_is_sgd_to_the_last_bit():  # A5
-    rng = np.random.default_rng(1)
-    start = {"w": rng.standard_normal((30, 7)).astype(np.float32), "b": rng.standard_normal(7).astype(np.float32)}
-    play = Play(AdaComp(compression=1.0), start, "a")
-    play.pull("a")
-    expected = {name: tensor.copy() for name, tensor in start.items()}
-    for _ in range(50):
-        gradient = {name: rng.standard_normal(tensor.shape).astype(np.float32) for name, tensor in start.items()}
-        displacement = {name: np.float32(-0.05) * tensor for name, tensor in gradient.items()}
-        play.push("a", **displacement)
-        for name, tensor in displacement.items():
-            expected[name] += tensor
-    model = play.strategy.model(play.state)
-    assert all(model[name].tobytes() == expected[name].tobytes() for name in start)
-
-
 @pytest.mark.parametrize("num_devices", [2, 7])
 @pytest.mark.parametrize("staleness", ["parameter", "update"])
 def test_devices_in_turn_that_send_all_are_divided_by_the_number_of_the_others(num_devices, staleness):  # A6
