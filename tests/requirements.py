@@ -69,7 +69,9 @@ def missing(*names: str) -> str | None:
     for name in names:
         if name in {"root", "user"}:
             if (os.geteuid() == 0) != (name == "root"):
-                return "needs root: sudo make test-all" if name == "root" else "root may do everything: run it as a user"
+                return (
+                    "needs root: sudo make test-all" if name == "root" else "root may do everything: run it as a user"
+                )
         elif PARTS[name].path() is None:
             return f"{name} is not installed: sudo apt-get install {' '.join(PARTS[name].packages)}"
     return None
@@ -104,10 +106,7 @@ def data_folder(task: str) -> Path:
 
 def table() -> str:
     """Returns what is here, which tests need it, and how to install what is absent."""
-    rows = [
-        (name, part.path() or "ABSENT", _users(name))
-        for name, part in PARTS.items()
-    ]
+    rows = [(name, part.path() or "ABSENT", _users(name)) for name, part in PARTS.items()]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     lines = [f"{name:{widths[0]}}  {place:{widths[1]}}  {users}".rstrip() for name, place, users in rows]
     for name, asked in (("root", "root"), ("EDGEFL_DATA", "data")):

@@ -31,6 +31,7 @@ def test_a_fleet_that_says_all_it_can_writes_down_no_secret(tools: Any, tmp_path
     assert len(secrets) > 20, "the scan knows too little to find anything"
     texts = written_below(tmp_path) | {f"output {n}": text.encode() for n, text in enumerate(printed)}
     assert sum(map(len, texts.values())) > 100_000, "too little was written to say anything"
+    assert any("agent.jsonl" in name for name in texts), "the boards' own logs are scanned too"
     assert leaks(texts, secrets) == []
 
 
