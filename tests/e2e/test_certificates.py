@@ -29,7 +29,9 @@ pytestmark = pytest.mark.extended
 def fleet(
     request: pytest.FixtureRequest, tools: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LocalFleet]:
-    with tools.fleet(tmp_path_factory.mktemp("certificates"), tools.devices(3), broker=request.param) as running:
+    with tools.fleet(
+        tmp_path_factory.mktemp("certificates"), tools.devices(3, "digits", tools.gated), broker=request.param
+    ) as running:
         yield running
 
 
@@ -138,9 +140,7 @@ def test_a_device_that_is_removed_is_out_within_a_heartbeat_and_the_run_goes_on(
     fleet: LocalFleet, tools: Any, record_property: Any
 ) -> None:
     fleet.wait_present(3)
-    run_id = fleet.submit(
-        parse_run({"run": {"task": "digits", "rounds": 400, "seconds": 12.0}, "devices": {"min": 3}})
-    )
+    run_id = fleet.submit(tools.gated_run(rounds=400, seconds=12.0, pace_s=0.1, min=3))
     tools.eventually(lambda: fleet.operator().get(f"/edgefl/v1/runs/{run_id}")["rounds"] or 0)
     counted = sessions(fleet, "device-03")
     log = fleet.root / "device-03.log"

@@ -14,7 +14,7 @@ from edgefl.storage.wal import HEADER_BYTES
 
 pytestmark = pytest.mark.extended
 
-ROUNDS = 60
+ROUNDS = 40
 PACE_S = 0.1
 FEDBUFF = {"name": "fedbuff", "buffer_size": 2}
 

@@ -46,7 +46,9 @@ def job(request: pytest.FixtureRequest, tools: Any, tmp_path_factory: pytest.Tem
         require("mosquitto")  # else it is what the other one runs on
     judge = LocalDevice(name="judge", shards={"digits": str(tools.test_shard)}, role="evaluator")
     devices = [*tools.devices(3, "digits", tools.gated), judge]
-    with tools.fleet(tmp_path_factory.mktemp("job"), devices, scored=True, broker=request.param) as fleet:
+    with tools.fleet(
+        tmp_path_factory.mktemp("job"), devices, scored=True, broker=request.param, kind=LocalFleet
+    ) as fleet:
         main = {"task": "digits", "name": "main", "rounds": ROUNDS, "seed": 7}
         on_devices = {"task": "digits", "name": "local", "rounds": 2, "evaluate_on": "devices"}
         ids = [fleet.submit(parse_run({"run": run, "devices": {"min": 3}})) for run in (main, on_devices)]

@@ -139,7 +139,7 @@ def test_an_asynchronous_run_goes_on_without_a_gap_and_counts_nothing_twice(flee
 
 
 def test_devices_follow_the_broker_to_another_port(fleet: LocalFleet) -> None:
-    end_coordinator(fleet, "stopped").close()
+    fleet.kill("coordinator")
     fleet.broker_port = free_port()
     fleet.start_coordinator()
     works(fleet)

@@ -34,27 +34,23 @@ PROGRAM = (sys.executable, "-m", "edgefl.cli.main")
 LOSSY_PROGRAM = (sys.executable, str(HERE / "lossy_device.py"))
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return cut_shards("digits", "by-class", 5, tmp_path_factory.mktemp("classes"))
-
-
 @contextmanager
-def site(tools: Any, root: Path, shards: Sequence[Path], program: Sequence[str] = PROGRAM) -> Iterator[LocalFleet]:
-    """A broker in a process of its own, a coordinator, and five devices with two classes each."""
+def site(tools: Any, root: Path, *, num: int = 5, program: Sequence[str] = PROGRAM) -> Iterator[LocalFleet]:
+    """A broker in a process of its own, a coordinator, and devices that share the ten classes."""
+    paths = cut_shards("digits", "by-class", num, root / "classes")
     devices = [
-        LocalDevice(name=name, shards={"digits": str(path)}, program=program)
-        for name, path in zip(NAMES, shards, strict=True)
+        LocalDevice(name=name, shards=dict.fromkeys(("digits", tools.gated), str(path)), program=program)
+        for name, path in zip(NAMES, paths, strict=False)
     ]
-    with tools.fleet_beside_broker(root, devices) as (fleet, _):
+    with tools.fleet_beside_broker(root / "fleet", devices) as (fleet, _):
         yield fleet
 
 
-def run_file(rounds: int = 100_000, **strategy: Any) -> RunConfig:
+def run_file(rounds: int = 100_000, *, task: str = "digits", **options: Any) -> RunConfig:
     return parse_run(
         {
-            "run": {"task": "digits", "rounds": rounds, "local_test_fraction": 0.0},
-            "task": {"model": "logistic"},
+            "run": {"task": task, "rounds": rounds, "local_test_fraction": 0.0, "evaluate_on": "none"},
+            "task": options or {"model": "logistic"},
             "strategy": {
                 "name": "pdmm-isvr",
                 "graph": "complete",
@@ -65,17 +61,15 @@ def run_file(rounds: int = 100_000, **strategy: Any) -> RunConfig:
                 "batch_size": 10_000,
                 "learning_rate": RATE,
                 "weight_decay": DECAY,
-                **strategy,
             },
-            "devices": {"min": 5},
         }
     )
 
 
-def optimum(shards: Sequence[Path]) -> dict[str, Array]:
+def optimum(devices: Sequence[LocalDevice]) -> dict[str, Array]:
     """Returns the least sum of the shards' losses, each with its decay, by gradient descent."""
     task = make_task("digits", {"model": "logistic"})
-    learner, data = task.learner(), [task.read(str(path)) for path in shards]
+    learner, data = task.learner(), [task.read(device.shards["digits"]) for device in devices]
     learner.load(task.init(7))
     for _ in range(4000):
         total = {name: DECAY * weights for name, weights in learner.parameters.items()}
@@ -117,11 +111,11 @@ def stopped(fleet: LocalFleet, tools: Any, run_id: str) -> dict[str, Array]:
 
 
 @needs("mosquitto")
-def test_five_devices_come_to_a_good_model_under_a_coordinator_that_is_killed_and_stop_with_their_run(
-    tools: Any, tmp_path: Path, shards: Sequence[Path]
+def test_devices_come_to_a_good_model_under_a_coordinator_that_is_killed_and_stop_with_their_run(
+    tools: Any, tmp_path: Path
 ) -> None:
-    with site(tools, tmp_path / "fleet", shards) as fleet:
-        run_id = fleet.submit(run_file(rounds=6))
+    with site(tools, tmp_path, num=3) as fleet:
+        run_id = fleet.submit(run_file(6, task=tools.gated, pace_s=0.01))
         tools.eventually(lambda: closed(fleet, run_id), 60, "a round")
         fleet.kill("coordinator")
         fleet.start_coordinator()
@@ -129,8 +123,8 @@ def test_five_devices_come_to_a_good_model_under_a_coordinator_that_is_killed_an
         assert (run["status"], run["reason"]) == ("finished", "rounds reached 6")
         rounds = closed(fleet, run_id)
         assert [row["round"] for row in rounds] == list(range(1, 7))
-        assert [row["facts"]["nodes"] for row in rounds] == [5] * 6
-        task = make_task("digits", {"model": "logistic"})
+        assert [row["facts"]["nodes"] for row in rounds] == [3] * 6
+        task = make_task("digits")
         learner = task.learner()
         learner.load(load_model_file(fleet.model_file(run["model"])))
         assert learner.evaluate(task.read(str(tools.test_shard)))[1] > 0.6
@@ -142,9 +136,9 @@ def test_five_devices_come_to_a_good_model_under_a_coordinator_that_is_killed_an
 @pytest.mark.slow
 @needs("mosquitto")
 def test_devices_train_on_without_a_coordinator_and_survivors_come_to_their_own_optimum(
-    tools: Any, tmp_path: Path, shards: Sequence[Path]
+    tools: Any, tmp_path: Path
 ) -> None:
-    with site(tools, tmp_path / "fleet", shards) as fleet:
+    with site(tools, tmp_path) as fleet:
         run_id = fleet.submit(run_file())
         tools.eventually(lambda: len(closed(fleet, run_id)) >= 2, 60, "two rounds")
         before = furthest(fleet, run_id)
@@ -163,7 +157,7 @@ def test_devices_train_on_without_a_coordinator_and_survivors_come_to_their_own_
 
         fleet.kill("device-05")
         tools.eventually(lambda: closed(fleet, run_id)[-1]["facts"]["nodes"] == 4, 90, "four go on")
-        all_five, survivors = optimum(shards), optimum(shards[:4])
+        all_five, survivors = optimum(fleet.devices), optimum(fleet.devices[:4])
         tools.eventually(lambda: apart(fleet, run_id) < 5e-3, 120, "the survivors agree")
         left = closed(fleet, run_id)[-1]["round"]
         tools.eventually(lambda: closed(fleet, run_id)[-1]["round"] >= left + 40, 120, "they settle")
@@ -173,14 +167,12 @@ def test_devices_train_on_without_a_coordinator_and_survivors_come_to_their_own_
 
 @pytest.mark.slow
 @needs("mosquitto")
-def test_three_in_ten_messages_lost_lead_to_the_same_optimum(
-    tools: Any, tmp_path: Path, shards: Sequence[Path]
-) -> None:
-    with site(tools, tmp_path / "fleet", shards, LOSSY_PROGRAM) as fleet:
+def test_three_in_ten_messages_lost_lead_to_the_same_optimum(tools: Any, tmp_path: Path) -> None:
+    with site(tools, tmp_path, program=LOSSY_PROGRAM) as fleet:
         run_id = fleet.submit(run_file())
         tools.eventually(lambda: apart(fleet, run_id) < 5e-3, 120, "the nodes agree")
         tools.eventually(lambda: closed(fleet, run_id)[-1]["round"] >= 60, 120, "they settle")
-        assert distance(stopped(fleet, tools, run_id), optimum(shards)) < 1e-3
+        assert distance(stopped(fleet, tools, run_id), optimum(fleet.devices)) < 1e-3
 
 
 def test_three_devices_train_in_step_over_direct_links_and_go_on_where_they_were_stopped(

@@ -51,7 +51,7 @@ KNOWN_FROM = 3
 
 @contextmanager
 def make_fleet(tools: Any, root: Path) -> Iterator[LocalFleet]:
-    """Three devices with redundant shards of the digits, which serve every strategy, and own ones of the gated task."""
+    """Three devices with redundant shards of the digits, which serve every strategy, and own ones of another task."""
     blocks = cut_shards("digits", "redundant:2", len(NAMES), root / "blocks")
     devices = [
         replace(
