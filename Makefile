@@ -4,6 +4,7 @@
 #   PYTHON     the interpreter it is made with                      (the first one that is 3.11 or newer)
 #   PIP_FLAGS  more arguments for pip; on a PC without a GPU: --extra-index-url https://download.pytorch.org/whl/cpu
 #   ARGS       more arguments for the demo, for pytest, for fuzz and for mutants  (make mutants ARGS="--room journal")
+#   TIMES      how often `make flaky` runs the quick tests           (20)
 #
 # EDGEFL_BOARDS names the folder that keeps the root file systems and wheels of emulated boards.
 
@@ -11,6 +12,7 @@ VENV ?= .venv
 PYTHON ?=
 PIP_FLAGS ?=
 ARGS ?=
+TIMES ?= 20
 
 # Tests wait a good deal, for fleets of processes: one more at a time than there are cores.
 WORKERS := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
@@ -19,13 +21,14 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 # An environment that was only half made would pass for a whole one.
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-slow chaos chaos-short soak board-test wheel-check locks fuzz mutants check docs bench clean
+.PHONY: help demo test test-all test-slow flaky chaos chaos-short soak board-test wheel-check locks fuzz mutants check docs bench clean
 
 help:
 	@echo "make demo         run a whole fleet on this machine"
-	@echo "make test         run the tests that take seconds"
-	@echo "make test-all     run these, and those that add up to minutes"
-	@echo "make test-slow    run the tests that take minutes"
+	@echo "make test         run the quick tests: minutes, and nothing but Python is needed"
+	@echo "make test-all     run all but the slow ones, with Mosquitto, Chromium, PostgreSQL and what else is here"
+	@echo "make test-slow    run the tests that take minutes each"
+	@echo "make flaky        run the quick tests TIMES times; a test that fails once is a fault"
 	@echo "make chaos-short  do bad things of every kind to a fleet while it trains (minutes)"
 	@echo "make chaos        200 random kills over one run, the ledger, and a table of how long recoveries took (half an hour)"
 	@echo "make soak         see that nothing grows in a real hour and in a simulated week (an hour and a half)"
@@ -43,13 +46,23 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/edgefl demo $(ARGS)
 
 # Hundreds of processes import the same modules: these are compiled once, whatever the environment says.
-test test-all test-slow: export PYTHONDONTWRITEBYTECODE :=
+test test-all test-slow flaky: export PYTHONDONTWRITEBYTECODE :=
+
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+QUICK := not extended and not slow and not board and not chaos
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not extended and not slow and not board and not chaos" $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "$(QUICK)" $(ARGS)
 
 test-all: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not board and not chaos" $(ARGS)
+	@$(BIN)/python tests/requirements.py
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not board and not chaos" $(ARGS)
+
+flaky: $(VENV)/.installed-dev
+	@failed=0; for number in $$(seq $(TIMES)); do \
+	    echo "== $$number of $(TIMES)"; \
+	    $(BIN)/python -m pytest $(PARALLEL) -m "$(QUICK)" $(ARGS) || failed=$$((failed + 1)); \
+	done; echo "$$failed of $(TIMES) runs failed"; test "$$failed" = 0
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "slow and not board and not chaos" --timeout 1800 $(ARGS)

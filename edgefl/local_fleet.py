@@ -238,13 +238,15 @@ class LocalFleet:
             raise RunFailedError(failures[0])
 
     def _start_join(self, device: LocalDevice, token: str) -> subprocess.Popen[bytes]:
+        return self.popen(self._join_words(device, token), device.program)
+
+    def _join_words(self, device: LocalDevice, token: str) -> list[str]:
         shards = [word for task, path in device.shards.items() for word in ("--shard", f"{task}={path}")]
-        arguments = [
+        return [
             "device", "join", f"{device.host or [*self.hosts, LOOPBACK][0]}:{self.port}", "--token", token,
             "--name", device.name, "--role", device.role, "--state", str(self.root / device.name),
             "--threads", "1", *shards,
         ]  # fmt: skip
-        return self.popen(arguments, device.program)
 
     def _start(self, name: str, program: Sequence[str], *arguments: str) -> None:
         with (self.root / f"{name}.log").open("ab") as output:

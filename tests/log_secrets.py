@@ -36,7 +36,7 @@ def leaks(texts: Mapping[str, bytes], secrets: Mapping[bytes, str]) -> list[str]
 
 
 def written_below(
-    root: Path, patterns: Iterable[str] = ("*.log", "*.log.*", "*.db", "*.db-wal", "*.wal")
+    root: Path, patterns: Iterable[str] = ("*.log", "*.log.*", "*.jsonl*", "*.db", "*.db-wal", "*.wal")
 ) -> dict[str, bytes]:
     """Returns what logs and databases below `root` hold, by path."""
     return {

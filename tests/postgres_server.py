@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from requirements import require
 
 from edgefl.local_fleet import free_port
 
-INSTALL = "apt-get install postgresql; pip install 'edgefl-fleet[postgres]' -c constraints.txt"
 PASSWORD = "a quiet p@ss:word/%"
 
 
@@ -108,10 +108,10 @@ class PostgresServer:
 @contextlib.contextmanager
 def running_postgres() -> Iterator[PostgresServer]:
     """Gives a server, or skips the test where PostgreSQL or its driver is not installed."""
+    require("postgresql")
+    pytest.importorskip("psycopg", reason="psycopg is not installed: pip install -e '.[postgres]' -c constraints.txt")
     programs = _programs()
-    if programs is None:
-        pytest.skip(f"PostgreSQL is not installed: {INSTALL}")
-    pytest.importorskip("psycopg", reason=f"psycopg is not installed: {INSTALL}")
+    assert programs is not None
     # The server's own account must reach it, which pytest's folders do not allow.
     with tempfile.TemporaryDirectory(prefix="pg-", dir="/tmp") as folder:
         server = PostgresServer(programs, Path(folder))

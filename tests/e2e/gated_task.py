@@ -1,8 +1,8 @@
 """A user's own task, as the README shows it: the digits, held back until a test lets them go.
 
 It lies on the PYTHONPATH of the processes under test. Every iteration says that it began, by a file named after its
-device's process in the folder `gate`, and waits until that folder has a file `open`. A device whose shard has a file
-`.pace` beside it takes that many seconds longer for each.
+device's process in the folder `gate`, and waits until that folder has a file `open`. While a shard has a file `.pace`
+beside it, its device takes that many seconds longer for each.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class GatedDigits:
 
     def __init__(self, *, gate: str = "", pace_s: float = 0.0) -> None:
         self._digits = make_task("digits")
-        self._gate, self.pace_s, self.own_pace_s = Path(gate) if gate else None, pace_s, 0.0
+        self._gate, self._pace_s, self._pace = Path(gate) if gate else None, pace_s, Path()
 
     def shapes(self) -> Any:
         return self._digits.shapes()
@@ -32,9 +32,11 @@ class GatedDigits:
         return self._digits.init(seed)
 
     def read(self, path: str) -> Any:
-        pace = Path(path).with_suffix(".pace")
-        self.own_pace_s = float(pace.read_text()) if pace.exists() else 0.0
+        self._pace = Path(path).with_suffix(".pace")
         return self._digits.read(path)
+
+    def pace_s(self) -> float:
+        return self._pace_s + (float(self._pace.read_text()) if self._pace.exists() else 0.0)
 
     def learner(self, *, accelerator: str = "cpu", threads: int | None = None) -> Any:
         return GatedLearner(self, self._digits.learner(accelerator=accelerator), self._gate)
@@ -48,7 +50,7 @@ class GatedLearner:
         return getattr(self._learner, name)
 
     def gradient(self, batch: Any) -> float:
-        time.sleep(self._task.pace_s + self._task.own_pace_s)
+        time.sleep(self._task.pace_s())
         if self._gate is not None:
             (self._gate / str(os.getpid())).touch()
             while not (self._gate / "open").exists():

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from requirements import needs
 
 from edgefl.config import parse_run
 from edgefl.coordinator import pki
-from edgefl.coordinator.brokers.choice import mosquitto_path
 from edgefl.coordinator.directory import load_directory
 from edgefl.device.link import Link, LinkCallbacks, LinkIdentity, LinkTls
-from edgefl.local_fleet import LocalFleet, free_port
+from edgefl.local_fleet import LocalFleet
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(240)]
 
 BETWEEN_S = 0.02
 KEPT = 999_999
@@ -72,29 +72,11 @@ class Talker:
         return self.sessions
 
 
-@pytest.fixture(params=["mosquitto", pytest.param("embedded", marks=pytest.mark.slow)])
-def site(request: Any, tools: Any, tmp_path: Path) -> Iterator[tuple[LocalFleet, Any, int]]:
+@pytest.fixture(params=["auto", pytest.param("embedded", marks=[pytest.mark.slow, needs("mosquitto")])])
+def site(request: Any, tools: Any, tmp_path: Path) -> Iterator[tuple[LocalFleet, int]]:
     """A broker in a process of its own, a coordinator that is told where it is, and a device agent."""
-    if request.param == "mosquitto" and mosquitto_path() is None:
-        pytest.skip("mosquitto is not installed")
-    port, root = free_port(), tmp_path / "fleet"
-    root.mkdir()
-    fleet = tools.fleet(root, tools.devices(1), broker=f"mqtts://127.0.0.1:{port}")
-    fleet.command("coordinator", "init", "--dir", str(fleet.directory), "--host", "127.0.0.1",
-                  "--port", str(fleet.port))  # fmt: skip
-    words = ("coordinator", "broker", "--dir", str(fleet.directory), "--host", "127.0.0.1", "--port", str(port),
-             "--kind", request.param)  # fmt: skip
-    broker = fleet.popen(words)
-    try:
-        with fleet:
-            yield fleet, broker, port
-        assert broker.poll() is None, "it outlives the coordinator"
-        broker.terminate()
-        assert broker.wait(60) == 0
-    finally:
-        broker.kill()
-        broker.communicate()
-    tools.check_logs(root)
+    with tools.fleet_beside_broker(tmp_path / "fleet", tools.devices(1), broker=request.param) as (fleet, _):
+        yield fleet, int(fleet.broker.rpartition(":")[2])
 
 
 def _works(fleet: LocalFleet) -> None:
@@ -104,9 +86,9 @@ def _works(fleet: LocalFleet) -> None:
 
 
 def test_devices_talk_on_while_the_coordinator_is_killed_and_it_finds_everything_again(
-    site: tuple[LocalFleet, Any, int], tools: Any
+    site: tuple[LocalFleet, int], tools: Any
 ) -> None:
-    fleet, broker, port = site
+    fleet, port = site
     _works(fleet)
     assert tools.eventually(lambda: fleet.history("heartbeats")), "the agent has found the broker"
     talkers = [Talker(fleet, "pi-1", "pi-2", port), Talker(fleet, "pi-2", "pi-1", port)]
@@ -134,4 +116,3 @@ def test_devices_talk_on_while_the_coordinator_is_killed_and_it_finds_everything
     finally:
         for talker in talkers:
             talker.close()
-    assert broker.poll() is None

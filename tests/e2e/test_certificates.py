@@ -9,30 +9,30 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from requirements import needs
 
 from edgefl.config import parse_run
 from edgefl.coordinator import pki
 from edgefl.coordinator.brokers.broker import BrokerTls, client_context
-from edgefl.coordinator.brokers.choice import mosquitto_path
 from edgefl.coordinator.directory import load_directory
 from edgefl.device.joining.keys import request_pem
 from edgefl.device.state import DeviceState
 from edgefl.local_fleet import LocalFleet
 from edgefl.protocol import HEARTBEAT_S, POLL_S
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.extended
 
 
-@pytest.fixture(scope="module", params=["mosquitto", pytest.param("embedded", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=["auto", pytest.param("embedded", marks=[pytest.mark.slow, needs("mosquitto")])]
+)
 def fleet(
     request: pytest.FixtureRequest, tools: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LocalFleet]:
-    if request.param == "mosquitto" and mosquitto_path() is None:
-        pytest.skip("mosquitto is not installed")
-    root = tmp_path_factory.mktemp("certificates")
-    with tools.fleet(root, tools.devices(3), broker=request.param) as running:
+    with tools.fleet(
+        tmp_path_factory.mktemp("certificates"), tools.devices(3, "digits", tools.gated), broker=request.param
+    ) as running:
         yield running
-    tools.check_logs(root)
 
 
 def state(fleet: LocalFleet, name: str) -> DeviceState:
@@ -77,41 +77,22 @@ def run_on(fleet: LocalFleet, *names: str) -> None:
     assert {row["device_id"] for row in fleet.history("updates", run=run_id)} == set(names)
 
 
-def test_a_new_device_has_a_certificate_for_90_days(fleet: LocalFleet, tools: Any) -> None:
-    left_s = pki.expires_at(state(fleet, "device-01").cert.read_bytes()) - time.time()
-    assert 89 * 86_400 < left_s <= 90 * 86_400
-
-
-def test_a_certificate_in_the_last_third_of_its_life_is_renewed_with_a_new_key_and_keeps_its_place(
-    fleet: LocalFleet, tools: Any
+@pytest.mark.parametrize(("name", "days"), [("device-01", 29), ("device-02", -400)])
+def test_a_certificate_in_its_last_third_or_long_ended_is_renewed_with_a_new_key_and_keeps_its_place(
+    fleet: LocalFleet, tools: Any, name: str, days: float
 ) -> None:
-    before = fleet.operator().get("/edgefl/v1/devices/device-01")
-    fleet.end("device-01")
-    give_certificate(fleet, "device-01", days=29)
-    old_key = state(fleet, "device-01").key.read_bytes()
-    old_serial = serial(fleet, "device-01")
-    fleet.start_device("device-01")
-    tools.eventually(lambda: serial(fleet, "device-01") != old_serial, 30, "the certificate to be renewed")
-    tools.eventually(lambda: is_whole(fleet, "device-01"))
-    assert state(fleet, "device-01").key.read_bytes().split(b"-----BEGIN CERT")[0] not in old_key
+    before = fleet.operator().get(f"/edgefl/v1/devices/{name}")
+    fleet.end(name)
+    give_certificate(fleet, name, days=days)
+    old_key, old_serial = state(fleet, name).key.read_bytes(), serial(fleet, name)
+    fleet.start_device(name)
+    tools.eventually(lambda: serial(fleet, name) != old_serial, 30, "the certificate to be renewed")
+    tools.eventually(lambda: is_whole(fleet, name))
+    assert state(fleet, name).key.read_bytes().split(b"-----BEGIN CERT")[0] not in old_key
     fleet.wait_present(3)
-    run_on(fleet, "device-01")
-    after = fleet.operator().get("/edgefl/v1/devices/device-01")
-    assert after["joined_at"] == before["joined_at"]
-    issued = [row for row in fleet.history("events", device="device-01") if row["kind"] == "certificate-issued"]
-    assert len(issued) >= 2
-
-
-def test_a_certificate_that_has_long_ended_is_renewed_by_a_device_that_comes_back(
-    fleet: LocalFleet, tools: Any
-) -> None:
-    fleet.end("device-02")
-    give_certificate(fleet, "device-02", days=-400)
-    old = serial(fleet, "device-02")
-    fleet.start_device("device-02")
-    tools.eventually(lambda: serial(fleet, "device-02") != old, 30, "the certificate to be renewed")
-    fleet.wait_present(3)
-    run_on(fleet, "device-02")
+    run_on(fleet, name)
+    assert fleet.operator().get(f"/edgefl/v1/devices/{name}")["joined_at"] == before["joined_at"]
+    assert len(tools.events(fleet, "certificate-issued", device=name)) >= 2
 
 
 def test_rotate_renews_every_certificate_while_the_fleet_works(fleet: LocalFleet, tools: Any) -> None:
@@ -121,8 +102,7 @@ def test_rotate_renews_every_certificate_while_the_fleet_works(fleet: LocalFleet
     directory = load_directory(fleet.directory)
     own = [path.read_bytes() for path in (directory.server_cert, directory.client_cert)]
     run_id = fleet.submit(parse_run({"run": {"task": "digits", "rounds": 60}, "devices": {"min": 3}}))
-    told = fleet.command("coordinator", "rotate")
-    assert "devices asked to renew theirs: 3" in told
+    assert "devices asked to renew theirs: 3" in tools.as_operator(fleet, "coordinator", "rotate").out
     tools.eventually(lambda: all(serial(fleet, name) != old[name] for name in names), 100, "all to be renewed")
     run = fleet.wait_run(run_id)
     assert (run["status"], run["rounds"]) == ("finished", 60)
@@ -160,14 +140,12 @@ def test_a_device_that_is_removed_is_out_within_a_heartbeat_and_the_run_goes_on(
     fleet: LocalFleet, tools: Any, record_property: Any
 ) -> None:
     fleet.wait_present(3)
-    run_id = fleet.submit(
-        parse_run({"run": {"task": "digits", "rounds": 400, "seconds": 12.0}, "devices": {"min": 3}})
-    )
+    run_id = fleet.submit(tools.gated_run(rounds=400, seconds=12.0, pace_s=0.1, min=3))
     tools.eventually(lambda: fleet.operator().get(f"/edgefl/v1/runs/{run_id}")["rounds"] or 0)
     counted = sessions(fleet, "device-03")
     log = fleet.root / "device-03.log"
     seen = len(log.read_text())
-    assert "device-03 is out" in fleet.command("devices", "remove", "device-03")
+    assert "device-03 is out" in tools.as_operator(fleet, "devices", "remove", "device-03").out
     asked = time.monotonic()
     tools.eventually(
         lambda: "lost the broker" in log.read_text()[seen:] or "401" in log.read_text()[seen:],
@@ -183,4 +161,4 @@ def test_a_device_that_is_removed_is_out_within_a_heartbeat_and_the_run_goes_on(
     tools.eventually(lambda: "401" in log.read_text()[seen:], 40, "Flower to refuse it")
     assert "connected to the broker" not in log.read_text()[seen:], "the broker lets it in again"
     assert len(fleet.history("heartbeats", device="device-03")) == beats
-    assert [row for row in fleet.history("events", device="device-03") if row["kind"] == "device-removed"]
+    assert tools.events(fleet, "device-removed", device="device-03")

@@ -11,7 +11,7 @@ from log_secrets import leaks, secrets_of, written_below
 
 from edgefl.config import parse_run
 from edgefl.errors import EdgeflError
-from edgefl.local_fleet import LocalDevice
+from edgefl.local_fleet import LocalDevice, LocalFleet
 from edgefl.protocol import JoinToken
 
 LOUD = (sys.executable, "-m", "edgefl.cli.main", "-vv")
@@ -19,7 +19,7 @@ LOUD = (sys.executable, "-m", "edgefl.cli.main", "-vv")
 
 def test_a_fleet_that_says_all_it_can_writes_down_no_secret(tools: Any, tmp_path: Path) -> None:
     devices = [LocalDevice(name=device.name, shards=device.shards, program=LOUD) for device in tools.devices(2)]
-    with tools.fleet(tmp_path, devices, program=LOUD) as fleet:
+    with tools.fleet(tmp_path, devices, program=LOUD, kind=LocalFleet) as fleet:
         token = fleet.operator().post("/edgefl/v1/tokens", {"uses": 1})["token"]
         printed = [_join(fleet, token, "late"), _join(fleet, token, "later"), _join(fleet, token, "Bad Name")]
         run_id = fleet.submit(parse_run({"run": {"task": "digits", "rounds": 2}}))
@@ -31,6 +31,7 @@ def test_a_fleet_that_says_all_it_can_writes_down_no_secret(tools: Any, tmp_path
     assert len(secrets) > 20, "the scan knows too little to find anything"
     texts = written_below(tmp_path) | {f"output {n}": text.encode() for n, text in enumerate(printed)}
     assert sum(map(len, texts.values())) > 100_000, "too little was written to say anything"
+    assert any("agent.jsonl" in name for name in texts), "the boards' own logs are scanned too"
     assert leaks(texts, secrets) == []
 
 

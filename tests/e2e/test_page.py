@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from requirements import PARTS, needs
 
 from edgefl.client import load_operator_file
-from edgefl.config import parse_run
+from edgefl.config import RunConfig, parse_run
 from edgefl.local_fleet import LocalFleet
 from edgefl.storage.store import Store
 
-CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
 ARGUMENTS = (
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
@@ -34,7 +33,7 @@ EVIL = "<img src=x onerror=document.title='broken'>"
 EVIL_DEVICE = "<script>document.title='broken'</script>"
 VIEWS = ("", "fleet", "runs", "runs/latest", "devices/device-01", "start", "join")
 
-pytestmark = pytest.mark.skipif(not Path(CHROMIUM).exists(), reason="chromium is not installed")
+pytestmark = [pytest.mark.extended, needs("chromium")]
 
 
 @dataclass
@@ -66,14 +65,14 @@ class House:
 
     @property
     def token(self) -> str:
-        return load_operator_file(self.fleet.root / "config" / "edgefl" / "operator.toml").operator_token
+        return str(self.fleet.operator().token)
 
-    def screen(self, width: int = 1280, height: int = 800, **options: Any) -> Screen:
+    def screen(self, width: int = 1280, height: int = 800, port: int | None = None, **options: Any) -> Screen:
         context = self.browser.new_context(
             ignore_https_errors=True, viewport={"width": width, "height": height}, **options
         )
         self.open_contexts.append(context)
-        screen = Screen(page=context.new_page(), url=f"https://127.0.0.1:{self.fleet.port}")
+        screen = Screen(page=context.new_page(), url=f"https://127.0.0.1:{port or self.fleet.port}")
         screen.page.set_default_timeout(20_000)
         screen.page.on("console", lambda said: screen.complaints.append(said.text) if said.type == "error" else None)
         screen.page.on("pageerror", lambda error: screen.complaints.append(str(error)))
@@ -85,20 +84,22 @@ def house(tools: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hous
     from playwright.sync_api import sync_playwright  # noqa: PLC0415 only where there is a browser
 
     root = tmp_path_factory.mktemp("page")
-    shards = {"digits": str(tools.test_shard)}
-    with tools.fleet(root, tools.devices(2), test_shards=shards) as fleet, sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(ARGUMENTS))
+    with tools.fleet(root, tools.devices(2), scored=True) as fleet, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=PARTS["chromium"].path(), args=list(ARGUMENTS))
         yield House(fleet, browser)
         browser.close()
-    tools.check_logs(root)
 
 
 @pytest.fixture
 def screens(house: House) -> Iterator[House]:
-    """The house; what a test opens is closed after it, and nothing on it may have gone wrong."""
+    """The house; what a test opens is closed after it."""
     yield house
     while house.open_contexts:
         house.open_contexts.pop().close()
+
+
+def run_of(name: str, rounds: int) -> RunConfig:
+    return parse_run({"run": {"task": "digits", "name": name, "rounds": rounds}, "devices": {"min": 2}})
 
 
 def test_a_run_is_started_watched_and_read_on_the_page(screens: House) -> None:
@@ -135,23 +136,16 @@ def test_a_page_that_is_open_follows_a_run_without_asking_again(screens: House) 
     screen.page.locator(".link.live").wait_for()
     asked: list[str] = []
     screen.page.on("request", lambda request: asked.append(request.url.partition("/edgefl/v1/")[2]))
-    config = {"run": {"task": "digits", "name": "followed", "rounds": 25}, "devices": {"min": 2}}
-    run_id = screens.fleet.submit(parse_run(config))
+    run_id = screens.fleet.submit(run_of("followed", 25))
     screen.page.get_by_role("heading", name=re.compile("followed finished")).wait_for(timeout=60_000)
     screen.page.get_by_text("25 of 25").wait_for()
+    # One that is over before the page hears of it is the last one all the same.
+    screens.fleet.submit(run_of("short", 1))
+    screen.page.get_by_role("heading", name="Last run: short finished").wait_for(timeout=60_000)
     assert "feed" not in asked
     assert len([path for path in asked if run_id in path]) <= 5, (
         "its course is loaded at first and at the end, and told meanwhile"
     )
-
-
-def test_a_run_that_is_over_before_the_page_hears_of_it_is_the_last_one_all_the_same(screens: House) -> None:
-    screen = screens.screen()
-    screen.open()
-    screen.page.locator(".link.live").wait_for()
-    config = {"run": {"task": "digits", "name": "short", "rounds": 1}, "devices": {"min": 2}}
-    screens.fleet.submit(parse_run(config))
-    screen.page.get_by_role("heading", name="Last run: short finished").wait_for(timeout=60_000)
 
 
 def test_nothing_is_done_without_the_operator_s_token(screens: House) -> None:
@@ -195,8 +189,7 @@ def test_a_device_is_drained_and_given_work_again(screens: House) -> None:
     page.get_by_role("button", name="Drain").click()
     page.get_by_role("heading", name="device-02 draining").wait_for()
     assert screens.fleet.presence()["device-02"] == "draining"
-    config = {"run": {"task": "digits", "rounds": 2}}
-    run_id = screens.fleet.submit(parse_run(config))
+    run_id = screens.fleet.submit(parse_run({"run": {"task": "digits", "rounds": 2}}))
     screens.fleet.wait_run(run_id)
     assert {row["device_id"] for row in screens.fleet.history("updates", run=run_id)} == {"device-01"}
     page.get_by_role("button", name="Give it work again").click()
@@ -206,8 +199,7 @@ def test_a_device_is_drained_and_given_work_again(screens: House) -> None:
 
 
 def test_a_run_is_stopped_after_a_question(screens: House) -> None:
-    config = {"run": {"task": "digits", "name": "endless", "rounds": 1_000_000}}
-    run_id = screens.fleet.submit(parse_run(config))
+    run_id = screens.fleet.submit(run_of("endless", 1_000_000))
     screen = screens.screen()
     screen.open(f"runs/{run_id}")
     screen.log_in(screens.token)
@@ -218,7 +210,7 @@ def test_a_run_is_stopped_after_a_question(screens: House) -> None:
     assert screens.fleet.operator().get(f"/edgefl/v1/runs/{run_id}")["status"] == "stopped"
 
 
-def test_what_is_called_like_markup_stays_text(screens: House) -> None:
+def test_what_is_called_like_markup_stays_text_and_what_a_device_says_of_itself_does_too(screens: House) -> None:
     with Store.open(screens.fleet.database) as store:
         store.add_run(
             run_id="z-evil", name=EVIL, task=EVIL, strategy=EVIL, config={"run": {"name": EVIL}}, seed=1,
@@ -226,35 +218,23 @@ def test_what_is_called_like_markup_stays_text(screens: House) -> None:
         )  # fmt: skip
         store.set_run_status("z-evil", store.run("z-evil").status.FAILED, at=2.0, reason=EVIL)
         store.record_event("device-gone", EVIL, at=9e9, device_id=EVIL_DEVICE)
-    screen = screens.screen()
-    try:
-        for view in ("", "runs", "runs/z-evil"):
-            screen.open(view)
-            screen.page.get_by_text("<img src=x").first.wait_for()
-            assert screen.page.locator("main img, main script").count() == 0
-        screen.open()
-        screen.page.get_by_text(EVIL_DEVICE).first.wait_for()
-        assert "broken" not in screen.page.title()
-    finally:
-        with Store.open(screens.fleet.database) as store, store.database.write() as connection:
-            connection.exec_driver_sql("DELETE FROM events WHERE at > 8e9")
-    assert screen.complaints == []
-
-
-def test_what_a_device_says_of_itself_stays_text(screens: House) -> None:
-    with Store.open(screens.fleet.database) as store:
-        told = dict(store.capabilities()["device-01"].facts)
-        shards = dict(store.capabilities()["device-01"].shards)
+        told, shards = store.capabilities()["device-01"].facts, dict(store.capabilities()["device-01"].shards)
         store.record_capabilities("device-01", {**told, "model": EVIL, EVIL: "javascript:alert(1)"}, shards, at=9e9)
         store.record_event("refused", f"mqtt from {EVIL}: PUBLISH to {EVIL!r}", at=9e9, device_id="device-01")
     screen = screens.screen()
+    page = screen.page
     try:
-        screen.open("devices/device-01")
-        screen.page.locator("summary", has_text="What it is and can do").click()
-        screen.page.get_by_role("cell", name="<img src=x").wait_for()
-        screen.page.get_by_text("mqtt from <img src=x").first.wait_for()
-        assert screen.page.locator("main img, main script, main a[href^='javascript']").count() == 0
-        assert "broken" not in screen.page.title()
+        for view in ("", "runs", "runs/z-evil", "devices/device-01"):
+            screen.open(view)
+            if view.startswith("devices"):
+                page.locator("summary", has_text="What it is and can do").click()
+                page.get_by_role("cell", name="<img src=x").wait_for()
+                page.get_by_text("mqtt from <img src=x").first.wait_for()
+            page.get_by_text("<img src=x").first.wait_for()
+            assert page.locator("main img, main script, main a[href^='javascript']").count() == 0
+        screen.open()
+        page.get_by_text(EVIL_DEVICE).first.wait_for()
+        assert "broken" not in page.title()
     finally:
         with Store.open(screens.fleet.database) as store, store.database.write() as connection:
             connection.exec_driver_sql("DELETE FROM events WHERE at > 8e9")
@@ -345,11 +325,15 @@ def test_the_page_comes_back_after_its_coordinator(screens: House) -> None:
     screen.page.get_by_role("row", name=re.compile("device-01 online")).wait_for(timeout=30_000)
 
 
-def test_beyond_loopback_the_page_asks_for_a_token_before_it_shows_anything(screens: House, tmp_path: Path) -> None:
+def test_beyond_loopback_the_page_asks_for_a_token_before_it_shows_anything(
+    screens: House, tools: Any, tmp_path: Path
+) -> None:
     root = tmp_path / "c"
     fleet = LocalFleet(root=root, devices=())
     where = ("--dir", str(fleet.directory))
-    fleet.command("coordinator", "init", *where, "--host", "127.0.0.1", "--port", str(fleet.port))
+    assert (
+        tools.as_operator(fleet, "coordinator", "init", *where, "--host", "127.0.0.1", "--port", fleet.port).code == 0
+    )
     known = load_operator_file(root / "config" / "edgefl" / "operator.toml")
     process = fleet.popen(
         ["coordinator", "start", *where, "--host", "0.0.0.0", "--broker-port", str(fleet.broker_port)],
@@ -357,9 +341,7 @@ def test_beyond_loopback_the_page_asks_for_a_token_before_it_shows_anything(scre
     )
     try:
         fleet._wait(fleet._answers, "the coordinator to answer")
-        context = screens.browser.new_context(ignore_https_errors=True)
-        screens.open_contexts.append(context)
-        screen = Screen(page=context.new_page(), url=f"https://127.0.0.1:{fleet.port}")
+        screen = screens.screen(port=fleet.port)
         screen.open("fleet")
         screen.page.get_by_text("needs a viewer or operator token").wait_for()
         screen.page.get_by_role("main").get_by_role("button", name="Log in").click()

@@ -1,0 +1,230 @@
+"""Every strategy over real processes, on boards of unequal speed whose clocks are days off."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from edgefl.config import RunConfig, parse_run
+from edgefl.local_fleet import LocalFleet
+from edgefl.strategies.registry import BUILT_IN
+from edgefl.tasks.cutting import cut_shards
+
+pytestmark = pytest.mark.extended
+
+NAMES = ("device-01", "device-02", "device-03")
+ROUNDS = 4
+EXCHANGING = {"d2", "gradient-tracking"}
+"""They exchange after every iteration."""
+ASYNCHRONOUS = {"asgd", "fedbuff", "adacomp"}
+WHOLE_BYTES = 4_810 * 4
+"""The digits' model in single precision."""
+DAYS_OFF_S = {"device-01": 2 * 86_400.0, "device-02": -2 * 86_400.0, "device-03": 0.0}
+# What a wrong clock is to a Python program; nothing of ours is changed.
+_PROGRAM = """
+import datetime, sys, time
+real_time, real_time_ns, off_s = time.time, time.time_ns, float(sys.argv.pop(1))
+time.time = lambda: real_time() + off_s
+time.time_ns = lambda: real_time_ns() + int(off_s * 1e9)
+class Shifted(datetime.datetime):
+    @classmethod
+    def now(cls, tz=None):
+        return super().fromtimestamp(time.time(), tz)
+datetime.datetime = Shifted
+from edgefl.cli.main import main
+main()
+"""
+PACES_S = {"device-01": 0.03, "device-02": 0.06, "device-03": 0.24}
+PACED_ROUNDS = 8
+KNOWN_FROM = 3
+"""Rounds before this one measure; the budgets rest on them."""
+
+
+@contextmanager
+def make_fleet(tools: Any, root: Path) -> Iterator[LocalFleet]:
+    """Three devices with redundant shards of the digits, which serve every strategy, and own ones of another task."""
+    blocks = cut_shards("digits", "redundant:2", len(NAMES), root / "blocks")
+    devices = [
+        replace(
+            device,
+            shards={**device.shards, "digits": str(path)},
+            program=(sys.executable, "-c", _PROGRAM, str(DAYS_OFF_S[device.name])),
+        )
+        for device, path in zip(tools.own_devices(root / "shards", 3, tools.gated), blocks, strict=True)
+    ]
+    with tools.fleet(root, devices, scored=True) as running:
+        yield running
+
+
+def run_of(name: str, *, down: str = "dense", options: dict[str, Any] | None = None, **run: Any) -> RunConfig:
+    strategy = {"name": name, "iterations": 3, "learning_rate": 0.1, "batch_size": 16, **(options or {})}
+    if name == "esync":
+        del strategy["iterations"]  # it finds them out itself
+    if name in EXCHANGING:
+        strategy["iterations"] = 1
+    names, task = run.pop("names", NAMES), run.pop("of_task", {})
+    return parse_run(
+        {
+            "run": {"task": "digits", "rounds": ROUNDS, "evaluate_every": 100, "local_test_fraction": 0.0, **run},
+            "task": task,
+            "strategy": strategy,
+            "compression": {"down": down},
+            "devices": {"min": len(names), "names": list(names)},
+        }
+    )
+
+
+def check_history(fleet: LocalFleet, tools: Any, run_id: str) -> list[Any]:
+    """Returns the used updates: every assignment has one row, versions are met in order by as many as are told."""
+    rows, used = fleet.history("updates", run=run_id), tools.used(fleet, run_id)
+    closed = [row for row in fleet.history("rounds", run=run_id) if row["closed_at"] is not None]
+    assert len({row["assignment_id"] for row in rows}) == len(rows)
+    assert sum(row["num_updates"] for row in closed) == len(used)
+    assert [row["version"] for row in closed] == sorted(row["version"] for row in closed)
+    assert all(row["base_version"] + row["staleness"] == row["applied_version"] for row in used)
+    assert all(0 < row["send_s"] < 60 for row in used), "nothing is measured across two clocks"
+    return used
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_a_run_ends_with_every_update_counted_once(fleet: LocalFleet, tools: Any, name: str) -> None:
+    run = fleet.wait_run(fleet.submit(run_of(name)))
+    assert (run["status"], run["reason"]) == ("finished", f"rounds reached {ROUNDS}")
+    used = check_history(fleet, tools, run["run_id"])
+    assert {row["device_id"] for row in used} == ({"device-01"} if name == "local" else set(NAMES))
+    if name in ASYNCHRONOUS - {"fedbuff"}:
+        assert sorted(row["applied_version"] for row in used) == list(range(len(used))), "each makes a version"
+        assert max(row["staleness"] for row in used) > 0, "they meet newer models than their own"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(BUILT_IN) - {"redundant"}))
+def test_a_killed_device_stops_no_run(fleet: LocalFleet, tools: Any, name: str) -> None:
+    run_id = fleet.submit(run_of(name, task=tools.gated, of_task={"pace_s": 0.3}, rounds=8, evaluate_on="none"))
+    tools.eventually(lambda: tools.used(fleet, run_id), what="the first update is in")
+    fleet.kill("device-03")
+    run = fleet.wait_run(run_id)
+    assert (run["status"], run["reason"]) == ("finished", "rounds reached 8")
+    check_history(fleet, tools, run_id)
+
+
+def test_their_clocks_skew_is_reported(fleet: LocalFleet, tools: Any) -> None:
+    for name, off_s in DAYS_OFF_S.items():
+        told = tools.eventually(
+            lambda name=name: [
+                row["clock_skew_s"] for row in fleet.history("heartbeats", device=name) if row["clock_skew_s"]
+            ]
+        )
+        assert told[-1] == pytest.approx(-off_s, abs=5)
+
+
+def test_a_sparse_downlink_sends_a_fraction_and_changes_nothing_of_the_result(fleet: LocalFleet, tools: Any) -> None:
+    """One device, so that both runs are the same sequence of updates."""
+    models, bytes_down = [], []
+    for down in ("dense", "delta|dense"):
+        run_id = fleet.submit(run_of("adacomp", down=down, rounds=30, evaluate_on="none", names=NAMES[:1]))
+        models.append(fleet.wait_run(run_id)["model"])
+        rows = sorted(tools.used(fleet, run_id), key=lambda row: row["base_version"])
+        assert len(rows) == 30
+        bytes_down.append([row["bytes_down"] for row in rows])
+    assert models[0] == models[1]
+    assert min(bytes_down[0]) > WHOLE_BYTES
+    assert bytes_down[1][0] > WHOLE_BYTES, "the first model is a whole one"
+    assert max(bytes_down[1][1:]) < WHOLE_BYTES / 5
+
+
+def test_a_new_agent_in_the_middle_of_work_is_sent_a_whole_model_and_nothing_is_lost(
+    fleet: LocalFleet, tools: Any, tmp_path: Path
+) -> None:
+    gate = tools.gate(tmp_path / "gate")
+    gate.open()
+    task = {"pace_s": 0.1, "gate": str(gate.folder)}
+    run = {"task": tools.gated, "of_task": task, "rounds": 8, "evaluate_on": "none", "names": NAMES[1:2]}
+    run_id = fleet.submit(run_of("adacomp", down="delta|dense", **run))
+    tools.eventually(lambda: tools.used(fleet, run_id), what="it holds a model")
+    gate.close()
+    assert tools.status(fleet, run_id) == "running"
+    fleet.kill("device-02")
+    fleet.start_device("device-02")
+    gate.open()
+    assert fleet.wait_run(run_id)["status"] == "finished"
+    assert {row["outcome"] for row in fleet.history("updates", run=run_id)} == {"used"}
+
+
+def test_redundant_shards_give_the_same_model_bit_for_bit_when_a_holder_of_its_blocks_is_gone(
+    fleet: LocalFleet, tools: Any
+) -> None:
+    models, used = [], []
+    for names in (NAMES, ("device-01", "device-03")):
+        if "device-02" not in names:
+            fleet.end("device-02")
+            tools.eventually(lambda: fleet.presence()["device-02"] == "offline", what="it has left")
+        run = fleet.wait_run(fleet.submit(run_of("redundant", rounds=3, evaluate_on="none", names=names)))
+        assert run["status"] == "finished"
+        models.append(run["model"])
+        used.append(tools.used(fleet, run["run_id"]))
+    assert [len(rows) for rows in used] == [3 * len(NAMES)] * 2, "one copy of every block in every round"
+    assert {row["device_id"] for row in used[1]} == {"device-01", "device-03"}
+    assert models[0] == models[1]
+
+
+@pytest.fixture
+def paced(fleet: LocalFleet, tools: Any) -> Iterator[LocalFleet]:
+    """The fleet while its devices are of unequal speed."""
+    files = {device.name: Path(device.shards[tools.gated]).with_suffix(".pace") for device in fleet.devices}
+    for name, file in files.items():
+        file.write_text(str(PACES_S[name]))
+    yield fleet
+    for file in files.values():
+        file.unlink()
+
+
+def paced_updates(paced: LocalFleet, tools: Any, name: str, **options: Any) -> list[Any]:
+    """Returns the used updates of a run of eight rounds."""
+    run = {"task": tools.gated, "rounds": PACED_ROUNDS, "evaluate_on": "none"}
+    run_id = paced.submit(run_of(name, options={"iterations": 1, **options}, **run))
+    assert paced.wait_run(run_id)["status"] == "finished"
+    return sorted(tools.used(paced, run_id), key=lambda row: (row["round"], row["device_id"]))
+
+
+def waiting(rows: list[Any]) -> float:
+    """The share of the time of all devices that they wait for the others, after the first rounds."""
+    known = [row for row in rows if row["round"] >= KNOWN_FROM]
+    waited_s = sum(row["wait_s"] for row in known)
+    return waited_s / sum(row["compute_s"] + row["send_s"] + row["wait_s"] for row in known)
+
+
+def test_fast_devices_do_more_while_the_slowest_does_one_and_wait_little(paced: LocalFleet, tools: Any) -> None:
+    in_step = paced_updates(paced, tools, "ssgd")
+    assert [row["iterations"] for row in in_step] == [1] * len(NAMES) * PACED_ROUNDS
+    assert waiting(in_step) > 0.25
+    for mode in ("budget", "live"):
+        rows, done = paced_updates(paced, tools, "esync", mode=mode), defaultdict(list)
+        for row in rows:
+            if row["round"] >= KNOWN_FROM:
+                done[row["device_id"]].append(row["iterations"])
+        assert set(done["device-03"]) == {1}
+        # In one round or another the machine holds one of them up, and the others rightly do more meanwhile.
+        assert 4 <= median(done["device-01"]) <= 9
+        assert 2 <= median(done["device-02"]) <= 9
+        assert waiting(rows) < waiting(in_step) / 2
+
+
+def test_with_double_buffering_a_device_has_its_next_work_before_the_round_is_closed(
+    paced: LocalFleet, tools: Any
+) -> None:
+    rows = paced_updates(paced, tools, "ssgd", double_buffering=True)
+    assert [row["staleness"] for row in rows] == [0] * 3 + [1] * (len(rows) - 3), "the gradients of one model before"
+    closed_at = {row["round"]: row["closed_at"] for row in paced.history("rounds", run=rows[0]["run_id"])}
+    for name in NAMES:
+        own = [row for row in rows if row["device_id"] == name]
+        assert all(later["dispatched_at"] < closed_at[sooner["round"]] for sooner, later in pairwise(own))
