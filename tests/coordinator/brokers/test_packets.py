@@ -144,7 +144,7 @@ MALFORMED_LATER = {
     "filter a+/b": (packet(0xA2, b"\x00\x01" + text("a+/b")), "'a+/b' is no topic filter"),
     "empty filter": (packet(0xA2, b"\x00\x01" + text("")), "'' is no topic filter"),
     "unsubscribe from nothing": (packet(0xA2, b"\x00\x01"), "a field of 2 bytes in a packet that has 0 left"),
-    "length in five bytes": (b"\x30\x80\x80\x80\x80\x01", "more than four bytes"),
+    "length in five bytes": (b"\x30\x80\x80\x80\x80", "more than four bytes"),
     "publish too large": (b"\x30\x81\x80\x80\x08", f"of {MAX_MESSAGE_BYTES + 1} bytes, at most {MAX_MESSAGE_BYTES}"),
     "subscribe too large": (b"\x82\x85\x80\x04", f"of {MAX_SUBSCRIBE_BYTES + 1} bytes, at most"),
 }

@@ -143,6 +143,17 @@ def test_an_empty_message_clears_what_is_retained_and_passes(router):
     assert Client(router, "coordinator").subscribe("#") == [1]
 
 
+def test_a_topic_goes_without_those_above_and_below_it(router):
+    coordinator = Client(router, "coordinator")
+    for name in ("pi-1", "pi-1/status", "pi-1/status/more", "pi-1/bell"):
+        coordinator.publish(name, name.encode(), is_retained=True)
+    coordinator.publish("pi-1/status", b"", is_retained=True)
+    coordinator.publish("pi-1/status/more", b"", is_retained=True)
+    coordinator.publish("pi-1/bell", b"", is_retained=True)
+    coordinator.subscribe("#")
+    assert [payload for _, payload, _, _ in coordinator.got] == [b"pi-1"]
+
+
 def test_a_topic_belongs_to_whoever_retained_there_last(router):
     device, coordinator = Client(router, "pi-1"), Client(router, "coordinator")
     device.publish("pi-1/status", b"ours", is_retained=True)

@@ -106,7 +106,7 @@ class TopicRouter:
 
     def publish(self, identity: str, message: PublishPacket) -> None:
         """Passes a message to all whose subscriptions match, to each once; keeps it if it is to be retained."""
-        if identity in self._refused or not may_write(self._fleet, identity, message.topic):
+        if not may_write(self._fleet, identity, message.topic):
             self.on_denied(identity, f"PUBLISH to {message.topic!r}")
             return
         if message.is_retained:
