@@ -1,5 +1,15 @@
 import pytest
 from filled_store import FilledStore
+from postgres_server import running_postgres
+
+
+@pytest.fixture(scope="session")
+def postgres():
+    """A server, and the name of a database in it that holds an empty store."""
+    with running_postgres() as server:
+        first = server.new_database()
+        FilledStore.open(server.url(first)).close()
+        yield server, first
 
 
 @pytest.fixture
