@@ -172,6 +172,11 @@ def test_boards_are_chosen_by_name_and_group(tmp_path):
         chosen(names=["device-01", "device-02"], min=3)
 
 
+def test_what_boards_send_to_each_other_directly_is_carried_all_the_same(simulate):
+    strategy = {"name": "dsgd", "graph": "ring", "carrier": "direct"}
+    assert simulate(devices=3, strategy=strategy, run={"rounds": 1}).status == "finished"
+
+
 @pytest.mark.parametrize("devices", ["device-01.npz", 2.5, True])
 def test_what_is_neither_a_number_nor_a_list_is_no_fleet(devices, tmp_path):
     for start in (edgefl.simulate, edgefl.run):
