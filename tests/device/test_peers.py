@@ -9,8 +9,6 @@ import pytest
 from broker_site import BROKERS, BrokerSite
 from peer_boards import eventually
 
-from edgefl.coordinator.brokers import broker as rules
-from edgefl.device.link import LinkCallbacks
 from edgefl.device.peers import WINDOW_BYTES, Peers
 from edgefl.errors import NetworkError, UsageError
 from edgefl.protocol import MAX_PEER_BYTES, MAX_RETAINED_PEER_BYTES, Heartbeat
@@ -360,17 +358,3 @@ def test_devices_that_answer_from_the_callback_while_other_threads_publish_stay_
     before = dict(counts)
     eventually(lambda: all(counts[name] > before[name] for name in counts))
     assert set(site.num_sessions.values()) == {1}
-
-
-@pytest.mark.parametrize("site", ["embedded"], indirect=True)
-def test_a_broker_whose_rules_know_no_peers_is_named(site, monkeypatch, caplog):
-    monkeypatch.setattr(rules, "DEVICE_READS", [name for name in rules.DEVICE_READS if "peer" not in name])
-    connections = []
-    device = site.device("pi-1")
-    monkeypatch.setattr(device.link._incoming, "_callbacks", LinkCallbacks(
-        on_bell=lambda: None, on_command=lambda _: None, on_connection=connections.append
-    ))  # fmt: skip
-    device.link.listen_to_peers()
-    eventually(lambda: "hear no other device" in caplog.text)
-    assert device.link.is_connected()
-    assert connections == [], "a later subscription is no new connection"

@@ -1,4 +1,3 @@
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -85,17 +84,6 @@ def test_a_state_of_another_device_or_a_token_without_an_address_ends_it(front_d
     assert DeviceState.load(tmp_path / "d").key.read_bytes() == before
     with pytest.raises(UsageError, match="no address"):
         join_patiently(replace(front_door.token(), addresses=()), PI, root=tmp_path / "d", patience=clock.patience())
-
-
-def test_the_same_failure_is_said_once_a_minute(front_door, tmp_path, clock, caplog):
-    token = replace(front_door.token(), addresses=("127.0.0.1:1",))
-    clock.then[12] = lambda: (_ for _ in ()).throw(KeyboardInterrupt)
-    with caplog.at_level(logging.WARNING), pytest.raises(KeyboardInterrupt):
-        join_patiently(token, PI, root=tmp_path / "d", patience=clock.patience())
-    said = [record for record in caplog.records if "not joined yet" in record.message]
-    # 1, 2, 4, 8, 16, 32 and then every 60 seconds: said at 0 and from 63 on each time.
-    assert len(said) == 7
-    assert token.text() not in caplog.text
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.5, 1.0])

@@ -14,7 +14,7 @@ from edgefl.decentralised.graph import make_graph
 from edgefl.decentralised.methods import make_node
 from edgefl.device.neighbours import session as module
 from edgefl.device.neighbours.session import NodeSession
-from edgefl.errors import DataError, NetworkError, TaskError
+from edgefl.errors import DataError, TaskError
 from edgefl.types import LocalPlan, NodePlan, TensorSpec
 
 NAMES = ("a", "b")
@@ -168,21 +168,3 @@ def test_whoever_waits_learns_why_a_node_gave_up(make_pair, failure, kind):
     sessions = pair.start()
     with pytest.raises(kind, match=str(failure)):
         sessions["a"].report(10, never)
-
-
-def test_whoever_waits_is_told_that_the_run_is_over(make_pair):
-    sessions = make_pair().start()
-    found = []
-
-    def wait():
-        try:
-            found.append(sessions["a"].report(10**9, never))
-        except NetworkError as error:
-            found.append(error)
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    eventually(lambda: sessions["a"].iterations > 0)
-    sessions["a"].stop()
-    waiting.join(60)
-    assert isinstance(found[0], NetworkError)
