@@ -46,6 +46,11 @@ def enroll(store: Store, *names: str, key: bytes | None = None, **more: Any) -> 
         )  # fmt: skip
 
 
+def add_run(store: Store, run_id: str = "r", **more: Any) -> None:
+    usual = {"name": "n", "task": "digits", "strategy": "fedavg", "config": {}, "seed": 7, "submitted_at": 1.0}
+    store.add_run(run_id=run_id, **{**usual, **more})
+
+
 def status(state: str = "online", *, boot: str = "boot-1", session: int = 1, **more: Any) -> Status:
     return Status(state=state, boot_id=boot, session_no=session, **more)
 

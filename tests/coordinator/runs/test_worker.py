@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from noted_calls import NotedCalls
+from small_fleet import add_run, eventually
 
 from edgefl.assembly import assemble
 from edgefl.config import parse_run
@@ -58,6 +59,10 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield opened
 
 
+with_parts = pytest.mark.parametrize("worker", [assemble], indirect=True)
+"""For tests that drive a run; the others assemble nothing."""
+
+
 @pytest.fixture
 def worker(request: pytest.FixtureRequest, store: Store, tmp_path: Path) -> RunWorker:
     site = RunSite(
@@ -72,7 +77,7 @@ def worker(request: pytest.FixtureRequest, store: Store, tmp_path: Path) -> RunW
 
 
 def test_what_devices_send_is_passed_on_while_a_stop_waits_for_the_store(store: Store, worker: RunWorker) -> None:
-    store.add_run(run_id="r", name="n", task="digits", strategy="x", config={}, seed=7, submitted_at=1.0)
+    add_run(store)
     passed = threading.Event()
 
     def pass_on() -> None:
@@ -85,10 +90,7 @@ def test_what_devices_send_is_passed_on_while_a_stop_waits_for_the_store(store: 
     with store.batch():
         stopping = threading.Thread(target=worker.stop_run, args=("r", "because"))
         stopping.start()
-        deadline_s = time.monotonic() + 60
-        while not worker._lock.locked():
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
+        eventually(worker._lock.locked)
         threading.Thread(target=pass_on, daemon=True).start()
         assert passed.wait(60)
     stopping.join(60)
@@ -96,7 +98,13 @@ def test_what_devices_send_is_passed_on_while_a_stop_waits_for_the_store(store: 
 
 
 CONFIG = {"run": {"task": "digits", "rounds": 3}}
+RUN = parse_run(CONFIG).to_json()
 TURN = Turn(now_s=1.0, at=100.0, devices={"pi-1": DeviceInfo(device_id="pi-1", tasks=("digits",))})
+
+
+def has_fleet(worker: RunWorker) -> bool:
+    """Whether a run is being driven."""
+    return worker._active is not None and worker._active.fleet is not None
 
 
 def left_behind(
@@ -106,7 +114,7 @@ def left_behind(
     config = parse_run({**CONFIG, "strategy": {"name": strategy}}).to_json()
     store, directory = worker._site.store, worker._site.directory
     run_id = f"r{len(store.runs())}"
-    store.add_run(run_id=run_id, name="n", task="digits", strategy="fedavg", config=config, seed=7, submitted_at=1.0)
+    add_run(store, run_id, config=config)
     store.set_run_status(run_id, status, at=2.0, reason=reason)
     with WalJournal(directory.runs / run_id / "journal", lambda _: {}) as wal:
         for entry in entries:
@@ -115,18 +123,19 @@ def left_behind(
 
 
 @pytest.mark.parametrize(
-    ("status", "reason", "after"),
+    ("status", "reason", "turns", "after"),
     [
-        (RunStatus.RUNNING, None, RunStatus.QUEUED),
-        (RunStatus.INTERRUPTED, COORDINATOR_STOPPED, RunStatus.QUEUED),
-        (RunStatus.INTERRUPTED, "too few devices are ready", RunStatus.INTERRUPTED),
-        (RunStatus.STOPPING, "somebody asked", RunStatus.STOPPING),
+        (RunStatus.RUNNING, None, [TURN], RunStatus.QUEUED),
+        (RunStatus.RUNNING, None, [], RunStatus.INTERRUPTED),
+        (RunStatus.INTERRUPTED, COORDINATOR_STOPPED, [TURN], RunStatus.QUEUED),
+        (RunStatus.INTERRUPTED, "too few devices are ready", [TURN], RunStatus.INTERRUPTED),
+        (RunStatus.STOPPING, "somebody asked", [TURN], RunStatus.STOPPING),
     ],
 )
 def test_what_ended_with_its_coordinator_goes_on_and_what_ended_otherwise_waits(
-    store: Store, worker: RunWorker, status: RunStatus, reason: str | None, after: RunStatus
+    store: Store, worker: RunWorker, status: RunStatus, reason: str | None, turns: list[Turn], after: RunStatus
 ) -> None:
-    run_id = left_behind(worker, status, TURN, reason=reason)
+    run_id = left_behind(worker, status, *turns, reason=reason)
     worker.recover()
     assert store.run(run_id).status is after
     assert store.run(run_id).resumes == 0
@@ -193,7 +202,7 @@ def as_a_newer_edgefl_left_it(folder: Path, fate: str) -> dict[Path, bytes]:
 
 
 @pytest.mark.parametrize("fate", ["a header", "a record"])
-@pytest.mark.parametrize("worker", [assemble], indirect=True)
+@with_parts
 def test_a_run_that_a_newer_edgefl_went_on_with_is_left_as_it_is_and_others_go_on(
     store: Store, worker: RunWorker, fate: str
 ) -> None:
@@ -221,31 +230,10 @@ def test_a_run_that_a_newer_edgefl_went_on_with_is_left_as_it_is_and_others_go_o
     assert not fatal
 
 
-def test_a_run_whose_journal_says_too_little_waits_for_somebody_to_resume_it(store: Store, worker: RunWorker) -> None:
-    run_id = left_behind(worker, RunStatus.RUNNING)
-    worker.recover()
-    assert store.run(run_id).status is RunStatus.INTERRUPTED
-
-
+@with_parts
 def test_a_run_of_which_coordinators_die_without_a_checkpoint_is_not_taken_up_for_ever(
     store: Store, worker: RunWorker
 ) -> None:
-    run_id = left_behind(worker, RunStatus.RUNNING, TURN)
-    for _ in range(MAX_DEATHS):
-        store.set_run_status(run_id, RunStatus.RUNNING, at=3.0)
-        worker.recover()
-        assert store.run(run_id).status is RunStatus.QUEUED
-    for _ in range(MAX_DEATHS):  # stopped in good order, as often as anybody likes
-        store.set_run_status(run_id, RunStatus.INTERRUPTED, at=3.0, reason=COORDINATOR_STOPPED)
-        worker.recover()
-        assert store.run(run_id).status is RunStatus.QUEUED
-    store.set_run_status(run_id, RunStatus.RUNNING, at=3.0)
-    worker.recover()
-    assert store.run(run_id).status is RunStatus.INTERRUPTED
-
-
-@pytest.mark.parametrize("worker", [assemble], indirect=True)
-def test_a_run_that_somebody_resumes_may_cost_as_many_coordinators_again(store: Store, worker: RunWorker) -> None:
     run_id = left_behind(worker, RunStatus.RUNNING, TURN)
 
     def num_lives() -> int:
@@ -254,10 +242,14 @@ def test_a_run_that_somebody_resumes_may_cost_as_many_coordinators_again(store: 
             worker.recover()
             if store.run(run_id).status is RunStatus.INTERRUPTED:
                 return number
+            # Stopped in good order, as often as anybody likes.
+            store.set_run_status(run_id, RunStatus.INTERRUPTED, at=3.0, reason=COORDINATOR_STOPPED)
+            worker.recover()
+            assert store.run(run_id).status is RunStatus.QUEUED
         raise AssertionError("it is taken up for ever")
 
     assert num_lives() == MAX_DEATHS
-    worker.resume_run(run_id)
+    worker.resume_run(run_id)  # somebody who resumes it may lose as many again
     assert store.run(run_id).status is RunStatus.QUEUED
     assert num_lives() == MAX_DEATHS
 
@@ -282,30 +274,23 @@ def test_a_count_of_deaths_begins_anew_with_every_checkpoint_and_not_with_a_vers
     assert told == [RunStatus.QUEUED] * (MAX_DEATHS - 1) + [RunStatus.INTERRUPTED]
 
 
-def test_a_stop_that_coordinators_die_of_again_and_again_ends_without_a_model(
+def test_a_stop_is_brought_to_its_end_unless_coordinators_die_of_it_again_and_again(
     store: Store, worker: RunWorker
 ) -> None:
     run_id = left_behind(worker, RunStatus.STOPPING, TURN, reason="somebody asked")
-    for _ in range(MAX_DEATHS):
-        worker.recover()
-        assert store.run(run_id).status is RunStatus.STOPPING
-    worker.recover()
-    ended = store.run(run_id)
-    assert ended.status is RunStatus.STOPPED
-    assert (
-        ended.reason == "somebody asked; without its last model, since the coordinator died more than 5 times of it"
-    )
-
-
-def test_a_stop_whose_coordinators_end_in_good_order_is_brought_to_its_end_as_often_as_it_takes(
-    store: Store, worker: RunWorker
-) -> None:
-    run_id = left_behind(worker, RunStatus.STOPPING, TURN, reason="somebody asked")
-    for _ in range(2 * MAX_DEATHS):
+    for _ in range(2 * MAX_DEATHS):  # they end in good order
         worker.recover()
         assert worker._take() is not None
         worker._end(run_id, RunStatus.INTERRUPTED, COORDINATOR_STOPPED)
         assert store.run(run_id).status is RunStatus.STOPPING
+    dying = left_behind(worker, RunStatus.STOPPING, TURN, reason="somebody asked")
+    for _ in range(MAX_DEATHS):
+        worker.recover()
+        assert store.run(dying).status is RunStatus.STOPPING
+    worker.recover()
+    ended = store.run(dying)
+    assert ended.status is RunStatus.STOPPED
+    assert (ended.reason or "").startswith("somebody asked; without its last model, since the coordinator died more")
 
 
 def first_orders(run_id: str) -> Decision:
@@ -319,16 +304,21 @@ def first_orders(run_id: str) -> Decision:
     return decision
 
 
-@pytest.mark.parametrize("worker", [assemble], indirect=True)
-@pytest.mark.parametrize("how", ["something else was decided", "an update cannot be read any more"])
-def test_a_run_that_its_journal_does_not_lead_back_goes_on_from_its_checkpoint(
-    store: Store, worker: RunWorker, how: str, caplog: pytest.LogCaptureFixture
+@with_parts
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [("another decision", "the journal has aggregated"), ("an unreadable update", "CodecError"),
+     ("an unreadable standing", "a GuardStanding was saved, expected a Standing")],
+)  # fmt: skip
+def test_a_run_that_its_journal_does_not_lead_back_goes_on_from_its_checkpoint_in_another_life(
+    store: Store, worker: RunWorker, how: str, told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_id = left_behind(worker, RunStatus.RUNNING, TURN)
-    with WalJournal(worker._site.directory.runs / run_id / "journal", lambda _: {}) as wal:
-        if how == "something else was decided":
+    folder = worker._site.directory.runs / run_id
+    with WalJournal(folder / "journal", lambda _: {}) as wal:
+        if how == "another decision":
             wal.aggregated(1, ["nobody-knows"])
-        else:
+        elif how == "an unreadable update":
             decision = first_orders(run_id)
             wal.decided(decision)
             (order,) = decision.orders
@@ -336,36 +326,19 @@ def test_a_run_that_its_journal_does_not_lead_back_goes_on_from_its_checkpoint(
                 assignment_id=order.assignment_id, device_id="pi-1", base_version=0, tensors={},
                 metrics=UpdateMetrics(iterations=1, num_examples=1), body=b"no codec's",
             )])  # fmt: skip
+        else:
+            made = assemble(parse_run(CONFIG), run_id)
+            saved = save_state(
+                folder / "checkpoints", made.strategy.init(made.model), wal.last_record, GuardStanding()
+            )
+            wal.checkpointed(CheckpointMark(sha256=saved.sha256, last_record=saved.last_record))
         wal.turned(TURN)
     worker.recover()
     worker.start()
-    deadline_s = time.monotonic() + 60
-    while store.run(run_id).resumes == 0 or store.run(run_id).status is not RunStatus.RUNNING:
-        assert time.monotonic() < deadline_s, store.run(run_id)
-        time.sleep(0.02)
+    eventually(lambda: store.run(run_id).resumes == 1 and has_fleet(worker))
     worker.stop()
     assert (store.run(run_id).status, store.run(run_id).resumes) == (RunStatus.INTERRUPTED, 1)
-    told = "the journal has aggregated" if how == "something else was decided" else "CodecError"
     assert told in caplog.text
-
-
-@pytest.mark.parametrize("worker", [assemble], indirect=True)
-def test_a_run_whose_standing_cannot_be_read_goes_on_from_its_state_in_another_life(
-    store: Store, worker: RunWorker, caplog: pytest.LogCaptureFixture
-) -> None:
-    run_id = left_behind(worker, RunStatus.RUNNING, TURN)
-    made, folder = assemble(parse_run(CONFIG), run_id), worker._site.directory.runs / run_id
-    with WalJournal(folder / "journal", lambda _: {}) as wal:
-        state = made.strategy.init(made.model)
-        saved = save_state(folder / "checkpoints", state, wal.last_record, GuardStanding())
-        wal.checkpointed(CheckpointMark(sha256=saved.sha256, last_record=saved.last_record))
-        wal.turned(TURN)
-    worker.recover()
-    worker.start()
-    eventually(lambda: (store.run(run_id).status, store.run(run_id).resumes) == (RunStatus.RUNNING, 1))
-    worker.stop()
-    assert "goes on from its checkpoint" in caplog.text
-    assert "a GuardStanding was saved, expected a Standing" in caplog.text
 
 
 class Hindered:
@@ -379,37 +352,42 @@ class Hindered:
         raise self.errors.pop(0)
 
 
-def wait_for(condition: Any) -> None:
-    deadline_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pauses are looked at often."""
+    monkeypatch.setattr(pauses, "FIRST_LOOK_S", 0.02)
 
 
 @pytest.mark.parametrize("error", [StoreFullError("no room in x"), StoreBusyError("x is in use")])
-def test_a_hindrance_pauses_a_run_until_it_passes_and_ends_nothing(
+@pytest.mark.usefixtures("quick")
+def test_a_hindrance_pauses_a_run_until_it_passes_or_the_coordinator_stops_and_ends_nothing(
     store: Store, worker: RunWorker, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = threading.Event()
     monkeypatch.setattr(pauses, "has_room", lambda _: room.is_set())
-    assemble = Hindered(error, UsageError("it cannot work"))
+    assemble = Hindered(error, UsageError("it cannot work"), error)
     worker._site = replace(worker._site, assemble=assemble)
-    config = parse_run(CONFIG).to_json()
-    store.add_run(run_id="r", name="n", task="digits", strategy="fedavg", config=config, seed=7, submitted_at=1.0)
+    add_run(store, config=RUN)
     worker.start()
     row = {"run_id": "r", "status": "running", "reason": None}
-    wait_for(lambda: worker.as_it_is(row)["status"] == "paused")
+    eventually(lambda: worker.as_it_is(row)["status"] == "paused")
     assert worker.as_it_is(row)["reason"] == str(error)
     assert worker.as_it_is({**row, "run_id": "other"})["status"] == "running"
     assert (store.run("r").status, assemble.num_calls) == (RunStatus.RUNNING, 1)
     room.set()
-    wait_for(lambda: store.run("r").status is RunStatus.FAILED)
+    eventually(lambda: store.run("r").status is RunStatus.FAILED)
     assert worker.as_it_is(row) == row
     kinds = [event["kind"] for event in history(store, "events", run="r")]
     assert kinds == ["run-paused", "run-unpaused", "run-failed"]
+    room.clear()
+    add_run(store, "next", config=RUN)
+    worker.wake()
+    eventually(lambda: worker.as_it_is({"run_id": "next"}).get("status") == "paused")
     worker.stop()
+    assert (store.run("next").status, store.run("next").reason) == (RunStatus.INTERRUPTED, COORDINATOR_STOPPED)
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_hindrance_at_the_end_of_a_pause_begins_another_one(
     store: Store, worker: RunWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -422,34 +400,18 @@ def test_a_hindrance_at_the_end_of_a_pause_begins_another_one(
 
     monkeypatch.setattr(store, "run", run)
     worker._site = replace(worker._site, assemble=Hindered(StoreFullError("no room"), UsageError("it cannot work")))
-    config = parse_run(CONFIG).to_json()
-    store.add_run(run_id="r", name="n", task="digits", strategy="fedavg", config=config, seed=7, submitted_at=1.0)
+    add_run(store, config=RUN)
     worker.start()
-    wait_for(lambda: store.run("r").status is RunStatus.FAILED)
+    eventually(lambda: store.run("r").status is RunStatus.FAILED)
     kinds = [event["kind"] for event in history(store, "events", run="r")]
     assert kinds == ["run-paused", "run-unpaused", "run-paused", "run-unpaused", "run-failed"]
     worker.stop()
 
 
-def test_a_coordinator_that_stops_during_a_pause_leaves_the_run_to_be_taken_up(
-    store: Store, worker: RunWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pauses, "has_room", lambda _: False)
-    worker._site = replace(worker._site, assemble=Hindered(StoreFullError("no room")))
-    config = parse_run(CONFIG).to_json()
-    store.add_run(run_id="r", name="n", task="digits", strategy="fedavg", config=config, seed=7, submitted_at=1.0)
-    worker.start()
-    wait_for(lambda: worker.as_it_is({"run_id": "r"}).get("status") == "paused")
-    worker.stop()
-    record = store.run("r")
-    assert (record.status, record.reason) == (RunStatus.INTERRUPTED, COORDINATOR_STOPPED)
-
-
 def test_a_stop_that_a_coordinator_died_of_is_brought_to_its_end_before_anything_else(
     store: Store, worker: RunWorker
 ) -> None:
-    config = parse_run(CONFIG).to_json()
-    store.add_run(run_id="q", name="n", task="digits", strategy="fedavg", config=config, seed=7, submitted_at=0.5)
+    add_run(store, "q", config=RUN, submitted_at=0.5)
     run_id = left_behind(worker, RunStatus.STOPPING, TURN, reason="somebody asked")
     worker.recover()
     record = worker._take()
@@ -467,33 +429,26 @@ def test_a_stop_that_a_coordinator_died_of_is_brought_to_its_end_before_anything
     assert taken.run_id == "q"
 
 
-def test_a_stopped_run_that_cannot_go_on_exactly_ends_at_once_with_its_reason(
-    store: Store, worker: RunWorker
+@pytest.mark.parametrize("turns", [(), (TURN,)], ids=["it cannot go on exactly", "it is stopped once more"])
+def test_a_stop_that_need_not_be_driven_to_its_end_is_over_at_once(
+    store: Store, worker: RunWorker, turns: tuple[Turn, ...]
 ) -> None:
-    run_id = left_behind(worker, RunStatus.STOPPING, reason="somebody asked")
+    run_id = left_behind(worker, RunStatus.STOPPING, *turns, reason="somebody asked")
     worker.recover()
-    ended = store.run(run_id)
-    assert (ended.status, ended.reason) == (RunStatus.STOPPED, "somebody asked")
-
-
-def test_a_run_that_somebody_stops_before_the_worker_comes_to_it_is_driven_no_more(
-    store: Store, worker: RunWorker
-) -> None:
-    run_id = left_behind(worker, RunStatus.STOPPING, TURN, reason="somebody asked")
-    worker.recover()
-    worker.stop_run(run_id, "asked again")
+    if turns:
+        worker.stop_run(run_id, "asked again")
     assert worker._take() is None
-    assert store.run(run_id).status is RunStatus.STOPPED
+    ended = store.run(run_id)
+    assert (ended.status, ended.reason) == (RunStatus.STOPPED, "asked again" if turns else "somebody asked")
 
 
-@pytest.mark.parametrize("worker", [assemble], indirect=True)
+@with_parts
 def test_of_a_run_that_is_over_nothing_stays_until_garbage_is_collected(store: Store, worker: RunWorker) -> None:
-    config = parse_run(CONFIG).to_json()
-    store.add_run(run_id="r", name="n", task="digits", strategy="fedavg", config=config, seed=7, submitted_at=1.0)
+    add_run(store, "r", config=RUN)
     gc.disable()
     try:
         worker.start()
-        eventually(lambda: worker._active is not None and worker._active.fleet is not None)
+        eventually(lambda: has_fleet(worker))
         assert worker._active is not None
         fleet = weakref.ref(worker._active.fleet)
         worker.stop_run("r", "enough")
@@ -550,7 +505,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize("worker", [assemble], indirect=True)
+@with_parts
 def test_a_strategy_whose_state_cannot_be_saved_ends_its_run_and_not_the_coordinator(
     store: Store, worker: RunWorker, mine: str
 ) -> None:
@@ -559,8 +514,7 @@ def test_a_strategy_whose_state_cannot_be_saved_ends_its_run_and_not_the_coordin
     bad = left_behind(worker, RunStatus.STOPPING, TURN, reason="somebody asked", strategy=f"{mine}:Unsavable")
     worker.recover()
     worker.start()
-    config = parse_run(CONFIG).to_json()
-    store.add_run(run_id="next", name="n", task="digits", strategy="fedavg", config=config, seed=7, submitted_at=1.0)
+    add_run(store, "next", config=RUN)
     worker.wake()
     eventually(lambda: store.run("next").status is RunStatus.RUNNING)
     worker.stop()
@@ -583,7 +537,7 @@ def hung(store: Store, worker: RunWorker, mine: str) -> Iterator[str]:
     worker._thread.join(60)
 
 
-@pytest.mark.parametrize("worker", [assemble], indirect=True)
+@with_parts
 def test_a_coordinator_ends_without_a_run_whose_strategy_does_not_return(
     store: Store, worker: RunWorker, mine: str, hung: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
@@ -601,7 +555,7 @@ def test_a_coordinator_ends_without_a_run_whose_strategy_does_not_return(
     assert store.run(hung).status is RunStatus.QUEUED
 
 
-@pytest.mark.parametrize("worker", [assemble], indirect=True)
+@with_parts
 def test_a_stop_that_a_strategy_keeps_from_its_turn_is_told_once(
     store: Store, worker: RunWorker, mine: str, hung: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -631,10 +585,3 @@ def test_a_coordinator_gives_up_on_a_run_before_systemd_does_on_the_coordinator(
     unit = Path(__file__).parents[3] / "provisioning/units/edgefl-coordinator.service"
     (limit,) = re.findall(r"^TimeoutStopSec=(\d+)$", unit.read_text(), re.MULTILINE)
     assert int(limit) / 2 >= LEAVE_AFTER_S
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
