@@ -84,7 +84,9 @@ def test_it_finds_out_where_it_is_and_all_is_well(doctor, joined, directory, mon
     assert {row["where"] for row in said.rows} == {"software", "coordinator", "device", "operator"}
     assert said.warnings == [*NO_MOSQUITTO, "no agent runs"]
     assert len(said.of("certificates", "ok")) == 4
-    tried = [row["where"] for row in said.of("broker", "ok") if "refuses what a device says as" in row["text"]]
+    tried = [
+        row["where"] for row in said.of("broker", "ok") if "refuses what a device says as another" in row["text"]
+    ]
     assert tried == ["coordinator", "device"]
     assert said.of("shards", "ok")[0]["text"].startswith("digits: 12 examples")
     assert "is sound" in said.of("database", "ok")[0]["text"]
