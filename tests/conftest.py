@@ -6,9 +6,10 @@ import base64
 import gc
 import socket
 import sqlite3
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -203,3 +204,25 @@ def make_front_door(tmp_path: Path) -> Iterator[Callable[..., FrontDoor]]:
     yield make
     for door in doors:
         door.stop()
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
+    """Installs a package for one test: modules by name, entry points by group; returns the folder it lies in."""
+    folder, names = tmp_path / "installed", set[str]()
+    info = folder / "installed-1.0.dist-info"
+
+    def install(modules: Mapping[str, str], points: Mapping[str, Mapping[str, str]] | None = None) -> Path:
+        info.mkdir(parents=True, exist_ok=True)
+        groups = {group: "".join(f"{k} = {v}\n" for k, v in table.items()) for group, table in (points or {}).items()}
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: installed\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text("".join(f"[{group}]\n{lines}" for group, lines in groups.items()))
+        for name, source in modules.items():
+            (folder / f"{name}.py").write_text(source)
+        names.update(modules)
+        monkeypatch.syspath_prepend(folder)
+        return folder
+
+    yield install
+    for name in names:
+        sys.modules.pop(name, None)

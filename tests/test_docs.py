@@ -204,24 +204,11 @@ STRATEGY, TASK = sorted(targets({"combine", "build"})), sorted(targets({"read"})
 
 
 @pytest.fixture
-def modules(tmp_path, monkeypatch):
-    """A folder with the pages' modules and their entry points, as an installed package has them."""
-    folder = tmp_path / "modules"
-    info = folder / "mine-1.0.dist-info"
-    info.mkdir(parents=True)
-    written = python_modules()
-    for name, body in written.items():
-        (folder / f"{name}.py").write_text(body)
-    lines = [
-        f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in table.items()) for group, table in entry_points().items()
-    ]
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("".join(lines))
-    monkeypatch.syspath_prepend(folder)
+def modules(installed, monkeypatch):
+    """The folder with the pages' modules and their entry points, as an installed package has them."""
+    folder = installed(python_modules(), entry_points())
     monkeypatch.setenv("PYTHONPATH", f"{folder}:{ROOT}")
-    yield folder
-    for name in written:
-        sys.modules.pop(name, None)
+    return folder
 
 
 def test_every_block_of_python_is_python():

@@ -274,10 +274,7 @@ NUMBERS = {
         f"{protocol.REPLY_SALT_BYTES} bytes",
         f"{outstanding.LOST_AFTER_S:g} s ago",
     ],
-    "Deployments": [
-        f"leave {file_fetch.SPARE_BYTES // 2**20} MiB",
-        f"every {telling.TELL_AGAIN_S:g} s",
-    ],
+    "Deployments": [f"leave {file_fetch.SPARE_BYTES // 2**20} MiB", f"every {telling.TELL_AGAIN_S:g} s"],
     "MQTT": [
         f"every {protocol.HEARTBEAT_S:g} s ± {protocol.HEARTBEAT_JITTER:.0%}".replace("%", " %"),
         f"at most {protocol.POLL_S:g} s",

@@ -139,8 +139,7 @@ def test_every_status_outcome_and_presence_is_named():
 
 
 @pytest.mark.parametrize(
-    ("title", "kind"),
-    [("Tensor stages", "tensors"), ("Value stages", "values"), ("Lossless stages", "lossless")],
+    ("title", "kind"), [("Tensor stages", "tensors"), ("Value stages", "values"), ("Lossless stages", "lossless")]
 )
 def test_the_stages_are_those_of_the_registry_with_what_they_promise(title, kind):
     listing = {row.name: row for row in listed() if row.kind == kind and row.name != "delta"}

@@ -209,18 +209,17 @@ class Late(FedAvg):
 @pytest.mark.parametrize(
     ("sections", "error", "told"),
     [
-        ({"simulation": {"faults": "faults.toml"}}, RunFailedError, "nothing happens any more"),
+        ({"simulation": {"faults": "{folder}/faults.toml"}}, RunFailedError, "nothing happens any more"),
         ({"strategy": {"name": "late_strategy:Late"}}, StrategyError, "a state that cannot be saved: .*of-late"),
     ],
     ids=["all die", "a last state that a live run could not save"],
 )
-def test_a_run_that_fails_says_so_in_its_history(simulate, tmp_path, monkeypatch, sections, error, told):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "late_strategy.py").write_text(LATE)
+def test_a_run_that_fails_says_so_in_its_history(simulate, installed, tmp_path, sections, error, told):
+    installed({"late_strategy": LATE})
     (tmp_path / "faults.toml").write_text('[[fault]]\ndevice = "*"\nat_s = 0.001\nkind = "kill"\n')
+    placed = {name: {k: v.format(folder=tmp_path) for k, v in table.items()} for name, table in sections.items()}
     with pytest.raises(error, match=told):
-        simulate(**sections)
+        simulate(**placed)
     with Store.open(tmp_path / "run" / "edgefl.db", read_only=True) as store:
         (record,) = store.runs()
     assert (record.status, record.reason is not None) == ("failed", True)

@@ -3,7 +3,6 @@
 import logging
 import random
 import re
-import sys
 from collections import Counter
 from types import SimpleNamespace
 
@@ -349,11 +348,9 @@ class NoStrategy:
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch):
-    (tmp_path / "own_flower.py").write_text(OWN)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield "own_flower"
-    sys.modules.pop("own_flower", None)
+def own(installed):
+    installed({"own_flower": OWN})
+    return "own_flower"
 
 
 def test_a_users_subclass_runs_unchanged_and_its_configuration_is_the_plan(own):

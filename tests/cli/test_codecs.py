@@ -1,7 +1,6 @@
 """`edgefl codecs`: the list is the registry's, and the bench measures what it is given."""
 
 import csv
-import sys
 
 import numpy as np
 import pytest
@@ -49,17 +48,11 @@ def test_lists_every_stage_with_what_it_is(run):
     assert "ATOMO, Wang et al. 2018" in run("codecs", "list").out
 
 
-def test_the_stage_of_an_installed_package_is_listed_and_measured_as_every_other(run, bench, tmp_path, monkeypatch):
-    (tmp_path / "half_codec.py").write_text(PACKAGE)
-    info = tmp_path / "half_codec-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: half-codec\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[edgefl.codecs]\nhalf = half_codec:Half\n")
-    monkeypatch.syspath_prepend(tmp_path)
+def test_the_stage_of_an_installed_package_is_listed_and_measured_as_every_other(run, bench, installed):
+    installed({"half_codec": PACKAGE}, {"edgefl.codecs": {"half": "half_codec:Half"}})
     assert listed(run)["half"]["summary"] == "Rounds to half precision, as ours does."
     shown = {part.partition(":")[0] for row in bench().rows for part in row["codec"].split("|")}
     assert shown >= {*STAGES, "half"} - {"delta", "layers", "shuffle"}
-    sys.modules.pop("half_codec")
 
 
 def test_measures_the_codecs_that_are_named_in_their_order(bench):

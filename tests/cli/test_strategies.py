@@ -46,13 +46,8 @@ def test_every_strategy_is_listed_with_its_kind_its_settings_and_what_it_is(list
     assert "FedAdam, " in table
 
 
-def test_a_strategy_of_a_broken_package_does_not_hide_the_others(listed, tmp_path, monkeypatch):
-    info = tmp_path / "broken-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[edgefl.strategies]\nlame = no_such_package:Lame\nhops = hopping:Hops\n")
-    (tmp_path / "hopping.py").write_text(HOPPING)
-    monkeypatch.syspath_prepend(tmp_path)
+def test_a_strategy_of_a_broken_package_does_not_hide_the_others(listed, installed):
+    installed({"hopping": HOPPING}, {"edgefl.strategies": {"lame": "no_such_package:Lame", "hops": "hopping:Hops"}})
     rows = listed()
     assert "cannot be imported" in rows["lame"]["summary"]
     facts = {"kind": "decentralised", "summary": "Hops: goes on one leg.", "settings": {"legs": "required"}}

@@ -5,7 +5,6 @@ from edgefl.history import assignments
 from edgefl.history.assignments import read_assignments, read_between
 from edgefl.history.series import RoundRange, read_rounds
 from edgefl.history.store_source import StoreSource
-from edgefl.storage.store import Store
 
 
 class Listening(StoreSource):
@@ -19,12 +18,6 @@ class Listening(StoreSource):
         rows = super().rows(kind, **filters)
         self.sizes.append(len(rows))
         return rows
-
-
-@pytest.fixture
-def store(tmp_path):
-    with Store.open(tmp_path / "edgefl.db") as opened:
-        yield opened
 
 
 def read(source, run, *within):

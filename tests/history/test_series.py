@@ -5,13 +5,6 @@ import pytest
 from edgefl.errors import NotFoundError, UsageError
 from edgefl.history.series import RoundRange, find_runs, parse_range, read_rounds
 from edgefl.history.store_source import StoreSource
-from edgefl.storage.store import Store
-
-
-@pytest.fixture
-def store(tmp_path):
-    with Store.open(tmp_path / "edgefl.db") as opened:
-        yield opened
 
 
 def read(store, run, **options):

@@ -178,13 +178,8 @@ class Signs:
 """
 
 
-def test_an_installed_package_adds_an_algorithm(tmp_path, monkeypatch):
-    (tmp_path / "signs.py").write_text(SIGNS)
-    info = tmp_path / "signs-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: signs\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[edgefl.local_steps]\nsigns = signs:Signs\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_an_installed_package_adds_an_algorithm(installed):
+    installed({"signs": SIGNS}, {"edgefl.local_steps": {"signs": "signs:Signs"}})
     assert "signs" in local_step_names()
     result = run(LocalPlan(algorithm="signs", iterations=2, learning_rate=0.25))
     np.testing.assert_allclose(result.displacement["fc1.bias"], [-0.5, -0.5])

@@ -60,12 +60,10 @@ NUMBER = 3
 
 
 @pytest.fixture
-def own_module(tmp_path, monkeypatch):
-    (tmp_path / "own_models.py").write_text(OWN)
-    monkeypatch.syspath_prepend(str(tmp_path))
+def own_module(installed, tmp_path, monkeypatch):
+    installed({"own_models": OWN})
     monkeypatch.chdir(tmp_path)
-    yield tmp_path
-    sys.modules.pop("own_models", None)
+    return tmp_path
 
 
 def a_task(name="own_models:Tiny", task="mnist", **options):

@@ -255,16 +255,14 @@ class Wide(torch.nn.Module):
 
 
 @pytest.mark.extended
-def test_a_module_of_one_s_own_is_resized_and_repeated_in_the_file(tmp_path, monkeypatch):
+def test_a_module_of_one_s_own_is_resized_and_repeated_in_the_file(installed, tmp_path):
     pytest.importorskip("torch", reason="needs torch: pip install '.[train]'")
-    (tmp_path / "wide_models.py").write_text(WIDE)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    installed({"wide_models": WIDE})
     task = make_task("mnist", {"model": "wide_models:Wide", "channels": 3, "size": 45})
     path, inputs = tmp_path / "wide.onnx", real_like("mnist", 5)
     learner, model = loaded(task)
     report = export_onnx(task, model, path, samples=inputs)
     assert np.abs(answers(path, inputs) - learner.logits(inputs)).max() <= report.tolerance
-    sys.modules.pop("wide_models", None)
 
 
 @pytest.mark.parametrize(

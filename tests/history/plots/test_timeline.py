@@ -10,13 +10,6 @@ from edgefl.history.assignments import read_assignments
 from edgefl.history.plots import timeline
 from edgefl.history.series import RoundRange, read_rounds
 from edgefl.history.store_source import StoreSource
-from edgefl.storage.store import Store
-
-
-@pytest.fixture
-def store(tmp_path):
-    with Store.open(tmp_path / "edgefl.db") as opened:
-        yield opened
 
 
 def read(store, run):
