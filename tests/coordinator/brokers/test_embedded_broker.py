@@ -46,12 +46,14 @@ def test_what_was_sent_right_before_disconnect_arrives(running, mqtt_tools):
 
 def test_a_client_that_never_says_connect_is_dropped(certificates, free_port):
     tls = certificates.server()
-    broker = EmbeddedBroker(fleet="lab", tls=tls, port=free_port, connect_timeout_s=0.3)
+    broker = EmbeddedBroker(fleet="lab", tls=tls, port=free_port, connect_timeout_s=1.0)
     broker.start()
     try:
         context = client_context(certificates.of("pi-1"))
-        plain = socket.create_connection(("127.0.0.1", free_port), timeout=60)
-        with context.wrap_socket(plain, server_hostname="127.0.0.1") as secured:
+        with (
+            socket.create_connection(("127.0.0.1", free_port), timeout=60) as plain,
+            context.wrap_socket(plain, server_hostname="127.0.0.1") as secured,
+        ):
             assert secured.recv(1) == b""
     finally:
         broker.stop()
