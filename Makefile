@@ -3,7 +3,7 @@
 #   VENV       where the virtual environment lies                  (.venv)
 #   PYTHON     the interpreter it is made with                      (the first one that is 3.11 or newer)
 #   PIP_FLAGS  more arguments for pip; on a PC without a GPU: --extra-index-url https://download.pytorch.org/whl/cpu
-#   ARGS       more arguments for the demo, for pytest or for fuzz  (make fuzz ARGS="--tally FILE --seconds 600")
+#   ARGS       more arguments for the demo, for pytest, for fuzz and for mutants  (make mutants ARGS="--room journal")
 #   TIMES      how often `make flaky` runs the quick tests           (20)
 #
 # EDGEFL_BOARDS names the folder that keeps the root file systems and wheels of emulated boards.
@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 # An environment that was only half made would pass for a whole one.
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-slow flaky chaos chaos-short soak board-test wheel-check locks fuzz check bench clean
+.PHONY: help demo test test-all test-slow flaky chaos chaos-short soak board-test wheel-check locks fuzz mutants check docs bench clean
 
 help:
 	@echo "make demo         run a whole fleet on this machine"
@@ -36,7 +36,9 @@ help:
 	@echo "make wheel-check  import every wheel of a board under the processors of old ones (root, Debian; minutes)"
 	@echo "make locks        pin what boards install anew, from pyproject.toml and constraints.txt"
 	@echo "make fuzz         feed a million damaged inputs to each reader of bytes from outside (hours; a tally goes on)"
+	@echo "make mutants      change the source a bit at a time and count the changes that tests notice (minutes to hours)"
 	@echo "make check        format, lint, strict types; insecure code, vulnerable packages, secrets in logs"
+	@echo "make docs         build the documentation site; a wrong link or anchor fails"
 	@echo "make bench        measure the figures that the README quotes (hours; EDGEFL_DATA says where data is)"
 	@echo "make clean        remove the environment and what tools left behind"
 
@@ -86,6 +88,11 @@ locks: $(VENV)/.installed-dev
 fuzz: $(VENV)/.installed-dev
 	$(BIN)/python tests/fuzz/feed_readers.py $(ARGS)
 
+# Its twenty packages are for this alone: no tested set has them.
+mutants: $(VENV)/.installed-dev
+	@$(PIP) 'cosmic-ray==8.7.0' 'coverage==7.17.3'
+	$(BIN)/python tests/checks/mutate.py $(ARGS)
+
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -93,6 +100,9 @@ check: $(VENV)/.installed-dev
 	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive edgefl
 	$(BIN)/python tests/checks/audit_packages.py
 	$(BIN)/python -m pytest -n 0 tests/e2e/test_log_secrets.py
+
+docs: $(VENV)/.installed-dev
+	$(BIN)/python docs/tools/build_site.py $(ARGS)
 
 bench: $(VENV)/.installed-dev
 	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python "$$file"; done

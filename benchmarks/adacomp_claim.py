@@ -27,6 +27,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from harness import options
+
 RATES = (0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001)
 DECAYS = ("constant", "inverse-sqrt")
 UPDATES_PER_ROUND = 1000
@@ -388,7 +390,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("adacomp-claim"))
     parser.add_argument("--known", action="store_true", help="run nothing, print what is known")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
-    args = parser.parse_args()
+    args = options.parse(
+        parser,
+        devices=4,
+        seeds=1,
+        tune_updates=20,
+        tune_rounds=1,
+        finalists=1,
+        longer=1,
+        max_updates=8,
+        max_rounds=2,
+        rates=[0.1],
+        decays=["constant"],
+        variants=["AdaComp 1 %"],
+    )
     if args.data is None:
         parser.error("say where the data is: --data DIR, or EDGEFL_DATA")
     args.data = Path(args.data).resolve()

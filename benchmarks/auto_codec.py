@@ -17,6 +17,8 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from harness import options
+
 import edgefl
 from edgefl.compression.auto import CANDIDATES
 
@@ -49,7 +51,7 @@ def main() -> int:
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--target", type=float, default=0.95)
     parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
+    arguments = options.parse(parser, seeds=1, devices=2, target=0.3)
     rows = [measure(codec, arguments) for codec in ("auto", "dense", *CANDIDATES)]
     if arguments.json:
         print(json.dumps({"v": 1, "target": arguments.target, "codecs": [asdict(row) for row in rows]}))

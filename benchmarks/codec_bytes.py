@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+from harness import options
 
 from edgefl.compression.measuring import Measured, drawn_update, measure
 from edgefl.errors import EdgeflError
@@ -64,7 +65,7 @@ def main() -> int:
     parser.add_argument("--data", type=Path)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
+    arguments = options.parse(parser, repeats=1)
     gradient = real_or_drawn(arguments.data)
     rows = [row(spec, gradient, arguments.repeats) for spec in SPECS]
     print(as_json(rows, gradient.source) if arguments.json else as_table(rows, gradient.source))

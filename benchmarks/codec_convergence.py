@@ -26,6 +26,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from harness import options
+
 DEVICES, SCHEME = 8, "dirichlet:0.5"
 ITERATIONS, BATCH_SIZE, LEARNING_RATE = 20, 32, 0.05
 EVALUATE_EVERY = 2
@@ -235,14 +237,17 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--target", type=float, default=0.8, help="the table has the bytes until it")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--codecs", nargs="+", help="try these alone, without ATOMO [all, and ATOMO]")
     parser.add_argument("--out", type=Path, default=Path("codec-convergence"))
-    args = parser.parse_args()
+    args = options.parse(parser, rounds=2, target=0.1, codecs=["dense", "ef|topk:0.01|int8", "qsgd:4"])
     if args.data is None:
         parser.error("say where the data is: --data DIR, or EDGEFL_DATA")
     args.data = Path(args.data).resolve()
     os.environ["OMP_NUM_THREADS"] = "1"
     named = [(family, spec, "") for family, specs in FAMILIES.items() for spec in specs]
-    named += budgets(args.data, args.model, seed=1)
+    named = [each for each in named if args.codecs is None or each[1] in args.codecs]
+    if args.codecs is None:
+        named += budgets(args.data, args.model, seed=1)
     cells = [
         Cell(family=family, spec=spec, rounds=args.rounds, seed=seed, model=args.model, equal_to=equal_to)
         for seed in range(1, args.seeds + 1)

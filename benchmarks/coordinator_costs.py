@@ -20,7 +20,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from harness import adacomp_costs, fold_costs, heartbeat_costs, wire_costs
+from harness import adacomp_costs, fold_costs, heartbeat_costs, options, wire_costs
 from harness.cost_rows import Row
 
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -34,7 +34,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--elements", type=int, default=ELEMENTS)
     parser.add_argument("--json", action="store_true")
-    asked = parser.parse_args()
+    asked = options.parse(parser, repeats=1, elements=100_000)
     if os.environ.get("OPENBLAS_NUM_THREADS") != "1":  # read when NumPy is loaded, so we begin again
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **dict.fromkeys(ONE_THREAD, "1")})
     parts: dict[str, Callable[[], Sequence[Row]]] = {
@@ -54,7 +54,7 @@ def main() -> int:
             print(name, *rows, sep="\n", flush=True)
     if asked.json:
         print(json.dumps({"v": 1, "rows": [row.as_json() for row in found]}))
-    return 0 if all(row.is_met for row in found) else 2
+    return 0 if asked.quick or all(row.is_met for row in found) else 2
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from harness import feed_readers
+from harness import feed_readers, options
 from harness.crowd import add_devices, add_run, names_of
 
 from edgefl.client import load_operator_file
@@ -192,7 +192,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--only", choices=["load", "scrapes", "rounds"])
     parser.add_argument("--json", action="store_true")
-    return parser.parse_args()
+    return options.parse(parser, devices=100, rounds=100, pages=2, run_rounds=5, turns=1)
 
 
 def _text(found: dict[str, Any], arguments: argparse.Namespace) -> str:

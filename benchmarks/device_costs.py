@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from harness import options
 from harness.memory_limit import NoLimitError, limited
 from harness.process_trees import PROC, Meter, adopt_orphans, children_by_parent, end_descendants, tree
 from harness.round_report import machine
@@ -116,7 +117,7 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", choices=("memory", "start"), default=("memory", "start"))
     parser.add_argument("--turns", type=int, default=5, help="starts of a device [%(default)s]")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    args = parser.parse_args()
+    args = options.parse(parser, turns=1, data=None)
     adopt_orphans()
     found: dict[str, Any] = {"v": 1, **machine()}
     try:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness import options
 
 from edgefl.tasks.onnx_export import export_onnx
 from edgefl.tasks.registry import make_task
@@ -66,7 +67,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=500)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+    args = options.parse(parser, rows=20)
     with tempfile.TemporaryDirectory() as folder:
         found = measured(Path(folder), args.task, args.model, num_rows=args.rows, threads=args.threads)
     if args.json:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -23,6 +24,8 @@ from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+
+from harness import options
 
 FAST, SLOW = 4, 2
 FAST_S, SLOW_S = 0.03, 3.5
@@ -79,6 +82,7 @@ class Cell:
     links: str
     model: str
     seed: int = 7
+    seconds_at_most: float = math.inf
 
     @property
     def folder(self) -> str:
@@ -87,7 +91,7 @@ class Cell:
     @property
     def seconds(self) -> float:
         seconds = SECONDS.get((self.links, self.strategy)) or SECONDS[(self.links, None)]
-        return seconds * LONGER.get((self.scheme, self.strategy), 1.0)
+        return min(seconds * LONGER.get((self.scheme, self.strategy), 1.0), self.seconds_at_most)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,11 +229,17 @@ def run_all(cells: list[Cell], args: argparse.Namespace) -> dict[Cell, Outcome]:
     return known
 
 
+def cell_of(strategy: str, scheme: str, links: str, args: argparse.Namespace) -> Cell:
+    seconds_at_most: float = args.seconds_at_most
+    return Cell(strategy=strategy, scheme=scheme, links=links, model=args.model, seconds_at_most=seconds_at_most)
+
+
 def print_table(known: dict[Cell, Outcome], args: argparse.Namespace) -> None:
     form = "{:18} {:>10} {:>7} {:>9} {:>12} {:>9} {:>11} {:>9} {:>10}"
     for scheme in SCHEMES:
         for links in LINKS:
-            base = known[Cell(strategy="ssgd", scheme=scheme, links=links, model=args.model)].to_target_s
+            rival = known.get(cell_of("ssgd", scheme, links, args))
+            base = None if rival is None else rival.to_target_s
             print(f"\nFashion-MNIST, {args.model}, {scheme}, links {links}; virtual seconds to {args.target:g}")
             print(
                 form.format(
@@ -244,8 +254,8 @@ def print_table(known: dict[Cell, Outcome], args: argparse.Namespace) -> None:
                     "computing",
                 )
             )
-            for strategy in STRATEGIES:
-                outcome = known[Cell(strategy=strategy, scheme=scheme, links=links, model=args.model)]
+            for strategy in args.strategies:
+                outcome = known[cell_of(strategy, scheme, links, args)]
                 reached = outcome.to_target_s
                 print(
                     form.format(
@@ -267,18 +277,20 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=os.environ.get("EDGEFL_DATA"), help="holds fashion-mnist/")
     parser.add_argument("--model", default="2nn", choices=("lenet", "cnn-small", "cnn", "2nn"))
     parser.add_argument("--target", type=float, default=0.8)
+    parser.add_argument("--strategies", nargs="+", choices=list(STRATEGIES), default=list(STRATEGIES))
+    parser.add_argument("--seconds-at-most", type=float, default=math.inf, help="virtual, of each run [as published]")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, default=Path("esync-claim"))
-    args = parser.parse_args()
+    args = options.parse(parser, target=0.3, strategies=["esync budget", "local sgd K=20"], seconds_at_most=20.0)
     if args.data is None:
         parser.error("say where the data is: --data DIR, or EDGEFL_DATA")
     args.data, args.out = Path(args.data).resolve(), args.out.resolve()
     os.environ["OMP_NUM_THREADS"] = "1"
     cells = [
-        Cell(strategy=strategy, scheme=scheme, links=links, model=args.model)
+        cell_of(strategy, scheme, links, args)
         for scheme in SCHEMES
         for links in LINKS
-        for strategy in STRATEGIES
+        for strategy in args.strategies
     ]
     known = run_all(cells, args)
     print_table(known, args)

@@ -23,12 +23,15 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from harness import options
+
 FASHION = {"iid": (0.05, 0.88), "dirichlet:0.5": (0.02, 0.85), "shards:2": (0.02, 0.70)}
 """Scheme -> learning rate, and what the model has to reach."""
+PARTS = ("together", "unseen", "alone")
 FASHION_ROUNDS, PEOPLE, UNSEEN, MOTION_ROUNDS, MOTION_GOAL = 20, 24, 6, 10, 0.88
 
 
-def fashion(scheme: str, data: Path, seed: int) -> list[dict[str, Any]]:
+def fashion(scheme: str, data: Path, seed: int, rounds: int | None) -> list[dict[str, Any]]:
     from edgefl.simulated_run import simulate  # noqa: PLC0415 in the worker process, behind OMP_NUM_THREADS
 
     rate, goal = FASHION[scheme]
@@ -36,7 +39,12 @@ def fashion(scheme: str, data: Path, seed: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         done = simulate(
             {
-                "run": {"task": "fashion-mnist", "rounds": FASHION_ROUNDS, "seed": seed, "local_test_fraction": 0.0},
+                "run": {
+                    "task": "fashion-mnist",
+                    "rounds": rounds or FASHION_ROUNDS,
+                    "seed": seed,
+                    "local_test_fraction": 0.0,
+                },
                 "task": {"model": "cnn-small"},
                 "strategy": {"name": "fedavg", "learning_rate": rate, "epochs": 5.0, "batch_size": 10},
                 "devices": {"fraction": 0.1},
@@ -47,7 +55,7 @@ def fashion(scheme: str, data: Path, seed: int) -> list[dict[str, Any]]:
     accuracies = [row["accuracy"] for row in done.rounds]
     return [
         {
-            "what": f"Fashion-MNIST, {scheme}, round {FASHION_ROUNDS}",
+            "what": f"Fashion-MNIST, {scheme}, round {len(accuracies)}",
             "accuracy": accuracies[-1],
             "best": max(accuracies),
             "goal": goal,
@@ -56,35 +64,35 @@ def fashion(scheme: str, data: Path, seed: int) -> list[dict[str, Any]]:
     ]
 
 
-def motionsense(part: str, data: Path, seed: int) -> list[dict[str, Any]]:
+def motionsense(part: str, data: Path, seed: int, rounds: int | None) -> list[dict[str, Any]]:
     from edgefl.tasks.cutting import cut_shards  # noqa: PLC0415 likewise
 
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         shards = cut_shards("motionsense", "natural", PEOPLE, Path(folder) / "shards", data / "motionsense", seed)
         measure = {"together": _together, "unseen": _unseen, "alone": _alone}[part]
-        rows = measure(shards, Path(folder), seed)
+        rows = measure(shards, Path(folder), seed, rounds or MOTION_ROUNDS)
     return [{"goal": None, **row, "wall_s": round(time.perf_counter() - began, 1)} for row in rows]
 
 
-def _simulated(shards: list[Path], folder: Path, seed: int, **run: Any) -> Any:
+def _simulated(shards: list[Path], folder: Path, seed: int, rounds: int) -> Any:
     from edgefl.simulated_run import simulate  # noqa: PLC0415 likewise
 
     config = {
-        "run": {"task": "motionsense", "rounds": MOTION_ROUNDS, "seed": seed, "evaluate_on": "devices", **run},
+        "run": {"task": "motionsense", "rounds": rounds, "seed": seed, "evaluate_on": "devices"},
         "strategy": {"name": "fedavg"},
         "simulation": {"workers": 0},
     }
     return simulate(config, devices=[str(path) for path in shards], root=folder)
 
 
-def _together(shards: list[Path], folder: Path, seed: int) -> list[dict[str, Any]]:
-    done = _simulated(shards, folder, seed)
-    last = sorted(row["accuracy"] for row in done.evaluations if row["round"] == MOTION_ROUNDS)
+def _together(shards: list[Path], folder: Path, seed: int, rounds: int) -> list[dict[str, Any]]:
+    done = _simulated(shards, folder, seed, rounds)
+    last = sorted(row["accuracy"] for row in done.evaluations if row["round"] == rounds)
     worst = last[: math.ceil(len(last) / 10)]
     return [
         {
-            "what": f"MotionSense, {PEOPLE} people, held-out trials, round {MOTION_ROUNDS}",
+            "what": f"MotionSense, {PEOPLE} people, held-out trials, round {rounds}",
             "accuracy": _accuracy(done.model, [shards[0].parent / "test.npz"]),
             "goal": MOTION_GOAL,
         },
@@ -93,16 +101,16 @@ def _together(shards: list[Path], folder: Path, seed: int) -> list[dict[str, Any
     ]
 
 
-def _unseen(shards: list[Path], folder: Path, seed: int) -> list[dict[str, Any]]:
-    done = _simulated(shards[:-UNSEEN], folder, seed)
+def _unseen(shards: list[Path], folder: Path, seed: int, rounds: int) -> list[dict[str, Any]]:
+    done = _simulated(shards[:-UNSEEN], folder, seed, rounds)
     accuracy = _accuracy(done.model, shards[-UNSEEN:])
     return [{"what": f"trained on {PEOPLE - UNSEEN} people, tested on the {UNSEEN} others", "accuracy": accuracy}]
 
 
-def _alone(shards: list[Path], folder: Path, seed: int) -> list[dict[str, Any]]:
+def _alone(shards: list[Path], folder: Path, seed: int, rounds: int) -> list[dict[str, Any]]:
     alone = []
     for number, shard in enumerate(shards):
-        done = _simulated([shard], folder / str(number), seed)
+        done = _simulated([shard], folder / str(number), seed, rounds)
         alone.append(_accuracy(done.model, [shard.parent / "test.npz"]))
     return [
         {"what": "each device alone, on the same held-out trials: mean", "accuracy": statistics.fmean(alone)},
@@ -132,10 +140,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=os.environ.get("EDGEFL_DATA"), help="holds both data sets")
     parser.add_argument("--only", choices=("fashion", "motionsense"))
+    parser.add_argument("--parts", choices=PARTS, nargs="+", default=PARTS, help="of motionsense")
+    parser.add_argument("--rounds", type=int, help="of each run [as published]")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", action="store_true", help="one JSON list in place of the table")
-    args = parser.parse_args()
+    args = options.parse(parser, rounds=1, only="motionsense", parts=["unseen"])
     if args.data is None:
         parser.error("say where the data is: --data DIR, or EDGEFL_DATA")
     data = Path(args.data).resolve()
@@ -144,9 +154,9 @@ def main() -> None:
     if args.only != "motionsense":
         work += [(fashion, scheme) for scheme in FASHION]
     if args.only != "fashion":
-        work += [(motionsense, part) for part in ("together", "unseen", "alone")]
+        work += [(motionsense, part) for part in args.parts]
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
-        running = [pool.submit(measure, what, data, args.seed) for measure, what in work]
+        running = [pool.submit(measure, what, data, args.seed, args.rounds) for measure, what in work]
         rows = [row for future in running for row in future.result()]
     if args.json:
         json.dump(rows, sys.stdout, indent=1)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness import options
 from harness.history_store import BEGIN, DAY_S, Size, make
 
 from edgefl.coordinator.runs.ledger import Ledger
@@ -49,7 +50,7 @@ def main() -> int:
     parser.add_argument("--dir", type=Path)
     parser.add_argument("--repeat", type=int, default=40)
     parser.add_argument("--json", action="store_true")
-    asked = parser.parse_args()
+    asked = options.parse(parser, rounds=200, updates=2_000, heartbeats=2_000, repeat=2)
     size = Size(num_rounds=asked.rounds, num_updates=asked.updates, num_heartbeats=asked.heartbeats)
     directory = asked.dir or Path(tempfile.mkdtemp(prefix="edgefl-history-"))
     try:
@@ -69,7 +70,7 @@ def main() -> int:
     )
     if not asked.json:
         print(*(f"{word}: {rate:.0f} updates/s into the ledger's tables" for word, rate in written.items()), sep="\n")
-    return 0 if all(row["p95"] < TARGET_MS for row in figures) else 1
+    return 0 if asked.quick or all(row["p95"] < TARGET_MS for row in figures) else 1
 
 
 def questions(size: Size, number: int) -> Iterator[tuple[str, str, Mapping[str, Any]]]:

@@ -33,6 +33,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from harness import options
 from harness.isvr_cell import ONE_NODE, SCORES, Cell, Outcome, interval, of_average, of_nodes
 from harness.isvr_search import Results, tune
 
@@ -109,26 +110,30 @@ def logistic(results: Results, args: argparse.Namespace) -> None:
         tuned = tuned_cells(args.variants, graph, results, args)
         columns = {name: of_seeds(cell, args.seeds) for name, cell in tuned.items()}
         results.run(by_seed(columns.values()))
-        heading = f"logistic regression on {title}, {ROUNDS} rounds; best by the first seed's {args.by}"
+        heading = f"logistic regression on {title}, {args.rounds} rounds; best by the first seed's {args.by}"
         print_table(heading, columns, results)
         print_margins(columns, results, args.by)
-        plain = {name: of_seeds(cell_of(name, graph), args.seeds) for name in UNTUNED if name in args.variants}
+        plain = {
+            name: of_seeds(cell_of(name, graph, rounds=args.rounds), args.seeds)
+            for name in UNTUNED
+            if name in args.variants
+        }
         results.run(by_seed(plain.values()))
-        others = {name: [cell_of(name, graph)] for name in args.variants if name not in UNTUNED}
+        others = {name: [cell_of(name, graph, rounds=args.rounds)] for name in args.variants if name not in UNTUNED}
         every = {name: (plain | others)[name] for name in args.variants}
         print_table(f"the same on {title}, untuned: learning rate 0.1, constant", every, results)
-        searched = {name: cell_of(name, graph) for name in args.variants if name not in SAME_RATE}
+        searched = {name: cell_of(name, graph, rounds=args.rounds) for name in args.variants if name not in SAME_RATE}
         _draw(title, columns, plain, searched, results, args.out)
 
 
 def tuned_cells(names: Sequence[str], graph: str, results: Results, args: argparse.Namespace) -> dict[str, Cell]:
     wanted = list(dict.fromkeys(SAME_RATE.get(name, name) for name in names))
-    best = tune({name: cell_of(name, graph) for name in wanted}, DECAYS, results, args)
+    best = tune({name: cell_of(name, graph, rounds=args.rounds) for name in wanted}, DECAYS, results, args)
     found = {}
     for name in names:
         source = best.get(SAME_RATE.get(name, name))
         if source is not None:
-            found[name] = replace(cell_of(name, graph), rate=source.rate, decay=source.decay)
+            found[name] = replace(cell_of(name, graph, rounds=args.rounds), rate=source.rate, decay=source.decay)
     return found
 
 
@@ -301,6 +306,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=os.environ.get("EDGEFL_DATA"), help="holds fashion-mnist/")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--long-seeds", type=int, default=1, help="likewise, of cnn and paper")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of the logistic regression [%(default)s]")
     parser.add_argument("--cnn-rounds", type=int, default=200)
     parser.add_argument("--cnn-batch", type=int, default=32)
     parser.add_argument("--by", choices=list(SCORES), default="nodes", help="whose accuracy rates are tuned for")
@@ -312,7 +318,16 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, default=Path("isvr-claim"))
     parser.add_argument("--known", action="store_true", help="run nothing, print what is known")
-    args = parser.parse_args()
+    args = options.parse(
+        parser,
+        seeds=1,
+        parts=["logistic"],
+        graphs=["ring"],
+        variants=["PDMM-ISVR", "one node"],
+        rates=[0.1],
+        decays=["constant"],
+        rounds=8,
+    )
     if args.data is None:
         parser.error("say where the data is: --data DIR, or EDGEFL_DATA")
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from harness import options
 from harness.round_report import machine
 from harness.throttled_task import NAME
 
@@ -37,7 +38,6 @@ HARNESS = Path(__file__).parent / "harness"
 KNOWN_FROM = 3
 HELD = 5
 PROBE_ROUNDS = 6
-ROUNDS = {"ssgd": 100, "esync": 35}
 FREE_BYTES_PER_S = 1e12
 """Loopback: what a message takes is its latency."""
 
@@ -134,7 +134,8 @@ def _simulate(root: Path, profiles: Path, strategy: Mapping[str, Any], arguments
 def _config(
     task: str, strategy: Mapping[str, Any], arguments: argparse.Namespace, rounds: int | None = None
 ) -> RunConfig:
-    num_rounds = ROUNDS[strategy["name"]] if rounds is None else rounds
+    usual = arguments.ssgd_rounds if strategy["name"] == "ssgd" else arguments.esync_rounds
+    num_rounds = usual if rounds is None else rounds
     return parse_run(
         {
             "run": {"task": task, "rounds": num_rounds, "seed": arguments.seed, "evaluate_on": "coordinator"},
@@ -146,7 +147,7 @@ def _config(
 
 
 def _rows(fleet: LocalFleet, kind: str, run: Row) -> Sequence[Row]:
-    return fleet.history(kind, run=run["run_id"], limit=100_000)
+    return fleet.history(kind, run=run["run_id"])
 
 
 def _probed(updates: Sequence[Row]) -> dict[str, Probed]:
@@ -252,10 +253,12 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=0.2, help="[%(default)s]")
     # The factors are multiples of each other: without a tolerance everybody's last iteration just does not fit.
     parser.add_argument("--epsilon", type=float, default=-0.2, help="of esync [%(default)s]")
+    parser.add_argument("--ssgd-rounds", type=int, default=100, help="[%(default)s]")
+    parser.add_argument("--esync-rounds", type=int, default=35, help="[%(default)s]")
     parser.add_argument("--seed", type=int, default=7, help="[%(default)s]")
     parser.add_argument("--out", help="folder for the fleet, the profiles and the simulations [a temporary one]")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    return parser.parse_args()
+    return options.parse(parser, base=0.02, accuracy=0.5, ssgd_rounds=20, esync_rounds=5)
 
 
 def _say(line: str) -> None:

@@ -32,6 +32,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from harness import options
 from harness.board_fleet import NAME, BoardFleet, board_fleet, why_not
 from harness.process_trees import children_by_parent, tree
 
@@ -284,7 +285,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keep", action="store_true", help="leave the folder with all state and logs")
     parser.add_argument("--json", action="store_true")
-    return parser.parse_args()
+    return options.parse(parser, only="losses", trials=1)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from harness import options
 from harness.links import Link
 from harness.process_trees import adopt_orphans, end_descendants
 from harness.round_report import AWAKE, EDGEFL, STOCK, Turn, as_json, as_summary, as_table, heading, machine, notes
@@ -147,7 +148,7 @@ def _parse() -> argparse.Namespace:
     add("--model-bytes", type=_at_least(4), default=MODEL_BYTES, help="float32 model [%(default)s]")
     add("--broker", choices=("auto", "mosquitto", "embedded"), default="auto", help="of edgefl")
     add("--json", action="store_true", help="print one JSON object instead of tables")
-    arguments = parser.parse_args()
+    arguments = options.parse(parser, rounds=3, stock_rounds=3, devices=[1], turns=1)
     if arguments.all:
         arguments.devices, arguments.awake, arguments.links = list(ALL_DEVICES), True, True
         arguments.train_s = arguments.train_s or TRAIN_S

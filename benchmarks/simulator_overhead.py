@@ -19,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from harness import options
+
 from edgefl import simulated_run
 from edgefl.coordinator.runs.ledger import Ledger
 from edgefl.simulation.agenda import Agenda
@@ -124,7 +126,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, default=10_000)
     parser.add_argument("--updates", type=int, default=50_000)
-    wanted = parser.parse_args()
+    parser.add_argument("--training", nargs="+", choices=list(TRAINING), default=list(TRAINING))
+    wanted = options.parse(parser, devices=100, updates=500, training=["digits mlp, fedavg"])
     if os.environ.get("OPENBLAS_NUM_THREADS") != "1":  # read when NumPy is loaded, so we begin again
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **dict.fromkeys(ONE_THREAD, "1")})
     print("Own time, nothing trained (aim: under 100 us an event)")
@@ -136,6 +139,8 @@ def main() -> None:
     print("\nBeside training (aim: under 10 %)")
     print(f"{'run':34} {'updates':>8} {'setup s':>8} {'loop s':>8} {'train s':>8} {'of loop':>9} {'of all':>9}")
     for name, (run, num_devices) in TRAINING.items():
+        if name not in wanted.training:
+            continue
         if run["run"]["task"] == "digits" or "EDGEFL_DATA" in os.environ:
             training(name, run, num_devices)
 

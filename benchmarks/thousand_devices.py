@@ -33,6 +33,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+from harness import options
 from harness.crowd_costs import Watch
 from harness.crowd_process import Crowd, coordinator, profiled, server_pids
 from harness.heartbeat_lag import Lag, lag_of
@@ -380,7 +381,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--dir", type=Path, help="where to put a folder for all of it [a temporary one]")
     parser.add_argument("--keep", action="store_true", help="leave that folder")
     parser.add_argument("--json", action="store_true")
-    return parser.parse_args()
+    return options.parse(parser, devices=[10], rounds=1, beat_s=3.0, processes=1, broker="embedded")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from edgefl.local_run import RunResult
     from edgefl.simulated_run import SimulatedRun
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
+DISTRIBUTION = "edgefl-fleet"
+"""What package indexes call this. Another project is called `edgefl` there, and it is never asked for."""
 __all__ = ["__version__", "run", "simulate"]
 
 

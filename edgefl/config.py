@@ -40,13 +40,28 @@ _REST = "rest"
 class RunSection:
     """`[run]`: what is trained, and when it ends: whichever of the five stop rules is reached first.
 
-    A run without a stop rule ends after 10 rounds. `seconds` counts from the first assignment, `bytes` what
-    crossed the network in both directions, `accuracy` is a fraction that the mean of the last `accuracy_over`
-    evaluated versions reaches. `min_updates` closes a synchronous round early; None waits for all that were asked and
-    are still there. `barrier_s` bounds that wait: then `rescue` is tried once, and after the same time again the run
-    ends. `updates_per_round` is what the history of an asynchronous run groups by; None takes the number of devices
-    that are asked first. A strategy that keeps state for each device may need `max_state_bytes` for all of them, or
-    the run is refused.
+    A run without a stop rule (`rounds`, `updates`, `seconds`, `bytes`, `accuracy`) ends after 10 rounds.
+
+    Attributes:
+        task: a built-in task such as `digits`, one of an installed package, or `module:Class`.
+        name: shown in lists and on the page; None takes task and strategy.
+        rounds: stop rule: closed rounds.
+        updates: stop rule: updates that went into a model.
+        seconds: stop rule: seconds since the first assignment.
+        bytes: stop rule: bytes that crossed the network in both directions.
+        accuracy: stop rule: the mean accuracy of the last `accuracy_over` evaluated versions, a fraction.
+        accuracy_over: how many evaluations that mean is over.
+        seed: of weights, selection and the order of examples; the same seed gives the same simulated run.
+        evaluate_every: rounds from one evaluation to the next.
+        evaluate_on: where models are evaluated; auto takes the coordinator, else evaluators, else the devices.
+        init: a safetensors file to start from.
+        deadline_s: an assignment that takes longer is given up.
+        min_updates: closes a synchronous round with so many; None waits for all that were asked and are still there.
+        barrier_s: bounds that wait; then `rescue` is tried once, and after the same time again the run ends.
+        rescue: closes the round with those that answered, asks other devices, or does nothing.
+        updates_per_round: updates that make a round of an asynchronous run's history; None: devices asked first.
+        max_state_bytes: most memory that a strategy may keep for all devices, or the run is refused.
+        local_test_fraction: of each device's shard that is kept for testing.
     """
 
     task: str
@@ -85,15 +100,17 @@ class StrategySection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressionSection:
-    """`[compression]`: codec specs of updates (`up`) and of the model (`down`).
-
-    `up` may be `auto`, or `auto:SPEC,SPEC,...`: the coordinator then picks one for each device (`compression.auto`).
+    """`[compression]`: the codecs of updates and of the model.
 
     `[compression.layers]` gives tensors of updates whose names match a pattern a codec of their own, such as
-    `"*.bias" = "dense"`; the first pattern that matches counts, and `up` is for what matches none.
+    `"*.bias" = "dense"`; the first pattern that matches counts, and `up` is for tensors that match none.
 
-    What a codec with error feedback left out, and kept moments of an optimiser, are written to the board's card every
-    five minutes and at stop; with `durable` after every assignment, which wears the card.
+    Attributes:
+        up: codec of updates; `auto` or `auto:SPEC,SPEC,...` lets the coordinator pick one for each device.
+        down: codec of the model.
+        layers: patterns of tensor names, each with its codec.
+        residuals: when what a codec left out, and kept moments of an optimiser, go to the board's card: every five
+            minutes and at stop, or with `durable` after every assignment, which wears the card.
     """
 
     up: str = "dense"
@@ -114,15 +131,25 @@ class CompressionSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicesSection:
-    """`[devices]`: who takes part. Empty `groups` and `names` mean every device that has a shard for the task.
+    """`[devices]`: which devices take part.
 
-    The run begins when `min` of them are there, and goes on with those that are left; `count` of them, or `fraction`,
-    are asked in a round. Boards with less memory than `min_memory_bytes`, or without an accelerator when that is
-    asked for, are left out. One that is throttled, hotter than `max_temperature_c` or on less battery than
-    `min_battery` is `unwell`: it gets a smaller budget, rests, or is treated like any other.
+    A board that is throttled, hotter than `max_temperature_c` or on less battery than `min_battery` is unwell.
 
-    Before the first work every device says whether it can, and makes itself ready, within `ready_s`. `require` of
-    them must be ready, a number or `all` that are meant, or the run fails; with `any` it begins with those that are.
+    Attributes:
+        groups: devices of these groups; none means all that have a shard of the task.
+        names: these devices; none likewise.
+        min: the first round waits for so many idle devices; later the run goes on with those that are left.
+        count: devices asked in a round; None asks all.
+        fraction: of the idle devices that are asked in a round, in place of `count`.
+        min_memory_bytes: boards with less memory are left out.
+        accelerator: leave out boards without an accelerator.
+        max_temperature_c: a hotter board is unwell.
+        min_battery: a board with less charge is unwell, a fraction.
+        unwell: such a board gets half of its budget, no work, or is treated like any other.
+        join: whether devices that become ready after the start are admitted.
+        require: devices that must be ready before the first round, a number or all that are eligible, or the run
+            fails; any begins with those that are ready.
+        ready_s: how long a device may take to get ready.
     """
 
     groups: tuple[str, ...] = ()
@@ -148,7 +175,15 @@ class DevicesSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSection:
-    """`[server]`: the coordinator's own optimiser, which takes the mean displacement for a gradient."""
+    """`[server]`: the coordinator's own optimiser, which takes the mean displacement for a gradient.
+
+    Attributes:
+        optimizer: its name; none adds the displacement as it is.
+        learning_rate: what the displacement is multiplied with.
+        beta1: decay of the momentum.
+        beta2: decay of the second moments (adam, yogi).
+        epsilon: added to their root, so that nothing is divided by zero.
+    """
 
     optimizer: ServerOptimizerName = "none"
     learning_rate: float = field(default=1.0, metadata={"above": 0})
@@ -161,8 +196,10 @@ class ServerSection:
 class GuardSection:
     """`[guard]`: which updates are refused. Those with a NaN, an infinity or a wrong shape always are.
 
-    `max_norm` bounds the Euclidean norm of an update, `max_norm_ratio` its ratio to the median of the last ones. A
-    device that was refused `flag_after` times in a row is flagged and not asked again in this run.
+    Attributes:
+        max_norm: most Euclidean norm of an update; None for no bound.
+        max_norm_ratio: most ratio of that norm to the median of the last ones; None for no bound.
+        flag_after: a device that is refused so many times in a row is flagged and not asked again in this run.
     """
 
     max_norm: float | None = field(default=None, metadata={"above": 0})
@@ -172,11 +209,14 @@ class GuardSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelsSection:
-    """`[models]`: which models of a live run stay, and what becomes of the last one.
+    """`[models]`: which models of a live run stay, and what becomes of the last one, which always stays.
 
-    The last one always stays. Of those that were evaluated the last `keep_last` stay, the best by accuracy with
-    `keep_best`, and one of every `keep_every` rounds; 0 for none of these. With `auto_deploy` the last one goes to
-    the devices when the run has finished, to `canary` of them first.
+    Attributes:
+        keep_last: of the evaluated ones, so many of the newest.
+        keep_best: and the best by accuracy.
+        keep_every: and one of every so many rounds; 0 for none.
+        auto_deploy: whether the last one goes to the devices when the run has finished.
+        canary: how many devices get it first.
     """
 
     keep_last: int = field(default=3, metadata={"at_least": 1})

@@ -7,6 +7,7 @@ EdgeflError                  1   anything below, or nothing more exact
 ├── TaskError                5   an unknown task, or one that cannot run here (torch missing)
 ├── StrategyError            6   an unknown strategy, or one that broke its contract
 ├── CodecError               7   a body that cannot be decoded, or an unknown codec
+├── MissingPackageError      8   a package of an extra that is not installed
 ├── StoreError               10  the database or a model file cannot be used
 │   ├── StoreFullError       11  no room on the disk
 │   ├── StoreTooNewError     12  a database, journal or checkpoint that a newer edgefl wrote
@@ -37,6 +38,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from edgefl import DISTRIBUTION
+
 
 class EdgeflError(Exception):
     """Something a user can understand and mend; its text says what, the value found and what would be right."""
@@ -66,6 +69,10 @@ class StrategyError(EdgeflError):
 
 class CodecError(EdgeflError):
     exit_code = 7
+
+
+class MissingPackageError(EdgeflError):
+    exit_code = 8
 
 
 class StoreError(EdgeflError):
@@ -166,6 +173,20 @@ class UnsoundError(EdgeflError):
 
 class BundleError(EdgeflError):
     exit_code = 51
+
+
+EXTRAS = {
+    "alembic": "coordinator", "fastapi": "coordinator", "prometheus_client": "coordinator", "segno": "coordinator",
+    "sqlalchemy": "coordinator", "starlette": "coordinator", "uvicorn": "coordinator", "yaml": "coordinator",
+    "matplotlib": "plots", "onnx": "export", "onnxscript": "export", "psycopg": "postgres", "sklearn": "demo",
+    "torch": "train",
+}  # fmt: skip
+"""Which extra of the distribution brings a module; what every device needs is not among them."""
+
+
+def install_line(module: str) -> str:
+    """Returns the command that installs the extra that `module` belongs to."""
+    return f"pip install '{DISTRIBUTION}[{EXTRAS[module]}]' -c constraints.txt"
 
 
 HINDRANCES = (StoreFullError, StoreBusyError)

@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 
-from edgefl import __version__
+from edgefl import DISTRIBUTION, __version__
 
 PYTHON = (3, 11)
 FLOWER = "1.41."
@@ -72,7 +72,21 @@ def check_software() -> list[Finding]:
     if flower is None or not flower.startswith(FLOWER):
         told = f"flwr {flower} is installed" if flower else "flwr is not installed"
         findings.append(problem("versions", f"{told}, edgefl needs {FLOWER}x", f"pip install 'flwr=={FLOWER}*'"))
-    return findings
+    return [*findings, *_foreign_packages()]
+
+
+def _foreign_packages() -> list[Finding]:
+    """Returns what is installed as edgefl, which on package indexes is another project."""
+    found = {str(each.locate_file("")): each.version for each in distributions(name="edgefl")}
+    remedy = (
+        f"{sys.executable} -m pip uninstall edgefl; then install {DISTRIBUTION} anew, both write the folder edgefl"
+    )
+    return [
+        problem(
+            "versions", f"a foreign package, edgefl {known}, is installed in {place}; ours is {DISTRIBUTION}", remedy
+        )
+        for place, known in found.items()
+    ]
 
 
 def check_private(root: Path, files: Iterable[Path]) -> list[Finding]:

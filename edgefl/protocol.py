@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Self
 
+from edgefl import DISTRIBUTION
 from edgefl.errors import EdgeflError, NetworkError, TokenInvalidError, UsageError, VersionError
 from edgefl.types import Json, Shapes
 from edgefl.untrusted import check_nesting, parse_json, parse_message
@@ -514,7 +515,7 @@ def check_version(device: str, coordinator: str) -> None:
         newer = theirs is not None and ours is not None and theirs > ours
         raise VersionError(
             f"this device has edgefl {device[:20]!r} and the coordinator {coordinator!r}; "
-            + ("update the coordinator" if newer else f"update the device: pip install edgefl=={coordinator}")
+            + ("update the coordinator" if newer else f"update the device: pip install {DISTRIBUTION}=={coordinator}")
         )
 
 

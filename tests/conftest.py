@@ -97,6 +97,14 @@ class FrontDoor:
         self._socket.close()
         self.store.close()
 
+    def forget(self) -> None:
+        """Makes it as good as new: it knows no device and was asked nothing."""
+        for device in self.store.devices():
+            self.store.remove_device(device.device_id, at=self.clock())
+        self.requests.clear()
+        self.enrolled.clear()
+        self.lose_answers = 0
+
     def _signed_by(self, request: Request) -> str | None:
         """Returns whose key a request shows; the signature itself is the affair of other tests."""
         key = base64.b64decode(request.headers[FLEET_HTTP_PUBLIC_KEY_HEADER])
@@ -169,6 +177,15 @@ def migrate_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture
 def front_door(tmp_path: Path) -> Iterator[FrontDoor]:
     door = FrontDoor(tmp_path / "coordinator")
+    door.start()
+    yield door
+    door.stop()
+
+
+@pytest.fixture(scope="module")
+def module_front_door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontDoor]:
+    """For all tests of a module; see `FrontDoor.forget`."""
+    door = FrontDoor(tmp_path_factory.mktemp("door") / "coordinator")
     door.start()
     yield door
     door.stop()

@@ -8,7 +8,7 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from edgefl import __version__
+from edgefl import DISTRIBUTION, __version__
 
 ROOT = Path(__file__).parents[1]
 
@@ -18,14 +18,15 @@ def make_wheel(
 ) -> Path:
     """Returns a pure wheel that installs `files`, by their path in site-packages."""
     folder.mkdir(parents=True, exist_ok=True)
-    info = f"{name}-{version}.dist-info"
+    file = f"{name.replace('-', '_')}-{version}"
+    info = f"{file}.dist-info"
     needs = "".join(f"Requires-Dist: {need}\n" for need in requires)
     content: dict[str, bytes | Path] = {
         **files,
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}".encode(),
         f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
-    path = folder / f"{name}-{version}-py3-none-any.whl"
+    path = folder / f"{file}-py3-none-any.whl"
     record = ""
     with zipfile.ZipFile(path, "w") as wheel:
         for place, given in content.items():
@@ -52,5 +53,5 @@ def make_edgefl_wheels(folder: Path, version: str, site_packages: Path) -> None:
     files["edgefl/__init__.py"] = (
         (ROOT / "edgefl" / "__init__.py").read_text().replace(f'"{__version__}"', f'"{version}"').encode()
     )
-    make_wheel(folder, "edgefl", version, files, requires=["borrowed"])
+    make_wheel(folder, DISTRIBUTION, version, files, requires=["borrowed"])
     make_wheel(folder, "borrowed", "1.0", {"borrowed.pth": f"{site_packages}\n".encode()})

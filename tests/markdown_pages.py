@@ -1,6 +1,28 @@
-"""Reads what the documents say: parts under a heading, cells of tables, code in backquotes."""
+"""Reads what the documents say: parts under a heading, cells of tables, code in backquotes and in blocks."""
 
 import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGES = {path: path.read_text() for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])}
+"""Every text for people, by its path."""
+_FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def page(name: str) -> str:
+    """The page of this name, wherever it lies."""
+    (found,) = [text for path, text in PAGES.items() if path.stem == name]
+    return found
+
+
+def fences(text: str, *languages: str) -> list[str]:
+    """The blocks of code in these languages."""
+    return [body for kind, body in _FENCE.findall(text) if kind in languages]
+
+
+def inline_code(text: str) -> list[str]:
+    """Every piece of code in running text; it may be broken over two lines."""
+    return [" ".join(piece.split()) for piece in code(_FENCE.sub("", text))]
 
 
 def part(text: str, title: str) -> str:

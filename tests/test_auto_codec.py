@@ -1,11 +1,6 @@
 """`[compression] up = "auto"` over whole runs: simulated here, over real processes in tests/e2e/test_auto.py."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from pathlib import Path
 from statistics import median
-from typing import Any
 
 import pytest
 
@@ -14,7 +9,6 @@ from edgefl.assembly import assemble
 from edgefl.compression.auto import CANDIDATES
 from edgefl.config import parse_run
 from edgefl.errors import CodecError, ConfigError
-from edgefl.simulated_run import SimulatedRun
 
 PROFILES = """
 [profile.fast]
@@ -26,62 +20,49 @@ speed = 0.05
 up_bytes_per_s = 20_000
 down_bytes_per_s = 2_000_000
 """
+FIRST = (len(CANDIDATES) - 1) // 2
 
 
-def simulated(folder: Path, strategy: str, *, bookkeeping_only: bool = False, **tables: Any) -> SimulatedRun:
-    (folder / "profiles.toml").write_text(PROFILES)
-    config = {
-        "run": {"task": "digits", "rounds": 8, "seed": 7},
-        "strategy": {"name": strategy, "learning_rate": 0.2},
-        "compression": {"up": "auto"},
-        "simulation": {
-            "profiles": ["fast", "slow"],
-            "profile_file": str(folder / "profiles.toml"),
-            "jitter": 0.0,
-            "workers": 0,
-        },
-        **tables,
-    }
-    return edgefl.simulate(config, devices=2, scheme="iid", root=folder, bookkeeping_only=bookkeeping_only)
+@pytest.fixture
+def simulated(tmp_path):
+    """The codecs that a fast and a slow board had, assignment by assignment."""
+
+    def run(strategy="fedavg", *, bookkeeping_only=False, up="auto", **compression):
+        (tmp_path / "profiles.toml").write_text(PROFILES)
+        boards = {"profiles": ["fast", "slow"], "profile_file": str(tmp_path / "profiles.toml"), "jitter": 0.0}
+        config = {
+            "run": {"task": "digits", "rounds": 6, "seed": 7},
+            "strategy": {"name": strategy, "learning_rate": 0.2},
+            "compression": {"up": up, **compression},
+            "simulation": {**boards, "workers": 0},
+        }
+        found = edgefl.simulate(config, devices=2, scheme="iid", root=tmp_path, bookkeeping_only=bookkeeping_only)
+        boards = ("device-01", "device-02")
+        return tuple([row["codec"] for row in found.updates if row["device_id"] == board] for board in boards)
+
+    return run
 
 
-def codecs_of(run: SimulatedRun, device_id: str) -> list[str]:
-    return [row["codec"] for row in run.updates if row["device_id"] == device_id]
+@pytest.mark.parametrize("strategy", ["fedavg", "fedasync", pytest.param("fedbuff", marks=pytest.mark.extended)])
+def test_a_board_with_a_slow_uplink_gets_a_harder_codec_than_a_fast_one_and_the_same_one_again(simulated, strategy):
+    chosen = simulated(strategy)
+    fast, slow = ([CANDIDATES.index(codec) for codec in codecs] for codecs in chosen)
+    assert fast[0] == slow[0] == FIRST
+    assert (median(fast[-3:]), min(slow[1:]) >= FIRST) == (0, True)
+    if strategy == "fedavg":
+        assert simulated(strategy) == chosen
 
 
-@pytest.mark.parametrize("strategy", ["fedavg", "fedbuff", "fedasync"])
-def test_a_board_with_a_slow_uplink_gets_a_harder_codec_than_a_fast_one(tmp_path: Path, strategy: str) -> None:
-    run = simulated(tmp_path, strategy)
-    fast, slow = ([CANDIDATES.index(codec) for codec in codecs_of(run, name)] for name in ("device-01", "device-02"))
-    assert fast[0] == slow[0] == (len(CANDIDATES) - 1) // 2
-    assert median(fast[-4:]) == 0
-    assert min(slow[1:]) >= (len(CANDIDATES) - 1) // 2
+def test_schedules_without_training_choose_too_and_a_codec_that_is_named_is_recorded(simulated):
+    fast, slow = simulated(bookkeeping_only=True)
+    assert (fast[-1], CANDIDATES.index(slow[-1]) > CANDIDATES.index("ef|int8")) == ("ef|fp16", True)
+    fast, slow = simulated(bookkeeping_only=True, up="topk:0.1|fp16")
+    assert {*fast, *slow} == {"topk:0.1|fp16"}
 
 
-def test_the_same_seed_makes_the_same_choices(tmp_path: Path) -> None:
-    first, second = tmp_path / "1", tmp_path / "2"
-    for folder in (first, second):
-        folder.mkdir()
-    rows = [[(row["assignment_id"], row["codec"]) for row in simulated(f, "fedavg").updates] for f in (first, second)]
-    assert rows[0] == rows[1]
-
-
-def test_schedules_without_training_choose_too(tmp_path: Path) -> None:
-    run = simulated(tmp_path, "fedavg", bookkeeping_only=True)
-    assert codecs_of(run, "device-01")[-1] == "ef|fp16"
-    assert CANDIDATES.index(codecs_of(run, "device-02")[-1]) > CANDIDATES.index("ef|int8")
-
-
-def test_it_chooses_among_the_codecs_that_are_named(tmp_path: Path) -> None:
-    compression = {"up": "auto:topk:0.02|int8,dense", "layers": {"*bias": "fp16"}}
-    run = simulated(tmp_path, "fedavg", compression=compression)
-    assert codecs_of(run, "device-01")[-1] == "dense; *bias = fp16"
-    assert codecs_of(run, "device-02")[-1] == "topk:0.02|int8; *bias = fp16"
-
-
-def test_without_auto_the_codec_of_the_run_file_is_recorded(tmp_path: Path) -> None:
-    run = simulated(tmp_path, "fedavg", compression={"up": "topk:0.1|fp16"})
-    assert {row["codec"] for row in run.updates} == {"topk:0.1|fp16"}
+def test_it_chooses_among_the_codecs_that_are_named(simulated):
+    fast, slow = simulated(up="auto:topk:0.02|int8,dense", layers={"*bias": "fp16"})
+    assert (fast[-1], slow[-1]) == ("dense; *bias = fp16", "topk:0.02|int8; *bias = fp16")
 
 
 @pytest.mark.parametrize(
@@ -95,9 +76,7 @@ def test_without_auto_the_codec_of_the_run_file_is_recorded(tmp_path: Path) -> N
         ({"up": "auto"}, "redundant", ConfigError, "leave ef out"),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_the_run(
-    compression: Mapping[str, str], strategy: str, error: type[Exception], text: str
-) -> None:
-    config = {"run": {"task": "digits"}, "strategy": {"name": strategy}, "compression": dict(compression)}
+def test_what_makes_no_sense_is_refused_before_the_run(compression, strategy, error, text):
+    config = {"run": {"task": "digits"}, "strategy": {"name": strategy}, "compression": compression}
     with pytest.raises(error, match=text):
         assemble(parse_run(config), "check")

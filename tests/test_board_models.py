@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -14,7 +12,7 @@ from edgefl.storage.checkpoints import save_model
 from edgefl.tasks.registry import make_task
 
 
-def test_a_kept_model_becomes_a_file_that_says_what_it_is(tmp_path: Path) -> None:
+def test_a_kept_model_becomes_a_file_that_says_what_it_is(tmp_path):
     task = make_task("digits", {"model": "logistic"})
     sha256, path = save_model(tmp_path / "models", task.init(7))
     out = tmp_path / "out.onnx"
@@ -28,7 +26,7 @@ def test_a_kept_model_becomes_a_file_that_says_what_it_is(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("task", "kind"), [("digits", NotFoundError), ("nothing", EdgeflError)])
-def test_what_fails_in_the_child_is_raised_here(tmp_path: Path, task: str, kind: type[EdgeflError]) -> None:
+def test_what_fails_in_the_child_is_raised_here(tmp_path, task, kind):
     with pytest.raises(kind):
         export_for_boards(task, {}, tmp_path / "none.safetensors", tmp_path / "out.onnx")
     assert not (tmp_path / "out.onnx").exists()

@@ -35,32 +35,32 @@ answer_once(answer)
 
 
 @pytest.fixture(autouse=True)
-def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def child(tmp_path, monkeypatch):
     (tmp_path / "asked_child.py").write_text(CHILD)
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def ask(do: str, within_s: float | None = None) -> object:
+def ask(do, within_s=None):
     return ask_child("asked_child", {"do": do, "it": [1, "two"]}, what="asking", within_s=within_s)
 
 
-def test_the_answer_comes_back_whatever_the_child_prints() -> None:
+def test_the_answer_comes_back_whatever_the_child_prints():
     assert ask("tell") == {"it": [1, "two"]}
 
 
-def test_an_error_of_ours_comes_back_as_the_kind_that_everybody_knows() -> None:
+def test_an_error_of_ours_comes_back_as_the_kind_that_everybody_knows():
     with pytest.raises(NotFoundError, match=r"^no such thing$") as raised:
         ask("own")
     assert type(raised.value) is NotFoundError
 
 
-def test_another_one_is_named_and_its_traceback_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_another_one_is_named_and_its_traceback_logged(caplog):
     with caplog.at_level(logging.WARNING), pytest.raises(EdgeflError, match="ZeroDivisionError: division by zero"):
         ask("fault")
     assert 'case "fault"' in caplog.text
 
 
-def test_a_child_that_ends_without_an_answer_or_takes_too_long_is_an_error() -> None:
+def test_a_child_that_ends_without_an_answer_or_takes_too_long_is_an_error():
     with pytest.raises(EdgeflError, match="asking ended with code 3: noise of a program"):
         ask("die")
     with pytest.raises(EdgeflError, match=r"asking took more than 0\.2 s"):
@@ -68,7 +68,7 @@ def test_a_child_that_ends_without_an_answer_or_takes_too_long_is_an_error() -> 
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux")
-def test_a_child_whose_asker_is_killed_ends_without_a_word(tmp_path: Path) -> None:
+def test_a_child_whose_asker_is_killed_ends_without_a_word(tmp_path):
     """Whenever that is: while it starts, imports, reads or works."""
     program = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from edgefl.child_process import ask_child as ask\n"
@@ -89,7 +89,7 @@ def test_a_child_whose_asker_is_killed_ends_without_a_word(tmp_path: Path) -> No
             time.sleep(0.02)
 
 
-def children(folder: Path) -> list[str]:
+def children(folder):
     """Who has this folder in its PYTHONPATH, by process id."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):

@@ -1,206 +1,347 @@
-"""docs/store.md describes the store as it is; links lead somewhere, and no text speaks of one machine."""
+"""What README and docs say: links lead somewhere, commands and settings exist, examples work as they stand.
 
-from __future__ import annotations
+Where a text lies and how it puts things is free; a page, a run file or a module that is added is looked at unasked.
+"""
 
+import ast
+import importlib
 import re
-import sqlite3
-from collections.abc import Iterator
-from contextlib import closing
-from pathlib import Path
+import subprocess
+import sys
+import tempfile
+import tomllib
+from dataclasses import fields, replace
 
+import click
+import numpy as np
 import pytest
-from markdown_pages import code, part, rows
+from markdown_pages import PAGES, ROOT, fences, inline_code
 
-from edgefl.coordinator.fleet import presence
-from edgefl.storage.columns import COLUMNS
-from edgefl.storage.deployment_records import DeploymentStatus, DeviceStage
-from edgefl.storage.heartbeat_rows import BUCKET_S, RAW_S
-from edgefl.storage.records import DispatchRow, EvaluationRow, HeartbeatRow, RunStatus, UpdateRow
-from edgefl.storage.store import Store
-from edgefl.types import Outcome
+import edgefl
+from edgefl.assembly import assemble
+from edgefl.cli.main import edgefl as cli
+from edgefl.compression.codec import make_codec
+from edgefl.compression.decoding import decode_body
+from edgefl.compression.feedback import ErrorFeedback
+from edgefl.compression.measuring import drawn_update
+from edgefl.compression.registry import ENTRY_POINTS as CODECS
+from edgefl.config import AlertSettings, CertificateSettings, RunConfig, from_mapping, parse_run
+from edgefl.errors import CodecError
+from edgefl.simulated_run import simulate
+from edgefl.simulation.faults import load_faults
+from edgefl.strategies.registry import ENTRY_POINTS as STRATEGIES
+from edgefl.strategies.registry import find_strategy
+from edgefl.tasks.local_steps import ENTRY_POINT_GROUP as LOCAL_STEPS
+from edgefl.tasks.local_steps import make_local_step
+from edgefl.tasks.local_training import train
+from edgefl.tasks.registry import make_task
+from edgefl.tasks.shards import check_shard
+from edgefl.tasks.sources import central_data
+from edgefl.types import LocalPlan, TensorSpec, derived_rng
 
-ROOT = Path(__file__).parents[1]
-DOCS = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
-STORE = (ROOT / "docs" / "store.md").read_text()
+by_page = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 
-TYPES = {
-    "TEXT": "text",
-    "BIGINT": "integer",
-    "INTEGER": "integer",
-    "FLOAT": "number",
-    "JSON": "JSON",
-    "BLOB": "bytes",
-}
-TYPES |= {"VARCHAR(32)": "text"}  # Alembic's own table
-
-
-@pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store in which `fast` waited for `slow` in round 7, and `slow` was gone for a while and then for good."""
-    path = tmp_path_factory.mktemp("store") / "edgefl.db"
-    with Store.open(path) as store:
-        for run_id, at in (("old", 1000.0), ("new", 2000.0)):
-            store.add_run(
-                run_id=run_id, name="n", task="digits", strategy="fedavg", config={}, seed=7, submitted_at=at
-            )  # fmt: skip
-            fill(store, run_id, at)
-        for at, kind, device in (
-            (2000.0, "joined", "slow"), (2001.0, "online", "slow"), (2010.0, "gone", "slow"),
-            (2012.0, "online", "fast"), (2013.5, "online", "slow"), (2020.0, "offline", "slow"),
-        ):  # fmt: skip
-            store.record_event(f"device-{kind}", "said so", at=at, device_id=device)
-    return path
+# Links
 
 
-def fill(store: Store, run_id: str, at: float) -> None:
-    store.open_round(run_id, 7, started_at=at, num_devices=2)
-    made = [("fast", 1.0, 8.0, 300), ("slow", 8.0, 1.0, 100)]
-    store.record_dispatches(
-        run_id,
-        [DispatchRow(assignment_id=d, device_id=d, round=7, base_version=6, dispatched_at=at) for d, *_ in made],
-    )
-    store.record_updates(
-        run_id,
-        [
-            UpdateRow(
-                assignment_id=device, device_id=device, round=7, base_version=6, iterations=4, num_examples=10,
-                bytes_up=num_bytes, bytes_down=2 * num_bytes, compute_s=compute_s, send_s=0.5, wait_s=wait_s,
-                loss=1.0, received_at=at + 2, max_temperature_c=81.5 if device == "slow" else None,
-            )
-            for device, compute_s, wait_s, num_bytes in made
-        ],
-    )  # fmt: skip
-    store.mark_applied(run_id, ["fast", "slow"], applied_version=6)
-    store.close_round(run_id, 7, version=7, closed_at=at + 9)
-    store.record_evaluations(
-        run_id,
-        [
-            EvaluationRow(
-                assignment_id=f"e-{source}-{device}", round=7, version=7, device_id=device, source=source, loss=1.0,
-                accuracy=accuracy, num_examples=num_examples, at=at + 10,
-            )
-            for source, device, accuracy, num_examples in (
-                ("coordinator", "own", 0.75, 100), ("device", "fast", 0.5, 30), ("device", "slow", 0.9, 10),
-            )
-        ],
-    )  # fmt: skip
-    beat = HeartbeatRow(device_id="slow", at=at, seq=1, session_no=1, uptime_s=9.0, temperature_c=81.5, run=run_id)
-    store.record_heartbeats([beat])
+def anchors(text):
+    titles = re.findall(r"^#+ (.+?)(?: \{.*\})?$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
 
 
-def select(database: Path, query: str) -> list[tuple[object, ...]]:
-    with closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:
-        return connection.execute(query).fetchall()
-
-
-def names(database: Path, kind: str) -> set[str]:
-    query = f"SELECT name FROM sqlite_master WHERE type = '{kind}' AND name NOT LIKE 'sqlite_%'"
-    return {str(name) for (name,) in select(database, query)}
-
-
-def described(title: str) -> Iterator[tuple[str, list[list[str]]]]:
-    for name in re.findall(r"^### (\w+)$", part(STORE, title), re.MULTILINE):
-        yield name, rows(part(STORE, name))
-
-
-def test_store_md_describes_every_table_and_column_of_a_fresh_store_and_no_other(database: Path) -> None:
-    told = {
-        table: {name: kind for cell, kind, *_ in cells for name in code(cell)} for table, cells in described("Tables")
-    }
-    there = {
-        table: {str(row[1]): TYPES[str(row[2])] for row in select(database, f"PRAGMA table_info({table})")}
-        for table in names(database, "table")
-    }
-    assert told == there
-
-
-def test_store_md_describes_every_view_and_column_of_a_fresh_store_and_no_other(database: Path) -> None:
-    told = {view: sorted(name for cell, *_ in cells for name in code(cell)) for view, cells in described("Views")}
-    there = {
-        view: sorted(str(row[1]) for row in select(database, f"PRAGMA table_info({view})"))
-        for view in names(database, "view")
-    }
-    assert told == there
-
-
-def test_the_columns_of_the_history_are_columns_of_the_views(database: Path) -> None:
-    for kind in ("runs", "rounds", "slow", "updates", "devices", "heartbeats"):
-        there = {str(row[1]) for row in select(database, f"PRAGMA table_info(v_{kind})")}
-        assert set(COLUMNS[kind]) <= there, kind
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("waited longest", [("fast", 8.0, 1.0, 0.5), ("slow", 1.0, 8.0, 0.5)]),
-        ("Bytes by device", [("fast", 300, 600, 1), ("slow", 100, 200, 1)]),
-        ("Accuracy by round", [(7, "coordinator", 0.75, 1), (7, "device", pytest.approx(0.6), 2)]),
-        (
-            "Who was away",
-            [
-                ("slow", "1970-01-01 00:33:30", "device-gone", "said so", 3.5),
-                ("slow", "1970-01-01 00:33:40", "device-offline", "said so", None),
-            ],
-        ),
-        (
-            "heat",
-            [("slow", "new", 2.0, 81.5), ("fast", "new", 0.25, None), ("slow", "old", 2.0, 81.5),
-             ("fast", "old", 0.25, None)],
-        ),
-    ],
-)  # fmt: skip
-def test_a_query_of_store_md_answers_its_question(
-    database: Path, words: str, expected: list[tuple[object, ...]]
-) -> None:
-    (query,) = re.findall(rf"{words}(?:(?!```).)*```sql\n(.+?)```", STORE, re.DOTALL)
-    assert select(database, query) == expected
-
-
-def test_every_query_of_store_md_is_tried_above() -> None:
-    assert len(re.findall("```sql", STORE)) == 5
-
-
-def test_store_md_names_every_status_outcome_and_presence() -> None:
-    for word in (*RunStatus, *Outcome, *presence.DeviceState, *DeploymentStatus, *DeviceStage):
-        assert f"`{word}`" in part(STORE, "Tables"), word
-
-
-def test_store_md_s_retention_is_the_store_s() -> None:
-    assert (RAW_S, BUCKET_S) == (24 * 3600, 5 * 60), "store.md says a day and five minutes"
-
-
-@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
-def test_links_lead_somewhere(path: Path) -> None:
-    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", path.read_text()):
+@by_page
+def test_links_lead_somewhere(path):
+    for target in re.findall(r"\]\((?!https?:|mailto:)([^)\s]+)\)", PAGES[path]):
         file, _, anchor = target.partition("#")
-        there = path.parent / file if file else path
+        there = (path.parent / file).resolve() if file else path
         assert there.exists(), target
-        headings = re.findall(r"^#+ (.+)$", there.read_text(), re.MULTILINE) if anchor else []
-        assert not anchor or anchor in {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in headings}
+        assert not anchor or there.suffix != ".md" or anchor in anchors(there.read_text()), target
 
 
-def test_no_text_names_a_path_of_the_machine_that_it_was_written_on() -> None:
-    a_board_s = (
-        "/home/pi/",
-        "/var/",
-        "/opt/edgefl/",
-        "/opt/nvidia/",
-        "/bin/",
-        "/boot/",
-        "/run/",
-        "/srv/",
-        "/data/",
-        "/etc/",
-        "/usr/",
-        "/dev/",
-        "/proc/",
-        "/sys/",
-        "/path/to/",
-    )
-    a_route = ("/v1/", "/edgefl/", "/healthz", "/metrics", "/predict", "/model/")
-    shipped = [*DOCS, ROOT / "Makefile", *(path for path in (ROOT / "provisioning").rglob("*") if path.is_file())]
-    for path in shipped:
-        text = re.sub(r'"(\$\w+)"', r"\1", path.read_text())  # "$folder"/name of a script
-        for found in re.findall(r"(?<![\w./~…:<>})*+-])/[a-z][\w.+-]*(?:/[\w.+-]*)*", text):
+A_BOARD_S = (
+    "/home/pi/", "/var/", "/opt/edgefl/", "/opt/nvidia/", "/bin/", "/boot/", "/run/", "/srv/", "/data/", "/etc/",
+    "/usr/", "/dev/", "/proc/", "/sys/", "/path/to/",
+)  # fmt: skip
+A_ROUTE = ("/v1/", "/edgefl/", "/healthz", "/metrics", "/predict", "/model/")
+
+
+def test_no_text_names_a_path_of_the_machine_that_it_was_written_on():
+    shipped = [ROOT / "Makefile", *(path for path in (ROOT / "provisioning").rglob("*") if path.is_file())]
+    for path, text in {**PAGES, **{path: path.read_text() for path in shipped}}.items():
+        plain = re.sub(r'"(\$\w+)"', r"\1", text)  # "$folder"/name of a script
+        for found in re.findall(r"(?<![\w./~…:<>})*+-])/[a-z][\w.+-]*(?:/[\w.+-]*)*", plain):
             is_bare = found in {"/home", "/opt", "/root", "/tmp"}
-            assert is_bare or f"{found}/".startswith((*a_board_s, *a_route)), f"{path.name}: {found}"
+            assert is_bare or f"{found}/".startswith((*A_BOARD_S, *A_ROUTE)), f"{path.name}: {found}"
+
+
+# Commands
+
+
+def commands(text):
+    """Every `edgefl …` of a text, in a block for a shell or in running text."""
+    blocks = "\n".join(fences(text, "sh", "")).replace("\\\n", " ")
+    for line in [*(line.partition(" # ")[0] for line in blocks.splitlines()), *inline_code(text)]:
+        if match := re.search(r"(?:^|[\s/])edgefl (?=[a-z])(.+)", line):
+            yield match[1].split()
+
+
+def named(words):
+    """The commands that are named (`a|b` are two), and the options beside them."""
+    found = [cli]
+    while words and all(isinstance(command, click.Group) for command in found):
+        names = words[0].split("|")
+        deeper = [group.get_command(click.Context(group), name) for group in found for name in names]
+        assert None not in deeper, f"there is no command edgefl {' '.join(words)}"
+        found, words = deeper, words[1:]
+    return found, set(re.findall(r"(?<!\S)(-{1,2}[a-z][a-z-]*)", " ".join(words)))
+
+
+@by_page
+def test_every_command_and_option_exists(path):
+    for words in commands(PAGES[path]):
+        for command in (found := named(words))[0]:
+            known = {
+                option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)
+            }
+            assert found[1] <= known | {"--help"}, f"edgefl {' '.join(words)}"
+
+
+def test_commands_are_found_in_blocks_and_in_running_text():
+    assert sum(len(list(commands(text))) for text in PAGES.values()) > 50
+    assert list(commands("a `edgefl run\nlist` b\n```sh\n.venv/bin/edgefl demo --rounds 2 # c\n```\n")) == [
+        ["demo", "--rounds", "2"], ["run", "list"],
+    ]  # fmt: skip
+
+
+def test_every_make_target_and_extra_exists():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for path, text in PAGES.items():
+        lines = [line for body in fences(text, "sh", "") for line in body.splitlines()]
+        for line in [*lines, *inline_code(text)]:
+            for target in re.findall(r"^make ([a-z][\w-]*)", line):
+                assert target in targets, f"{path.name}: make {target}"
+            for extra in re.findall(r"edgefl(?:-fleet)?\[([\w,]+)\]", line):
+                assert set(extra.split(",")) <= set(extras), f"{path.name}: {extra}"
+
+
+# Settings
+
+SECTIONS = {section.name: section.type for section in fields(RunConfig)}
+SETTINGS = {"alerts": AlertSettings, "certificates": CertificateSettings}
+
+
+def toml_blocks():
+    return [(path.name, tomllib.loads(body)) for path, text in PAGES.items() for body in fences(text, "toml")]
+
+
+def run_files():
+    return [table for _, table in toml_blocks() if table.keys() <= SECTIONS.keys()]
+
+
+def test_every_setting_in_a_block_exists(modules, tmp_path):
+    for name, table in toml_blocks():
+        if table.keys() <= SECTIONS.keys():
+            # Pieces of run files are of a task whose tensors the patterns of layers are of.
+            run = {"run": {"task": "fashion-mnist"}, **table}
+            assert assemble(parse_run(run), "check").strategy is not None, name
+        elif table.keys() <= SETTINGS.keys():
+            for section, values in table.items():
+                assert from_mapping(SETTINGS[section], values, section)
+        elif table.keys() == {"fault"}:
+            (tmp_path / "faults.toml").write_text("".join(f"[[fault]]\n{toml(one)}" for one in table["fault"]))
+            assert load_faults(tmp_path / "faults.toml")
+        else:
+            assert table.keys() == {"project"}, f"{name}: what is {table}?"
+    assert len(run_files()) > 5
+
+
+def toml(table):
+    return "".join(f"{name} = {value!r}\n" for name, value in table.items())
+
+
+def test_every_setting_in_running_text_exists():
+    config = RunConfig.from_json({"run": {"task": "digits"}})
+    for path, text in PAGES.items():
+        for piece in inline_code(text):
+            if match := re.fullmatch(r"(\w+)\.(\w+)(?: = .+)?", piece):
+                section = getattr(config, match[1], None)
+                if match[1] in SECTIONS.keys() - {"task", "strategy"} and match[2] not in {"toml", "py", "json"}:
+                    assert match[2] in {item.name for item in fields(section)}, f"{path.name}: {piece}"
+
+
+# Modules
+
+
+def python_modules():
+    """The modules of all pages by name: blocks of Python that begin with `# name.py`."""
+    return {
+        match[1]: body
+        for text in PAGES.values()
+        for body in fences(text, "python")
+        if (match := re.match(r"# (\w+)\.py\n", body))
+    }
+
+
+def entry_points():
+    found = {}
+    for _, table in toml_blocks():
+        for group, points in table.get("project", {}).get("entry-points", {}).items():
+            found.setdefault(group, {}).update(points)
+    return found
+
+
+def targets(kind):
+    """The classes of the pages' modules that are of one kind, by what only that kind has."""
+    for name, body in python_modules().items():
+        for node in ast.parse(body).body:
+            methods = {item.name for item in getattr(node, "body", ()) if isinstance(item, ast.FunctionDef)}
+            if isinstance(node, ast.ClassDef) and methods & kind:
+                yield f"{name}:{node.name}"
+
+
+STRATEGY, TASK = sorted(targets({"combine", "build"})), sorted(targets({"read"}))
+
+
+@pytest.fixture
+def modules(tmp_path, monkeypatch):
+    """A folder with the pages' modules and their entry points, as an installed package has them."""
+    folder = tmp_path / "modules"
+    info = folder / "mine-1.0.dist-info"
+    info.mkdir(parents=True)
+    written = python_modules()
+    for name, body in written.items():
+        (folder / f"{name}.py").write_text(body)
+    lines = [
+        f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in table.items()) for group, table in entry_points().items()
+    ]
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("".join(lines))
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PYTHONPATH", f"{folder}:{ROOT}")
+    yield folder
+    for name in written:
+        sys.modules.pop(name, None)
+
+
+def test_every_block_of_python_is_python():
+    for path, text in PAGES.items():
+        for body in fences(text, "python"):
+            compile(body, path.name, "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+def test_the_tests_of_the_pages_pass(modules):
+    tests = [f"{name}.py" for name in python_modules() if name.startswith("test_")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(command, cwd=modules, capture_output=True, text=True, check=False)
+    assert (done.returncode, tests != []) == (0, True), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("target", STRATEGY)
+def test_a_strategy_of_the_pages_learns(modules, tmp_path, target):
+    found = [table for table in run_files() if table.get("strategy", {}).get("name") == target]
+    options = found[0]["strategy"] if found else {"name": target, "learning_rate": 0.3}
+    config = {"run": {"task": "digits", "seed": 7, "updates": 48}, "strategy": options, "devices": {"min": 4}}
+    fleet = {"devices": 6, "scheme": "iid", "workers": 0}
+    result = simulate({**config, "simulation": fleet}, root=tmp_path / "simulated")
+    assert (result.status, result.metrics["accuracy"] > 0.7) == ("finished", True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", STRATEGY)
+def test_a_strategy_of_the_pages_trains_a_real_fleet(modules, tmp_path, target):
+    config = {"run": {"task": "digits", "rounds": 10}, "strategy": {"name": target, "learning_rate": 0.3}}
+    result = edgefl.run({**config, "devices": {"min": 3}}, devices=3, scheme="iid", root=tmp_path / "fleet")
+    assert (result.status, result.metrics["accuracy"] > 0.7) == ("finished", True)
+
+
+def test_the_entry_points_of_the_pages_are_those_that_the_code_looks_for(modules):
+    packages = "".join(path.read_text() for path in (ROOT / "edgefl").rglob("*.py"))
+    assert {STRATEGIES, LOCAL_STEPS, CODECS} <= entry_points().keys()
+    assert all(f'"{group}"' in packages for group in entry_points())
+    for name, target in entry_points()[STRATEGIES].items():
+        assert find_strategy(name).__name__ == target.partition(":")[2]
+
+
+def test_a_local_algorithm_of_the_pages_trains(modules):
+    task, data = make_task("digits"), central_data("digits").train
+    for name, target in entry_points()[LOCAL_STEPS].items():
+        plan = LocalPlan(algorithm=name, iterations=30, learning_rate=0.5)
+        assert type(make_local_step(plan)).__name__ == target.partition(":")[2]
+        learner = task.learner()
+        learner.load(task.init(7))
+        train(learner, data, plan, derived_rng(1), clock=lambda: 0.0, on_iteration=lambda *_: False)
+        assert learner.evaluate(data)[1] > 0.6
+
+
+def test_a_codec_of_the_pages_keeps_its_promises(modules):
+    shapes = (TensorSpec(name="fc.weight", shape=(60, 50)), TensorSpec(name="fc.bias", shape=(60,)))
+    update, rng = drawn_update(shapes, np.random.default_rng(3)), np.random.default_rng(1)
+    for name in entry_points()[CODECS]:
+        (spec, *_) = re.findall(rf"\b{name}:[\w.+-]+", "".join(PAGES.values()))
+        codec = make_codec(spec, shapes)
+        for tensor, found in decode_body(codec.encode(update, rng), shapes).items():
+            assert np.all(np.abs(found - update[tensor]) <= codec.values.error_bound(update[tensor]) + 1e-9)
+        with pytest.raises(CodecError, match="finite"):
+            codec.encode({one.name: np.full(one.shape, np.nan, np.float32) for one in shapes}, rng)
+        feedback, given, sent = ErrorFeedback(make_codec(f"ef|topk:0.1|{spec}", shapes)), 0.0, 0.0
+        for number in range(20):
+            moved = drawn_update(shapes, np.random.default_rng(number))
+            sent += decode_body(feedback.encode(str(number), moved, rng), shapes)["fc.weight"].dense()
+            feedback.settle([str(number)])
+            given += moved["fc.weight"]
+        assert np.abs(given - sent - feedback.state()["residual/fc.weight"]).max() < 1e-5, "nothing is lost for good"
+
+
+def readings(folder):
+    """Sensor readings whose answer is a linear rule, in two files as a board would collect them."""
+    inputs = np.random.default_rng(1).normal(size=(400, 4))
+    folder.mkdir(parents=True)
+    for number, part in enumerate(np.split(np.column_stack([inputs, inputs[:, 0] + inputs[:, 1] > 0]), 2)):
+        np.savetxt(folder / f"day-{number}.csv", part, delimiter=",")
+    return folder
+
+
+@pytest.mark.parametrize("target", [target for target in TASK if "Greenhouse" in target])
+def test_the_task_of_the_pages_reads_its_folder_as_it_grows_and_learns(modules, tmp_path, target):
+    task, folder = make_task(target, {"hidden": 8}), readings(tmp_path / "readings")
+    report = check_shard(task, str(folder))
+    assert (report.task, report.num_examples, report.labels) == (target, 400, ("closed", "open"))
+    data, learner = task.read(str(folder)), task.learner()
+    learner.load(task.init(7))
+    plan = replace(LocalPlan(), **{**task.defaults, "epochs": 30.0})
+    train(learner, data, plan, derived_rng(7), clock=lambda: 0.0, on_iteration=lambda *_: False)
+    assert learner.evaluate(data)[1] > 0.95
+    (folder / "day-2.csv").write_text("1,2,3,4,1\n")
+    assert len(task.read(str(folder))) == 401
+
+
+def runs():
+    """Blocks of Python that run a whole fleet as they stand."""
+    for path, text in PAGES.items():
+        for number, body in enumerate(fences(text, "python")):
+            if re.search(r"^(\w+ = )?edgefl\.(run|simulate)\(", body, re.MULTILINE) and not re.match(
+                r"# \w+\.py", body
+            ):
+                yield pytest.param(body, id=f"{path.stem}-{number}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("body", [*runs()])
+def test_a_run_of_the_pages_ends_well(modules, tmp_path, monkeypatch, capsys, body):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    readings(tmp_path / "readings" / "a")
+    exec(compile(body, "page", "exec"), {})
+    assert " finished: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [name for name in python_modules() if not name.startswith("test_")])
+def test_every_module_of_the_pages_can_be_imported_or_run(modules, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    body = python_modules()[name]
+    if "import torch" in body:
+        pytest.importorskip("torch", reason="needs torch: pip install '.[train]'")
+    if "readings/" in body and (modules / "make_readings.py").exists():
+        importlib.import_module("make_readings")
+    importlib.import_module(name)

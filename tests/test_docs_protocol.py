@@ -1,6 +1,4 @@
-"""docs/protocol.md describes what crosses the network as the code has it."""
-
-from __future__ import annotations
+"""The page of the protocol describes what crosses the network as the code has it."""
 
 import base64
 import hashlib
@@ -10,7 +8,6 @@ import struct
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import httpx
 import pytest
@@ -18,11 +15,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
-from fastapi import APIRouter
 from fastapi.routing import APIRoute
-from markdown_pages import code, part, rows, tables
+from markdown_pages import code, page, part, rows, tables
 
-from edgefl import __version__
+from edgefl import __version__, protocol
 from edgefl.assembly import assemble
 from edgefl.compression import wire
 from edgefl.compression.registry import STAGES
@@ -52,103 +48,65 @@ from edgefl.device.inference import inference_server, model_fetch, model_store
 from edgefl.device.installations import InstallReport
 from edgefl.device.neighbours import peer_frames, peer_listener, peer_queue
 from edgefl.device.neighbours.direct import PeerPace
-from edgefl.protocol import (
-    CHUNK_BYTES,
-    FROM_DEVICE,
-    HEARTBEAT_JITTER,
-    HEARTBEAT_S,
-    INLINE_BODY_BYTES,
-    MAX_BODY_BYTES,
-    MAX_JSON_BYTES,
-    MAX_MODEL_BYTES,
-    MAX_PEER_BYTES,
-    MAX_REQUEST_BYTES,
-    MAX_RETAINED_PEER_BYTES,
-    MAX_TOKEN_CHARS,
-    PEER,
-    POLL_S,
-    REPLY_SALT_BYTES,
-    Capabilities,
-    Command,
-    CommandAnswer,
-    CommandKind,
-    Heartbeat,
-    ProgressReport,
-    Status,
-    Topic,
-    peer_topic,
-)
+from edgefl.protocol import Topic, peer_topic
 from edgefl.types import Assignment, Evaluation, LocalPlan
 
-PROTOCOL = (Path(__file__).parents[1] / "docs" / "protocol.md").read_text()
+PROTOCOL = page("protocol")
 
 
-def test_protocol_md_describes_every_topic_with_its_writer_quality_and_fields() -> None:
+def test_the_page_describes_every_topic_with_its_writer_quality_and_fields():
     messages = {
-        Topic.STATUS: Status, Topic.HEARTBEAT: Heartbeat, Topic.CAPABILITIES: Capabilities,
-        Topic.PROGRESS: ProgressReport, Topic.COMMAND: Command, Topic.ANSWER: CommandAnswer,
+        Topic.STATUS: protocol.Status, Topic.HEARTBEAT: protocol.Heartbeat, Topic.CAPABILITIES: protocol.Capabilities,
+        Topic.PROGRESS: protocol.ProgressReport, Topic.COMMAND: protocol.Command,
+        Topic.ANSWER: protocol.CommandAnswer,
     }  # fmt: skip
     told = {code(row[0])[0]: row for row in rows(part(PROTOCOL, "MQTT")) if len(row) == 5}
-    assert told.pop(f"{PEER}/OTHER")[2:4] == ["1", "yes"]
+    assert told.pop(f"{protocol.PEER}/OTHER")[2:4] == ["1", "yes"]
     assert set(told) == set(Topic)
     for topic, (_, writer, quality, retained, said) in told.items():
-        assert writer.startswith("device") == (topic in FROM_DEVICE), topic
+        assert writer.startswith("device") == (topic in protocol.FROM_DEVICE), topic
         assert int(quality) == {**bus.QOS, Topic.BELL: 0, Topic.COMMAND: 1}[Topic(topic)], topic
         assert retained == ("yes" if topic in {"status", "capabilities"} else "no"), topic
         if topic in messages:
             known = {item.name for item in fields(messages[Topic(topic)])}
             assert known <= set(code(said)), topic
-    for kind in CommandKind:
+    for kind in protocol.CommandKind:
         assert f"`{kind}`" in part(PROTOCOL, "MQTT"), kind
 
 
-def test_protocol_md_gives_the_rules_as_our_own_mosquitto_has_them() -> None:
+def test_the_page_gives_the_rules_as_our_own_mosquitto_has_them():
     assert f"```\n{broker.acl_file('FLEET')}```\n" in part(PROTOCOL, "MQTT")
     assert f"`{peer_topic('FLEET', 'SENDER', 'RECEIVER')}`" in part(PROTOCOL, "From device to device")
     assert f"`{peer_topic('FLEET', '+', 'RECEIVER')}`" in part(PROTOCOL, "From device to device")
 
 
-def viewer() -> None:
-    """Stands for the guard of those who may read."""
+def guard():
+    """Stands for a guard of routes, which nobody calls here."""
+    return lambda: None
 
 
-def operator() -> None:
-    """Stands for the guard of those who may act."""
+viewer, operator, device = guard(), guard(), guard()
 
 
-def device() -> None:
-    """Stands for the guard of devices, which sign."""
-
-
-def served() -> dict[str, str]:
+def served():
     """Every route of the HTTPS port, and who may call it."""
     # The routes are looked at, not called, so nothing has to stand behind them.
     parts = {"store": None, "roster": None, "worker": None, "check": None}
-    routers: list[APIRouter] = [
-        enrolment_router(None),  # type: ignore[arg-type]
-        operator_router(**parts, viewer=viewer, operator=operator),  # type: ignore[arg-type]
+    routers = [
+        enrolment_router(None),
+        operator_router(**parts, viewer=viewer, operator=operator),
         metrics_router(bytes, viewer),
-        model_router(store=None, folder=Path(), viewer=viewer),  # type: ignore[arg-type]
-        page_router(None, viewer=viewer, operator=operator),  # type: ignore[arg-type]
+        model_router(store=None, folder=Path(), viewer=viewer),
+        page_router(None, viewer=viewer, operator=operator),
         dashboard_router(),
-        renewal_router(None, device=device),  # type: ignore[arg-type]
-        readmission_router(None),  # type: ignore[arg-type]
-        certificates_router(rotation=None, remove=str, operator=operator),  # type: ignore[arg-type]
-        deployment_router(  # type: ignore[call-arg]
-            store=None,
-            deployments=None,
-            viewer=viewer,
-            operator=operator,
-            device=device,  # type: ignore[arg-type]
+        renewal_router(None, device=device),
+        readmission_router(None),
+        certificates_router(rotation=None, remove=str, operator=operator),
+        deployment_router(store=None, deployments=None, viewer=viewer, operator=operator, device=device),
+        installation_router(
+            store=None, installations=SimpleNamespace(files=None), viewer=viewer, operator=operator, device=device
         ),
-        installation_router(  # type: ignore[call-arg]
-            store=None,
-            installations=SimpleNamespace(files=None),
-            viewer=viewer,
-            operator=operator,
-            device=device,  # type: ignore[arg-type]
-        ),
-        jobs_router(store=None, worker=None, questions=None, plan=None, viewer=viewer, operator=operator),  # type: ignore[arg-type]
+        jobs_router(store=None, worker=None, questions=None, plan=None, viewer=viewer, operator=operator),
     ]
     found = {f"POST /v1/fleet/{name}": "device" for name in superlink._HANDLERS}
     for route in (route for router in routers for route in router.routes):
@@ -160,40 +118,30 @@ def served() -> dict[str, str]:
     return found
 
 
-def test_protocol_md_lists_what_a_device_reports_of_an_installation() -> None:
+def test_the_page_lists_what_a_device_reports_of_an_installation():
     (reports,) = tables(part(PROTOCOL, "Installations"))
     told = {name: cells[1] for cells in reports for name in code(cells[0])}
     assert set(told) == {item.name for item in fields(InstallReport)}
     assert set(code(told["state"])) == {"fetching", "requested", *installations.REPORTED}
 
 
-def test_protocol_md_lists_every_route_and_who_may_call_it() -> None:
+def test_the_page_lists_every_route_and_who_may_call_it():
     told = {name: row[1] for row in rows(part(PROTOCOL, "HTTPS")) for name in code(row[0]) if " /" in name}
     assert told == served()
     room = Path(superlink.__file__).parent
     routers = {path.stem for path in room.rglob("*.py") if "APIRouter(" in path.read_text()}
     assert routers == {
-        "api",
-        "certificates_api",
-        "dashboard",
-        "deployment_api",
-        "enrolment",
-        "installation_api",
-        "jobs_api",
-        "metrics",
-        "models_api",
-        "page_api",
-        "readmission",
-        "renewal",
-    }
+        "api", "certificates_api", "dashboard", "deployment_api", "enrolment", "installation_api", "jobs_api",
+        "metrics", "models_api", "page_api", "readmission", "renewal",
+    }  # fmt: skip
 
 
-def test_protocol_md_lists_every_status_that_an_error_can_have() -> None:
+def test_the_page_lists_every_status_that_an_error_can_have():
     told = {int(row[0]) for row in rows(part(PROTOCOL, "HTTPS")) if row[0].isdigit()}
     assert told == {*access.STATUS.values(), 422}
 
 
-def test_protocol_md_describes_every_key_of_an_offer_and_of_what_a_device_says_of_it() -> None:
+def test_the_page_describes_every_key_of_an_offer_and_of_what_a_device_says_of_it():
     offers, reports = tables(part(PROTOCOL, "Deployments"))
     offer = {item.name for item in fields(model_fetch.Offer)} - {"num_bytes"} | {"bytes"}
     assert {name for row in offers for name in code(row[0])} == offer
@@ -203,17 +151,11 @@ def test_protocol_md_describes_every_key_of_an_offer_and_of_what_a_device_says_o
     assert states == {*deployments.AT_WORK, *map(str, rollout.REPORTED)}
 
 
-def test_protocol_md_describes_every_key_of_an_instruction_and_no_other() -> None:
+def test_the_page_describes_every_key_of_an_instruction_and_no_other():
     instructions, _ = tables(part(PROTOCOL, "Work"))
     plan = LocalPlan(iterations=1, options={"a": 1})
     order = Assignment(assignment_id="a1", device_id="d1", base_version=0, plan=plan, block=0)
-    of_model = {
-        **KEEP,
-        "base": 0,
-        **HELD,
-        "mail": [],
-        PREPARED: 0,
-    }  # where the downlink sends what changed, or messages
+    of_model = {**KEEP, "base": 0, **HELD, "mail": [], PREPARED: 0}  # what the downlink adds
     told_order = {**order_header(Lives("r1"), order), **of_model}
     sent = {**assemble(parse_run({"run": {"task": "digits"}}), "r1").header, **told_order}
     assert {name for row in instructions for name in code(row[0])} == set(sent)
@@ -224,14 +166,14 @@ def test_protocol_md_describes_every_key_of_an_instruction_and_no_other() -> Non
     assert only_train == set(told_order) - set(order_header(Lives("r1"), evaluation))
 
 
-def ask(door: Any, path: str, body: dict[str, Any] | None = None) -> Any:
+def ask(door, path, body=None):
     """One request over TLS that is checked against the fleet's CA alone."""
     context = ssl.create_default_context(cafile=str(door.directory.ca_cert))
     with httpx.Client(base_url=f"https://{door.address}", verify=context, trust_env=False) as client:
         return client.get(path) if body is None else client.post(path, json={"v": 1, **body})
 
 
-def test_a_board_that_does_what_protocol_md_says_has_joined(front_door: Any) -> None:
+def test_a_board_that_does_what_protocol_md_says_has_joined(front_door):
     text = front_door.token().text().removeprefix("efl1.")
     raw = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
     assert raw[:3] == hashlib.sha256(raw[3:]).digest()[:3]
@@ -261,16 +203,16 @@ def test_a_board_that_does_what_protocol_md_says_has_joined(front_door: Any) -> 
     assert subject.value == "pi-07"
 
 
-def pem(request: x509.CertificateSigningRequest) -> str:
+def pem(request):
     return request.public_bytes(Encoding.PEM).decode()
 
 
-def test_protocol_md_names_every_field_of_a_hello(front_door: Any) -> None:
+def test_the_page_names_every_field_of_a_hello(front_door):
     (answer,) = [row[3] for row in rows(part(PROTOCOL, "HTTPS")) if row[0] == "`GET /edgefl/v1/hello`"]
     assert set(code(answer)) == set(ask(front_door, "/edgefl/v1/hello").json()) - {"v"}
 
 
-def test_protocol_md_describes_the_header_and_the_stages_of_a_codec_body() -> None:
+def test_the_page_describes_the_header_and_the_stages_of_a_codec_body():
     header, stages = [], {}
     for row in rows(part(PROTOCOL, "A codec body")):
         if row[0].isdigit() and code(row[1]):
@@ -283,7 +225,7 @@ def test_protocol_md_describes_the_header_and_the_stages_of_a_codec_body() -> No
     assert f"`{wire.MAGIC.decode()}`" in PROTOCOL
 
 
-def test_protocol_md_describes_the_frames_from_board_to_board() -> None:
+def test_the_page_describes_the_frames_from_board_to_board():
     header, kinds = tables(part(PROTOCOL, "From board to board"))
     places = [(int(offset), int(size)) for offset, size, _ in header]
     assert [offset for offset, _ in places] == [sum(size for _, size in places[:n]) for n in range(len(places))]
@@ -295,49 +237,62 @@ def test_protocol_md_describes_the_frames_from_board_to_board() -> None:
     assert told == {kind.name: kind.value for kind in peer_frames.FrameKind}
 
 
-@pytest.mark.parametrize(
-    ("heading", "said"),
-    [
-        ("From board to board", f"up to {(MAX_PEER_BYTES + 1024) // 2**20} MiB less 1 KiB"),
-        ("From board to board", f"after {PeerPace().keep_alive_s:g} s without a message"),
-        ("From board to board", f"after {PeerPace().silence_s:g} s without a sign of life"),
-        ("From board to board", f"at {peer_frames.SLOWEST_BYTES_PER_S // 1024} KiB/s"),
-        ("From board to board", f"up to {PeerPace().max_backoff_s:g} s apart"),
-        ("From board to board", f"the\nnewest {peer_listener.MAX_STRANGERS}."),
-        ("From board to board", f"up to {peer_queue.MAX_ANSWERS} of them wait"),
-        ("Limits", f"{MAX_JSON_BYTES // 1024} KiB"),
-        ("Limits", f"{broker.MAX_MESSAGE_BYTES // 2**20} MiB"),
-        ("Limits", f"| {(MAX_PEER_BYTES + 1024) // 2**20} MiB less 1 KiB"),
-        ("Limits", f"all others together | {MAX_RETAINED_PEER_BYTES // 2**20} MiB"),
-        ("Limits", f"a reply of a device, in pieces | {MAX_BODY_BYTES // 2**20} MiB"),
-        ("Limits", f"a request to `/v1/fleet/` | {MAX_REQUEST_BYTES // 2**20} MiB"),
-        ("Limits", f"codec body | {wire.MAX_PAYLOAD_BYTES // 2**20} MiB"),
-        ("Limits", f"{wire.MAX_TENSORS // 1000} {wire.MAX_TENSORS % 1000}"),
-        ("Limits", f"{wire.MAX_NAME_BYTES} bytes"),
-        ("Limits", f"{MAX_TOKEN_CHARS} characters"),
-        ("Limits", f"{live_fleet.EVALUATION_DEADLINE_S:g} s"),
-        ("Limits", f"log | {logbook.PAGE_BYTES // 1024} KiB"),
-        ("Limits", f"{logbook.MAX_MESSAGE_CHARS} characters"),
-        ("Limits", f"{1 + logbook.KEPT_FILES} files of {logbook.MAX_FILE_BYTES // 1024} KiB"),
-        ("Limits", f"question | {questions.ANSWER_WITHIN_S:g} s"),
-        ("Work", f"after {door.BUSY_AFTER_S:g} s is sent `beat`"),
-        ("Limits", f"{live_fleet.MAX_REASON_CHARS} characters"),
-        ("Limits", f"deploys | {MAX_MODEL_BYTES // 2**20} MiB"),
-        ("Limits", f"`edgefl device serve` | {inference_server.MAX_BODY_BYTES // 2**20} MiB"),
-        ("Deployments", f"leave {file_fetch.SPARE_BYTES // 2**20} MiB"),
-        ("Deployments", f"every {telling.TELL_AGAIN_S:g} s"),
-        ("Work", f"{INLINE_BODY_BYTES // 1024} KiB"),
-        ("Work", f"{CHUNK_BYTES // 2**20} MiB"),
-        ("Work", f"{REPLY_SALT_BYTES} bytes"),
-        ("Work", f"{outstanding.LOST_AFTER_S:g} s ago"),
-        ("MQTT", f"every {HEARTBEAT_S:g} s ± {HEARTBEAT_JITTER:.0%}".replace("%", " %")),
-        ("MQTT", f"at most {POLL_S:g} s"),
-        ("MQTT", f"pulls {polling.DEAF_FIRST_S:g} s after"),
-        ("MQTT", f"every {polling.DEAF_MOST_S:g} s at the"),
-        ("Presence", f"another {presence.Presence()._gone_after_will_s:g} s"),
-        ("Presence", f"({presence.Presence()._late_after_s:g} s)"),
-        ("Presence", f"({presence.Presence()._gone_after_s:g} s)"),
+NUMBERS = {
+    "From board to board": [
+        f"up to {(protocol.MAX_PEER_BYTES + 1024) // 2**20} MiB less 1 KiB",
+        f"after {PeerPace().keep_alive_s:g} s without a message",
+        f"after {PeerPace().silence_s:g} s without a sign of life",
+        f"at {peer_frames.SLOWEST_BYTES_PER_S // 1024} KiB/s",
+        f"up to {PeerPace().max_backoff_s:g} s apart",
+        f"the\nnewest {peer_listener.MAX_STRANGERS}.",
+        f"up to {peer_queue.MAX_ANSWERS} of them wait",
     ],
-)
-def test_a_number_of_protocol_md_is_the_code_s(heading: str, said: str) -> None:
-    assert said in part(PROTOCOL, heading)
+    "Limits": [
+        f"{protocol.MAX_JSON_BYTES // 1024} KiB",
+        f"{broker.MAX_MESSAGE_BYTES // 2**20} MiB",
+        f"| {(protocol.MAX_PEER_BYTES + 1024) // 2**20} MiB less 1 KiB",
+        f"all others together | {protocol.MAX_RETAINED_PEER_BYTES // 2**20} MiB",
+        f"a reply of a device, in pieces | {protocol.MAX_BODY_BYTES // 2**20} MiB",
+        f"a request to `/v1/fleet/` | {protocol.MAX_REQUEST_BYTES // 2**20} MiB",
+        f"codec body | {wire.MAX_PAYLOAD_BYTES // 2**20} MiB",
+        f"{wire.MAX_TENSORS // 1000} {wire.MAX_TENSORS % 1000}",
+        f"{wire.MAX_NAME_BYTES} bytes",
+        f"{protocol.MAX_TOKEN_CHARS} characters",
+        f"{live_fleet.EVALUATION_DEADLINE_S:g} s",
+        f"log | {logbook.PAGE_BYTES // 1024} KiB",
+        f"{logbook.MAX_MESSAGE_CHARS} characters",
+        f"{1 + logbook.KEPT_FILES} files of {logbook.MAX_FILE_BYTES // 1024} KiB",
+        f"question | {questions.ANSWER_WITHIN_S:g} s",
+        f"{live_fleet.MAX_REASON_CHARS} characters",
+        f"deploys | {protocol.MAX_MODEL_BYTES // 2**20} MiB",
+        f"`edgefl device serve` | {inference_server.MAX_BODY_BYTES // 2**20} MiB",
+    ],
+    "Work": [
+        f"after {door.BUSY_AFTER_S:g} s is sent `beat`",
+        f"{protocol.INLINE_BODY_BYTES // 1024} KiB",
+        f"{protocol.CHUNK_BYTES // 2**20} MiB",
+        f"{protocol.REPLY_SALT_BYTES} bytes",
+        f"{outstanding.LOST_AFTER_S:g} s ago",
+    ],
+    "Deployments": [
+        f"leave {file_fetch.SPARE_BYTES // 2**20} MiB",
+        f"every {telling.TELL_AGAIN_S:g} s",
+    ],
+    "MQTT": [
+        f"every {protocol.HEARTBEAT_S:g} s ± {protocol.HEARTBEAT_JITTER:.0%}".replace("%", " %"),
+        f"at most {protocol.POLL_S:g} s",
+        f"pulls {polling.DEAF_FIRST_S:g} s after",
+        f"every {polling.DEAF_MOST_S:g} s at the",
+    ],
+    "Presence": [
+        f"another {presence.Presence()._gone_after_will_s:g} s",
+        f"({presence.Presence()._late_after_s:g} s)",
+        f"({presence.Presence()._gone_after_s:g} s)",
+    ],
+}
+
+
+@pytest.mark.parametrize("heading", NUMBERS)
+def test_a_number_of_the_page_is_the_code_s(heading):
+    text = part(PROTOCOL, heading)
+    assert [said for said in NUMBERS[heading] if said not in text] == []

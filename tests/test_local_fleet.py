@@ -1,9 +1,5 @@
-from __future__ import annotations
-
-import signal
 import socket
 import time
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +7,8 @@ from edgefl.errors import RunFailedError
 from edgefl.local_fleet import LocalDevice, LocalFleet, free_port
 
 
-def test_a_fleet_that_cannot_start_says_why_and_leaves_nothing_running(tmp_path: Path) -> None:
+@pytest.mark.extended
+def test_a_fleet_that_cannot_start_says_why_and_leaves_nothing_running(tmp_path):
     missing = LocalDevice(name="device-01", shards={"digits": str(tmp_path / "none.npz")})
     fleet = LocalFleet(root=tmp_path / "fleet", devices=[missing])
     with pytest.raises(RunFailedError, match=r"device-01 could not join: .*none\.npz"), fleet:
@@ -19,28 +16,22 @@ def test_a_fleet_that_cannot_start_says_why_and_leaves_nothing_running(tmp_path:
     assert fleet.processes["coordinator"].poll() == 0
 
 
-def test_a_coordinator_that_dies_is_told_with_its_last_words(tmp_path: Path) -> None:
-    with LocalFleet(root=tmp_path, devices=[]) as fleet:
-        fleet.kill("coordinator", signal.SIGKILL)
-        with pytest.raises(RunFailedError, match="the coordinator ended with code -9"):
-            fleet.wait_present(1)
-
-
-def test_a_device_finds_the_coordinator_at_its_own_host(tmp_path: Path) -> None:
-    first, second = (
-        LocalDevice(name=name, shards={"noop": str(tmp_path)}, host=host)
-        for name, host in (("device-01", ""), ("device-02", "127.0.0.2"))
-    )
-    hosts = ["127.0.0.1", "127.0.0.2"]
-    with LocalFleet(root=tmp_path / "fleet", devices=[first, second], hosts=hosts, broker="embedded") as fleet:
-        for name, host in (("device-01", "127.0.0.1"), ("device-02", "127.0.0.2")):
+@pytest.mark.extended
+def test_devices_find_the_coordinator_at_their_own_hosts_and_its_death_is_told_with_its_last_words(tmp_path):
+    hosts = {"device-01": "127.0.0.1", "device-02": "127.0.0.2"}
+    devices = [LocalDevice(name=name, shards={"noop": str(tmp_path)}, host=host) for name, host in hosts.items()]
+    with LocalFleet(root=tmp_path / "fleet", devices=devices, hosts=list(hosts.values())) as fleet:
+        for name, host in hosts.items():
             told, until_s = f"connected to the coordinator at {host}:{fleet.port}", time.monotonic() + 30
             while told not in fleet.log_tail(name, 20):  # the broker may be reached first
                 assert time.monotonic() < until_s, fleet.log_tail(name, 20)
                 time.sleep(0.05)
+        fleet.kill("coordinator")
+        with pytest.raises(RunFailedError, match="the coordinator ended with code -9"):
+            fleet.wait_present(1)
 
 
-def test_a_free_port_is_kept_from_all_but_those_who_ask_for_it() -> None:
+def test_a_free_port_is_kept_from_all_but_those_who_ask_for_it():
     port = free_port()
     with socket.socket() as one_that_looks_for_any_port, pytest.raises(OSError, match="in use"):
         one_that_looks_for_any_port.bind(("127.0.0.1", port))

@@ -11,10 +11,10 @@ from pathlib import Path
 from edgefl.processes import on_stop_signal
 
 
-def test_a_signal_stops_once_and_outside_the_handler() -> None:
+def test_a_signal_stops_once_and_outside_the_handler():
     stopped, threads = threading.Event(), list[threading.Thread]()
 
-    def stop() -> None:
+    def stop():
         threads.append(threading.current_thread())
         stopped.set()
 
@@ -26,10 +26,10 @@ def test_a_signal_stops_once_and_outside_the_handler() -> None:
     assert threads[0] is not threading.main_thread()
 
 
-def test_a_signal_that_comes_while_the_lock_of_stop_is_held_ends_in_no_deadlock() -> None:
+def test_a_signal_that_comes_while_the_lock_of_stop_is_held_ends_in_no_deadlock():
     stopping, lock = threading.Event(), threading.Lock()
 
-    def stop() -> None:
+    def stop():
         with lock:
             stopping.set()
 
@@ -39,7 +39,7 @@ def test_a_signal_that_comes_while_the_lock_of_stop_is_held_ends_in_no_deadlock(
         assert stopping.wait(60)
 
 
-def test_afterwards_the_handlers_are_as_before_and_no_thread_is_left() -> None:
+def test_afterwards_the_handlers_are_as_before_and_no_thread_is_left():
     before, threads = signal.getsignal(signal.SIGTERM), threading.active_count()
     with on_stop_signal(lambda: None):
         assert signal.getsignal(signal.SIGTERM) is not before
@@ -47,7 +47,7 @@ def test_afterwards_the_handlers_are_as_before_and_no_thread_is_left() -> None:
     assert threading.active_count() == threads
 
 
-def test_a_child_ends_when_the_process_that_started_it_is_killed() -> None:
+def test_a_child_ends_when_the_process_that_started_it_is_killed():
     program = (
         "import subprocess, sys, time\n"
         "from edgefl.processes import end_with_parent\n"
@@ -66,7 +66,7 @@ def test_a_child_ends_when_the_process_that_started_it_is_killed() -> None:
     assert not _is_running(child)
 
 
-def test_nothing_is_loaded_between_fork_and_exec() -> None:
+def test_nothing_is_loaded_between_fork_and_exec():
     program = (
         "import ctypes\n"
         "from edgefl.processes import end_with_parent\n"
@@ -76,14 +76,14 @@ def test_nothing_is_loaded_between_fork_and_exec() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=30)
 
 
-def _is_running(pid: int) -> bool:
+def _is_running(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
 
 
-def test_a_process_opens_more_files_than_it_was_given_at_first() -> None:
+def test_a_process_opens_more_files_than_it_was_given_at_first():
     program = (
         "import resource, sys, os\n"
         "from edgefl.processes import open_many_files\n"

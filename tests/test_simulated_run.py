@@ -1,11 +1,6 @@
-"""`edgefl.simulate`: a whole run in virtual time, as one call."""
-
-from __future__ import annotations
+"""`edgefl.simulate`: a whole run in virtual time, as one call; against a real fleet see test_local_run.py."""
 
 import json
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import apart_strategy
 import pytest
@@ -13,7 +8,7 @@ from sqlalchemy import text
 
 import edgefl
 from edgefl.errors import ConfigError, RunFailedError, StrategyError, TaskError
-from edgefl.simulated_run import SimulatedRun
+from edgefl.local_run import cut_devices
 from edgefl.storage.checkpoints import load_model_file
 from edgefl.storage.store import Store
 from edgefl.strategies.registry import BUILT_IN
@@ -30,16 +25,29 @@ at_s = 0.0
 kind = "slow"
 factor = 3
 """
+QUICK = {"fedavg", "asgd", "fedbuff", "esync", "redundant", "local", "signsgd", "d2"}
+"""One of each kind; all others run with the tests that add up to minutes."""
 
 
-def run_file(**sections: Mapping[str, Any]) -> dict[str, Any]:
-    tables: dict[str, Any] = {"run": {"task": "digits", "rounds": 3, "seed": 7}, "task": {"model": "logistic"}}
-    for name, values in sections.items():
-        tables[name] = {**tables.get(name, {}), **values}
-    return tables
+def run_file(**sections):
+    run = {"task": "digits", "rounds": 3, "seed": 7}
+    tables = {"run": run, "task": {"model": "logistic"}, "simulation": {"workers": 0}}
+    return {name: {**tables.get(name, {}), **sections.get(name, {})} for name in {**tables, **sections}}
 
 
-def everything(root: Path) -> str:
+@pytest.fixture
+def simulate(tmp_path):
+    """Simulates a fleet of two boards that hold equal parts, unless told otherwise."""
+
+    def run(folder="run", *, devices=2, scheme="iid", bookkeeping_only=False, requires=None, **sections):
+        config = run_file(devices=requires or {}, **sections)
+        options = {"scheme": None if bookkeeping_only else scheme, "bookkeeping_only": bookkeeping_only}
+        return edgefl.simulate(config, devices=devices, root=tmp_path / folder, **options)
+
+    return run
+
+
+def everything(root):
     """Every row of every table, as JSON."""
     with Store.open(root / "edgefl.db", read_only=True) as store, store.database.read() as connection:
         names = connection.execute(
@@ -52,157 +60,128 @@ def everything(root: Path) -> str:
     return json.dumps(tables, default=repr, indent=1)
 
 
-@pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> SimulatedRun:
-    config = run_file(simulation={"profiles": ["pi-5", "pi-zero-2w"]})
-    return edgefl.simulate(config, devices=3, scheme="iid", root=tmp_path_factory.mktemp("simulated"))
-
-
-def test_it_returns_how_the_run_went(result: SimulatedRun) -> None:
+def test_it_returns_how_the_run_went_and_waits_for_the_slow_board(simulate):
+    result = simulate(devices=3, simulation={"profiles": ["pi-5", "pi-zero-2w"]})
     assert (result.status, result.reason) == ("finished", "rounds reached 3")
-    assert result.metrics["accuracy"] is not None
     assert result.metrics["accuracy"] > 0.7
     assert result.metrics["bytes_up"] == sum(row["bytes_up"] for row in result.updates)
     assert result.metrics["seconds"] == pytest.approx(result.rounds[-1]["closed_at"] - result.rounds[0]["started_at"])
-
-
-def test_it_returns_the_history_and_the_model(result: SimulatedRun) -> None:
     assert [row["round"] for row in result.rounds] == [1, 2, 3]
-    assert len(result.updates) == 3 * 3
-    assert {row["outcome"] for row in result.updates} == {"used"}
+    assert [row["outcome"] for row in result.updates] == ["used"] * 3 * 3
     assert {row["source"] for row in result.evaluations} == {"coordinator"}
-    assert result.model is not None
     assert list(load_model_file(result.model)) == ["fc1.weight", "fc1.bias"]
-
-
-def test_the_slow_board_is_waited_for(result: SimulatedRun) -> None:
     waits = {row["device_id"]: row["wait_s"] for row in result.updates}
     assert waits["device-02"] == 0.0
     assert waits["device-01"] > 0.01 < waits["device-03"]
 
 
-def test_a_real_fleet_gives_the_very_same_model(tmp_path: Path) -> None:
-    config = {"run": {"task": "digits", "rounds": 3, "seed": 7}, "devices": {"min": 3}}
-    real = edgefl.run(config, devices=3, scheme="dirichlet:0.5", root=tmp_path / "real")
-    virtual = edgefl.simulate(config, devices=3, scheme="dirichlet:0.5", root=tmp_path / "virtual")
-    assert virtual.model is not None
-    assert virtual.model.read_bytes() == real.model.read_bytes()
-    assert [row["accuracy"] for row in virtual.rounds] == [row["accuracy"] for row in real.rounds]
-
-
-@pytest.mark.parametrize("name", sorted(BUILT_IN))
-def test_every_strategy_survives_dead_slow_and_uneven_boards_and_always_alike(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.extended) for name in sorted(BUILT_IN)]
+)
+def test_every_strategy_survives_dead_slow_and_uneven_boards_and_always_alike(simulate, name, tmp_path):
     (tmp_path / "faults.toml").write_text(FAULTS)
-    scheme = "duplicate:2" if name == "redundant" else "iid"
-    config = run_file(
-        strategy={"name": name},
-        simulation={"iteration_s": 1.0, "jitter": 0.3, "detect_s": 5.0, "faults": str(tmp_path / "faults.toml")},
-        devices={"min": 2},
-    )
+    hard = {"iteration_s": 1.0, "jitter": 0.3, "detect_s": 5.0, "faults": str(tmp_path / "faults.toml")}
+    fleet = {"devices": 4, "scheme": "duplicate:2" if name == "redundant" else "iid"}
     histories, losses = [], 0
     for attempt in ("first", "second"):
-        result = edgefl.simulate(config, devices=4, scheme=scheme, root=tmp_path / attempt)
+        result = simulate(attempt, **fleet, strategy={"name": name}, simulation=hard, requires={"min": 2})
         assert (result.status, result.reason) == ("finished", "rounds reached 3")
         versions = [row["version"] for row in result.rounds]
         assert versions == sorted(set(versions))
         losses += sum(row["outcome"] == "lost" for row in result.updates)
         histories.append(everything(tmp_path / attempt))
     assert histories[0] == histories[1], "byte for byte"
-    other = edgefl.simulate(
-        {**config, "run": {**config["run"], "seed": 8}}, devices=4, scheme=scheme, root=tmp_path / "other"
-    )
-    assert other.model != result.model
     assert losses or name == "local", "somebody died at work"
+    if name == "fedavg":
+        other = simulate("other", **fleet, strategy={"name": name}, simulation=hard, run={"seed": 8})
+        assert other.model != result.model
 
 
-@pytest.mark.parametrize("up", ["qsgd:4", "ef|topk:0.05|int8"])
-def test_how_many_processes_train_changes_nothing(up: str, tmp_path: Path) -> None:
-    histories, models = [], []
+@pytest.mark.parametrize(
+    ("rule", "value", "reason"),
+    [
+        ("updates", 5, "updates reached 5"),
+        ("bytes", 20_000, "bytes reached 20000"),
+        ("accuracy", 0.5, "accuracy reached 0.5"),
+        ("seconds", 0.5, "seconds reached 0.5"),
+    ],
+)
+def test_a_run_ends_by_each_stop_rule(simulate, rule, value, reason):
+    simulation = {"jitter": 0.0, "iteration_s": 0.01} if rule == "seconds" else {}
+    result = simulate(run={"rounds": 40, rule: value}, simulation=simulation)
+    assert (result.status, result.reason) == ("finished", reason)
+    closed = [row for row in result.rounds if row["closed_at"] is not None]
+    assert closed[-1]["accuracy"] is not None, "the last version is evaluated"
+
+
+@pytest.mark.extended
+def test_how_many_processes_train_changes_nothing(simulate, tmp_path):
+    models, histories = [], []
     for workers in (0, 2):
-        config = run_file(
+        result = simulate(
+            str(workers), devices=4, compression={"up": "ef|topk:0.05|int8"},
             strategy={"name": "asgd", "iterations": 5, "optimizer": "adam", "keep_optimizer": True},
-            compression={"up": up},
             simulation={"workers": workers, "profiles": ["pi-5", "pi-zero-2w"]},
-        )
-        result = edgefl.simulate(config, devices=4, scheme="iid", root=tmp_path / str(workers))
-        assert result.model is not None
+        )  # fmt: skip
         models.append(result.model.read_bytes())
         histories.append(everything(tmp_path / str(workers)))
     assert models[0] == models[1]
     assert histories[0] == histories[1]
 
 
-def test_runs_in_one_folder_follow_each_other(tmp_path: Path) -> None:
-    first, second = (edgefl.simulate(run_file(), devices=2, scheme="iid", root=tmp_path) for _ in range(2))
-    assert second.run_id == f"{first.run_id}-2"
+def test_runs_in_one_folder_follow_each_other_on_shards_that_there_are_too(simulate, tmp_path):
+    fleet = cut_devices("digits", "iid", 2, tmp_path / "shards", None, 7)
+    first, second = simulate(), simulate()
+    third = simulate(devices=[device.shards["digits"] for device in fleet.devices])
+    assert [run.run_id for run in (second, third)] == [f"{first.run_id}-2", f"{first.run_id}-3"]
     assert second.rounds[0]["started_at"] > first.rounds[-1]["closed_at"]
-    assert second.model == first.model
+    assert first.model.name == second.model.name == third.model.name
+    assert {row["source"] for row in third.evaluations} == {"device"}
 
 
-def test_bookkeeping_alone_counts_the_bytes_of_real_updates(tmp_path: Path) -> None:
-    config = run_file(
-        compression={"up": "topk:0.1", "down": "dense|fp16"}, simulation={"jitter": 0.0, "examples": 322}
-    )
-    schedule = edgefl.simulate(config, devices=4, root=tmp_path / "schedule", bookkeeping_only=True)
-    real = edgefl.simulate(config, devices=4, root=tmp_path / "real", scheme="iid")
-    assert schedule.model is None
-    assert schedule.metrics["accuracy"] is None
+def test_bookkeeping_alone_counts_the_bytes_of_real_updates(simulate):
+    sections = {
+        "compression": {"up": "topk:0.1", "down": "dense|fp16"}, "simulation": {"jitter": 0.0, "examples": 322},
+    }  # fmt: skip
+    schedule = simulate("schedule", devices=4, bookkeeping_only=True, **sections)
+    real = simulate("real", devices=4, **sections)
+    assert (schedule.model, schedule.metrics["accuracy"]) == (None, None)
     assert schedule.metrics["bytes_down"] == real.metrics["bytes_down"]
     assert schedule.metrics["bytes_up"] == pytest.approx(real.metrics["bytes_up"], rel=0.05)
     assert schedule.metrics["seconds"] == pytest.approx(real.metrics["seconds"], rel=0.05)
 
 
-def test_ten_thousand_boards_are_no_trouble(tmp_path: Path) -> None:
-    config = run_file(devices={"fraction": 0.05}, simulation={"profiles": ["pi-4", "pi-zero-2w"]})
-    result = edgefl.simulate(config, devices=10_000, root=tmp_path, bookkeeping_only=True)
+@pytest.mark.extended
+def test_ten_thousand_boards_are_no_trouble(simulate):
+    boards = {"profiles": ["pi-4", "pi-zero-2w"]}
+    result = simulate(devices=10_000, bookkeeping_only=True, simulation=boards, requires={"fraction": 0.05})
     assert len(result.updates) == 3 * 500
     assert len({row["device_id"] for row in result.updates}) > 1200
 
 
-def test_boards_are_chosen_by_name_and_group(tmp_path: Path) -> None:
-    file = tmp_path / "boards.toml"
-    file.write_text('[profile.shed]\ngroups = ["cold"]\n[profile.desk]\n')
-    config = run_file(devices={"groups": ["cold"]})
-    result = edgefl.simulate(config, devices=4, profiles=[str(file)], root=tmp_path, bookkeeping_only=True)
-    assert {row["device_id"] for row in result.updates} == {"device-01", "device-03"}
-    config = run_file(devices={"names": ["nobody"]})
+def test_boards_are_chosen_by_name_and_group(tmp_path):
+    def chosen(profiles=(), **devices):
+        options = {"devices": 4, "root": tmp_path, "bookkeeping_only": True, "profiles": profiles}
+        return {row["device_id"] for row in edgefl.simulate(run_file(devices=devices), **options).updates}
+
+    (tmp_path / "boards.toml").write_text('[profile.shed]\ngroups = ["cold"]\n[profile.desk]\n')
+    assert chosen([str(tmp_path / "boards.toml")], groups=["cold"]) == {"device-01", "device-03"}
     with pytest.raises(ConfigError, match="leave no device"):
-        edgefl.simulate(config, devices=4, root=tmp_path, bookkeeping_only=True)
-    config = run_file(devices={"names": ["device-01", "device-02"], "min": 3})
+        chosen(names=["nobody"])
     with pytest.raises(ConfigError, match="leave 2 of 4 devices of the simulation, the run needs at least 3"):
-        edgefl.simulate(config, devices=4, root=tmp_path, bookkeeping_only=True)
+        chosen(names=["device-01", "device-02"], min=3)
+
+
+def test_what_boards_send_to_each_other_directly_is_carried_all_the_same(simulate):
+    strategy = {"name": "dsgd", "graph": "ring", "carrier": "direct"}
+    assert simulate(devices=3, strategy=strategy, run={"rounds": 1}).status == "finished"
 
 
 @pytest.mark.parametrize("devices", ["device-01.npz", 2.5, True])
-def test_what_is_neither_a_number_nor_a_list_is_no_fleet(devices: object, tmp_path: Path) -> None:
+def test_what_is_neither_a_number_nor_a_list_is_no_fleet(devices, tmp_path):
     for start in (edgefl.simulate, edgefl.run):
         with pytest.raises(ConfigError, match=f"devices must be how many there are, .*, got {devices!r}"):
-            start(run_file(), devices=devices, root=tmp_path)  # type: ignore[arg-type]  # what a user types
-
-
-def test_shards_that_there_are_can_be_trained_on(tmp_path: Path) -> None:
-    from edgefl.local_run import cut_devices  # noqa: PLC0415 only here
-
-    fleet = cut_devices("digits", "iid", 2, tmp_path / "shards", None, 7)
-    paths = [device.shards["digits"] for device in fleet.devices]
-    result = edgefl.simulate(run_file(), devices=paths, root=tmp_path / "found")
-    cut = edgefl.simulate(run_file(), devices=2, scheme="iid", root=tmp_path / "cut")
-    assert {row["source"] for row in result.evaluations} == {"device"}
-    assert result.model is not None
-    assert cut.model is not None
-    assert result.model.name == cut.model.name
-
-
-def test_a_run_that_fails_says_so_in_its_history(tmp_path: Path) -> None:
-    (tmp_path / "faults.toml").write_text('[[fault]]\ndevice = "*"\nat_s = 0.001\nkind = "kill"\n')
-    config = run_file(simulation={"faults": str(tmp_path / "faults.toml")})
-    with pytest.raises(RunFailedError, match="nothing happens any more"):
-        edgefl.simulate(config, devices=2, scheme="iid", root=tmp_path)
-    with Store.open(tmp_path / "edgefl.db", read_only=True) as store:
-        (record,) = store.runs()
-    assert record.status == "failed"
-    assert record.reason is not None
-    assert "nothing happens any more" in record.reason
+            start(run_file(), devices=devices, root=tmp_path)
 
 
 LATE = """
@@ -227,48 +206,58 @@ class Late(FedAvg):
 """
 
 
-def test_a_last_state_that_a_live_run_could_not_save_fails_a_simulated_one_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "late_strategy.py").write_text(LATE)
+@pytest.mark.parametrize(
+    ("sections", "error", "told"),
+    [
+        ({"simulation": {"faults": "faults.toml"}}, RunFailedError, "nothing happens any more"),
+        ({"strategy": {"name": "late_strategy:Late"}}, StrategyError, "a state that cannot be saved: .*of-late"),
+    ],
+    ids=["all die", "a last state that a live run could not save"],
+)
+def test_a_run_that_fails_says_so_in_its_history(simulate, tmp_path, monkeypatch, sections, error, told):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    config = run_file(strategy={"name": "late_strategy:Late"})
-    with pytest.raises(StrategyError, match=r"late_strategy:Late: .* a state that cannot be saved: .*of-late"):
-        edgefl.simulate(config, devices=2, scheme="iid", root=tmp_path)
-    with Store.open(tmp_path / "edgefl.db", read_only=True) as store:
-        assert [record.status for record in store.runs()] == ["failed"]
+    (tmp_path / "late_strategy.py").write_text(LATE)
+    (tmp_path / "faults.toml").write_text('[[fault]]\ndevice = "*"\nat_s = 0.001\nkind = "kill"\n')
+    with pytest.raises(error, match=told):
+        simulate(**sections)
+    with Store.open(tmp_path / "run" / "edgefl.db", read_only=True) as store:
+        (record,) = store.runs()
+    assert (record.status, record.reason is not None) == ("failed", True)
 
 
-def test_what_makes_no_sense_is_told_before_anything_is_written(tmp_path: Path) -> None:
-    root = tmp_path / "none"
-    for config, kind, message in (
-        (run_file(devices={"min": 9}), ConfigError, "at least 9 devices, got 2"),
-        (run_file(run={"task": "digitz"}), TaskError, "digitz"),
-        (run_file(strategy={"name": "fedavgg"}), StrategyError, "fedavgg"),
-        (run_file(simulation={"profiles": ["pi4"]}), ConfigError, "did you mean pi-4"),
-        (run_file(simulation={"profiles": []}), ConfigError, "at least one profile"),
+@pytest.mark.parametrize(
+    ("sections", "options", "error", "message"),
+    [
+        ({"devices": {"min": 9}}, {}, ConfigError, "at least 9 devices, got 2"),
+        ({"run": {"task": "digitz"}}, {}, TaskError, "digitz"),
+        ({"strategy": {"name": "fedavgg"}}, {}, StrategyError, "fedavgg"),
+        ({"simulation": {"profiles": ["pi4"]}}, {}, ConfigError, "did you mean pi-4"),
+        ({"simulation": {"profiles": []}}, {}, ConfigError, "at least one profile"),
         (
-            run_file(run={"max_state_bytes": 10}, strategy={"name": "dc-asgd"}),
+            {"run": {"max_state_bytes": 10}, "strategy": {"name": "dc-asgd"}},
+            {},
             ConfigError,
-            r"dc-asgd keeps .* for 2 devices",
+            "dc-asgd keeps .* 2 dev",
         ),
-    ):
-        with pytest.raises(kind, match=message):
-            edgefl.simulate(config, devices=2, scheme="iid", root=root)
-    with pytest.raises(ConfigError, match="no accuracy is ever reached"):
-        edgefl.simulate({"run": {"task": "digits", "accuracy": 0.9}}, devices=2, root=root, bookkeeping_only=True)
-    with pytest.raises(ConfigError, match="one profile file at a time"):
-        edgefl.simulate(run_file(), devices=2, profiles=["a.toml", "b.toml"], root=root)
-    assert not root.exists()
+        ({"run": {"rounds": None, "accuracy": 0.9}}, {"bookkeeping_only": True}, ConfigError, "no accuracy is ever"),
+        ({}, {"profiles": ["a.toml", "b.toml"]}, ConfigError, "one profile file at a time"),
+    ],
+)
+def test_what_makes_no_sense_is_told_before_anything_is_written(tmp_path, sections, options, error, message):
+    config = run_file(**sections)
+    config["run"] = {name: value for name, value in config["run"].items() if value is not None}
+    with pytest.raises(error, match=message):
+        edgefl.simulate(config, devices=2, root=tmp_path / "none", **options)
+    assert not (tmp_path / "none").exists()
 
 
-def accuracies(rows: list[dict[str, Any]], subject: str) -> dict[int, float]:
+def accuracies(rows, subject):
     return {row["version"]: row["accuracy"] for row in rows if row["subject"] == subject}
 
 
-def test_the_average_and_every_device_s_own_model_are_evaluated_and_told_apart(tmp_path: Path) -> None:
-    config = run_file(strategy={"name": apart_strategy.NAME}, run={"evaluate_every": 2})
-    result = edgefl.simulate(config, devices=2, scheme="iid", root=tmp_path / "apart")
+def test_the_average_and_every_device_s_own_model_are_evaluated_and_told_apart(simulate):
+    result = simulate("apart", strategy={"name": apart_strategy.NAME}, run={"evaluate_every": 2})
     average, first, second = (accuracies(result.evaluations, name) for name in ("", "device-01", "device-02"))
     assert list(average) == [2, 3]
     assert average == first, "that device's model is the average"
@@ -278,13 +267,10 @@ def test_the_average_and_every_device_s_own_model_are_evaluated_and_told_apart(t
     assert (unevaluated["node_accuracy"], unevaluated["facts"]) == (None, {"disagreement": 0.25})
     for row in rounds:
         version = row["version"]
-        assert row["accuracy"] == average[version]
+        assert (row["accuracy"], row["worst_node_accuracy"]) == (average[version], second[version])
         assert row["node_accuracy"] == pytest.approx((first[version] + second[version]) / 2)
-        assert row["worst_node_accuracy"] == second[version]
         assert row["facts"] == {"disagreement": 0.25 * version}
-    plain = edgefl.simulate(run_file(), devices=2, scheme="iid", root=tmp_path / "plain")
-    assert plain.model is not None
-    assert result.model is not None
+    plain = simulate("plain")
     assert result.model.name == plain.model.name, "evaluating changes nothing of what is learnt"
     assert plain.rounds[-1]["accuracy"] == result.rounds[-1]["accuracy"]
     assert set(result.metrics) - set(plain.metrics) == {"node_accuracy", "worst_node_accuracy", "disagreement"}
@@ -293,16 +279,12 @@ def test_the_average_and_every_device_s_own_model_are_evaluated_and_told_apart(t
     assert str(plain).endswith(f"rounds reached 3; accuracy {average[3]:.4f}")
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_without_an_evaluator_a_device_tests_the_average_and_its_own_model_on_its_own_split(
-    workers: int, tmp_path: Path
-) -> None:
-    config = run_file(
-        strategy={"name": apart_strategy.NAME, "nodes": 3},
-        run={"evaluate_on": "devices", "rounds": 2},
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.extended)])
+def test_without_an_evaluator_a_device_tests_the_average_and_its_own_model_on_its_own_split(simulate, workers):
+    result = simulate(
+        devices=3, strategy={"name": apart_strategy.NAME, "nodes": 3}, run={"evaluate_on": "devices", "rounds": 2},
         simulation={"workers": workers},
-    )
-    result = edgefl.simulate(config, devices=3, scheme="iid", root=tmp_path)
+    )  # fmt: skip
     found = {(row["version"], row["device_id"], row["subject"]): row for row in result.evaluations}
     names = ["device-01", "device-02", "device-03"]
     assert set(found) == {(version, name, of) for version in (1, 2) for name in names for of in ("", name)}
@@ -312,18 +294,14 @@ def test_without_an_evaluator_a_device_tests_the_average_and_its_own_model_on_it
     last = result.rounds[-1]
     assert last["node_accuracy"] == pytest.approx(sum(own.values()) / 3)
     assert last["worst_node_accuracy"] == min(own.values())
-    examples = [found[2, name, ""]["num_examples"] for name in names]
-    weighted = sum(found[2, name, ""]["accuracy"] * n for name, n in zip(names, examples, strict=True))
-    assert last["accuracy"] == pytest.approx(weighted / sum(examples))
+    rows = [found[2, name, ""] for name in names]
+    weighted = sum(row["accuracy"] * row["num_examples"] for row in rows)
+    assert last["accuracy"] == pytest.approx(weighted / sum(row["num_examples"] for row in rows))
 
 
-def test_bookkeeping_alone_evaluates_and_tells_nothing_of_devices_models(tmp_path: Path) -> None:
-    config = run_file(strategy={"name": apart_strategy.NAME})
-    result = edgefl.simulate(config, devices=2, root=tmp_path, bookkeeping_only=True)
+def test_a_good_node_ends_no_run_and_bookkeeping_alone_tells_nothing_of_devices_models(simulate):
+    apart = {"name": apart_strategy.NAME, "nodes": 1}
+    assert simulate(run={"accuracy": 0.99, "rounds": 2}, strategy=apart).reason == "rounds reached 2"
+    result = simulate(strategy={"name": apart_strategy.NAME}, bookkeeping_only=True)
     assert result.evaluations == []
     assert {row["facts"] is None and row["node_accuracy"] is None for row in result.rounds} == {True}
-
-
-def test_a_good_node_does_not_end_a_run_whose_average_is_not_good_enough(tmp_path: Path) -> None:
-    config = run_file(run={"accuracy": 0.99, "rounds": 2}, strategy={"name": apart_strategy.NAME, "nodes": 1})
-    assert edgefl.simulate(config, devices=2, scheme="iid", root=tmp_path).reason == "rounds reached 2"

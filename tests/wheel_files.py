@@ -95,8 +95,8 @@ def edgefl_wheel(folder: Path, version: str, changes: Mapping[str, tuple[str, st
         text = bytes(files[name]).decode()  # type: ignore[arg-type]
         assert old in text, f"{name} does not hold {old!r}"
         files[name] = text.replace(old, new)
-    needs = [one for one in importlib.metadata.requires("edgefl") or () if "extra ==" not in one]
-    return make_wheel(folder, "edgefl", version, files, requires=needs)
+    needs = [one for one in importlib.metadata.requires(edgefl.DISTRIBUTION) or () if "extra ==" not in one]
+    return make_wheel(folder, edgefl.DISTRIBUTION, version, files, requires=needs)
 
 
 STAND_IN = """
@@ -144,7 +144,7 @@ def stand_in(folder: Path, version: str, mode: str = "works", **options: object)
         "edgefl/__init__.py": STAND_IN.format(version=version, mode=mode),
         "edgefl/__main__.py": "from edgefl import main\nmain()\n",
     }
-    return make_wheel(folder / mode, "edgefl", version, files, **options)  # type: ignore[arg-type]
+    return make_wheel(folder / mode, edgefl.DISTRIBUTION, version, files, **options)  # type: ignore[arg-type]
 
 
 def link_slots(made: Path, root: Path) -> Path:

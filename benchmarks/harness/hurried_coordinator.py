@@ -78,7 +78,7 @@ class HurriedFleet:
         roster.listen(lambda event: self._changed.update({event.device_id: self._unix()}))
         self._feed.begin(last_seen(store))
         watched = Watched(
-            directory=directory, store=store, store_url=str(directory.database), roster=roster,
+            directory=directory, store=store, roster=roster,
             is_broker_connected=lambda: True, num_dropped=lambda: 0,
         )  # fmt: skip
         self._monitoring = Monitoring(watched, max_devices=1000)

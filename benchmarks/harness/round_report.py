@@ -15,6 +15,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from edgefl import DISTRIBUTION
+
 MIB = 1024 * 1024
 SERVER_SIDE = "/v1/runtime/"
 """What stock Flower's ServerApp and SuperExec ask the SuperLink for."""
@@ -217,7 +219,7 @@ def notes(*, is_awake: bool) -> str:
 
 def machine() -> dict[str, Any]:
     """Returns where and with what this was measured, before it begins."""
-    versions = {name: importlib.metadata.version(name) for name in ("edgefl", "flwr", "numpy", "uvicorn")}
+    versions = {name: importlib.metadata.version(name) for name in (DISTRIBUTION, "flwr", "numpy", "uvicorn")}
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "cpu": _cpu_model(),
@@ -233,7 +235,7 @@ def machine() -> dict[str, Any]:
 def heading(facts: Mapping[str, Any]) -> str:
     """Returns what was measured, where and with what."""
     loads = ", ".join(str(load) for load in facts["load_before"])
-    versions = ", ".join(f"{name} {facts[name]}" for name in ("edgefl", "flwr", "numpy", "uvicorn"))
+    versions = ", ".join(f"{name} {facts[name]}" for name in (DISTRIBUTION, "flwr", "numpy", "uvicorn"))
     what = f"Round overhead: float32 model of {facts['size_bytes']:,} bytes"
     turns = f"{facts['num_turns']} turns of {facts['num_rounds']} rounds (stock Flower: {facts['num_stock_rounds']})"
     where = f"{facts['cpu']}, {facts['cores']} cores, load before {loads}; {facts['system']}"

@@ -15,7 +15,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import sysconfig
 import threading
 import time
@@ -37,8 +36,6 @@ POLL_S = 0.05
 APP = Path(__file__).with_name("stock_app")
 AWAKE = Path(__file__).with_name("awake")
 BENCHMARKS = Path(__file__).parents[1]
-RUN = "import sys; from flwr.cli.run.run import run; run(sys.argv[1], 'benchmark', run_config_overrides=sys.argv[2:])"
-"""What `flwr run` calls. Its command line does not start with the typer that amqtt pins (no `Literal` options)."""
 
 CONNECTION = """[superlink]
 default = "benchmark"
@@ -108,7 +105,8 @@ class StockFleet:
             f"train-s={train_s:.3f}",
             f'result="{result}"',
         ]
-        self._submit([sys.executable, "-c", RUN, str(app), *settings], home)
+        options = [word for setting in settings for word in ("--run-config", setting)]
+        self._submit([str(scripts() / "flwr"), "run", str(app), "benchmark", *options], home)
         self._wait(result.exists, f"{num_rounds} rounds", timeout_s)
         measured: dict[str, Any] = json.loads(result.read_text())
         return measured

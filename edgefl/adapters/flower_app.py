@@ -1,7 +1,12 @@
-"""Writes a Flower app that runs the strategy and task of a run file without a coordinator of ours."""
+"""Writes a Flower app that runs the strategy and task of a run file without a coordinator of ours.
+
+Flower installs what an app depends on by its name, on every node, and an app can hold no wheel. So edgefl is none of
+its dependencies: the app holds it as source, which Flower imports before anything that is installed.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import re
@@ -9,18 +14,27 @@ from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 
-from edgefl import __version__
+from edgefl import DISTRIBUTION, __version__
 from edgefl.config import RunConfig
 from edgefl.errors import ConfigError, DataError, UsageError
+from edgefl.tasks.backends import needs_torch
+from edgefl.tasks.registry import make_task
 from edgefl.types import Json
 
 PACKAGE = "edgefl_app"
+LEFT_OUT = frozenset({"bundles", "cli", "coordinator", "history", "provision", "simulation"})
+"""Folders of edgefl that no app imports."""
+_NOT_OF_FLOWER = ("safetensors", "zstandard")
+"""What edgefl imports in every app and Flower does not bring."""
+_OF_TASKS = {"digits": ("scikit-learn",)}
+_SOURCE = Path(__file__).parents[1]
+_EXTRA = re.compile(r"""(?:;|\s+and)\s*extra == ['"][\w-]+['"]\Z""")
 _PLACE = re.compile(r"@([A-Z]+)@")
 _INSTALLED = {"site-packages", "dist-packages"}
 
 
 def write_flower_app(config: RunConfig, out: Path, *, scheme: str, name: str | None = None) -> list[Path]:
-    """Returns the files of the app, written into `out`.
+    """Returns the files of the app, written into `out`; edgefl's own source counts as one, its folder.
 
     A strategy or task of the user's own (`module:Class`) that is one file and not installed goes into the app.
 
@@ -42,8 +56,10 @@ def write_flower_app(config: RunConfig, out: Path, *, scheme: str, name: str | N
             "strategy.mode = 'live' needs devices that can be recalled, which stock Flower nodes cannot be; "
             "export it with mode = 'budget'"
         )
+    own = _own_modules(config)
     values = _values(config, scheme, name)
     contents = {
+        "LICENSE": _installed().read_text("licenses/LICENSE") or "Apache-2.0\n",
         f"{PACKAGE}/__init__.py": f'"""{values["DESCRIPTION"]}."""\n',
         f"{PACKAGE}/run.toml": to_toml(config.to_json()),
     }
@@ -51,8 +67,12 @@ def write_flower_app(config: RunConfig, out: Path, *, scheme: str, name: str | N
         text = files("edgefl.adapters").joinpath("app_template", f"{template}.txt").read_text(encoding="utf-8")
         place = f"{PACKAGE}/{template}" if template.endswith(".py") else template
         contents[place] = _PLACE.sub(lambda found: values[found[1]], text)
-    contents |= {path.name: path.read_text(encoding="utf-8") for path in _own_modules(config)}
-    return [_write(out / place, text) for place, text in contents.items()]
+    contents |= {path.name: path.read_text(encoding="utf-8") for path in own}
+    written = [_write(out / place, text) for place, text in contents.items()]
+    for source in sorted(_SOURCE.rglob("*.py")):
+        if source.relative_to(_SOURCE).parts[0] not in LEFT_OUT:
+            _write(out / source.relative_to(_SOURCE.parent), source.read_text(encoding="utf-8"))
+    return [*written, out / _SOURCE.name]
 
 
 def to_toml(sections: Mapping[str, Mapping[str, object]]) -> str:
@@ -76,11 +96,32 @@ def _values(config: RunConfig, scheme: str, name: str | None) -> dict[str, str]:
         "NAME": slug or "edgefl-run",
         "DESCRIPTION": f"{_text(strategy)} on {_text(task)}, as edgefl runs it",
         "VERSION": __version__,
+        "DEPENDENCIES": json.dumps(_dependencies(config)),
         "PACKAGE": PACKAGE,
         "SCHEME": _text(scheme),
         "DATA": _text(config.simulation.data or ""),
         "EXTRA": extra,
     }
+
+
+def _dependencies(config: RunConfig) -> list[str]:
+    """Returns what Flower is to install for the app, as edgefl itself requires it."""
+    names = {*_NOT_OF_FLOWER, *_OF_TASKS.get(config.run.task, ())}
+    if needs_torch(make_task(config.run.task, config.task)):
+        names.add("torch")
+    required = _installed().requires or []
+    chosen = [_EXTRA.sub("", line) for line in required if re.split(r"[^\w.-]", line, maxsplit=1)[0] in names]
+    return sorted(set(chosen))
+
+
+def _installed() -> importlib.metadata.Distribution:
+    try:
+        return importlib.metadata.distribution(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError(
+            f"what an app depends on is read from the installed {DISTRIBUTION}, and none is installed here; "
+            "in a folder with its source: pip install -e ."
+        ) from None
 
 
 def _own_modules(config: RunConfig) -> list[Path]:

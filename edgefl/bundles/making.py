@@ -8,9 +8,10 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from edgefl import DISTRIBUTION
 from edgefl.bundles.archive import write_bundle
 from edgefl.bundles.keys import key_id, sign
-from edgefl.bundles.manifest import RELEASE_NAME, Kind, Manifest, WheelEntry
+from edgefl.bundles.manifest import Kind, Manifest, WheelEntry
 from edgefl.bundles.wheels import wheel_names
 from edgefl.errors import BundleError, UsageError
 from edgefl.files import sha256_of_file, store_error
@@ -44,7 +45,7 @@ def make_bundle(wish: BundleWish, wheels: Sequence[Path], key: Ed25519PrivateKey
     entries = tuple(_entry(path) for path in wheels)
     manifest = Manifest(
         kind=wish.kind,
-        name=RELEASE_NAME if wish.kind is Kind.RELEASE else wish.name or _only_project(wish.kind, entries),
+        name=DISTRIBUTION if wish.kind is Kind.RELEASE else wish.name or _only_project(wish.kind, entries),
         version=wish.version,
         serial=wish.serial,
         key=key_id(key.public_key()),

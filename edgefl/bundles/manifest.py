@@ -17,6 +17,7 @@ from packaging.tags import Tag
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
 
+from edgefl import DISTRIBUTION
 from edgefl.errors import BundleError
 from edgefl.untrusted import parse_json
 
@@ -25,7 +26,8 @@ MAX_MANIFEST_BYTES = 256 * 1024
 MAX_WHEELS = 500
 MAX_BUNDLE_BYTES = 1024 * 1024 * 1024
 """The largest bundle that a coordinator keeps and a board takes."""
-RELEASE_NAME = "edgefl"
+OWN_NAMES = frozenset({"edgefl", DISTRIBUTION})
+"""Of the import name and of the distribution: no pack replaces what is installed under these."""
 
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\Z")
@@ -69,8 +71,8 @@ class Manifest:
     """What a bundle is.
 
     Attributes:
-        kind, name, version: a release is named `edgefl`, a pack like the project that it brings, a removal like the
-            pack that it takes off.
+        kind, name, version: a release is named `edgefl-fleet`, a pack like the project that it brings, a removal like
+            the pack that it takes off.
         serial: grows with every signature of the same signer: an older bundle is never taken after a newer one.
         key: id of the key that signed it; see `keys.key_id`.
         wheels: of one project there may be several, for different boards.
@@ -171,8 +173,8 @@ def _check_entry(wheel: WheelEntry) -> None:
 
 def _check_projects(manifest: Manifest) -> None:
     is_release = manifest.kind is Kind.RELEASE
-    if is_release != (manifest.name == RELEASE_NAME):
-        raise BundleError(f"a release is named {RELEASE_NAME}, a pack is not; got a {manifest.kind} {manifest.name}")
+    if is_release != (manifest.name == DISTRIBUTION):
+        raise BundleError(f"a release is named {DISTRIBUTION}, a pack is not; got a {manifest.kind} {manifest.name}")
     if manifest.kind is Kind.REMOVAL:
         return
     versions = {wheel.version for wheel in manifest.wheels if wheel.project == manifest.name}
@@ -182,8 +184,10 @@ def _check_projects(manifest: Manifest) -> None:
             f"{manifest.kind} {manifest.name} {manifest.version} must hold a wheel of {manifest.name} in this "
             f"version, and of it in no other; it holds {found}"
         )
-    if not is_release and any(wheel.project == RELEASE_NAME for wheel in manifest.wheels):
-        raise BundleError(f"a pack must not bring {RELEASE_NAME} itself; sign that as a release")
+    if not is_release and (own := OWN_NAMES & {wheel.project for wheel in manifest.wheels}):
+        raise BundleError(
+            f"a pack must not bring {min(own)} itself; a release of edgefl is signed with --kind release"
+        )
 
 
 def _text(value: object) -> str:

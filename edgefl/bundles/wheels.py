@@ -16,7 +16,7 @@ from packaging.tags import Tag
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from edgefl.bundles.manifest import RELEASE_NAME, Kind, WheelEntry
+from edgefl.bundles.manifest import OWN_NAMES, Kind, WheelEntry
 from edgefl.errors import BundleError
 
 MAX_UNPACKED_BYTES = 2 * 1024 * 1024 * 1024
@@ -125,5 +125,5 @@ def _check_pack(entry: WheelEntry, names: Sequence[str]) -> None:
         # A module is also a package, a compiled file or an extension: `name/`, `name.pyc`, `name.cpython-311-….so`.
         if top.lower().endswith(_NOT_FOR_PACKS) or top.lower().partition(".")[0] in _RUN_AT_START:
             raise BundleError(f"{entry.file} holds {name[:120]!r}, which a pack must not: packages and entry points")
-        if canonicalize_name(top.partition("-")[0].partition(".")[0]) == RELEASE_NAME:
+        if canonicalize_name(top.partition("-")[0].partition(".")[0]) in OWN_NAMES:
             raise BundleError(f"{entry.file} holds {name[:120]!r}, which is edgefl's own; a pack must not replace it")

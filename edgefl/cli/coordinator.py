@@ -11,7 +11,7 @@ import click
 
 from edgefl.cli import upkeep
 from edgefl.cli.listing import ListedGroup
-from edgefl.cli.upkeep import alert_options, alert_settings, dir_argument, dir_option
+from edgefl.cli.upkeep import alert_options, alert_settings, dir_argument, dir_option, store_option
 from edgefl.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -34,17 +34,22 @@ def command() -> None:
 @click.option("--host", "hosts", multiple=True, metavar="NAME", help="A name or address under which boards find it.")
 @click.option("--port", type=click.IntRange(1, 65535), help="HTTPS port [default: 8000].")
 @click.option("--fleet", metavar="NAME", help="The fleet's name [default: fleet].")
-def init(root: Path | None, hosts: tuple[str, ...], port: int | None, fleet: str | None) -> None:
+@store_option
+def init(root: Path | None, hosts: tuple[str, ...], port: int | None, fleet: str | None, store: str | None) -> None:
     """Make the state directory: CA, server certificate, settings, and this user's operator file.
 
     Doing it again loses nothing: the CA and the devices stay, new hosts are added.
     """
     from edgefl.cli.operator import grant_access  # noqa: PLC0415 fast start
     from edgefl.client import operator_path  # noqa: PLC0415 likewise
-    from edgefl.coordinator.directory import default_directory, init_directory  # noqa: PLC0415 likewise
+    from edgefl.coordinator.directory import default_directory, init_directory, with_store  # noqa: PLC0415 likewise
+    from edgefl.storage.store import Store  # noqa: PLC0415 likewise
 
     root = root or default_directory()
+    if store is not None:
+        Store.open(store).close()  # nothing is remembered that does not answer
     directory, kept = grant_access(init_directory(root, hosts=hosts, fleet=fleet, port=port))
+    directory = with_store(directory, store)
     click.echo(f"fleet {directory.fleet} in {root}")
     click.echo(f"addresses for boards: {', '.join(directory.addresses)}")
     click.echo(f"operator file: {operator_path()}" + (f" (the one of another fleet is now {kept})" if kept else ""))
@@ -57,7 +62,7 @@ def init(root: Path | None, hosts: tuple[str, ...], port: int | None, fleet: str
 @click.option("--port", type=click.IntRange(1, 65535), help="HTTPS port; remembered [default: what init said].")
 @click.option("--broker", default="auto", show_default=True, help="auto, mosquitto, embedded or mqtts://HOST:PORT.")
 @click.option("--broker-port", type=click.IntRange(1, 65535), default=8883, show_default=True, help="MQTT over TLS.")
-@click.option("--store", "store_url", metavar="URL", help="SQLAlchemy URL [default: SQLite in the state directory].")
+@store_option
 @click.option("--test-shard", "test_shards", multiple=True, metavar="TASK=PATH", help="Shard to evaluate models on.")
 @click.option(
     "--device-metrics",
@@ -80,7 +85,7 @@ def start(  # noqa: PLR0913, PLR0917 one argument per option
     port: int | None,
     broker: str,
     broker_port: int,
-    store_url: str | None,
+    store: str | None,
     test_shards: tuple[str, ...],
     device_metrics: int,
     webhook: str | None,
@@ -90,7 +95,7 @@ def start(  # noqa: PLR0913, PLR0917 one argument per option
     """Run the coordinator until SIGTERM or Ctrl-C."""
     from edgefl.assembly import assemble  # noqa: PLC0415 fast start
     from edgefl.board_models import export_for_boards  # noqa: PLC0415 likewise
-    from edgefl.coordinator.directory import default_directory, load_directory  # noqa: PLC0415 likewise
+    from edgefl.coordinator.directory import default_directory, load_directory, with_store  # noqa: PLC0415 likewise
     from edgefl.coordinator.service import serve  # noqa: PLC0415 likewise
     from edgefl.coordinator.start_options import StartOptions  # noqa: PLC0415 likewise
 
@@ -104,14 +109,13 @@ def start(  # noqa: PLR0913, PLR0917 one argument per option
             port=port,
             broker=broker,
             broker_port=broker_port,
-            store_url=store_url,
             test_shards=shards,
             device_metrics=device_metrics,
             alerts=alert_settings(directory, webhook, secret),
             keep_history_days=keep_history_days,
         ),
         assemble,
-        lambda held: _remember_port(held, port),
+        lambda held: with_store(_remember_port(held, port), store),
         export_for_boards,
     )
 
@@ -127,8 +131,7 @@ def start(  # noqa: PLR0913, PLR0917 one argument per option
     show_default=True,
     help="auto is mosquitto when it is installed, else embedded.",
 )
-@click.option("--store", "store_url", metavar="URL", help="The store that the coordinator uses, when not its own.")
-def broker(root: Path | None, host: str, port: int, kind: str, store_url: str | None) -> None:
+def broker(root: Path | None, host: str, port: int, kind: str) -> None:
     """Run the fleet's broker alone until SIGTERM or Ctrl-C; it outlives a coordinator that uses it.
 
     The coordinator is started beside it with the --broker that this prints.
@@ -138,7 +141,7 @@ def broker(root: Path | None, host: str, port: int, kind: str, store_url: str | 
     from edgefl.protocol import checked_address  # noqa: PLC0415 likewise
 
     root = root or default_directory()
-    options = BrokerOptions(host=host, port=port, kind=kind, store_url=store_url)
+    options = BrokerOptions(host=host, port=port, kind=kind)
     serve_broker(
         load_directory(root),
         options,
@@ -155,17 +158,8 @@ def broker(root: Path | None, host: str, port: int, kind: str, store_url: str | 
 @click.option("--uses", type=int, default=1, show_default=True, help="How many boards it lets in.")
 @click.option("--group", "groups", multiple=True, help="Put the boards into this group; may be repeated.")
 @click.option("--role", type=click.Choice(["trainer", "evaluator"]), help="Let them in as this only.")
-@click.option("--store", "store_url", metavar="URL", help="The store that the coordinator uses, when not its own.")
 @format_option
-def token(  # noqa: PLR0913, PLR0917 one argument per option
-    root: Path | None,
-    ttl: str,
-    uses: int,
-    groups: tuple[str, ...],
-    role: str | None,
-    store_url: str | None,
-    style: str,
-) -> None:
+def token(root: Path | None, ttl: str, uses: int, groups: tuple[str, ...], role: str | None, style: str) -> None:
     """Print a token that lets boards join; the coordinator may be running or not."""
     from edgefl.coordinator.directory import default_directory, load_directory  # noqa: PLC0415 fast start
     from edgefl.coordinator.joining.tokens import TokenTerms, join_line, make_token, parse_ttl  # noqa: PLC0415 likewise
@@ -174,7 +168,7 @@ def token(  # noqa: PLR0913, PLR0917 one argument per option
     terms = TokenTerms(ttl_s=parse_ttl(ttl), uses=uses, groups=groups, role=role)
     directory = load_directory(root or default_directory())
     now = time.time()
-    with Store.open(store_url or directory.database) as store:
+    with Store.open(directory.store_url) as store:
         made = make_token(store, directory, terms, now=now)
     if style == "json":
         value = {"v": 1, "token": made.text(), "token_id": made.token_id, "fleet": made.fleet}

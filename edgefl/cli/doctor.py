@@ -27,24 +27,24 @@ Part = tuple[str, "Callable[[], list[Finding]]"]
 )
 @click.option("--state", type=click.Path(path_type=Path, file_okay=False), help="A device's state directory.")
 @click.option("--url", metavar="URL", help="A coordinator to look at as its operator.")
-@click.option("--store", "store_url", metavar="URL", help="The store that the coordinator uses, when not its own.")
 @format_option
-def command(*, root: Path | None, state: Path | None, url: str | None, store_url: str | None, fmt: str) -> None:
+def command(*, root: Path | None, state: Path | None, url: str | None, fmt: str) -> None:
     """Look for problems, with a remedy for each; changes nothing.
 
     Without options it looks at all that it finds here: a coordinator's directory, a device's, an operator file.
     """
     from edgefl.findings import Level, check_software  # noqa: PLC0415 fast start
 
-    parts = _chosen(root, state, url, store_url) or _found_here(store_url)
-    if not parts:
+    software = check_software()
+    parts = _chosen(root, state, url) or _found_here()
+    if not parts and all(finding.level is Level.OK for finding in software):
         from edgefl.device.slots.layout import PROVISIONED  # noqa: PLC0415 fast start
 
         raise NotJoinedError(
             "nothing of edgefl is set up here; give --dir DIR, --state DIR or --url URL; on a provisioned board: "
             + PROVISIONED.format("doctor")
         )
-    parts = [("software", check_software), *parts]
+    parts = [("software", lambda: software), *parts]
     rows = [
         {"where": where, **{name: str(getattr(finding, name)) for name in COLUMNS[1:]}}
         for where, look in parts
@@ -58,10 +58,10 @@ def command(*, root: Path | None, state: Path | None, url: str | None, store_url
         raise UnsoundError(f"{num_problems} problem{'s' if num_problems > 1 else ''} found")
 
 
-def _chosen(root: Path | None, state: Path | None, url: str | None, store_url: str | None) -> list[Part]:
+def _chosen(root: Path | None, state: Path | None, url: str | None) -> list[Part]:
     parts: list[Part] = []
     if root is not None:
-        parts.append(("coordinator", lambda: _coordinator(root, store_url)))
+        parts.append(("coordinator", lambda: _coordinator(root)))
     if state is not None:
         parts.append(("device", lambda: _device(state)))
     if url is not None:
@@ -69,7 +69,7 @@ def _chosen(root: Path | None, state: Path | None, url: str | None, store_url: s
     return parts
 
 
-def _found_here(store_url: str | None) -> list[Part]:
+def _found_here() -> list[Part]:
     from edgefl.client import operator_path  # noqa: PLC0415 fast start
     from edgefl.coordinator.directory import default_directory  # noqa: PLC0415 likewise
     from edgefl.device.state import default_state_dir  # noqa: PLC0415 likewise
@@ -78,7 +78,6 @@ def _found_here(store_url: str | None) -> list[Part]:
         default_directory() if (default_directory() / "settings.toml").exists() else None,
         default_state_dir() if (default_state_dir() / "device.json").exists() else None,
         None,
-        store_url,
     ) + ([("operator", lambda: _operator(None))] if operator_path().exists() else [])
 
 
@@ -88,18 +87,16 @@ def _device(state: Path) -> list[Finding]:
     return check_device(state, now=time.time())
 
 
-def _coordinator(root: Path, store_url: str | None) -> list[Finding]:
+def _coordinator(root: Path) -> list[Finding]:
     from edgefl.coordinator.checks import check_directory  # noqa: PLC0415 fast start
     from edgefl.coordinator.directory import load_directory  # noqa: PLC0415 likewise
     from edgefl.findings import problem  # noqa: PLC0415 likewise
-    from edgefl.storage.database import sqlite_file  # noqa: PLC0415 likewise
 
     try:
         directory = load_directory(root)
     except EdgeflError as error:
         return [problem("coordinator", str(error), "edgefl coordinator init, or restore a backup")]
-    store = directory.database if store_url is None else sqlite_file(store_url)
-    return [*check_directory(directory, now=time.time(), store=store), *_from_outside(directory)]
+    return [*check_directory(directory, now=time.time()), *_from_outside(directory)]
 
 
 def _from_outside(directory: CoordinatorDirectory) -> list[Finding]:

@@ -11,9 +11,8 @@ import click
 
 from edgefl.cli.history_source import Source as Asked
 from edgefl.cli.history_source import source_of
-from edgefl.cli.whence import ask, source_options
+from edgefl.cli.whence import ask, open_store, source_options
 from edgefl.errors import EdgeflError, UsageError
-from edgefl.files import DATABASE_NAME
 from edgefl.history.plots.names import AXES, ENDINGS, KINDS, check_matplotlib
 from edgefl.types import Json
 
@@ -85,9 +84,8 @@ def _source(directory: Path | None, url: str | None) -> Iterator[Source]:
         yield OperatorSource(found)
         return
     from edgefl.history.store_source import StoreSource  # noqa: PLC0415 SQLAlchemy is slow to load
-    from edgefl.storage.store import Store  # noqa: PLC0415 likewise
 
-    with Store.open(found.directory / DATABASE_NAME, read_only=True) as store:
+    with open_store(found.directory) as store:
         yield StoreSource(store, lambda record: batch_size(record.task, record.strategy, record.config))
 
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgefl.cli.whence import ask, directory_of
+from edgefl.cli.whence import ask, directory_of, open_store
 from edgefl.errors import NetworkError
-from edgefl.files import DATABASE_NAME
 from edgefl.types import Json
 
 _PATH = "/edgefl/v1/history"
@@ -27,9 +26,8 @@ class Source:
         if self.directory is None:
             return rows_of(self._get(kind, filters))
         from edgefl.storage.queries import history  # noqa: PLC0415 SQLAlchemy is slow to load
-        from edgefl.storage.store import Store  # noqa: PLC0415 likewise
 
-        with Store.open(self._database(), read_only=True) as store:
+        with open_store(self.directory) as store:
             return history(store, kind, **filters)
 
     def pages(self, kind: str, filters: Mapping[str, Any]) -> Iterator[list[Json]]:
@@ -42,9 +40,8 @@ class Source:
                 after = answer.get("next")
             return
         from edgefl.storage.queries import history_pages  # noqa: PLC0415 SQLAlchemy is slow to load
-        from edgefl.storage.store import Store  # noqa: PLC0415 likewise
 
-        with Store.open(self._database(), read_only=True) as store:
+        with open_store(self.directory) as store:
             yield from history_pages(store, kind, **filters)
 
     def why(self, run: str, number: int | None) -> Json:
@@ -53,14 +50,9 @@ class Source:
             return self._get("why", {"run": run, "round": number})
         from edgefl.history.why import explain  # noqa: PLC0415 SQLAlchemy is slow to load
         from edgefl.storage.round_facts import round_facts  # noqa: PLC0415 likewise
-        from edgefl.storage.store import Store  # noqa: PLC0415 likewise
 
-        with Store.open(self._database(), read_only=True) as store:
+        with open_store(self.directory) as store:
             return {"v": 1, **explain(round_facts(store, run, number))}
-
-    def _database(self) -> Path:
-        assert self.directory is not None
-        return self.directory / DATABASE_NAME
 
     def _get(self, kind: str, params: Mapping[str, Any]) -> Json:
         return ask(self.url, f"{_PATH}/{kind}", params, what="store")

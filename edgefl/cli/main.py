@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
 from edgefl import __version__
-from edgefl.errors import EdgeflError
+from edgefl.errors import EXTRAS, EdgeflError, MissingPackageError, install_line
 
 COMMANDS = {
     "codecs": "List the codecs, measure them on a gradient",
@@ -58,7 +58,7 @@ def edgefl(*, verbose: int, quiet: bool) -> None:
     """Federated learning for fleets of Raspberry Pi, Jetson and other Linux boards."""
     level = logging.WARNING if quiet else (logging.INFO if verbose < 2 else logging.DEBUG)
     logging.basicConfig(level=level, format=LOG_FORMAT, stream=sys.stderr)
-    for noisy in ("httpx", "httpcore", "amqtt", "transitions", "alembic", "fontTools", "matplotlib", "PIL"):
+    for noisy in ("httpx", "httpcore", "alembic", "fontTools", "matplotlib", "PIL"):
         logging.getLogger(noisy).setLevel(logging.WARNING if verbose < 2 else logging.DEBUG)
 
 
@@ -66,9 +66,18 @@ def main(arguments: list[str] | None = None) -> Any:
     """Runs one command; an `EdgeflError` becomes one line on stderr and its exit code, a bug keeps its traceback."""
     try:
         return edgefl.main(args=arguments, prog_name="edgefl", standalone_mode=True)
+    except ModuleNotFoundError as error:
+        module = (error.name or "").partition(".")[0]
+        if module not in EXTRAS:
+            raise
+        _end(MissingPackageError(f"this command needs {module}, which is not installed: {install_line(module)}"))
     except EdgeflError as error:
-        click.echo(f"edgefl: {' '.join(str(error).split())}", err=True)
-        sys.exit(error.exit_code)
+        _end(error)
+
+
+def _end(error: EdgeflError) -> NoReturn:
+    click.echo(f"edgefl: {' '.join(str(error).split())}", err=True)
+    sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

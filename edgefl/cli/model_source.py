@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from edgefl.cli.whence import ask, directory_of
+from edgefl.cli.whence import ask, directory_of, open_store
 from edgefl.errors import NotFoundError
-from edgefl.files import DATABASE_NAME
 
 if TYPE_CHECKING:
     from edgefl.types import Array, Json
@@ -109,9 +108,7 @@ class _Stopped:
         yield path
 
     def _store(self) -> Any:
-        from edgefl.storage.store import Store  # noqa: PLC0415 as above
-
-        return Store.open(self.directory / DATABASE_NAME, read_only=True)
+        return open_store(self.directory)
 
 
 def _path(model: str) -> str:

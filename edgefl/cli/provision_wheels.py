@@ -27,7 +27,7 @@ def command(*, name: str, folder: Path, with_torch: bool, own_wheel: Path | None
     from edgefl.provision.wheel_folder import fill_wheel_folder  # noqa: PLC0415 likewise
 
     family = board_family(name)
-    lock = parse_lock(lock_text(family, with_torch=with_torch))
+    lock = parse_lock(lock_text(family, "train" if with_torch else ""))
     found = fill_wheel_folder(folder, family, lock, own_wheel=own_wheel)
     megabytes = sum(path.stat().st_size for path in found) / 1e6
     click.echo(f"{len(found)} wheels for {name} in {folder} ({megabytes:.0f} MB)")

@@ -28,6 +28,35 @@ dir_option = click.option(
 )
 
 
+def _store_address(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    """Returns the store's URL; a file's path is made absolute, since the settings remember it."""
+    from click.core import ParameterSource  # noqa: PLC0415 fast start
+
+    from edgefl.storage.database import has_password  # noqa: PLC0415 likewise
+
+    if value is None:
+        return None
+    if value == "-":
+        return click.get_text_stream("stdin").readline().strip()
+    is_seen = context.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE
+    if is_seen and has_password(value):
+        raise UsageError(
+            "--store got a URL with a password, which every user of this machine sees in the list of processes; "
+            "put the URL into EDGEFL_STORE, or on standard input with --store -, or its password into ~/.pgpass"
+        )
+    return value if "://" in value else str(Path(value).absolute())
+
+
+store_option = click.option(
+    "--store",
+    metavar="URL",
+    envvar="EDGEFL_STORE",
+    callback=_store_address,
+    help="postgresql://USER@HOST/DATABASE, remembered; - reads it from standard input "
+    "[default: SQLite in the state directory].",
+)
+
+
 def alert_options(function: Function) -> Function:
     """Adds where alerts go; what is left out is as `settings.toml` says."""
     key = click.option(
@@ -43,15 +72,15 @@ def alert_options(function: Function) -> Function:
 @dir_option
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--without-models", is_flag=True, help="Leave the models of finished runs out.")
-@click.option("--store", "store_url", metavar="URL", help="The store that the coordinator uses, when not its own.")
-def backup(root: Path | None, file: Path, store_url: str | None, *, without_models: bool) -> None:
+def backup(root: Path | None, file: Path, *, without_models: bool) -> None:
     """Write the whole coordinator, its keys included, to FILE (.tar.gz); it may be running."""
     from edgefl.cli.render import human_bytes  # noqa: PLC0415 fast start
     from edgefl.coordinator.backup import NOTICE, back_up  # noqa: PLC0415 likewise
     from edgefl.coordinator.directory import default_directory, load_directory  # noqa: PLC0415 likewise
+    from edgefl.storage.database import sqlite_file  # noqa: PLC0415 likewise
 
     directory = load_directory(root or default_directory())
-    store = _store_file(directory, store_url)
+    store = sqlite_file(directory.store_url)
     manifest = back_up(directory, file, store=store, with_models=not without_models)
     size = human_bytes(file.stat().st_size)
     click.echo(f"fleet {manifest.fleet} in {file}: {len(manifest.files)} files, {size}")
@@ -117,13 +146,6 @@ def grafana() -> None:
     from edgefl.coordinator.monitoring.metrics import grafana_dashboard  # noqa: PLC0415 fast start
 
     click.echo(json.dumps(grafana_dashboard(), indent=2))
-
-
-def _store_file(directory: CoordinatorDirectory, store_url: str | None) -> Path | None:
-    """Returns the SQLite database, None when the store is on a database server."""
-    from edgefl.storage.database import sqlite_file  # noqa: PLC0415 fast start
-
-    return directory.database if store_url is None else sqlite_file(store_url)
 
 
 def alert_settings(directory: CoordinatorDirectory, webhook: str | None, secret: str | None) -> AlertSettings:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from edgefl.errors import NetworkError, UsageError
 from edgefl.types import Json
+
+if TYPE_CHECKING:
+    from edgefl.storage.store import Store
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -42,6 +45,14 @@ def directory_of(directory: Path | None, url: str | None) -> Path | None:
     if directory is None and not usual.exists():
         return None  # to be told that this user knows no coordinator, as by every other command
     return (directory or usual).expanduser()
+
+
+def open_store(directory: Path) -> Store:
+    """Returns the store of the coordinator or the simulation in a directory, open for reading."""
+    from edgefl.coordinator.directory import store_of  # noqa: PLC0415 fast start
+    from edgefl.storage.store import Store  # noqa: PLC0415 SQLAlchemy is slow to load
+
+    return Store.open(store_of(directory), read_only=True)
 
 
 def ask(url: str | None, path: str, params: Mapping[str, Any] | None = None, *, what: str) -> Json:

@@ -20,9 +20,10 @@ from edgefl.files import is_held, sha256_of_file
 from edgefl.findings import Finding, check_certificate, check_clock, check_disk, check_private, ok, problem, warning
 from edgefl.protocol import check_version
 from edgefl.storage.checkpoints import checkpoint_files, checkpoints, is_whole
-from edgefl.storage.database import SCHEMA_REVISION
+from edgefl.storage.database import SCHEMA_REVISION, sqlite_file
 from edgefl.storage.journal_reader import read_journal
 from edgefl.storage.snapshot import check_database, device_versions, named_models
+from edgefl.storage.store import Store
 from edgefl.storage.wal import journal_files, read_header
 
 BACKUP = "restore a backup: edgefl coordinator restore FILE --dir DIR"
@@ -39,8 +40,9 @@ class Witness:
     tls: BrokerTls
 
 
-def check_directory(directory: CoordinatorDirectory, *, now: float, store: Path | None) -> list[Finding]:
-    """Returns what is found in a coordinator's directory; `now` is unix time, `store` None for one elsewhere."""
+def check_directory(directory: CoordinatorDirectory, *, now: float) -> list[Finding]:
+    """Returns what is found in a coordinator's directory, and of its store; `now` is unix time."""
+    store = sqlite_file(directory.store_url)
     is_running = is_held(directory.root / "lock")
     keys = [directory.ca_key, directory.server_key, directory.client_key, directory.settings]
     return [
@@ -51,7 +53,7 @@ def check_directory(directory: CoordinatorDirectory, *, now: float, store: Path 
         check_disk(directory.root),
         check_clock(now),
         _program(),
-        *(_database(store) if store is not None else [_elsewhere()]),
+        *(_database(store) if store is not None else [_server_store(directory)]),
         *_runs(directory),
         *(_models(directory, store) if store is not None else []),
     ]
@@ -120,8 +122,15 @@ def _program() -> Finding:
     return ok("broker", f"mosquitto is {path}")
 
 
-def _elsewhere() -> Finding:
-    return ok("database", "the store is on a database server; its own tools check it")
+def _server_store(directory: CoordinatorDirectory) -> Finding:
+    """Returns whether the database server answers, and has a store of ours; its own tools check the rest."""
+    try:
+        with Store.open(directory.store_url, read_only=True) as store:
+            return ok("database", f"the store at {store.database.where} answers, revision {SCHEMA_REVISION}")
+    except StoreError as error:
+        return problem(
+            "database", str(error), "start that server, or name another store: edgefl coordinator start --store URL"
+        )
 
 
 def _database(store: Path) -> list[Finding]:

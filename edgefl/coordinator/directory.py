@@ -22,7 +22,7 @@ from edgefl.config import AlertSettings, CertificateSettings, from_mapping
 from edgefl.coordinator import pki
 from edgefl.coordinator.local_addresses import local_addresses
 from edgefl.errors import ConfigError, NotJoinedError, StoreError
-from edgefl.files import forget_halves, make_private_directory, write_whole
+from edgefl.files import DATABASE_NAME, forget_halves, make_private_directory, write_whole
 from edgefl.protocol import COORDINATOR_NAME, certificate_fingerprint, checked_slug
 from edgefl.untrusted import parse_toml
 
@@ -38,7 +38,8 @@ class CoordinatorDirectory:
     """One coordinator's directory and what its settings say.
 
     `hosts` are the names and addresses under which devices find the coordinator, best first. Of the access tokens
-    only SHA-256 hashes are kept.
+    only SHA-256 hashes are kept. `store` is the URL of a database server, perhaps with a password; None for SQLite in
+    the directory.
     """
 
     root: Path
@@ -49,6 +50,7 @@ class CoordinatorDirectory:
     viewer_sha256: tuple[str, ...] = field(default=(), repr=False)
     alerts: AlertSettings = field(default_factory=AlertSettings)
     certificates: CertificateSettings = field(default_factory=CertificateSettings)
+    store: str | None = field(default=None, repr=False)
 
     @property
     def settings(self) -> Path:
@@ -80,7 +82,12 @@ class CoordinatorDirectory:
 
     @property
     def database(self) -> Path:
-        return self.root / "edgefl.db"
+        return self.root / DATABASE_NAME
+
+    @property
+    def store_url(self) -> str | Path:
+        """Where the store is: what `Store.open` takes."""
+        return self.store or self.database
 
     @property
     def models(self) -> Path:
@@ -187,20 +194,24 @@ def load_directory(root: Path) -> CoordinatorDirectory:
         NotJoinedError: it was not.
         ConfigError: its settings are damaged, or a key is missing.
     """
-    path = root / "settings.toml"
-    try:
-        value = parse_toml(path.read_text())
-    except FileNotFoundError:
-        raise NotJoinedError(
-            f"{root} is no coordinator directory; run: edgefl coordinator init --dir {root}"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
+    value = _read_settings(root)
+    if value is None:
+        raise NotJoinedError(f"{root} is no coordinator directory; run: edgefl coordinator init --dir {root}")
     directory = _from_settings(root, value)
     for file in (directory.ca_cert, directory.ca_key, directory.server_cert, directory.server_key):
         if not file.exists():
             raise ConfigError(f"{file} is missing; restore it from a backup of {root}")
     return directory
+
+
+def store_of(root: Path) -> str | Path:
+    """Returns where the store of a coordinator or a simulation in this directory is: what `Store.open` takes.
+
+    Raises:
+        ConfigError: the settings there are damaged.
+    """
+    value = _read_settings(root) or {}
+    return str(value["store"]) if "store" in value else root / DATABASE_NAME
 
 
 def readdress(root: Path, hosts: Sequence[str], *, port: int | None = None) -> CoordinatorDirectory:
@@ -234,6 +245,18 @@ def add_access(directory: CoordinatorDirectory) -> tuple[CoordinatorDirectory, s
     )
     _write_settings(changed)
     return changed, operator, viewer
+
+
+def with_store(directory: CoordinatorDirectory, url: str | None) -> CoordinatorDirectory:
+    """Returns the directory with its store at this URL, which its settings remember; None changes nothing.
+
+    What the former store holds stays where it is.
+    """
+    if url is None or url == directory.store:
+        return directory
+    changed = replace(directory, store=url)
+    _write_settings(changed)
+    return changed
 
 
 def token_hash(token: str) -> str:
@@ -294,7 +317,7 @@ def _write_settings(directory: CoordinatorDirectory) -> None:
         "port": directory.port,
         "operator_sha256": list(directory.operator_sha256),
         "viewer_sha256": list(directory.viewer_sha256),
-    }
+    } | ({} if directory.store is None else {"store": directory.store})
     tables: dict[str, Any] = {"alerts": directory.alerts, "certificates": directory.certificates}
     text = _toml(values) + "".join(
         _table(name, asdict(table), asdict(type(table)())) for name, table in tables.items()
@@ -312,12 +335,22 @@ def _toml(values: Mapping[str, Any]) -> str:
     return "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())
 
 
+def _read_settings(root: Path) -> dict[str, Any] | None:
+    path = root / "settings.toml"
+    try:
+        return parse_toml(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+
+
 def _from_settings(root: Path, value: Mapping[str, Any]) -> CoordinatorDirectory:
     known = {"fleet": str, "hosts": list, "port": int, "operator_sha256": list, "viewer_sha256": list}
-    for key, kind in known.items():
+    for key, kind in [*known.items(), *([("store", str)] if "store" in value else [])]:
         if not isinstance(value.get(key), kind):
             raise ConfigError(f"{root / 'settings.toml'}: {key} must be a {kind.__name__}, got {value.get(key)!r}")
-    if unknown := sorted(set(value) - set(known) - {"alerts", "certificates"}):
+    if unknown := sorted(set(value) - set(known) - {"store", "alerts", "certificates"}):
         raise ConfigError(f"{root / 'settings.toml'}: unknown key {unknown[0]!r}, known are {', '.join(known)}")
     return CoordinatorDirectory(
         root=root,
@@ -328,6 +361,7 @@ def _from_settings(root: Path, value: Mapping[str, Any]) -> CoordinatorDirectory
         viewer_sha256=tuple(value["viewer_sha256"]),
         alerts=_section(root, AlertSettings, value.get("alerts", {}), "alerts"),
         certificates=_section(root, CertificateSettings, value.get("certificates", {}), "certificates"),
+        store=value.get("store"),
     )
 
 

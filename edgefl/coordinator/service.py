@@ -167,7 +167,7 @@ class Coordinator:
         directory = self._directory
         former = own_serial(directory)
         has_renewed = renew_own(directory, now=time.time())
-        self._store = Store.open(self._store_url())
+        self._store = Store.open(self._directory.store_url)
         self._closers.callback(self._store.close)
         self._hindrance = Hindrance(record=lambda kind, told, at: self._store.record_event(kind, told, at=at))
         if has_renewed:
@@ -238,7 +238,6 @@ class Coordinator:
         watched = Watched(
             directory=self._directory,
             store=store,
-            store_url=self._store_url(),
             roster=roster,
             is_broker_connected=bus.is_connected,
             num_dropped=lambda: sum(bus.malformed_counts().values()),
@@ -309,9 +308,6 @@ class Coordinator:
         if self._options.test_shards:
             address = checked_address(connect_host(self._options.host), self._options.port)
             self._closers.callback(self._evaluator.started(self._options.test_shards, address).stop)
-
-    def _store_url(self) -> str:
-        return self._options.store_url or str(self._directory.database)
 
     def _heard(self, device_id: str, kind: Topic, payload: bytes) -> None:
         """Takes an MQTT message."""

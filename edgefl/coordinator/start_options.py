@@ -19,7 +19,6 @@ class StartOptions:
     port: int = _DEFAULTS.port
     broker: str = _DEFAULTS.broker
     broker_port: int = _DEFAULTS.broker_port
-    store_url: str | None = None
     test_shards: Mapping[str, Path] = field(default_factory=dict)
     heartbeat_s: float = _DEFAULTS.heartbeat_s
     device_metrics: int = _DEFAULTS.device_metrics

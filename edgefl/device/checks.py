@@ -96,7 +96,7 @@ def check_board(role: str, tasks: Iterable[str], root: Path = Path("/")) -> list
     elif told["trains"]:
         findings.append(ok("training", f"it trains {ways or 'with ' + ' and '.join(told['backends'])}"))
     else:
-        findings.append(warning("training", told["trains_reason"], "see docs/boards.md, small boards"))
+        findings.append(warning("training", told["trains_reason"], "see docs/explanation/boards.md, small boards"))
     return [*findings, *_held_back(Board(root))]
 
 
@@ -116,7 +116,7 @@ def check_updates(site: Site) -> Finding:
     told = install_facts(site)["installs"]
     if site.slots is None:
         return ok("updates", told["reason"])
-    remedy = f"see docs/updates.md; keys of signers lie in {site.signers}, which root alone may change"
+    remedy = f"see docs/how-to/update-boards.md; keys of signers lie in {site.signers}, which root alone may change"
     if not told["able"]:
         return warning("updates", f"this board takes no updates: {told['reason']}", remedy)
     if os.geteuid() != 0 and os.access(site.signers, os.W_OK):
@@ -167,7 +167,7 @@ def check_broker(hosts: Sequence[str], port: int, side: BrokerSide) -> list[Find
 
 
 def _rules(rules: BrokerRules) -> list[Finding]:
-    remedy = "give the broker the fleet's rules; docs/protocol.md has them"
+    remedy = "give the broker the fleet's rules; docs/reference/protocol.md has them"
     findings = []
     if rules.writes_as_others:
         findings.append(problem("broker", "it lets a device speak as another one", remedy))

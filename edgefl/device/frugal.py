@@ -14,8 +14,8 @@ KEPT_FREE_BYTES = 16 << 20
 LARGEST_IN_HEAP_BYTES = 32 << 20
 """glibc's largest, which it comes to by itself as blocks of that size are freed."""
 
-UNUSED = ("httpx._main", "rich.traceback", "typer.rich_utils")
-"""What libraries try to import and do without: command lines and their colours, with all that draws on terminals."""
+UNUSED = ("httpx._main",)
+"""What libraries try to import and do without: a command line, with all that draws on terminals."""
 STOOD_IN_FOR = ("flwr.server", "flwr.serverapp", "flwr.simulation", "flwr.supercore.grpc")
 """What `import flwr` imports as well: a device is no server, and speaks Flower's Fleet API over HTTP, not gRPC."""
 

@@ -10,13 +10,18 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_public_key
 
+from edgefl import DISTRIBUTION
 from edgefl.errors import ConfigError, NotFoundError, UsageError
 from edgefl.provision.card import Files
 from edgefl.provision.payload import LOCK
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+!-]{0,199}")
-_WHEEL = re.compile(r"wheels/edgefl-([^-]+)-")
-_LOCKED = re.compile(r"^edgefl==(\S+).*--hash=sha256:", re.MULTILINE)
+OWN_WHEEL = f"{DISTRIBUTION.replace('-', '_')}-"
+"""What the file name of edgefl's own wheel begins with."""
+FOREIGN_WHEEL = "edgefl-"
+"""Likewise of another project's, and of edgefl's before it was called so."""
+_WHEEL = re.compile(rf"wheels/{OWN_WHEEL}([^-]+)-")
+_LOCKED = re.compile(rf"^{DISTRIBUTION}==(\S+).*--hash=sha256:", re.MULTILINE)
 
 
 def wheels(folder: Path) -> Files:
@@ -29,11 +34,15 @@ def wheels(folder: Path) -> Files:
     if not folder.is_dir():
         raise NotFoundError(f"there is no folder {folder} with wheels")
     found = sorted(path for path in folder.iterdir() if path.is_file())
-    own = [path.name for path in found if path.name.startswith("edgefl-")]
+    own = [path.name for path in found if path.name.startswith(OWN_WHEEL)]
     if len(own) != 1:
         raise ConfigError(
-            f"{folder} must hold one wheel of edgefl, has {', '.join(own) or 'none'}; "
-            "python3 -m pip wheel -w FOLDER edgefl, or a folder of provisioning/locks"
+            f"{folder} must hold one wheel of {DISTRIBUTION}, has {', '.join(own) or 'none'}; "
+            "make it with: edgefl provision wheels"
+        )
+    if foreign := [path.name for path in found if path.name.startswith(FOREIGN_WHEEL)]:
+        raise ConfigError(
+            f"{folder} holds {', '.join(foreign)}, which is not of {DISTRIBUTION} but of another project; remove it"
         )
     if strange := [path.name for path in found if path.suffix != ".whl"]:
         raise ConfigError(f"{folder} holds what is no wheel: {', '.join(strange[:5])}; boards install wheels only")
@@ -68,7 +77,7 @@ def edgefl_version(files: Mapping[str, bytes | Path]) -> str:
         ConfigError: the wheel's name says no version.
     """
     for name in files:
-        if name.startswith("wheels/edgefl-"):
+        if name.startswith(f"wheels/{OWN_WHEEL}"):
             if (found := _WHEEL.match(name)) is None:
                 raise ConfigError(f"{name} is no wheel of edgefl: its name says no version")
             return found[1]

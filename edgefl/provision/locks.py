@@ -76,6 +76,10 @@ BOARDS = {
 }
 
 
+LOCKED_EXTRAS = {"": "-light", "train": "", "coordinator": "-coordinator"}
+"""How the names of locks end, by the extra whose packages they hold beside what a device needs."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockedWheel:
     """One line of a lock."""
@@ -97,23 +101,23 @@ def board_family(name: str) -> BoardFamily:
     return BOARDS[name]
 
 
-def lock_name(family: BoardFamily, *, with_torch: bool) -> str:
-    """Returns the lock's file name: what a device needs is `-light`, the other one has torch too."""
-    return f"{family.name}.txt" if with_torch else f"{family.name}-light.txt"
+def lock_name(family: BoardFamily, extra: str = "") -> str:
+    """Returns the file name of the lock with the packages of this extra, one of `LOCKED_EXTRAS`."""
+    return f"{family.name}{LOCKED_EXTRAS[extra]}.txt"
 
 
-def lock_text(family: BoardFamily, *, with_torch: bool = False) -> str:
-    """Returns the lock as it lies in `provisioning/locks/`; it is a requirements file of pip.
+def lock_text(family: BoardFamily, extra: str = "") -> str:
+    """Returns the lock as it lies in `provisioning/locks/`: a requirements file of pip, to be installed --no-deps.
 
     Raises:
         NotFoundError: there is none with torch for these boards.
     """
-    if with_torch and not family.with_torch:
+    if extra == "train" and not family.with_torch:
         raise NotFoundError(
             f"there is no lock with torch for {family.name}: on x86-64 the index's torch brings gigabytes of CUDA; "
             "install torch from PyTorch's own CPU index instead"
         )
-    return sources.text(f"locks/{lock_name(family, with_torch=with_torch)}")
+    return sources.text(f"locks/{lock_name(family, extra)}")
 
 
 def parse_lock(text: str) -> tuple[LockedWheel, ...]:

@@ -48,5 +48,5 @@ def manifest(files: Mapping[str, bytes | Path]) -> bytes:
 
 def _board_locks() -> dict[str, bytes | Path]:
     """Returns the lock of every kind of board, by what `install.sh` can see of one: machine and CPython."""
-    light = {f"{family.machine}-{family.abi}": lock_name(family, with_torch=False) for family in BOARDS.values()}
+    light = {f"{family.machine}-{family.abi}": lock_name(family) for family in BOARDS.values()}
     return {f"locks/{board}.txt": sources.path(f"locks/{name}") for board, name in light.items()}

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from edgefl import __version__
 from edgefl.errors import ConfigError, NetworkError, NotFoundError
+from edgefl.provision.extras import FOREIGN_WHEEL, OWN_WHEEL
 from edgefl.provision.locks import BoardFamily, LockedWheel
 
 _CHECKOUT = Path(__file__).parents[2]
@@ -75,8 +76,8 @@ def _download(folder: Path, family: BoardFamily, wheels: Sequence[LockedWheel]) 
 def _own_wheel(folder: Path, given: Path | None) -> Path:
     """Returns edgefl's wheel in the folder, the only one there: the given one, or a new one of the checkout."""
     if given is not None:
-        if not given.name.startswith("edgefl-") or given.suffix != ".whl" or not given.is_file():
-            raise ConfigError(f"edgefl's wheel must be a file edgefl-VERSION-py3-none-any.whl, got {given}")
+        if not given.name.startswith(OWN_WHEEL) or given.suffix != ".whl" or not given.is_file():
+            raise ConfigError(f"edgefl's wheel must be a file {OWN_WHEEL}VERSION-py3-none-any.whl, got {given}")
         return _only(folder, given)
     if not (_CHECKOUT / "pyproject.toml").is_file():
         raise NotFoundError(
@@ -85,15 +86,15 @@ def _own_wheel(folder: Path, given: Path | None) -> Path:
         )
     with tempfile.TemporaryDirectory() as scratch:
         _pip("wheel", "--no-deps", "--wheel-dir", scratch, str(_CHECKOUT), what="edgefl's own wheel")
-        return _only(folder, next(Path(scratch).glob("edgefl-*.whl")))
+        return _only(folder, next(Path(scratch).glob(f"{OWN_WHEEL}*.whl")))
 
 
 def _only(folder: Path, wheel: Path) -> Path:
-    """Copies it into the folder and takes edgefl's other versions out: a board could not choose."""
+    """Copies it into the folder and takes other versions and foreign packages out: a board could not choose."""
     place = folder / wheel.name
     if wheel.resolve() != place.resolve():
         shutil.copy(wheel, place)
-    for other in folder.glob("edgefl-*.whl"):
+    for other in (*folder.glob(f"{OWN_WHEEL}*.whl"), *folder.glob(f"{FOREIGN_WHEEL}*.whl")):
         if other != place:
             other.unlink()
     return place

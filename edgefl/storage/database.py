@@ -19,7 +19,7 @@ from sqlalchemy import Connection, Engine, create_engine, event, inspect, make_u
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 
-from edgefl.errors import StoreError, StoreTooNewError
+from edgefl.errors import MissingPackageError, StoreError, StoreTooNewError, install_line
 from edgefl.files import store_error
 from edgefl.storage.failures import explained
 from edgefl.storage.rebuilding import rebuild_derived
@@ -27,6 +27,8 @@ from edgefl.storage.rebuilding import rebuild_derived
 SCHEMA_REVISION = "0008"
 """The newest revision in `migrations/`; a test compares them."""
 BUSY_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S = 10
+"""For each address of a database server."""
 SWITCH_PAUSE_S = 0.02
 _VERSION_TABLE = "alembic_version"
 _FIRST_WITH_SUMS = "0004"
@@ -51,7 +53,7 @@ class Database:
 
         Args:
             url_or_path: a file (SQLite), or an SQLAlchemy URL.
-            read_only: reads an existing SQLite file, also while somebody writes it; never upgrades.
+            read_only: reads an existing store, also while somebody writes it; never upgrades.
 
         Raises:
             StoreTooNewError: a newer edgefl wrote it.
@@ -163,6 +165,11 @@ def sqlite_file(url_or_path: str | Path) -> Path | None:
     return Path(str(url.database)) if url.get_backend_name() == "sqlite" else None
 
 
+def has_password(url_or_path: str) -> bool:
+    """Returns whether an address of a store has a password in it; raises as `Database.open`."""
+    return _as_url(url_or_path).password is not None
+
+
 def _as_url(url_or_path: str | Path) -> URL:
     if isinstance(url_or_path, Path) or "://" not in url_or_path:
         return URL.create("sqlite", database=str(url_or_path))
@@ -173,7 +180,9 @@ def _as_url(url_or_path: str | Path) -> URL:
         raise StoreError("store URL is malformed; expected a path or postgresql://user@host/database") from None
     if known == "sqlite" and url.database in {None, "", ":memory:"}:
         raise StoreError("the store needs a file, an SQLite database in memory is not shared between threads")
-    return url
+    if known not in {"sqlite", "postgresql"}:
+        raise StoreError(f"store URL names {known}; expected a path or postgresql://user@host/database")
+    return url.set(drivername="postgresql+psycopg") if url.drivername == "postgresql" else url
 
 
 def _prepare_file(path: Path, *, read_only: bool) -> None:
@@ -193,9 +202,13 @@ def _prepare_file(path: Path, *, read_only: bool) -> None:
 def _make_engine(url: URL, *, read_only: bool) -> Engine:
     if url.get_backend_name() != "sqlite":
         try:
-            return create_engine(url, pool_pre_ping=True)
-        except (ModuleNotFoundError, NoSuchModuleError) as error:
-            raise StoreError(f"store URL needs a database driver that is not installed: {error}") from error
+            engine = create_engine(url, pool_pre_ping=True, connect_args={"connect_timeout": CONNECT_TIMEOUT_S})
+        except ImportError as error:
+            raise MissingPackageError(
+                f"a store in PostgreSQL needs psycopg, which cannot be imported ({error}); "
+                f"install it with: {install_line('psycopg')}"
+            ) from None
+        return engine.execution_options(postgresql_readonly=True) if read_only else engine
     if read_only:
         quoted = Path(str(url.database)).absolute().as_uri()
         url = URL.create("sqlite", database=quoted, query={"mode": "ro", "uri": "true"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from edgefl.errors import TaskError
+from edgefl.errors import TaskError, install_line
 
 _KNOWN = re.compile(r"(cpu|cuda(:\d+)?)\Z")
 
@@ -32,6 +32,6 @@ def import_torch() -> Any:
     except ImportError as error:
         raise TaskError(
             f"this task trains with torch, which cannot be imported ({error}); "
-            "install it with: pip install 'edgefl[train]' -c constraints.txt"
+            f"install it with: {install_line('torch')}"
         ) from None
     return torch

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from edgefl.errors import TaskError
+from edgefl.errors import TaskError, install_line
 from edgefl.types import Array
 
 OPSET = 18
@@ -140,7 +140,7 @@ def import_onnx() -> Any:
     except ImportError as error:
         raise TaskError(
             f"an export to ONNX needs onnx, which cannot be imported ({error}); "
-            "install it with: pip install 'edgefl[export]' -c constraints.txt"
+            f"install it with: {install_line('onnx')}"
         ) from None
     return onnx
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from edgefl.errors import TaskError
+from edgefl.errors import TaskError, install_line
 from edgefl.tasks.accelerators import import_torch
 from edgefl.tasks.onnx_steps import OPSET, Graph, quiet
 from edgefl.types import Array
@@ -33,7 +33,7 @@ def draw_module(module: torch.nn.Module, graph: Graph, features: str, example: A
     if importlib.util.find_spec("onnxscript") is None:
         raise TaskError(
             "an export of a torch model to ONNX needs onnxscript, which is not installed; "
-            "install it with: pip install 'edgefl[export]' -c constraints.txt"
+            f"install it with: {install_line('onnxscript')}"
         )
     made = _exported(module.eval(), example)
     if made.functions or any(node.domain for node in made.graph.node):

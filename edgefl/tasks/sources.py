@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edgefl.errors import DataError, TaskError
+from edgefl.errors import DataError, MissingPackageError, TaskError, install_line
 from edgefl.tasks.idx import read_image_set
 from edgefl.tasks.motion_windows import FILE_NAME, MotionWindows, read_motion_windows
 from edgefl.tasks.noop import noop_data
@@ -74,7 +74,9 @@ def _digits() -> CentralData:
     try:
         from sklearn.datasets import load_digits  # noqa: PLC0415 only experiments need scikit-learn, boards do not
     except ImportError:
-        raise DataError("the digits come with scikit-learn; install it with: pip install 'edgefl[demo]'") from None
+        raise MissingPackageError(
+            f"the digits come with scikit-learn; install it with: {install_line('sklearn')}"
+        ) from None
     bunch = load_digits()
     everything = Dataset(inputs=bunch.images.astype(np.uint8), labels=bunch.target.astype(np.int64))
     train, test = local_split(everything, DIGITS_TEST_FRACTION, salt="digits")

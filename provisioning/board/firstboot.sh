@@ -140,7 +140,7 @@ is_time_set() {
 has_all_wheels() {
     for wheel in "$payload"/wheels/*.whl; do
         case "${wheel##*/}" in
-            "*.whl" | edgefl-*) ;;
+            "*.whl" | edgefl_fleet-*) ;;
             *) return 0 ;;
         esac
     done

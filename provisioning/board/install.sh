@@ -65,11 +65,11 @@ find_python() {
 find_wanted() {
     own=
     wanted=
-    for wheel in "$folder/wheels/edgefl-"*.whl; do
+    for wheel in "$folder/wheels/edgefl_fleet-"*.whl; do
         [ -e "$wheel" ] || continue
         [ -z "$own" ] || fail "$folder/wheels has several wheels of edgefl; leave the one that is wanted"
         own=$wheel
-        wanted=${wheel##*/edgefl-}
+        wanted=${wheel##*/edgefl_fleet-}
         wanted=${wanted%%-*}
     done
     if [ -z "$wanted" ] && [ -e "$folder/version" ]; then
@@ -94,7 +94,7 @@ print("%s-cp%d%d" % (platform.machine() if sys.maxsize > 2**32 else "32bit", *sy
 
 # Whoever may publish on an index could publish something called edgefl there: the name alone is no origin.
 check_origin() {
-    if [ -z "$own" ] && ! grep -qs '^edgefl==.*--hash=sha256:' "$folder/requirements.txt"; then
+    if [ -z "$own" ] && ! grep -qs '^edgefl-fleet==.*--hash=sha256:' "$folder/requirements.txt"; then
         fail "the payload has neither edgefl's wheel nor a lock with its hash, and an index is not asked for edgefl" \
             "itself: make the payload with --wheels"
     fi
@@ -102,7 +102,7 @@ check_origin() {
 
 version_in() {
     [ -e "$1/.complete" ] || return 0
-    "$1/bin/python" -I -c 'import importlib.metadata as m; print(m.version("edgefl"))' 2>/dev/null || true
+    "$1/bin/python" -I -c 'import importlib.metadata as m; print(m.version("edgefl-fleet"))' 2>/dev/null || true
 }
 
 find_slot() {
@@ -196,7 +196,7 @@ pip_install() {
 has_all_wheels() {
     for wheel in "$folder/wheels/"*.whl; do
         case "${wheel##*/}" in
-            "*.whl" | edgefl-*) ;;
+            "*.whl" | edgefl_fleet-*) ;;
             *) return 0 ;;
         esac
     done
@@ -215,8 +215,9 @@ install_packages() {
         fail "the clock says $(date -u +%Y-%m-%d), so no index can be trusted: timedatectl set-ntp true, or bring wheels"
     fi
     if [ -n "$lock" ]; then
-        pip_install "$@" --require-hashes --requirement "$lock"
+        # --no-deps: the lock leaves out what Flower asks for and no device imports.
         set -- "$@" --no-deps
+        pip_install "$@" --require-hashes --requirement "$lock"
     fi
     [ -z "$own" ] || pip_install "$@" "$own"
 }

@@ -37,7 +37,7 @@ say free_mb "$(df -Pk "$place" | awk 'NR == 2 { print int($4 / 1024) }')"
 say device "$($become cat /var/lib/edgefl/device.json 2>/dev/null | tr -d '\n')"
 python=/opt/edgefl/current/bin/python
 if [ -x "$python" ]; then
-    say version "$("$python" -I -c 'import importlib.metadata as m; print(m.version("edgefl"))' 2>/dev/null)"
+    say version "$("$python" -I -c 'import importlib.metadata as m; print(m.version("edgefl-fleet"))' 2>/dev/null)"
 fi
 say active "$(systemctl is-active edgefl-device.service 2>/dev/null)"
 say end ""

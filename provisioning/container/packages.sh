@@ -2,7 +2,8 @@
 # What an image installs, run from the top of the repository: sh packages.sh VENV [EXTRAS]
 #
 # What edgefl needs comes by the hashes of the lock of this machine and Python; edgefl itself is this very folder.
-# EXTRAS such as "[train]" come by constraints.txt, but for torch where a lock has it. PIP_FLAGS are more words for pip.
+# EXTRAS is "[coordinator]" for a coordinator, "[train]" for a device with torch; what no lock has comes by constraints.txt.
+# PIP_FLAGS are more words for pip.
 set -eu
 
 venv=$1
@@ -25,17 +26,19 @@ case "$(uname -m)-$cpython" in
         ;;
 esac
 lock=provisioning/locks/$family-light.txt
-if [ "$extras" = "[train]" ] && [ -e "provisioning/locks/$family.txt" ]; then
-    lock=provisioning/locks/$family.txt
-fi
+rest=$extras
+case "$extras" in
+    "[coordinator]") lock=provisioning/locks/$family-coordinator.txt rest= ;;
+    "[train]") [ ! -e "provisioning/locks/$family.txt" ] || lock=provisioning/locks/$family.txt rest= ;;
+esac
 if [ ! -e "$lock" ]; then
     echo "there is no lock $lock; take a base whose Python has one" >&2
     exit 1
 fi
-install --require-hashes --requirement "$lock"
-# --no-deps: nothing comes by its name alone that the lock does not have.
-if [ -z "$extras" ] || [ "$lock" = "provisioning/locks/$family.txt" ]; then
+# --no-deps: nothing comes by its name alone, and nothing of Flower's that a board never imports.
+install --no-deps --require-hashes --requirement "$lock"
+if [ -z "$rest" ]; then
     install --no-deps .
 else
-    install --constraint constraints.txt ".$extras"
+    install --constraint constraints.txt ".$rest"
 fi

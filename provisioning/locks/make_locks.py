@@ -21,7 +21,7 @@ from packaging.tags import Tag, compatible_tags, cpython_tags
 from packaging.utils import parse_wheel_filename
 from uv import find_uv_bin
 
-from edgefl.provision.locks import BOARDS, BoardFamily, LockedWheel, board_family, lock_name
+from edgefl.provision.locks import BOARDS, LOCKED_EXTRAS, BoardFamily, LockedWheel, board_family, lock_name
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -36,9 +36,11 @@ def main() -> int:
     check: bool = asked.check
     stale = []
     for family in map(board_family, asked.boards or BOARDS):
-        for with_torch in (False, True) if family.with_torch else (False,):
-            path = HERE / lock_name(family, with_torch=with_torch)
-            text = made_lock(family, with_torch=with_torch)
+        for extra in LOCKED_EXTRAS:
+            if extra == "train" and not family.with_torch:
+                continue
+            path = HERE / lock_name(family, extra)
+            text = made_lock(family, extra)
             if not path.exists() or path.read_text(encoding="utf-8") != text:
                 stale.append(path.name)
             if not check:
@@ -47,13 +49,13 @@ def main() -> int:
     return int(check and bool(stale))
 
 
-def made_lock(family: BoardFamily, *, with_torch: bool) -> str:
+def made_lock(family: BoardFamily, extra: str) -> str:
     """Returns the text of one lock."""
     tags = _tags(family)
-    chosen = [_chosen(package, tags) for package in _resolved(family, with_torch=with_torch)]
+    chosen = [_chosen(package, tags) for package in _resolved(family, extra)]
     wheels = sorted((wheel for wheel, _ in chosen), key=lambda wheel: wheel.name)
     megabytes = sum(size for _, size in chosen) / 1e6
-    what = "with torch" if with_torch else "without torch"
+    what = {"": "a device without torch", "train": "a device with torch", "coordinator": "a coordinator"}[extra]
     return "\n".join([
         f"# {family.title}: CPython {family.python_version}, {family.machine}, glibc 2.{family.glibc}; {what}.",
         f"# {len(wheels)} wheels, {megabytes:.0f} MB. Made by provisioning/locks/make_locks.py; do not edit.",
@@ -63,14 +65,16 @@ def made_lock(family: BoardFamily, *, with_torch: bool) -> str:
     ])  # fmt: skip
 
 
-def _resolved(family: BoardFamily, *, with_torch: bool) -> list[dict[str, Any]]:
+def _resolved(family: BoardFamily, extra: str) -> list[dict[str, Any]]:
     """Returns the packages that uv resolves for the board, each with all of its wheels."""
     words = [
         find_uv_bin(), "pip", "compile", "pyproject.toml", "--no-config", "--quiet",
         "--constraints", "constraints.txt", "--format", "pylock.toml", "--only-binary", ":all:",
         "--python-version", family.python_version,
         "--python-platform", f"{family.machine}-manylinux_2_28",
-        *(("--extra", "train") if with_torch else ()),
+        *(("--extra", extra) if extra else ()),
+        # A coordinator runs Flower's server; a device imports neither that nor what only it needs.
+        *(("--excludes", str(HERE / "not-on-boards.txt")) if extra != "coordinator" else ()),
     ]  # fmt: skip
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:

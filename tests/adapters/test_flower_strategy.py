@@ -117,13 +117,7 @@ def test_the_model_is_what_flower_computes_to_the_bit(name):
         assert strategy.model(state)[key].dtype == first_model()[key].dtype
         assert strategy.model(state)[key].tobytes() == tensor.tobytes(), key
     assert strategy.version(state) == 2
-
-
-@each_strategy
-def test_counters_are_those_of_the_update_with_most_examples(name):
-    strategy = made(name)
-    state, _ = play(strategy, strategy.init(first_model()), 0)
-    assert strategy.model(state)["n"] == 7 + 3
+    assert strategy.model(state)["n"] == 7 + 2 * 3, "counters are those of the update with most examples"
 
 
 @each_strategy
@@ -164,10 +158,14 @@ def test_sparse_updates_are_whole_models_for_flower():
     assert strategy.model(strategy.aggregate(state))["w"].tolist() == [[1, 1], [1, 3]]
 
 
-def test_the_tensors_of_callers_are_left_as_they_were():
+def test_the_tensors_of_callers_are_left_as_they_were_and_bulyan_leaves_the_model_when_replies_are_too_few():
     model, strategy = first_model(), made("flwr:FedAdam")
     play(strategy, strategy.init(model), 0)
     assert all(np.array_equal(model[key], tensor) for key, tensor in first_model().items())
+    strategy = made("flwr:Bulyan", {"num_malicious_nodes": 1})
+    state, _ = play(strategy, strategy.init(first_model()), 0)
+    assert strategy.version(state) == 1
+    assert all(np.array_equal(strategy.model(state)[key], tensor) for key, tensor in first_model().items())
 
 
 def test_a_round_closes_without_a_device_that_is_lost():
@@ -227,13 +225,10 @@ def test_a_strategy_that_wants_more_nodes_than_are_idle_is_asked_again_and_does_
     assert strategy.version(state) == 1
 
 
-def test_min_devices_of_the_run_file_replaces_flowers_own_minimum_of_two():
+def test_min_devices_of_the_run_file_replaces_flowers_own_minimum_of_two_and_can_be_met():
     strategy = made("flwr:FedAvg")
     _, decision = strategy.assign(strategy.init(first_model()), view_of(idle=DEVICES[:1]))
     assert len(decision.orders) == 1
-
-
-def test_a_minimum_that_can_never_be_met_is_refused():
     with pytest.raises(ConfigError, match=r"strategy\.min_train_nodes must be at most devices.count = 2, got 3"):
         made("flwr:FedAvg", {"min_train_nodes": 3}, max_devices=2)
 
@@ -248,13 +243,10 @@ def test_what_a_device_does_is_in_the_run_file():
     assert orders[0].plan.learning_rate == 0.1
 
 
-def test_fedprox_sends_its_mu_to_the_devices():
+def test_fedprox_sends_its_mu_to_the_devices_and_replaces_no_optimizer_that_was_asked_for():
     strategy = made("flwr:FedProx", {"proximal_mu": 0.25})
     _, orders = play(strategy, strategy.init(first_model()), 0)
     assert {(order.plan.algorithm, order.plan.options["mu"]) for order in orders} == {("prox", 0.25)}
-
-
-def test_a_proximal_term_does_not_replace_the_optimizer_that_was_asked_for():
     strategy = made("flwr:FedProx", {"proximal_mu": 0.25, "optimizer": "adam"})
     with pytest.raises(StrategyError, match=r"proximal term, which needs strategy\.optimizer = 'sgd', got 'adam'"):
         strategy.assign(strategy.init(first_model()), view_of())
@@ -265,13 +257,6 @@ def test_devices_are_told_which_of_their_updates_were_used():
     state, first = play(strategy, strategy.init(first_model()), 0)
     _, second = play(strategy, state, 1)
     assert {o.device_id: o.settled for o in second} == {o.device_id: (o.assignment_id,) for o in first}
-
-
-def test_too_few_replies_for_bulyan_leave_the_model_as_it_is():
-    strategy = made("flwr:Bulyan", {"num_malicious_nodes": 1})
-    state, _ = play(strategy, strategy.init(first_model()), 0)
-    assert strategy.version(state) == 1
-    assert all(np.array_equal(strategy.model(state)[key], tensor) for key, tensor in first_model().items())
 
 
 def test_the_run_files_server_optimizer_takes_flowers_step_for_a_gradient():
@@ -291,11 +276,7 @@ def test_the_run_files_server_optimizer_takes_flowers_step_for_a_gradient():
         ("flwr:FedAdam", {"learning_rate": -1}, "strategy.learning_rate must be a number of 0 or more"),
         ("flwr:QFedAvg", {}, "strategy.client_learning_rate is missing: flwr:QFedAvg cannot do without"),
         ("flwr:FedAvg", {"train_metrics_aggr_fn": "x"}, "has no such setting"),
-        (
-            "flwr:FedAvg",
-            {"fraction_train": 0},
-            "strategy.fraction_train must be above 0, or nobody ever trains, got 0",
-        ),
+        ("flwr:FedAvg", {"fraction_train": 0}, "strategy.fraction_train must be above 0"),
     ],
 )
 def test_an_option_that_makes_no_sense_is_refused(name, options, told):

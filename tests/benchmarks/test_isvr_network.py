@@ -1,10 +1,3 @@
-from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import replace
-from types import ModuleType
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -17,49 +10,37 @@ AT_RANDOM = ("pdmm-isvr", "admm-isvr", "ad-psgd")
 
 
 @pytest.fixture(scope="module")
-def network(harness: Callable[[str], ModuleType]) -> ModuleType:
+def network(harness):
     return harness("isvr_network")
 
 
 @pytest.fixture(scope="module")
-def images() -> Dataset:
-    rng = np.random.default_rng(1)
-    return Dataset(
-        inputs=rng.integers(0, 256, size=(400, 28, 28), dtype=np.uint8), labels=np.repeat(np.arange(10), 40)
-    )
+def images():
+    inputs = np.random.default_rng(1).integers(0, 256, size=(400, 28, 28), dtype=np.uint8)
+    return Dataset(inputs=inputs, labels=np.repeat(np.arange(10), 40))
 
 
-def _cell(network: ModuleType, method: str, **changes: Any) -> Any:
-    cell = network.Cell(
-        method=method,
-        graph="ring",
-        exchange="poisson" if method in AT_RANDOM else "sync",
-        period=1 if method in STEP_BY_STEP else 4,
-        iterations=16,
-        rounds=4,
-        rate=0.05,
-        decay="linear",
-        seed=1,
-        batch_size=10,
-        points=4,
-    )
-    return replace(cell, **changes)
+@pytest.fixture
+def ran(network, images):
+    """Runs a method on a ring for sixteen iterations."""
 
+    def run(method, **changes):
+        cell = {
+            "method": method, "graph": "ring", "exchange": "poisson" if method in AT_RANDOM else "sync",
+            "period": 1 if method in STEP_BY_STEP else 4, "iterations": 16, "rounds": 4, "rate": 0.05,
+            "decay": "linear", "seed": 1, "batch_size": 10, "points": 4, **changes,
+        }  # fmt: skip
+        task = make_task("fashion-mnist", {"model": "logistic"})
+        found = network.Network(network.Cell(**cell), task, task.learner(), images)
+        assert list(found.run()) == [4, 8, 12, 16]
+        return found
 
-def _ran(network: ModuleType, cell: Any, images: Dataset) -> Any:
-    task = make_task("fashion-mnist", {"model": "logistic"})
-    found = network.Network(cell, task, task.learner(), images)
-    assert list(found.run()) == [4, 8, 12, 16]
-    return found
+    return run
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_node_does_its_iterations_and_the_codec_dense_changes_nothing(
-    network: ModuleType, method: str, images: Dataset
-) -> None:
-    plain = _ran(network, _cell(network, method), images)
-    encoded = _ran(network, _cell(network, method, codec="dense"), images)
-
+def test_every_node_does_its_iterations_and_the_codec_dense_changes_nothing(ran, method):
+    plain, encoded = ran(method), ran(method, codec="dense")
     assert {engine.node.iterations for engine in plain.engines.values()} == {16}
     assert plain.num_bytes == pytest.approx(encoded.num_bytes, rel=1e-4)
     for name, tensor in plain.mean_model().items():
@@ -67,33 +48,25 @@ def test_every_node_does_its_iterations_and_the_codec_dense_changes_nothing(
 
 
 @pytest.mark.parametrize(("method", "exchanges"), [("dsgd", 4), ("k-gt", 4), ("d2", 16), ("gradient-tracking", 31)])
-def test_in_step_edges_exchange_as_often_as_the_method_says(
-    network: ModuleType, method: str, exchanges: int, images: Dataset
-) -> None:
-    assert _ran(network, _cell(network, method), images).exchanges_per_edge == exchanges
+def test_in_step_edges_exchange_as_often_as_the_method_says(ran, method, exchanges):
+    assert ran(method).exchanges_per_edge == exchanges
 
 
-def test_at_random_edges_exchange_once_in_a_period_on_average(network: ModuleType, images: Dataset) -> None:
-    counts = [
-        _ran(network, _cell(network, "admm-isvr", seed=seed), images).exchanges_per_edge for seed in range(1, 6)
-    ]
-
+def test_at_random_edges_exchange_once_in_a_period_on_average(ran):
+    counts = [ran("admm-isvr", seed=seed).exchanges_per_edge for seed in range(1, 6)]
     assert np.mean(counts) == pytest.approx(4, abs=0.7)
 
 
-def test_lost_mail_is_sent_and_does_not_arrive(network: ModuleType, images: Dataset) -> None:
-    alone = _ran(network, _cell(network, "dsgd", lost=1.0), images)
-    among = _ran(network, _cell(network, "dsgd"), images)
-
+def test_lost_mail_is_sent_and_does_not_arrive(ran):
+    alone, among = ran("dsgd", lost=1.0), ran("dsgd")
     assert alone.exchanges_per_edge == among.exchanges_per_edge
     assert not np.allclose(alone.mean_model()["fc1.weight"], among.mean_model()["fc1.weight"])
 
 
 @pytest.mark.parametrize("cut", ["3 of 10", "8 of 10"])
-def test_shards_hold_their_classes_and_no_image_twice(network: ModuleType, cut: str, images: Dataset) -> None:
+def test_shards_hold_their_classes_and_no_image_twice(network, cut, images):
     classes = network.CUTS[cut]
     shards = network.class_shards(images.labels, classes, np.random.default_rng(1))
-
     for rows, held in zip(shards, classes, strict=True):
         assert set(images.labels[rows]) == set(held)
     assert sorted(np.concatenate(shards)) == list(range(400))

@@ -1,11 +1,7 @@
-from __future__ import annotations
-
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -37,99 +33,65 @@ print(pid)
 
 
 @pytest.fixture(scope="module")
-def trees(harness: Callable[[str], ModuleType]) -> ModuleType:
+def trees(harness):
     return harness("process_trees")
 
 
 @pytest.fixture
-def parent() -> Iterator[subprocess.Popen[str]]:
+def meter(trees):
+    """A meter with samples at these times, of so much memory and processor time."""
+
+    def make(*samples):
+        made = trees.Meter({"device": 1})
+        made.samples["device"] += [
+            trees.Sample(at_s=at_s, pss_bytes=pss_bytes, cpu_s=cpu_s, num_processes=1)
+            for at_s, pss_bytes, cpu_s in samples
+        ]
+        return made
+
+    return make
+
+
+def test_a_tree_has_the_memory_of_its_children_and_keeps_their_processor_time_after_their_end(trees):
     process = subprocess.Popen(
         [sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert process.stdout is not None
     assert process.stdout.readline() == "1\n"
-    yield process
-    process.communicate("\n\n", timeout=10)
-
-
-def test_a_tree_has_the_memory_of_its_children(trees: ModuleType, parent: subprocess.Popen[str]) -> None:
-    pids = trees.tree(parent.pid, trees.children_by_parent())
-
-    assert len(pids) == 2
-    assert trees.look(pids).pss_bytes > 50_000_000
-    assert trees.pss_bytes(parent.pid) < 50_000_000
-
-
-def test_a_tree_keeps_the_cpu_time_of_children_that_ended(trees: ModuleType, parent: subprocess.Popen[str]) -> None:
-    before = trees.look(trees.tree(parent.pid, trees.children_by_parent()))
-    assert parent.stdin is not None
-    assert parent.stdout is not None
-    parent.stdin.write("\n")
-    parent.stdin.flush()
-    assert parent.stdout.readline() == "reaped\n"
-
-    after = trees.look(trees.tree(parent.pid, trees.children_by_parent()))
-
-    assert after.num_processes == 1
-    assert after.cpu_s > 0.99 * before.cpu_s > 0
-
-
-def test_a_process_that_is_gone_costs_nothing(trees: ModuleType) -> None:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-
-    assert (trees.pss_bytes(process.pid), trees.cpu_s(process.pid), trees.command(process.pid)) == (0, 0.0, "")
-
-
-def test_a_meter_sees_what_happens_while_it_is_entered(trees: ModuleType, parent: subprocess.Popen[str]) -> None:
     begin_s = time.time()
-    with trees.Meter({"device": parent.pid}, interval_s=0.01) as meter:
+    with trees.Meter({"device": process.pid}, interval_s=0.01) as meter:
         deadline_s = time.monotonic() + 60
         while len(meter.samples["device"]) < 3:
             assert time.monotonic() < deadline_s
             time.sleep(0.005)
-
     assert meter.cost("device", begin_s, time.time()).peak_bytes > 50_000_000
     assert any("python" in name for name in meter.commands)
+    pids = trees.tree(process.pid, trees.children_by_parent())
+    before = trees.look(pids)
+    assert (len(pids), before.pss_bytes > 50_000_000, trees.pss_bytes(process.pid) < 50_000_000) == (2, True, True)
+    process.stdin.write("\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "reaped\n"
+    after = trees.look(trees.tree(process.pid, trees.children_by_parent()))
+    assert after.num_processes == 1
+    assert after.cpu_s > 0.99 * before.cpu_s > 0
+    process.communicate("\n", timeout=10)
+    assert (trees.pss_bytes(process.pid), trees.cpu_s(process.pid), trees.command(process.pid)) == (0, 0.0, "")
 
 
-def test_a_span_with_one_look_is_too_short_to_measure(trees: ModuleType) -> None:
-    meter = trees.Meter({"device": 1})
-    meter.samples["device"].append(trees.Sample(at_s=5.0, pss_bytes=1, cpu_s=0.0, num_processes=1))
-
+def test_cost_counts_only_what_lies_in_the_span(trees, meter):
+    samples = [(1.0, 900, 0.0), (2.0, 10, 3.0), (3.0, 30, 3.5), (4.0, 20, 4.0), (5.0, 900, 9.0)]
+    assert meter(*samples).cost("device", 1.5, 4.5) == trees.Cost(peak_bytes=30, median_bytes=20, cores=0.5)
     with pytest.raises(ValueError, match="run more rounds"):
-        meter.cost("device", 4.0, 6.0)
+        meter((5.0, 1, 0.0)).cost("device", 4.0, 6.0)
 
 
-def test_cost_counts_only_what_lies_in_the_span(trees: ModuleType) -> None:
-    meter = trees.Meter({"device": 1})
-    meter.samples["device"] += [
-        trees.Sample(at_s=at_s, pss_bytes=pss_bytes, cpu_s=cpu_s, num_processes=1)
-        for at_s, pss_bytes, cpu_s in (
-            (1.0, 900, 0.0),
-            (2.0, 10, 3.0),
-            (3.0, 30, 3.5),
-            (4.0, 20, 4.0),
-            (5.0, 900, 9.0),
-        )
-    ]
-
-    assert meter.cost("device", 1.5, 4.5) == trees.Cost(peak_bytes=30, median_bytes=20, cores=0.5)
+def test_other_cores_are_what_the_machine_did_beside_the_trees(meter):
+    made = meter((1.0, 1, 0.0), (3.0, 1, 1.0))
+    made.machine += [(1.0, 100.0), (3.0, 103.0)]
+    assert made.other_cores(0.0, 4.0) == 1.0
 
 
-def test_other_cores_are_what_the_machine_did_beside_the_trees(trees: ModuleType) -> None:
-    meter = trees.Meter({"device": 1})
-    meter.samples["device"] += [
-        trees.Sample(at_s=at_s, pss_bytes=1, cpu_s=cpu_s, num_processes=1) for at_s, cpu_s in ((1.0, 0.0), (3.0, 1.0))
-    ]
-    meter.machine += [(1.0, 100.0), (3.0, 103.0)]
-
-    assert meter.other_cores(0.0, 4.0) == 1.0
-
-
-def test_no_descendant_outlives_its_end_though_it_is_orphaned_and_ignores_sigterm(trees: ModuleType) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ORPHAN, str(HARNESS)], capture_output=True, text=True, timeout=20, check=True
-    )
-
+def test_no_descendant_outlives_its_end_though_it_is_orphaned_and_ignores_sigterm(trees):
+    command = [sys.executable, "-c", ORPHAN, str(HARNESS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     assert trees.command(int(done.stdout)) == ""

@@ -1,59 +1,46 @@
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
 import subprocess
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from urllib.error import URLError
 
 import pytest
 
 from edgefl.local_fleet import free_port
-from edgefl.types import Json
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
-def log(harness: Callable[[str], ModuleType]) -> ModuleType:
+def log(harness):
     return harness("request_log")
 
 
-def test_requests_outside_the_span_and_those_of_operators_do_not_count(log: ModuleType, tmp_path: Path) -> None:
+def test_requests_outside_the_span_and_those_of_operators_do_not_count(log, tmp_path):
     (tmp_path / "log").write_text(
-        "1.0 /v1/fleet/pull-messages\n"
-        "2.0 /v1/fleet/pull-messages\n"
-        "2.5 /edgefl/v1/runs/1/x y\n"
-        "2.6 /v1/fleet/pull-messages\n"
-        "2.7 /edgefl/v1/hello\n"
-        "3.0 /v1/fleet/pull-messages\n"
+        "1.0 /v1/fleet/pull-messages\n2.0 /v1/fleet/pull-messages\n2.5 /edgefl/v1/runs/1/x y\n"
+        "2.6 /v1/fleet/pull-messages\n2.7 /edgefl/v1/hello\n3.0 /v1/fleet/pull-messages\n"
     )
-
     found = log.read_requests(tmp_path / "log", 2.0, 3.0)
-
     assert found == {"/v1/fleet/pull-messages": 2, "/edgefl/v1/hello": 1}
 
 
-def test_the_application_hears_of_every_request_as_before(log: ModuleType, tmp_path: Path) -> None:
-    heard: list[Json] = []
-
-    async def app(scope: Json, _receive: object, _send: object) -> None:
+def test_the_application_hears_of_every_request_as_before(log, tmp_path):
+    async def app(scope, _receive, _send):
         heard.append(scope)
 
-    noted = log._Noted(app, tmp_path / "log")
+    heard, noted = [], log._Noted(app, tmp_path / "log")
     scopes = [{"type": "lifespan"}, {"type": "http", "path": "/a"}, {"type": "http", "path": "/b"}]
     for scope in scopes:
         asyncio.run(noted(scope, None, None))
-
     assert heard == scopes
     assert log.read_requests(tmp_path / "log", 0.0, 1e12) == {"/a": 1, "/b": 1}
 
 
-def test_a_stock_superlink_notes_what_it_is_asked(log: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.extended
+def test_a_stock_superlink_notes_what_it_is_asked(log, tmp_path):
     port, out = free_port(), tmp_path / "log"
     environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS), "FLWR_HOME": str(tmp_path / "home")}
     process = subprocess.Popen(
@@ -63,16 +50,15 @@ def test_a_stock_superlink_notes_what_it_is_asked(log: ModuleType, tmp_path: Pat
         stderr=subprocess.DEVNULL,
     )
     try:
-        while not _answers(f"http://127.0.0.1:{port}/nothing-here"):
+        while not answers(f"http://127.0.0.1:{port}/nothing-here"):
             assert process.poll() is None
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(20)
-
     assert log.read_requests(out, 0.0, 1e12)["/nothing-here"] == 1
 
 
-def _answers(url: str) -> bool:
+def answers(url):
     try:
         urllib.request.urlopen(url, timeout=5)
     except URLError as error:

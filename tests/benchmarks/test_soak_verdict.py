@@ -1,98 +1,73 @@
-from __future__ import annotations
-
 import random
-from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
-HARNESS = Path(__file__).parents[2] / "benchmarks" / "harness"
 MIB = 1024 * 1024
 HOUR_S = 3600
-EVERY_S = 5
 
 
 @pytest.fixture(scope="module")
-def verdicts(harness: Callable[[str], ModuleType]) -> ModuleType:
+def verdicts(harness):
     return harness("soak_verdict")
 
 
-def looks(verdicts: ModuleType, memory: Any, *, handles: Any = lambda _: 12, threads: Any = lambda _: 7) -> list[Any]:
-    """An hour of a process of about 100 MiB; `memory`, `handles` and `threads` are of the part that has gone by."""
-    return [
-        verdicts.Look(
-            at_s=float(at_s), rss_bytes=int(memory(at_s / HOUR_S)), anonymous_bytes=50 * MIB,
-            num_handles=handles(at_s / HOUR_S), num_threads=threads(at_s / HOUR_S), cpu_s=0.1 * at_s,
-        )
-        for at_s in range(0, HOUR_S, EVERY_S)
-    ]  # fmt: skip
+@pytest.fixture
+def judge(verdicts):
+    """Judges an hour of a process of about 100 MiB; what is given is of the part of it that has gone by."""
+
+    def call(memory, *, handles=lambda _: 12, threads=lambda _: 7, number=None):
+        looks = [
+            verdicts.Look(
+                at_s=float(at_s), rss_bytes=int(memory(at_s / HOUR_S)), anonymous_bytes=50 * MIB,
+                num_handles=handles(at_s / HOUR_S), num_threads=threads(at_s / HOUR_S), cpu_s=0.1 * at_s,
+            )
+            for at_s in range(0, HOUR_S, 5)
+        ]  # fmt: skip
+        return verdicts.judge("device-01", looks[:number])
+
+    return call
 
 
-def noisy(leak: float, seed: int = 1) -> Any:
+def noisy(leak, seed=1):
     rng = random.Random(seed)
-    return lambda part: (
-        100 * MIB * (1 + leak * part) + rng.gauss(0, 2 * MIB) + (30 * MIB if rng.random() < 0.05 else 0)
-    )
+
+    def memory(part):
+        return 100 * MIB * (1 + leak * part) + rng.gauss(0, 2 * MIB) + (30 * MIB if rng.random() < 0.05 else 0)
+
+    return memory
 
 
-def test_a_noisy_line_that_is_flat_passes(verdicts: ModuleType) -> None:
-    for seed in range(5):
-        verdict = verdicts.judge("device-01", looks(verdicts, noisy(0.0, seed)))
-
-        assert verdict.problems == []
-        assert abs(verdict.memory.line) < 0.005
+def breathing(part):
+    return 36 + random.Random(part).randrange(6)
 
 
-def test_a_leak_of_three_percent_is_found_in_the_noise(verdicts: ModuleType) -> None:
-    for seed in range(5):
-        verdict = verdicts.judge("device-01", looks(verdicts, noisy(0.03, seed)))
-
-        assert verdict.memory.line == pytest.approx(0.03, abs=0.005)
-        assert any("by its line" in problem for problem in verdict.problems)
-
-
-def test_memory_that_is_freed_is_no_problem(verdicts: ModuleType) -> None:
-    assert verdicts.judge("device-01", looks(verdicts, noisy(-0.1))).problems == []
+@pytest.mark.parametrize("seed", range(3))
+def test_a_leak_of_three_percent_is_found_in_the_noise_and_a_flat_line_passes(judge, seed):
+    flat, leak = judge(noisy(0.0, seed)), judge(noisy(0.03, seed))
+    assert (flat.problems, abs(flat.memory.line) < 0.005) == ([], True)
+    assert leak.memory.line == pytest.approx(0.03, abs=0.005)
+    assert any("by its line" in problem for problem in leak.problems)
 
 
-def test_a_jump_that_stays_is_found_though_most_pairs_lie_on_one_side_of_it(verdicts: ModuleType) -> None:
-    late = looks(verdicts, lambda part: (100 if part < 0.8 else 104) * MIB)
-
-    assert any("last quarter" in problem for problem in verdicts.judge("device-01", late).problems)
-
-
-def test_one_socket_left_behind_every_quarter_of_an_hour_is_found(verdicts: ModuleType) -> None:
-    verdict = verdicts.judge("coordinator", looks(verdicts, noisy(0.0), handles=lambda part: 40 + int(4 * part)))
-
-    assert verdict.problems == ["coordinator: open files grew by 3.6: median 40, then 43, most 41, then 43"]
-
-
-def test_a_pool_of_connections_that_breathes_is_no_leak(verdicts: ModuleType) -> None:
-    rng = random.Random(3)
-    verdict = verdicts.judge("coordinator", looks(verdicts, noisy(0.0), handles=lambda _: 36 + rng.randrange(6)))
-
-    assert verdict.problems == []
+@pytest.mark.parametrize(
+    ("memory", "others", "problem"),
+    [
+        (noisy(-0.1), {}, None),
+        (lambda part: (100 if part < 0.8 else 104) * MIB, {}, "last quarter"),
+        (noisy(0.0), {"handles": lambda part: 40 + int(4 * part)}, "open files grew by 3.6: median 40, then 43"),
+        (noisy(0.0), {"handles": breathing}, None),
+        (noisy(0.0), {"threads": lambda part: 30 if part > 0.95 else 7}, "threads grew"),
+    ],
+    ids=["freed", "a jump that stays", "a socket every quarter", "a pool that breathes", "many threads for a while"],
+)
+def test_what_grows_is_found_by_what_is_left(judge, memory, others, problem):
+    found = judge(memory, **others).problems
+    assert found == [] if problem is None else (len(found) == 1 and problem in found[0]), found
 
 
-def test_many_threads_at_once_are_found_though_they_are_there_only_for_a_while(verdicts: ModuleType) -> None:
-    verdict = verdicts.judge("broker", looks(verdicts, noisy(0.0), threads=lambda part: 30 if part > 0.95 else 7))
-
-    assert len(verdict.problems) == 1
-    assert "threads grew" in verdict.problems[0]
-
-
-def test_too_few_looks_are_refused(verdicts: ModuleType) -> None:
-    few = looks(verdicts, noisy(0.0))[:7]
-
+def test_too_few_looks_are_refused_and_the_table_tells_both_measures_and_both_maxima(judge, verdicts):
     with pytest.raises(ValueError, match="7 times after the warm-up, 8 are needed"):
-        verdicts.judge("device-01", few)
-
-
-def test_the_table_tells_both_measures_and_both_maxima(verdicts: ModuleType) -> None:
-    verdict = verdicts.judge("device-01", looks(verdicts, lambda part: 100 * MIB * (1 + 0.01 * part)))
-
+        judge(noisy(0.0), number=7)
+    verdict = judge(lambda part: 100 * MIB * (1 + 0.01 * part))
     words = " ".join(verdicts.table([verdict]).splitlines()[1].split())
-
     assert words == "device-01 100.1 +1.00% +0.75% 50.0 +0.00% 12 (12, 12) 7 (7, 7) 0.100"

@@ -1,59 +1,37 @@
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 AWAKE = Path(__file__).parents[2] / "benchmarks" / "harness" / "awake"
 SLEEPS = """
-import sys, time
-module, seconds = sys.argv[1], float(sys.argv[2])
+import sys
 asked = []
-stock = sys.modules["sitecustomize"]._sleep
 sys.modules["sitecustomize"]._sleep = asked.append
-exec("import time; time.sleep(seconds)", {"__name__": module, "seconds": seconds})
+for word in sys.argv[1:]:
+    module, _, seconds = word.partition("=")
+    exec("import time; time.sleep(seconds)", {"__name__": module, "seconds": float(seconds)})
 print(asked)
 """
 
 
-def _slept(module: str, seconds: float) -> str:
-    """Returns what a process that is kept awake asks of the clock when a module sleeps."""
+def test_flowers_polls_of_three_seconds_take_ten_milliseconds_and_no_other_sleep_is_shortened():
+    sleeps = {
+        "flwr.supernode.start_client_internal=3": 0.01, "flwr.superlink.grid.http_grid=3": 0.01,
+        "flwr.supernode.start_client_internal=0.5": 0.5, "noop_app.client=3": 3.0,
+    }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-c", SLEEPS, module, str(seconds)],
-        env={**os.environ, "PYTHONPATH": str(AWAKE)},
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=True,
-    )
-    return done.stdout.strip()
+        [sys.executable, "-c", SLEEPS, *sleeps], env={**os.environ, "PYTHONPATH": str(AWAKE)}, capture_output=True,
+        text=True, timeout=30, check=True,
+    )  # fmt: skip
+    assert done.stdout.strip() == str(list(sleeps.values()))
 
 
-@pytest.mark.parametrize("module", ["flwr.supernode.start_client_internal", "flwr.superlink.grid.http_grid"])
-def test_a_poll_of_three_seconds_takes_ten_milliseconds(module: str) -> None:
-    assert _slept(module, 3) == "[0.01]"
-
-
-@pytest.mark.parametrize(
-    ("module", "seconds"), [("flwr.supernode.start_client_internal", 0.5), ("noop_app.client", 3.0)]
-)
-def test_no_other_sleep_is_shortened(module: str, seconds: float) -> None:
-    assert _slept(module, seconds) == f"[{seconds}]"
-
-
-def test_the_polls_are_where_the_installed_flower_has_them(harness: Callable[[str], ModuleType]) -> None:
-    harness("stock_flower")._check_polls()
-
-
-def test_a_poll_that_is_no_longer_there_is_told(
-    harness: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_polls_are_where_the_installed_flower_has_them_and_one_that_is_not_is_told(harness, monkeypatch):
     stock = harness("stock_flower")
+    stock._check_polls()
     monkeypatch.setattr(stock, "POLLS", {"flwr.superlink.grid.http_grid": 7})
     with pytest.raises(stock.StockFlowerError, match="does not sleep for 7 s"):
         stock._check_polls()

@@ -1,83 +1,54 @@
-from __future__ import annotations
-
 import sqlite3
-from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from edgefl.storage.records import HeartbeatRow
 from edgefl.storage.store import Store
 
-HARNESS = Path(__file__).parents[2] / "benchmarks" / "harness"
 NUM_BEATS = 4000
 
 
 @pytest.fixture(scope="module")
-def growth(harness: Callable[[str], ModuleType]) -> ModuleType:
+def growth(harness):
     return harness("store_growth")
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    file = tmp_path / "edgefl.db"
-    Store.open(file).close()
-    return file
+def beat(number):
+    return HeartbeatRow(
+        device_id=f"device-{number % 5:02}", at=1.7e9 + number + 0.123, seq=number, session_no=3,
+        uptime_s=number * 1.5, cpu_fraction=0.25, memory_bytes=80_000_000, throttled="ok",
+        run="20260101-000000-aaaaaa",
+    )  # fmt: skip
 
 
-def write_heartbeats(path: Path, *, number: int) -> None:
-    with Store.open(path) as store:
-        for first in range(0, number, 10):
-            store.record_heartbeats(
-                [
-                    HeartbeatRow(
-                        device_id=f"device-{beat % 5:02}", at=1.7e9 + beat + 0.123, seq=beat, session_no=3,
-                        uptime_s=beat * 1.5, cpu_fraction=0.25, memory_bytes=80_000_000, throttled="ok",
-                        run="20260101-000000-aaaaaa",
-                    )
-                    for beat in range(first, first + 10)
-                ]
-            )  # fmt: skip
-
-
-def test_a_store_grows_as_its_rows_say(growth: ModuleType, path: Path) -> None:
+def test_a_store_grows_as_its_rows_say_and_pages_that_are_half_empty_are_noticed(growth, tmp_path):
+    path = tmp_path / "edgefl.db"
+    Store.open(path).close()
     before = growth.stock(path)
-    write_heartbeats(path, number=NUM_BEATS)
-
+    with pytest.raises(ValueError, match="no rows were written"):
+        growth.ratio(before, growth.stock(path))
+    with Store.open(path) as store:
+        for first in range(0, NUM_BEATS, 40):
+            store.record_heartbeats([beat(number) for number in range(first, first + 40)])
     after = growth.stock(path)
-
     (beats,) = [one for one in growth.grown(before, after) if one.table == "heartbeats"]
     assert beats.num_rows == NUM_BEATS
     assert growth.ratio(before, after) == pytest.approx(1, abs=0.1)
     assert f"{NUM_BEATS}" in growth.table(before, after)
-
-
-def test_pages_that_are_half_empty_are_noticed(growth: ModuleType, path: Path) -> None:
-    before = growth.stock(path)
-    write_heartbeats(path, number=NUM_BEATS)
     with closing(sqlite3.connect(path)) as store:
         store.execute("DELETE FROM heartbeats WHERE id % 2")
         store.commit()
-
     assert growth.ratio(before, growth.stock(path)) > 1.5
 
 
-def test_a_record_is_as_long_as_sqlite_says(growth: ModuleType, tmp_path: Path) -> None:
+def test_a_record_is_as_long_as_sqlite_says(growth, tmp_path):
     with closing(sqlite3.connect(tmp_path / "numbers.db")) as store:
         store.execute("CREATE TABLE t (id INTEGER PRIMARY KEY, a, b FLOAT, c TEXT)")
         values = [None, 0, 1, -128, 200, 40_000, 9_000_000, 3_000_000_000, 2**50, 0.5, "x" * 57, "y" * 58, b"z" * 200]
         store.executemany("INSERT INTO t (a, b, c) VALUES (?, ?, ?)", [(each, 55.0, None) for each in values])
         store.commit()
         (payload,) = store.execute("SELECT sum(payload) FROM dbstat WHERE name = 't'").fetchone()
-
         computed = growth.computed_bytes(store, "t") * growth.TABLE_FILL
-
         # Beside its record a cell has two bytes that point to it, its number, and its length: 1, or 2 from 128 on.
         assert computed == pytest.approx(payload + len(values) * (2 + 1 + 1) + 1, abs=1e-6)
-
-
-def test_without_rows_nothing_is_computed(growth: ModuleType, path: Path) -> None:
-    with pytest.raises(ValueError, match="no rows were written"):
-        growth.ratio(growth.stock(path), growth.stock(path))

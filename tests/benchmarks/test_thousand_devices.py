@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 NUM_SENDING, SENT_BYTES = 120, 4_000_000
 
 
-def _measured(folder: Path, *words: str, timeout_s: float = 110) -> list[Any]:
+def _measured(folder, *words, timeout_s=110):
     """Returns what the benchmark found for each size of fleet."""
     program = [sys.executable, str(ROOT / "benchmarks" / "thousand_devices.py")]
     done = subprocess.run(
@@ -24,14 +23,11 @@ def _measured(folder: Path, *words: str, timeout_s: float = 110) -> list[Any]:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert list(folder.iterdir()) == []
-    found: list[Any] = json.loads(done.stdout)
-    return found
+    return json.loads(done.stdout)
 
 
 @pytest.mark.slow
-def test_stand_ins_are_heard_at_every_beat_and_make_the_model_together_however_many_they_become(
-    tmp_path: Path,
-) -> None:
+def test_stand_ins_are_heard_at_every_beat_and_make_the_model_together_however_many_they_become(tmp_path):
     words = [
         "--devices", "5", "8", "--rounds", "3", "--rounds-up-to", "5", "--beat-s", "6", "--ramp-s", "2",
         "--ramp-to", "4",
@@ -56,7 +52,7 @@ def test_stand_ins_are_heard_at_every_beat_and_make_the_model_together_however_m
 
 
 @pytest.mark.slow
-def test_a_round_takes_no_memory_for_every_update_that_comes_in(tmp_path: Path) -> None:
+def test_a_round_takes_no_memory_for_every_update_that_comes_in(tmp_path):
     """All send at the same time; a coordinator that holds what waits, or what it is done with, would take it all."""
     words = ["--devices", str(NUM_SENDING), "--rounds", "1", "--beat-s", "1", "--model-bytes", str(SENT_BYTES)]
     (found,) = _measured(tmp_path, *words, timeout_s=600)

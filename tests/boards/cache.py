@@ -45,11 +45,15 @@ def why_no_image(arch: str) -> str | None:
 @functools.cache
 def wheels(family: BoardFamily, *, with_torch: bool = False) -> Path:
     """Returns the wheels that a board installs, with edgefl's as it was when this process asked first."""
-    kept = folder() / f"wheels-{lock_name(family, with_torch=with_torch).removesuffix('.txt')}"
-    fill_wheel_folder(kept, family, parse_lock(lock_text(family, with_torch=with_torch)))
+    kept = folder() / f"wheels-{lock_name(family, _extra(with_torch)).removesuffix('.txt')}"
+    fill_wheel_folder(kept, family, parse_lock(lock_text(family, _extra(with_torch))))
     return kept
 
 
 def lock(family: BoardFamily) -> Path:
     """Returns the lock that goes with the wheels."""
-    return source(f"locks/{lock_name(family, with_torch=False)}")
+    return source(f"locks/{lock_name(family)}")
+
+
+def _extra(with_torch: bool) -> str:
+    return "train" if with_torch else ""

@@ -68,7 +68,7 @@ def main() -> int:
     if reason := cache.why_no_image("arm64"):
         sys.exit(f"check_wheels.py: {reason}")
     family = board_family(asked.board)
-    lock = parse_lock(lock_text(family, with_torch=not asked.without_torch))
+    lock = parse_lock(lock_text(family, "" if asked.without_torch else "train"))
     root, wheels = cache.image("arm64"), cache.wheels(family, with_torch=not asked.without_torch)
     chosen = [wheel for wheel in lock if not asked.only or wheel.name in asked.only]
     with tempfile.TemporaryDirectory() as scratch:

@@ -51,7 +51,7 @@ def release(signer: Signer, folder: Path, version: str, changes: Mapping[str, tu
         str(tree),
     ]
     subprocess.run(words, check=True)
-    [wheel] = (tree / "dist").glob("edgefl-*.whl")
+    [wheel] = (tree / "dist").glob("edgefl_fleet-*.whl")
     return signer.bundle(folder / f"edgefl-{version}.bundle", wheel, version=version)
 
 

@@ -10,8 +10,16 @@ import pytest
 from edgefl.bundles.manifest import MAX_MANIFEST_BYTES, Kind, Manifest, WheelEntry, later
 from edgefl.errors import BundleError
 
-WHEEL = {"file": "edgefl-1.2.0-py3-none-any.whl", "sha256": "ab" * 32, "bytes": 10}
-GOOD = {"v": 1, "kind": "release", "name": "edgefl", "version": "1.2.0", "serial": 7, "key": "k", "wheels": [WHEEL]}
+WHEEL = {"file": "edgefl_fleet-1.2.0-py3-none-any.whl", "sha256": "ab" * 32, "bytes": 10}
+GOOD = {
+    "v": 1,
+    "kind": "release",
+    "name": "edgefl-fleet",
+    "version": "1.2.0",
+    "serial": 7,
+    "key": "k",
+    "wheels": [WHEEL],
+}
 
 
 def load(**changes: Any) -> Manifest:
@@ -21,15 +29,22 @@ def load(**changes: Any) -> Manifest:
 def test_what_is_dumped_is_loaded() -> None:
     wheels = (WheelEntry(file=WHEEL["file"], sha256=WHEEL["sha256"], num_bytes=10),)  # type: ignore[arg-type]
     manifest = Manifest(
-        kind=Kind.RELEASE, name="edgefl", version="1.2.0", serial=7, key="k", wheels=wheels, allow_downgrade=True
+        kind=Kind.RELEASE,
+        name="edgefl-fleet",
+        version="1.2.0",
+        serial=7,
+        key="k",
+        wheels=wheels,
+        allow_downgrade=True,
     )
     assert Manifest.load(manifest.dump()) == manifest
-
-
-def test_the_file_name_of_a_wheel_says_what_it_is() -> None:
+    removal = load(kind="removal", name="gulls", wheels=[])
+    assert (removal.kind, removal.name, removal.version, removal.wheels) == (Kind.REMOVAL, "gulls", "1.2.0", ())
+    assert Manifest.load(removal.dump()) == removal
     entry = WheelEntry(file="Sea_Gulls-1.0-cp311-cp311-manylinux_2_17_aarch64.whl", sha256="", num_bytes=1)
     assert (entry.project, entry.version) == ("sea-gulls", "1.0")
     assert [str(tag) for tag in entry.tags] == ["cp311-cp311-manylinux_2_17_aarch64"]
+    assert (later("1.10.0", "1.9.0"), later("1.9.0", "1.9"), later("1.0", "1.0rc1")) == (True, False, True)
 
 
 @pytest.mark.parametrize(
@@ -45,28 +60,24 @@ def test_the_file_name_of_a_wheel_says_what_it_is() -> None:
         ({"wheels": [WHEEL] * 501}, "holds 1 to 500 wheels"),
         ({"wheels": [WHEEL, WHEEL]}, "it names a wheel twice"),
         ({"wheels": [{**WHEEL, "file": "../../x-1-py3-none-any.whl"}]}, "which is no name of a wheel"),
-        ({"wheels": [{**WHEEL, "file": "edgefl-1.2.0.tar.gz"}]}, "which is no name of a wheel"),
+        ({"wheels": [{**WHEEL, "file": "edgefl_fleet-1.2.0.tar.gz"}]}, "which is no name of a wheel"),
         ({"wheels": [{**WHEEL, "sha256": "AB" * 32}]}, "says no SHA-256"),
         ({"wheels": [{**WHEEL, "bytes": 1 << 40}]}, "its wheels have 1099511627776 bytes together"),
-        ({"version": "1.3.0"}, "must hold a wheel of edgefl in this version, and of it in no other; it holds 1.2.0"),
-        ({"kind": "pack"}, "a release is named edgefl, a pack is not"),
-        ({"name": "gulls"}, "a release is named edgefl, a pack is not"),
+        ({"version": "1.3.0"}, "must hold a wheel of edgefl-fleet in this version, and of it in no other"),
+        ({"kind": "pack"}, "a release is named edgefl-fleet, a pack is not"),
+        ({"name": "gulls"}, "a release is named edgefl-fleet, a pack is not"),
         ({"kind": "pack", "name": "gulls"}, "must hold a wheel of gulls .* it holds none"),
         ({"wheels": {}}, "holds 1 to 500 wheels"),
         ({"kind": "removal", "name": "gulls"}, "a removal none"),
-        ({"kind": "removal", "wheels": []}, "a release is named edgefl"),
+        ({"kind": "removal", "wheels": []}, "a release is named edgefl-fleet"),
         ({"key": None}, "expected a text"),
+        ({"kind": "pack", "name": "gulls", "wheels": [{**WHEEL, "file": "gulls-1.2.0-py3-none-any.whl"}, WHEEL]},
+         "a pack must not bring edgefl-fleet itself"),
     ],
-)
+)  # fmt: skip
 def test_nonsense_is_refused(changes: dict[str, Any], line: str) -> None:
     with pytest.raises(BundleError, match=line):
         load(**changes)
-
-
-def test_a_pack_must_not_bring_edgefl_along() -> None:
-    own = {"file": "gulls-1.2.0-py3-none-any.whl", "sha256": "ab" * 32, "bytes": 10}
-    with pytest.raises(BundleError, match="a pack must not bring edgefl itself"):
-        load(kind="pack", name="gulls", wheels=[own, WHEEL])
 
 
 def test_no_more_than_the_cap_is_parsed() -> None:
@@ -75,15 +86,3 @@ def test_no_more_than_the_cap_is_parsed() -> None:
     for text in (b"\xff", b"[" * 200_000):
         with pytest.raises(BundleError, match="is not JSON"):
             Manifest.load(text)
-
-
-def test_a_removal_names_a_pack_and_brings_nothing() -> None:
-    manifest = load(kind="removal", name="gulls", wheels=[])
-    assert (manifest.kind, manifest.name, manifest.version, manifest.wheels) == (Kind.REMOVAL, "gulls", "1.2.0", ())
-    assert Manifest.load(manifest.dump()) == manifest
-
-
-def test_versions_are_compared_as_versions() -> None:
-    assert later("1.10.0", "1.9.0")
-    assert not later("1.9.0", "1.9")
-    assert later("1.0", "1.0rc1")

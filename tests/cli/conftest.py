@@ -1,9 +1,6 @@
 """The command line in this process, and a shard for it."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
+import json
 
 import numpy as np
 import pytest
@@ -13,26 +10,33 @@ from edgefl.tasks.cards import ShardCard
 from edgefl.tasks.shards import write_shard
 from edgefl.types import Dataset
 
+OF_A_FLEET = ("EDGEFL_URL", "EDGEFL_TOKEN", "EDGEFL_JOIN_TOKEN")
+
 
 class Ran:
     """What a command came to."""
 
-    def __init__(self, code: int, out: str, err: str) -> None:
+    def __init__(self, code, out, err):
         self.code, self.out, self.err = code, out, err
 
     @property
-    def is_one_line(self) -> bool:
+    def is_one_line(self):
         """Whether it failed as a user should see it."""
         return self.out == "" and self.err.startswith("edgefl: ") and self.err.count("\n") == 1
 
+    @property
+    def rows(self):
+        """The rows of `--format json`."""
+        answer = json.loads(self.out)
+        assert answer["v"] == 1
+        return answer["rows"]
+
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Runs the command line in this process, in a home of its own."""
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+def command(capsys):
+    """Runs the command line in this process, as the user whose environment it has."""
 
-    def call(*arguments: str | Path) -> Ran:
+    def call(*arguments):
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
             main(["-q", *map(str, arguments)])
@@ -43,7 +47,30 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
 
 
 @pytest.fixture
-def shard(tmp_path: Path) -> Path:
+def run(command, monkeypatch, tmp_path):
+    """Runs the command line in this process, in a home of its own."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    for name in OF_A_FLEET:
+        monkeypatch.delenv(name, raising=False)
+    return command
+
+
+@pytest.fixture
+def refused(run):
+    """Sees a command refused in one line, with its exit code and what the line must name."""
+
+    def call(arguments, code, words):
+        ran = run(*arguments)
+        assert (ran.code, ran.is_one_line) == (code, True), ran.err
+        assert words in ran.err
+
+    return call
+
+
+@pytest.fixture
+def shard(tmp_path):
     """A shard of twelve digits in three classes, with its card."""
     path = tmp_path / "shards" / "device-01.npz"
     rows = np.arange(12)

@@ -1,213 +1,138 @@
-from __future__ import annotations
-
 import json
 import socket
-from pathlib import Path
-from typing import Any
 
 import pytest
 from webhook_receiver import Receiver
 
-from edgefl.cli.main import main
 from edgefl.client import load_operator_file, operator_path
-from edgefl.coordinator.directory import load_directory
+from edgefl.coordinator.directory import load_directory, with_store
 from edgefl.local_fleet import free_port
 from edgefl.protocol import JoinToken
 from edgefl.storage.store import Store
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-
-    def call(*arguments: str | Path) -> tuple[int, str, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main(["-q", "coordinator", *map(str, arguments)])
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    return call
+def coordinator(run):
+    return lambda *arguments: run("coordinator", *arguments)
 
 
-def test_init_makes_the_directory_and_the_operator_file(run: Any, tmp_path: Path) -> None:
-    code, out, err = run("init", "--host", "pi.local", "--fleet", "lab", "--port", "9000")
-    assert (code, err) == (0, "")
-    assert "pi.local:9000" in out
-    assert "next: edgefl coordinator start\n" in out
-    assert load_directory(tmp_path / "data" / "edgefl" / "coordinator").fleet == "lab"
+@pytest.fixture
+def root(coordinator, tmp_path):
+    """The directory of a coordinator that was set up."""
+    ran = coordinator("init", "--dir", tmp_path / "c", "--host", "pi.local", "--fleet", "lab", "--port", 9000)
+    assert (ran.code, ran.err) == (0, "")
+    assert "pi.local:9000" in ran.out
+    return tmp_path / "c"
+
+
+def kept(root):
+    return {file.name: file.read_bytes() for file in root.iterdir() if file.is_file() and file.name != "lock"}
+
+
+def test_init_makes_the_directory_and_the_operator_file_and_again_changes_nothing(coordinator, refused, root):
+    assert load_directory(root).fleet == "lab"
     assert load_operator_file(operator_path()).url == "https://127.0.0.1:9000"
+    before = kept(root)
+    assert coordinator("init", "--dir", root).code == 0
+    refused(["coordinator", "init", "--dir", root, "--fleet", "other"], 3, "other")
+    assert kept(root) == before
 
 
-def test_init_again_keeps_ca_and_tokens(run: Any, tmp_path: Path) -> None:
-    run("init", "--dir", tmp_path / "c", "--fleet", "lab")
-    ca, settings = (tmp_path / "c" / "ca.pem").read_bytes(), (tmp_path / "c" / "settings.toml").read_bytes()
-    assert run("init", "--dir", tmp_path / "c")[0] == 0
-    assert (tmp_path / "c" / "ca.pem").read_bytes() == ca
-    assert (tmp_path / "c" / "settings.toml").read_bytes() == settings
+def test_init_without_a_directory_takes_the_users_own_and_keeps_the_operator_file_of_another_fleet(
+    coordinator, root, tmp_path
+):
+    out = coordinator("init", "--fleet", "beta").out
+    assert load_directory(tmp_path / "data" / "edgefl" / "coordinator").fleet == "beta"
+    (first_one_s,) = operator_path().parent.glob("operator.lab-*.toml")
+    assert str(first_one_s) in out
 
 
-def test_init_as_another_fleet_is_one_line(run: Any, tmp_path: Path) -> None:
-    run("init", "--dir", tmp_path / "c", "--fleet", "lab")
-    code, out, err = run("init", "--dir", tmp_path / "c", "--fleet", "other")
-    assert (code, out, err.count("\n")) == (3, "", 1)
-
-
-def test_a_second_fleet_keeps_the_first_one_s_operator_file(run: Any, tmp_path: Path) -> None:
-    run("init", "--dir", tmp_path / "a", "--fleet", "alpha")
-    out = run("init", "--dir", tmp_path / "b", "--fleet", "beta")[1]
-    (kept,) = operator_path().parent.glob("operator.alpha-*.toml")
-    assert str(kept) in out
-
-
-def test_token_prints_the_token_and_the_line_to_type(run: Any, tmp_path: Path) -> None:
-    run("init", "--dir", tmp_path / "c", "--host", "pi.local", "--fleet", "lab")
-    code, out, _ = run("token", "--dir", tmp_path / "c", "--ttl", "30m", "--uses", "4", "--group", "roof")
-    token, line = out.splitlines()
-    assert code == 0
-    assert JoinToken.parse(token).addresses == ("pi.local:8000",)
-    assert line == f"edgefl device join pi.local:8000 --token {token} --shard PATH"
-    with Store.open(tmp_path / "c" / "edgefl.db") as store:
+def test_token_prints_the_token_and_the_line_to_type(coordinator, root):
+    ran = coordinator("token", "--dir", root, "--ttl", "30m", "--uses", "4", "--group", "roof")
+    token, line = ran.out.splitlines()
+    assert JoinToken.parse(token).addresses == ("pi.local:9000",)
+    assert line == f"edgefl device join pi.local:9000 --token {token} --shard PATH"
+    with Store.open(root / "edgefl.db") as store:  # as a running coordinator has it
         (record,) = store.tokens()
+        value = json.loads(coordinator("token", "--dir", root, "--format", "json", "--role", "evaluator").out)
     assert (record.uses_left, record.groups, record.expires_at - record.created_at) == (4, ("roof",), 1800)
-
-
-def test_token_as_json(run: Any, tmp_path: Path) -> None:
-    run("init", "--dir", tmp_path / "c", "--host", "pi.local")
-    value = json.loads(run("token", "--dir", tmp_path / "c", "--format", "json", "--role", "evaluator")[1])
     assert (value["v"], value["role"], value["uses"]) == (1, "evaluator", 1)
     assert JoinToken.parse(value["token"]).token_id == value["token_id"]
+    for words in (["--ttl", "soon"], ["--uses", "0"], ["--group", "A B"], ["--role", "boss"]):
+        ran = coordinator("token", "--dir", root, *words)
+        assert (ran.code, ran.out) == (2, ""), words
 
 
-def test_a_token_can_be_made_while_the_coordinator_has_the_store_open(run: Any, front_door: Any) -> None:
-    code, out, _ = run("token", "--dir", front_door.directory.root)
-    assert code == 0
-    assert JoinToken.parse(out.splitlines()[0]).token_id in {record.token_id for record in front_door.store.tokens()}
+@pytest.mark.parametrize("words", [["token"], ["start"], ["readdress", "--port", 1], ["broker"]])
+def test_a_directory_that_was_not_set_up_says_so(refused, tmp_path, words):
+    refused(["coordinator", *words, "--dir", tmp_path / "none"], 36, "edgefl coordinator init")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [(["--ttl", "soon"], 2), (["--uses", "0"], 2), (["--group", "A B"], 2), (["--role", "boss"], 2)],
-)
-def test_token_options_that_make_no_sense_exit_with_2(
-    run: Any, tmp_path: Path, arguments: list[str], expected: int
-) -> None:
-    run("init", "--dir", tmp_path / "c")
-    code, out, err = run("token", "--dir", tmp_path / "c", *arguments)
-    assert (code, out) == (expected, "")
-    assert err
-
-
-@pytest.mark.parametrize("command", ["token", "start", "readdress", "broker"])
-def test_a_directory_that_was_not_set_up_says_so(run: Any, tmp_path: Path, command: str) -> None:
-    code, out, err = run(command, "--dir", tmp_path / "none")
-    assert (code, out, err.count("\n")) == (36, "", 1)
-    assert "edgefl coordinator init" in err
-
-
-def test_readdress_changes_what_tokens_and_the_operator_file_say(run: Any, tmp_path: Path) -> None:
-    run("init", "--dir", tmp_path / "c", "--host", "old.lan")
-    code, out, _ = run("readdress", "--dir", tmp_path / "c", "--port", "9001", "new.lan", "10.0.0.9")
-    assert code == 0
-    assert "new.lan:9001, 10.0.0.9:9001" in out
-    token = JoinToken.parse(run("token", "--dir", tmp_path / "c")[1].splitlines()[0])
+def test_readdress_changes_what_tokens_and_the_operator_file_say(coordinator, root):
+    assert coordinator("readdress", "--dir", root, "--port", "9001", "new.lan", "10.0.0.9").code == 0
+    token = JoinToken.parse(coordinator("token", "--dir", root).out.splitlines()[0])
     assert token.addresses == ("new.lan:9001", "10.0.0.9:9001")
     assert load_operator_file(operator_path()).url == "https://127.0.0.1:9001"
 
 
-def _kept(root: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in root.iterdir() if file.is_file() and file.name != "lock"}
-
-
-def test_starting_on_a_taken_port_changes_no_settings(run: Any, tmp_path: Path) -> None:
-    run("init", "--dir", tmp_path / "c", "--port", "9000")
-    kept, operator = _kept(tmp_path / "c"), operator_path().read_bytes()
+def test_a_start_that_cannot_be_changes_no_settings_and_one_that_listens_remembers_its_port(
+    coordinator, refused, root, tmp_path
+):
+    before, operator, port = kept(root), operator_path().read_bytes(), free_port()
+    start = ["coordinator", "start", "--dir", root, "--host", "127.0.0.1", "--port"]
+    refused([*start, port, "--test-shard", f"digits={tmp_path / 'nope.npz'}"], 4, "nope.npz")
+    assert not (root / "lock").exists()
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        code, out, err = run("start", "--dir", tmp_path / "c", "--host", "127.0.0.1", "--port", port)
-    assert (code, out, err.count("\n")) == (21, "", 1)
-    assert (_kept(tmp_path / "c"), operator_path().read_bytes()) == (kept, operator)
-
-
-def test_starting_a_second_time_is_one_line_and_changes_no_settings(run: Any, tmp_path: Path) -> None:
-    run("init", "--dir", tmp_path / "c", "--port", "9000")
-    kept = _kept(tmp_path / "c")
-    with load_directory(tmp_path / "c").locked():
-        code, out, err = run("start", "--dir", tmp_path / "c", "--host", "127.0.0.1", "--port", free_port())
-    assert (code, out, err.count("\n")) == (10, "", 1)
-    assert "another coordinator runs on" in err
-    assert _kept(tmp_path / "c") == kept
-
-
-def test_a_new_port_is_remembered_once_it_is_listened_on(run: Any, tmp_path: Path) -> None:
-    run("init", "--dir", tmp_path / "c", "--port", "9000")
-    port = free_port()
-    with socket.create_server(("127.0.0.1", 0)) as taken:  # the broker's: so the start ends by itself
-        broker = ("--broker", "embedded", "--broker-port", taken.getsockname()[1])
-        assert run("start", "--dir", tmp_path / "c", "--host", "127.0.0.1", "--port", port, *broker)[0] == 21
-    assert load_directory(tmp_path / "c").port == port
+        refused([*start, taken.getsockname()[1]], 21, str(taken.getsockname()[1]))
+        with load_directory(root).locked():
+            refused([*start, port], 10, "another coordinator runs on")
+        assert (kept(root), operator_path().read_bytes()) == (before, operator)
+        refused([*start, port, "--broker-port", taken.getsockname()[1]], 21, str(taken.getsockname()[1]))
+    assert load_directory(root).port == port
     assert load_operator_file(operator_path()).url == f"https://127.0.0.1:{port}"
 
 
-def test_a_test_shard_that_is_not_there_ends_the_start_before_anything_is_opened(run: Any, tmp_path: Path) -> None:
-    run("init", "--dir", tmp_path / "c")
-    kept = _kept(tmp_path / "c")
-    code, out, err = run("start", "--dir", tmp_path / "c", "--test-shard", f"digits={tmp_path / 'nope.npz'}")
-    assert (code, out, err.count("\n")) == (4, "", 1)
-    assert "nope.npz" in err
-    assert _kept(tmp_path / "c") == kept
-    assert not (tmp_path / "c" / "lock").exists()
-
-
-def test_backup_and_restore_say_what_they_did_and_what_is_next(run: Any, tmp_path: Path) -> None:
-    run("init", "--dir", tmp_path / "c", "--host", "pi.lan", "--fleet", "lab")
-    Store.open(tmp_path / "c" / "edgefl.db").close()
-    code, out, err = run("backup", "--dir", tmp_path / "c", tmp_path / "b.tar.gz")
-    assert (code, err) == (0, "")
-    assert "holds the fleet's keys" in out
-    code, out, _ = run("backup", "--dir", tmp_path / "c", tmp_path / "b.tar.gz")
-    assert (code, out) == (2, "")
-    code, out, _ = run("restore", tmp_path / "b.tar.gz", "--dir", tmp_path / "new")
-    assert code == 0
-    assert f"edgefl coordinator init --dir {tmp_path / 'new'}" in out
+def test_backup_and_restore_say_what_they_did_and_what_is_next(coordinator, refused, root, tmp_path):
+    Store.open(root / "edgefl.db").close()
+    ran = coordinator("backup", "--dir", root, tmp_path / "b.tar.gz")
+    assert (ran.code, ran.err, "holds the fleet's keys" in ran.out) == (0, "", True)
+    refused(["coordinator", "backup", "--dir", root, tmp_path / "b.tar.gz"], 2, "b.tar.gz")
+    restore = ["restore", tmp_path / "b.tar.gz", "--dir", tmp_path / "new"]
+    assert f"edgefl coordinator init --dir {tmp_path / 'new'}" in coordinator(*restore).out
     assert load_directory(tmp_path / "new").fleet == "lab"
-    code, out, err = run("restore", tmp_path / "b.tar.gz", "--dir", tmp_path / "new")
-    assert (code, out, err.count("\n")) == (2, "", 1)
+    refused(["coordinator", *restore], 2, "new")
     (tmp_path / "torn.tar.gz").write_bytes((tmp_path / "b.tar.gz").read_bytes()[:5000])
-    code, out, err = run("restore", tmp_path / "torn.tar.gz", "--dir", tmp_path / "other")
-    assert (code, out, err.count("\n")) == (10, "", 1)
+    refused(["coordinator", "restore", tmp_path / "torn.tar.gz", "--dir", tmp_path / "other"], 10, "torn.tar.gz")
 
 
-def test_a_store_on_a_database_server_has_to_be_dumped_by_its_own_tools(run: Any, tmp_path: Path) -> None:
-    run("init", "--dir", tmp_path / "c")
-    code, out, _ = run("backup", "--dir", tmp_path / "c", tmp_path / "b.tar.gz", "--store", "postgresql://db/edgefl")
-    assert code == 0
+def test_a_store_on_a_database_server_has_to_be_dumped_by_its_own_tools(coordinator, root, tmp_path):
+    with_store(load_directory(root), "postgresql://db/edgefl")
+    out = coordinator("backup", "--dir", root, tmp_path / "b.tar.gz").out
     assert "(pg_dump) now" in out
-    code, out, _ = run("restore", tmp_path / "b.tar.gz", "--dir", tmp_path / "new")
-    assert code == 0
-    assert "its own tools" in out
+    assert "its own tools" in coordinator("restore", tmp_path / "b.tar.gz", "--dir", tmp_path / "new").out
 
 
-def test_a_test_alert_arrives_where_the_settings_say(run: Any, tmp_path: Path) -> None:
-    run("init", "--dir", tmp_path / "c", "--fleet", "lab")
-    code, out, err = run("alert-test", "--dir", tmp_path / "c")
-    assert (code, out, err.count("\n")) == (2, "", 1)
+@pytest.mark.parametrize("command", ["init", "start"])
+def test_a_password_of_the_store_is_refused_where_all_users_see_it(refused, root, command):
+    refused(["coordinator", command, "--dir", root, "--store", "postgresql://u:secret@db/x"], 2, "EDGEFL_STORE")
+    assert "secret" not in (root / "settings.toml").read_text()
+
+
+def test_a_test_alert_arrives_where_the_settings_say(coordinator, refused, root):
+    test = ["coordinator", "alert-test", "--dir", root]
+    refused(test, 2, "webhook")
     with Receiver() as receiver:
-        with (tmp_path / "c" / "settings.toml").open("a") as settings:
+        with (root / "settings.toml").open("a") as settings:
             settings.write(f'[alerts]\nwebhook = "{receiver.url}"\n')
-        code, out, _ = run("alert-test", "--dir", tmp_path / "c")
-        assert (code, out) == (0, "127.0.0.1 took the test alert\n")
+        assert coordinator(*test[1:]).out == "127.0.0.1 took the test alert\n"
         receiver.answers = [404]
-        code, out, err = run("alert-test", "--dir", tmp_path / "c", "--alert-secret", "s")
-        assert (code, out) == (20, "")
-        assert "very-secret" not in err
+        ran = coordinator(*test[1:], "--alert-secret", "very-secret")
+        assert (ran.code, ran.out, "very-secret" in ran.err) == (20, "", False)
     assert receiver.told() == [("test", "coordinator", "started")] * 2
     assert "X-Edgefl-Signature" in receiver.requests[1][0]
-    code, _, err = run("alert-test", "--dir", tmp_path / "c", "--alert-webhook", "no-url")
-    assert (code, err.count("\n")) == (3, 1)
+    refused([*test, "--alert-webhook", "no-url"], 3, "alerts.webhook must be a URL")
 
 
-def test_grafana_prints_a_dashboard(run: Any) -> None:
-    dashboard = json.loads(run("grafana")[1])
+def test_grafana_prints_a_dashboard(coordinator):
+    dashboard = json.loads(coordinator("grafana").out)
     assert (dashboard["title"], len(dashboard["panels"]) > 15) == ("edgefl", True)

@@ -1,116 +1,77 @@
 """`edgefl demo` as a user types it."""
 
-from __future__ import annotations
-
 import re
 import sqlite3
 import subprocess
 import sys
-from dataclasses import dataclass
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-
-@dataclass
-class Demo:
-    folder: Path
-    done: subprocess.CompletedProcess[str]
+ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
-    folder = tmp_path_factory.mktemp("demo")
-    return Demo(folder, _demo(folder, "--rounds", "12"))
-
-
-def _demo(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def demo(folder, *words):
+    """Runs it where the user has nothing but edgefl, and returns how it ended."""
     return subprocess.run(
-        [sys.executable, "-m", "edgefl.cli.main", "demo", *words],
-        cwd=folder,
-        env={"PATH": "/usr/bin:/bin", "HOME": str(folder), "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+        [sys.executable, "-m", "edgefl.cli.main", "demo", *words], capture_output=True, text=True, check=False,
+        cwd=folder, env={"PATH": "/usr/bin:/bin", "HOME": str(folder), "PYTHONPATH": str(ROOT)}, timeout=100,
+    )  # fmt: skip
 
 
-def test_it_ends_well_with_a_row_for_every_round(demo: Demo) -> None:
-    assert demo.done.returncode == 0, demo.done.stderr
-    rows = [line.split() for line in demo.done.stdout.splitlines() if re.match(r"\s+\d+\s+4 ", line)]
-    assert [int(row[0]) for row in rows] == list(range(1, 13))
-    assert float(rows[-1][2]) >= 0.9
+def processes_of(folder):
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if str(folder) in path.read_bytes().decode(errors="replace"):
+                yield path
+        except OSError:
+            continue
 
 
-def test_it_says_where_the_database_is(demo: Demo) -> None:
-    (path,) = re.findall(r"^database: (.+)$", demo.done.stdout, re.MULTILINE)
-    connection = sqlite3.connect(path)
-    assert connection.execute("SELECT count(*) FROM updates WHERE outcome = 'used'").fetchone() == (12 * 4,)
-    assert connection.execute("SELECT count(DISTINCT device_id) FROM heartbeats").fetchone() == (5,)
-    connection.close()
+def rounds_in(out, num_updates=r"\d+"):
+    return [line.split() for line in out.splitlines() if re.match(rf"\s+\d+\s+{num_updates} ", line)]
 
 
-def test_the_line_to_query_it_with_works(demo: Demo) -> None:
-    (line,) = re.findall(r"^query it: edgefl (.+)$", demo.done.stdout, re.MULTILINE)
-    done = subprocess.run(
-        [sys.executable, "-m", "edgefl.cli.main", *line.split()], capture_output=True, text=True, check=False
-    )
+def test_a_whole_fleet_trains_tells_its_rounds_and_leaves_a_store_that_can_be_asked(command, tmp_path):
+    done = demo(tmp_path, "--rounds", "6", "--devices", "2")
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 1 + 12 * 4
+    rows = rounds_in(done.stdout, "2")
+    assert [int(row[0]) for row in rows] == list(range(1, 7))
+    assert float(rows[-1][2]) >= 0.8
+    (path,) = re.findall(r"^database: (.+)$", done.stdout, re.MULTILINE)
+    with closing(sqlite3.connect(path)) as store:
+        assert store.execute("SELECT count(*) FROM updates WHERE outcome = 'used'").fetchone() == (6 * 2,)
+        assert store.execute("SELECT count(DISTINCT device_id) FROM heartbeats").fetchone() == (3,)
+    (line,) = re.findall(r"^query it: edgefl (.+)$", done.stdout, re.MULTILINE)
+    assert len(command(*line.split()).out.splitlines()) == 1 + 6 * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["demo-run"], "the user's own settings are left alone"
+    assert list(processes_of(tmp_path)) == []
 
 
-def test_it_leaves_the_users_own_settings_alone(demo: Demo) -> None:
-    assert sorted(path.name for path in demo.folder.iterdir()) == ["demo-run"]
-
-
-def test_it_leaves_no_process_behind(demo: Demo) -> None:
-    found = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(demo.folder) in _text(path)]
-    assert not found
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_bytes().decode(errors="replace")
-    except OSError:
-        return ""
-
-
-@pytest.mark.slow
-def test_a_second_demo_replaces_the_first(demo: Demo) -> None:
-    done = _demo(demo.folder, "--rounds", "1", "--devices", "1", "--scheme", "iid", "--broker", "embedded")
-    assert done.returncode == 0, done.stderr
-    connection = sqlite3.connect(demo.folder / "demo-run" / "coordinator" / "edgefl.db")
-    assert connection.execute("SELECT count(*) FROM updates").fetchone() == (1,)
-    connection.close()
-
-
-def test_a_mistake_leaves_the_earlier_demo_alone(tmp_path: Path) -> None:
+def test_a_mistake_is_one_line_and_leaves_an_earlier_demo_alone(refused, tmp_path, monkeypatch):
     earlier = tmp_path / "demo-run" / "kept.txt"
     earlier.parent.mkdir()
     earlier.write_text("of an earlier demo")
     (earlier.parent / ".edgefl-demo").touch()
-    mistakes = (
-        (["--scheme", "nope"], 3),
-        (["--scheme", "natural"], 4),
-        (["--task", "fashion-mnist", "--data", "no"], 4),
-    )
-    for words, code in mistakes:
-        done = _demo(tmp_path, *words)
-        assert done.returncode == code
-        assert len(done.stderr.splitlines()) == 1
-        assert earlier.exists()
-
-
-def test_a_folder_that_cannot_be_made_is_said_in_one_line(tmp_path: Path) -> None:
-    done = _demo(tmp_path, "--out", "/dev/null/demo")
-    assert done.returncode == 4
-    assert done.stderr == "edgefl: /dev/null/demo cannot be written: Not a directory\n"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("EDGEFL_DATA", raising=False)
+    refused(["demo", "--scheme", "nope"], 3, "scheme must be one of")
+    refused(["demo", "--scheme", "natural"], 4, "who its examples come from")
+    refused(["demo", "--task", "fashion-mnist", "--data", "no"], 4, "does not exist")
+    refused(["demo", "--out", "/dev/null/demo"], 4, "/dev/null/demo cannot be written: Not a directory")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter").touch()
+    refused(["demo", "--out", "mine"], 2, "is not of an earlier demo")
+    assert earlier.exists()
 
 
 @pytest.mark.slow
-def test_the_last_rounds_of_an_asynchronous_demo_do_not_push_out_the_first(tmp_path: Path) -> None:
-    done = _demo(tmp_path, "--strategy", "asgd", "--rounds", "2", "--devices", "3", "--broker", "embedded")
+def test_a_second_demo_replaces_the_first_and_shows_the_first_rounds_of_an_asynchronous_run(tmp_path):
+    (tmp_path / "demo-run").mkdir()
+    (tmp_path / "demo-run" / ".edgefl-demo").touch()
+    (tmp_path / "demo-run" / "kept.txt").touch()
+    done = demo(tmp_path, "--strategy", "asgd", "--rounds", "2", "--devices", "3")
     assert done.returncode == 0, done.stderr
-    rounds = [int(line.split()[0]) for line in done.stdout.splitlines() if re.match(r"\s+\d+\s+\d+ ", line)]
-    assert rounds[:2] == [1, 2]
+    assert [int(row[0]) for row in rounds_in(done.stdout)][:2] == [1, 2]
+    assert not (tmp_path / "demo-run" / "kept.txt").exists()

@@ -1,82 +1,123 @@
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
 from edgefl.device.state import DeviceState
 
 
-def test_status_says_whether_the_coordinator_is_reached(run: Any, front_door: Any, tmp_path: Path) -> None:
-    assert run("device", "status", "--state", tmp_path / "d").code == 36
-    run("device", "join", "--token", front_door.token().text(), "--name", "pi-1", "--state", tmp_path / "d")
-    value = json.loads(run("device", "status", "--state", tmp_path / "d", "--format", "json").out)
-    assert (value["v"], value["device_id"], value["coordinator"]) == (1, "pi-1", front_door.address)
-    assert abs(value["clock_skew_s"]) < 1
-    front_door.stop()
-    assert "cannot be reached" in run("device", "status", "--state", tmp_path / "d").out
-
-
-def test_starting_without_a_join_says_what_to_run(run: Any, tmp_path: Path) -> None:
-    ran = run("device", "start", "--state", tmp_path / "d")
-    assert (ran.code, ran.is_one_line) == (36, True), ran.err
-
-
-def test_probe_prints_text_and_json(run: Any) -> None:
-    assert "cores" in run("device", "probe").out
-    assert json.loads(run("device", "probe", "--json").out)["v"] == 1
-
-
 @pytest.fixture
-def joined(run: Any, front_door: Any, shard: Path, tmp_path: Path) -> Path:
+def joined(run, front_door, shard, tmp_path):
     ran = run("device", "join", front_door.address, "--token", front_door.token().text(), "--shard", shard,
-              "--name", "pi-1", "--state", tmp_path / "d", "--max-temperature", "75")  # fmt: skip
+              "--name", "pi-1", "--state", tmp_path / "d", "--max-temperature", "75", "--accelerator", "cuda:1",
+              "--threads", "1")  # fmt: skip
     assert ran.code == 0, ran.err
+    assert "joined fleet lab as pi-1 (trainer)" in ran.out
     return tmp_path / "d"
 
 
-def test_a_temperature_limit_is_given_at_the_join_changed_and_taken_away(run: Any, joined: Path) -> None:
-    assert DeviceState.load(joined).device.max_temperature_c == 75.0
-    ran = run("device", "set", "--max-temperature", "68.5", "--state", joined)
-    assert (ran.code, ran.out) == (0, "pi-1 rests between iterations above 68.5 °C\n")
-    assert DeviceState.load(joined).device.max_temperature_c == 68.5
+def limit(state):
+    return DeviceState.load(state).device.max_temperature_c
+
+
+def test_a_join_takes_the_task_from_the_shard_s_card_and_tells_the_coordinator(joined, front_door, shard):
+    device, told = DeviceState.load(joined).device, front_door.store.capabilities()["pi-1"]
+    assert (device.shards, device.accelerator, device.threads) == ({"digits": str(shard)}, "cuda:1", 1)
+    assert (told.shards, told.facts["cores"] >= 1) == ({"digits": 12}, True)
+
+
+def test_status_says_whether_the_coordinator_is_reached(run, joined, front_door, refused, tmp_path):
+    for command in ("status", "start"):
+        refused(["device", command, "--state", tmp_path / "none"], 36, "edgefl device join")
+    value = json.loads(run("device", "status", "--state", joined, "--format", "json").out)
+    assert (value["v"], value["device_id"], value["coordinator"]) == (1, "pi-1", front_door.address)
+    assert abs(value["clock_skew_s"]) < 1
+    front_door.stop()
+    assert "cannot be reached" in run("device", "status", "--state", joined).out
+
+
+def test_probe_says_with_what_this_machine_trains(run):
+    assert "cores" in run("device", "probe").out
+    facts = json.loads(run("device", "probe", "--json").out)
+    assert (facts["v"], facts["paths"]["digits"], facts["trains"]) == (1, "numpy", True)
+
+
+def test_a_temperature_limit_is_given_at_the_join_changed_and_taken_away(run, joined, monkeypatch):
+    assert limit(joined) == 75.0
+    assert run("device", "set", "--max-temperature", "68.5", "--state", joined).code == 0
+    assert limit(joined) == 68.5
     assert json.loads(run("device", "status", "--state", joined, "--format", "json").out)["max_temperature_c"] == 68.5
-    assert run("device", "set", "--max-temperature", "none", "--state", joined).out == "pi-1 rests never\n"
-    assert DeviceState.load(joined).device.max_temperature_c is None
-
-
-def test_a_limit_comes_from_the_environment_of_a_unit_too(
-    run: Any, joined: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setenv("EDGEFL_MAX_TEMPERATURE", "61")
-    assert run("device", "set", "--state", joined).code == 0
-    assert DeviceState.load(joined).device.max_temperature_c == 61.0
+    assert (run("device", "set", "--state", joined).code, limit(joined)) == (0, 61.0)
+    assert run("device", "set", "--max-temperature", "none", "--state", joined).code == 0
+    assert limit(joined) is None
 
 
-@pytest.mark.parametrize("value", ["hot", "nan", "29", "200", "-5", ""])
-def test_a_limit_that_makes_no_sense_is_refused_and_the_old_one_stays(run: Any, joined: Path, value: str) -> None:
-    ran = run("device", "set", f"--max-temperature={value}", "--state", joined)
-    assert ran.code == 2
-    assert DeviceState.load(joined).device.max_temperature_c == 75.0
-
-
-def test_there_must_be_something_to_set(run: Any, joined: Path) -> None:
-    ran = run("device", "set", "--state", joined)
-    assert ran.is_one_line
-    assert "nothing to set" in ran.err
-
-
-def test_a_damaged_limit_is_named(run: Any, joined: Path) -> None:
+def test_a_limit_that_makes_no_sense_is_refused_and_the_old_one_stays(run, joined, refused):
+    for value in ("hot", "nan", "29", "200", "-5", ""):
+        assert run("device", "set", f"--max-temperature={value}", "--state", joined).code == 2, value
+    refused(["device", "set", "--state", joined], 2, "nothing to set")
+    assert limit(joined) == 75.0
     path = joined / "device.json"
     path.write_text(path.read_text().replace('"max_temperature_c": 75.0', '"max_temperature_c": "hot"'))
     ran = run("device", "status", "--state", joined)
-    assert ran.is_one_line
-    assert "max_temperature_c must be a number or null, got 'hot'" in ran.err
+    assert (ran.is_one_line, "max_temperature_c must be a number or null, got 'hot'" in ran.err) == (True, True)
 
 
-def test_probe_says_with_what_this_machine_trains(run: Any) -> None:
-    facts = json.loads(run("device", "probe", "--json").out)
-    assert facts["paths"]["digits"] == "numpy"
-    assert facts["trains"] is True
+def test_shards_may_come_later_and_are_checked(run, front_door, shard, tmp_path):
+    (tmp_path / "token").write_text(front_door.token().text() + "\n")
+    state = ("--state", tmp_path / "d")
+    assert run("device", "join", "--token-file", tmp_path / "token", "--name", "pi-1", *state).code == 0
+    assert run("device", "shard", "check", *state).code == 40
+    assert "digits: 12 examples" in run("device", "shard", "add", "digits", shard, *state).out
+    checked = run("device", "shard", "check", "digits", *state)
+    assert (checked.code, "missing: 3, 4, 5, 6, 7, 8, 9" in checked.out) == (0, True)
+    assert run("device", "shard", "check", "mnist", *state).code == 40
+
+
+JOINS = {
+    "a damaged token": (31, "copy it whole", lambda token, **_: {"token": token.text()[:-20]}),
+    "an unknown token": (31, "no such token", lambda token, **_: {"token": replace(token, secret="x").text()}),
+    "an expired token": (32, "expired", lambda door, **_: {"token": door.token(ttl_s=-5.0).text()}),
+    "a used token": (33, "no uses left", lambda token, first, **_: first(token.text()) or {"name": "pi-2"}),
+    "another fleet's CA": (34, "nothing was sent", lambda stranger, **_: {"address": stranger().address}),
+    "a taken name": (35, "another device is called", lambda door, first, **_: first(door.token().text()) or {}),
+    "nobody there": (20, "cannot be reached", lambda token, **_: {
+        "address": "127.0.0.1:1", "token": replace(token, addresses=()).text()}),
+    "no token": (2, "a join needs", lambda **_: {"token": None}),
+    "a bad name": (2, "device name must be", lambda **_: {"name": "Not A Slug"}),
+    "a bad address": (2, "HOST:PORT", lambda **_: {"address": "a b"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", JOINS)
+def test_each_failed_join_is_one_line_its_own_exit_code_and_nothing_written(run, make_front_door, tmp_path, case):
+    def join(token, *, name="pi-1", address=None, state="d"):
+        words = [] if token is None else ["--token", token]
+        return run("device", "join", address or door.address, *words, "--name", name, "--state", tmp_path / state)
+
+    code, words, given = JOINS[case]
+    door = make_front_door()
+    token = door.token()
+    changes = given(
+        token=token, door=door, stranger=make_front_door, first=lambda text: join(text, state="first").code
+    )
+    ran = join(**{"token": token.text(), **changes})
+    assert (ran.code, ran.is_one_line) == (code, True), ran.err
+    assert words in ran.err
+    assert not (tmp_path / "d").exists()
+
+
+def test_a_shard_or_an_accelerator_that_cannot_be_used_is_found_before_the_token_is(
+    run, front_door, refused, shard, tmp_path
+):
+    join = ["device", "join", "--token", front_door.token().text(), "--state", tmp_path / "d"]
+    refused([*join, "--shard", tmp_path / "none.npz"], 4, "none.npz")
+    refused([*join, "--shard", f"mnist={shard}"], 4, "is of task digits")
+    shard.write_bytes(shard.read_bytes()[:-30])
+    refused([*join, "--shard", shard], 4, "is damaged")
+    refused([*join, "--shard", tmp_path], 2, "TASK=")
+    for name in ("cuda:", "cuda:x", "gpu", "cuda:1\n", ""):
+        ran = run(*join, "--accelerator", name)
+        assert (ran.code, "must be auto, cpu, cuda or cuda:N" in ran.err) == (2, True), name
+    assert front_door.requests == []

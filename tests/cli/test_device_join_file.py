@@ -1,21 +1,16 @@
 """A join from a file: the command of a board's first boot, against a real coordinator too."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
-from edgefl.cli.main import main
-from edgefl.coordinator.directory import CoordinatorDirectory, init_directory
+from edgefl.coordinator.directory import init_directory
 from edgefl.coordinator.joining.tokens import TokenTerms, make_token
 from edgefl.device.joining.join_file import JoinFile
 from edgefl.device.state import DeviceState
@@ -23,28 +18,14 @@ from edgefl.local_fleet import free_port
 from edgefl.protocol import JoinToken
 from edgefl.storage.queries import history
 from edgefl.storage.store import Store
-from edgefl.tasks.cards import ShardCard
-from edgefl.tasks.shards import write_shard
-from edgefl.types import Dataset
 
 ROOT = Path(__file__).parents[2]
+TOKEN = JoinToken(ca_fingerprint="a" * 64, token_id="t", secret="s", fleet="lab", addresses=("127.0.0.1:1",))
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    def call(*arguments: str | Path) -> tuple[int, str, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main(["device", "join", *map(str, arguments)])
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    return call
-
-
-@pytest.fixture
-def written(tmp_path: Path) -> Callable[..., Path]:
-    def write(token: JoinToken, **changes: Any) -> Path:
+def written(tmp_path):
+    def write(token, **changes):
         path = tmp_path / "join.json"
         path.write_text(JoinFile(**{"token": token.text(), "name": "pi-1", **changes}).text())
         return path
@@ -52,153 +33,88 @@ def written(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def test_a_file_says_it_all_and_is_gone_after_the_join(
-    run: Any, front_door: Any, written: Any, tmp_path: Path
-) -> None:
-    shard = tmp_path / "a.npz"
-    data = Dataset(inputs=np.zeros((12, 8, 8), dtype=np.uint8), labels=np.arange(12) % 3)
-    write_shard(shard, data, ShardCard(task="digits"))
-    file = written(front_door.token(), role="evaluator", shards={"digits": str(shard)})
-    code, out, err = run("--file", file, "--until-joined", "--delete-file", "--state", tmp_path / "d")
-    assert code == 0, err
-    assert "joined fleet lab as pi-1 (evaluator)" in out
+def test_a_file_says_it_all_and_is_gone_after_the_join(run, front_door, written, shard, tmp_path):
+    token = replace(front_door.token(), addresses=("127.0.0.1:1",))  # the file's come first
+    file = written(token, role="evaluator", shards={"digits": str(shard)}, addresses=(front_door.address,))
+    ran = run("device", "join", "--file", file, "--until-joined", "--delete-file", "--state", tmp_path / "d")
+    assert ran.code == 0, ran.err
+    assert "joined fleet lab as pi-1 (evaluator)" in ran.out
     assert DeviceState.load(tmp_path / "d").device.shards == {"digits": str(shard)}
     assert front_door.store.capabilities()["pi-1"].shards == {"digits": 12}
     assert not file.exists()
 
 
 def test_data_that_is_missing_holds_up_no_join_is_told_and_is_used_when_it_comes(
-    run: Any, front_door: Any, written: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = written(front_door.token(), shards={"digits": "/nowhere/d.npz", "no-such-task": "/nowhere/x"})
-    code, _, err = run("--file", file, "--until-joined", "--state", tmp_path / "d")
-    assert code == 0, err
-    assert set(DeviceState.load(tmp_path / "d").device.shards) == {"digits", "no-such-task"}
-    for task in ("digits", "no-such-task"):
-        assert f"joining without data for {task}" in caplog.text
-    told = front_door.store.capabilities()["pi-1"]
-    assert told.shards == {}
-    assert "'/nowhere/d.npz' of task digits does not exist" in told.facts["shard_errors"]["digits"]
-    found = [row for row in history(front_door.store, "events") if row["kind"] == "shard-unreadable"]
-    assert {row["message"].split(":")[0] for row in found} == {"digits", "no-such-task"}
-    assert {row["device_id"] for row in found} == {"pi-1"}
-    assert file.exists()
-
-
-def test_the_addresses_of_the_file_come_before_the_token_s(
-    run: Any, front_door: Any, written: Any, tmp_path: Path
-) -> None:
-    token = replace(front_door.token(), addresses=("127.0.0.1:1",))
-    code, _, err = run("--file", written(token, addresses=(front_door.address,)), "--state", tmp_path / "d")
-    assert code == 0, err
-
-
-def test_the_standard_input_can_be_the_file(
-    run: Any, front_door: Any, written: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with written(front_door.token()).open() as stream:
+    run, front_door, written, tmp_path, caplog, monkeypatch
+):
+    shards = {"digits": "/nowhere/d.npz", "no-such-task": "/nowhere/x"}
+    with written(front_door.token(), shards=shards).open() as stream:
         monkeypatch.setattr(sys, "stdin", stream)
-        code, _, err = run("--file", "-", "--state", tmp_path / "d")
-    assert code == 0, err
+        ran = run("device", "join", "--file", "-", "--until-joined", "--state", tmp_path / "d")
+    assert ran.code == 0, ran.err
+    assert DeviceState.load(tmp_path / "d").device.shards == shards
+    assert all(f"joining without data for {task}" in caplog.text for task in shards)
+    told = front_door.store.capabilities()["pi-1"]
+    assert (told.shards, set(told.facts["shard_errors"])) == ({}, set(shards))
+    found = [row for row in history(front_door.store, "events") if row["kind"] == "shard-unreadable"]
+    assert {(row["device_id"], row["message"].split(":")[0]) for row in found} == {("pi-1", task) for task in shards}
 
 
 @pytest.mark.parametrize(
     ("given", "code", "words"),
     [
-        (["--file", "{missing}"], 3, "cannot be read"),
-        (["--file", "{broken}"], 3, "not JSON"),
-        (["--file", "{long}"], 3, "longer than"),
-        (["--file", "{good}", "--name", "pi-2"], 2, "--file goes without"),
-        (["--file", "-", "--delete-file"], 2, "standard input cannot be removed"),
-        (["--delete-file", "--token", "efl1.x"], 2, "goes with --file"),
+        ("--file {missing}", 3, "cannot be read"),
+        ("--file {broken}", 3, "not JSON"),
+        ("--file {long}", 3, "longer than"),
+        ("--file {good} --name pi-2", 2, "--file goes without"),
+        ("--file - --delete-file", 2, "standard input cannot be removed"),
+        ("--delete-file --token efl1.x", 2, "goes with --file"),
     ],
 )
-def test_a_wrong_use_is_one_line_and_an_exit_code(
-    run: Any, written: Any, tmp_path: Path, given: list[str], code: int, words: str
-) -> None:
+def test_a_wrong_use_is_one_line_and_an_exit_code(refused, written, tmp_path, given, code, words):
     (tmp_path / "broken").write_text("{")
     (tmp_path / "long").write_text("x" * 100_000)
-    good = JoinToken(ca_fingerprint="a" * 64, token_id="t", secret="s", fleet="lab", addresses=("127.0.0.1:1",))
-    places = {"good": written(good), **{name: tmp_path / name for name in ("missing", "broken", "long")}}
-    arguments = [word.format(**places) for word in given]
-    ended, out, err = run(*arguments, "--state", tmp_path / "d")
-    assert (ended, out, err.count("\n")) == (code, "", 1), err
-    assert words in err
+    places = {"good": written(TOKEN), **{name: tmp_path / name for name in ("missing", "broken", "long")}}
+    refused(["device", "join", *given.format(**places).split(), "--state", tmp_path / "d"], code, words)
 
 
 @pytest.mark.parametrize(("case", "code"), [("expired", 32), ("used", 33)])
 def test_a_token_that_lets_nobody_in_ends_with_its_own_code_and_keeps_the_file(
-    run: Any, front_door: Any, written: Any, tmp_path: Path, case: str, code: int
-) -> None:
+    run, front_door, written, tmp_path, case, code
+):
     token = front_door.token(ttl_s=-5.0 if case == "expired" else 60.0)
     if case == "used":
-        run("--file", written(token, name="pi-2"), "--state", tmp_path / "other")
+        run("device", "join", "--file", written(token, name="pi-2"), "--state", tmp_path / "other")
     file = written(token)
-    ended, _, err = run("--file", file, "--until-joined", "--delete-file", "--state", tmp_path / "d")
-    assert ended == code, err
-    assert file.exists()
-    assert token.text() not in err
-
-
-class Processes:
-    """A board that joins and a coordinator that may start later, as processes of their own."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.directory: CoordinatorDirectory = init_directory(
-            root / "coordinator", hosts=["127.0.0.1"], fleet="lab", port=free_port()
-        )
-        self.running: list[subprocess.Popen[str]] = []
-
-    def token(self) -> JoinToken:
-        with Store.open(self.directory.database) as store:
-            return make_token(store, self.directory, TokenTerms(), now=time.time())
-
-    def start(self, *arguments: str | Path) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "edgefl", *map(str, arguments)],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "XDG_CONFIG_HOME": str(self.root / "config")},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self.running.append(process)
-        return process
-
-    def start_coordinator(self) -> None:
-        self.start("-q", "coordinator", "start", "--dir", self.directory.root, "--host", "127.0.0.1",
-                   "--broker", "embedded", "--broker-port", str(free_port()))  # fmt: skip
-
-    def stop(self) -> None:
-        for process in self.running:
-            process.terminate()
-        for process in self.running:
-            process.communicate(timeout=60)
-
-
-@pytest.fixture
-def processes(tmp_path: Path) -> Iterator[Processes]:
-    made = Processes(tmp_path)
-    yield made
-    made.stop()
+    ran = run("device", "join", "--file", file, "--until-joined", "--delete-file", "--state", tmp_path / "d")
+    assert (ran.code, file.exists(), token.text() in ran.err) == (code, True, False), ran.err
 
 
 @pytest.mark.slow
-def test_a_board_that_was_switched_on_first_joins_when_its_coordinator_comes(
-    processes: Processes, written: Any, tmp_path: Path
-) -> None:
-    file = written(processes.token())
-    board = processes.start(
-        "device", "join", "--file", file, "--until-joined", "--delete-file", "--state", tmp_path / "d"
-    )
-    assert board.stdout is not None
-    seen = []
-    for line in board.stdout:
-        seen.append(line)
-        if "not joined yet" in line and len(processes.running) == 1:
-            processes.start_coordinator()
-    assert board.wait(60) == 0, "".join(seen)
-    assert "joined fleet lab as pi-1" in "".join(seen)
-    assert len(processes.running) == 2, "the coordinator was there before it was started"
+def test_a_board_that_was_switched_on_first_joins_when_its_coordinator_comes(written, tmp_path):
+    def start(*arguments):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "edgefl", *map(str, arguments)], stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "XDG_CONFIG_HOME": str(tmp_path / "config")},
+            stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        started.callback(process.communicate, timeout=60)
+        started.callback(process.terminate)
+        return process
+
+    directory = init_directory(tmp_path / "coordinator", hosts=["127.0.0.1"], fleet="lab", port=free_port())
+    with Store.open(directory.database) as store:
+        file = written(make_token(store, directory, TokenTerms(), now=time.time()))
+    with ExitStack() as started:
+        board = start("device", "join", "--file", file, "--until-joined", "--delete-file", "--state", tmp_path / "d")
+        seen = ""
+        for line in board.stdout:
+            if "not joined yet" in line and "not joined yet" not in seen:
+                start("-q", "coordinator", "start", "--dir", directory.root, "--host", "127.0.0.1",
+                      "--broker-port", free_port())  # fmt: skip
+            seen += line
+        assert board.wait(60) == 0, seen
+    assert "not joined yet" in seen
+    assert "joined fleet lab as pi-1" in seen
     assert not file.exists()
     assert DeviceState.load(tmp_path / "d").device_id == "pi-1"

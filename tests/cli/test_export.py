@@ -4,27 +4,9 @@ import tomllib
 
 import pytest
 
-from edgefl.cli.main import main
 from edgefl.config import load_run
 
-RUN = """
-[run]
-task = "digits"
-rounds = 4
-[strategy]
-name = "fedavg"
-learning_rate = 0.5
-"""
-
-
-@pytest.fixture
-def edgefl(capsys):
-    def call(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            main([str(argument) for argument in arguments])
-        return ended.value.code, *capsys.readouterr()
-
-    return call
+RUN = '[run]\ntask = "digits"\nrounds = 4\n[strategy]\nname = "fedavg"\nlearning_rate = 0.5\n'
 
 
 @pytest.fixture
@@ -33,20 +15,16 @@ def run_file(tmp_path):
     return tmp_path / "run.toml"
 
 
-def test_the_app_is_written_and_its_files_are_named(edgefl, run_file, tmp_path):
-    code, out, _ = edgefl("export", "flower-app", run_file, "--out", tmp_path / "app")
-    assert code == 0
-    written = sorted(str(path) for path in (tmp_path / "app").rglob("*") if path.is_file())
-    assert sorted(out.splitlines()) == written
+@pytest.mark.parametrize(("words", "scheme"), [([], "dirichlet:0.5"), (["--scheme", "iid"], "iid")])
+def test_the_app_is_written_and_its_files_are_named(run, run_file, tmp_path, words, scheme):
+    ran = run("export", "flower-app", run_file, "--out", tmp_path / "app", *words)
+    assert ran.code == 0, ran.err
+    app = tmp_path / "app"
+    written = [path for path in app.rglob("*") if path.is_file() and app / "edgefl" not in path.parents]
+    assert sorted(ran.out.splitlines()) == sorted(map(str, [*written, app / "edgefl"]))
     assert load_run(tmp_path / "app" / "edgefl_app" / "run.toml") == load_run(run_file)
     project = tomllib.loads((tmp_path / "app" / "pyproject.toml").read_text())
-    assert project["tool"]["flwr"]["app"]["config"]["scheme"] == "dirichlet:0.5", "the task's own way"
-
-
-def test_another_scheme_can_be_chosen(edgefl, run_file, tmp_path):
-    assert edgefl("export", "flower-app", run_file, "--out", tmp_path / "app", "--scheme", "iid")[0] == 0
-    project = tomllib.loads((tmp_path / "app" / "pyproject.toml").read_text())
-    assert project["tool"]["flwr"]["app"]["config"]["scheme"] == "iid"
+    assert project["tool"]["flwr"]["app"]["config"]["scheme"] == scheme
 
 
 @pytest.mark.parametrize(
@@ -58,15 +36,12 @@ def test_another_scheme_can_be_chosen(edgefl, run_file, tmp_path):
         (RUN.replace("rounds", "round"), "iid", 3, "did you mean run.rounds?"),
     ],
 )
-def test_what_makes_no_sense_is_one_line_and_leaves_nothing(edgefl, run_file, text, scheme, code, told):
+def test_what_makes_no_sense_is_one_line_and_leaves_nothing(refused, run_file, text, scheme, code, told):
     run_file.write_text(text)
     app = run_file.with_name("app")
-    found, _, err = edgefl("export", "flower-app", run_file, "--out", app, "--scheme", scheme)
-    assert (found, told in err, err.count("\n")) == (code, True, 1)
+    refused(["export", "flower-app", run_file, "--out", app, "--scheme", scheme], code, told)
     assert not app.exists()
 
 
-def test_a_folder_that_is_in_use_is_refused(edgefl, run_file, tmp_path):
-    code, _, err = edgefl("export", "flower-app", run_file, "--out", tmp_path)
-    assert code == 2
-    assert "exists and is not an empty folder" in err
+def test_a_folder_that_is_in_use_is_refused(refused, run_file, tmp_path):
+    refused(["export", "flower-app", run_file, "--out", tmp_path], 2, "exists and is not an empty folder")

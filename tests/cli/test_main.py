@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import importlib
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,81 +9,55 @@ import pytest
 from edgefl import __version__, errors
 from edgefl.cli.main import COMMANDS, main
 
-CLI = Path(importlib.import_module("edgefl.cli").__file__ or "").parent
+CLI = Path(importlib.import_module("edgefl.cli").__file__).parent
 
 
-def _edgefl(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "edgefl.cli.main", *words], capture_output=True, text=True, timeout=60, check=False
-    )
-
-
-def _leaves(command: click.Command, path: tuple[str, ...]) -> list[tuple[str, ...]]:
+def leaves(command, path=()):
     if not isinstance(command, click.Group):
-        return [path]
-    return [leaf for name, inner in command.commands.items() for leaf in _leaves(inner, (*path, name))]
+        return [(path, command)]
+    return [leaf for name, inner in command.commands.items() for leaf in leaves(inner, (*path, name))]
 
 
-@pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_every_command_has_a_module_and_a_help_text_for_each_of_its_parts(name: str) -> None:
-    command = importlib.import_module(f"edgefl.cli.{name.replace('-', '_')}").command
-    assert (CLI / f"{name.replace('-', '_')}.py").exists()
-    for leaf in _leaves(command, ()):
-        found = command
-        for word in leaf:
-            assert isinstance(found, click.Group)
-            found = found.commands[word]
-        assert found.get_short_help_str(), leaf
-
-
-@pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_a_group_says_what_each_command_does_in_a_whole_sentence(name: str) -> None:
-    command = importlib.import_module(f"edgefl.cli.{name.replace('-', '_')}").command
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_a_module_and_says_in_a_whole_sentence_what_each_part_does(name):
+    module = name.replace("-", "_")
+    command = importlib.import_module(f"edgefl.cli.{module}").command
+    assert (CLI / f"{module}.py").exists()
+    assert all(leaf.get_short_help_str() for _, leaf in leaves(command))
     text = click.testing.CliRunner().invoke(command, ["--help"]).stdout
     assert "..." not in text.partition("Commands:")[2]
 
 
-def test_help_lists_every_command() -> None:
-    done = _edgefl("--help")
-    assert done.returncode == 0
-    assert all(f"  {name} " in done.stdout for name in COMMANDS)
+def test_help_lists_every_command_and_the_version_is_printed(run):
+    shown = run("--help")
+    assert shown.code == 0
+    assert all(f"  {name} " in shown.out for name in COMMANDS)
+    assert run("--version").out.strip().endswith(__version__)
 
 
-def test_the_version_is_printed() -> None:
-    assert _edgefl("--version").stdout.strip().endswith(__version__)
+@pytest.mark.parametrize("words", ["dance", "run dance", "demo --devices none", "run submit"])
+def test_wrong_arguments_end_with_2(run, words):
+    ran = run(*words.split())
+    assert (ran.code, ran.out, ran.err != "") == (2, "", True)
 
 
-@pytest.mark.parametrize("words", [("dance",), ("run", "dance"), ("demo", "--devices", "none"), ("run", "submit")])
-def test_wrong_arguments_end_with_2(words: tuple[str, ...]) -> None:
-    done = _edgefl(*words)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "Traceback" not in done.stderr
+def test_an_error_is_one_line_on_stderr_and_its_exit_code(capsys, monkeypatch):
+    def fail():
+        raise errors.StoreError("the store is gone; it was at /a\n look there")
 
-
-def test_an_error_is_one_line_on_stderr_and_its_exit_code(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    command = click.Command("fails", callback=_fail)
+    command = click.Command("fails", callback=fail)
     monkeypatch.setitem(COMMANDS, "fails", "for this test")
-    monkeypatch.setitem(sys.modules, "edgefl.cli.fails", _module(command))
+    monkeypatch.setitem(sys.modules, "edgefl.cli.fails", type("module", (), {"command": command}))
     with pytest.raises(SystemExit) as ended:
         main(["fails"])
     assert ended.value.code == 10
     assert capsys.readouterr() == ("", "edgefl: the store is gone; it was at /a look there\n")
 
 
-def _fail() -> None:
-    raise errors.StoreError("the store is gone; it was at /a\n look there")
-
-
-def _module(command: click.Command) -> type:
-    return type("module", (), {"command": command})
-
-
-def test_the_documented_exit_codes_are_those_of_the_classes() -> None:
+def test_the_documented_exit_codes_are_those_of_the_classes():
     documented = {
         words[0]: int(words[1])
-        for line in (errors.__doc__ or "").splitlines()
+        for line in errors.__doc__.splitlines()
         if len(words := line.strip("│├└─ ").split()) > 1 and words[1].isdigit()
     }
     kinds = {

@@ -1,77 +1,64 @@
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from edgefl.cli.main import edgefl
-from edgefl.errors import EdgeflError, NotAllowedError, UsageError
+from edgefl.errors import NotAllowedError
 from edgefl.provision import systemd as units
 
 
-def run(*words: str) -> str:
-    python = [] if "--python" in words else ["--python", units.PROGRAM]
-    result = CliRunner().invoke(edgefl, ["provision", "systemd", *python, *words])
-    if isinstance(result.exception, EdgeflError):
-        raise result.exception
-    assert result.exit_code == 0, result.output
-    return result.stdout
+@pytest.fixture
+def provision(run):
+    def call(*words):
+        ran = run("provision", "systemd", "--python", units.PROGRAM, *words)
+        assert ran.code == 0, ran.err
+        return ran.out
+
+    return call
 
 
-def test_a_devices_units_have_the_paths_of_this_installation_and_show_its_data(tmp_path: Path) -> None:
-    told = run("--out", str(tmp_path), "--python", "/opt/mine/bin/python", "--shard", "digits=/home/pi/digits.npz")
+def test_a_devices_units_have_the_paths_of_this_installation_and_show_its_data(provision, tmp_path):
+    told = provision("--out", tmp_path, "--python", "/opt/mine/bin/python", "--shard", "digits=/home/pi/digits.npz")
     device = (tmp_path / "edgefl-device.service").read_text()
     assert "ExecStart=/opt/mine/bin/python -m edgefl device start" in device
     assert units.PROGRAM not in "".join(path.read_text() for path in tmp_path.rglob("*.*") if path.is_file())
     assert "BindReadOnlyPaths=-/home/pi\n" in (tmp_path / "edgefl-join.service.d" / "20-shards.conf").read_text()
     assert "systemctl enable --now edgefl-join.service edgefl-device.service" in told
     assert "join.json" in told
+    assert provision("--gpu").count("# /etc/systemd/system/") == 3, "without --out the units are printed"
 
 
-def test_a_second_time_nothing_is_written(tmp_path: Path) -> None:
-    assert "wrote" in run("--out", str(tmp_path))
-    assert "wrote" not in run("--out", str(tmp_path))
-
-
-def test_a_coordinator_with_its_broker_apart(tmp_path: Path) -> None:
-    run("--coordinator", "--broker", "--out", str(tmp_path))
-    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == {
-        "edgefl-broker.service",
-        "edgefl-coordinator.service",
-        "edgefl-coordinator.service.d/10-broker.conf",
-    }
-    assert (
-        "--broker mqtts://127.0.0.1:8883"
-        in (tmp_path / "edgefl-coordinator.service.d" / "10-broker.conf").read_text()
-    )
-
-
-def test_without_out_the_units_are_printed() -> None:
-    assert run("--gpu").count("# /etc/systemd/system/") == 3
+def test_a_coordinator_with_its_broker_apart_is_written_once(provision, tmp_path):
+    words = ("--coordinator", "--broker", "--out", tmp_path)
+    assert "wrote" in provision(*words)
+    names = {"edgefl-broker.service", "edgefl-coordinator.service", "edgefl-coordinator.service.d/10-broker.conf"}
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == names
+    conf = tmp_path / "edgefl-coordinator.service.d" / "10-broker.conf"
+    assert "--broker mqtts://127.0.0.1:8883" in conf.read_text()
+    assert "wrote" not in provision(*words)
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--coordinator", "--gpu"], "are for devices"),
-        (["--broker"], "is for a coordinator"),
-        (["--python", "/home/pi/venv/bin/python"], "where the units' sandbox hides it"),
-        (["--python", "python3"], "must be absolute"),
-        (["--shard", "digits"], "must be TASK=PATH, got 'digits'"),
+        ("--coordinator --gpu", "are for devices"),
+        ("--broker", "is for a coordinator"),
+        ("--python /home/pi/venv/bin/python", "where the units' sandbox hides it"),
+        ("--python python3", "must be absolute"),
+        ("--shard digits", "must be TASK=PATH, got 'digits'"),
     ],
 )
-def test_what_makes_no_sense_is_told(words: list[str], told: str) -> None:
-    with pytest.raises(UsageError, match=told):
-        run(*words)
+def test_what_makes_no_sense_is_told(refused, words, told):
+    refused(["provision", "systemd", "--python", units.PROGRAM, *words.split()], 2, told)
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare")
-def test_install_puts_units_and_user_in_place_and_enables_them(tmp_path: Path) -> None:
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None,
+    reason="puts another folder over /etc for a while: run it as root, with unshare (apt install util-linux)",
+)
+def test_install_puts_units_and_user_in_place_and_enables_them(tmp_path):
     for name in ("upper", "work", "bin"):
         (tmp_path / name).mkdir()
     calls = tmp_path / "calls"
@@ -83,14 +70,9 @@ def test_install_puts_units_and_user_in_place_and_enables_them(tmp_path: Path) -
         f"{sys.executable} -m edgefl provision systemd --python {units.PROGRAM} --coordinator --install || exit; "
         "done; id edgefl-coordinator"
     )
-    done = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", script],
-        env={**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    command = ["unshare", "--mount", "sh", "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "uid=" in done.stdout
     assert done.stdout.count("wrote ") == 1
@@ -98,7 +80,7 @@ def test_install_puts_units_and_user_in_place_and_enables_them(tmp_path: Path) -
     assert (tmp_path / "upper" / "systemd" / "system" / "edgefl-coordinator.service").exists()
 
 
-def test_install_needs_root(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_needs_root(monkeypatch):
     monkeypatch.setattr(units.os, "geteuid", lambda: 1000)
     with pytest.raises(NotAllowedError, match="by root"):
         units.install(units.Installation())

@@ -1,106 +1,93 @@
 """`edgefl signing`, and `edgefl device trust` on the board."""
 
-from __future__ import annotations
-
-import json
 import shutil
-from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 from wheel_files import make_wheel
 
 from edgefl.cli.main import edgefl
-from edgefl.errors import BundleError, ConfigError, UsageError
-
-
-def run(*arguments: object, check: bool = True, **options: object) -> Result:
-    result = CliRunner().invoke(edgefl, [str(one) for one in arguments], **options)  # type: ignore[arg-type]
-    if check:
-        assert result.exit_code == 0, result.output
-    return result
+from edgefl.errors import ConfigError
 
 
 @pytest.fixture
-def signed(tmp_path: Path) -> Path:
-    run("signing", "init", "--keys", tmp_path / "keys", "--no-passphrase")
-    wheel = make_wheel(tmp_path / "w", "gulls", "1.0", {"gulls.py": ""})
-    out = tmp_path / "gulls.bundle"
-    told = run("signing", "sign", wheel, "--kind", "pack", "--version", "1.0", "--out", out,
-               "--keys", tmp_path / "keys").output  # fmt: skip
-    assert told.startswith("pack gulls 1.0, 1 wheels, signed by ")
-    return out
+def keys(run, tmp_path):
+    assert run("signing", "init", "--keys", tmp_path / "keys", "--no-passphrase").code == 0
+    return tmp_path / "keys"
 
 
-def test_a_bundle_is_signed_trusted_and_shown(signed: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def wheel(tmp_path):
+    return make_wheel(tmp_path / "w", "gulls", "1.0", {"gulls.py": ""})
+
+
+@pytest.fixture
+def sign(keys, tmp_path):
+    """The words of a signing with these keys."""
+
+    def words(*wheels, kind="pack", version="1.0", out="a.bundle"):
+        return ["signing", "sign", *wheels, "--kind", kind, "--version", version, "--out", tmp_path / out,
+                "--keys", keys]  # fmt: skip
+
+    return words
+
+
+@pytest.fixture
+def signed(run, sign, wheel, tmp_path):
+    assert run(*sign(wheel)).out.startswith("pack gulls 1.0, 1 wheels, signed by ")
+    return tmp_path / "a.bundle"
+
+
+def test_a_bundle_is_signed_trusted_and_shown_also_when_nobody_here_trusts_it(run, signed, keys, tmp_path):
     (tmp_path / "etc").mkdir()
     trusted = tmp_path / "etc" / "signers"
-    told = run("device", "trust", tmp_path / "keys" / "signing.pub.pem", "--signers", trusted).output
-    (row,) = json.loads(run("signing", "show", signed, "--signers", trusted, "--format", "json").output)["rows"]
+    told = run("device", "trust", keys / "signing.pub.pem", "--signers", trusted).out
+    (row,) = run("signing", "show", signed, "--signers", trusted, "--format", "json").rows
     assert f"takes what key {row['key']} signs" in told
     assert (row["kind"], row["name"], row["version"], row["trusted"]) == ("pack", "gulls", "1.0", True)
     assert [wheel["file"] for wheel in row["wheels"]] == ["gulls-1.0-py3-none-any.whl"]
-    assert "gulls-1.0-py3-none-any.whl" in run("signing", "show", signed, "--signers", trusted).output
-    assert "gulls-1.0-py3-none-any.whl" in run("signing", "show", signed, "--keys", tmp_path / "keys").output
+    for words in (("--signers", trusted), ("--keys", keys)):
+        assert "gulls-1.0-py3-none-any.whl" in run("signing", "show", signed, *words).out
+    stranger = run("signing", "show", signed, "--signers", tmp_path / "none")
+    assert (stranger.code, "gulls" in stranger.out) == (51, True)
 
 
-def test_show_tells_what_a_bundle_is_also_when_nobody_here_trusts_it(signed: Path, tmp_path: Path) -> None:
-    result = run("signing", "show", signed, "--signers", tmp_path / "none", check=False)
-    assert isinstance(result.exception, BundleError)
-    assert "gulls" in result.output
+def test_a_passphrase_is_asked_for_and_needed(run, wheel, tmp_path, monkeypatch):
+    def typed(*words, text):
+        return CliRunner().invoke(edgefl, [str(word) for word in words], input=text)
 
-
-def test_a_passphrase_is_asked_for_and_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys, wheel = tmp_path / "keys", make_wheel(tmp_path, "gulls", "1.0", {"gulls.py": ""})
-    run("signing", "init", "--keys", keys, input="battery\nbattery\n")
-    sign = ("signing", "sign", wheel, "--kind", "pack", "--version", "1.0", "--out", tmp_path / "b", "--keys", keys)
-    assert isinstance(run(*sign, check=False, input="wrong\n").exception, ConfigError)
+    keys = ("--keys", tmp_path / "keys")
+    sign = ("signing", "sign", wheel, "--kind", "pack", "--version", "1.0", "--out", tmp_path / "b", *keys)
+    assert typed("signing", "init", *keys, text="battery\nbattery\n").exit_code == 0
+    assert isinstance(typed(*sign, text="wrong\n").exception, ConfigError)
     assert not (tmp_path / "b").exists()
     monkeypatch.setenv("EDGEFL_SIGNING_PASSPHRASE", "battery")
-    run(*sign)
+    assert run(*sign).code == 0
 
 
-def test_what_a_board_would_refuse_is_not_signed(signed: Path, tmp_path: Path) -> None:
+def test_what_a_board_would_refuse_is_not_signed(refused, sign, wheel, tmp_path):
     evil = make_wheel(tmp_path / "e", "gulls", "1.0", {"../x": ""})
-    for wheel, version, line in (
+    for file, version, line in (
         (evil, "1.0", "lies outside"),
-        (tmp_path / "w" / "gulls-1.0-py3-none-any.whl", "2.0", "must hold a wheel of gulls in this version"),
-        (Path(shutil.copyfile(evil, tmp_path / "gulls-1.0.zip")), "1.0", "only wheels are signed"),
-    ):
-        result = run("signing", "sign", wheel, "--kind", "pack", "--version", version, "--out", tmp_path / "no",
-                     "--keys", tmp_path / "keys", check=False)  # fmt: skip
-        assert line in str(result.exception)
-    assert not (tmp_path / "no").exists()
+        (wheel, "2.0", "must hold a wheel of gulls in this version"),
+        (shutil.copyfile(evil, tmp_path / "gulls-1.0.zip"), "1.0", "only wheels are signed"),
+        (shutil.copyfile(wheel, wheel.with_name(f"gulls-1.0-py3-none-{'.'.join(['manylinux2014_x86_64'] * 5)}.whl")),
+         "1.0", "has a name of 127 characters, at most 100 fit"),
+    ):  # fmt: skip
+        refused(sign(file, version=version), 51, line)
+    assert not (tmp_path / "a.bundle").exists()
 
 
-def test_a_private_key_is_not_trusted_by_mistake(signed: Path, tmp_path: Path) -> None:
-    result = run("device", "trust", tmp_path / "keys" / "signing.pem", "--signers", tmp_path / "s", check=False)
-    assert isinstance(result.exception, ConfigError)
+def test_a_removal_is_signed_without_wheels_and_needs_the_name_of_its_pack(run, refused, sign, keys, wheel, tmp_path):
+    words = sign(kind="removal")
+    assert run(*words, "--name", "gulls").out.startswith("removal gulls 1.0, 0 wheels, signed by ")
+    assert "removal" in run("signing", "show", tmp_path / "a.bundle", "--keys", keys).out
+    assert run(*words).code == 2
+    assert run(*sign(wheel, kind="removal"), "--name", "gulls").code == 51
+
+
+def test_a_private_key_is_not_trusted_by_mistake_and_a_board_without_slots_is_not_updated(refused, keys, tmp_path):
+    refused(["device", "trust", keys / "signing.pem", "--signers", tmp_path / "s"], 3, "signing.pem")
     assert not (tmp_path / "s").exists()
-
-
-def test_apply_update_says_where_there_are_no_slots(tmp_path: Path) -> None:
-    result = run("device", "apply-update", "--root", tmp_path, "--state", tmp_path, "true", check=False)
-    assert isinstance(result.exception, ConfigError)
-    assert "a board that was installed by hand is updated by hand" in str(result.exception)
-
-
-def test_a_removal_is_signed_without_wheels_and_needs_the_name_of_its_pack(signed: Path, tmp_path: Path) -> None:
-    out = tmp_path / "no-gulls.bundle"
-    sign = ("signing", "sign", "--kind", "removal", "--version", "1.0", "--out", out, "--keys", tmp_path / "keys")
-    told = run(*sign, "--name", "gulls").output
-    assert told.startswith("removal gulls 1.0, 0 wheels, signed by ")
-    assert "removal" in run("signing", "show", out, "--keys", tmp_path / "keys").output
-    assert isinstance(run(*sign, check=False).exception, UsageError)
-    wheel = next((tmp_path / "w").glob("*.whl"))
-    assert isinstance(run(*sign, wheel, "--name", "gulls", check=False).exception, BundleError)
-
-
-def test_a_wheel_whose_name_fits_no_bundle_is_said_before_anything_is_written(signed: Path, tmp_path: Path) -> None:
-    wheel = next((tmp_path / "w").glob("*.whl"))
-    long = wheel.rename(wheel.with_name(f"gulls-1.0-py3-none-{'.'.join(['manylinux2014_x86_64'] * 5)}.whl"))
-    result = run("signing", "sign", long, "--kind", "pack", "--version", "1.0", "--out", tmp_path / "x", "--keys",
-                 tmp_path / "keys", check=False)  # fmt: skip
-    assert isinstance(result.exception, BundleError)
-    assert "has a name of 127 characters, at most 100 fit" in str(result.exception)
-    assert not (tmp_path / "x").exists()
+    update = ["device", "apply-update", "--root", tmp_path, "--state", tmp_path, "true"]
+    refused(update, 3, "a board that was installed by hand is updated by hand")

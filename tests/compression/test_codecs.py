@@ -101,13 +101,45 @@ def test_numbers_once_given_are_never_given_again() -> None:
     assert all(0 < number < BY_NAME for number in NUMBERS_GIVEN)
 
 
-def test_parameters_come_back_within_the_stated_error(codec: Codec) -> None:
+def test_parameters_come_back_within_the_stated_error_and_the_rest_bit_for_bit(codec: Codec) -> None:
     tensors = small_tensors()
     magnitudes = 10.0 ** np.arange(-9, 5, 2)
     tensors["kernel"] = (rng().normal(size=(2, 1, 3, 7)) * magnitudes).astype(np.float32)
+    for array in tensors.values():
+        array.flags.writeable = False
     decoded = codec.decode(codec.encode(tensors, rng()))
+    assert tuple(decoded) == SHARED
+    for spec in SHAPES:
+        found = arrays(decoded).get(spec.name)
+        assert spec.shared is (found is not None)
+        assert found is None or (found.shape, found.dtype) == (spec.shape, np.dtype(spec.dtype))
     for name in LOSSY:
         assert_within_the_error(codec, name, decoded[name], tensors[name])
+    for name in set(SHARED) - set(LOSSY):
+        assert arrays(decoded)[name].tobytes() == tensors[name].tobytes(), name
+    for name, tensor in decoded.items():
+        stage = part_for(codec, name).tensors
+        # Where triples are larger or worse it writes a tensor whole, or entries.
+        assert isinstance(stage, AtomoSvd) or isinstance(tensor, SparseTensor) == (
+            name in (*LOSSY, "empty") and isinstance(stage, Atomo | TopK | Threshold | RandK)
+        )
+        if isinstance(tensor, SparseTensor):
+            assert_well_formed(tensor)
+
+
+DTYPES = ("float16", "float64", "int8", "uint8", "int16", "uint32", "int32", "uint64", "bool")
+
+
+def test_what_is_no_float32_comes_back_bit_for_bit_as_parameter_and_as_buffer(codec: Codec) -> None:
+    shapes = tuple(
+        TensorSpec(name=f"w{kind}{dtype}", shape=(3, 4), dtype=dtype, kind=kind)
+        for kind in TensorKind
+        for dtype in DTYPES
+    )
+    tensors = {one.name: np.arange(-6, 6).reshape(3, 4).astype(one.dtype) for one in shapes}
+    decoded = decoded_from(make_codec(codec.spec, shapes), tensors)
+    for one in shapes:
+        assert (decoded[one.name].dtype, decoded[one.name].tobytes()) == (one.dtype, tensors[one.name].tobytes())
 
 
 def assert_within_the_error(codec: Codec, name: str, decoded: Tensor, tensor: Array) -> None:
@@ -141,51 +173,37 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("values", HOSTILE.values(), ids=HOSTILE)
-def test_extreme_numbers_are_within_the_error_or_refused_by_name(codec: Codec, values: Array) -> None:
-    tensors = small_tensors() | {"weight": values.reshape(3, 5)}
-    try:
-        body = codec.encode(tensors, rng())
-    except CodecError as refused:
-        is_allowed = np.abs(values).max() > 1e38 and codec.spec.startswith(REFUSE_HUGE)
-        if not is_allowed or not str(refused).startswith("tensor 'weight': "):
-            raise
-        return
-    with np.errstate(over="raise", invalid="raise"):
-        decoded = codec.decode(body)["weight"]
-    assert_within_the_error(codec, "weight", decoded, tensors["weight"])
+def test_extreme_numbers_are_within_the_error_or_refused_by_name(codec: Codec) -> None:
+    for name, values in HOSTILE.items():
+        tensors = small_tensors() | {"weight": values.reshape(3, 5)}
+        try:
+            body = codec.encode(tensors, rng())
+        except CodecError as refused:
+            is_allowed = np.abs(values).max() > 1e38 and codec.spec.startswith(REFUSE_HUGE)
+            if not is_allowed or not str(refused).startswith("tensor 'weight': "):
+                raise AssertionError(name) from refused
+            continue
+        with np.errstate(over="raise", invalid="raise"):
+            decoded = codec.decode(body)["weight"]
+        assert_within_the_error(codec, "weight", decoded, tensors["weight"])
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_number_that_is_none_is_refused_by_name_or_preserved_as_the_stages_say(codec: Codec, value: float) -> None:
-    tensors = small_tensors()
-    tensors["weight"][1, 2] = value
+def test_a_number_that_is_none_is_refused_by_name_or_preserved_as_the_stages_say(codec: Codec) -> None:
     part = part_for(codec, "weight")
-    if part.values.refuses_non_finite or not isinstance(part.tensors, Dense):
-        with pytest.raises(CodecError, match=r"tensor 'weight': .* carries finite numbers, got"):
-            codec.encode(tensors, rng())
-    else:
-        np.testing.assert_array_equal(decoded_from(codec, tensors)["weight"][1, 2], np.float32(value))
+    for value in (np.nan, np.inf, -np.inf):
+        tensors = small_tensors()
+        tensors["weight"][1, 2] = value
+        if part.values.refuses_non_finite or not isinstance(part.tensors, Dense):
+            with pytest.raises(CodecError, match=r"tensor 'weight': .* carries finite numbers, got"):
+                codec.encode(tensors, rng())
+        else:
+            np.testing.assert_array_equal(decoded_from(codec, tensors)["weight"][1, 2], np.float32(value))
 
 
-@pytest.mark.parametrize("spec", ["qsgd:1:4", "qsgd:2:4", "qsgd:4:4", "qsgd:8:4", "terngrad:inf", "natural",
-                                  "randk:0.25", "randk:0.5|qsgd:2:4"])  # fmt: skip
-def test_the_mean_of_many_draws_of_an_unbiased_codec_is_the_tensor(spec: str) -> None:
-    values = np.array([0.3, -0.4, 0.5, 0.1], dtype=np.float32)
-    # Each repetition is a draw of its own: buckets are as long as the values, all scales are alike.
-    shapes, tensors = one(np.tile(values, 20_000))
-    codec = make_codec(spec, shapes)
-    assert codec.tensors.is_unbiased
-    assert codec.values.is_unbiased
-    draws = decoded_from(codec, tensors)["w"].reshape(-1, 4).astype(np.float64)
-    error = draws.std(axis=0) / np.sqrt(len(draws))
-    # 5.6 standard errors: under one false alarm in a million runs over all the entries that are looked at here.
-    assert np.all(np.abs(draws.mean(axis=0) - values) <= 5.6 * error + 1e-9)
-
-
-@pytest.mark.parametrize("num_draws", [1000, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.extended
 @pytest.mark.parametrize("spec", UNBIASED)
-def test_the_mean_of_many_draws_of_every_unbiased_example_is_the_tensor(spec: str, num_draws: int) -> None:
+def test_the_mean_of_many_draws_of_every_unbiased_example_is_the_tensor(spec: str) -> None:
+    num_draws = 1000
     values = np.array([[0.3, -0.4, 0.1], [0.2, 0.05, -0.3]], dtype=np.float32)
     # Each tensor of a body is a draw of its own.
     shapes = tuple(TensorSpec(name=f"w{number}", shape=(2, 3)) for number in range(500))
@@ -202,34 +220,6 @@ def test_the_mean_of_many_draws_of_every_unbiased_example_is_the_tensor(spec: st
     assert np.all(np.abs(mean - values) <= widths * error + 1e-6)
 
 
-@pytest.mark.parametrize("spec", EXAMPLES)
-@pytest.mark.parametrize(
-    "dtype", ["float16", "float64", "int8", "uint8", "int16", "uint32", "int32", "uint64", "bool"]
-)
-def test_what_is_no_float32_comes_back_bit_for_bit_as_parameter_and_as_buffer(spec: str, dtype: str) -> None:
-    values = np.arange(-6, 6).reshape(3, 4).astype(dtype)
-    shapes = tuple(TensorSpec(name=f"w{kind}", shape=(3, 4), dtype=dtype, kind=kind) for kind in TensorKind)
-    decoded = decoded_from(make_codec(spec, shapes), {one.name: values for one in shapes})
-    for one in shapes:
-        assert decoded[one.name].dtype == np.dtype(dtype)
-        assert decoded[one.name].tobytes() == values.tobytes()
-
-
-def test_buffers_integers_and_doubles_come_back_bit_for_bit(codec: Codec) -> None:
-    tensors = small_tensors()
-    decoded = decoded_from(codec, tensors)
-    for name in set(SHARED) - set(LOSSY):
-        assert decoded[name].tobytes() == tensors[name].tobytes(), name
-
-
-def test_shapes_types_and_order_are_those_of_the_task(codec: Codec) -> None:
-    decoded = decoded_from(codec, small_tensors())
-    assert tuple(decoded) == SHARED
-    for spec in SHAPES:
-        if spec.shared:
-            assert (decoded[spec.name].shape, decoded[spec.name].dtype) == (spec.shape, np.dtype(spec.dtype))
-
-
 def test_tensors_that_stay_on_the_board_neither_travel_nor_need_to_be_there(codec: Codec) -> None:
     tensors = small_tensors()
     body = codec.encode(tensors, rng())
@@ -238,31 +228,27 @@ def test_tensors_that_stay_on_the_board_neither_travel_nor_need_to_be_there(code
     assert codec.encode(tensors, rng()) == body
 
 
-@pytest.mark.parametrize("spec", EXAMPLES)
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (0, 3), (7,), (13, 11), (2, 3, 5, 7), (65_537,)])
-def test_every_shape_survives_the_round_trip(spec: str, shape: tuple[int, ...]) -> None:
-    shapes, tensors = one(np.asarray(rng().normal(size=shape), dtype=np.float32))
-    assert decoded_from(make_codec(spec, shapes), tensors)["w"].shape == shape
-
-
-def test_a_task_without_shared_tensors_has_a_body_too(codec: Codec) -> None:
+def test_every_shape_survives_the_round_trip_and_no_tensor_at_all(codec: Codec) -> None:
+    sizes = ((), (0,), (1,), (0, 3), (7,), (13, 11), (2, 3, 5, 7), (65_537,))
+    shapes = tuple(TensorSpec(name=f"w{place}", shape=shape) for place, shape in enumerate(sizes))
+    tensors = {one.name: np.asarray(rng().normal(size=one.shape), dtype=np.float32) for one in shapes}
+    decoded = decoded_from(make_codec(codec.spec, shapes), tensors)
+    assert [decoded[one.name].shape for one in shapes] == list(sizes)
     nothing = make_codec(codec.spec, (TensorSpec(name="head", shape=(4,), shared=False),))
     assert decoded_from(nothing, {}) == {}
 
 
-def test_strided_reversed_and_byte_swapped_tensors_give_the_same_bytes(codec: Codec) -> None:
+def test_strided_reversed_byte_swapped_and_sparse_tensors_give_the_same_bytes(codec: Codec) -> None:
+    sparse = SparseTensor(indices=np.array([1, 14]), values=np.array([2, -3], dtype=np.float32), shape=(3, 5))
     tensors = small_tensors()
-    odd = tensors | {
-        "weight": np.asfortranarray(tensors["weight"]),
+    odd = {
         "kernel": np.repeat(tensors["kernel"], 2, axis=3)[..., ::2],
         "count": tensors["count"].astype(">i8"),
         "mean": tensors["mean"][::-1].copy()[::-1],
     }
-    assert codec.encode(odd, rng()) == codec.encode(tensors, rng())
-
-
-def test_the_same_seed_gives_the_same_bytes(codec: Codec) -> None:
-    assert codec.encode(small_tensors(), rng()) == codec.encode(small_tensors(), rng())
+    for weight, same in ((np.asfortranarray(tensors["weight"]), tensors["weight"]), (sparse, sparse.dense())):
+        meant = {**tensors, "weight": same}
+        assert codec.encode({**meant, **odd, "weight": weight}, rng()) == codec.encode(meant, rng())
 
 
 HASH_BODIES = """
@@ -289,63 +275,35 @@ def test_the_same_seed_gives_the_same_bytes_in_another_process() -> None:
     assert found == [here, here]
 
 
-def test_encoding_touches_neither_the_tensors_nor_their_flags(codec: Codec) -> None:
-    tensors, before = small_tensors(), small_tensors()
-    for array in tensors.values():
-        array.flags.writeable = False
-    codec.encode(tensors, rng())
-    assert all(tensors[name].tobytes() == before[name].tobytes() for name in before)
-
-
-def test_a_sparse_tensor_is_encoded_like_its_dense_form(codec: Codec) -> None:
-    sparse = SparseTensor(indices=np.array([1, 14]), values=np.array([2, -3], dtype=np.float32), shape=(3, 5))
-    tensors = small_tensors() | {"weight": sparse}
-    assert codec.encode(tensors, rng()) == codec.encode({**tensors, "weight": sparse.dense()}, rng())
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"weight": np.zeros((5, 3), dtype=np.float32)}, r"'weight' must have the shape \(3, 5\), got \(5, 3\)"),
-        ({"scale": np.zeros(1, dtype=np.float32)}, r"'scale' must have the shape \(\), got \(1,\)"),
         ({"count": np.array(1.0)}, "'count' must hold int64, got float64"),
-        ({"weight": np.zeros((3, 5), dtype=object)}, "'weight' must hold float32, got object"),
         ({"bias": np.zeros(3)}, "hold 'bias', unknown to the task"),
+        ({"scale": None}, "lack 'scale'"),
     ],
 )
-def test_a_tensor_that_does_not_fit_its_spec_is_refused(codec: Codec, change: Tensors, message: str) -> None:
+def test_a_tensor_that_does_not_fit_its_spec_is_refused(change: Tensors, message: str) -> None:
+    tensors = {name: tensor for name, tensor in {**small_tensors(), **change}.items() if tensor is not None}
     with pytest.raises(CodecError, match=message):
-        codec.encode({**small_tensors(), **change}, rng())
+        make_codec("dense", SHAPES).encode(tensors, rng())
 
 
-def test_a_missing_tensor_is_named(codec: Codec) -> None:
-    tensors = small_tensors()
-    del tensors["scale"]
-    with pytest.raises(CodecError, match="lack 'scale'"):
-        codec.encode(tensors, rng())
-
-
-def test_a_body_of_another_task_is_refused(codec: Codec) -> None:
-    body = codec.encode(small_tensors(), rng())
-    with pytest.raises(CodecError, match="holds 8 tensors, the task shares 1"):
-        decode_body(body, SHAPES[:1])
-
-
-def test_a_dense_body_of_other_shapes_is_refused() -> None:
-    body = make_codec("dense|fp16", SHAPES).encode(small_tensors(), rng())
-    wider = (TensorSpec(name="weight", shape=(3, 6)), *SHAPES[1:])
-    narrower = (TensorSpec(name="weight", shape=(3, 4)), *SHAPES[1:])
-    with pytest.raises(CodecError, match="ends early"):
-        decode_body(body, wider)
-    with pytest.raises(CodecError, match="bytes too many"):
-        decode_body(body, narrower)
-
-
-def test_a_body_of_another_epoch_is_refused(codec: Codec) -> None:
-    body = codec.encode(small_tensors(), rng(), epoch=4)
+@pytest.mark.parametrize(
+    ("shapes", "epoch", "message"),
+    [
+        (SHAPES[:1], 4, "holds 8 tensors, the task shares 1"),
+        ((TensorSpec(name="weight", shape=(3, 6)), *SHAPES[1:]), 4, "ends early"),
+        ((TensorSpec(name="weight", shape=(3, 4)), *SHAPES[1:]), 4, "bytes too many"),
+        (SHAPES, 0, "epoch 4, expected 0"),
+    ],
+)
+def test_a_body_of_another_task_or_epoch_is_refused(shapes: Shapes, epoch: int, message: str) -> None:
+    body = make_codec("dense|fp16", SHAPES).encode(small_tensors(), rng(), epoch=4)
     assert decode_body(body, SHAPES, epoch=4)
-    with pytest.raises(CodecError, match="epoch 4, expected 0"):
-        decode_body(body, SHAPES)
+    with pytest.raises(CodecError, match=message):
+        decode_body(body, shapes, epoch=epoch)
 
 
 def test_the_bytes_are_those_of_the_golden_file(codec: Codec) -> None:
@@ -365,27 +323,10 @@ def test_every_golden_file_belongs_to_a_spec_under_contract() -> None:
     assert set(GOLDEN.glob("*.bin")) - deltas == {golden_file(spec) for spec in EXAMPLES}
 
 
-def test_any_codec_reads_what_any_other_wrote() -> None:
-    body = make_codec("dense|fp16", SHAPES).encode(small_tensors(), rng())
-    assert tuple(make_codec("dense", SHAPES).decode(body)) == SHARED
-
-
 def test_dense_carries_nan_infinity_denormals_and_negative_zero_bit_for_bit() -> None:
     values = np.array([np.nan, np.inf, -np.inf, -0.0, 1e-45, 3.4e38], dtype=np.float32)
     shapes, tensors = one(values)
     assert decoded_from(make_codec("dense", shapes), tensors)["w"].tobytes() == values.tobytes()
-
-
-def test_half_precision_keeps_nan_and_infinity_and_rounds_to_nearest() -> None:
-    shapes, tensors = one(np.array([np.nan, np.inf, -np.inf, 1 + 2**-11, 1 + 3 * 2**-11, 65504], dtype=np.float32))
-    decoded = decoded_from(make_codec("dense|fp16", shapes), tensors)["w"]
-    np.testing.assert_array_equal(decoded, [np.nan, np.inf, -np.inf, 1, 1 + 2**-9, 65504])
-
-
-def test_half_precision_refuses_by_name_what_it_would_turn_into_infinity() -> None:
-    shapes, tensors = one(np.array([np.inf, -1e6], dtype=np.float32))
-    with pytest.raises(CodecError, match=r"tensor 'w': fp16 carries magnitudes up to 65504, got 1e\+06: use dense"):
-        make_codec("dense|fp16", shapes).encode(tensors, rng())
 
 
 def test_a_truth_value_is_true_or_false_whatever_byte_was_sent() -> None:
@@ -402,22 +343,10 @@ def test_decoding_dense_copies_nothing() -> None:
     assert not decoded["weight"].flags.writeable
 
 
-def test_encoding_dense_allocates_little_more_than_the_body() -> None:
-    shapes, tensors = one(np.ones(2_000_000, dtype=np.float32))
-    codec = make_codec("dense", shapes)
-    tracemalloc.start()
-    body = codec.encode(tensors, rng())
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 1.05 * len(body)
-
-
-@pytest.mark.parametrize(
-    "shape", [(4000, 250), pytest.param((50_000, 1000), marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
-)
+@pytest.mark.extended
 @pytest.mark.parametrize("spec", [for_large(spec) for spec in EXAMPLES])
-def test_a_large_tensor_takes_at_most_three_times_its_memory_more_each_way(spec: str, shape: tuple[int, int]) -> None:
-    shapes, tensors = one(rng().standard_t(3, size=shape).astype(np.float32))
+def test_a_large_tensor_takes_at_most_three_times_its_memory_more_each_way(spec: str) -> None:
+    shapes, tensors = one(rng().standard_t(3, size=(4000, 250)).astype(np.float32))
     codec, allowed = make_codec(spec, shapes), 3 * tensors["w"].nbytes + 2**21
     np.unique(np.arange(2))  # imports modules of its own at the first time
     tracemalloc.start()
@@ -436,15 +365,9 @@ def test_a_large_tensor_takes_at_most_three_times_its_memory_more_each_way(spec:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (
-            "dnse",
-            "unknown stage 'dnse' in codec 'dnse', did you mean 'dense'\\?; known: atomo, atomo-svd, bf16",
-        ),
-        ("dense|zzz", "unknown stage 'zzz' in codec 'dense|zzz'; known: atomo, "),
-        ("fp16|dense", "must be a tensor stage, then at most one value stage, then at most one lossless stage, got"),
+        ("dnse", "unknown stage 'dnse' in codec 'dnse', did you mean 'dense'\\?; known: atomo, "),
         ("fp16|dense", "got tensors, values, tensors"),
-        ("topk:0.1|dense", "got tensors, tensors"),
-        ("dense|zstd|fp16", "got tensors, lossless, values"),
+        ("dense|fp16|fp16", "got tensors, values, values"),
         ("zstd|shuffle", "got tensors, lossless, lossless"),
         ("dense|rice", "rice codes places, so a stage such as topk or qsgd must stand before it"),
         ("topk:0.1|rice|rice", "rice stands at most once and takes no argument"),
@@ -453,45 +376,32 @@ def test_a_large_tensor_takes_at_most_three_times_its_memory_more_each_way(spec:
         ("ef:2|topk:0.1", "ef stands before the stages"),
         ("ef|ef|topk:0.1", "ef stands before the stages"),
         ("ef|randk:0.1", "the error of a draw can be larger than the update, and ef would pile it up"),
-        ("ef|qsgd:1", "the error of a draw can be larger than the update"),
         ("ef|topk:0.1|terngrad", "the error of a draw can be larger than the update"),
         ("delta|fp16", "delta is for [compression] down, where the device holds a model already"),
-        ("topk", "'topk' needs a fraction over 0 and at most 1, got topk:"),
-        ("topk:0", "got topk:0"),
+        ("topk:0", "'topk' needs a fraction over 0 and at most 1, got topk:0"),
         ("topk:1.5", "got topk:1.5"),
         ("topk:nan", "got topk:nan"),
         ("randk:1e-999999999", "got randk:1e-999999999"),
-        ("threshold:-1", "'threshold' needs a number over 0 that float32 has"),
         ("threshold:inf", "got threshold:inf"),
         ("threshold:1e300", "float32 has, 1.4e-45 to 3.4e\\+38, got threshold:1e300"),
         ("threshold:1e-50", "got threshold:1e-50"),
         ("qsgd:" + "9" * 5000, "'qsgd' needs a whole number from 1 to 8, got qsgd:9999"),
-        ("dense|", "'dense|': a stage is missing"),
+        ("qsgd:4:0", "'qsgd bucket' needs a whole number from 1 to 1048576, got qsgd bucket:0"),
         ("ef|", "a stage is missing"),
-        ("", "a stage is missing"),
         ("auto", "auto chooses among codecs in a run"),
         ("int8:row", "takes no argument or 'channel', got int8:row"),
-        ("qsgd", "'qsgd' needs a whole number from 1 to 8, got qsgd:"),
-        ("qsgd:9", "got qsgd:9"),
-        ("qsgd:4:0", "'qsgd bucket' needs a whole number from 1 to 1048576, got qsgd bucket:0"),
         ("terngrad:0.5", "clips at 1 or more deviations, or inf, got terngrad:0.5"),
-        ("sign:2", "'sign' takes no argument"),
-        ("zstd:22", "'zstd' needs a whole number from 1 to 19, got zstd:22"),
-        ("dense|fp16|fp16", "got tensors, values, values"),
-        ("atomo", "'atomo' needs a number over 0, got atomo:"),
-        ("atomo:0", "got atomo:0"),
-        ("atomo:nan", "got atomo:nan"),
-        ("atomo:inf", "got atomo:inf"),
-        ("atomo-svd:-1", "'atomo-svd' needs a number over 0, got atomo-svd:-1"),
-        ("atomo-svd:1:rows", "'atomo-svd' makes matrices by one of kernel, out, atomo, got 'rows'"),
-        ("ef|atomo:5", "the error of a draw can be larger than the update"),
-        ("ef|atomo-svd:5", "the error of a draw can be larger than the update"),
-        ("powersgd:2", "needs error feedback to keep what it leaves out: write ef|powersgd:2, for [compression] up"),
-        ("powersgd:2|fp16; w* = dense", "needs error feedback"),
-        ("ef|powersgd", "'powersgd' needs a whole number from 1 to 4096, got powersgd:"),
-        ("ef|powersgd:2:rows", "'powersgd' makes matrices by one of kernel, out, atomo, got 'rows'"),
-        ("dense:3", "'dense' takes no argument, got dense:3"),
         ("dense|fp16:x", "'fp16' takes no argument, got fp16:x"),
+        ("onebit:1", "needs a whole number from 2 to 1048576, got onebit:1"),
+        ("zstd:22", "'zstd' needs a whole number from 1 to 19, got zstd:22"),
+        ("atomo:0", "'atomo' needs a number over 0, got atomo:0"),
+        ("atomo:inf", "got atomo:inf"),
+        ("atomo-svd:1:rows", "'atomo-svd' makes matrices by one of kernel, out, atomo, got 'rows'"),
+        ("lss:7", "'lss' needs a whole number from 1 to 6, got lss:7"),
+        ("lss:2:0", "'lss' needs buckets for a fraction over 0 and at most 1, got 0"),
+        ("lss:2:nan", "got nan"),
+        ("powersgd:2", "needs error feedback to keep what it leaves out: write ef|powersgd:2, for [compression] up"),
+        ("ef|powersgd", "'powersgd' needs a whole number from 1 to 4096, got powersgd:"),
     ],
 )
 def test_a_spec_that_makes_no_codec_is_one_line(spec: str, message: str) -> None:
@@ -500,13 +410,10 @@ def test_a_spec_that_makes_no_codec_is_one_line(spec: str, message: str) -> None
     assert "\n" not in str(caught.value)
 
 
-def test_a_spec_may_have_spaces_around_its_bars() -> None:
-    assert make_codec(" dense | fp16 ", SHAPES).ids == (1, 2)
-
-
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
+        (" dense | fp16 ", "dense|fp16"),
         ("fp16", "dense|fp16"),
         ("qsgd:4|rice", "dense|qsgd:4"),
         ("zstd", "dense|zstd"),
@@ -519,18 +426,6 @@ def test_a_spec_may_have_spaces_around_its_bars() -> None:
 def test_what_is_left_out_of_a_spec_or_makes_no_difference_gives_the_same_bytes(typed: str, meant: str) -> None:
     bodies = [make_codec(spec, SHAPES).encode(small_tensors(), rng()) for spec in (typed, meant)]
     assert bodies[0] == bodies[1]
-
-
-def test_sparse_codecs_decode_to_ascending_unique_indices_of_the_tensor(codec: Codec) -> None:
-    decoded = codec.decode(codec.encode(small_tensors(), rng()))
-    for name, tensor in decoded.items():
-        stage = part_for(codec, name).tensors
-        # Where triples are larger or worse it writes a tensor whole, or entries.
-        assert isinstance(stage, AtomoSvd) or isinstance(tensor, SparseTensor) == (
-            name in (*LOSSY, "empty") and isinstance(stage, Atomo | TopK | Threshold | RandK)
-        )
-        if isinstance(tensor, SparseTensor):
-            assert_well_formed(tensor)
 
 
 def test_a_stage_of_a_later_release_is_named_by_its_number() -> None:

@@ -58,7 +58,7 @@ CHANGED = {"weight": np.array([0, 7, 599]), "scale": np.array([0]), "count": np.
 
 
 @pytest.mark.parametrize("spec", ["dense", "dense|fp16", "dense|bf16", "dense|fp16|zstd", "shuffle"])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=strategies.data())
 def test_a_device_that_was_sent_deltas_holds_what_it_would_hold_after_the_whole_model(
     spec: str, data: strategies.DataObject
@@ -88,31 +88,19 @@ def test_a_delta_of_few_entries_is_much_smaller_than_the_model() -> None:
     assert 400_000 / len(body) > 18
 
 
-def test_unchanged_tensors_are_the_given_ones_and_none_is_written_to() -> None:
+def test_unchanged_tensors_are_the_given_ones_and_indices_may_come_in_any_order_and_twice() -> None:
     held = model()
     for array in held.values():
         array.flags.writeable = False
     body = encode_delta(changed_model(held, CHANGED), CHANGED, SHAPES, "dense", rng())
     assert body is not None
+    shuffled = {**CHANGED, "weight": np.array([599, 0, 7, 0], dtype=np.int32)}
+    assert encode_delta(changed_model(held, CHANGED), shuffled, SHAPES, "dense", rng()) == body
     new = apply_delta(held, body, SHAPES)
     assert new["bias"] is held["bias"]
     assert new["mean"] is held["mean"]
     assert new["count"] == held["count"] + 3
     assert held["weight"].tobytes() == model()["weight"].tobytes()
-
-
-def test_indices_may_come_in_any_order_and_twice() -> None:
-    new = changed_model(model(), CHANGED)
-    shuffled = {**CHANGED, "weight": np.array([599, 0, 7, 0], dtype=np.int32)}
-    bodies = [encode_delta(new, changed, SHAPES, "dense", rng()) for changed in (CHANGED, shuffled)]
-    assert bodies[0] == bodies[1]
-
-
-def test_nothing_changed_is_a_small_body_and_the_same_model() -> None:
-    body = encode_delta(model(), {}, SHAPES, "dense", rng())
-    assert body is not None
-    assert len(body) < 40
-    assert apply_delta(model(), body, SHAPES)["weight"].tobytes() == model()["weight"].tobytes()
 
 
 def test_there_is_no_delta_when_all_or_most_entries_changed() -> None:
@@ -139,13 +127,6 @@ def test_there_is_no_delta_where_the_whole_model_is_smaller() -> None:
 def test_indices_that_the_task_does_not_have_are_refused(changed: dict[str, Array], message: str) -> None:
     with pytest.raises(CodecError, match=message):
         encode_delta(model(), changed, SHAPES, "dense", rng())
-
-
-def test_a_value_that_the_codec_cannot_carry_is_refused_by_name() -> None:
-    new = model()
-    new["weight"][0, 0] = 1e6
-    with pytest.raises(CodecError, match="tensor 'weight': fp16 carries magnitudes up to 65504"):
-        encode_delta(new, {"weight": np.array([0])}, SHAPES, "dense|fp16", rng())
 
 
 def test_a_model_that_is_not_the_tasks_is_refused() -> None:
@@ -177,8 +158,6 @@ def test_a_delta_of_another_epoch_is_refused() -> None:
 @pytest.mark.parametrize(
     ("spec", "found"),
     [
-        ("dense|fp16", (False, "dense|fp16")),
-        ("delta|fp16", (True, "fp16")),
         ("delta", (True, "dense")),
         (" delta | bf16 | zstd:9 ", (True, "bf16|zstd:9")),
         ("int8|zstd", (False, "int8|zstd")),
@@ -192,14 +171,10 @@ def test_a_line_for_the_downlink_is_taken_apart(spec: str, found: tuple[bool, st
     ("spec", "message"),
     [
         ("delta|int8", "a delta carries dense, fp16 or bf16 values"),
-        ("delta|topk:0.1", "a delta carries dense, fp16 or bf16 values"),
         ("ef|fp16", r"ef is for \[compression\] up"),
         ("delta|fp17", "unknown stage 'fp17'"),
         ("fp16|delta", "delta stands before the stages"),
         ("topk:0.1|int8", "what does not travel of a model would be zero; topk:0.1 is for"),
-        ("atomo:0.5", "what does not travel of a model would be zero"),
-        ("lss:2", "what does not travel of a model"),
-        ("sign", "come right in the mean of many updates"),
         ("dense|qsgd:8|zstd", "come right in the mean of many updates"),
     ],
 )
@@ -208,7 +183,7 @@ def test_a_line_that_makes_no_downlink_is_refused(spec: str, message: str) -> No
         parse_down(spec)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(data=strategies.data())
 def test_any_damage_under_a_valid_checksum_is_a_codec_error_or_gives_a_model_of_the_task(
     data: strategies.DataObject,
@@ -227,14 +202,6 @@ def test_any_damage_under_a_valid_checksum_is_a_codec_error_or_gives_a_model_of_
     except CodecError:
         return
     assert {name: array.shape for name, array in new.items()} == {spec.name: spec.shape for spec in SHARED}
-
-
-def test_every_damaged_byte_is_a_codec_error() -> None:
-    body = encode_delta(changed_model(model(), CHANGED), CHANGED, SHAPES, "dense|fp16", rng())
-    assert body is not None
-    for at in range(len(body)):
-        with pytest.raises(CodecError):
-            apply_delta(model(), body[:at] + bytes([body[at] ^ 255]) + body[at + 1 :], SHAPES)
 
 
 def test_the_bytes_are_those_of_the_golden_file() -> None:

@@ -12,11 +12,11 @@ from edgefl.decentralised.engine import Engine
 from edgefl.decentralised.graph import make_graph
 from edgefl.decentralised.node import Mail
 from edgefl.errors import CodecError
-from edgefl.types import Array, EdgeMessage, TensorKind, TensorSpec
+from edgefl.types import Array, TensorKind, TensorSpec
 
 SHAPES = (TensorSpec(name="w", shape=(40,)), TensorSpec(name="b", shape=(3,)))
 TWO_BITS = "qsgd:2:8"
-LOSSY = (TWO_BITS, "onebit", "int8", "fp16", "lss:2", "topk:0.5", "dense|fp16|zstd")
+LOSSY = (TWO_BITS, "onebit", "int8", "lss:2", "topk:0.5", "dense|fp16|zstd")
 
 
 def rng(seed: int = 0) -> np.random.Generator:
@@ -56,7 +56,7 @@ def test_a_model_that_stands_still_is_known_to_its_neighbour_better_and_better(s
     one, other = pair(spec)
     first, still = parts(1), parts(2)
     errors = []
-    for step in range(200):
+    for step in range(100):
         body = one.encode("b", first if step < 3 else still, rng(step))
         errors.append(distance(other.decode("a", body), still))
         one.decode("b", other.encode("a", first, rng(step)))
@@ -80,7 +80,7 @@ def test_both_ends_have_the_same_bits_however_much_is_lost_late_or_doubled() -> 
     one, other = pair(TWO_BITS)
     draw, late = rng(5), None
     sent = parts(1)
-    for step in range(400):
+    for step in range(150):
         body = one.encode("b", sent, rng(step))
         arrived = [body] * int(draw.integers(0, 3))
         if late is not None:
@@ -109,18 +109,6 @@ def test_a_neighbour_that_was_started_anew_drops_differences_and_then_gets_a_who
     assert distance(anew.decode("a", one.encode("b", sent, rng())), sent) == 0
 
 
-def test_a_sender_that_was_started_anew_begins_with_a_whole_model() -> None:
-    one, other = pair(TWO_BITS)
-    for step in range(4):
-        other.decode("a", one.encode("b", parts(step), rng()))
-        one.decode("b", other.encode("a", parts(step), rng()))
-    anew = EdgeCodec(TWO_BITS, SHAPES, epoch=2)
-    for step in range(3):
-        sent = parts(step)
-        assert distance(other.decode("a", anew.encode("b", sent, rng())), sent) < (1e-9 if step == 0 else 10)
-        anew.decode("b", other.encode("a", parts(step), rng()))
-
-
 def test_an_edge_that_ended_is_forgotten() -> None:
     one, other = pair(TWO_BITS)
     for step in range(3):
@@ -147,7 +135,7 @@ def test_every_cut_and_every_changed_byte_of_the_header_is_refused_or_harmless()
     with pytest.raises(CodecError):
         other.decode("a", body + b"x")
     draw = rng(3)
-    for _ in range(500):
+    for _ in range(200):
         broken = bytearray(body)
         broken[int(draw.integers(0, len(body)))] ^= 1 << int(draw.integers(0, 8))
         try:
@@ -168,21 +156,12 @@ def test_only_what_is_trained_and_shared_travels() -> None:
 QUADRATICS = Quadratics.drawn(8)
 
 
-@pytest.mark.parametrize(
-    ("method", "loss"),
-    [
-        ("admm-isvr", 0.0),
-        ("pdmm-isvr", 0.3),
-        pytest.param("admm-isvr", 0.3, marks=pytest.mark.slow),
-        pytest.param("pdmm-isvr", 0.0, marks=pytest.mark.slow),
-    ],
-)
-def test_two_bits_a_number_lead_to_the_exact_optimum(method: str, loss: float) -> None:
+@pytest.mark.extended
+def test_two_bits_a_number_lead_to_the_exact_optimum_though_mail_is_lost() -> None:
     graph = make_graph("ring", tuple(f"n{place}" for place in range(8)))
     rate = 0.2 / QUADRATICS.smoothness
-    run = Network.of(
-        method, graph, QUADRATICS.gradients(), start=np.zeros(10), rate=rate, period=8, loss=loss, schedule="sync"
-    )
+    options = {"start": np.zeros(10), "rate": rate, "period": 8, "loss": 0.3, "schedule": "sync"}
+    run = Network.of("pdmm-isvr", graph, QUADRATICS.gradients(), **options)
     shapes = (TensorSpec(name="w", shape=(10,)),)
     for node in run.nodes.values():
         Coded(Engine(node, EdgeCodec(TWO_BITS, shapes, epoch=1), rng()))
@@ -225,12 +204,3 @@ def _single(mail: Mail) -> dict[str, dict[str, Array]]:
         part: {name: array.astype(np.float32) for name, array in arrays.items()}
         for part, arrays in mail.parts.items()
     }
-
-
-def test_an_engine_drops_and_counts_what_it_cannot_read() -> None:
-    graph = make_graph("ring", ("a", "b"))
-    network = Network.of("pdmm-isvr", graph, [lambda w: w] * 2, start=np.zeros(40, np.float32), rate=0.1, period=2)
-    shapes = (TensorSpec(name="w", shape=(40,)),)
-    engine = Engine(network.nodes["a"], EdgeCodec("", shapes, epoch=1), rng())
-    assert engine.take([EdgeMessage(edge=("b", "a"), step=1, body=b"nothing")]) == ()
-    assert engine.num_dropped == 1

@@ -51,12 +51,15 @@ def rng(step: int = 0) -> np.random.Generator:
 
 
 def displacement(step: int) -> dict[str, Array]:
-    return {
+    found = {
         "weight": rng(step).normal(size=(8, 25)).astype(np.float32),
         "head": np.zeros(4, dtype=np.float32),
         "mean": np.full(3, 0.1 * step, dtype=np.float32),
         "count": np.array(step),
     }
+    for array in found.values():
+        array.flags.writeable = False
+    return found
 
 
 def dense(tensor: Tensor) -> Array:
@@ -87,38 +90,13 @@ def test_the_residual_is_what_the_codec_left_out() -> None:
     assert kept.pending == ()
 
 
-def test_the_next_update_carries_the_residual() -> None:
-    kept = feedback()
-    first = kept.encode("a1", displacement(1), rng())
-    kept.settle(["a1"])
-    left = residual(kept).copy()
-    second = kept.encode("a2", displacement(2), rng())
-    assert second == make_codec("topk:0.05", SHAPES).encode(
-        displacement(2) | {"weight": displacement(2)["weight"] + left}, rng()
-    )
-    assert not np.array_equal(weight_in(first), weight_in(second))
-
-
+@pytest.mark.parametrize("num_under_way", [1, 2])
 @pytest.mark.parametrize("spec", LOSSY_SPECS)
-def test_nothing_is_lost_over_a_run_in_which_updates_are_lost_at_random(spec: str) -> None:
+def test_nothing_is_lost_over_a_run_in_which_updates_are_lost_at_random(spec: str, num_under_way: int) -> None:
     kept, luck = feedback(spec), np.random.default_rng(9)
-    arrived, total, used = np.zeros((8, 25)), np.zeros((8, 25)), list[str]()
-    for step in range(40):
-        kept.settle(used[-2:])
-        total += displacement(step)["weight"]
-        body = kept.encode(f"a{step}", displacement(step), rng(step))
-        if luck.random() < 0.7:
-            arrived += weight_in(body)
-            used.append(f"a{step}")
-    np.testing.assert_allclose(arrived + left_at_the_end(kept, used), total, atol=1e-4)
-
-
-@pytest.mark.parametrize("spec", LOSSY_SPECS)
-def test_nothing_is_lost_with_two_updates_under_way(spec: str) -> None:
-    kept, luck = feedback(spec), np.random.default_rng(10)
     arrived, total, used, under_way = np.zeros((8, 25)), np.zeros((8, 25)), list[str](), list[tuple[str, bytes]]()
-    for step in range(40):
-        if len(under_way) == 2:
+    for step in range(20):
+        if len(under_way) == num_under_way:
             assignment_id, body = under_way.pop(0)
             if luck.random() < 0.6:
                 arrived += weight_in(body)
@@ -129,33 +107,21 @@ def test_nothing_is_lost_with_two_updates_under_way(spec: str) -> None:
     np.testing.assert_allclose(arrived + left_at_the_end(kept, used), total, atol=1e-4)
 
 
-def test_an_update_that_is_older_than_a_used_one_goes_back_whole() -> None:
-    kept = feedback()
-    lost = kept.encode("a1", displacement(1), rng())
-    used = kept.encode("a2", displacement(2), rng())
-    kept.settle(["a2"])
-    expected = displacement(1)["weight"].astype(np.float64) + displacement(2)["weight"] - weight_in(used)
-    np.testing.assert_allclose(residual(kept), expected, atol=1e-6)
-    assert np.abs(weight_in(lost)).max() > 0
-    assert kept.pending == ()
-
-
-def test_an_update_younger_than_a_used_one_stays_undecided() -> None:
-    kept = feedback()
-    kept.encode("a1", displacement(1), rng())
-    kept.encode("a2", displacement(2), rng())
-    kept.settle(["a1"])
-    assert kept.pending == ("a2",)
-
-
-def test_settling_twice_or_something_unknown_changes_nothing() -> None:
+def test_settling_twice_something_unknown_or_an_older_one_changes_nothing() -> None:
     kept = feedback()
     kept.encode("a1", displacement(1), rng())
     kept.settle(["a1"])
     before = residual(kept).tobytes()
-    kept.settle(["a1", "other"])
-    kept.settle([])
-    assert residual(kept).tobytes() == before
+    kept.encode("a2", displacement(2), rng())
+    for used in (["a1", "other"], [], ["a1"]):
+        kept.settle(used)
+        assert kept.pending == ("a2",)
+    kept.settle(["a2"])
+    again = feedback()
+    again.restore({})
+    again.encode("a1", displacement(1), rng())
+    again.settle(["a1"])
+    assert residual(again).tobytes() == before
 
 
 def test_a_third_update_under_way_says_that_the_first_is_lost() -> None:
@@ -188,37 +154,24 @@ def test_buffers_and_integers_travel_exactly_and_leave_nothing_behind() -> None:
     assert {name for name in kept.state() if name.startswith("residual/")} == {"residual/weight"}
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("spec", ["ef|topk:0.05", "ef|dense", "ef|fp16"])
-def test_a_displacement_that_is_not_finite_is_refused_and_changes_nothing(spec: str, value: float) -> None:
+@pytest.mark.parametrize(
+    ("spec", "value", "message"),
+    [
+        ("ef|dense", np.nan, "tensor 'weight': error feedback carries finite numbers"),
+        ("ef|topk:0.05", np.inf, "tensor 'weight': error feedback carries finite numbers"),
+        ("ef|fp16", 1e6, "fp16 carries magnitudes"),
+    ],
+)
+def test_a_displacement_that_is_refused_changes_nothing(spec: str, value: float, message: str) -> None:
     kept = feedback(spec)
-    kept.encode("a1", displacement(1), rng())
-    before = {name: array.tobytes() for name, array in kept.state().items()}
-    bad = displacement(2)
-    bad["weight"][3, 3] = value
-    with pytest.raises(CodecError, match="tensor 'weight': error feedback carries finite numbers"):
-        kept.encode("a2", bad, rng())
-    assert {name: array.tobytes() for name, array in kept.state().items()} == before
-
-
-def test_an_update_that_the_codec_refuses_changes_nothing() -> None:
-    kept = feedback("ef|fp16")
     for step in (1, 2):
         kept.encode(f"a{step}", displacement(step), rng())
     before = {name: array.tobytes() for name, array in kept.state().items()}
-    with pytest.raises(CodecError, match="fp16 carries magnitudes"):
-        kept.encode("a3", displacement(3) | {"weight": np.full((8, 25), 1e6, dtype=np.float32)}, rng())
+    bad = displacement(3) | {"weight": displacement(3)["weight"].copy()}
+    bad["weight"][3, 3] = value
+    with pytest.raises(CodecError, match=message):
+        kept.encode("a3", bad, rng())
     assert {name: array.tobytes() for name, array in kept.state().items()} == before
-
-
-def test_the_displacement_is_not_written_to() -> None:
-    given = displacement(1)
-    for array in given.values():
-        array.flags.writeable = False
-    kept = feedback()
-    kept.encode("a1", given, rng())
-    kept.encode("a2", given, rng())
-    assert given["weight"].tobytes() == displacement(1)["weight"].tobytes()
 
 
 @pytest.mark.parametrize("spec", LOSSY_SPECS)
@@ -260,23 +213,6 @@ def test_what_is_older_than_the_coordinator_puts_nothing_back_and_sends_nothing_
     again.settle(["a2", "a3"])
     assert again.pending == ()
     assert again.encode("a4", displacement(4), rng()) == feedback().encode("a4", displacement(4), rng())
-
-
-def test_what_is_as_new_as_the_coordinator_puts_back_what_was_lost() -> None:
-    kept, again = feedback(), feedback()
-    for step in (1, 2, 3):
-        kept.encode(f"a{step}", displacement(step), rng())
-        kept.settle(["a1"])
-    again.restore(kept.state())
-    again.settle(["a1", "a3"])
-    kept.settle(["a1", "a3"])
-    assert np.array_equal(residual(again), residual(kept))
-
-
-def test_a_state_with_nothing_in_it_is_a_fresh_start() -> None:
-    kept = feedback()
-    kept.restore({})
-    assert kept.encode("a1", displacement(1), rng()) == feedback().encode("a1", displacement(1), rng())
 
 
 def test_only_a_prefix_asks_for_feedback() -> None:
@@ -324,21 +260,17 @@ def num_encoded(kept: ErrorFeedback) -> float | None:
     return None if found is None else float(found[0])
 
 
-def test_what_a_stage_remembers_lives_from_one_update_to_the_next_and_through_a_lost_one() -> None:
+def test_what_a_stage_remembers_lives_through_a_lost_update_and_a_reboot() -> None:
     kept = counting_feedback()
     assert num_encoded(kept) is None
     for step in (1, 2):
         kept.encode(f"a{step}", displacement(step), rng())
     kept.settle(["a2"])  # so that the first was lost
     assert num_encoded(kept) == 2
-
-
-def test_what_a_stage_remembers_survives_a_reboot() -> None:
-    kept, again = counting_feedback(), counting_feedback()
-    kept.encode("a1", displacement(1), rng())
+    again = counting_feedback()
     again.restore({name: array.copy() for name, array in kept.state().items()})
-    again.encode("a2", displacement(2), rng())
-    assert (num_encoded(kept), num_encoded(again)) == (1, 2)
+    again.encode("a3", displacement(3), rng())
+    assert (num_encoded(kept), num_encoded(again)) == (2, 3)
 
 
 def test_a_state_without_memory_or_with_a_damaged_one_is_a_fresh_start_for_the_stage() -> None:
@@ -359,8 +291,3 @@ def test_a_stage_forgets_what_it_learnt_of_an_update_that_was_refused() -> None:
     with pytest.raises(CodecError, match="fp16 carries magnitudes"):
         kept.encode("a2", displacement(2) | {"weight": np.full((8, 25), 1e6, dtype=np.float32)}, rng())
     assert num_encoded(kept) == 1
-
-
-def test_a_stage_is_told_of_no_memory_where_nobody_keeps_it() -> None:
-    codec = replace(make_codec("dense", SHAPES), tensors=Counting())
-    assert decode_body(codec.encode(displacement(1), rng()), SHAPES)

@@ -12,7 +12,7 @@ from damaged_bodies import all_surfaces, damaged, decode_damaged, surfaces_of
 from edgefl.compression.decoding import decode_body
 from edgefl.errors import CodecError
 
-NUM_MUTATIONS = 20_000
+NUM_MUTATIONS = 6_400
 MOST_BYTES = 1 << 20
 """No decoding of the small tasks needs a tenth of it."""
 
@@ -43,11 +43,12 @@ def test_every_cut_every_extension_and_every_damaged_byte_is_a_codec_error(spec:
             decode_body(memoryview(one), SHAPES)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("spec", EXAMPLES)
 def test_any_damaged_byte_under_a_valid_checksum_is_a_codec_error_or_gives_the_declared_tensors(spec: str) -> None:
     body = encoded(spec)
     for at in range(len(body)):
-        for flip in (1, 16, 128, 255):
+        for flip in (1, 255):
             try:
                 decoded = decode_body(sealed(body[:at] + bytes([body[at] ^ flip]) + body[at + 1 :]), SHAPES)
             except CodecError:
@@ -70,6 +71,5 @@ def test_mutations_under_valid_checksums_are_codec_errors_or_give_the_declared_t
             raise AssertionError(f"{surface.spec}: {content.hex()}") from error
 
 
-@pytest.mark.parametrize("surface", all_surfaces(), ids=lambda surface: f"{surface.spec}-{len(surface.content)}")
-def test_every_surface_that_is_damaged_is_one_of_a_valid_body(surface) -> None:
-    assert decode_damaged(surface, surface.content)
+def test_every_surface_that_is_damaged_is_one_of_a_valid_body() -> None:
+    assert all(decode_damaged(surface, surface.content) for surface in all_surfaces())

@@ -23,7 +23,7 @@ SMOOTH = np.linspace(1, 2, 1000, dtype=np.float32)
 PARTS = [np.arange(500, dtype="<u2"), SMOOTH, np.zeros(0), np.arange(7, dtype=np.uint8), np.array(5, dtype="<i8")]
 
 
-@pytest.mark.parametrize("stage", [Zstd(), Zstd(level=19), Shuffle()])
+@pytest.mark.parametrize("stage", [Zstd(), Shuffle()])
 def test_a_payload_of_many_widths_comes_back_byte_for_byte(stage: Zstd | Shuffle) -> None:
     payload = b"".join(part.tobytes() for part in PARTS)
     (packed,) = stage.encode(PARTS)
@@ -66,7 +66,7 @@ def bomb(content: bytes) -> bytes:
 
 
 def test_a_bomb_is_refused_before_memory_is_taken() -> None:
-    body = bomb(bytes(200_000_000))
+    body = bomb(bytes(20_000_000))
     assert len(body) < 30_000
     tracemalloc.start()
     with pytest.raises(CodecError, match="unpacks to over 20352 bytes"):
@@ -76,11 +76,16 @@ def test_a_bomb_is_refused_before_memory_is_taken() -> None:
     assert peak < 1_000_000
 
 
-def test_a_frame_that_does_not_state_its_length_is_refused() -> None:
-    frame = zstandard.ZstdCompressor(write_content_size=False).compress(SMOOTH.tobytes())
-    body = write_frame([1, 12], 1, [np.frombuffer(frame, dtype=np.uint8)])
-    with pytest.raises(CodecError, match="does not state its length"):
-        decode_body(body, SHAPES)
+@pytest.mark.parametrize(
+    ("frame", "message"),
+    [
+        (zstandard.ZstdCompressor(write_content_size=False).compress(SMOOTH.tobytes()), "does not state its length"),
+        (zstandard.ZstdCompressor().compress(SMOOTH.tobytes()) + b"\0", "cannot be unpacked"),
+    ],
+)
+def test_a_frame_without_its_length_or_with_bytes_behind_it_is_refused(frame: bytes, message: str) -> None:
+    with pytest.raises(CodecError, match=message):
+        decode_body(write_frame([1, 12], 1, [np.frombuffer(frame, dtype=np.uint8)]), SHAPES)
 
 
 @pytest.mark.parametrize("behind", [b"garbage", b"\x01\x00\x00more", b""])
@@ -88,13 +93,6 @@ def test_an_empty_frame_is_looked_at_to_its_end(behind: bytes) -> None:
     with pytest.raises(CodecError, match="cannot be unpacked"):
         unpacked(memoryview(b"\x28\xb5\x2f\xfd\x20\x00" + behind), 100)
     assert unpacked(memoryview(zstandard.ZstdCompressor().compress(b"")), 100) == b""
-
-
-def test_bytes_behind_the_frame_are_refused() -> None:
-    frame = zstandard.ZstdCompressor().compress(SMOOTH.tobytes())
-    body = write_frame([1, 12], 1, [np.frombuffer(frame + b"\0", dtype=np.uint8)])
-    with pytest.raises(CodecError, match="cannot be unpacked"):
-        decode_body(body, SHAPES)
 
 
 @pytest.mark.parametrize(

@@ -61,25 +61,6 @@ def test_big_endian_and_strided_parts_are_written_little_endian_in_order() -> No
     assert bytes(read_frame(write_frame([1], 1, parts)).payload) == bytes([1, 0, 2, 0, 0, 2, 4, 7, 0, 0, 0])
 
 
-def test_every_single_damaged_byte_is_noticed() -> None:
-    body = write_frame([1, "abc"], 2, PARTS)
-    for offset in range(len(body)):
-        for flip in (0x01, 0x80, 0xFF):
-            damaged = bytearray(body)
-            damaged[offset] ^= flip
-            with pytest.raises(CodecError):
-                read_frame(bytes(damaged))
-
-
-def test_every_cut_and_every_extension_is_noticed() -> None:
-    body = write_frame([1], 2, PARTS)
-    for length in range(len(body)):
-        with pytest.raises(CodecError):
-            read_frame(body[:length])
-    with pytest.raises(CodecError, match=r"must be \d+ bytes"):
-        read_frame(body + b"\x00")
-
-
 @pytest.mark.parametrize(
     ("offset", "value", "message"),
     [
@@ -134,8 +115,5 @@ def test_a_reader_gives_no_more_than_there_is() -> None:
         reader.take(-1)
     with pytest.raises(CodecError, match="1 bytes too many"):
         reader.finish()
-
-
-def test_a_reader_refuses_a_huge_array_without_allocating_it() -> None:
     with pytest.raises(CodecError, match="ends early"):
         Reader(memoryview(b"abcd")).array(np.dtype("<f8"), 2**60)

@@ -84,12 +84,23 @@ class RunningBroker:
         return self.clients.enter_context(context.wrap_socket(plain, server_hostname=self.address.host))
 
 
+NO_MOSQUITTO = "mosquitto is not installed: apt-get install mosquitto"
+
+
+@pytest.fixture(params=["mosquitto", "embedded"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """The brokers that there are, one by one."""
+    if request.param == "mosquitto" and mosquitto_path() is None:
+        pytest.skip(NO_MOSQUITTO)
+    return str(request.param)
+
+
 @pytest.fixture(params=["mosquitto", "embedded"])
 def running(
     request: pytest.FixtureRequest, certificates: Certificates, tmp_path: Path, free_port: int
 ) -> Iterator[RunningBroker]:
     if request.param == "mosquitto" and mosquitto_path() is None:
-        pytest.skip("mosquitto is not installed")
+        pytest.skip(NO_MOSQUITTO)
     broker = make_broker(
         request.param,
         directory=tmp_path / "broker",
@@ -153,8 +164,8 @@ class MqttClient:
         eventually(lambda: len(self.granted) == len(filters))
         return list(self.granted)
 
-    def publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> None:
-        self._paho.publish(topic, payload, qos=qos, retain=retain).wait_for_publish(5)
+    def publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False, wait_s: float = 5) -> None:
+        self._paho.publish(topic, payload, qos=qos, retain=retain).wait_for_publish(wait_s)
 
     def payloads(self, topic: str) -> list[bytes]:
         return [payload for name, payload, _ in self.received if name == topic]

@@ -77,7 +77,7 @@ def play(engines: Mapping[str, Engine], rounds: int) -> None:
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_nodes_come_to_the_mean_of_their_targets(method: str) -> None:
     engines = {name: engine(method, name) for name in NAMES}
-    play(engines, 400)
+    play(engines, 250)
     found = np.array([one.node.weights["w"][0] for one in engines.values()])
     assert found.mean() == pytest.approx(1.5, abs=1e-9 if "isvr" in method or "t" in method[-2:] else 0.2)
     assert np.ptp(found) < (1e-6 if method in {"pdmm-isvr", "admm-isvr", "k-gt", "gradient-tracking"} else 1.5)

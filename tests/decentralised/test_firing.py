@@ -1,7 +1,6 @@
 """Schedules: when edges fire, by themselves and beside each other."""
 
 import numpy as np
-import pytest
 
 from edgefl.decentralised.firing import Burst, make_firing
 from edgefl.decentralised.graph import Graph, make_graph
@@ -33,10 +32,10 @@ def test_at_slots_an_edge_fires_when_the_counter_is_there() -> None:
     assert bursts("slots", "b", 1) == [Burst(iterations=4, neighbours=("a", "c"))]
 
 
-@pytest.mark.parametrize("period", [1, 2, 8])
-def test_at_random_each_edge_fires_once_in_a_period_on_average(period: int) -> None:
+def test_at_random_each_edge_fires_once_in_a_period_on_average() -> None:
+    period = 8
     graph = make_graph("multiplex:2", tuple("abcdefgh"))
-    found = bursts("poisson", "a", 4000, period, graph)
+    found = bursts("poisson", "a", 1500, period, graph)
     steps = sum(burst.iterations for burst in found)
     for neighbour in graph.neighbours("a"):
         rate = sum(neighbour in burst.neighbours for burst in found) / steps

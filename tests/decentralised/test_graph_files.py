@@ -33,26 +33,25 @@ def test_a_node_list_becomes_a_graph(tmp_path: Path) -> None:
     assert graph.periods == {"north": 8, "east": 8, "west": 4}
     assert graph.slots["north", "west"] == 4
     assert graph.slots["west", "north"] == 0
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        read_graph(tmp_path / "none.json")
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("{", "is not JSON"),
-        ("[]", "must hold a table$"),
         ({}, 'must hold a table "nodes"'),
         ({"nodes": {"a": 3}}, "node a must be a table, got 3"),
         (changed("west", edges=["north"]), "node east lists the edge to west, but west not the one to east"),
         (changed("west", edges=["north", "east", "south"]), "node west has an edge to south, which is no node"),
         (changed("north", edges={"east": 8, "west": 4}), "slot of the edge from north to east .* from 0 to 7, got 8"),
         (changed("north", round=0), "round of node north must be a whole number from 1 to 1000000000, got 0"),
-        (changed("north", round=True), "round of node north .* got True"),
         (
             changed("west", edges="north"),
             "edges of node west must be a list of names or a table of slots, got 'north'",
         ),
         (changed("west", edges=["north", "north", "east"]), "node west lists a neighbour twice"),
-        (changed("south", edges=["south2"]) | {}, "node south has an edge to south2"),
         (
             {"nodes": {**NODES, "x": {"edges": ["y"]}, "y": {"edges": ["x"]}}},
             "the graph is not connected: no path from north to x, y",
@@ -77,18 +76,11 @@ def test_hosts_are_read_by_name(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ({}, 'must hold a list "hosts"'),
-        ({"hosts": ["north"]}, "host 1 must be a table"),
         ({"hosts": [{"name": "n", "addr": "a", "port": 0}]}, "port of host 1 must be a whole number from 1 to 65535"),
         ({"hosts": [{"name": "", "addr": "a", "port": 1}]}, "name of host 1 must be a text, got ''"),
-        ({"hosts": [{"name": "n", "port": 1}]}, "addr of host 1 must be a text, got None"),
         ({"hosts": [{"name": n, "addr": "a", "port": 1} for n in "nm"]}, r"host 2 \(m, a:1\) stands there twice"),
     ],
 )
 def test_hosts_that_make_no_sense_are_refused(content: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         read_hosts(file_with(tmp_path, content))
-
-
-def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        read_graph(tmp_path / "none.json")

@@ -3,7 +3,7 @@ import time
 from edgefl.device.bell import Bell
 
 
-def test_each_ring_is_heard_once() -> None:
+def test_each_ring_is_heard_once():
     bell = Bell()
     bell.ring()
     bell.ring()
@@ -14,7 +14,7 @@ def test_each_ring_is_heard_once() -> None:
     bell.wait(0.01)
 
 
-def test_a_doubt_is_taken_once_and_rings_nothing_by_itself() -> None:
+def test_a_doubt_is_taken_once_and_rings_nothing_by_itself():
     bell = Bell()
     assert not bell.take_doubt()
     bell.doubt()

@@ -1,13 +1,9 @@
-from __future__ import annotations
-
 import logging
-
-import pytest
 
 from edgefl.device.complaints import LOG_EVERY_S, Complaints
 
 
-def test_each_kind_of_complaint_is_heard_at_once_and_again_after_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_kind_of_complaint_is_heard_at_once_and_again_after_a_minute(caplog):
     now_s = 0.0
     complaints = Complaints(logging.getLogger("edgefl.test"), clock=lambda: now_s)
     for at_s in (0.0, 1.0, LOG_EVERY_S - 0.1, LOG_EVERY_S, LOG_EVERY_S + 1):

@@ -1,9 +1,6 @@
 """The line to a coordinator, over real TLS to one that does nothing but say hello."""
 
-from __future__ import annotations
-
 import time
-from typing import Any
 
 import pytest
 
@@ -21,12 +18,12 @@ HELLO = Hello(
 class Site:
     """A line and what it has told: hellos, addresses that were entered, and attempts."""
 
-    def __init__(self, state: DeviceState) -> None:
+    def __init__(self, state):
         self.state = state
-        self.hellos: list[Hello] = []
-        self.entered: list[str] = []
+        self.hellos = []
+        self.entered = []
         self.num_tries = 0
-        self.closed: set[str] = set()
+        self.closed = set()
         self.line = CoordinatorLine(
             state,
             pinned_context(state.ca.read_bytes()),
@@ -35,21 +32,21 @@ class Site:
             on_try=self._tried,
         )
 
-    def _enter(self, address: str) -> None:
+    def _enter(self, address):
         self.entered.append(address)
         if address in self.closed:
             raise NetworkError("no place")
 
-    def _tried(self) -> None:
+    def _tried(self):
         self.num_tries += 1
 
 
 @pytest.fixture
-def site(state: DeviceState) -> Site:
-    return Site(state)
+def site(joined_state):
+    return Site(joined_state)
 
 
-def test_it_finds_the_coordinator_at_the_address_that_answers_and_puts_it_first(site: Site, front_door: Any) -> None:
+def test_it_finds_the_coordinator_at_the_address_that_answers_and_puts_it_first(site, front_door):
     dead = f"127.0.0.1:{free_port()}"
     site.state.change(addresses=(dead, front_door.address))
     site.line.connect()
@@ -57,16 +54,16 @@ def test_it_finds_the_coordinator_at_the_address_that_answers_and_puts_it_first(
     assert (site.entered, site.num_tries, len(site.hellos)) == ([front_door.address], 2, 1)
     assert site.state.device.addresses[0] == front_door.address
     assert DeviceState.load(site.state.root).device.addresses == site.state.device.addresses
-
-
-def test_its_clock_is_the_coordinator_s(site: Site) -> None:
-    site.line.connect()
     assert abs(site.line.skew_s) < 5
     site.line.skew_s = 1e6
     assert site.line.clock() == pytest.approx(time.time() + 1e6, abs=5)
+    site.line.drop()
+    assert site.line.address is None
+    site.line.connect()
+    assert site.line.address == front_door.address
 
 
-def test_where_it_gets_no_place_there_is_no_line_and_every_address_is_named(site: Site, front_door: Any) -> None:
+def test_where_it_gets_no_place_there_is_no_line_and_every_address_is_named(site, front_door):
     dead = f"127.0.0.1:{free_port()}"
     site.state.change(addresses=(front_door.address, dead))
     site.closed.add(front_door.address)
@@ -77,18 +74,10 @@ def test_where_it_gets_no_place_there_is_no_line_and_every_address_is_named(site
     assert site.line.address is None
 
 
-def test_a_line_that_was_dropped_is_made_anew(site: Site, front_door: Any) -> None:
-    site.line.connect()
-    site.line.drop()
-    assert site.line.address is None
-    site.line.connect()
-    assert site.line.address == front_door.address
-
-
-def test_what_has_moved_is_known_also_when_the_card_is_full(site: Site, request: pytest.FixtureRequest) -> None:
-    request.getfixturevalue("full_card")
-    with pytest.raises(StoreFullError):
-        site.state.change(threads=9)
-    site.line.remember("10.0.0.7:8000", HELLO)
+def test_what_has_moved_is_known_also_when_the_card_is_full(site, full_card):
+    with full_card():
+        with pytest.raises(StoreFullError):
+            site.state.change(threads=9)
+        site.line.remember("10.0.0.7:8000", HELLO)
     device = site.state.device
     assert (device.addresses, device.broker_host) == (("10.0.0.7:8000", "10.0.0.8:8000"), "10.0.0.9")

@@ -1,9 +1,7 @@
 """Orders one at a time: what a newer one calls off, what breaks, and what a stop leaves."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -18,9 +16,9 @@ WITHIN_S = 10.0
 class Work:
     """What orders are carried out, and what becomes of them."""
 
-    def __init__(self, *, calls_off: bool = True) -> None:
-        self.begun: list[str] = []
-        self.failures: list[tuple[str, str]] = []
+    def __init__(self, *, calls_off=True):
+        self.begun = []
+        self.failures = []
         self.does: Callable[[str], None] = lambda order: None
         self.news = threading.Condition()
         self.errands = Errands(
@@ -28,38 +26,38 @@ class Work:
         )
         self.errands.start()
 
-    def until(self, condition: Callable[[], object]) -> None:
+    def until(self, condition):
         with self.news:
             assert self.news.wait_for(condition, WITHIN_S), (self.begun, self.failures)
 
-    def _carry_out(self, order: str) -> None:
+    def _carry_out(self, order):
         with self.news:
             self.begun.append(order)
             self.news.notify_all()
         self.does(order)
 
-    def _failed(self, order: str, error: Exception) -> None:
+    def _failed(self, order, error):
         with self.news:
             self.failures.append((order, str(error)))
             self.news.notify_all()
 
 
 @pytest.fixture
-def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
+def work(monkeypatch):
     monkeypatch.setattr(module, "FIRST_BACKOFF_S", 0.01)
     made = Work()
     yield made
     made.errands.stop(WITHIN_S)
 
 
-def test_a_newer_order_calls_off_the_one_that_waits_for_its_connection(work: Work) -> None:
+def test_a_newer_order_calls_off_the_one_that_waits_for_its_connection(work):
     away, ended = threading.Event(), []
 
-    def fetch() -> None:
+    def fetch():
         away.set()
         raise NetworkError("away")
 
-    def does(order: str) -> None:
+    def does(order):
         if order == "first":
             try:
                 work.errands.until_done(fetch, what=order, on_away=lambda: None)
@@ -75,8 +73,8 @@ def test_a_newer_order_calls_off_the_one_that_waits_for_its_connection(work: Wor
     assert (ended, work.failures) == (["first"], [])
 
 
-def test_what_one_order_breaks_does_not_keep_the_next(work: Work) -> None:
-    def does(order: str) -> None:
+def test_what_one_order_breaks_does_not_keep_the_next(work):
+    def does(order):
         if order == "bad":
             raise ValueError("nobody thought of this")
         if order == "full":
@@ -85,31 +83,14 @@ def test_what_one_order_breaks_does_not_keep_the_next(work: Work) -> None:
     work.does = does
     for order in ("bad", "full", "good"):
         work.errands.add(order)
-        work.until(lambda order=order: order in work.begun)  # type: ignore[misc]
+        work.until(lambda order=order: order in work.begun)
     assert work.failures == [("bad", "nobody thought of this")]
 
 
-def test_the_newest_order_is_taken_once(work: Work) -> None:
-    goes_on = threading.Event()
-
-    def does(_order: str) -> None:
-        assert goes_on.wait(WITHIN_S)
-
-    work.does = does
-    work.errands.add("first")
-    work.until(lambda: work.begun)
-    for _ in range(3):
-        work.errands.add("second")
-    goes_on.set()
-    work.errands.add("third")
-    work.until(lambda: work.begun[-1] == "third")
-    assert work.begun == ["first", "second", "third"]
-
-
-def test_orders_that_call_nothing_off_wait_for_their_turn_and_count_once() -> None:
+def test_orders_that_call_nothing_off_wait_for_their_turn_and_count_once():
     work, goes_on = Work(calls_off=False), threading.Event()
 
-    def does(_order: str) -> None:
+    def does(_order):
         assert goes_on.wait(WITHIN_S)
 
     work.does = does
@@ -125,11 +106,11 @@ def test_orders_that_call_nothing_off_wait_for_their_turn_and_count_once() -> No
     assert work.begun == ["first", "second", "third"]
 
 
-def test_a_broken_connection_is_tried_again_and_damage_once_more_only(work: Work) -> None:
-    answers: list[Exception | str] = [NetworkError("away"), NetworkError("away"), DataError("damaged"), "whole"]
-    told: list[str] = []
+def test_a_broken_connection_is_tried_again_and_damage_once_more_only(work):
+    answers = [NetworkError("away"), NetworkError("away"), DataError("damaged"), "whole"]
+    told = []
 
-    def attempt() -> str:
+    def attempt():
         answer = answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
@@ -142,10 +123,10 @@ def test_a_broken_connection_is_tried_again_and_damage_once_more_only(work: Work
         work.errands.until_done(attempt, what="it", on_away=lambda: None)
 
 
-def test_a_stop_ends_a_wait_at_once_and_keeps_the_order_for_the_next_life(work: Work) -> None:
+def test_a_stop_ends_a_wait_at_once_and_keeps_the_order_for_the_next_life(work):
     ended = threading.Event()
 
-    def does(order: str) -> None:
+    def does(order):
         try:
             work.errands.sleep(60.0)
         except CalledOffError:

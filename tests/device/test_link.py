@@ -1,7 +1,6 @@
 """The link against a real broker (mosquitto where it is installed, else the embedded one) and over real TLS."""
 
-from __future__ import annotations
-
+import contextlib
 import gc
 import socket
 import threading
@@ -9,14 +8,12 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import paho.mqtt.client as mqtt
 import pytest
-from paho.mqtt.enums import CallbackAPIVersion
+from broker_site import HOST, BrokerSite
+from peer_boards import eventually
 
 from edgefl.coordinator import pki
-from edgefl.coordinator.brokers.broker import BrokerTls, client_context
-from edgefl.coordinator.brokers.choice import make_broker
-from edgefl.device.link import Link, LinkCallbacks, LinkIdentity, LinkPace, LinkTls
+from edgefl.device.link import Link, LinkCallbacks, LinkIdentity, LinkPace
 from edgefl.errors import NotJoinedError, StoreFullError
 from edgefl.local_fleet import free_port
 from edgefl.protocol import Capabilities, Command, CommandKind, Heartbeat, ProgressReport, Status
@@ -24,147 +21,75 @@ from edgefl.protocol import Capabilities, Command, CommandKind, Heartbeat, Progr
 pytestmark = pytest.mark.timeout(60)
 
 ROOT = "edgefl/v1/lab/pi-1"
+CANNOT_REACH = "cannot reach the broker"
 
 
-def eventually(condition, timeout_s=60.0):
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"did not happen within {timeout_s} s"
-        time.sleep(0.01)
+class Site(BrokerSite):
+    """With a coordinator that hears all."""
 
-
-class Site:
-    """A broker, its certificates, and an ear that hears all."""
-
-    def __init__(self, directory):
-        self.directory = directory
-        self.authority = pki.create_authority("lab")
-        self.port = free_port()
-        self.broker = make_broker(
-            "auto",
-            directory=directory / "broker",
-            fleet="lab",
-            tls=self.files("server", pki.issue_server(self.authority, ["127.0.0.1"])),
-            host="127.0.0.1",
-            port=self.port,
-        )
-        self.broker.start()
-        self.heard = []
-        self.ear = mqtt.Client(CallbackAPIVersion.VERSION2, client_id="coordinator")
-        self.ear.tls_set_context(
-            client_context(self.files("coordinator", pki.issue_client(self.authority, "coordinator")))
-        )
-        self.ear.reconnect_delay_set(1, 1)
-        self.ear.on_connect = lambda client, *_: client.subscribe("edgefl/v1/lab/#", qos=1)
-        self.ear.on_message = lambda _c, _d, m: self.heard.append((m.topic, bytes(m.payload)))
-        self.ear.connect("127.0.0.1", self.port)
-        self.ear.loop_start()
-        eventually(self.ear.is_connected)
-        self.links = []
-        self.session_no = 0
-
-    def close(self):
-        for link in self.links:
-            link.stop()
-        self.ear.disconnect()
-        self.ear.loop_stop()
-        self.broker.stop()
-
-    def files(self, name, pair):
-        made = BrokerTls(**{kind: self.directory / f"{name}.{kind}" for kind in ("ca", "cert", "key")})
-        made.ca.write_bytes(self.authority.cert_pem)
-        made.cert.write_bytes(pair.cert_pem)
-        made.key.write_bytes(pair.key_pem)
-        return made
-
-    def link_tls(self):
-        made = self.files("pi-1", pki.issue_client(self.authority, "pi-1"))
-        return LinkTls(ca=made.ca, cert=made.cert, key=made.key)
-
-    def next_session_no(self):
-        self.session_no += 1
-        return self.session_no
-
-    def link(self, *, addresses=None, tls=None, start=True, **callbacks):
-        link = Link(
-            addresses or [("127.0.0.1", self.port)],
-            tls or self.link_tls(),
-            LinkIdentity(fleet="lab", device_id="pi-1", boot_id="boot", version="1.2.3"),
-            LinkCallbacks(
-                on_bell=callbacks.get("on_bell", lambda: None),
-                on_command=callbacks.get("on_command", lambda _: None),
-                on_connection=callbacks.get("on_connection", lambda _: None),
-            ),
-            next_session_no=self.next_session_no,
-            pace=LinkPace(max_backoff_s=0.5),
-        )
-        self.links.append(link)
-        if start:
-            link.start()
-        return link
+    def start(self):
+        super().start()
+        self.coordinator, self.heard = self.client("coordinator", "edgefl/v1/lab/#")
+        return self
 
     def statuses(self):
-        return [Status.load(payload) for name, payload in self.heard if name == f"{ROOT}/status" and payload]
+        return [Status.load(payload) for payload in self.said("status") if payload]
 
     def said(self, kind):
         return [payload for name, payload in self.heard if name == f"{ROOT}/{kind}"]
 
+    def say(self, kind, payload=b"", *, retain=False):
+        self.coordinator.publish(f"{ROOT}/{kind}", payload, qos=1, retain=retain)
+
 
 @pytest.fixture
-def site(tmp_path: Path):
-    site = Site(tmp_path)
+def site(tmp_path):
+    site = Site(tmp_path).start()
     yield site
     site.close()
 
 
-def beat(seq):
-    return Heartbeat(seq=seq, session_no=0, uptime_s=1.0)
-
-
-def test_it_says_online_with_the_number_of_its_session(site):
+def test_it_says_online_and_at_a_clean_stop_offline_and_leaves_no_thread(site):
     link = site.link()
-    assert link.wait_connected(60)
-    eventually(site.statuses)
-    expected = Status(state="online", boot_id="boot", session_no=1, version="1.2.3", will=False)
-    assert site.statuses() == [expected]
+    online = Status(state="online", boot_id="boot", session_no=1, version="1.2.3", will=False)
+    eventually(lambda: site.statuses() == [online])
     assert link.session_no == 1
-
-
-def test_a_clean_stop_says_offline_itself_and_leaves_no_thread(site):
-    link = site.link()
-    assert link.wait_connected(60)
     link.stop()
-    eventually(lambda: len(site.statuses()) == 2)
-    assert site.statuses()[-1] == Status(state="offline", boot_id="boot", session_no=1, version="1.2.3", will=False)
+    eventually(lambda: site.statuses() == [online, replace(online, state="offline")])
     assert not link.is_connected()
     assert not [thread for thread in threading.enumerate() if thread.name == "mqtt-link"]
 
 
-def test_each_connection_has_its_own_session_number_and_will(site):
-    link = site.link()
+def test_each_connection_has_a_number_and_a_will_of_its_own_and_says_everything_again(site):
+    link, capabilities = site.link(is_up=False), Capabilities(facts={"cores": 4}, shards={"digits": 100})
+    link.publish_capabilities(capabilities)
+    link.start()
     assert link.wait_connected(60)
-    eventually(site.statuses)
+    link.set_draining(draining=True)
+    eventually(lambda: [status.state for status in site.statuses()] == ["online", "draining"])
+    eventually(lambda: len(site.said("capabilities")) == 1)
     site.broker.stop()
     eventually(lambda: not link.is_connected())
     site.broker.start()
-    assert link.wait_connected(60)
-    eventually(lambda: link.session_no == 2)
+    eventually(lambda: site.statuses()[-1].session_no == link.session_no == 2)
+    assert site.statuses()[-1].state == "draining"
+    eventually(lambda: len(site.said("capabilities")) == 2)
+    assert Capabilities.load(site.said("capabilities")[-1]) == capabilities
+    link.set_draining(draining=False)
+    eventually(lambda: site.statuses()[-1].state == "online")
     # Somebody of the same name takes the session over: the broker sends the will of session 2.
-    eventually(site.ear.is_connected)
-    eventually(lambda: site.statuses()[-1].session_no == 2)
-    rival = site.link(on_connection=lambda up: None)
-    assert rival.wait_connected(60)
+    eventually(site.coordinator.is_connected)
+    site.link()
     eventually(lambda: any(status.will and status.session_no == 2 for status in site.statuses()))
 
 
 def test_a_session_that_is_over_leaves_no_file_open_until_garbage_is_collected(site):
-    link, tls = site.link(), site.link_tls()
-    assert link.wait_connected(60)
+    link, tls = site.link(), site.tls("pi-1")
     gc.collect()
     gc.disable()
     try:
         before = len(list(Path("/proc/self/fd").iterdir()))
-        for number in range(2, 6):
+        for number in (2, 3):
             link.renew(tls)
             eventually(lambda number=number: link.session_no == number and link.is_connected())
         eventually(lambda: len(list(Path("/proc/self/fd").iterdir())) <= before, timeout_s=20)
@@ -172,162 +97,92 @@ def test_a_session_that_is_over_leaves_no_file_open_until_garbage_is_collected(s
         gc.enable()
 
 
-def test_an_attempt_that_fails_before_the_broker_hears_of_it_uses_no_session_number(site):
-    site.broker.stop()
-    link = site.link()
-    until_s = time.monotonic() + 1.5
-    eventually(lambda: time.monotonic() > until_s)
-    site.broker.start()
-    assert link.wait_connected(60)
+def test_attempts_that_no_broker_hears_of_use_no_session_number_and_every_address_is_tried(site, caplog):
+    nobody = free_port()
+    lost = site.link("pi-2", addresses=[(HOST, nobody)], is_up=False)
+    lost.start()
+    eventually(lambda: CANNOT_REACH in caplog.text)
+    started_s = time.monotonic()
+    lost.stop()
+    assert time.monotonic() - started_s < 5
+    link = site.link(addresses=[("no-such-host.invalid", site.port), (HOST, nobody), (HOST, site.port)])
     assert link.session_no == 1
 
 
 def test_it_contradicts_an_offline_that_it_did_not_send(site):
-    link = site.link()
-    assert link.wait_connected(60)
+    site.link()
     eventually(site.statuses)
-    late_will = Status(state="offline", boot_id="boot", session_no=0, will=True)
-    site.ear.publish(f"{ROOT}/status", late_will.dump(), qos=1, retain=True)
+    site.say("status", Status(state="offline", boot_id="boot", session_no=0, will=True).dump(), retain=True)
     eventually(lambda: [status.state for status in site.statuses()] == ["online", "offline", "online"])
 
 
-def test_it_tries_every_address_of_the_coordinator(site):
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        nobody = closed.getsockname()[1]
-        link = site.link(
-            addresses=[("no-such-host.invalid", site.port), ("127.0.0.1", nobody), ("127.0.0.1", site.port)]
-        )
-        assert link.wait_connected(60)
-
-
-def test_draining_is_told_and_kept_over_a_reconnect(site):
-    link = site.link()
-    assert link.wait_connected(60)
-    link.set_draining(draining=True)
-    eventually(lambda: [status.state for status in site.statuses()] == ["online", "draining"])
-    site.broker.stop()
-    eventually(lambda: not link.is_connected())
-    site.broker.start()
-    eventually(lambda: site.statuses()[-1].session_no == 2)
-    assert site.statuses()[-1].state == "draining"
-    link.set_draining(draining=False)
-    eventually(lambda: site.statuses()[-1].state == "online")
-
-
-def test_heartbeats_carry_the_present_session_and_are_dropped_while_down(site):
-    link = site.link(start=False)
-    assert not link.publish_heartbeat(beat(1))
+def test_what_holds_for_now_carries_the_session_is_dropped_while_down_and_leaves_ten_times_a_second(site):
+    link, report = site.link(is_up=False), ProgressReport(assignment="a", iteration=1, seconds_per_iteration=0.001)
+    beat = Heartbeat(seq=2, session_no=0, uptime_s=1.0)
+    assert not link.publish_heartbeat(beat)
+    assert not link.publish_progress(report)
     link.start()
     assert link.wait_connected(60)
-    assert link.publish_heartbeat(beat(2))
+    assert link.publish_heartbeat(beat)
     eventually(lambda: site.said("heartbeat"))
-    (heartbeat,) = [Heartbeat.load(payload) for payload in site.said("heartbeat")]
+    (heartbeat,) = map(Heartbeat.load, site.said("heartbeat"))
     assert (heartbeat.seq, heartbeat.session_no) == (2, 1)
+    started_s, num_sent = time.monotonic(), 0
+    while num_sent < 3:
+        num_sent += link.publish_progress(report)
+    assert time.monotonic() - started_s >= 0.2
+    eventually(lambda: len(site.said("progress")) == 3)
 
 
-def test_capabilities_are_said_again_after_a_broker_forgot_them(site):
-    link = site.link(start=False)
-    capabilities = Capabilities(facts={"cores": 4}, shards={"digits": 100})
-    link.publish_capabilities(capabilities)
-    link.start()
-    eventually(lambda: len(site.said("capabilities")) == 1)
-    site.broker.stop()
-    site.broker.start()
-    eventually(lambda: len(site.said("capabilities")) == 2)
-    assert Capabilities.load(site.said("capabilities")[-1]) == capabilities
-
-
-def test_progress_leaves_at_most_ten_times_a_second(site):
-    link = site.link()
-    assert link.wait_connected(60)
-    started_s = time.monotonic()
-    sent = 0
-    while time.monotonic() - started_s < 0.55:
-        sent += link.publish_progress(ProgressReport(assignment="a", iteration=sent, seconds_per_iteration=0.001))
-    assert 1 <= sent <= 6
-    eventually(lambda: len(site.said("progress")) == sent)
-
-
-def test_the_bell_rings_once_at_connect_and_then_when_the_coordinator_rings(site):
-    bells = []
-    link = site.link(on_bell=lambda: bells.append(1))
-    assert link.wait_connected(60)
-    eventually(lambda: len(bells) == 1)
-    eventually(site.statuses)
-    site.ear.publish(f"{ROOT}/bell", b"")
-    eventually(lambda: len(bells) == 2)
-
-
-def test_a_command_that_comes_twice_runs_once(site):
-    commands = []
-    link = site.link(on_command=commands.append)
-    assert link.wait_connected(60)
-    for identifier in ("1", "1", "2", "1"):
-        site.ear.publish(f"{ROOT}/command", Command(id=identifier, kind=CommandKind.RELOAD).dump(), qos=1)
-    eventually(lambda: len(commands) == 2)
-    site.ear.publish(f"{ROOT}/command", Command(id="3", kind=CommandKind.RELOAD).dump(), qos=1)
-    eventually(lambda: [command.id for command in commands] == ["1", "2", "3"])
-
-
-def test_malformed_commands_and_failing_callbacks_do_not_end_the_link(site, caplog):
-    done = []
+def test_bells_and_commands_come_over_the_broker_and_nothing_that_they_do_ends_the_link(site, caplog):
+    bells, done = [], []
 
     def fail_once(command):
         done.append(command.id)
         if len(done) == 1:
             raise RuntimeError("a bug in the agent")
 
-    link = site.link(on_command=fail_once)
-    assert link.wait_connected(60)
-    site.ear.publish(f"{ROOT}/command", b"\xff", qos=1)
-    site.ear.publish(f"{ROOT}/status", b"[]", qos=1)
-    for identifier in ("1", "2"):
-        site.ear.publish(f"{ROOT}/command", Command(id=identifier, kind="reload").dump(), qos=1)
+    link = site.link(on_bell=lambda: bells.append(1), on_command=fail_once)
+    eventually(lambda: len(bells) == 1)
+    eventually(site.statuses)
+    site.say("bell")
+    eventually(lambda: len(bells) == 2)
+    site.say("command", b"\xff")
+    site.say("status", b"[]")
+    for identifier in ("1", "1", "2"):
+        site.say("command", Command(id=identifier, kind=CommandKind.RELOAD).dump())
     eventually(lambda: done == ["1", "2"])
     assert link.is_connected()
     assert "dropped a message" in caplog.text
     assert "a bug in the agent" in caplog.text
 
 
-def test_a_broker_of_another_ca_is_not_believed(site, tmp_path):
-    stranger = tmp_path / "stranger.pem"
+def test_a_broker_of_another_ca_or_name_is_not_believed_but_on_request(site, tmp_path, caplog):
+    stranger, tls = tmp_path / "stranger.pem", site.tls("pi-1")
     stranger.write_bytes(pki.create_authority("elsewhere").cert_pem)
-    link = site.link(tls=replace(site.link_tls(), ca=stranger))
-    assert not link.wait_connected(1.0)
+    for host, trusted in ((HOST, replace(tls, ca=stranger)), ("localhost", tls)):
+        caplog.clear()
+        link = site.link(addresses=[(host, site.port)], tls=trusted, is_up=False)
+        link.start()
+        eventually(lambda: CANNOT_REACH in caplog.text)
+        assert not link.is_connected()
+        link.stop()
     assert site.statuses() == []
+    site.link(addresses=[("localhost", site.port)], tls=replace(tls, check_hostname=False))
 
 
-def test_a_host_name_that_the_certificate_does_not_hold_is_believed_only_on_request(site):
-    strict = site.link(addresses=[("localhost", site.port)])
-    assert not strict.wait_connected(1.0)
-    strict.stop()
-    lenient = site.link(addresses=[("localhost", site.port)], tls=replace(site.link_tls(), check_hostname=False))
-    assert lenient.wait_connected(60)
-
-
-def test_stopping_a_link_that_never_connected_takes_no_long_wait(site):
-    site.broker.stop()
-    link = site.link()
-    started_s = time.monotonic()
-    link.stop()
-    assert time.monotonic() - started_s < 5
-
-
-def test_a_missing_key_asks_to_join_again(site):
+def test_a_missing_key_or_address_asks_to_join_again(site):
     with pytest.raises(NotJoinedError, match="join again"):
-        site.link(tls=replace(site.link_tls(), key=site.directory / "missing"), start=False)
-
-
-def test_no_address_asks_to_join_again(site):
+        site.link(tls=replace(site.tls("pi-1"), key=site.folder / "missing"), is_up=False)
     with pytest.raises(NotJoinedError, match="no address"):
-        Link(
-            [],
-            site.link_tls(),
-            LinkIdentity(fleet="lab", device_id="pi-1", boot_id="b"),
-            LinkCallbacks(on_bell=lambda: None, on_command=lambda _: None),
-            next_session_no=lambda: 1,
-        )
+        made_link(site, lambda: 1, [])
+
+
+def made_link(site, next_session_no, addresses):
+    identity = LinkIdentity(fleet="lab", device_id="pi-1", boot_id="b")
+    callbacks = LinkCallbacks(on_bell=lambda: None, on_command=lambda _: None)
+    pace = LinkPace(max_backoff_s=0.2)
+    return Link(addresses, site.tls("pi-1"), identity, callbacks, next_session_no=next_session_no, pace=pace)
 
 
 def test_a_card_that_is_full_for_a_while_does_not_end_the_link(site):
@@ -339,15 +194,80 @@ def test_a_card_that_is_full_for_a_while_does_not_end_the_link(site):
             raise StoreFullError("no space left on the card")
         return 7
 
-    link = Link(
-        [("127.0.0.1", site.port)],
-        site.link_tls(),
-        LinkIdentity(fleet="lab", device_id="pi-1", boot_id="boot", version="1.2.3"),
-        LinkCallbacks(on_bell=lambda: None, on_command=lambda _: None),
-        next_session_no=next_session_no,
-        pace=LinkPace(max_backoff_s=0.2),
-    )
+    link = made_link(site, next_session_no, [(HOST, site.port)])
     site.links.append(link)
     link.start()
     assert link.wait_connected(60)
     assert link.session_no == 7
+
+
+SLOW_BYTES = 500_000
+PIECE_BYTES = 10_000
+KEEP_ALIVE_S = 2
+
+
+class SlowUplink:
+    """Passes a piece up to the broker every 0.1 s and everything down at once; nothing while it is `clogged`."""
+
+    def __init__(self, port):
+        self._there = (HOST, port)
+        self._listener = socket.socket()
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, PIECE_BYTES)
+        self._listener.bind((HOST, 0))
+        self._listener.listen()
+        self.port = int(self._listener.getsockname()[1])
+        self.clogged, self._ended = threading.Event(), threading.Event()
+        self.num_bytes = 0
+        self._closers = contextlib.ExitStack()
+        self._thread = self._start(self._accept)
+
+    def close(self):
+        self._ended.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join()
+        self._closers.close()
+
+    def _start(self, work, *arguments):
+        thread = threading.Thread(target=work, args=arguments, daemon=True)
+        thread.start()
+        return thread
+
+    def _accept(self):
+        with contextlib.suppress(OSError):
+            while True:
+                board = self._closers.enter_context(self._listener.accept()[0])
+                broker = self._closers.enter_context(socket.create_connection(self._there))
+                self._start(self._up, board, broker)
+                self._start(self._down, broker, board)
+
+    def _up(self, board, broker):
+        with contextlib.suppress(OSError):
+            while not self._ended.wait(0.1):
+                piece = b"" if self.clogged.is_set() else board.recv(PIECE_BYTES)
+                broker.sendall(piece)
+                self.num_bytes += len(piece)
+
+    def _down(self, broker, board):
+        with contextlib.suppress(OSError):
+            while piece := broker.recv(65536):
+                board.sendall(b"" if self.clogged.is_set() else piece)
+
+
+@pytest.mark.extended
+def test_a_packet_may_take_longer_than_the_keep_alive_and_a_broker_that_takes_nothing_more_is_left(site):
+    with contextlib.closing(SlowUplink(site.port)) as uplink:
+        link = site.link(addresses=[(HOST, uplink.port)], keep_alive_s=KEEP_ALIVE_S)
+        started_s = time.monotonic()
+        link.publish_peer("pi-2", bytes(SLOW_BYTES))
+        eventually(lambda: uplink.num_bytes > SLOW_BYTES)
+        assert time.monotonic() - started_s > 2 * KEEP_ALIVE_S
+        assert site.num_sessions["pi-1"] == 1
+        link.publish_peer("pi-2", bytes(SLOW_BYTES))
+        eventually(lambda: uplink.num_bytes > 1.1 * SLOW_BYTES)
+        uplink.clogged.set()
+        eventually(lambda: not link.is_connected(), timeout_s=4 * KEEP_ALIVE_S)
+        uplink.clogged.clear()
+        eventually(lambda: site.num_sessions["pi-1"] > 1 and link.is_connected())
+        link.stop()

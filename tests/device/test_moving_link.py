@@ -1,40 +1,32 @@
 """Where the link goes, and that a new one takes over when the broker moves."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
 
 from edgefl.device.link import LinkCallbacks
 from edgefl.device.moving_link import MovingLink
-from edgefl.device.state import DeviceState
 from edgefl.errors import StoreFullError
 
 
 @pytest.fixture
-def link(state: DeviceState) -> MovingLink:
+def link(state):
     return MovingLink(state, "boot", LinkCallbacks(on_bell=lambda: None, on_command=lambda _: None))
 
 
-def test_without_a_host_of_its_own_the_broker_is_where_the_coordinator_is(
-    state: DeviceState, link: MovingLink
-) -> None:
+def test_without_a_host_of_its_own_the_broker_is_where_the_coordinator_is(state, link):
     state.change(addresses=("10.0.0.7:8000", "10.0.0.8:8000", "10.0.0.7:9000"), broker_port=1999, broker_host=None)
     assert link.brokers() == [("10.0.0.7", 1999), ("10.0.0.8", 1999)]
 
 
-def test_a_broker_that_moved_is_followed_also_when_the_card_is_full(
-    state: DeviceState, link: MovingLink, request: pytest.FixtureRequest
-) -> None:
-    request.getfixturevalue("full_card")
-    with pytest.raises(StoreFullError):
+def test_a_broker_that_moved_is_followed_also_when_the_card_is_full(state, link, full_card):
+    with full_card(), pytest.raises(StoreFullError):
         state.change(broker_port=1999, broker_host="10.0.0.9")
     assert link.brokers() == [("10.0.0.9", 1999)]
 
 
-def test_following_stops_the_link_before_and_starts_another(link: MovingLink) -> None:
-    def threads() -> int:
+def test_following_stops_the_link_before_and_starts_another(link):
+    def threads():
         return sum(thread.name == "mqtt-link" for thread in threading.enumerate())
 
     link.start()

@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from edgefl.device.refusal import check_welcome, keep_refusal
@@ -9,15 +5,13 @@ from edgefl.errors import ClonedError
 
 
 @pytest.fixture
-def kernel_boot(tmp_path: Path) -> Path:
+def kernel_boot(tmp_path):
     path = tmp_path / "boot_id"
     path.write_text("first\n")
     return path
 
 
-def test_an_agent_that_was_refused_stays_away_until_its_board_is_switched_off_and_on(
-    tmp_path: Path, kernel_boot: Path
-) -> None:
+def test_an_agent_that_was_refused_stays_away_until_its_board_is_switched_off_and_on(tmp_path, kernel_boot):
     check_welcome(tmp_path, kernel_boot=kernel_boot)
     keep_refusal(tmp_path, "another one was there before", kernel_boot=kernel_boot)
     for _ in range(2):
@@ -28,7 +22,7 @@ def test_an_agent_that_was_refused_stays_away_until_its_board_is_switched_off_an
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"reason": 1}', b"\xff"])
-def test_a_damaged_note_holds_until_it_is_deleted(tmp_path: Path, kernel_boot: Path, content: bytes) -> None:
+def test_a_damaged_note_holds_until_it_is_deleted(tmp_path, kernel_boot, content):
     (tmp_path / "refused.json").write_bytes(content)
     with pytest.raises(ClonedError, match=r"delete .*refused\.json"):
         check_welcome(tmp_path, kernel_boot=kernel_boot)
@@ -36,8 +30,7 @@ def test_a_damaged_note_holds_until_it_is_deleted(tmp_path: Path, kernel_boot: P
     check_welcome(tmp_path, kernel_boot=kernel_boot)
 
 
-def test_a_full_card_does_not_hide_the_refusal_behind_another_error(
-    tmp_path: Path, kernel_boot: Path, full_card: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    keep_refusal(tmp_path, "another one was there before", kernel_boot=kernel_boot)
+def test_a_full_card_does_not_hide_the_refusal_behind_another_error(tmp_path, kernel_boot, full_card, caplog):
+    with full_card():
+        keep_refusal(tmp_path, "another one was there before", kernel_boot=kernel_boot)
     assert "cannot keep that this agent was refused" in caplog.text

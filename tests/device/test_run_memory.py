@@ -18,8 +18,7 @@ SPEC = "ef|topk:0.25"
 
 
 class Clock:
-    def __init__(self):
-        self.now_s = 1000.0
+    now_s = 1000.0
 
     def __call__(self):
         return self.now_s
@@ -49,16 +48,10 @@ def residual(memory, run="r"):
     return state["residual/w"].tolist() if "residual/w" in state else None
 
 
-def test_a_step_state_is_that_of_the_run_and_the_algorithm(memory):
+def test_a_step_state_is_that_of_the_run_and_the_algorithm_and_survives_a_stop_and_a_change_of_runs(memory, tmp_path):
     assert memory.step_state("r", "adam") is None
-    memory.keep_step_state("r", "adam", {"iterations": np.array(3)})
-    assert memory.step_state("r", "adam") == {"iterations": 3}
-    assert memory.step_state("r", "sgd") is None
-    assert memory.step_state("r2", "adam") is None
-
-
-def test_a_step_state_survives_a_stop_and_a_change_of_runs(memory, tmp_path):
     memory.keep_step_state("r", "adam", {"iterations": np.array(3), "mean/w": np.ones(4, np.float32)})
+    assert memory.step_state("r", "sgd") is None
     assert memory.step_state("r2", "adam") is None
     assert memory.step_state("r", "adam")["mean/w"].tolist() == [1.0] * 4
     memory.keep_step_state("r", "adam", {"iterations": np.array(4)})
@@ -67,9 +60,13 @@ def test_a_step_state_survives_a_stop_and_a_change_of_runs(memory, tmp_path):
     assert {name: value.tolist() for name, value in again.items()} == {"iterations": 4}
 
 
-def test_what_is_left_out_survives_a_stop(memory, tmp_path):
+def test_what_is_left_out_is_that_of_the_run_survives_a_stop_and_goes_on_under_another_codec(memory, tmp_path):
     encode(memory, 1.0, 2.0, 3.0, 4.0)
+    assert residual(memory, "r2") is None
     assert residual(memory) == [1.0, 2.0, 3.0, 0.0]
+    with pytest.raises(CodecError):
+        memory.feedback("r", "ef|rar", SHAPES)
+    assert memory.feedback("r", "ef|topk:0.5", SHAPES).state()["residual/w"].tolist() == [1.0, 2.0, 3.0, 0.0]
     memory.save()
     rebooted = RunMemory(tmp_path)
     assert residual(rebooted) == [1.0, 2.0, 3.0, 0.0]
@@ -98,18 +95,6 @@ def test_a_power_cut_puts_back_nothing_that_the_coordinator_used(memory, tmp_pat
     assert missing & ~lost_with_the_card == 0
 
 
-def test_runs_leave_out_things_of_their_own(memory):
-    encode(memory, 1.0, 2.0, 3.0, 4.0)
-    assert residual(memory, "r2") is None
-    assert residual(memory, "r") == [1.0, 2.0, 3.0, 0.0]
-
-
-def test_what_is_left_out_goes_on_under_another_codec(memory):
-    encode(memory, 1.0, 2.0, 3.0, 4.0)
-    feedback = memory.feedback("r", "ef|topk:0.5", SHAPES)
-    assert feedback.state()["residual/w"].tolist() == [1.0, 2.0, 3.0, 0.0]
-
-
 def test_files_are_written_every_five_minutes_and_only_when_something_changed(memory, clock, tmp_path):
     encode(memory, 1.0, 2.0, 3.0, 4.0)
     memory.save(only_when_due=True)
@@ -124,13 +109,6 @@ def test_files_are_written_every_five_minutes_and_only_when_something_changed(me
     memory.save()
     assert files(tmp_path) == ["residuals/r.npz", "steps/r.npz"]
     assert (tmp_path / "residuals" / "r.npz").stat().st_mtime_ns == written
-
-
-def test_nothing_is_written_for_a_run_that_keeps_nothing(memory, tmp_path):
-    memory.step_state("r", "sgd")
-    memory.keep_model("r", 3, {"w": np.ones(4, np.float32)})
-    memory.save()
-    assert files(tmp_path) == []
 
 
 def test_a_card_that_cannot_be_written_stops_nothing_and_is_tried_again(memory, tmp_path, caplog):
@@ -154,13 +132,6 @@ def test_a_residual_of_another_model_is_left_aside(memory, tmp_path, caplog):
     assert feedback.state() == {}
 
 
-def test_a_codec_that_does_not_exist_is_an_error_and_forgets_nothing(memory):
-    encode(memory, 1.0, 2.0, 3.0, 4.0)
-    with pytest.raises(CodecError):
-        memory.feedback("r", "ef|rar", SHAPES)
-    assert residual(memory) == [1.0, 2.0, 3.0, 0.0]
-
-
 def test_the_last_model_is_held_for_its_run_alone_and_in_memory(memory, tmp_path):
     assert memory.model_version("r") is None
     memory.keep_model("r", 3, {"w": np.ones(4, np.float32)})
@@ -170,6 +141,8 @@ def test_the_last_model_is_held_for_its_run_alone_and_in_memory(memory, tmp_path
     memory.save()
     assert RunMemory(tmp_path).model_version("r") is None
     memory.step_state("r2", "sgd")
+    memory.save()
+    assert files(tmp_path) == [], "nothing is written for a run that keeps nothing"
     assert memory.model_version("r") is None
 
 
@@ -206,17 +179,10 @@ def test_a_control_variate_that_is_not_that_of_the_run_begins_at_zero(began, use
     variate = variate.at(began, used)
     assert variate.is_blank
     assert not moved(variate, "c", 1.0).at(began, [*used, "c"]).is_blank
-
-
-def test_a_training_that_diverged_moves_no_control_variate():
-    variate = moved(OwnVariate().at(0, ()), "a", 1.0)
-    assert variate.moved("a", {}).at(0, []).moves == {}
-
-
-def test_a_control_variate_of_another_model_begins_at_zero(memory):
-    variate = moved(moved(OwnVariate().at(0, ()), "a", 1.0).at(0, ["a"]), "b", 1.0, 2.0)
-    assert variate.is_blank
-    assert [*variate.moves] == ["b"]
+    other_model = moved(moved(OwnVariate().at(0, ()), "a", 1.0).at(0, ["a"]), "b", 1.0, 2.0)
+    assert (other_model.is_blank, [*other_model.moves]) == (True, ["b"])
+    diverged = moved(OwnVariate().at(0, ()), "a", 1.0).moved("a", {})
+    assert diverged.at(0, []).moves == {}
 
 
 @pytest.mark.parametrize("damage", ["index", "no index", "shapes", "nan", "no zip"])

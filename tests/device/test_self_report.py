@@ -1,7 +1,6 @@
 """What a board tells of itself, and when it tells it again."""
 
-from __future__ import annotations
-
+import socket
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,19 +8,18 @@ import pytest
 
 from edgefl.device.self_report import SelfReport
 from edgefl.device.state import DeviceState
-from edgefl.protocol import Capabilities
 
 
 class Site:
     """A report over fakes that say what the test has set, and what it has told and asked."""
 
-    def __init__(self, state: DeviceState) -> None:
-        self.told: list[Capabilities] = []
-        self.asked: list[str] = []
+    def __init__(self, state):
+        self.told = []
+        self.asked = []
         self.stamps: Any = ()
         self.address: str | None = None
-        self.speed: dict[str, Any] = {}
-        self.faults: dict[str, str] = {}
+        self.speed = {}
+        self.faults = {}
         self.trainer = SimpleNamespace(
             now=None,
             shard_stamps=lambda: self.stamps,
@@ -47,37 +45,34 @@ class Site:
 
 
 @pytest.fixture
-def site(state: DeviceState) -> Site:
+def site(state):
     return Site(state)
 
 
-def test_it_is_told_once_and_again_when_the_shards_have_changed_or_it_was_forgotten(site: Site) -> None:
-    for _ in range(2):
-        site.report.tell()
-    assert len(site.told) == 1
-    site.stamps = ("another",)
-    for _ in range(2):
-        site.report.tell()
-    assert len(site.told) == 2
-    site.report.forget()
-    for _ in range(2):
-        site.report.tell()
-    assert len(site.told) == 3
+def test_it_is_told_once_and_again_when_something_has_changed_or_it_was_forgotten(site, state):
+    def tells(**facts):
+        """Asked twice, it tells once more, and these facts."""
+        before = len(site.told)
+        for _ in range(2):
+            site.report.tell()
+        assert len(site.told) == before + 1
+        assert {name: site.told[-1].facts.get(name) for name in facts} == facts
+
+    DeviceState.load(state.root).set_shard("digits", "/data/digits.npz")  # somebody added it meanwhile
+    site.faults = {"digits": "late.npz does not exist"}
+    tells(packs=["p"], shard_errors={"digits": "late.npz does not exist"}, steps_per_s=None)
     assert site.told[0].shards == {"digits": 9}
-    assert site.told[0].facts["packs"] == ["p"]
-
-
-def test_a_speed_that_is_measured_later_is_told_with_the_capabilities_once(site: Site) -> None:
-    for _ in range(2):
-        site.report.tell()
+    assert state.device.shards == {"digits": "/data/digits.npz"}
+    site.faults, site.stamps = {}, ("another",)
+    tells(shard_errors=None)
     site.speed = {"steps_per_s": {"digits": 812.0}}
     site.speeds.version += 1
-    for _ in range(2):
-        site.report.tell()
-    assert [report.facts.get("steps_per_s") for report in site.told] == [None, {"digits": 812.0}]
+    tells(steps_per_s={"digits": 812.0})
+    site.report.forget()
+    tells()
 
 
-def test_an_agent_without_work_has_its_speed_measured_and_one_with_work_does_not(site: Site) -> None:
+def test_an_agent_without_work_has_its_speed_measured_and_one_with_work_does_not(site):
     site.report.measure_speeds()
     assert site.asked == [], "the first report comes before"
     site.report.tell()
@@ -87,29 +82,10 @@ def test_an_agent_without_work_has_its_speed_measured_and_one_with_work_does_not
     assert site.asked == ["idle", "busy"]
 
 
-def test_neighbours_are_told_the_address_that_the_coordinator_is_reached_from(
-    site: Site, state: DeviceState, front_door: Any
-) -> None:
+def test_neighbours_are_told_the_address_that_the_coordinator_is_reached_from(site, state):
     site.report.tell()
     site.report.forget()
-    site.address = front_door.address
-    site.report.tell()
+    with socket.create_server(("127.0.0.1", 0)) as coordinator:
+        site.address = f"127.0.0.1:{coordinator.getsockname()[1]}"
+        site.report.tell()
     assert [told.facts.get("peer_address") for told in site.told] == [None, f"127.0.0.1:{state.device.peer_port}"]
-
-
-def test_a_shard_that_somebody_added_meanwhile_is_looked_at(site: Site, state: DeviceState) -> None:
-    DeviceState.load(state.root).set_shard("digits", "/data/digits.npz")
-    assert state.device.shards == {}
-    site.report.tell()
-    assert state.device.shards == {"digits": "/data/digits.npz"}
-
-
-def test_data_that_cannot_be_read_is_told_and_told_away_when_it_can(site: Site) -> None:
-    site.faults = {"digits": "late.npz does not exist"}
-    site.report.tell()
-    site.faults, site.stamps = {}, ("there",)
-    site.report.tell()
-    assert [report.facts.get("shard_errors") for report in site.told] == [
-        {"digits": "late.npz does not exist"},
-        None,
-    ]

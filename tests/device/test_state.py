@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -33,7 +31,7 @@ DEVICE = JoinedDevice(
 
 
 @pytest.fixture
-def state(tmp_path: Path) -> DeviceState:
+def state(tmp_path):
     save_pending(tmp_path / "d", PendingJoin(key_pem=b"k", name="pi-1", ca_fingerprint="ab" * 32))
     return save_joined(tmp_path / "d", DEVICE, key_pem=b"k", cert_pem=b"c", ca_pem=b"a")
 
@@ -42,13 +40,13 @@ IS_ROOT = os.geteuid() == 0
 NOBODY, NOGROUP = 65534, 65533
 
 
-def _owners(root: Path) -> set[tuple[int, int]]:
+def _owners(root):
     found = [root, *root.rglob("*")]
     return {(path.lstat().st_uid, path.lstat().st_gid) for path in found}
 
 
 @pytest.mark.skipif(not IS_ROOT, reason="only root makes files in other users' folders")
-def test_what_root_writes_into_the_folder_of_the_agent_s_user_is_that_user_s(state: DeviceState) -> None:
+def test_what_root_writes_into_the_folder_of_the_agent_s_user_is_that_user_s(state):
     for path in (state.root, *state.root.iterdir()):
         os.chown(path, NOBODY, NOGROUP)
     state.set_shard("digits", "/data/b.npz")
@@ -57,90 +55,63 @@ def test_what_root_writes_into_the_folder_of_the_agent_s_user_is_that_user_s(sta
     make_private_directory(state.root / "updates")
     assert _owners(state.root) == {(NOBODY, NOGROUP)}
     assert (state.root / "device.json").stat().st_mode & 0o777 == 0o600
+    state.root.chmod(0o755)  # others may enter: what is written stays root's
+    write_whole(state.root / "secret", b"s")
+    assert (state.root / "secret").stat().st_uid == 0
 
 
-@pytest.mark.skipif(not IS_ROOT, reason="only root makes files in other users' folders")
-def test_what_root_writes_into_a_folder_that_others_may_enter_stays_root_s(tmp_path: Path) -> None:
-    os.chown(tmp_path, NOBODY, NOGROUP)
-    tmp_path.chmod(0o755)
-    write_whole(tmp_path / "secret", b"s")
-    assert (tmp_path / "secret").stat().st_uid == 0
-
-
-def test_what_was_saved_is_loaded(state: DeviceState) -> None:
+def test_what_was_saved_is_loaded(state):
     again = DeviceState.load(state.root)
     assert again.device == DEVICE
     assert (again.key.read_bytes(), again.cert.read_bytes(), again.ca.read_bytes()) == (b"k", b"c", b"a")
     assert load_pending(state.root) is None
 
 
-def test_session_numbers_grow_over_restarts(state: DeviceState) -> None:
+def test_session_numbers_grow_over_restarts(state):
     assert [state.next_session_no(), state.next_session_no()] == [1, 2]
     assert DeviceState.load(state.root).next_session_no() == 3
 
 
-def test_a_damaged_counter_goes_on_above_all_before(state: DeviceState) -> None:
+def test_a_damaged_counter_goes_on_above_all_before(state):
     state.next_session_no()
     (state.root / "session").write_text("garbage")
     assert state.next_session_no() > 1 << 31
     assert state.next_session_no() > (1 << 31) + 1
 
 
-def test_changes_are_on_disk_at_once(state: DeviceState) -> None:
-    state.set_shard("mnist", "/m")
-    state.change(addresses=("new.lan:8000",))
-    again = DeviceState.load(state.root).device
-    assert again.shards == {"digits": "/data/a.npz", "mnist": "/m"}
-    assert again.addresses == ("new.lan:8000",)
-
-
-def test_a_shard_that_another_process_added_survives_a_change(state: DeviceState) -> None:
-    DeviceState.load(state.root).set_shard("mnist", "/m")
-    state.change(broker_port=1)
-    assert DeviceState.load(state.root).device.shards == {"digits": "/data/a.npz", "mnist": "/m"}
-    assert state.device.shards["mnist"] == "/m"
-
-
-def test_no_temporary_file_stays(state: DeviceState) -> None:
-    state.next_session_no()
-    state.set_shard("mnist", "/m")
-    names = {path.name for path in state.root.iterdir()}
-    assert names == {"device.json", "key.pem", "cert.pem", "ca.pem", "session"}
-
-
-def test_a_directory_without_a_join_says_what_to_run(tmp_path: Path) -> None:
-    with pytest.raises(NotJoinedError, match="edgefl device join"):
-        DeviceState.load(tmp_path)
-
-
-def test_a_join_that_was_cut_off_is_no_join(tmp_path: Path) -> None:
-    save_pending(tmp_path, PendingJoin(key_pem=b"k", name="pi-1", ca_fingerprint="cd" * 32))
-    (tmp_path / "key.pem").write_bytes(b"k")
-    with pytest.raises(NotJoinedError):
-        DeviceState.load(tmp_path)
-    assert load_pending(tmp_path) == PendingJoin(key_pem=b"k", name="pi-1", ca_fingerprint="cd" * 32)
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"v": 2}', '{"v": 1}', '{"v": 1, "device_id": 3}', "\x00"])
-def test_a_damaged_file_is_named(state: DeviceState, text: str) -> None:
-    (state.root / "device.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"device\.json"):
-        DeviceState.load(state.root)
-
-
-def test_fields_of_a_newer_edgefl_are_ignored(state: DeviceState) -> None:
+def test_changes_are_on_disk_at_once_and_keep_what_other_processes_or_a_newer_edgefl_have_added(state):
     path = state.root / "device.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "moon": 1}))
-    assert DeviceState.load(state.root).device == DEVICE
+    DeviceState.load(state.root).set_shard("mnist", "/m")
+    state.change(addresses=("new.lan:8000",))
+    again = DeviceState.load(state.root).device
+    assert again.shards == state.device.shards == {"digits": "/data/a.npz", "mnist": "/m"}
+    assert again.addresses == ("new.lan:8000",)
+    state.next_session_no()
+    names = {path.name for path in state.root.iterdir()}
+    assert names == {"device.json", "key.pem", "cert.pem", "ca.pem", "session"}, "a temporary file stays"
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"key": 1, "name": "a", "ca": "b"}'])
-def test_a_damaged_pending_join_is_none(tmp_path: Path, text: str) -> None:
-    (tmp_path / ".pending").write_text(text)
-    assert load_pending(tmp_path) is None
+def test_a_directory_without_a_join_or_with_one_that_was_cut_off_says_what_to_run(tmp_path):
+    pending = PendingJoin(key_pem=b"k", name="pi-1", ca_fingerprint="cd" * 32)
+    save_pending(tmp_path, pending)
+    (tmp_path / "key.pem").write_bytes(b"k")
+    with pytest.raises(NotJoinedError, match="edgefl device join"):
+        DeviceState.load(tmp_path)
+    assert load_pending(tmp_path) == pending
+    for text in ("", "{}", "[]", '{"key": 1, "name": "a", "ca": "b"}'):
+        (tmp_path / ".pending").write_text(text)
+        assert load_pending(tmp_path) is None
 
 
-def test_only_one_agent_runs_on_a_directory(state: DeviceState) -> None:
+def test_a_damaged_file_is_named(state):
+    for text in ("", "[]", "{}", '{"v": 2}', '{"v": 1}', '{"v": 1, "device_id": 3}', "\x00"):
+        (state.root / "device.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"device\.json"):
+            DeviceState.load(state.root)
+
+
+def test_only_one_agent_runs_on_a_directory(state):
     code = (
         "import sys, pathlib\nfrom edgefl.device.state import DeviceState\n"
         "with DeviceState.load(pathlib.Path(sys.argv[1])).locked():\n    print('held', flush=True)\n"
@@ -156,11 +127,14 @@ def test_only_one_agent_runs_on_a_directory(state: DeviceState) -> None:
         with pytest.raises(StoreError, match="another agent"), state.locked():
             pass
         child.kill()  # the lock goes with the process, however it ends
+    left = state.root / "runs" / ".r.npz.abcd_123.tmp"
+    left.parent.mkdir()
+    left.write_bytes(b"PK")
     with state.locked():
-        pass
+        assert not left.exists(), "an agent begins without what a power cut left half written"
 
 
-def test_the_default_place_follows_the_user_s_data_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_place_follows_the_user_s_data_directory(monkeypatch):
     monkeypatch.setenv("XDG_DATA_HOME", "/data")
     assert default_state_dir() == Path("/data/edgefl/device")
     monkeypatch.delenv("XDG_DATA_HOME")
@@ -168,7 +142,7 @@ def test_the_default_place_follows_the_user_s_data_directory(monkeypatch: pytest
     assert default_state_dir() == Path("/home/pi/.local/share/edgefl/device")
 
 
-def test_the_device_process_stays_light() -> None:
+def test_the_device_process_stays_light():
     code = (
         "import sys\nfrom edgefl.device import state, trust\n"
         "from edgefl.device.board import capabilities\nfrom edgefl.device.joining import enrolment\n"
@@ -177,11 +151,3 @@ def test_the_device_process_stays_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_an_agent_begins_without_what_a_power_cut_left_half_written(state: DeviceState) -> None:
-    left = state.root / "runs" / ".r.npz.abcd_123.tmp"
-    left.parent.mkdir(exist_ok=True)
-    left.write_bytes(b"PK")
-    with state.locked():
-        assert not left.exists()

@@ -92,52 +92,31 @@ def coordinator(authority, tmp_path_factory):
         yield running
 
 
-@pytest.mark.parametrize(
-    ("status", "error"),
-    [
-        (401, UnauthorisedError),
-        (403, RefusedError),
-        (413, RefusedError),
-        (404, NetworkError),
-        (412, NetworkError),
-        (500, NetworkError),
-        (503, NetworkError),
-    ],
-)
-def test_a_status_tells_the_agent_what_to_do(coordinator, make_node, status, error):
-    coordinator.status, coordinator.content = status, b'{"detail": "so it is"}'
-    with pytest.raises(NetworkError, match=f"coordinator answered {status}.*so it is") as caught:
-        make_node().connect(coordinator.address)
-    assert type(caught.value) is error
+def test_a_status_tells_the_agent_what_to_do(coordinator, make_node):
+    kinds = {401: UnauthorisedError, 403: RefusedError, 413: RefusedError}
+    for status in (401, 403, 413, 404, 412, 500, 503):
+        coordinator.status, coordinator.content = status, b'{"detail": "so it is"}'
+        with pytest.raises(NetworkError, match=f"coordinator answered {status}.*so it is") as caught:
+            make_node().connect(coordinator.address)
+        assert type(caught.value) is kinds.get(status, NetworkError)
 
 
-def test_an_answer_that_is_no_protobuf_is_a_network_error(coordinator, make_node):
+def test_a_coordinator_that_is_away_foreign_or_of_another_ca_is_a_network_error(coordinator, make_node):
     coordinator.status, coordinator.content = 200, b"<html>log in to the hotel's network</html>"
-    with pytest.raises(NetworkError, match="makes no sense"):
-        make_node().connect(coordinator.address)
-
-
-def test_a_coordinator_that_is_away_is_a_network_error(make_node):
+    other, node = make_node(ca=pki.create_authority("other")), make_node()
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        with pytest.raises(NetworkError, match="no answer from the coordinator"):
-            make_node().connect(f"127.0.0.1:{unused.getsockname()[1]}")
-
-
-def test_a_coordinator_of_another_ca_is_not_spoken_to(coordinator, make_node):
-    with pytest.raises(NetworkError, match="certificate"):
-        make_node(ca=pki.create_authority("other")).connect(coordinator.address)
-
-
-def test_without_a_connection_there_is_a_clear_error(make_node):
+        away = f"127.0.0.1:{unused.getsockname()[1]}"
+        for one, address, told in (
+            (node, coordinator.address, "makes no sense"),
+            (node, away, "no answer from the coordinator"),
+            (other, coordinator.address, "certificate"),
+        ):
+            with pytest.raises(NetworkError, match=told):
+                one.connect(address)
     with pytest.raises(NetworkError, match="not connected"):
         make_node().pull()
-
-
-def test_closing_twice_is_no_error(make_node):
-    node = make_node()
-    node.close()
-    node.close()
+    node.close()  # twice, with the one after the test
 
 
 def test_an_answer_is_let_go_without_a_garbage_collection(coordinator, make_node):

@@ -1,9 +1,6 @@
-from __future__ import annotations
-
 import datetime as dt
 import ssl
 import time
-from typing import Any
 
 import pytest
 from cryptography import x509
@@ -16,7 +13,7 @@ from edgefl.errors import NetworkError, WrongCaError
 YEAR_S = 365 * 86400.0
 
 
-def _expired(directory: Any) -> None:
+def _expired(directory):
     """Gives the server the same certificate, ended in 2001: to it, the board's clock is far ahead."""
     old = x509.load_pem_x509_certificate(directory.server_cert.read_bytes())
     builder = (
@@ -31,27 +28,28 @@ def _expired(directory: Any) -> None:
     for extension in old.extensions:
         builder = builder.add_extension(extension.value, extension.critical)
     key = serialization.load_pem_private_key(directory.ca_key.read_bytes(), None)
-    directory.server_cert.write_bytes(
-        builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)  # type: ignore[arg-type]
-    )
+    directory.server_cert.write_bytes(builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
 
 
-def test_the_ca_is_fetched_when_it_is_the_token_s(front_door: Any) -> None:
+@pytest.fixture
+def front_door(module_front_door):
+    module_front_door.forget()
+    return module_front_door
+
+
+def test_the_ca_is_fetched_when_it_is_the_token_s(front_door):
     expected = front_door.directory.ca_cert.read_bytes()
     assert fetch_ca(front_door.address, pki.fingerprint(expected)) == expected
-
-
-def test_another_ca_is_refused_by_its_fingerprint(front_door: Any) -> None:
     with pytest.raises(WrongCaError, match=r"the token names 0000000000000000…"):
         fetch_ca(front_door.address, "0" * 64)
+    with pytest.raises(NetworkError, match=r"nowhere\.invalid:8000 cannot be reached"):
+        fetch_ca("nowhere.invalid:8000", "0" * 64)
 
 
 @pytest.mark.parametrize("kind", ["CERTIFICATE", "TRUSTED CERTIFICATE", "X509 CERTIFICATE"])
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_ca_that_somebody_in_between_adds_to_the_token_s_is_not_trusted(
-    make_front_door: Any, monkeypatch: pytest.MonkeyPatch, kind: str, is_first: bool
-) -> None:
-    real, impostor = pki.create_authority("lab").cert_pem, make_front_door()
+def test_a_ca_that_somebody_in_between_adds_to_the_token_s_is_not_trusted(front_door, monkeypatch, kind, is_first):
+    real, impostor = pki.create_authority("lab").cert_pem, front_door
     added = impostor.directory.ca_cert.read_bytes().replace(b" CERTIFICATE", b" " + kind.encode())
     told = [added, real] if is_first else [real, added]
     monkeypatch.setattr("edgefl.device.trust.request", lambda *_args, **_options: (200, b"".join(told)))
@@ -67,14 +65,14 @@ def test_a_ca_that_somebody_in_between_adds_to_the_token_s_is_not_trusted(
             say_hello(impostor.address, context)
 
 
-def test_skew_is_the_coordinator_s_clock_minus_ours(make_front_door: Any) -> None:
+def test_skew_is_the_coordinator_s_clock_minus_ours(make_front_door):
     door = make_front_door(clock=lambda: time.time() - 3 * YEAR_S)
     hello = say_hello(door.address, pinned_context(door.directory.ca_cert.read_bytes()))
     assert hello.skew_s == pytest.approx(-3 * YEAR_S, abs=0.5)
     assert (hello.fleet, hello.addresses, hello.broker_port) == ("lab", (door.address,), 18883)
 
 
-def test_a_certificate_that_our_clock_calls_expired_is_accepted(make_front_door: Any) -> None:
+def test_a_certificate_that_our_clock_calls_expired_is_accepted(make_front_door):
     owner = make_front_door().directory
     _expired(owner)
     door = make_front_door(server=(owner.server_cert, owner.server_key))
@@ -83,15 +81,15 @@ def test_a_certificate_that_our_clock_calls_expired_is_accepted(make_front_door:
     assert say_hello(door.address, pinned_context(owner.ca_cert.read_bytes())).fleet == "lab"
 
 
-def test_a_certificate_of_another_ca_is_refused(make_front_door: Any) -> None:
-    ours, other = make_front_door(), make_front_door()
-    context = pinned_context(ours.directory.ca_cert.read_bytes())
+def test_a_certificate_of_another_ca_is_refused(front_door, make_front_door):
+    other = make_front_door()
+    context = pinned_context(front_door.directory.ca_cert.read_bytes())
     with pytest.raises(WrongCaError, match="not from this fleet's CA"):
         say_hello(other.address, context)
     assert other.requests == []
 
 
-def test_the_system_s_certificate_authorities_are_not_trusted(front_door: Any) -> None:
+def test_the_system_s_certificate_authorities_are_not_trusted(front_door):
     context = pinned_context(front_door.directory.ca_cert.read_bytes())
     assert [ca["subject"] for ca in context.get_ca_certs()] == [((("commonName", "edgefl lab CA"),),)]
     assert context.check_hostname
@@ -99,18 +97,9 @@ def test_the_system_s_certificate_authorities_are_not_trusted(front_door: Any) -
     assert context.verify_flags & ssl.VERIFY_X509_STRICT
 
 
-def test_errors_that_the_coordinator_names_are_raised_as_themselves(front_door: Any) -> None:
+def test_errors_of_the_coordinator_are_raised_as_themselves_and_pages_of_others_are_called_so(front_door):
     context = pinned_context(front_door.directory.ca_cert.read_bytes())
     with pytest.raises(NetworkError, match="malformed join request"):
         post_json(front_door.address, context, "/edgefl/v1/enroll", {"name": "pi"})
-
-
-def test_a_page_that_is_not_ours_is_called_so(front_door: Any) -> None:
-    context = pinned_context(front_door.directory.ca_cert.read_bytes())
     with pytest.raises(NetworkError, match="no edgefl coordinator: it answered 404"):
         post_json(front_door.address, context, "/other", {})
-
-
-def test_an_unknown_host_is_one_line() -> None:
-    with pytest.raises(NetworkError, match=r"nowhere\.invalid:8000 cannot be reached"):
-        fetch_ca("nowhere.invalid:8000", "0" * 64)

@@ -1,65 +1,61 @@
 """Work that comes once, twice, or too late, with something in Flower's place that says what it was given."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from peer_boards import eventually
 
-from edgefl.device.state import DeviceState
 from edgefl.device.supernode import RefusedError
 from edgefl.device.trust import pinned_context
 from edgefl.device.workbench import KEPT_ANSWERS, Workbench
-from edgefl.types import Json
 
 
 class Trainer:
     """Trains whatever it is given, unless its name is `bad`."""
 
-    def __init__(self) -> None:
-        self.trained: list[str] = []
+    def __init__(self):
+        self.trained = []
         self.now: tuple[str, str, int] | None = None
 
-    def train(self, header: Json, body: bytes) -> tuple[Json, bytes]:
+    def train(self, header, body):
         self.trained.append(header["assignment"])
         told = {"error": "it is bad"} if header["assignment"].startswith("bad") else {"metrics": {}}
         return {"assignment": header["assignment"], **told}, body + b" trained"
 
-    def evaluate(self, _header: Json, body: bytes) -> tuple[Json, bytes]:
+    def evaluate(self, _header, body):
         raise NotImplementedError
 
 
 class Network:
     """Gives out work; an answer is what the bench has made of it."""
 
-    def __init__(self, bench: Workbench) -> None:
+    def __init__(self, bench):
         self._bench = bench
-        self.work: list[Json] = []
-        self.sent: list[Any] = []
+        self.work = []
+        self.sent = []
         self.arriving: str | None = None
         self.refuses = False
 
-    def pull(self) -> Any:
+    def pull(self):
         return SimpleNamespace(header=self.work.pop(0)) if self.work else None
 
-    def answer(self, instruction: Any) -> Any:
+    def answer(self, instruction):
         return self._bench._trained(instruction.header, b"model")
 
-    def reply_to(self, _instruction: Any, answer: Any) -> Any:
+    def reply_to(self, _instruction, answer):
         return ("again", *answer)
 
-    def push(self, reply: Any) -> None:
+    def push(self, reply):
         if self.refuses:
             raise RefusedError("settled")
         self.sent.append(reply)
 
 
 class Site:
-    def __init__(self, state: DeviceState) -> None:
-        self.trainer, self.num_works, self.failures = Trainer(), 0, list[int]()
+    def __init__(self, state):
+        self.trainer, self.num_works, self.failures = Trainer(), 0, []
         trainer: Any = self.trainer
         self.bench = Workbench(
             state,
@@ -71,13 +67,13 @@ class Site:
             on_failure=lambda: self.failures.append(1),
         )
         self.network = Network(self.bench)
-        self.bench.supernode = self.network  # type: ignore[assignment]
+        self.bench.supernode = self.network
         self.bench.outbox.open()
 
-    def _work(self) -> None:
+    def _work(self):
         self.num_works += 1
 
-    def do(self, *names: str, **header: Any) -> None:
+    def do(self, *names, **header):
         self.network.work = [{"run": "r", "assignment": name, **header} for name in names]
         for _ in names:
             assert self.bench.work_once()
@@ -86,61 +82,44 @@ class Site:
 
 
 @pytest.fixture
-def site(state: DeviceState) -> Iterator[Site]:
+def site(state):
     made = Site(state)
     yield made
     made.bench.outbox.close(10)
 
 
-def wait_for_sent(site: Site, number: int) -> list[Any]:
-    deadline_s = time.monotonic() + 20
-    while len(site.network.sent) < number:
-        assert time.monotonic() < deadline_s, f"{len(site.network.sent)} of {number} answers were sent"
-        time.sleep(0.005)
+def wait_for_sent(site, number):
+    eventually(lambda: len(site.network.sent) >= number, f"sending {number} answers")
     return site.network.sent
 
 
-def test_without_work_nothing_is_done(site: Site) -> None:
+def test_an_assignment_that_comes_again_is_answered_from_memory_unless_it_is_of_another_version(site):
     assert not site.bench.work_once()
-    assert (site.num_works, site.network.sent, site.bench.holding()) == (0, [], ())
-
-
-def test_an_assignment_that_comes_again_is_answered_from_memory(site: Site) -> None:
-    site.do("a", "a")
+    assert site.num_works == 0
+    site.do("a", "a", version=41)
     first, second = wait_for_sent(site, 2)
     assert second == ("again", *first)
     assert (site.trainer.trained, site.num_works) == (["a"], 2)
-
-
-def test_work_of_the_same_name_from_another_version_is_done(site: Site) -> None:
-    site.do("a", version=41)
     site.do("a", version=17)
     site.do("a", version=17)
     assert site.trainer.trained == ["a", "a"]
-    assert [sent[0] == "again" for sent in wait_for_sent(site, 3)] == [False, False, True]
+    assert [sent[0] == "again" for sent in wait_for_sent(site, 4)] == [False, True, False, True]
 
 
-def test_only_the_newest_finished_updates_are_kept(site: Site) -> None:
+def test_only_the_newest_finished_updates_are_kept(site):
     names = [f"a-{number}" for number in range(KEPT_ANSWERS + 1)]
     site.do(*names)
     assert site.bench.holding() == tuple(names[1:])
     site.do(names[0])
     assert site.trainer.trained == [*names, names[0]]
-
-
-def test_what_was_used_is_forgotten(site: Site) -> None:
-    site.do("a")
-    site.do("b", settled=["a", "never-heard-of"])
-    assert site.bench.holding() == ("b",)
-
-
-def test_neither_failures_nor_preparations_are_kept(site: Site) -> None:
-    site.do("bad")
+    site.do("b", settled=[names[0], names[-1], "never-heard-of"])
+    assert site.bench.holding() == ("b",), "what was used is forgotten"
+    site.do("bad", settled=["b"])
     site.do("ready", phase="prepare")
-    assert site.bench.holding() == ()
+    assert site.bench.holding() == (), "neither failures nor preparations are kept"
 
 
-def test_it_holds_what_is_finished_under_way_and_arriving_each_once(site: Site) -> None:
+def test_it_holds_what_is_finished_under_way_and_arriving_each_once(site):
     site.do("done")
     site.trainer.now = ("r", "now", 3)
     site.network.arriving = "next"
@@ -149,28 +128,25 @@ def test_it_holds_what_is_finished_under_way_and_arriving_each_once(site: Site) 
     assert site.bench.holding() == ("done", "now")
 
 
-def test_an_answer_that_nobody_wants_is_let_go_and_the_next_one_leaves(site: Site) -> None:
+def test_an_answer_that_nobody_wants_is_let_go_and_the_next_one_leaves(site):
     site.network.refuses = True
     site.do("a")
-    deadline_s = time.monotonic() + 20
-    while site.bench.outbox._answers:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
+    eventually(lambda: not site.bench.outbox._answers)
     site.network.refuses = False
     site.do("b")
     assert [answer[0]["assignment"] for answer in wait_for_sent(site, 1)] == ["b"]
     assert site.failures == []
 
 
-def test_the_log_names_what_is_worked_on_and_nothing_at_leisure(site: Site) -> None:
+def test_the_log_names_what_is_worked_on_and_nothing_at_leisure(site):
     seen = []
     train = site.trainer.train
 
-    def looking(header: Json, body: bytes) -> tuple[Json, bytes]:
+    def looking(header, body):
         seen.append(site.bench.log_tag())
         return train(header, body)
 
-    site.trainer.train = looking  # type: ignore[method-assign]
+    site.trainer.train = looking
     site.do("a")
     assert seen == [("r", "a")]
     assert site.bench.log_tag() is None

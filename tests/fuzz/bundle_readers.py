@@ -76,10 +76,10 @@ def manifests(folder: Path) -> Reader:
     """A manifest, and which of its wheels would be taken."""
     shop = Workshop(folder)
     release = {
-        "v": 1, "kind": "release", "name": "edgefl", "version": "1.2.0", "serial": 9, "key": "ab" * 8,
+        "v": 1, "kind": "release", "name": "edgefl-fleet", "version": "1.2.0", "serial": 9, "key": "ab" * 8,
         "allow_downgrade": True,
         "wheels": [
-            {"file": "edgefl-1.2.0-py3-none-any.whl", "sha256": "ab" * 32, "bytes": 100},
+            {"file": "edgefl_fleet-1.2.0-py3-none-any.whl", "sha256": "ab" * 32, "bytes": 100},
             {"file": "numpy-2.1.0-cp311-cp311-manylinux_2_17_aarch64.whl", "sha256": "cd" * 32, "bytes": 200},
         ],
     }  # fmt: skip

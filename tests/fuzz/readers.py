@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from fuzz import (
     api_readers,
+    broker_readers,
     bundle_readers,
     codec_readers,
     device_readers,
@@ -73,6 +74,17 @@ READERS: Mapping[str, Entry] = MappingProxyType(
             "device/refusal.py:refusal_in",
         ),
         "mqtt-topics": _entry(message_readers.topics),
+        "mqtt-packets": _entry(
+            broker_readers.packets,
+            "coordinator/brokers/mqtt/packets.py:PacketReader.feed",
+            *(
+                f"coordinator/brokers/mqtt/packets.py:_decode_{kind}"
+                for kind in ("connect", "publish", "puback", "subscribe", "unsubscribe")
+            ),
+        ),
+        "mqtt-connections": _entry(
+            broker_readers.connections, "coordinator/brokers/mqtt/connection.py:ClientConnection.data_received"
+        ),
         "peer-messages": _entry(message_readers.neighbours, "decentralised/mailbag.py:unpack_peer"),
         "peer-frames": _entry(message_readers.frames, "device/neighbours/peer_frames.py:_parse"),
         "peer-certificates": _entry(

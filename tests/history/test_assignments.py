@@ -1,8 +1,3 @@
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-
 import plotted_store as made
 import pytest
 
@@ -14,11 +9,11 @@ from edgefl.storage.store import Store
 
 
 class Listening(StoreSource):
-    """A real source that remembers what it was asked."""
+    """A real source that remembers how many rows it gave."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store):
         super().__init__(store)
-        self.sizes: list[int] = []
+        self.sizes = []
 
     def rows(self, kind, **filters):
         rows = super().rows(kind, **filters)
@@ -27,16 +22,19 @@ class Listening(StoreSource):
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
+def store(tmp_path):
     with Store.open(tmp_path / "edgefl.db") as opened:
         yield opened
 
 
-def test_every_assignment_is_read_with_its_times(store: Store) -> None:
+def read(source, run, *within):
+    return read_assignments(source, read_rounds(source, made.head(run)), *within)
+
+
+def test_every_assignment_is_read_with_its_times(store):
     run = made.add_synchronous(store, "a")
     made.add_lost(store, run, 2, "pi-3", at=1006.0)
-    source = StoreSource(store)
-    work = read_assignments(source, read_rounds(source, made.head(run)))
+    work = read(StoreSource(store), run)
     assert len(work) == 7
     own = work.where(work.device == "pi-2")
     assert own.compute_s.tolist() == [3.0] * 3
@@ -44,29 +42,20 @@ def test_every_assignment_is_read_with_its_times(store: Store) -> None:
     assert (own.is_used.all(), work.is_used.sum()) == (True, 6)
 
 
-def test_a_stale_update_belongs_to_the_round_that_applied_it(store: Store) -> None:
-    run = made.add_asynchronous(store, "a", [0, 1, 2, 3])
-    source = StoreSource(store)
-    work = read_assignments(source, read_rounds(source, made.head(run)), RoundRange(4, 4))
-    assert work.staleness.tolist() == [3]
-    assert work.dispatched_at.tolist() == [made.BEGIN]
+def test_a_stale_update_belongs_to_the_round_that_applied_it(store):
+    work = read(StoreSource(store), made.add_asynchronous(store, "a", [0, 1, 2, 3]), RoundRange(4, 4))
+    assert (work.staleness.tolist(), work.dispatched_at.tolist()) == ([3], [made.BEGIN])
 
 
-def test_a_large_run_is_read_in_parts_and_nothing_twice(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = made.add_synchronous(store, "a", rounds=25)
-    source = Listening(store)
-    series = read_rounds(source, made.head(run))
-    whole = read_assignments(source, series)
+def test_a_large_run_is_read_in_parts_and_nothing_twice(store, monkeypatch):
+    run, source = made.add_synchronous(store, "a", rounds=25), Listening(store)
+    whole = read(source, run)
     monkeypatch.setattr(assignments, "ROWS_AT_ONCE", 10)
+    series = read_rounds(source, made.head(run))
     source.sizes.clear()
     parts = read_assignments(source, series)
     assert max(source.sizes) <= 12
     assert len(source.sizes) >= 5
     assert sorted(parts.dispatched_at) == sorted(whole.dispatched_at)
     assert len(parts) == 50
-
-
-def test_those_of_a_time_are_read_alone(store: Store) -> None:
-    run = made.add_synchronous(store, "a", rounds=5)
-    work = read_between(StoreSource(store), run, 1006.0, 1013.0)
-    assert sorted(set(work.round)) == [2, 3]
+    assert sorted(set(read_between(source, run, 1006.0, 1013.0).round)) == [2, 3]

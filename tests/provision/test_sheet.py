@@ -1,9 +1,5 @@
-from __future__ import annotations
-
 import re
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,24 +9,17 @@ from edgefl.provision.sheet import Label, sheet
 CHROMIUM = shutil.which("chromium")
 
 
-def labels(count: int) -> list[Label]:
-    return [
-        Label(
-            name=f"pi-{number:02d}",
-            token=JoinToken(
-                ca_fingerprint="0123456789abcdef" * 4,
-                token_id=f"t{number}",
-                secret="s3cret" * 4,
-                fleet="lab",
-                addresses=("coordinator.example.org:8000", "10.0.0.1:8000"),
-            ),
-            expires="2026-11-23 06:00 UTC",
-        )
-        for number in range(1, count + 1)
-    ]
+def labels(count):
+    def token(number):
+        addresses = ("coordinator.example.org:8000", "10.0.0.1:8000")
+        secret, ca = "s3cret" * 4, "0123456789abcdef" * 4
+        return JoinToken(ca_fingerprint=ca, token_id=f"t{number}", secret=secret, fleet="lab", addresses=addresses)
+
+    numbers = range(1, count + 1)
+    return [Label(name=f"pi-{one:02d}", token=token(one), expires="2026-11-23 06:00 UTC") for one in numbers]
 
 
-def test_each_board_has_a_label_with_its_name_its_site_and_the_ca() -> None:
+def test_each_board_has_a_label_with_its_name_its_site_and_the_ca():
     page = sheet(labels(3), with_tokens=False)
     assert page.count("<article>") == page.count("<svg") == 3
     assert re.findall(r"<h2>(.+?)</h2>", page) == ["pi-01", "pi-02", "pi-03"]
@@ -38,21 +27,11 @@ def test_each_board_has_a_label_with_its_name_its_site_and_the_ca() -> None:
     assert "01234567 89abcdef" in page
     assert "2026-11-23 06:00 UTC, once" in page
     assert "@" not in re.sub(r"@page", "", page)
-
-
-def test_without_tokens_the_sheet_says_so_and_loads_nothing_from_elsewhere() -> None:
-    page = sheet(labels(1), with_tokens=False)
     assert "holds no secrets" in page
-    assert not re.search(r"(src|href)=|url\(|@import", page)
-
-
-def test_with_tokens_the_sheet_warns() -> None:
-    page = sheet(labels(1), with_tokens=True)
-    assert "This sheet holds join tokens" in page
-    assert "holds no secrets" not in page
-
-
-def test_a_name_cannot_bring_markup_onto_the_sheet() -> None:
+    assert not re.search(r"(src|href)=|url\(|@import", page), "it loads something from elsewhere"
+    with_tokens = sheet(labels(1), with_tokens=True)
+    assert "This sheet holds join tokens" in with_tokens
+    assert "holds no secrets" not in with_tokens
     label = Label(name="<b>x", token=labels(1)[0].token, addresses=('"><script>:1',))
     page = sheet([label], with_tokens=False)
     assert "<script>" not in page
@@ -60,9 +39,9 @@ def test_a_name_cannot_bring_markup_onto_the_sheet() -> None:
 
 
 @pytest.fixture(scope="module")
-def chromium() -> Any:
+def chromium():
     if CHROMIUM is None:
-        pytest.skip("chromium is not installed")
+        pytest.skip("chromium is not installed: apt-get install chromium")
     sync_api = pytest.importorskip("playwright.sync_api")
     with sync_api.sync_playwright() as play:
         browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
@@ -71,7 +50,7 @@ def chromium() -> Any:
 
 
 @pytest.mark.slow
-def test_ten_labels_fill_one_page_of_a4_and_nothing_is_cut_off(chromium: Any, tmp_path: Path) -> None:
+def test_ten_labels_fill_one_page_of_a4_and_nothing_is_cut_off(chromium, tmp_path):
     for count, pages in ((10, 1), (11, 2)):
         page = chromium.new_page()
         page.set_content(sheet(labels(count), with_tokens=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -29,16 +30,14 @@ def test_names_are_numbered_as_the_pattern_says(pattern: str, names: list[str]) 
     assert numbered(pattern, 2, first=9) == names
 
 
-@pytest.mark.parametrize("pattern", ["pi", "", "pi-{}-{}", "pi-{0.__class__}", "pi-{:x}", "Pi-{}", "pi {}"])
-def test_a_pattern_that_makes_no_names_is_refused(pattern: str) -> None:
+@pytest.mark.parametrize(
+    ("pattern", "count"),
+    [*((pattern, 2) for pattern in ("pi", "", "pi-{}-{}", "pi-{0.__class__}", "pi-{:x}", "Pi-{}", "pi {}")),
+     *(("pi-{}", count) for count in (0, -1, 10_001))],
+)  # fmt: skip
+def test_a_pattern_or_count_that_makes_no_names_is_refused(pattern: str, count: int) -> None:
     with pytest.raises(UsageError):
-        numbered(pattern, 2)
-
-
-@pytest.mark.parametrize("count", [0, -1, 10_001])
-def test_a_count_out_of_reason_is_refused(count: int) -> None:
-    with pytest.raises(UsageError, match="--count"):
-        numbered("pi-{}", count)
+        numbered(pattern, count)
 
 
 def test_the_key_of_a_wi_fi_is_the_one_of_the_standard() -> None:
@@ -85,9 +84,7 @@ def test_a_static_address_that_cannot_work_is_refused(
 ) -> None:
     with pytest.raises(UsageError):
         card.checked_static(address, gateway, dns)
-
-
-def test_the_gateway_answers_for_names_where_nobody_else_is_named() -> None:
+    # Where nobody else is named, the gateway answers for names.
     assert card.checked_static("10.0.0.7/24", "10.0.0.1", ()) == ("10.0.0.7/24", "10.0.0.1", ("10.0.0.1",))
 
 
@@ -105,18 +102,29 @@ def test_public_keys_are_taken_and_private_ones_never(tmp_path: Path) -> None:
 def test_a_wheel_folder_has_one_edgefl_and_wheels_only(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError):
         extras.wheels(tmp_path / "none")
-    with pytest.raises(ConfigError, match="one wheel of edgefl, has none"):
+    with pytest.raises(ConfigError, match="one wheel of edgefl-fleet, has none"):
         extras.wheels(tmp_path)
-    (tmp_path / "edgefl-0.1-py3-none-any.whl").touch()
+    (tmp_path / "edgefl_fleet-0.1-py3-none-any.whl").touch()
     (tmp_path / "numpy-2.whl").touch()
-    assert set(extras.wheels(tmp_path)) == {"wheels/edgefl-0.1-py3-none-any.whl", "wheels/numpy-2.whl"}
-    (tmp_path / "edgefl-0.2-py3-none-any.whl").touch()
+    assert set(extras.wheels(tmp_path)) == {"wheels/edgefl_fleet-0.1-py3-none-any.whl", "wheels/numpy-2.whl"}
+    (tmp_path / "edgefl_fleet-0.2-py3-none-any.whl").touch()
     with pytest.raises(ConfigError, match="one wheel"):
         extras.wheels(tmp_path)
-    (tmp_path / "edgefl-0.2-py3-none-any.whl").unlink()
+    (tmp_path / "edgefl_fleet-0.2-py3-none-any.whl").rename(tmp_path / "edgefl-0.1.0-py3-none-any.whl")
+    with pytest.raises(ConfigError, match=r"holds edgefl-0\.1\.0-.*another project"):
+        extras.wheels(tmp_path)
+    (tmp_path / "edgefl-0.1.0-py3-none-any.whl").unlink()
     (tmp_path / "flwr-1.tar.gz").touch()
     with pytest.raises(ConfigError, match=r"no wheel: flwr-1\.tar\.gz"):
         extras.wheels(tmp_path)
+    # Names that a shell or the manifest would misread.
+    for number, name in enumerate(
+        ('edgefl-1-"-py3.whl', "edgefl-1 -py3.whl", "edgefl-1\n-py3.whl", "edgefl-1-$(x).whl")
+    ):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / name).touch()
+        with pytest.raises(ConfigError, match="rename it"):
+            extras.wheels(tmp_path / str(number))
 
 
 def test_a_lock_pins_by_hash(tmp_path: Path) -> None:
@@ -127,12 +135,15 @@ def test_a_lock_pins_by_hash(tmp_path: Path) -> None:
     assert extras.lock(tmp_path / "lock") == {"requirements.txt": tmp_path / "lock"}
     with pytest.raises(NotFoundError):
         extras.lock(tmp_path / "none")
+    (tmp_path / "lock").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="is no text"):
+        extras.lock(tmp_path / "lock")
 
 
 def test_a_payload_says_which_edgefl_it_brings_and_one_that_would_ask_an_index_for_it_is_refused(
     tmp_path: Path,
 ) -> None:
-    wheel = {"wheels/edgefl-1.2-py3-none-any.whl": b""}
+    wheel = {"wheels/edgefl_fleet-1.2-py3-none-any.whl": b""}
     lock = tmp_path / "lock"
     lock.write_text("numpy==2.0 --hash=sha256:00\n")
     assert extras.edgefl_version(wheel) == "1.2"
@@ -140,35 +151,10 @@ def test_a_payload_says_which_edgefl_it_brings_and_one_that_would_ask_an_index_f
     for files in ({}, {"wheels/numpy-2-py3-none-any.whl": b""}, extras.lock(lock)):
         with pytest.raises(UsageError, match="another package of this name"):
             extras.edgefl_version(files)
-    lock.write_text("edgefl==1.3 --hash=sha256:00\n")
+    lock.write_text("edgefl-fleet==1.3 --hash=sha256:00\n")
     assert extras.edgefl_version(extras.lock(lock)) == "1.3"
     with pytest.raises(ConfigError, match="says no version"):
-        extras.edgefl_version({"wheels/edgefl-": b""})
-
-
-@pytest.mark.parametrize(
-    "name", ['edgefl-1-"-py3.whl', "edgefl-1 -py3.whl", "edgefl-1\n-py3.whl", "edgefl-1-$(x).whl"]
-)
-def test_a_file_whose_name_a_shell_or_the_manifest_would_misread_is_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).touch()
-    with pytest.raises(ConfigError, match="rename it"):
-        extras.wheels(tmp_path)
-
-
-def test_two_signers_of_one_name_are_not_taken_for_one(tmp_path: Path) -> None:
-    paths = [tmp_path / folder / "team.pem" for folder in ("a", "b")]
-    for path in paths:
-        path.parent.mkdir()
-        key = ed25519.Ed25519PrivateKey.generate().public_key()
-        path.write_bytes(key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
-    with pytest.raises(ConfigError, match="two signers' keys are called team"):
-        extras.signers(paths)
-
-
-def test_a_lock_that_is_no_text_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "lock").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="is no text"):
-        extras.lock(tmp_path / "lock")
+        extras.edgefl_version({"wheels/edgefl_fleet-": b""})
 
 
 def test_signers_are_public_ed25519_keys(tmp_path: Path) -> None:
@@ -186,6 +172,10 @@ def test_signers_are_public_ed25519_keys(tmp_path: Path) -> None:
             extras.signers([tmp_path / name])
     with pytest.raises(NotFoundError):
         extras.signers([tmp_path / "none.pem"])
+    (tmp_path / "other").mkdir()
+    other = shutil.copy(tmp_path / "team.pub.pem", tmp_path / "other")
+    with pytest.raises(ConfigError, match="two signers' keys are called team"):
+        extras.signers([tmp_path / "team.pub.pem", Path(other)])
 
 
 def test_a_shard_in_a_home_is_shown_to_the_units_and_others_need_nothing() -> None:
@@ -193,12 +183,9 @@ def test_a_shard_in_a_home_is_shown_to_the_units_and_others_need_nothing() -> No
     made = shard_drop_ins({"digits": "/home/pi/d.npz", "mnist": "/srv/m"})
     assert set(made.values()) == {b"[Service]\nBindReadOnlyPaths=-/home/pi\n"}
     assert {name.split("/")[1] for name in made} == {"edgefl-device.service.d", "edgefl-join.service.d"}
-
-
-@pytest.mark.parametrize("path", ["d.npz", "/home/pi/a b", "/home/pi/a:b", "/home/../etc/shadow", "/x\nExecStart=y"])
-def test_a_path_that_a_unit_would_take_for_something_else_is_refused(path: str) -> None:
-    with pytest.raises(UsageError):
-        shard_drop_ins({"digits": path})
+    for path in ("d.npz", "/home/pi/a b", "/home/pi/a:b", "/home/../etc/shadow", "/x\nExecStart=y"):
+        with pytest.raises(UsageError):  # a unit would take it for something else
+            shard_drop_ins({"digits": path})
 
 
 def test_a_difference_shows_lines_and_no_secret() -> None:
@@ -217,7 +204,4 @@ def test_a_difference_shows_lines_and_no_secret() -> None:
     assert "same" not in told
     for secret in ("hunter22", "abcDEF", "$5$secret"):
         assert secret not in told
-
-
-def test_a_key_in_a_shell_script_is_redacted_too() -> None:
     assert without_secrets("psk=abcdef\nPASSWORD: x y") == "psk=(secret)\nPASSWORD: (secret)"

@@ -145,7 +145,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
     if os.geteuid() != 0:
         pytest.skip("boards are made of mounts, which only root may make")
     if not all(map(shutil.which, ("sshd", "ssh", "unshare"))):
-        pytest.skip("openssh-server, openssh-client or util-linux is not installed")
+        pytest.skip("a program is missing: apt-get install openssh-server openssh-client util-linux")
     root = tmp_path_factory.mktemp("workshop")
     _keys(root)
     shards = cut_shards("digits", "iid", 3, root / "shards")

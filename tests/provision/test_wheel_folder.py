@@ -20,14 +20,15 @@ OLD = 315532800  # 1980, where zip begins
 def make_wheel(folder: Path, name: str, tag: str = "py3-none-any", *, word: str = "one") -> LockedWheel:
     """Writes a wheel that pip takes, and returns its line of a lock."""
     folder.mkdir(exist_ok=True)
-    file = folder / f"{name}-1.0-{tag}.whl"
+    module = name.replace("-", "_")
+    file = folder / f"{module}-1.0-{tag}.whl"
     parts = {
-        f"{name}.py": f"word = {word!r}\n",
-        f"{name}-1.0.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
-        f"{name}-1.0.dist-info/WHEEL": f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n",
+        f"{module}.py": f"word = {word!r}\n",
+        f"{module}-1.0.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+        f"{module}-1.0.dist-info/WHEEL": f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n",
     }
     record = [f"{path},sha256={_record_hash(text)},{len(text)}" for path, text in parts.items()]
-    parts[f"{name}-1.0.dist-info/RECORD"] = "\n".join([*record, f"{name}-1.0.dist-info/RECORD,,", ""])
+    parts[f"{module}-1.0.dist-info/RECORD"] = "\n".join([*record, f"{module}-1.0.dist-info/RECORD,,", ""])
     with zipfile.ZipFile(file, "w") as wheel:
         for path, text in parts.items():
             wheel.writestr(zipfile.ZipInfo(path), text)
@@ -49,60 +50,50 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def own_wheel(tmp_path: Path) -> Path:
-    made = make_wheel(tmp_path / "own", "edgefl")
+    made = make_wheel(tmp_path / "own", "edgefl-fleet")
     return tmp_path / "own" / made.file
 
 
-def test_gets_the_wheels_of_the_board_and_not_of_this_machine(index: Path, own_wheel: Path, tmp_path: Path) -> None:
+def test_gets_the_wheels_of_the_board_keeps_good_ones_and_replaces_damaged_and_older_ones(
+    index: Path, own_wheel: Path, tmp_path: Path
+) -> None:
     lock = [make_wheel(index, "fast", "cp313-cp313-manylinux_2_28_aarch64"), make_wheel(index, "pure")]
     make_wheel(index, "fast", "cp313-cp313-manylinux_2_28_x86_64")
-    found = fill_wheel_folder(tmp_path / "wheels", PI, lock, own_wheel=own_wheel)
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    for older in ("edgefl-0.1.0", "edgefl_fleet-0.0.9"):
+        (folder / f"{older}-py3-none-any.whl").touch()
+    found = fill_wheel_folder(folder, PI, lock, own_wheel=own_wheel)
     assert [path.name for path in found] == [lock[0].file, lock[1].file, own_wheel.name]
-    assert sorted(path.name for path in (tmp_path / "wheels").iterdir()) == sorted(path.name for path in found)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in found)
+    (index / lock[0].file).unlink()
+    (folder / lock[1].file).write_bytes(b"cut off")
+    fill_wheel_folder(folder, PI, lock, own_wheel=folder / own_wheel.name)
+    for wheel in lock:
+        assert hashlib.sha256((folder / wheel.file).read_bytes()).hexdigest() == wheel.sha256
+    assert (folder / own_wheel.name).read_bytes() == own_wheel.read_bytes()
 
 
-def test_a_wheel_that_was_changed_on_the_index_is_refused(index: Path, own_wheel: Path, tmp_path: Path) -> None:
-    lock = [make_wheel(index, "pure")]
-    make_wheel(index, "pure", word="another")
-    with pytest.raises(
-        NetworkError,
-        match=r"pip could not get the wheels for pi-cp313: THESE PACKAGES DO NOT MATCH THE HASHES.* pure==1\.0",
-    ):
+@pytest.mark.parametrize(
+    ("absent", "told"),
+    [("elsewhere", r"No matching distribution found for pure==1\.0"),
+     ("index", r"pip could not get the wheels for pi-cp313: THESE PACKAGES DO NOT MATCH THE HASHES.* pure==1\.0")],
+    ids=["lacking", "changed"],
+)  # fmt: skip
+def test_a_package_that_the_index_lacks_or_that_was_changed_there_is_named(
+    index: Path, own_wheel: Path, tmp_path: Path, absent: str, told: str
+) -> None:
+    lock = [make_wheel(tmp_path / absent, "pure")]
+    make_wheel(index, "pure" if absent == "index" else "other", word="another")
+    with pytest.raises(NetworkError, match=told):
         fill_wheel_folder(tmp_path / "wheels", PI, lock, own_wheel=own_wheel)
     assert not list((tmp_path / "wheels").iterdir())
 
 
-def test_keeps_good_files_and_replaces_damaged_ones(index: Path, own_wheel: Path, tmp_path: Path) -> None:
-    lock = [make_wheel(index, "pure"), make_wheel(index, "other")]
-    folder = tmp_path / "wheels"
-    fill_wheel_folder(folder, PI, lock, own_wheel=own_wheel)
-    (index / lock[0].file).unlink()
-    (folder / lock[1].file).write_bytes(b"cut off")
-    fill_wheel_folder(folder, PI, lock, own_wheel=own_wheel)
-    for wheel in lock:
-        assert hashlib.sha256((folder / wheel.file).read_bytes()).hexdigest() == wheel.sha256
-
-
-def test_a_package_that_the_index_lacks_is_named(index: Path, own_wheel: Path, tmp_path: Path) -> None:
-    lock = [make_wheel(index, "pure"), make_wheel(tmp_path / "elsewhere", "absent")]
-    with pytest.raises(NetworkError, match=r"No matching distribution found for absent==1\.0"):
-        fill_wheel_folder(tmp_path / "wheels", PI, lock, own_wheel=own_wheel)
-
-
-def test_an_older_edgefl_in_the_folder_makes_way(index: Path, own_wheel: Path, tmp_path: Path) -> None:
-    lock, folder = [make_wheel(index, "pure")], tmp_path / "wheels"
-    folder.mkdir()
-    (folder / "edgefl-0.0.9-py3-none-any.whl").touch()
-    fill_wheel_folder(folder, PI, lock, own_wheel=own_wheel)
-    fill_wheel_folder(folder, PI, lock, own_wheel=folder / own_wheel.name)
-    assert [path.name for path in folder.glob("edgefl-*")] == [own_wheel.name]
-    assert (folder / own_wheel.name).read_bytes() == own_wheel.read_bytes()
-
-
 def test_another_package_does_not_pass_for_edgefl(index: Path, tmp_path: Path) -> None:
-    lock = [make_wheel(index, "pure")]
+    other = index / make_wheel(index, "pure").file
     with pytest.raises(ConfigError, match=r"edgefl's wheel must be a file edgefl-VERSION-py3-none-any\.whl"):
-        fill_wheel_folder(tmp_path / "wheels", PI, lock, own_wheel=index / lock[0].file)
+        fill_wheel_folder(tmp_path / "wheels", PI, [], own_wheel=other)
 
 
 def test_the_command_ends_with_one_line_when_there_is_no_index(index: Path, own_wheel: Path, tmp_path: Path) -> None:

@@ -144,18 +144,27 @@ def test_speeds_are_known_once_something_was_brought() -> None:
     assert list(virtual.view().speeds) == ["d0"]
 
 
-def test_epochs_count_batches_of_the_board_s_examples() -> None:
-    virtual = fleet([board()])
-    virtual.dispatch([order("a", plan=LocalPlan(epochs=2.0, batch_size=4))], Source())
-    assert times(until(virtual, 50.0), Update) == [(1.5 + 6.0 + 1.5, "a")]
+def with_fault(kind: str, at_s: float, for_s: float, amount: float | None = None) -> Profile:
+    return with_faults("d0", BOARD, [Fault(device="d*", at_s=at_s, kind=kind, for_s=for_s, amount=amount)])
 
 
-def test_a_budget_of_seconds_ends_with_the_iteration_that_is_under_way() -> None:
-    virtual = fleet([board()])
-    virtual.dispatch([order("a", plan=LocalPlan(seconds=2.5))], Source())
-    ((_, update),) = until(virtual, 50.0)
-    assert isinstance(update, Update)
-    assert (update.metrics.iterations, update.metrics.compute_s) == (3, 3.0)
+@pytest.mark.parametrize(
+    ("profile", "plan", "at_s"),
+    [
+        (BOARD, LocalPlan(epochs=2.0, batch_size=4), 1.5 + 6.0 + 1.5),
+        (BOARD, LocalPlan(seconds=2.5), 1.5 + 3.0 + 1.5),
+        (replace(BOARD, throttling=((2.5, 3.0),)), None, 1.5 + 1.0 + 6.0 + 1.5),
+        # Down, three quarters of a second's bytes take 3 s and the rest a quarter; 0.5 s later they are there.
+        (replace(BOARD, congestion=((0.0, 4.0), (3.0, 1.0))), None, 3.75 + 3.0 + 1.5),
+        (with_fault("cut", 0.5, 10.0), None, 1.5 + 10.0 + 3.0 + 1.5),
+        (with_fault("freeze", 2.0, 10.0), None, 1.5 + 3.0 + 10.0 + 1.5),
+        (with_fault("delay", 0.0, 2.0, 0.3), None, 1.5 + 0.3 + 3.0 + 1.5),
+    ],
+)
+def test_budgets_throttling_and_faults_move_the_end(profile: Profile, plan: LocalPlan | None, at_s: float) -> None:
+    virtual = fleet([board(profile=profile)])
+    virtual.dispatch([order("a", plan=plan)], Source())
+    assert times(until(virtual, 50.0), Update) == [(at_s, "a")]
 
 
 def test_a_second_assignment_is_loaded_meanwhile_and_computed_next() -> None:
@@ -165,13 +174,6 @@ def test_a_second_assignment_is_loaded_meanwhile_and_computed_next() -> None:
     assert times(until(virtual, 50.0), Update) == [(6.0, "a"), (9.0, "b")]
 
 
-def test_a_throttled_board_takes_longer_from_then_on() -> None:
-    virtual = fleet([board(profile=replace(BOARD, throttling=((2.5, 3.0),)))])
-    virtual.dispatch([order("a")], Source())
-    assert times(until(virtual, 50.0), Update) == [(1.5 + 1.0 + 6.0 + 1.5, "a")]
-    assert virtual.view().vitals["d0"].is_throttled is True
-
-
 def test_an_update_tells_how_its_board_was_as_far_as_its_profile_says() -> None:
     hot = replace(BOARD, throttling=((2.5, 3.0),), temperature_c=((0.0, 50.0), (3.0, 83.0), (8.0, 60.0)))
     virtual = fleet([board(profile=hot), board(1)])
@@ -179,34 +181,6 @@ def test_an_update_tells_how_its_board_was_as_far_as_its_profile_says() -> None:
     told = {event.device_id: event.metrics for _, event in until(virtual, 50.0) if isinstance(event, Update)}
     assert (told["d0"].max_temperature_c, told["d0"].throttled) == (60.0, "throttled")
     assert (told["d1"].max_temperature_c, told["d1"].throttled, told["d1"].energy_j) == (None, None, None)
-
-
-def test_a_congested_link_takes_longer() -> None:
-    virtual = fleet([board(profile=replace(BOARD, congestion=((0.0, 4.0), (3.0, 1.0))))])
-    virtual.dispatch([order("a")], Source())
-    # Down, three quarters of a second's bytes take 3 s and the rest a quarter; 0.5 s later they are there.
-    assert times(until(virtual, 50.0), Update) == [(3.75 + 3.0 + 1.5, "a")]
-
-
-def test_nothing_passes_a_cable_that_is_cut_and_what_was_under_way_goes_on_behind() -> None:
-    cut = Fault(device="d0", at_s=0.5, kind="cut", for_s=10.0)
-    virtual = fleet([board(profile=with_faults("d0", BOARD, [cut]))])
-    virtual.dispatch([order("a")], Source())
-    assert times(until(virtual, 50.0), Update) == [(1.5 + 10.0 + 3.0 + 1.5, "a")]
-
-
-def test_a_board_that_stands_still_goes_on_where_it_was() -> None:
-    freeze = Fault(device="d0", at_s=2.0, kind="freeze", for_s=10.0)
-    virtual = fleet([board(profile=with_faults("d0", BOARD, [freeze]))])
-    virtual.dispatch([order("a")], Source())
-    assert times(until(virtual, 50.0), Update) == [(1.5 + 3.0 + 10.0 + 1.5, "a")]
-
-
-def test_messages_take_longer_while_they_are_delayed() -> None:
-    delay = Fault(device="d*", at_s=0.0, kind="delay", for_s=2.0, amount=0.3)
-    virtual = fleet([board(profile=with_faults("d0", BOARD, [delay]))])
-    virtual.dispatch([order("a")], Source())
-    assert times(until(virtual, 50.0), Update) == [(1.5 + 0.3 + 3.0 + 1.5, "a")]
 
 
 def test_a_recall_ends_after_the_present_iteration() -> None:
@@ -224,20 +198,15 @@ def test_a_recall_ends_after_the_present_iteration() -> None:
     assert training.finished == [("a", 4)]
 
 
-def test_a_recall_before_the_start_leaves_one_iteration() -> None:
+def test_a_recall_before_the_start_leaves_one_iteration_and_one_of_what_is_on_its_way_back_changes_nothing() -> None:
     virtual = fleet([board()])
-    virtual.dispatch([order("a"), Recall(assignment_id="a", device_id="d0")], Source())
-    ((_, update),) = until(virtual, 50.0)
+    recall = Recall(assignment_id="a", device_id="d0")
+    virtual.dispatch([order("a"), recall], Source())
+    virtual.wait(2.8)
+    virtual.dispatch([recall, Recall(assignment_id="b", device_id="d0")], Source())
+    ((at_s, update),) = until(virtual, 50.0)
     assert isinstance(update, Update)
-    assert update.metrics.iterations == 1
-
-
-def test_a_recall_of_what_is_on_its_way_back_changes_nothing() -> None:
-    virtual = fleet([board()])
-    virtual.dispatch([order("a")], Source())
-    virtual.wait(4.8)
-    virtual.dispatch([Recall(assignment_id="a", device_id="d0"), Recall(assignment_id="b", device_id="d0")], Source())
-    assert times(until(virtual, 50.0), Update) == [(6.0, "a")]
+    assert (at_s, update.metrics.iterations) == (1.5 + 1.0 + 1.5, 1)
 
 
 def test_a_deadline_loses_the_work_and_frees_the_board() -> None:
@@ -323,11 +292,14 @@ def test_who_comes_late_stays_out_of_a_run_that_is_closed_when_it_starts() -> No
     assert list(open_to_all.view().devices) == ["d0", "d1"]
 
 
-def test_work_for_who_is_not_there_is_refused() -> None:
-    virtual = fleet([board()])
-    virtual.dispatch([order("a", "d7")], Source())
+def test_what_happens_in_one_instant_is_told_at_once_on_links_of_their_own() -> None:
+    virtual = fleet([board(0), board(1), board(2)], world=World(up_bytes_per_s=1e9, down_bytes_per_s=1e9))
+    virtual.dispatch([order("a"), order("b", "d1"), order("c", "d2"), order("x", "d7")], Source())
     (lost,) = virtual.wait(1.0)
+    assert isinstance(lost, Lost)
     assert (lost.outcome, lost.reason) == (Outcome.FAILED, "d7 is not there")
+    assert [event.assignment_id for event in virtual.wait(50.0)] == ["a", "b", "c"]
+    assert virtual.now_s == pytest.approx(6.0)
 
 
 def test_a_board_that_cannot_do_it_says_why_and_takes_the_next() -> None:
@@ -368,20 +340,6 @@ def test_the_coordinator_s_link_is_shared() -> None:
     virtual.dispatch([order("a"), order("b", "d1", 7)], Source())
     # 400 bytes go down in 4 s; a's 100 up take 2 s alone, and so do b's, 4 s later.
     assert times(until(virtual, 60.0), Update) == [(4.0 + 3.0 + 2.0, "a"), (4.0 + 7.0 + 2.0, "b")]
-
-
-def test_a_board_s_own_link_counts_where_it_is_slower_than_its_share() -> None:
-    virtual = fleet([board()], world=World(up_bytes_per_s=1e9, down_bytes_per_s=1e9))
-    virtual.dispatch([order("a")], Source())
-    ((at_s, _),) = until(virtual, 60.0)
-    assert at_s == pytest.approx(6.0)
-
-
-def test_what_happens_in_one_instant_is_told_at_once() -> None:
-    virtual = fleet([board(0), board(1), board(2)])
-    virtual.dispatch([order("a"), order("b", "d1"), order("c", "d2")], Source())
-    assert [event.assignment_id for event in virtual.wait(50.0)] == ["a", "b", "c"]
-    assert virtual.now_s == 6.0
 
 
 def test_evaluations_keep_nobody_from_work() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -65,19 +65,22 @@ WAYS: dict[str, list[Assignment]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_an_update_has_the_bytes_that_a_board_would_send(way: str, tmp_path: Path) -> None:
-    paths = cut_shards("digits", "iid", 2, tmp_path / "shards", None, TRADE.seed)
-    trainer = Trainer(
-        device_id="device-01",
+def real_trainer(tmp_path: Path, device_id: str, scheme: str = "iid") -> Trainer:
+    paths = cut_shards("digits", scheme, 2, tmp_path / "shards", None, TRADE.seed)
+    return Trainer(
+        device_id=device_id,
         role="trainer",
-        shards=lambda: {"digits": str(paths[0])},
+        shards=lambda: {"digits": str(paths[PLACES[device_id]])},
         accelerator="cpu",
         threads=1,
         state_dir=tmp_path / "state",
         on_progress=lambda *_: None,
     )
-    virtual = bench()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_update_has_the_bytes_that_a_board_would_send(way: str, tmp_path: Path) -> None:
+    trainer, virtual = real_trainer(tmp_path, "device-01"), bench()
     for assigned in WAYS[way]:
         product = virtual.train(assigned, sent(assigned.base_version), 3)
         metrics, body = trainer.train(header(assigned), sent(assigned.base_version).body)
@@ -87,17 +90,7 @@ def test_an_update_has_the_bytes_that_a_board_would_send(way: str, tmp_path: Pat
 
 
 def test_a_block_gives_the_bytes_that_every_holder_sends(tmp_path: Path) -> None:
-    paths = cut_shards("digits", "duplicate:2", 2, tmp_path / "shards", None, TRADE.seed)
-    trainer = Trainer(
-        device_id="device-02",
-        role="trainer",
-        shards=lambda: {"digits": str(paths[1])},
-        accelerator="cpu",
-        threads=1,
-        state_dir=tmp_path / "state",
-        on_progress=lambda *_: None,
-    )
-    virtual = bench("duplicate:2")
+    trainer, virtual = real_trainer(tmp_path, "device-02", "duplicate:2"), bench("duplicate:2")
     bodies = {virtual.train(order("a", name, block=0), sent(), 3).body for name in NAMES}
     _, body = trainer.train(header(order("a", "device-02", block=0)), sent().body)
     assert bodies == {body}
@@ -126,16 +119,10 @@ def as_pool(data: FleetData) -> WorkerPool:
 
 
 @pytest.fixture(scope="module")
-def start_pool() -> Iterator[Callable[[], WorkerPool]]:
-    pools: list[WorkerPool] = []
-
-    def start() -> WorkerPool:
-        pools.append(as_pool(cut()))
-        return pools[-1]
-
-    yield start
-    for pool in pools:
-        pool.close()
+def pool() -> Iterator[WorkerPool]:
+    started = as_pool(cut())
+    yield started
+    started.close()
 
 
 def results(training: Training, orders: list[Assignment]) -> list[Any]:
@@ -158,45 +145,41 @@ def _dense(tensor: Any) -> Any:
     return tensor if isinstance(tensor, np.ndarray) else tensor.dense()
 
 
-def test_several_processes_give_what_one_gives(start_pool: Callable[[], WorkerPool]) -> None:
+def test_several_processes_give_what_one_gives(pool: WorkerPool) -> None:
+    alone = InProcess(bench(), SHAPES)
     for orders in WAYS.values():
         # Both boards, so that both workers have work, and one whose memory must not get into the other's.
         both = [replace(assigned, device_id=name) for assigned in orders for name in NAMES]
-        here, there = results(InProcess(bench(), SHAPES), both), results(start_pool(), both)
+        here, there = results(alone, both), results(pool, both)
         for own, other in zip(here, there, strict=True):
             assert own[:3] == other[:3]
             for name, tensor in own[3].items():
                 np.testing.assert_array_equal(tensor, other[3][name])
 
 
-@pytest.mark.parametrize(("plan", "num_workers"), [(None, 2), (KEPT, 1)])
-def test_only_a_board_that_leaves_something_is_bound_to_a_worker(
-    start_pool: Callable[[], WorkerPool], plan: LocalPlan | None, num_workers: int
-) -> None:
-    pool, plan = start_pool(), plan or LocalPlan(iterations=3, batch_size=8, learning_rate=0.3)
-    jobs = [Job(order=order(name, plan=plan), sent=sent(), iterations=3) for name in "abcd"]
-    for job in jobs:
+def test_only_a_board_that_leaves_something_is_bound_to_a_worker_and_what_was_cancelled_keeps_none() -> None:
+    pool = as_pool(cut())
+
+    def begin(name: str, plan: LocalPlan, iterations: int = 3) -> Job:
+        job = Job(order=order(name, plan=plan), sent=sent(), iterations=iterations)
         pool.begin(job)
-    assert len({pool._begun[job].worker for job in jobs}) == num_workers
-    for job in jobs:
-        pool.finish(job)
+        return job
+
+    plain = LocalPlan(iterations=3, batch_size=8, learning_rate=0.3)
+    cancelled = begin("long", plain, 10**6)
+    worker = pool._begun[cancelled].worker
+    pool.cancel(cancelled)
+    for plan, num_workers in ((plain, 2), (KEPT, 1)):
+        jobs = [begin(name, plan) for name in "abcd"]
+        workers = [pool._begun[job].worker for job in jobs]
+        assert len(set(workers)) == num_workers
+        assert plan is KEPT or workers.count(worker) == 2
+        for job in jobs:
+            pool.finish(job)
+    pool.close()
 
 
-def test_work_that_was_cancelled_does_not_keep_a_worker_from_more(start_pool: Callable[[], WorkerPool]) -> None:
-    pool = start_pool()
-    long, *short = [Job(order=order(name), sent=sent(), iterations=10**6 if name == "a" else 3) for name in "abcde"]
-    pool.begin(long)
-    first = pool._begun[long].worker
-    pool.cancel(long)
-    for job in short:
-        pool.begin(job)
-    assert sum(pool._begun[job].worker is first for job in short) == 2
-    for job in short:
-        pool.finish(job)
-
-
-def test_what_a_worker_cannot_do_is_said_as_a_board_says_it(start_pool: Callable[[], WorkerPool]) -> None:
-    pool = start_pool()
+def test_what_a_worker_cannot_do_is_said_as_a_board_says_it(pool: WorkerPool) -> None:
     for training in (pool, InProcess(bench(), SHAPES)):
         job = Job(order=order("a", plan=LocalPlan(iterations=1, algorithm="none")), sent=sent(), iterations=1)
         training.begin(job)
@@ -214,22 +197,16 @@ def test_whatever_a_task_raises_fails_one_evaluation_and_not_the_run(device: str
         InProcess(virtual, SHAPES).evaluate(device, sent())
 
 
-def test_a_worker_that_dies_ends_the_run(start_pool: Callable[[], WorkerPool]) -> None:
-    pool = start_pool()
-    job = Job(order=order("a"), sent=sent(), iterations=10**8)
-    pool.begin(job)
-    pool._workers[0]._process.kill()
-    with pytest.raises(RunFailedError, match="training process ended with code -9"):
-        pool.finish(job)
-
-
-def test_a_pool_ends_whole_after_one_of_its_workers_was_killed() -> None:
+def test_a_worker_that_dies_ends_the_run_and_the_pool_ends_whole() -> None:
     pool = as_pool(cut())
     first, second = (worker._process for worker in pool._workers)
+    job = Job(order=order("a"), sent=sent(), iterations=10**8)
+    pool.begin(job)
     first.kill()
-    first.wait()
+    with pytest.raises(RunFailedError, match="training process ended with code -9"):
+        pool.finish(job)
     with pytest.raises(RunFailedError, match="cannot be reached any more"):
-        pool.begin(Job(order=order("a"), sent=sent(), iterations=1))
+        pool.begin(Job(order=order("b", plan=KEPT), sent=sent(), iterations=1))
     pool.close()
     assert second.poll() is not None
     assert not Path(pool._folder.name).exists()
@@ -281,16 +258,13 @@ def test_what_was_cancelled_before_the_choice_is_not_begun() -> None:
     assert training.finish(jobs[0]).num_bytes > 0
 
 
-def test_a_device_s_own_model_is_not_taken_for_the_global_one_of_the_same_version(
-    start_pool: Callable[[], WorkerPool],
-) -> None:
+def test_a_device_s_own_model_is_not_taken_for_the_global_one_of_the_same_version(pool: WorkerPool) -> None:
     expected = {subject: bench().evaluate("device-02", sent(1, subject)) for subject in ("", "device-02")}
     assert expected[""] != expected["device-02"]
-    pool = start_pool()
     for training in (pool, InProcess(bench(), SHAPES)):
-        for subject in ("", "device-02", "", "device-02"):
+        for subject in ("", "device-02", ""):
             assert training.evaluate("device-02", sent(1, subject)) == expected[subject], subject
-    job = Job(order=order("a", "device-02", version=1), sent=sent(1), iterations=3)
+    job = Job(order=order("own", "device-02", version=1), sent=sent(1), iterations=3)
     pool.evaluate("device-02", sent(1, "device-02"))
     pool.begin(job)
     assert pool.finish(job).loss == bench().train(job.order, sent(1), 3).loss, "it starts from the global model"

@@ -8,7 +8,6 @@ import stat
 import subprocess
 import sys
 import textwrap
-import threading
 from pathlib import Path
 from urllib.parse import quote
 
@@ -65,16 +64,20 @@ def test_a_new_store_is_for_its_owner_alone(tmp_path):
     assert set(modes.values()) == {0o600}
 
 
-def test_finds_by_url_and_for_reading_what_it_made_by_path(tmp_path):
+def test_a_reader_finds_what_was_made_by_path_or_url_and_neither_writes_nor_makes_a_store(tmp_path):
     path = tmp_path / "a b?c#%20.db"
-    with Store.open(path) as store:
-        store.record_event("test", "something", at=1.0)
-    for again in (
-        Store.open(f"sqlite:///{tmp_path}/{quote(path.name)}"),
-        Store.open(path, read_only=True),
-    ):
-        with again as store, store.database.read() as connection:
-            assert connection.exec_driver_sql("SELECT count(*) FROM events").scalar() == 1
+    with pytest.raises(StoreError, match="no store at"):
+        Store.open(path, read_only=True)
+    assert list(tmp_path.iterdir()) == []
+    with Store.open(path) as store, store.batch():
+        store.add_run(run_id="r", name="n", task="t", strategy="s", config={}, seed=1, submitted_at=1.0)
+        assert store.run("r").name == "n"
+    with Store.open(f"sqlite:///{tmp_path}/{quote(path.name)}") as store:
+        assert store.run("r").name == "n"
+    with Store.open(path, read_only=True) as store:
+        assert store.run("r").name == "n"
+        with pytest.raises(StoreError, match="reading only"):
+            store.record_event("test", "something", at=1.0)
 
 
 def test_refuses_a_database_newer_than_the_program_and_leaves_it_alone(tmp_path):
@@ -91,24 +94,17 @@ def test_refuses_a_database_newer_than_the_program_and_leaves_it_alone(tmp_path)
     assert path.read_bytes() == before
 
 
-def test_refuses_a_file_that_is_no_database(tmp_path):
-    path = tmp_path / "edgefl.db"
-    path.write_text("a letter to my aunt\n" * 500)
-    with pytest.raises(StoreError) as error:
-        Store.open(path)
-    assert "is not a database" in one_line(error)
-    assert str(path) in one_line(error)
-    assert path.read_text().startswith("a letter")
-
-
-def test_refuses_a_database_of_another_program(tmp_path):
-    path = tmp_path / "edgefl.db"
-    with sqlite3.connect(path) as raw:
+def test_refuses_a_file_that_is_no_database_and_one_of_another_program(tmp_path):
+    letter, recipes = tmp_path / "letter.db", tmp_path / "recipes.db"
+    letter.write_text("a letter to my aunt\n" * 500)
+    with sqlite3.connect(recipes) as raw:
         raw.execute("CREATE TABLE recipes (name TEXT)")
     raw.close()
-    with pytest.raises(StoreError) as error:
-        Store.open(path)
-    assert "recipes" in one_line(error)
+    for path, words in ((letter, "is not a database"), (recipes, "recipes")):
+        with pytest.raises(StoreError) as error:
+            Store.open(path)
+        assert words in one_line(error)
+    assert letter.read_text().startswith("a letter")
 
 
 @pytest.mark.parametrize("read_only", [False, True])
@@ -123,18 +119,6 @@ def test_says_in_one_line_that_a_url_cannot_be_used(url):
     with pytest.raises(StoreError) as error:
         Store.open(url)
     one_line(error)
-
-
-def test_reading_does_not_make_a_store(tmp_path):
-    with pytest.raises(StoreError, match="no store at"):
-        Store.open(tmp_path / "edgefl.db", read_only=True)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_reader_refuses_to_write(tmp_path):
-    Store.open(tmp_path / "edgefl.db").close()
-    with Store.open(tmp_path / "edgefl.db", read_only=True) as store, pytest.raises(StoreError, match="reading only"):
-        store.record_event("test", "something", at=1.0)
 
 
 def test_a_full_database_says_so_loses_nothing_and_goes_on_when_there_is_room(store):
@@ -160,6 +144,7 @@ def test_a_full_database_says_so_loses_nothing_and_goes_on_when_there_is_room(st
         assert connection.exec_driver_sql("SELECT count(*) FROM events").scalar() == len(written) + 1
 
 
+@pytest.mark.extended
 def test_a_file_system_without_room_is_named_as_such(tmp_path):
     script = textwrap.dedent(
         """
@@ -265,39 +250,7 @@ def test_a_refused_call_inside_a_batch_leaves_the_rest_of_it(store):
         assert connection.exec_driver_sql("SELECT message FROM events").scalars().all() == ["kept"]
 
 
-def test_a_batch_reads_what_it_has_written(store):
-    with store.batch():
-        store.add_run(run_id="r", name="n", task="t", strategy="s", config={}, seed=1, submitted_at=1.0)
-        assert store.run("r").name == "n"
-
-
-def test_threads_write_next_to_each_other_while_another_process_reads(tmp_path, store):
-    reader = Store.open(tmp_path / "edgefl.db", read_only=True)
-    errors = []
-
-    def write(number):
-        try:
-            for at in range(25):
-                store.record_event("test", f"{number}", at=float(at))
-        except StoreError as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    counts = []
-    while any(thread.is_alive() for thread in threads):
-        with reader.database.read() as connection:
-            counts.append(connection.exec_driver_sql("SELECT count(*) FROM events").scalar())
-    for thread in threads:
-        thread.join()
-    reader.close()
-    assert errors == []
-    assert counts == sorted(counts)
-    with store.database.read() as connection:
-        assert connection.exec_driver_sql("SELECT count(*) FROM events").scalar() == 100
-
-
+@pytest.mark.extended
 def test_two_programs_may_open_a_new_store_at_once(tmp_path):
     script = "import sys; from edgefl.storage.store import Store; Store.open(sys.argv[1]).close()"
     started = [
@@ -305,7 +258,7 @@ def test_two_programs_may_open_a_new_store_at_once(tmp_path):
             [sys.executable, "-c", script, str(tmp_path / "edgefl.db")],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, stderr=subprocess.PIPE,
         )
-        for _ in range(5)
+        for _ in range(2)
     ]  # fmt: skip
     for process in started:
         assert process.communicate(timeout=60)[1] == b""
@@ -341,7 +294,7 @@ def old_store(path, revision):
     old.dispose()
 
 
-@pytest.mark.parametrize("revision", ["0001", "0002", "0003"])
+@pytest.mark.parametrize("revision", ["0001", "0003", "0004"])
 def test_a_store_of_an_earlier_revision_is_upgraded_with_its_rows(tmp_path, revision):
     path = tmp_path / "edgefl.db"
     old_store(path, revision)
@@ -351,28 +304,14 @@ def test_a_store_of_an_earlier_revision_is_upgraded_with_its_rows(tmp_path, revi
             rows = connection.exec_driver_sql("SELECT run_name, device_id, codec, paced_s FROM v_updates").all()
         assert [tuple(row) for row in rows] == [("n", "d", None, None)]
         (round_,), (evaluation,) = history(store, "rounds"), history(store, "evaluations")
-        (traffic,) = history(store, "traffic", by="day")
+        traffic = [(row["day"], row["bytes_up"]) for row in history(store, "traffic", by="day")]
+        new = UpdateRow(assignment_id="b", device_id="d", round=1, base_version=0, paced_s=2.5, received_at=9.0)
+        store.record_updates("r", [new])
+        told = [(row["assignment_id"], row["bytes_up"], row["paced_s"]) for row in history(store, "updates")]
+    assert sorted(told) == [("a", 5, None), ("b", None, 2.5)]
     assert (round_["accuracy"], round_["source"], round_["bytes_up"]) == (0.75, "device", 5)
     assert (round_["node_accuracy"], round_["worst_node_accuracy"], round_["facts"]) == (None, None, None)
     assert (evaluation["accuracy"], evaluation["subject"]) == (0.75, "")
-    assert (round_["seconds"], round_["waited_for"], round_["waited_s"]) == (8.0, "d", 0.0)
-    assert (traffic["day"], traffic["bytes_up"]) == ("1970-01-01", 5)
-
-
-@pytest.mark.parametrize("revision", ["0004", "0005", "0006"])
-def test_a_store_from_before_paced_seconds_keeps_its_updates_and_can_take_new_ones(tmp_path, revision):
-    path = tmp_path / "edgefl.db"
-    old_store(path, revision)
-    with Store.open(path) as store:
-        with store.database.read() as connection:
-            assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
-        store.record_updates(
-            "r",
-            [UpdateRow(assignment_id="b", device_id="d", round=1, base_version=0, paced_s=2.5, received_at=9.0)],
-        )
-        store.open_round("r", 1, started_at=1.0, num_devices=2)
-        store.close_round("r", 1, version=1, closed_at=9.0)
-        rows = [(row["assignment_id"], row["bytes_up"], row["paced_s"]) for row in history(store, "updates")]
-        (slow,) = history(store, "slow")
-    assert sorted(rows) == [("a", 5, None), ("b", None, 2.5)]
-    assert (slow["round"], slow["seconds"], slow["paced_s"]) == (1, 8.0, None)
+    if revision < "0004":  # which has sums and what rounds waited for
+        assert (round_["seconds"], round_["waited_for"], round_["waited_s"]) == (8.0, "d", 0.0)
+        assert traffic == [("1970-01-01", 5)]

@@ -102,13 +102,19 @@ def test_what_was_out_at_the_checkpoint_is_lost_and_what_had_come_is_handed_over
     assert [row["round"] for row in history(store, "rounds")] == [1, 2, 3]
 
 
-def test_an_update_that_was_used_behind_the_checkpoint_is_unused_again(store: Store) -> None:
+def test_an_update_that_was_used_behind_the_checkpoint_is_unused_again_and_its_model_not_named(store: Store) -> None:
     filled(store)
+    for version in (2, 3):
+        row = CheckpointRow(
+            version=version, round=version, last_record=version, sha256="ab" * 32, bytes_file=1, at=1.0
+        )
+        store.record_checkpoint(RUN, row)
     used = Aggregated(version=3, assignment_ids=("v2-pi-1", "v2-pi-2"))
     so_far = rewind(store, RUN, Mark(version=2, closed=2), [used], now=NOW)
     assert {row.assignment_id for row in so_far.unused} == {"v2-pi-1", "v2-pi-2", "v3-pi-1"}
     assert [(row.outcome, row.applied_version, row.staleness) for row in so_far.unused] == [(None, None, None)] * 3
     assert so_far.updates == 4
+    assert [row.version for row in store.checkpoints(RUN)] == [2]
 
 
 def test_a_round_that_was_open_at_the_checkpoint_is_open_again(store: Store) -> None:
@@ -141,16 +147,6 @@ def sums_of(store: Store) -> list[tuple[Any, ...]]:
     with store.database.read() as connection:
         rows = [row for table in KEYS for row in connection.execute(select(table.__table__))]
     return [tuple(round(value, 9) if isinstance(value, float) else value for value in row) for row in rows]
-
-
-def test_models_of_versions_that_are_made_again_are_not_named_any_more(store: Store) -> None:
-    for version in (2, 3):
-        kept = CheckpointRow(
-            version=version, round=version, last_record=version, sha256="ab" * 32, bytes_file=1, at=1.0
-        )
-        store.record_checkpoint(RUN, kept)
-    rewind(store, RUN, Mark(version=2, closed=2), [], now=NOW)
-    assert [row.version for row in store.checkpoints(RUN)] == [2]
 
 
 def test_rounds_are_as_long_as_the_first_one_was(store: Store) -> None:

@@ -1,10 +1,11 @@
 """Devices and tokens, runs and rounds, heartbeats."""
 
+import json
 import math
-import sqlite3
 import threading
 
 import pytest
+from filled_store import FilledStore
 
 from edgefl.errors import (
     JoinError,
@@ -16,16 +17,27 @@ from edgefl.errors import (
     TokenUsedError,
 )
 from edgefl.storage.heartbeat_rows import BUCKET_S, RAW_S
-from edgefl.storage.records import CheckpointRow, DispatchRow, EvaluationRow, HeartbeatRow, RunStatus, UpdateRow
-from edgefl.storage.store import Store
+from edgefl.storage.records import CheckpointRow, EvaluationRow, HeartbeatRow, RunStatus, UpdateRow
 from edgefl.types import Outcome
 
 
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.extended)])
+def store(request, tmp_path):
+    """An empty store, in each kind of database."""
+    where = tmp_path / "edgefl.db"
+    if request.param == "postgresql":
+        server, first = request.getfixturevalue("postgres")
+        where = server.url(server.new_database(like=first))
+    with FilledStore.open(where) as opened:
+        yield opened
+
+
 def sql(store, query):
-    with sqlite3.connect(store.database.where) as raw:
-        rows = raw.execute(query).fetchall()
-    raw.close()
-    return rows
+    with store.database.read() as connection:
+        return [
+            tuple(round(value, 6) if isinstance(value, float) else value for value in row)
+            for row in connection.exec_driver_sql(query)
+        ]
 
 
 def heartbeat(device, at, **values):
@@ -73,11 +85,15 @@ def test_a_refused_join_changes_nothing(store, changes, refusal):
     assert called == []
 
 
-def test_a_token_without_uses_left_is_refused(store):
-    store.make_token()
-    store.join("pi-1")
-    with pytest.raises(TokenUsedError):
-        store.join("pi-2")
+def test_of_rounds_that_are_not_all_open_none_is_closed_and_a_second_time_takes_no_run_back(store, run_id):
+    store.open_round(run_id, 1, started_at=1.0)
+    with pytest.raises(NotFoundError, match="no round 2"):
+        store.close_rounds(run_id, {1: (1, 2.0), 2: (2, 3.0)})
+    assert sql(store, "SELECT closed_at FROM rounds") == [(None,)]
+    for number in (1, 2, 3):
+        store.record_round(run_id, number, ["a"])
+    store.close_rounds(run_id, {1: (1, 2000.0), 2: (2, 2001.0)})
+    assert (store.run(run_id).rounds, store.run(run_id).version) == (3, 3)
 
 
 def test_one_use_admits_one_of_many_at_the_same_time(store):
@@ -103,7 +119,8 @@ def test_the_name_of_a_removed_device_is_free_and_its_history_stays(store, run_i
     store.make_token(uses=2)
     store.join("pi-1", key=b"old")
     store.record_round(run_id, 1, ["pi-1"])
-    store.set_node_id("pi-1", 5)
+    store.set_node_id("pi-1", 2**64 - 1)
+    assert store.device("pi-1").node_id == 2**64 - 1
     store.remove_device("pi-1", at=1500.0)
     assert store.devices() == []
     assert store.device("pi-1").removed_at == 1500.0
@@ -112,21 +129,6 @@ def test_the_name_of_a_removed_device_is_free_and_its_history_stays(store, run_i
     assert store.removed_devices() == set()
     assert (again.public_key, again.node_id, again.removed_at) == (b"new", None, None)
     assert sql(store, "SELECT count(*) FROM updates WHERE device_id = 'pi-1'") == [(1,)]
-
-
-def test_a_node_id_keeps_all_of_its_64_bits(store):
-    store.make_token()
-    store.join("pi-1")
-    store.set_node_id("pi-1", 2**64 - 1)
-    assert store.device("pi-1").node_id == 2**64 - 1
-
-
-def test_changes_what_is_named_and_leaves_the_rest(store):
-    store.make_token(groups=("lab",))
-    store.join("pi-1")
-    store.update_device("pi-1", presence="online", examples={"digits": 12})
-    device = store.device("pi-1")
-    assert (device.presence, device.examples, device.groups) == ("online", {"digits": 12}, ("lab",))
 
 
 @pytest.mark.parametrize(
@@ -169,17 +171,6 @@ def test_a_run_keeps_its_whole_file_and_its_id_is_unique(store, run_id):
         store.submit(run_id)
 
 
-def test_queued_runs_come_in_the_order_of_their_submission(store):
-    store.submit("b", submitted_at=2.0)
-    store.submit("a", submitted_at=3.0)
-    assert store.next_queued_run().run_id == "b"
-    store.set_run_status("b", RunStatus.RUNNING, at=4.0)
-    assert store.next_queued_run().run_id == "a"
-    store.set_run_status("a", RunStatus.RUNNING, at=5.0)
-    assert store.next_queued_run() is None
-    assert [run.run_id for run in store.runs()] == ["a", "b"]
-
-
 def test_a_resumed_run_keeps_when_it_started_and_is_not_finished(store, run_id):
     store.set_run_status(run_id, RunStatus.RUNNING, at=10.0)
     store.set_run_status(run_id, RunStatus.INTERRUPTED, at=20.0, reason="coordinator stopped")
@@ -218,16 +209,6 @@ def test_the_same_rows_again_change_nothing(store, run_id):
     assert sql(store, "SELECT count(*) FROM evaluations") == [(1,)]
 
 
-def test_an_update_keeps_when_it_was_dispatched(store, run_id):
-    dispatched = DispatchRow(assignment_id="x", device_id="d", round=1, base_version=0, dispatched_at=5.0)
-    store.record_dispatches(run_id, [dispatched])
-    assert sql(store, "SELECT outcome, received_at FROM updates") == [(None, None)]
-    store.record_updates(
-        run_id, [UpdateRow(assignment_id="x", device_id="d", round=1, base_version=0, received_at=7.0)]
-    )
-    assert sql(store, "SELECT dispatched_at, received_at FROM updates") == [(5.0, 7.0)]
-
-
 def test_staleness_is_the_distance_to_the_version_that_an_update_met(store, run_id):
     rows = [UpdateRow(assignment_id=f"x{v}", device_id="d", round=1, base_version=v) for v in (3, 5)]
     store.record_updates(run_id, rows)
@@ -239,7 +220,7 @@ def test_staleness_is_the_distance_to_the_version_that_an_update_met(store, run_
 
 
 def test_an_update_of_an_unknown_run_is_a_store_error(store):
-    with pytest.raises(StoreError, match="FOREIGN KEY") as error:
+    with pytest.raises(StoreError, match=r"(?i)foreign key") as error:
         store.record_updates("ghost", [UpdateRow(assignment_id="x", device_id="d", round=1, base_version=0)])
     assert "\n" not in str(error.value)
 
@@ -266,7 +247,9 @@ def test_numbers_that_no_column_holds_become_null(store, run_id):
     store.record_heartbeats(
         [heartbeat("d", 1.0, seq=2**80, temperature_c=math.nan, throttled="half \ud800 \0 letter")]
     )
-    assert sql(store, "SELECT loss, json_extract(metrics, '$.grad') FROM updates") == [(None, None)]
+    ((loss, metrics),) = sql(store, "SELECT loss, metrics FROM updates")
+    assert loss is None
+    assert (json.loads(metrics) if isinstance(metrics, str) else metrics)["grad"] is None
     assert sql(store, "SELECT loss, accuracy FROM evaluations") == [(None, None)]
     assert sql(store, "SELECT seq, temperature_c, throttled FROM heartbeats") == [(None, None, "half ?  letter")]
 
@@ -323,7 +306,7 @@ def test_heartbeats_older_than_a_day_become_five_minute_rows(store):
     assert store.prune_heartbeats(now) == 0
     rolled = sql(
         store,
-        "SELECT device_id, at, num_heartbeats, temperature_c, round(cpu_fraction, 6), battery_fraction, throttled "
+        "SELECT device_id, at, num_heartbeats, temperature_c, cpu_fraction, battery_fraction, throttled "
         "FROM heartbeats_5min ORDER BY device_id",
     )
     assert rolled == [("a", start, 2, 60.0, 0.3, 0.8, "0x1"), ("b", start, 1, None, 0.7, None, None)]
@@ -352,33 +335,24 @@ def test_five_minutes_that_come_twice_are_merged(store):
             [heartbeat("a", 10.0, temperature_c=temperature, cpu_fraction=cpu, disk_free_bytes=9)]
         )
         store.prune_heartbeats(RAW_S + 2 * BUCKET_S)
-    rolled = sql(
-        store, "SELECT num_heartbeats, temperature_c, round(cpu_fraction, 6), disk_free_bytes FROM heartbeats_5min"
-    )
+    rolled = sql(store, "SELECT num_heartbeats, temperature_c, cpu_fraction, disk_free_bytes FROM heartbeats_5min")
     assert rolled == [(3, 70.0, 0.3, 9)]
 
 
-def test_a_second_opening_knows_everything_but_no_secret(store):
-    store.make_token()
-    device = store.join("pi-1")
-    run = store.run(store.submit("r"))
-    with Store.open(store.database.where) as again:
-        assert (again.device("pi-1"), again.run("r")) == (device, run)
-        assert again.tokens()[0].uses_left == 0
-        assert store.secret not in repr(again.tokens())
-
-
-def test_durable_writes_are_synced_and_the_others_need_not_be(store):
-    seen = {}
+def test_durable_writes_are_synced_and_the_others_need_not_be(tmp_path):
+    store, seen = FilledStore.open(tmp_path / "edgefl.db"), {}
     with store.database.write(durable=True) as connection:
         seen["devices"] = connection.exec_driver_sql("PRAGMA synchronous").scalar()
     with store.database.write() as connection:
         seen["heartbeats"] = connection.exec_driver_sql("PRAGMA synchronous").scalar()
+    store.close()
     assert seen == {"devices": 2, "heartbeats": 1}
 
 
-def test_what_is_known_of_a_round_is_added_to_what_was_known_before(store, run_id):
-    store.record_round(run_id, 1, ["a"])
+def test_what_is_known_of_a_round_is_added_and_the_newest_round_with_nodes_is_found(store, run_id):
+    for number in (1, 2):
+        store.record_round(run_id, number, ["a"])
+    assert store.newest_node_round(run_id) == store.newest_node_round("another") == {}
     store.set_round_figures(run_id, 1, {"facts": {"disagreement": 0.5, "bound": float("inf")}})
     store.set_round_figures(run_id, 1, {"node_accuracy": 0.5, "worst_node_accuracy": 0.25})
     store.set_round_figures(run_id, 0, {"node_accuracy": 0.125})
@@ -386,17 +360,6 @@ def test_what_is_known_of_a_round_is_added_to_what_was_known_before(store, run_i
     found = store.newest_node_round(run_id)
     assert (found["round"], found["node_accuracy"], found["worst_node_accuracy"]) == (1, 0.5, 0.25)
     assert found["facts"] == {"disagreement": 0.5, "bound": None}
-
-
-def test_the_newest_round_with_nodes_is_not_the_newest_round(store, run_id):
-    assert store.newest_node_round(run_id) == {}
-    for number in (1, 2, 3):
-        store.record_round(run_id, number, ["a"])
-    assert store.newest_node_round(run_id) == {}
-    for number in (2, 1):
-        store.set_round_figures(run_id, number, {"node_accuracy": number / 4, "worst_node_accuracy": 0.0})
-    assert store.newest_node_round(run_id)["node_accuracy"] == 0.5
-    assert store.newest_node_round("another") == {}
 
 
 def test_rounds_closed_at_once_are_as_if_closed_one_by_one(store):
@@ -418,18 +381,3 @@ def test_rounds_closed_at_once_are_as_if_closed_one_by_one(store):
         assert (store.run(run_id).rounds, store.run(run_id).version) == (3, 13)
     assert rows["at-once"] == rows["one-by-one"]
     assert [row[:5] for row in rows["at-once"]] == [(n, n + 10, 1000.0 * n, 1000.0 * n + 7, 7.0) for n in (1, 2, 3)]
-
-
-def test_rounds_that_are_closed_a_second_time_take_no_run_back(store, run_id):
-    for number in (1, 2, 3):
-        store.record_round(run_id, number, ["a"])
-    store.close_rounds(run_id, {1: (1, 2000.0), 2: (2, 2001.0)})
-    assert (store.run(run_id).rounds, store.run(run_id).version) == (3, 3)
-
-
-def test_of_rounds_that_are_not_all_open_none_is_closed(store, run_id):
-    store.open_round(run_id, 1, started_at=1.0)
-    with pytest.raises(NotFoundError, match="no round 2"):
-        store.close_rounds(run_id, {1: (1, 2.0), 2: (2, 3.0)})
-    assert sql(store, "SELECT closed_at FROM rounds") == [(None,)]
-    store.close_rounds(run_id, {})

@@ -1,17 +1,14 @@
 """`adacomp`: the spec's vectors A3 to A9, against a slow count of its own where numbers are too many for hands."""
 
-import time
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
+from strategy_turns import moved, view_of
 
-from edgefl.errors import ConfigError
 from edgefl.strategies.adacomp import MAX_COUNT, AdaComp
 from edgefl.strategies.asgd import ASGD
 from edgefl.strategies.rounds import RoundRules
 from edgefl.strategies.server_optimizers import ServerOptimizer
-from edgefl.types import DeviceInfo, SparseTensor, Update, UpdateMetrics
+from edgefl.types import SparseTensor
 
 
 class Play:
@@ -25,20 +22,12 @@ class Play:
     def pull(self, name):
         """Gives work to one device that is idle."""
         busy = {other: [order.assignment_id] for other, order in self.out.items()}
-        view = SimpleNamespace(
-            now_s=0.0, devices={other: DeviceInfo(device_id=other) for other in self.names}, idle=[name], busy=busy,
-            speeds={}, progress={}, vitals={},
-        )  # fmt: skip
-        self.state, decision = self.strategy.assign(self.state, view)
+        self.state, decision = self.strategy.assign(self.state, view_of(name, busy=busy, devices=self.names))
         (self.out[name],) = decision.orders
 
     def push(self, name, *, again=True, **tensors):
         order = self.out.pop(name)
-        update = Update(
-            assignment_id=order.assignment_id, device_id=name, base_version=order.base_version, tensors=tensors,
-            metrics=UpdateMetrics(),
-        )  # fmt: skip
-        self.state = self.strategy.aggregate(self.strategy.receive(self.state, update))
+        self.state = moved(self.strategy, self.state, order, tensors)
         self.history.append(tensors)
         if again:
             self.pull(name)
@@ -67,44 +56,13 @@ def of_the_spec():
     return play
 
 
-@pytest.mark.parametrize(("name", "divisors"), [("a", [2, 1, 1, 1]), ("b", [1, 1, 1, 1]), ("c", [1, 1, 1, 1])])
-def test_staleness_counts_who_touched_an_entry_since_the_device_began(name, divisors):  # A3
-    play = of_the_spec()
-    play.push(name, w=sparse([0, 1, 2, 3]))
-    assert (-0.1 / (play.w - 1)).tolist() == pytest.approx(divisors)
-
-
 def test_an_entry_takes_its_share_of_the_step():  # A4
     play = of_the_spec()
     play.push("a", w=sparse([0, 1, 2, 3]))
     assert play.w.tolist() == pytest.approx([0.95, 0.9, 0.9, 0.9])
 
 
-def test_one_device_that_sends_all_is_sgd_to_the_last_bit():  # A5
-    rng = np.random.default_rng(1)
-    start = {"w": rng.standard_normal((30, 7)).astype(np.float32), "b": rng.standard_normal(7).astype(np.float32)}
-    play = Play(AdaComp(compression=1.0), start, "a")
-    play.pull("a")
-    expected = {name: tensor.copy() for name, tensor in start.items()}
-    for _ in range(50):
-        gradient = {name: rng.standard_normal(tensor.shape).astype(np.float32) for name, tensor in start.items()}
-        displacement = {name: np.float32(-0.05) * tensor for name, tensor in gradient.items()}
-        play.push("a", **displacement)
-        for name, tensor in displacement.items():
-            expected[name] += tensor
-    model = play.strategy.model(play.state)
-    assert all(model[name].tobytes() == expected[name].tobytes() for name in start)
-
-
-def test_one_device_takes_every_entry_that_it_sends_in_full():  # A5
-    play = Play(AdaComp(), {"w": np.zeros(4)}, "a")
-    play.pull("a")
-    for number in range(1, 20):
-        play.push("a", w=sparse([number % 4, 3] if number % 4 != 3 else [3], [1.0] * (1 + (number % 4 != 3))))
-        assert play.w[3] == number
-
-
-@pytest.mark.parametrize("num_devices", [2, 3, 7])
+@pytest.mark.parametrize("num_devices", [2, 7])
 @pytest.mark.parametrize("staleness", ["parameter", "update"])
 def test_devices_in_turn_that_send_all_are_divided_by_the_number_of_the_others(num_devices, staleness):  # A6
     names = "abcdefg"[:num_devices]
@@ -119,18 +77,8 @@ def test_devices_in_turn_that_send_all_are_divided_by_the_number_of_the_others(n
     assert play.state.counts.tolist() == [5 * num_devices] * 3
 
 
-def test_with_one_other_device_and_fewer_entries_nothing_that_was_not_sent_counts():  # A7
-    play = Play(AdaComp(), {"w": np.zeros(4)}, "ab")
-    for name in "ab":
-        play.pull(name)
-    for _ in range(9):
-        play.push("b", w=sparse([0, 1], [0.0, 0.0]))
-    play.push("a", w=sparse([1, 2], [1.0, 1.0]))
-    assert play.w.tolist() == pytest.approx([0, 1 / 9, 1, 0])
-
-
 @pytest.mark.parametrize("staleness", ["parameter", "update", "none"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_many_devices_in_any_order_agree_with_a_count_over_the_history(staleness, seed):
     rng, names = np.random.default_rng(seed), "abcdef"
     play = Play(AdaComp(staleness=staleness), {"w": np.zeros((5, 4)), "v": np.zeros(9)}, names)
@@ -164,23 +112,6 @@ def entries(tensor):
     return list(range(tensor.size)), tensor.reshape(-1).tolist()
 
 
-def test_a_push_changes_nothing_outside_its_entries():  # A7
-    play = of_the_spec()
-    before = play.w.copy()
-    play.push("a", w=sparse([1]))
-    assert np.flatnonzero(play.w != before).tolist() == [1]
-
-
-def test_every_push_is_one_version_and_the_next_work_begins_after_it():  # A9
-    play = Play(AdaComp(), {"w": np.zeros(4)}, "ab")
-    for name in "ab":
-        play.pull(name)
-    for number in range(1, 9):
-        name = "ab"[number % 2]
-        play.push(name, w=sparse([0]))
-        assert (play.state.version, play.out[name].base_version) == (number, number)
-
-
 def test_without_staleness_it_is_asgd_to_the_last_bit():
     rng, models = np.random.default_rng(2), []
     moves = [rng.standard_normal(8).astype(np.float32) for _ in range(12)]
@@ -188,8 +119,8 @@ def test_without_staleness_it_is_asgd_to_the_last_bit():
         play = Play(settings, {"w": np.ones(8, np.float32)}, "abc")
         for name in "abc":
             play.pull(name)
-        for number, moved in enumerate(moves):
-            play.push("abc"[number % 3], w=moved)
+        for number, move in enumerate(moves):
+            play.push("abc"[number % 3], w=move)
         models.append(play.w.tobytes())
     assert models[0] == models[1]
 
@@ -229,23 +160,6 @@ def test_changed_is_exactly_what_was_touched_since_a_version(staleness):
     assert play.strategy.changed(play.state, 3)["w"].tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_entries_that_the_delta_does_not_name_are_the_same_bits():
-    rng, names = np.random.default_rng(5), "abcd"
-    play = Play(AdaComp(), {"w": rng.standard_normal(200).astype(np.float32)}, names)
-    kept = []
-    for name in names:
-        play.pull(name)
-    for number in range(40):
-        kept.append(play.w.copy())
-        chosen = np.sort(rng.permutation(200)[:5])
-        play.push(names[number % 4], w=sparse(chosen, rng.standard_normal(5).astype(np.float32), size=200))
-    for since, old in enumerate(kept):
-        rebuilt, named = old.copy(), play.strategy.changed(play.state, since)["w"]
-        rebuilt[named] = play.w[named]
-        assert rebuilt.tobytes() == play.w.tobytes()
-        assert len(named) < 200
-
-
 def test_what_is_kept_for_a_version_goes_when_nobody_works_on_it():
     play = Play(AdaComp(), {"w": np.zeros(4)}, "abc")
     for name in "abc":
@@ -280,54 +194,6 @@ def test_the_servers_learning_rate_scales_every_step():
     assert play.w.tolist() == [0, 0, 0.5, 0]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"compression": 0.0}, "strategy.compression must be a fraction from 1e-12 to 1, got 0.0"),
-        ({"compression": 1e-300}, "strategy.compression must be a fraction from 1e-12 to 1, got 1e-300"),
-        ({"compression": 3.0}, "strategy.compression must be a fraction from 1e-12 to 1, got 3.0"),
-        ({"staleness": "all"}, "strategy.staleness must be one of parameter, update, none, got 'all'"),
-    ],
-)
-def test_a_setting_that_makes_no_sense_is_named(options, message):
-    with pytest.raises(ConfigError, match=message):
-        AdaComp(**options).build(RoundRules())
-
-
-def test_moments_would_move_what_nobody_touched():
-    with pytest.raises(ConfigError, match=r"server\.optimizer must be none with adacomp, got 'adam'"):
-        AdaComp().build(RoundRules(server=ServerOptimizer(kind="adam")))
-
-
 def test_a_snapshot_has_half_the_bytes_of_the_model():
     assert AdaComp().build(RoundRules()).bytes_per_device(1_686_568) == 843_284
     assert AdaComp(staleness="none").build(RoundRules()).bytes_per_device(1_686_568) == 0
-
-
-def test_an_update_of_the_papers_network_takes_well_under_a_millisecond():
-    sizes = {"c1": (32, 1, 3, 3), "c1b": (32,), "c2": (64, 32, 3, 3), "c2b": (64,), "f1": (128, 3136), "f1b": (128,),
-             "f2": (10, 128), "f2b": (10,)}  # fmt: skip
-    rng = np.random.default_rng(0)
-    model = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in sizes.items()}
-    assert sum(tensor.size for tensor in model.values()) == 421_642
-    kept = {name: max(1, int(0.01 * tensor.size)) for name, tensor in model.items()}
-    assert sum(kept.values()) == 4216
-    names = [f"n{i}" for i in range(50)]
-    play = Play(AdaComp(), model, names)
-    for name in names:
-        play.pull(name)
-    tensors = {
-        name: SparseTensor(
-            indices=np.sort(rng.permutation(tensor.size)[: kept[name]]),
-            values=rng.standard_normal(kept[name]).astype(np.float32),
-            shape=tensor.shape,
-        )
-        for name, tensor in model.items()
-    }
-    taken = []
-    for turn in range(100):
-        begun = time.perf_counter()
-        play.push(names[turn % 50], again=True, **tensors)
-        taken.append(time.perf_counter() - begun)
-    # About 0.5 ms where nothing else runs, most of it memory that is not in a cache.
-    assert np.median(taken) < 5e-3

@@ -19,19 +19,6 @@ def steps(opened, rules, *times):
     return [step(opened, rules, now_s) for now_s in times]
 
 
-def test_without_a_barrier_a_round_waits_for_ever():
-    opened = waiting()
-    assert steps(opened, RoundRules(), 10.0, 1e9) == [Step.WAIT, Step.WAIT]
-    assert alarm_s(opened, RoundRules()) is None
-
-
-def test_the_rescue_comes_once_and_the_end_after_the_same_time_again():
-    opened, rules = waiting(), RoundRules(barrier_s=5.0, rescue="none")
-    assert steps(opened, rules, 14.9, 15.0, 15.0, 19.9, 20.0) == [
-        Step.WAIT, Step.RESCUE, Step.WAIT, Step.WAIT, Step.FAIL,
-    ]  # fmt: skip
-
-
 def test_going_on_closes_late_when_somebody_has_answered_after_the_recall():
     rules = RoundRules(barrier_s=5.0, rescue="go-on")
     assert steps(waiting(answered=True), rules, 15.0, 20.0) == [Step.RESCUE, Step.CLOSE]
@@ -51,12 +38,6 @@ def test_rounding_does_not_make_the_alarm_ring_too_early(start):
     opened, rules = waiting(since_s=start), RoundRules(barrier_s=0.3, rescue="none")
     now_s = start + (alarm_s(opened, rules) - start)  # as a fleet adds up what it was told to wait
     assert step(opened, rules, now_s) is Step.RESCUE
-
-
-def test_a_round_that_is_given_up_is_not_rescued_any_more():
-    opened = waiting()
-    opened.is_given_up = True
-    assert step(opened, RoundRules(barrier_s=5.0), 1e9) is Step.WAIT
 
 
 def test_the_failure_names_each_device_once():

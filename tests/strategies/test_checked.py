@@ -1,7 +1,6 @@
 """A strategy that breaks its contract ends its run, with a line that names strategy and method."""
 
 import re
-import sys
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
@@ -10,9 +9,7 @@ import pytest
 
 from edgefl.assembly import assemble
 from edgefl.config import parse_run
-from edgefl.errors import ConfigError, JournalError, NotKeptError, RunFailedError, StoreError, StrategyError
-from edgefl.local_fleet import LocalFleet
-from edgefl.local_run import cut_devices
+from edgefl.errors import ConfigError, JournalError, NotKeptError, StoreError, StrategyError
 from edgefl.loop import drive
 from edgefl.storage.journal_records import pack_decision
 from edgefl.storage.state_files import pack_state
@@ -176,11 +173,17 @@ def test_an_exception_in_any_method_is_told_with_its_name(method):
     assert isinstance(caught.value.__cause__, ValueError)
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), RecursionError("deep"), AssertionError(), KeyError("w")])
-def test_no_kind_of_exception_passes(error):
-    with pytest.raises(StrategyError, match=f"aggregate raised {type(error).__name__}") as caught:
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (SystemExit(3), "aggregate raised SystemExit"),
+        (RecursionError("deep"), "aggregate raised RecursionError"),
+        (StrategyError("combine returned no tensor 'w'"), "combine returned no tensor 'w'$"),
+    ],
+)
+def test_no_kind_of_exception_passes_and_what_a_strategy_says_itself_is_kept(error, told):
+    with pytest.raises(StrategyError, match=f"^strategy mine:Median: {told}"):
         run_with(aggregate=raises(error))
-    assert caught.value.__cause__ is error
 
 
 def test_the_line_of_the_strategys_own_file_is_told():
@@ -194,11 +197,6 @@ def test_the_line_of_the_strategys_own_file_is_told():
     checked = Checked(strategy=Broken(), name=NAME)
     with pytest.raises(StrategyError, match=r"aggregate raised ValueError: operands .* \(in halve, line \d+\)$"):
         checked.aggregate(State(got=[1, 2]))
-
-
-def test_what_a_strategy_says_itself_is_kept():
-    with pytest.raises(StrategyError, match=r"^strategy mine:Median: combine returned no tensor 'w'$"):
-        run_with(aggregate=raises(StrategyError("combine returned no tensor 'w'")))
 
 
 @pytest.mark.parametrize("error", [StoreError("disk"), JournalError("damaged")])
@@ -219,29 +217,22 @@ def test_a_journal_that_cannot_be_read_is_no_fault_of_the_strategy(error):
     ("method", "value", "told"),
     [
         ("init", {}, "init returned a dict, it must return a dataclass"),
-        ("init", State, "init returned a type, it must return a dataclass"),
         ("assign", None, "assign returned None, it must return a pair of state and Decision"),
-        ("assign", State(), "assign returned a State, it must return a pair"),
         ("assign", (State(), [assignment()]), "assign returned a list, it must return a Decision after the state"),
         ("assign", (None, Decision()), "assign returned None, it must return the state, a State"),
-        ("assign", (OtherState(), Decision()), "assign returned an OtherState, it must return the state"),
         ("assign", (State(), Decision(orders=None)), "assign returned None, it must return a tuple of orders"),
         ("assign", (State(), Decision(orders=("go",))), "assign returned 'go', it must return Assignments"),
         ("assign", (State(), Decision(next_wake_s="soon")), "next_wake_s = 'soon', it must be seconds"),
-        ("assign", (State(), Decision(next_wake_s=-1)), "next_wake_s = -1"),
         ("assign", (State(), Decision(next_wake_s=float("nan"))), "next_wake_s = nan"),
         ("receive", None, "receive returned None, it must return the state, a State"),
-        ("ready", None, "ready returned None, it must return True or False"),
         ("ready", 1, "ready returned 1, it must return True or False"),
         ("aggregate", None, "aggregate returned None, it must return the state, a State"),
         ("model", [np.zeros(3)], "model returned a list, it must return tensors by name"),
         ("model", {"w": [0, 0, 0]}, "model returned a list, it must return an array for tensor 'w'"),
         ("model", {"w": MODEL["w"]}, "model returned a model without tensor 'n'"),
         ("model", {**MODEL, "x": MODEL["w"]}, "model returned a tensor 'x' that the task does not have"),
-        ("model", {**MODEL, "w": np.zeros(4, np.float32)}, "tensor 'w' as float32 (4,), it must be float32 (3,)"),
         ("model", {**MODEL, "w": np.zeros(3)}, "tensor 'w' as float64 (3,), it must be float32 (3,)"),
         ("version", 1.0, "version returned 1.0, it must return a whole number"),
-        ("version", None, "version returned None"),
         ("used", "v0-pi-1", "used returned 'v0-pi-1', it must return a tuple of assignment ids"),
         ("used", [1], "used returned a list, it must return a tuple of assignment ids"),
     ],
@@ -251,12 +242,40 @@ def test_a_wrong_return_is_told_with_what_is_right(method, value, told):
         run_with(**{method: lambda *_: value})
 
 
-def test_changed_may_only_name_indices():
+OPTIONAL = {
+    "node_models": lambda checked, state: checked.node_models(state)["pi-1"],
+    "facts": lambda checked, state: checked.facts(state),
+    "changed": lambda checked, state: checked.changed(state, 0),
+    "finish": lambda checked, state: checked.finish(state),
+    "resumed": lambda checked, state: checked.resumed(state),
+    "bytes_per_device": lambda checked, _: checked.bytes_per_device(100),
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "answer", "told"),
+    [
+        ("node_models", [MODEL], "node_models returned a list, it must return models by device id"),
+        ("node_models", {"pi-1": None}, "node_models returned None, it must return tensors by name"),
+        ("node_models", {"pi-1": {"w": MODEL["w"]}}, "node_models returned a model without tensor 'n'"),
+        ("node_models", ValueError("no such luck"), "node_models raised ValueError: no such luck"),
+        ("facts", 0.5, "facts returned 0.5, it must return numbers by name"),
+        ("facts", {1: 0.5}, "facts returned 1, it must return numbers by name"),
+        ("facts", {"disagreement": "much"}, "facts returned 'much', it must return a number for 'disagreement'"),
+        ("facts", {"is_connected": True}, "facts returned True, it must return a number for 'is_connected'"),
+        ("changed", [1, 2], "changed returned a list, it must return indices by tensor, or None"),
+        ("finish", None, "finish returned None, it must return the state, a State"),
+        ("resumed", OtherState(), "resumed returned"),
+        ("bytes_per_device", "much", "bytes_per_device returned 'much', it must return a whole number"),
+    ],
+)
+def test_a_wrong_answer_of_a_method_that_may_be_left_out_is_told(method, answer, told):
     checked = Checked(strategy=Mean(), name=NAME)
-    assert checked.changed(State(), 0) is None
-    checked.strategy.changed = lambda *_: [1, 2]
-    with pytest.raises(StrategyError, match="changed returned a list, it must return indices by tensor, or None"):
-        checked.changed(State(), 0)
+    state = checked.init(MODEL)
+    is_error = isinstance(answer, Exception)
+    setattr(checked.strategy, method, raises(answer) if is_error else lambda *_: answer)
+    with pytest.raises(StrategyError, match=f"^strategy mine:Median: .*{re.escape(told)}"):
+        OPTIONAL[method](checked, state)
 
 
 def assigns(*orders):
@@ -276,7 +295,6 @@ def assigns(*orders):
         ),
         ([assignment(plan={"iterations": 1})], "gave device 'pi-1' the plan a dict, it must be a LocalPlan"),
         ([assignment(plan=LocalPlan())], "a plan that needs exactly one of iterations, epochs and seconds"),
-        ([assignment(plan=LocalPlan(iterations=1, seconds=2))], "exactly one of iterations, epochs and seconds"),
     ],
 )
 def test_an_order_that_nobody_can_follow_is_refused(orders, told):
@@ -304,10 +322,26 @@ def test_a_number_of_numpys_in_an_order_is_the_same_number_of_pythons(plan, righ
     assert pack_decision(decision) == pack_decision(replace(decision, next_wake_s=3.0))
 
 
-def test_an_order_in_plain_numbers_is_given_as_it_is():
-    checked, order = Checked(strategy=Mean(), name=NAME), assignment()
+def test_an_assignment_id_of_an_earlier_round_is_refused_and_a_device_that_left_may_be_recalled():
+    checked = Checked(strategy=Mean(), name=NAME)
+    view, state = Devices("pi-1").view(), checked.init(MODEL)
+    checked.strategy.assign = assigns(Recall(assignment_id="a", device_id="gone"))
+    assert checked.assign(state, view)[1].orders
+    order = assignment("same")
     checked.strategy.assign = assigns(order)
-    assert checked.assign(checked.init(MODEL), Devices("pi-1").view())[1].orders[0] is order
+    assert checked.assign(state, view)[1].orders[0] is order
+    with pytest.raises(StrategyError, match="assign used assignment id 'same' a second time"):
+        checked.assign(state, view)
+
+
+@pytest.mark.parametrize(
+    ("versions", "told"),
+    [([0, 0, 1, 0], "version went down from 1 to 0"), ([0] * 9, "aggregate left the version at 0, it must go up")],
+)
+def test_a_version_goes_up_with_every_aggregation_and_never_down(versions, told):
+    given = iter(versions)
+    with pytest.raises(StrategyError, match=told):
+        run_with(version=lambda _: next(given))
 
 
 @pytest.mark.parametrize(
@@ -322,13 +356,11 @@ def test_an_order_in_plain_numbers_is_given_as_it_is():
             {"plan": LocalPlan(iterations=1, momentum=np.zeros(2))},
             "the plan's momentum = array([0., 0.]), it must be",
         ),
-        ({"plan": LocalPlan(seconds=float("inf"))}, "the plan's seconds = inf, it must be a finite number or None"),
         (
             {"plan": LocalPlan(iterations=1, options={"mu": [1]})},
             "options['mu'] = [1], it must be a finite number, tex",
         ),
         ({"key": "x" * 256}, "'xxxxxxxxxxxxxxxxxxxx'… has 256 bytes, at most 255 are possible"),
-        ({"key": "ä" * 128}, "has 256 bytes, at most 255"),
         ({"key": 7}, "the assignment id = 7, it must be a text"),
         ({"key": "\ud800"}, "can't encode character"),
         ({"version": "1"}, "the order's base_version = '1', it must be a whole number"),
@@ -338,32 +370,6 @@ def test_an_order_that_no_journal_keeps_is_refused_with_its_value(order, told):
     said = "strategy mine:Median: assign gave device 'pi-1' what cannot be written down: "
     with pytest.raises(StrategyError, match=f"^{said}.*{re.escape(told)}"):
         run_with(assign=assigns(assignment(**order)))
-
-
-def test_an_assignment_id_of_an_earlier_round_is_refused():
-    checked = Checked(strategy=Mean(), name=NAME)
-    view, state = Devices("pi-1").view(), checked.init(MODEL)
-    checked.strategy.assign = assigns(assignment("same"))
-    checked.assign(state, view)
-    with pytest.raises(StrategyError, match="assign used assignment id 'same' a second time"):
-        checked.assign(state, view)
-
-
-def test_a_device_that_left_may_still_be_recalled():
-    checked = Checked(strategy=Mean(), name=NAME)
-    checked.strategy.assign = assigns(Recall(assignment_id="a", device_id="gone"))
-    assert checked.assign(checked.init(MODEL), Devices("pi-1").view())[1].orders
-
-
-def test_a_version_never_goes_down():
-    versions = iter([0, 0, 1, 0])
-    with pytest.raises(StrategyError, match="version went down from 1 to 0"):
-        run_with(version=lambda _: next(versions))
-
-
-def test_an_aggregation_is_a_new_version():
-    with pytest.raises(StrategyError, match="aggregate left the version at 0, it must go up"):
-        run_with(version=lambda _: 0)
 
 
 def test_a_state_that_cannot_be_saved_ends_the_run_before_a_checkpoint_would():
@@ -435,86 +441,26 @@ def test_what_a_strategy_declares_is_passed_on():
     assert checked.finish(state := State()) is state
     strategy.finish = lambda state: replace(state, version=9)
     assert checked.finish(State()).version == 9
-    strategy.finish = lambda _: None
-    with pytest.raises(StrategyError, match="finish returned None, it must return the state, a State"):
-        checked.finish(State())
-    strategy.versions_per_round, strategy.bytes_per_device = 0, lambda _: "much"
+    assert checked.resumed(state) is state
+    assert checked.changed(state, 0) is None
+    strategy.versions_per_round = 0
     with pytest.raises(StrategyError, match="versions_per_round is 0, it must be a whole number above 0 or None"):
         _ = checked.versions_per_round
-    with pytest.raises(StrategyError, match="bytes_per_device returned 'much', it must return a whole number"):
-        checked.bytes_per_device(100)
-
-
-def test_a_strategy_without_a_method_is_refused_before_the_run():
-    with pytest.raises(StrategyError, match=r"^strategy mine:Median: a SimpleNamespace has no method init$"):
-        make_checked(NAME, SimpleNamespace)
 
 
 def test_what_goes_wrong_while_it_is_made_is_told():
+    with pytest.raises(StrategyError, match=r"^strategy mine:Median: a SimpleNamespace has no method init$"):
+        make_checked(NAME, SimpleNamespace)
     with pytest.raises(StrategyError, match="strategy mine:Median: making it raised ZeroDivisionError"):
         make_checked(NAME, lambda: 1 // 0)
     with pytest.raises(ConfigError, match="no such setting"):
         make_checked(NAME, raises(ConfigError("no such setting")))
 
 
-def test_checking_costs_no_look_at_the_fleet_when_nothing_is_given_out():
-    class Blind:
-        def __getattr__(self, name):
-            raise AssertionError(f"looked at {name}")
-
-    checked = Checked(strategy=Mean(), name=NAME)
-    checked.strategy.assign = assigns()
-    state = checked.init(MODEL)
-    checked.assign(state, Blind())
-    checked.receive(state, update_of())
-
-
-BROKEN = """
-from dataclasses import dataclass
-from edgefl.strategies.fedavg import FedAvg
-
-class Wrong:
-    def __init__(self, inner):
-        self.inner = inner
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
-    def aggregate(self, state):
-        if self.inner.version(state) == 1:
-            raise ValueError("no median of nothing")
-        return self.inner.aggregate(state)
-
-@dataclass(frozen=True, kw_only=True)
-class Median(FedAvg):
-    def build(self, rules):
-        return Wrong(FedAvg.build(self, rules))
-"""
-
-
-@pytest.fixture
-def broken_module(tmp_path, monkeypatch):
-    (tmp_path / "broken_median.py").write_text(BROKEN)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    yield "broken_median:Median"
-    sys.modules.pop("broken_median", None)
-
-
-def config_of(name):
-    return parse_run({"run": {"task": "digits", "rounds": 3}, "strategy": {"name": name}})
-
-
-def test_the_strategies_of_users_are_checked_and_ours_are_not(broken_module):
-    assert isinstance(assemble(config_of(broken_module), "r").strategy, Checked)
-    assert not isinstance(assemble(config_of("fedavg"), "r").strategy, Checked)
-
-
-@pytest.mark.slow
-def test_a_live_run_with_a_broken_strategy_fails_alone_and_says_why(broken_module, tmp_path):
-    cut = cut_devices("digits", "iid", 2, tmp_path / "shards", None, 7)
-    with LocalFleet(root=tmp_path / "fleet", devices=cut.devices, test_shards=cut.test_shards) as fleet:
-        with pytest.raises(RunFailedError, match=f"strategy {broken_module}: aggregate raised ValueError: no median"):
-            fleet.wait_run(fleet.submit(config_of(broken_module)))
-        assert fleet.wait_run(fleet.submit(config_of("fedavg")))["status"] == "finished"
+@pytest.mark.parametrize(("name", "is_checked"), [("apart_strategy:Apart", True), ("fedavg", False)])
+def test_the_strategies_of_users_are_checked_and_ours_are_not(name, is_checked):
+    config = parse_run({"run": {"task": "digits", "rounds": 3}, "strategy": {"name": name}})
+    assert isinstance(assemble(config, "r").strategy, Checked) is is_checked
 
 
 def test_a_strategy_that_is_always_ready_is_stopped():
@@ -532,11 +478,6 @@ def test_a_strategy_that_is_always_ready_is_stopped():
         close_all(strategy, state)
 
 
-def close_all(strategy, state):
-    while strategy.ready(state, None):
-        state = strategy.aggregate(state)
-
-
 def test_models_and_figures_of_devices_are_passed_on():
     strategy = Mean()
     checked = Checked(strategy=strategy, name=NAME)
@@ -550,59 +491,6 @@ def test_models_and_figures_of_devices_are_passed_on():
     assert {type(value) for value in checked.facts(state).values()} == {float}
 
 
-@pytest.mark.parametrize(
-    ("models", "told"),
-    [
-        ([MODEL], "node_models returned a list, it must return models by device id"),
-        ({1: MODEL}, "node_models returned a dict, it must return models by device id"),
-        ({"pi-1": None}, "node_models returned None, it must return tensors by name"),
-        ({"pi-1": {**MODEL, "w": [0]}}, "node_models returned a list, it must return an array for tensor 'w'"),
-        ({"pi-1": {"w": MODEL["w"]}}, "node_models returned a model without tensor 'n'"),
-        ({"pi-1": {**MODEL, "w": np.zeros(3)}}, "tensor 'w' as float64 (3,), it must be float32 (3,)"),
-    ],
-)
-def test_a_device_s_model_that_is_none_is_told(models, told):
-    checked = Checked(strategy=Mean(), name=NAME)
-    state = checked.init(MODEL)
-    checked.strategy.node_models = lambda _: models
-    with pytest.raises(StrategyError, match=f"^strategy mine:Median: .*{re.escape(told)}"):
-        _ = checked.node_models(state)["pi-1"]
-
-
-def test_a_device_s_model_is_looked_at_only_when_it_is_asked_for():
-    checked = Checked(strategy=Mean(), name=NAME)
-    state = checked.init(MODEL)
-    checked.strategy.node_models = lambda _: {"pi-1": MODEL, "pi-2": None}
-    assert checked.node_models(state)["pi-1"] is MODEL
-
-
-@pytest.mark.parametrize(
-    ("facts", "told"),
-    [
-        (0.5, "facts returned 0.5, it must return numbers by name"),
-        ({1: 0.5}, "facts returned 1, it must return numbers by name"),
-        ({"disagreement": "much"}, "facts returned 'much', it must return a number for 'disagreement'"),
-        ({"is_connected": True}, "facts returned True, it must return a number for 'is_connected'"),
-    ],
-)
-def test_figures_are_numbers_by_name(facts, told):
-    checked = Checked(strategy=Mean(), name=NAME)
-    checked.strategy.facts = lambda _: facts
-    with pytest.raises(StrategyError, match=re.escape(told)):
-        checked.facts(State())
-
-
-@pytest.mark.parametrize("method", ["node_models", "facts"])
-def test_an_exception_while_devices_are_looked_at_is_told_with_the_method(method):
-    checked = Checked(strategy=Mean(), name=NAME)
-    setattr(checked.strategy, method, raises(ValueError("no such luck")))
-    with pytest.raises(StrategyError, match=f"strategy mine:Median: {method} raised ValueError: no such luck"):
-        getattr(checked, method)(State())
-
-
-def test_a_strategy_that_does_not_say_how_to_go_on_goes_on_from_its_state():
-    checked, state = Checked(strategy=Mean(), name=NAME), State()
-    assert checked.resumed(state) is state
-    checked.strategy.resumed = lambda _: OtherState()
-    with pytest.raises(StrategyError, match="strategy mine:Median: resumed returned"):
-        checked.resumed(state)
+def close_all(strategy, state):
+    while strategy.ready(state, None):
+        state = strategy.aggregate(state)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,19 +20,14 @@ from edgefl.strategies.server_optimizers import ServerOptimizer
 from edgefl.types import Assignment, DeviceInfo, EdgeMessage, Recall, Update, UpdateMetrics
 
 NAMES = ("a", "b", "c", "d")
-METHODS = ("ad-psgd", "admm-isvr", "d2", "dsgd", "gradient-tracking", "k-gt", "pdmm-isvr")
 
 
-class View:
+class LiveView(SimpleNamespace):
     """A fleet in which a test says who is there and who works."""
 
-    def __init__(self, names: Sequence[str] = NAMES) -> None:
-        self.now_s = 0.0
-        self.devices = {name: DeviceInfo(device_id=name) for name in names}
-        self.busy: dict[str, list[str]] = {}
-        self.speeds: Mapping[str, Any] = {}
-        self.progress: Mapping[str, Any] = {}
-        self.vitals: Mapping[str, Any] = {}
+    def __init__(self, names: Sequence[str]) -> None:
+        devices = {name: DeviceInfo(device_id=name) for name in names}
+        super().__init__(now_s=0.0, devices=devices, busy={}, speeds={}, progress={}, vitals={})
 
     @property
     def idle(self) -> list[str]:
@@ -46,7 +42,7 @@ class Fleet:
     ) -> None:
         self.strategy = make_strategy(name, options, RoundRules(**(rules or {})))
         assert isinstance(self.strategy, Decentralised)
-        self.view = View(names)
+        self.view: Any = LiveView(names)
         self.state: DecentralisedState = self.strategy.init({"w": np.zeros(2, np.float32)})
         self.out: dict[str, Assignment] = {}
         self.given: list[Assignment] = []
@@ -109,7 +105,7 @@ def node_of(order: Assignment) -> Any:
     return order.plan.node
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ["ad-psgd", "dsgd", "gradient-tracking", "pdmm-isvr"])
 def test_nodes_get_a_model_once_exchange_and_report_after_every_round(name: str) -> None:
     fleet = Fleet(name, exchanges_per_round=3)
     first = fleet.ask()
@@ -203,23 +199,6 @@ def test_parts_that_a_leaving_node_cut_off_are_joined() -> None:
     }
 
 
-def test_outages_leave_no_edges_behind() -> None:
-    fleet = Fleet("pdmm-isvr", tuple("abcdef"), exchanges_per_round=1000)
-    fleet.ask()
-    away = dict(fleet.view.devices)
-    for number in range(30):
-        name = "abcdef"[number * 5 % 6]
-        if name in fleet.out:
-            fleet.lose(name)
-        fleet.view.devices = {other: info for other, info in away.items() if other != name}
-        fleet.turn()
-        fleet.view.devices = dict(away)
-        fleet.turn()
-    last = {order.device_id: order for order in [*fleet.turn(), *fleet.turn()]}
-    assert all(len(node_of(order).edges) == 2 for order in last.values())
-    assert len(fleet.state.edge_degrees) == len(fleet.state.edges)
-
-
 def test_a_newcomer_gets_two_neighbours_and_joins_at_their_exchange() -> None:
     fleet = Fleet("dsgd", exchanges_per_round=100)
     fleet.ask()
@@ -250,11 +229,11 @@ def test_a_node_that_is_flagged_leaves_the_graph_for_good() -> None:
     fleet.ask()
     fleet.answer("b")
     idle = [name for name in fleet.view.idle if name != "b"]
-    fleet.view = SelectedView(fleet.view, idle, flagged={"b"})  # type: ignore[assignment]
+    fleet.view = SelectedView(fleet.view, idle, flagged={"b"})
     fleet.ask()
     for name in ("a", "c", "d"):
         fleet.answer(name)
-    fleet.view = SelectedView(fleet.view._view, ["a", "c", "d"], flagged={"b"})  # type: ignore[attr-defined]
+    fleet.view = SelectedView(fleet.view._view, ["a", "c", "d"], flagged={"b"})
     orders = fleet.ask()
     assert [order.device_id for order in orders] == ["a", "c", "d"]
     assert all(side.neighbour != "b" for order in orders for side in node_of(order).edges)
@@ -277,13 +256,15 @@ def test_a_file_says_who_is_whose_neighbour_how_often_and_when(tmp_path: Path) -
 
 
 def test_learning_rates_change_by_round_and_step_sizes_do_not() -> None:
-    fleet = Fleet("pdmm-isvr", learning_rate=0.4, schedule="inverse-sqrt", exchanges_per_round=1, iterations=2)
+    options = {"learning_rate": 0.4, "schedule": "inverse-sqrt", "exchanges_per_round": 1, "iterations": 2}
+    fleet = Fleet("pdmm-isvr", rules={"codec": "qsgd:2:8"}, **options)
     fleet.ask()
     while fleet.strategy.version(fleet.state) < 3:
         fleet.turn()
     last = fleet.given[-1]
     assert last.plan.learning_rate < 0.4
     assert node_of(last).learning_rate == 0.4
+    assert (last.codec, node_of(last).codec) == ("dense", "qsgd:2:8")
 
 
 def test_devices_that_go_on_alone_are_asked_for_reports_only_and_the_slowest_closes_the_round() -> None:
@@ -317,16 +298,6 @@ def test_where_a_device_listens_a_file_says_or_the_device_itself(tmp_path: Path)
     assert [node_of(order).listen for order in fleet.ask()] == ["a.local:9000", "b.local:9000"]
     with pytest.raises(ConfigError, match="does not say where c listens"):
         Fleet("pdmm-isvr", ("a", "b", "c"), carrier="direct", hosts=str(hosts)).ask()
-
-
-def test_a_report_that_came_by_a_recall_closes_no_round(tmp_path: Path) -> None:
-    fleet = Fleet("pdmm-isvr", ("a", "b"), carrier="peer", iterations=4, exchanges_per_round=5)
-    fleet.ask()
-    for _ in range(20):
-        fleet.answer("a", done=7)
-        fleet.answer("b", done=9)
-        assert not fleet.close()
-        assert {node_of(order).until for order in fleet.ask()} == {27, 29}
 
 
 def test_a_node_that_goes_on_alone_is_not_asked_on_and_on_while_another_one_is_slow() -> None:
@@ -391,18 +362,6 @@ def test_the_mail_of_work_that_was_lost_is_sent_again() -> None:
     assert again.plan.inbox == first.plan.inbox
 
 
-def test_a_node_that_joins_late_makes_no_round_longer() -> None:
-    fleet = Fleet("dsgd", exchanges_per_round=2)
-    fleet.ask()
-    while fleet.strategy.version(fleet.state) < 10:
-        fleet.turn()
-    fleet.view.devices["e"] = DeviceInfo(device_id="e")
-    given = len(fleet.given)
-    while fleet.strategy.version(fleet.state) < 12:
-        fleet.turn()
-    assert len(fleet.given) - given < 60
-
-
 def test_when_the_graph_changes_those_that_go_on_alone_are_called_to_hear_of_it() -> None:
     fleet = Fleet("pdmm-isvr", carrier="peer")
     fleet.ask()
@@ -434,31 +393,11 @@ def test_after_the_coordinator_was_away_nobody_is_taken_for_gone_at_once() -> No
     assert fleet.close() == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "reason"),
-    [
-        ("dsgd", {"carrier": "pigeon"}, "strategy.carrier must be one of relay, peer, direct, got 'pigeon'"),
-        ("dsgd", {"hosts": "hosts.json"}, "strategy.hosts is for strategy.carrier = 'direct', got 'relay'"),
-        ("dsgd", {"exchange": "daily"}, "strategy.exchange must be one of sync, slots, poisson, got 'daily'"),
-        ("dsgd", {"exchanges_per_round": 0}, "strategy.exchanges_per_round must be 1 or more, got 0"),
-        ("dsgd", {"iterations": 0}, "strategy.iterations"),
-        ("dsgd", {"seconds": 2.0}, "strategy.iterations"),
-        ("dsgd", {"optimizer": "adam"}, "strategy.optimizer of a decentralised run must be sgd"),
-        ("dsgd", {"learning_rate": 0}, "strategy.learning_rate"),
-        ("d2", {"iterations": 8}, "strategy.iterations of d2 must be 1, got 8"),
-        ("k-gt", {"exchange": "poisson"}, "strategy.exchange of k-gt must be sync, got 'poisson'"),
-        ("dsgd", {"graph": "nowhere.json"}, "nowhere.json cannot be read"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(name: str, options: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        make_strategy(name, options, RoundRules())
-
-
 def test_a_server_optimiser_and_a_graph_that_does_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match="no server"):
         make_strategy("dsgd", {}, RoundRules(server=ServerOptimizer(kind="adam")))
     with pytest.raises(ConfigError, match="paper-random has 8 nodes, got 4"):
         Fleet("dsgd", graph="paper-random").ask()
-    with pytest.raises(ConfigError, match="graph 'torus' is unknown"):
-        make_strategy("dsgd", {"graph": "torus"}, RoundRules())
+    for graph, message in (("torus", "graph 'torus' is unknown"), ("nowhere.json", "nowhere.json cannot be read")):
+        with pytest.raises(ConfigError, match=message):
+            make_strategy("dsgd", {"graph": graph}, RoundRules())

@@ -110,21 +110,20 @@ def standing(**fields):
 SLOW = standing(iterations=0, seconds_per_iteration=4.0, age_s=1.0)
 
 
-def test_e3_nobody_sends_before_its_first_iteration():
-    assert not is_ready(standing(iterations=0), standing(is_ready=True), 0.5)
-    assert not is_ready(standing(iterations=0), SLOW, 1e9)
-    assert not is_ready(SLOW, SLOW, 0.5, is_last=True)
-
-
-def test_e3_everybody_sends_once_the_slowest_does():
-    done = standing(seconds_per_iteration=4.0, is_ready=True)
-    assert is_ready(standing(seconds_per_iteration=0.001), done, 0.0)
-
-
-def test_e3_nobody_sends_while_the_slowest_has_not_this_rounds_model():
-    late = standing(iterations=0, seconds_per_iteration=4.0, age_s=3.9, has_model=False)
-    assert not is_ready(standing(), late, 0.5)
-    assert is_ready(standing(), standing(iterations=0, seconds_per_iteration=4.0, age_s=3.9), 0.5)
+@pytest.mark.parametrize(
+    ("one", "last", "is_last", "sends"),
+    [
+        ({"iterations": 0}, {"is_ready": True}, False, False),
+        ({"iterations": 0}, {"iterations": 0, "seconds_per_iteration": 4.0}, True, False),
+        ({"seconds_per_iteration": 0.001}, {"seconds_per_iteration": 4.0, "is_ready": True}, False, True),
+        ({}, {"iterations": 0, "seconds_per_iteration": 4.0, "age_s": 3.9, "has_model": False}, False, False),
+        ({}, {"iterations": 0, "seconds_per_iteration": 4.0, "age_s": 3.9}, False, True),
+        ({"seconds_per_iteration": 0.001}, {"iterations": 0, "age_s": 1.1}, False, True),
+        ({"seconds_per_iteration": 4.0}, {"seconds_per_iteration": 4.0}, True, True),
+    ],
+)
+def test_e3_nobody_sends_before_its_first_iteration_and_all_once_the_slowest_does(one, last, is_last, sends):
+    assert is_ready(standing(**one), standing(**last), 0.5, is_last=is_last) is sends
 
 
 def test_one_more_iteration_is_done_while_it_fits_with_the_slack():
@@ -132,15 +131,6 @@ def test_one_more_iteration_is_done_while_it_fits_with_the_slack():
     assert not is_ready(standing(seconds_per_iteration=2.4), SLOW, 0.5)
     assert not is_ready(standing(seconds_per_iteration=2.5), SLOW, 0.5)  # exactly
     assert is_ready(standing(seconds_per_iteration=2.6), SLOW, 0.5)
-
-
-def test_when_the_slowest_overruns_its_prediction_the_others_send():
-    overdue = standing(iterations=0, seconds_per_iteration=4.0, age_s=4.1)
-    assert is_ready(standing(seconds_per_iteration=0.001), overdue, 0.0)
-
-
-def test_the_slowest_sends_after_its_first_iteration():
-    assert is_ready(standing(seconds_per_iteration=4.0), standing(seconds_per_iteration=4.0), 0.0, is_last=True)
 
 
 def test_the_first_of_equals_is_the_slowest():

@@ -53,13 +53,6 @@ def test_rounds_of_several_versions_count_by_round_and_say_which_version_it_is()
     assert (order.version, order.round) == (6, 2)
 
 
-def test_ids_tell_versions_and_devices_apart():
-    schedule, ids = EvaluationSchedule(), set()
-    for version in (1, 2, 12):
-        ids |= {order.assignment_id for order in schedule(version, version, view("judge", "own"), False)}
-    assert len(ids) == 6
-
-
 def pairs(schedule, names, subjects, *, number=1):
     return [(order.device_id, order.subject) for order in schedule(number, number, view(*names), False, subjects)]
 

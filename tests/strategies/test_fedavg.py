@@ -1,29 +1,14 @@
-from types import SimpleNamespace
-
 import numpy as np
-import pytest
+from strategy_turns import begun, update_of, view_of
 
-from edgefl.errors import ConfigError
 from edgefl.strategies.registry import make_strategy
 from edgefl.strategies.rounds import RoundRules
-from edgefl.types import Update, UpdateMetrics
-
-
-def view(*idle, busy=()):
-    return SimpleNamespace(now_s=0.0, devices={}, idle=list(idle), busy=dict(busy), speeds={}, progress={})
 
 
 def one_round(strategy, moves, num_examples):
-    state = strategy.init({"w": np.array([10.0, 20.0], np.float32)})
-    state, decision = strategy.assign(state, view(*moves))
-    for order in decision.orders:
-        update = Update(
-            assignment_id=order.assignment_id,
-            device_id=order.device_id,
-            base_version=0,
-            tensors={"w": np.array(moves[order.device_id], np.float32)},
-            metrics=UpdateMetrics(num_examples=num_examples[order.device_id]),
-        )
+    state, orders = begun(strategy, {"w": np.array([10.0, 20.0], np.float32)}, tuple(moves))
+    for name, order in orders.items():
+        update = update_of(order, {"w": np.array(moves[name], np.float32)}, num_examples=num_examples[name])
         state = strategy.receive(state, update)
     return strategy.model(strategy.aggregate(state))["w"]
 
@@ -50,11 +35,6 @@ def test_ssgd_is_fedavg_with_one_step_and_equal_shards_bit_for_bit():
     assert one_round(fedavg, moves, same).tobytes() == one_round(ssgd, moves, same).tobytes()
 
 
-def test_a_device_without_examples_still_counts():
-    model = one_round(make_strategy("fedavg", {}, RoundRules()), {"a": [2.0, 2.0], "b": [4.0, 4.0]}, {"a": 0, "b": 0})
-    assert model.tolist() == [13.0, 23.0]
-
-
 def test_iterations_replace_epochs_and_every_option_reaches_the_plan():
     options = {"iterations": 4, "epochs": 9.0, "batch_size": 3, "momentum": 0.5, "weight_decay": 0.1}
     plan = make_strategy("fedavg", options, RoundRules()).plan
@@ -63,14 +43,14 @@ def test_iterations_replace_epochs_and_every_option_reaches_the_plan():
 
 def test_orders_carry_codec_deadline_and_base_version():
     strategy = make_strategy("fedavg", {}, RoundRules(codec="dense|fp16", deadline_s=9.0))
-    _, decision = strategy.assign(strategy.init({"w": np.zeros(1)}), view("a"))
+    _, decision = strategy.assign(strategy.init({"w": np.zeros(1)}), view_of("a"))
     (order,) = decision.orders
     assert (order.codec, order.deadline_s, order.base_version, order.device_id) == ("dense|fp16", 9.0, 0, "a")
 
 
-@pytest.mark.parametrize(
-    "options", [{"iterations": 0}, {"epochs": 0.0}, {"batch_size": -1}, {"learning_rate": -0.1}, {"momentum": -1.0}]
-)
-def test_settings_that_no_device_could_follow_are_refused_before_the_run(options):
-    with pytest.raises(ConfigError, match=f"strategy.{next(iter(options))} must be"):
-        make_strategy("fedavg", options, RoundRules())
+def test_fedprox_has_the_proximal_term_and_everything_else_of_fedavg():
+    prox = make_strategy("fedprox", {"mu": 0.1, "epochs": 2.0, "momentum": 0.9}, RoundRules())
+    average = make_strategy("fedavg", {"epochs": 2.0, "momentum": 0.9}, RoundRules())
+    assert (prox.plan.algorithm, dict(prox.plan.options)) == ("prox", {"mu": 0.1})
+    assert (prox.plan.epochs, prox.plan.momentum) == (average.plan.epochs, average.plan.momentum)
+    assert prox.weigh is average.weigh

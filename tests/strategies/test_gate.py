@@ -49,11 +49,6 @@ def gate(**selection):
     return StrategyGate(selection=Selection(**selection), guard=Guard(shapes=SHAPES))
 
 
-def test_a_gate_that_asks_nothing_hands_on_the_view_itself():
-    fleet = view()
-    assert gate().view(fleet) is fleet
-
-
 def test_boards_with_too_little_memory_are_left_out_and_those_that_do_not_say_stay():
     fleet = view(pi_1={"memory_bytes": 100}, pi_2={"memory_bytes": 300})
     assert list(gate(min_memory_bytes=200).view(fleet).idle) == ["pi-2", "pi-3"]
@@ -74,15 +69,11 @@ LIMITS = {"max_temperature_c": 80.0, "min_battery": 0.2}
 
 
 @pytest.mark.parametrize("vitals", UNWELL.values(), ids=UNWELL)
-def test_an_unwell_board_rests_when_the_run_file_says_so(vitals):
-    chosen = gate(unwell="rest", **LIMITS).view(view({"pi-2": vitals})).idle
-    assert list(chosen) == ["pi-1", "pi-3"]
-
-
-@pytest.mark.parametrize("vitals", UNWELL.values(), ids=UNWELL)
-def test_an_unwell_board_gets_half_the_budget_and_never_none(vitals):
-    spared = gate(**LIMITS)
-    fleet = view({"pi-1": vitals})
+def test_an_unwell_board_rests_or_gets_half_the_budget_and_never_none_as_the_run_file_says(vitals):
+    spared, fleet, blind = gate(**LIMITS), view({"pi-1": vitals}), gate(unwell="ignore", **LIMITS)
+    assert list(gate(unwell="rest", **LIMITS).view(fleet).idle) == ["pi-2", "pi-3"]
+    assert blind.adjust(order(iterations=9), fleet).plan.iterations == 9
+    assert blind.view(fleet) is fleet
     assert spared.adjust(order(iterations=9), fleet).plan.iterations == 4
     assert spared.adjust(order(iterations=1), fleet).plan.iterations == 1
     assert spared.adjust(order(epochs=3.0), fleet).plan.epochs == 1.5
@@ -100,13 +91,6 @@ def test_a_board_that_is_well_or_does_not_say_is_treated_like_any_other(vitals):
     fleet = view({"pi-1": vitals})
     assert gate(**LIMITS).adjust(order(iterations=9), fleet).plan.iterations == 9
     assert list(gate(unwell="rest", **LIMITS).view(fleet).idle) == ["pi-1", "pi-2", "pi-3"]
-
-
-@pytest.mark.parametrize("vitals", UNWELL.values(), ids=UNWELL)
-def test_unwell_boards_are_not_looked_at_when_the_run_file_ignores_them(vitals):
-    fleet, blind = view({"pi-1": vitals}), gate(unwell="ignore", **LIMITS)
-    assert blind.adjust(order(iterations=9), fleet).plan.iterations == 9
-    assert blind.view(fleet) is fleet
 
 
 def test_a_healthy_update_is_let_in_dense_or_sparse():
@@ -140,12 +124,7 @@ def test_a_norm_far_beyond_the_usual_is_refused_once_the_usual_is_known():
         assert guard.refusal(update([1, 0, 0])) is None
     assert "6 times the usual 1" in guard.refusal(update([6, 0, 0]))
     assert guard.refusal(update([4, 0, 0])) is None
-
-
-def test_refused_norms_do_not_become_the_usual():
-    guard = Guard(shapes=SHAPES, max_norm_ratio=5.0)
-    for _ in range(5):
-        guard.refusal(update([1, 0, 0]))
+    # What is refused does not become the usual.
     assert all(guard.refusal(update([9, 0, 0], device=f"pi-{i}")) for i in range(40))
 
 
@@ -153,15 +132,10 @@ def test_a_device_is_flagged_after_repeats_and_not_asked_again():
     strict = StrategyGate(guard=Guard(shapes=SHAPES, max_norm=1.0, flag_after=2))
     assert "flagged" not in strict.refusal(update([5, 0, 0]))
     assert list(strict.view(view()).idle) == ["pi-1", "pi-2", "pi-3"]
+    assert strict.refusal(update([1, 0, 0])) is None  # which forgives the first
+    assert "flagged" not in strict.refusal(update([5, 0, 0]))
     assert "pi-1 is flagged" in strict.refusal(update([5, 0, 0]))
     assert list(strict.view(view()).idle) == ["pi-2", "pi-3"]
-
-
-def test_a_good_update_in_between_forgives():
-    strict = StrategyGate(guard=Guard(shapes=SHAPES, max_norm=1.0, flag_after=2))
-    for values in ([5, 0, 0], [1, 0, 0], [5, 0, 0]):
-        strict.refusal(update(values))
-    assert not strict.guard.flagged
 
 
 class Codecs:
@@ -186,11 +160,6 @@ def test_a_choice_of_codecs_sees_every_order_and_every_event():
         assert (made.codec, made.plan.iterations) == ("fp16", iterations)
     guarded.note("event", 0.5)
     assert codecs.told == [("event", 0.5)]
-
-
-def test_without_a_choice_the_codec_stays():
-    made = gate().adjust(replace(order("pi-1", epochs=1.0), codec="sign"), view())
-    assert made.codec == "sign"
 
 
 def test_an_exchange_of_a_node_is_made_no_smaller_and_no_larger():

@@ -27,14 +27,6 @@ def test_the_named_device_trains_and_the_others_rest():
     assert {order.device_id for order in fleet.assignments()} == {"b"}
 
 
-def test_a_named_device_that_is_not_there_is_waited_for():
-    fleet = PacedFleet(dict(BOARDS))
-    fleet.leave("b")
-    fleet.at(30.0, lambda: fleet.join("b"))
-    run(fleet, local(device="b"), rounds=1)
-    assert next(at for at, _ in fleet.given) == 30.0
-
-
 def test_a_device_that_is_lost_in_a_round_does_not_end_the_run():
     fleet = PacedFleet(dict(BOARDS))
     fleet.at(1.0, lambda: fleet.leave("b"))

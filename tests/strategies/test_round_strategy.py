@@ -2,16 +2,15 @@
 
 from collections import deque
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from paced_fleet import Board, PacedFleet, run
 
-from edgefl.errors import ConfigError, StrategyError
+from edgefl.errors import StrategyError
 from edgefl.strategies.registry import make_strategy
 from edgefl.strategies.round_strategy import RoundStrategy
-from edgefl.strategies.rounds import RoundRules, Synchronous
+from edgefl.strategies.rounds import RoundRules
 from edgefl.types import LazyTensors, SparseTensor, Update, UpdateMetrics
 
 WHOLE_STRATEGY = """
@@ -169,7 +168,6 @@ GOOD = {"w": np.zeros(2), "half": np.zeros(()), "steps": 1}
     ("value", "message"),
     [
         (None, "combine must return a mapping of tensors by name, got NoneType"),
-        ([1], "combine must return a mapping of tensors by name, got list"),
         (
             {"w": np.zeros(2), "half": np.zeros(())},
             "combine returned no tensor 'steps'; all of the model's are needed",
@@ -179,24 +177,12 @@ GOOD = {"w": np.zeros(2), "half": np.zeros(()), "steps": 1}
         ({**GOOD, "w": "zero"}, "combine returned 'w' as str, needed is an array of numbers"),
         ({**GOOD, "w": [[1.0], [1.0, 2.0]]}, "combine raised ValueError"),
         ({**GOOD, "w": np.array([1.0, np.nan])}, "combine returned a NaN or an infinity in 'w'"),
-        ({**GOOD, "half": np.array(1e9)}, "combine returned a NaN or an infinity in 'half'"),
         (lambda updates: 1 / 0, "combine raised ZeroDivisionError: division by zero"),
-        (lambda updates: updates[0].tensors["x"], "combine raised KeyError: 'x'"),
     ],
 )
 def test_a_wrong_answer_is_one_line_that_names_the_strategy_and_its_method(value, message):
     with pytest.raises(StrategyError, match=rf"^strategy .*Wrong: {message}"):
         combined(returns(value), {"a": 1.0, "b": 2.0})
-
-
-def test_a_wrong_plan_is_told_likewise():
-    @dataclass(frozen=True, kw_only=True)
-    class Wrong(Median):
-        def plan_for(self, plan, device_id, view):
-            return {"iterations": 3}
-
-    with pytest.raises(StrategyError, match=r"Wrong: plan_for must return a LocalPlan, got dict"):
-        combined(Wrong(), {"a": 1.0})
 
 
 def test_a_strategy_that_forgot_its_method_is_refused_before_the_run():
@@ -206,14 +192,3 @@ def test_a_strategy_that_forgot_its_method_is_refused_before_the_run():
 
     with pytest.raises(StrategyError, match=r"Empty has no method combine\(updates\)"):
         built(Empty())
-
-
-def test_settings_are_checked_as_those_of_built_in_strategies_are():
-    with pytest.raises(ConfigError, match=r"strategy\.batch_size must be a number above 0, got 0"):
-        built(Median(batch_size=0))
-    assert isinstance(built(Median()), Synchronous)
-
-
-def test_the_example_of_the_documentation_is_the_strategy_above():
-    text = (Path(__file__).parents[2] / "edgefl" / "strategies" / "round_strategy.py").read_text()
-    assert "np.median([u.tensors[name] for u in updates], axis=0) for name in updates[0].tensors" in text

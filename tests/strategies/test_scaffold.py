@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from node_network import Quadratics
+from strategy_turns import view_of
 
 from edgefl.errors import ConfigError
 from edgefl.strategies.registry import make_strategy
@@ -16,7 +16,7 @@ from edgefl.strategies.rounds import RoundRules
 from edgefl.strategies.scaffold import packed
 from edgefl.tasks.local_steps import make_local_step
 from edgefl.tasks.variates import OwnVariate, began_in
-from edgefl.types import BLANK_VARIATE, Assignment, DeviceInfo, EdgeMessage, LocalPlan, Update, UpdateMetrics
+from edgefl.types import BLANK_VARIATE, Assignment, EdgeMessage, LocalPlan, Update, UpdateMetrics
 
 NAMES = tuple(f"n{place}" for place in range(8))
 QUADRATICS = Quadratics.drawn(8)
@@ -54,10 +54,7 @@ class Fleet:
     ) -> None:
         """One round; the updates of the `lost` do not arrive."""
         present = names or self.names
-        view = SimpleNamespace(
-            now_s=0.0, devices={name: DeviceInfo(device_id=name) for name in NAMES}, idle=list(present), busy={},
-            speeds={}, progress={}, vitals={},
-        )  # fmt: skip
+        view = view_of(*present, devices=NAMES)
         self.state, decision = self.strategy.assign(self.state, view)
         for order in decision.orders:
             assert isinstance(order, Assignment)
@@ -107,7 +104,7 @@ class Fleet:
 
 def test_it_comes_to_the_optimum_and_fedavg_does_not() -> None:
     scaffold, fedavg = Fleet("scaffold"), Fleet("fedavg")
-    for _ in range(1000):
+    for _ in range(400):
         scaffold.round()
         fedavg.round()
     assert scaffold.error() < 1e-14
@@ -128,7 +125,7 @@ def test_an_update_that_is_lost_moves_neither_variate() -> None:
         fleet.round(lost=(NAMES[number % 3],) if number % 2 else ())
     assert fleet.gap() < 1e-12
     assert fleet.state.began == 0
-    for _ in range(1000):
+    for _ in range(400):
         fleet.round()
     assert fleet.error() < 1e-14
 
@@ -147,7 +144,7 @@ def test_a_device_that_lost_its_variate_makes_all_begin_again_and_once(goes_back
     fleet.round()
     assert fleet.state.began == 42
     assert not fleet.state.control["w"].any()
-    for _ in range(1000):
+    for _ in range(400):
         fleet.round()
     assert fleet.state.began == 42
     assert fleet.gap() < 1e-12
@@ -161,7 +158,7 @@ def test_a_coordinator_that_goes_back_behind_its_devices_makes_all_begin_again()
             backup = deepcopy(fleet.state)
         fleet.round()
     fleet.state = backup
-    for _ in range(1000):
+    for _ in range(400):
         fleet.round()
     assert fleet.state.began == 31
     assert fleet.error() < 1e-14
@@ -207,9 +204,3 @@ def test_a_variate_of_another_model_is_refused_and_one_that_was_kept_of_another_
     step.begin(learner)
     step.restore({"w": np.ones(3)})
     assert step.state()["w"].tolist() == [0.0] * 10
-
-
-@pytest.mark.parametrize("options", [{"momentum": 0.9}, {"optimizer": "adam"}])
-def test_anything_but_sgd_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="must be sgd without momentum"):
-        make_strategy("scaffold", options, RoundRules())

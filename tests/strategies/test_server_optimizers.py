@@ -17,12 +17,9 @@ def two_steps(optimizer, first=0.2, second=-0.1):
     return taken
 
 
-def test_none_takes_the_displacement_itself():
+def test_none_takes_the_displacement_itself_or_scales_it_by_a_rate():
     moved = {"w": np.array([0.2])}
     assert ServerOptimizer().step({}, moved) is moved
-
-
-def test_none_with_a_rate_scales_the_displacement():
     assert two_steps(ServerOptimizer(learning_rate=0.5)) == pytest.approx([0.1, -0.05])
 
 
@@ -54,7 +51,7 @@ def test_integers_and_buffers_pass_as_they_are(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("dtype", [np.float16, np.float64])
 def test_steps_keep_shape_and_type(kind, dtype):
     optimizer = ServerOptimizer(kind=kind, learning_rate=0.1)
     step = optimizer.step({}, {"w": np.full((2, 3), 0.5, dtype), "scale": np.array(0.5, dtype)})

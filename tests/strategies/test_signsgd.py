@@ -1,17 +1,13 @@
 """Majority vote: one device, one vote, and what the votes decide."""
 
-from types import SimpleNamespace
-
 import numpy as np
-import pytest
+from strategy_turns import update_of, view_of
 
 from edgefl.compression.codec import make_codec
-from edgefl.errors import ConfigError
-from edgefl.storage.state_files import pack_state, unpack_state
 from edgefl.strategies.registry import make_strategy
 from edgefl.strategies.rounds import RoundRules
 from edgefl.strategies.server_optimizers import ServerOptimizer
-from edgefl.types import DeviceInfo, SparseTensor, TensorSpec, Update, UpdateMetrics
+from edgefl.types import SparseTensor, TensorSpec
 
 NAMES = tuple("abcdefg")
 START = {"w": np.zeros(3, np.float32), "mean": np.zeros(2, np.float32), "count": np.array(5)}
@@ -22,20 +18,14 @@ def vote(options=None):
     return make_strategy("signsgd", {"step": 0.5, **(options or {})}, rules)
 
 
-def played(strategy, ballots, state=None, *, examples=10, is_saved=False):
+def played(strategy, ballots, state=None, *, examples=10):
     """One round in which each device sends its ballot."""
-    devices = {name: DeviceInfo(device_id=name) for name in NAMES[: len(ballots)]}
-    view = SimpleNamespace(now_s=0.0, devices=devices, idle=list(devices), busy={}, speeds={}, progress={}, vitals={})
+    view = view_of(*NAMES[: len(ballots)])
     state, decision = strategy.assign(state or strategy.init(START), view)
     # The last one first: they wait in the state for those that were asked before them.
     for order, ballot in reversed(list(zip(decision.orders, ballots, strict=True))):
         tensors = {"mean": np.zeros(2, np.float32), "count": np.array(0), **ballot}
-        state = strategy.receive(state, Update(
-            assignment_id=order.assignment_id, device_id=order.device_id, base_version=order.base_version,
-            tensors=tensors, metrics=UpdateMetrics(num_examples=examples),
-        ))  # fmt: skip
-        if is_saved:
-            state = unpack_state(pack_state(state), type(state))
+        state = strategy.receive(state, update_of(order, tensors, num_examples=examples))
     assert strategy.ready(state, view)
     return strategy.aggregate(state)
 
@@ -89,11 +79,6 @@ def test_entries_that_did_not_travel_are_no_votes():
     assert played(vote(), [sparse, w(0, 0, 3)]).model["w"].tolist() == [0, -0.5, 0.5]
 
 
-def test_ballots_that_wait_in_a_saved_state_count_the_same():
-    ballots = [w(0.1, -3, 5), w(0.2, -9, -1e-3), w(-100, 7, -1e-3)]
-    assert played(vote(), ballots, is_saved=True).model["w"].tolist() == [0.5, -0.5, -0.5]
-
-
 def test_the_codec_of_one_bit_an_entry_carries_every_vote():
     shapes = (TensorSpec(name="w", shape=(3,)),)
     codec = make_codec("sign", shapes)
@@ -106,9 +91,3 @@ def test_momentum_lives_on_the_boards_from_round_to_round():
     assert not vote().plan.keeps_state
     plan = vote({"momentum": 0.9}).plan
     assert (plan.momentum, plan.keeps_state, plan.iterations) == (0.9, True, 1)
-
-
-@pytest.mark.parametrize("step", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_step_that_goes_nowhere_is_refused_before_the_run(step):
-    with pytest.raises(ConfigError, match=r"strategy\.step must be a number above 0"):
-        vote({"step": step})

@@ -1,8 +1,18 @@
 """A learner of one weight vector whose gradients a test dictates, in NumPy or torch."""
 
-import numpy as np
+import importlib.util
 
+import numpy as np
+import pytest
+
+from edgefl.tasks.local_steps import make_local_step
 from edgefl.tasks.moments import as_numpy
+from edgefl.types import LocalPlan
+
+needs_torch = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="needs torch: pip install '.[train]'"
+)
+on_each_backend = pytest.mark.parametrize("backend", ["numpy", pytest.param("torch", marks=needs_torch)])
 
 
 class Dictated:
@@ -18,17 +28,21 @@ class Dictated:
         self.parameters = {"w": self._array([start] * size)}
         self.gradients = {"w": self._array([0.0] * size)}
 
-    def dictate(self, *gradient):
-        self.gradients["w"][...] = self._array(gradient)
-
     def follow(self, step, gradients):
         """Returns the weights after each gradient."""
         seen = []
         for gradient in gradients:
-            self.dictate(*np.atleast_1d(gradient).tolist())
+            self.gradients["w"][...] = self._array(np.atleast_1d(gradient).tolist())
             step.step(self, range(1))
             seen.append(self.weights())
         return seen
 
     def weights(self):
         return as_numpy(self.parameters["w"])
+
+
+def begun(learner, **plan):
+    """A local step that has begun on this learner."""
+    step = make_local_step(LocalPlan(iterations=1, **plan))
+    step.begin(learner)
+    return step

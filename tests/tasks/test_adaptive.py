@@ -1,17 +1,12 @@
 """The adaptive local algorithms against numbers computed by hand and against torch's own optimisers."""
 
-import importlib.util
-
 import numpy as np
 import pytest
-from tasks.step_learner import Dictated
+from tasks.step_learner import Dictated, begun, on_each_backend
 
 from edgefl.errors import ConfigError
 from edgefl.tasks.local_steps import make_local_step
 from edgefl.types import LocalPlan
-
-HAS_TORCH = importlib.util.find_spec("torch") is not None
-BACKENDS = ["numpy", pytest.param("torch", marks=pytest.mark.skipif(not HAS_TORCH, reason="torch is missing"))]
 
 # Two iterations with the gradients 2 and 1 from 0. By hand, for Adam's second: mean 0.28 / 0.19, square 0.004996 /
 # 0.001999, so a step of 0.001 · 1.473684 / 1.580901; for AdaDelta's: √(1e-6 + 1e-6) / √0.240001.
@@ -23,25 +18,18 @@ BY_HAND = {
 }
 
 
-def begun(learner, **plan):
-    step = make_local_step(LocalPlan(iterations=1, **plan))
-    step.begin(learner)
-    return step
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_each_backend
 @pytest.mark.parametrize("algorithm", BY_HAND)
 def test_two_iterations_are_those_of_the_formula(algorithm, backend):
     learning_rate, expected = BY_HAND[algorithm]
     learner = Dictated(backend)
     step = begun(learner, algorithm=algorithm, learning_rate=learning_rate)
-    found = [weights[0] for weights in learner.follow(step, [2.0, 1.0])]
-    assert found == pytest.approx(expected, rel=1e-4)
+    assert [weights[0] for weights in learner.follow(step, [2.0, 1.0])] == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("algorithm", BY_HAND)
 def test_twenty_iterations_are_those_of_torchs_optimiser(algorithm):
-    torch = pytest.importorskip("torch", reason="the train extra is not installed")
+    torch = pytest.importorskip("torch", reason="needs torch: pip install '.[train]'")
     weight = torch.nn.Parameter(torch.full((5,), 0.3))
     theirs = {
         "adam": lambda: torch.optim.Adam([weight], lr=0.01, weight_decay=0.1),
@@ -63,34 +51,28 @@ def test_an_option_of_the_plan_replaces_its_default():
     learner = Dictated("numpy")
     step = begun(learner, algorithm="rmsprop", learning_rate=1.0, options={"alpha": 0.0, "epsilon": 1.0})
     assert learner.follow(step, [3.0])[0] == pytest.approx([-3.0 / 4.0])
-
-
-def test_adam_without_memory_moves_by_the_learning_rate_whatever_the_gradient():
     learner = Dictated("numpy", size=2)
     step = begun(learner, algorithm="adam", learning_rate=0.5, options={"beta1": 0.0, "beta2": 0.0})
-    assert learner.follow(step, [[1e-3, -1e3]])[0] == pytest.approx([-0.5, 0.5], rel=1e-4)
+    assert learner.follow(step, [[1e-3, -1e3]])[0] == pytest.approx([-0.5, 0.5], rel=1e-4), "without memory"
 
 
 @pytest.mark.parametrize(
-    ("plan", "message"),
+    ("algorithm", "plan", "message"),
     [
-        (
-            {"algorithm": "adam", "options": {"beta_1": 0.9}},
-            "adam has no option 'beta_1', only beta1, beta2, epsilon",
-        ),
-        (
-            {"algorithm": "adam", "options": {"beta1": 1.0}},
-            "beta1 of local algorithm adam must be 0 or more and below",
-        ),
-        ({"algorithm": "rmsprop", "options": {"epsilon": 0}}, "epsilon of local algorithm rmsprop must be above 0"),
-        ({"algorithm": "adadelta", "options": {"alpha": "high"}}, "got 'high'"),
-        ({"algorithm": "adagrad", "options": {"epsilon": True}}, "got True"),
-        ({"algorithm": "adagrad", "options": {"epsilon": float("nan")}}, "got nan"),
-        ({"algorithm": "adam", "momentum": 0.9}, "adam takes no momentum, got 0.9; leave it 0"),
-        ({"algorithm": "sgd", "options": {"mu": 0.1}}, "sgd has no option 'mu', only none"),
-        ({"algorithm": "gradient", "options": {"mu": 0.1}}, "gradient has no option 'mu'"),
+        ("adam", {"options": {"beta_1": 0.9}}, "adam has no option 'beta_1', only beta1, beta2, epsilon"),
+        ("adam", {"options": {"beta1": 1.0}}, "beta1 of local algorithm adam must be 0 or more and below"),
+        ("rmsprop", {"options": {"epsilon": 0}}, "epsilon of local algorithm rmsprop must be above 0"),
+        ("adadelta", {"options": {"alpha": "high"}}, "got 'high'"),
+        ("adagrad", {"options": {"epsilon": True}}, "got True"),
+        ("adagrad", {"options": {"epsilon": float("nan")}}, "got nan"),
+        ("adam", {"momentum": 0.9}, "adam takes no momentum, got 0.9; leave it 0"),
+        ("prox", {"options": {"mu": -1}}, "mu of local algorithm prox must be 0 or more, got -1"),
+        ("sgd", {"options": {"mu": 0.1}}, "sgd has no option 'mu', only none"),
+        ("gradient", {"options": {"mu": 0.1}}, "gradient has no option 'mu'"),
     ],
 )
-def test_an_option_that_the_algorithm_does_not_have_or_that_makes_no_sense_is_one_clear_line(plan, message):
+def test_an_option_that_the_algorithm_does_not_have_or_that_makes_no_sense_is_one_clear_line(
+    algorithm, plan, message
+):
     with pytest.raises(ConfigError, match=message):
-        make_local_step(LocalPlan(iterations=1, **plan))
+        make_local_step(LocalPlan(algorithm=algorithm, iterations=1, **plan))

@@ -1,9 +1,6 @@
 """Which tasks need torch, told without importing it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -24,15 +21,10 @@ from edgefl.tasks.registry import make_task
         ("noop", {}, False),
     ],
 )
-def test_a_task_needs_torch_by_its_model(name: str, options: dict[str, Any], expected: bool) -> None:
+def test_a_task_needs_torch_by_its_model(name, options, expected):
     assert needs_torch(make_task(name, options)) is expected
 
 
-def test_a_task_of_the_user_s_own_may_say_it() -> None:
-    said: Any = SimpleNamespace(needs_torch=True)
-    silent: Any = SimpleNamespace()
-    assert (needs_torch(said), needs_torch(silent)) == (True, False)
-
-
-def test_numpy_is_always_there() -> None:
+def test_a_task_of_the_user_s_own_may_say_it_and_numpy_is_always_there():
+    assert (needs_torch(SimpleNamespace(needs_torch=True)), needs_torch(SimpleNamespace())) == (True, False)
     assert backends()[0] == "numpy"

@@ -12,7 +12,7 @@ from edgefl.tasks.module_models import resized_images
 from edgefl.tasks.registry import make_task
 from edgefl.types import Dataset, LocalPlan, TensorKind
 
-torch = pytest.importorskip("torch", reason="the train extra is not installed")
+torch = pytest.importorskip("torch", reason="needs torch: pip install '.[train]'")
 
 OWN = '''
 from __future__ import annotations
@@ -45,7 +45,6 @@ def motion(num_classes: int) -> nn.Sequential:
 
 def silent(**options):
     pathlib.Path("called").touch()
-    return Tiny(num_classes=10)
 
 def other() -> pathlib.Path:
     pathlib.Path("called").touch()
@@ -82,9 +81,8 @@ def trained(task, data, *, seed=1, **plan):
     learner = task.learner(threads=1)
     learner.load(task.init(7))
     plan = LocalPlan(**{"epochs": 1, "batch_size": 4, "learning_rate": 0.1, **plan})
-    return train(
-        learner, data, plan, np.random.default_rng(seed), clock=lambda: 0.0, on_iteration=lambda *_: False
-    ).displacement
+    rng = np.random.default_rng(seed)
+    return train(learner, data, plan, rng, clock=lambda: 0.0, on_iteration=lambda *_: False).displacement
 
 
 @pytest.mark.parametrize("name", ["Tiny", "ten"])
@@ -93,27 +91,20 @@ def test_a_class_and_a_function_make_a_model_with_the_tasks_classes(own_module, 
     found = {spec.name: (spec.shape, spec.kind) for spec in task.shapes()}
     assert found["last.weight"] == ((10, 4), TensorKind.PARAMETER)
     assert found["norm.running_mean"] == ((4,), TensorKind.BUFFER)
-    first = task.init(7)
-    assert [(spec.name, spec.shape, spec.dtype) for spec in task.shapes()] == [
-        (tensor, value.shape, str(value.dtype)) for tensor, value in first.items()
-    ]
+    made = [(tensor, value.shape, str(value.dtype)) for tensor, value in task.init(7).items()]
+    assert [(spec.name, spec.shape, spec.dtype) for spec in task.shapes()] == made
     assert task.learner(threads=1).evaluate(images(30))[0] > 0
 
 
-def test_first_weights_are_the_modules_own_and_depend_on_the_seed_alone(own_module):
-    task = a_task()
-    first, again, other = task.init(7), task.init(7), task.init(8)
+def test_first_weights_are_the_modules_own_depend_on_the_seed_alone_and_leave_torchs_generator(own_module):
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first, again, other = (a_task().init(seed) for seed in (7, 7, 8))
+    assert torch.equal(torch.get_rng_state(), before)
     assert all(np.array_equal(first[name], again[name]) for name in first)
     assert not np.array_equal(first["conv.weight"], other["conv.weight"])
     assert first["norm.running_var"].tolist() == [1.0] * 4
     assert np.abs(first["conv.weight"]).max() <= 1 / 3
-
-
-def test_making_a_model_leaves_torchs_generator_as_it_was(own_module):
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    a_task().init(7)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_training_with_dropout_depends_on_the_seed_alone(own_module):
@@ -132,10 +123,14 @@ def test_a_last_batch_of_one_example_trains_without_statistics_of_its_own(own_mo
     assert all(np.isfinite(value).all() for value in moved.values())
 
 
-def test_channels_and_size_give_a_model_the_images_that_it_was_made_for(own_module):
+def test_coloured_images_and_windows_of_motion_fit_a_module_too(own_module):
     task = a_task("own_models:coloured", "fashion-mnist", channels=3, size=32)
     assert {spec.name: spec.shape for spec in task.shapes()}["conv.weight"] == (4, 3, 3, 3)
     assert trained(task, images(4))["conv.weight"].any()
+    task = a_task("own_models:motion", "motionsense")
+    windows = np.random.default_rng(0).standard_normal((6, 9, 128)).astype(np.float32)
+    assert {spec.name: spec.shape for spec in task.shapes()}["3.weight"] == (6, 4)
+    assert trained(task, Dataset(inputs=windows, labels=np.arange(6)))["3.weight"].any()
 
 
 def test_images_are_repeated_for_each_channel_and_resized_between_their_neighbours():
@@ -147,72 +142,67 @@ def test_images_are_repeated_for_each_channel_and_resized_between_their_neighbou
     assert np.array_equal(resized_images(lambda _: pixels, channels=1, size=2)(pixels), pixels)
 
 
-def test_windows_of_motion_fit_a_module_too(own_module):
-    task = a_task("own_models:motion", "motionsense")
-    windows = np.random.default_rng(0).standard_normal((6, 9, 128)).astype(np.float32)
-    data = Dataset(inputs=windows, labels=np.arange(6))
-    assert {spec.name: spec.shape for spec in task.shapes()}["3.weight"] == (6, 4)
-    assert trained(task, data)["3.weight"].any()
-
-
 @pytest.mark.parametrize(
-    ("name", "options", "message"),
+    ("name", "message"),
     [
-        ("own_models:coloured", {}, r"does not take inputs of \[1, 28, 28\]: .*; set channels = 3, and size"),
-        ("own_models:seven", {}, r"answers two examples with \[2, 7\], it must be \[2, 10\]"),
-        ("own_models:silent", {}, "is called only if it is a class of torch modules"),
-        ("own_models:other", {}, "is called only if"),
-        ("own_models:NUMBER", {}, "is called only if"),
-        ("own_models:liar", {}, "makes a str, no torch module"),
-        ("own_models:broken", {}, "cannot be made: OSError: no weights here"),
-        ("own_models:missing", {}, "has no attribute 'missing'"),
-        ("no_such_package:model", {}, "No module named 'no_such_package'"),
-        ("torch.nn:Module", {}, "cannot be made|does not take inputs"),
-        ("os:abort", {}, "must be module:factory of a package that makes torch modules"),
-        ("os.path:join", {}, "must be module:factory"),
-        ("own_models:", {}, "must be module:factory"),
-        (":Tiny", {}, "cannot be loaded"),
+        ("own_models:coloured", r"does not take inputs of \[1, 28, 28\]: .*; set channels = 3, and size"),
+        ("own_models:seven", r"answers two examples with \[2, 7\], it must be \[2, 10\]"),
+        ("own_models:silent", "is called only if it is a class of torch modules"),
+        ("own_models:other", "is called only if"),
+        ("own_models:NUMBER", "is called only if"),
+        ("own_models:liar", "makes a str, no torch module"),
+        ("own_models:broken", "cannot be made: OSError: no weights here"),
+        ("own_models:missing", "has no attribute 'missing'"),
+        ("no_such_package:model", "No module named 'no_such_package'"),
+        ("torch.nn:Module", "cannot be made|does not take inputs"),
+        ("os:abort", "must be module:factory of a package that makes torch modules"),
+        ("os.path:join", "must be module:factory"),
+        ("own_models:", "must be module:factory"),
+        (":Tiny", "cannot be loaded"),
     ],
 )
-def test_what_makes_no_model_for_the_task_is_refused_in_one_clear_line(own_module, name, options, message):
+def test_what_makes_no_model_for_the_task_is_refused_in_one_clear_line(own_module, name, message):
     with pytest.raises((TaskError, ConfigError), match=message):
-        a_task(name, **options).shapes()
+        a_task(name).shapes()
     assert not (own_module / "called").exists()
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("model", "options", "message"),
     [
-        (
-            {"model": "own_models:Tiny", "channels": 0},
-            "channels of task mnist must be a whole number from 1 to 4, got 0",
-        ),
-        ({"model": "own_models:Tiny", "size": "large"}, "size of task mnist must be a whole number from 8 to 512"),
-        ({"model": "own_models:Tiny", "size": True}, "got True"),
-        ({"model": "own_models:Tiny", "init": "adacomp"}, "init of task mnist is for the cnn models and lenet"),
-        ({"model": "cnn", "channels": 3}, "channels and size of task mnist are for a model of module:factory"),
-        ({"model": "2nn", "size": 32}, "channels and size of task mnist are for"),
+        ("own_models:Tiny", {"channels": 0}, "channels of task mnist must be a whole number from 1 to 4, got 0"),
+        ("own_models:Tiny", {"size": "large"}, "size of task mnist must be a whole number from 8 to 512"),
+        ("own_models:Tiny", {"size": True}, "got True"),
+        ("own_models:Tiny", {"init": "adacomp"}, "init of task mnist is for the cnn models and lenet"),
+        ("cnn", {"channels": 3}, "channels and size of task mnist are for a model of module:factory"),
+        ("2nn", {"size": 32}, "channels and size of task mnist are for"),
     ],
 )
-def test_an_option_that_does_not_fit_is_one_clear_line(own_module, options, message):
+def test_an_option_that_does_not_fit_is_one_clear_line(own_module, model, options, message):
     with pytest.raises(ConfigError, match=message):
-        make_task("mnist", options)
+        a_task(model, **options)
 
 
-def test_a_task_with_a_module_is_made_and_its_shards_are_read_without_torch():
-    code = (
-        "import sys; sys.modules['torch'] = None\n"
-        "from edgefl.errors import TaskError\n"
-        "from edgefl.tasks.registry import make_task\n"
-        "task = make_task('mnist', {'model': 'torchvision.models:resnet18', 'channels': 3})\n"
-        "try:\n    task.shapes()\nexcept TaskError as error:\n    print(error)\n"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert "pip install 'edgefl[train]'" in found.stdout
+WITHOUT_TORCH = """
+import sys; sys.modules['torch'] = None
+from edgefl.errors import TaskError
+from edgefl.tasks.registry import make_task
+task = make_task('mnist', {'model': 'torchvision.models:resnet18', 'channels': 3})
+try:
+    task.shapes()
+except TaskError as error:
+    print(error)
+"""
 
 
+def test_a_task_with_a_module_is_made_without_torch_and_its_shapes_name_the_remedy():
+    command = [sys.executable, "-c", WITHOUT_TORCH]
+    assert "[train]'" in subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+@pytest.mark.extended
 def test_torchvisions_resnet_is_one_line_where_it_is_installed():
-    pytest.importorskip("torchvision", reason="torchvision is not installed")
+    pytest.importorskip("torchvision", reason="needs torchvision: pip install torchvision")
     task = a_task("torchvision.models:resnet18", "fashion-mnist", channels=3)
     assert sum(spec.size for spec in task.shapes() if spec.kind == TensorKind.PARAMETER) == 11_181_642
     assert trained(task, images(5), epochs=None, iterations=1)["fc.weight"].any()

@@ -6,20 +6,22 @@ from edgefl.tasks.motion_windows import cut_windows, read_motion_windows
 from edgefl.tasks.motionsense import NUM_FEATURES, standardised_windows, window_features
 
 
-def recordings(path, lengths, trials):
-    total, n = sum(lengths), len(lengths)
-    # Every sample holds its recording's number, so a window across two recordings would show both.
-    q = np.tile(np.repeat(np.arange(n), lengths), (9, 1)).astype(np.int16)
-    np.savez(
-        path,
-        q=q,
-        scale=np.float32(0.5),
-        length=np.array(lengths),
-        subject=np.arange(n, dtype=np.uint8) + 1,
-        activity=np.arange(n, dtype=np.uint8) % 6,
-        trial=np.array(trials, np.uint8),
-    )
-    return total
+@pytest.fixture
+def write(tmp_path):
+    path = tmp_path / "motionsense.npz"
+
+    def recordings(lengths, trials, lacking=0):
+        n = len(lengths)
+        # Every sample holds its recording's number, so a window across two recordings would show both.
+        q = np.tile(np.repeat(np.arange(n), lengths), (9, 1)).astype(np.int16)
+        np.savez(
+            path, q=q[:, : q.shape[1] - lacking], scale=np.float32(0.5), length=np.array(lengths),
+            subject=np.arange(n, dtype=np.uint8) + 1, activity=np.arange(n, dtype=np.uint8) % 6,
+            trial=np.array(trials, np.uint8),
+        )  # fmt: skip
+        return path
+
+    return recordings
 
 
 def test_windows_start_every_64_samples_and_drop_the_rest():
@@ -30,31 +32,19 @@ def test_windows_start_every_64_samples_and_drop_the_rest():
     assert len(cut_windows(np.zeros((9, 127)))) == 0
 
 
-def test_no_window_spans_two_recordings_and_late_trials_are_the_test_part(tmp_path):
-    path = tmp_path / "motionsense.npz"
-    recordings(path, lengths=[200, 127, 300, 128], trials=[1, 2, 10, 11])
-    train, test = read_motion_windows(path)
+def test_no_window_spans_two_recordings_and_late_trials_are_the_test_part(write):
+    train, test = read_motion_windows(write([200, 127, 300, 128], [1, 2, 10, 11]))
     assert train.subjects.tolist() == [1, 1, 3, 3, 3]
     assert train.labels.tolist() == [0, 0, 2, 2, 2]
     assert np.all(train.inputs == train.inputs[:, :1, :1])
     assert train.inputs[:, 0, 0].tolist() == [0, 0, 1, 1, 1]
-    assert test.subjects.tolist() == [4]
-    assert train.inputs.dtype == np.float32
+    assert (test.subjects.tolist(), train.inputs.dtype) == ([4], np.float32)
 
 
-def test_recordings_that_do_not_add_up_are_one_clear_line(tmp_path):
-    path = tmp_path / "motionsense.npz"
-    recordings(path, lengths=[200, 300], trials=[1, 11])
-    with np.load(path) as file:
-        arrays = dict(file)
-    np.savez(path, **{**arrays, "q": arrays["q"][:, :-1]})
+def test_recordings_that_do_not_add_up_and_a_truncated_file_are_one_clear_line(write):
     with pytest.raises(DataError, match=r"holds samples \[9, 499\], its recordings add up to \[9, 500\]"):
-        read_motion_windows(path)
-
-
-def test_a_truncated_file_is_one_clear_line(tmp_path):
-    path = tmp_path / "motionsense.npz"
-    recordings(path, lengths=[200, 300], trials=[1, 11])
+        read_motion_windows(write([200, 300], [1, 11], lacking=1))
+    path = write([200, 300], [1, 11])
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(DataError, match=r"motionsense.npz cannot be read"):
         read_motion_windows(path)

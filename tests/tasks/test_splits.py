@@ -1,5 +1,3 @@
-import time
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,24 +10,25 @@ from edgefl.types import Dataset
 
 def some_data(n, seed=0):
     rng = np.random.default_rng(seed)
-    return Dataset(inputs=rng.integers(0, 256, (n, 28, 28)).astype(np.uint8), labels=np.arange(n))
+    return Dataset(inputs=rng.integers(0, 256, (n, 4, 4)).astype(np.uint8), labels=np.arange(n))
 
 
 @settings(max_examples=25, deadline=None)
 @given(n=st.integers(0, 60), more=st.integers(0, 60), fraction=st.floats(0, 0.9), salt=st.text(max_size=80))
-def test_data_that_grows_never_moves_a_sample(n, more, fraction, salt):
+def test_data_that_grows_in_any_order_never_moves_a_sample(n, more, fraction, salt):
     everything = some_data(n + more)
-    before = local_split(everything.take(np.arange(n)), fraction, salt)
+    before = local_split(everything.take(np.random.default_rng(1).permutation(n)), fraction, salt)
     after = local_split(everything, fraction, salt)
     for small, large in zip(before, after, strict=True):
         assert set(small.labels) <= set(large.labels)
     assert sorted([*after[0].labels, *after[1].labels]) == list(range(n + more))
 
 
-def test_about_the_asked_fraction_goes_into_the_test_part():
+def test_about_the_asked_fraction_goes_into_the_test_part_and_none_of_zero():
     train, test = local_split(some_data(4000), 0.1)
     assert len(train) + len(test) == 4000
     assert 330 < len(test) < 470
+    assert [len(part) for part in local_split(some_data(30), 0.0)] == [30, 0]
 
 
 def test_copies_of_a_sample_stay_on_one_side():
@@ -39,45 +38,18 @@ def test_copies_of_a_sample_stay_on_one_side():
     assert not set(train.labels) & set(test.labels)
 
 
-def test_the_order_of_the_samples_does_not_matter():
-    data = some_data(80)
-    _, test = local_split(data, 0.3)
-    _, shuffled = local_split(data.take(np.random.default_rng(1).permutation(80)), 0.3)
-    assert set(test.labels) == set(shuffled.labels)
-
-
 def test_another_salt_gives_another_split():
     data = some_data(200)
     assert set(local_split(data, 0.3, "a")[1].labels) != set(local_split(data, 0.3, "b")[1].labels)
 
 
-def test_hashes_are_the_same_on_every_machine():
-    assert [hex(h) for h in sample_hashes(np.array([[1, 2], [3, 4]], ">i4"))] == [
-        "0xd402f6fe3b117d90",
-        "0x317c94473381150",
-    ]
-    assert [hex(h) for h in sample_hashes(np.array([[1, 2], [3, 4]], "<i4"))] == [
-        "0xd402f6fe3b117d90",
-        "0x317c94473381150",
-    ]
-
-
-def test_a_fraction_of_zero_trains_on_everything():
-    train, test = local_split(some_data(30), 0.0)
-    assert (len(train), len(test)) == (30, 0)
+@pytest.mark.parametrize("order", "<>")
+def test_hashes_are_the_same_on_every_machine(order):
+    found = [hex(one) for one in sample_hashes(np.array([[1, 2], [3, 4]], f"{order}i4"))]
+    assert found == ["0xd402f6fe3b117d90", "0x317c94473381150"]
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.0, float("nan")])
 def test_a_fraction_out_of_range_is_refused(fraction):
     with pytest.raises(ConfigError, match=r"test fraction must be in \[0, 1\)"):
         local_split(some_data(3), fraction)
-
-
-def test_six_thousand_images_take_less_than_50_ms():
-    data = some_data(6000)
-    seconds = []
-    for _ in range(5):
-        start = time.process_time()
-        local_split(data)
-        seconds.append(time.process_time() - start)
-    assert min(seconds) < 0.05

@@ -9,7 +9,7 @@ from edgefl.tasks.numpy_learner import DenseModel
 from edgefl.tasks.torch_learner import TorchLearner, module_shapes
 from edgefl.types import Dataset, LocalPlan, TensorKind
 
-torch = pytest.importorskip("torch", reason="the train extra is not installed")
+torch = pytest.importorskip("torch", reason="needs torch: pip install '.[train]'")
 
 
 def some_data(n=24, features=6, classes=4):
@@ -17,36 +17,41 @@ def some_data(n=24, features=6, classes=4):
     return Dataset(inputs=rng.standard_normal((n, features)).astype(np.float32), labels=rng.integers(0, classes, n))
 
 
-def renamed(tensors, names):
-    return dict(zip(names, tensors.values(), strict=True))
+def trained(learner, data, seed=0, **plan):
+    rng = np.random.default_rng(seed)
+    return train(learner, data, LocalPlan(**plan), rng, clock=lambda: 0.0, on_iteration=lambda *_: False)
 
 
-def test_agrees_with_the_numpy_logistic_regression_on_loss_and_gradient():
-    data, model = some_data(), DenseModel(sizes=(6, 4), prepare=lambda x: x)
+@pytest.fixture
+def pair():
+    """A logistic regression in NumPy and one in torch, with the same weights."""
+    model = DenseModel(sizes=(6, 4), prepare=lambda x: x)
     by_hand, by_torch = model.learner(), TorchLearner(torch.nn.Linear(6, 4), threads=1)
     start = model.init(1)
     by_hand.load(start)
-    by_torch.load(renamed(start, ["weight", "bias"]))
+    by_torch.load(dict(zip(["weight", "bias"], start.values(), strict=True)))
+    return by_hand, by_torch
+
+
+def normalised():
+    return torch.nn.Sequential(torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 4))
+
+
+def test_agrees_with_the_numpy_logistic_regression_on_loss_and_gradient(pair):
+    by_hand, by_torch = pair
+    data = some_data()
     assert by_torch.gradient(data) == pytest.approx(by_hand.gradient(data), rel=1e-5)
-    for (_, mine), (_, torchs) in zip(by_hand.gradients.items(), by_torch.gradients.items(), strict=True):
+    for mine, torchs in zip(by_hand.gradients.values(), by_torch.gradients.values(), strict=True):
         np.testing.assert_allclose(torchs.numpy(), mine, atol=1e-6)
     assert by_torch.evaluate(data) == pytest.approx(by_hand.evaluate(data), rel=1e-5)
 
 
 @pytest.mark.parametrize("algorithm", ["sgd", "gradient"])
-def test_the_same_plan_gives_the_same_displacement_in_numpy_and_torch(algorithm):
-    data, model = some_data(), DenseModel(sizes=(6, 4), prepare=lambda x: x)
-    by_hand, by_torch = model.learner(), TorchLearner(torch.nn.Linear(6, 4), threads=1)
-    start = model.init(1)
-    by_hand.load(start)
-    by_torch.load(renamed(start, ["weight", "bias"]))
-    plan = LocalPlan(algorithm=algorithm, epochs=3, batch_size=5, learning_rate=0.1, momentum=0.9, weight_decay=0.01)
-    results = [
-        train(learner, data, plan, np.random.default_rng(3), clock=lambda: 0.0, on_iteration=lambda *_: False)
-        for learner in (by_hand, by_torch)
-    ]
-    assert results[0].loss == pytest.approx(results[1].loss, rel=1e-5)
-    for mine, torchs in zip(results[0].displacement.values(), results[1].displacement.values(), strict=True):
+def test_the_same_plan_gives_the_same_displacement_in_numpy_and_torch(pair, algorithm):
+    plan = {"algorithm": algorithm, "epochs": 3, "batch_size": 5, "learning_rate": 0.1, "momentum": 0.9}
+    by_hand, by_torch = (trained(learner, some_data(), 3, weight_decay=0.01, **plan) for learner in pair)
+    assert by_hand.loss == pytest.approx(by_torch.loss, rel=1e-5)
+    for mine, torchs in zip(by_hand.displacement.values(), by_torch.displacement.values(), strict=True):
         np.testing.assert_allclose(torchs, mine, atol=1e-5)
 
 
@@ -67,65 +72,57 @@ def test_takes_read_only_arrays_as_they_come_from_the_network():
     assert learner.read()["bias"].tolist() == [1.0, 2.0]
 
 
-def test_buffers_float_and_integer_are_read_loaded_and_displaced():
-    module = torch.nn.Sequential(torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 4))
+def test_buffers_float_and_integer_are_read_loaded_and_displaced_and_evaluation_changes_none():
+    module = normalised()
     kinds = {spec.name: (spec.kind, spec.dtype) for spec in module_shapes(module)}
     assert kinds["0.running_mean"] == (TensorKind.BUFFER, "float32")
     assert kinds["0.num_batches_tracked"] == (TensorKind.BUFFER, "int64")
     learner = TorchLearner(module, threads=1)
     learner.load({"0.num_batches_tracked": np.array(40)})
-    plan = LocalPlan(iterations=3, batch_size=8, learning_rate=0.1)
-    result = train(
-        learner, some_data(), plan, np.random.default_rng(0), clock=lambda: 0.0, on_iteration=lambda *_: False
-    )
-    assert list(result.displacement) == [spec.name for spec in module_shapes(module)]
-    assert result.displacement["0.num_batches_tracked"].dtype == np.int64
-    assert result.displacement["0.num_batches_tracked"] == 3
-    assert learner.read()["0.num_batches_tracked"] == 43
-    assert result.displacement["0.running_mean"].any()
-
-
-def test_evaluation_changes_no_buffer():
-    module = torch.nn.Sequential(torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 4))
-    learner = TorchLearner(module, threads=1)
     before = learner.read()
     learner.evaluate(some_data())
     assert all(np.array_equal(value, before[name]) for name, value in learner.read().items())
+    moved = trained(learner, some_data(), iterations=3, batch_size=8, learning_rate=0.1).displacement
+    assert list(moved) == [spec.name for spec in module_shapes(module)]
+    assert (moved["0.num_batches_tracked"].dtype, moved["0.num_batches_tracked"]) == (np.int64, 3)
+    assert learner.read()["0.num_batches_tracked"] == 43
+    assert moved["0.running_mean"].any()
+
+
+IMAGES = np.random.default_rng(0).integers(0, 256, (4, 28, 28)).astype(np.uint8)
+WINDOWS = np.random.default_rng(0).standard_normal((4, 9, 128)).astype(np.float32)
 
 
 @pytest.mark.parametrize(
     ("task", "inputs"),
     [
-        (mnist(), np.random.default_rng(0).integers(0, 256, (4, 28, 28)).astype(np.uint8)),
-        (fashion_mnist(model="cnn-small"), np.random.default_rng(0).integers(0, 256, (4, 28, 28)).astype(np.uint8)),
-        (fashion_mnist(model="resnet18-gn"), np.random.default_rng(0).integers(0, 256, (4, 28, 28)).astype(np.uint8)),
-        (fashion_mnist(model="cnn-large"), np.random.default_rng(0).integers(0, 256, (4, 28, 28)).astype(np.uint8)),
-        (fashion_mnist(model="lenet"), np.random.default_rng(0).integers(0, 256, (4, 28, 28)).astype(np.uint8)),
-        (motionsense(), np.random.default_rng(0).standard_normal((4, 9, 128)).astype(np.float32)),
+        pytest.param(mnist(), IMAGES, id="cnn"),
+        pytest.param(fashion_mnist(model="cnn-small"), IMAGES, id="cnn-small"),
+        pytest.param(fashion_mnist(model="lenet"), IMAGES, id="lenet"),
+        pytest.param(motionsense(), WINDOWS, id="motionsense"),
+        pytest.param(fashion_mnist(model="cnn-large"), IMAGES, id="cnn-large", marks=pytest.mark.extended),
+        pytest.param(fashion_mnist(model="resnet18-gn"), IMAGES, id="resnet18-gn", marks=pytest.mark.extended),
     ],
-    ids=["cnn", "cnn-small", "resnet18-gn", "cnn-large", "lenet", "motionsense"],
 )
 def test_a_built_in_network_has_the_tensors_of_its_layout_and_learns_a_batch_by_heart(task, inputs):
     assert module_shapes(task.model.build()) == task.shapes()
-    learner = task.learner(threads=1)
+    learner, batch = task.learner(threads=1), Dataset(inputs=inputs, labels=np.array([0, 1, 2, 3]))
     learner.load(task.init(7))
-    batch = Dataset(inputs=inputs, labels=np.array([0, 1, 2, 3]))
-    plan = LocalPlan(iterations=8, batch_size=4, learning_rate=0.01)
     first = learner.gradient(batch)
-    train(learner, batch, plan, np.random.default_rng(0), clock=lambda: 0.0, on_iteration=lambda *_: False)
+    trained(learner, batch, iterations=8, batch_size=4, learning_rate=0.01)
     assert learner.evaluate(batch)[0] < first
 
 
 def test_a_missing_gpu_is_one_clear_line():
     if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
+        pytest.skip("this machine has a GPU: run it on one without")
     with pytest.raises(TaskError, match=r"cuda:1 is not here: torch sees 0 CUDA device"):
         mnist().learner(accelerator="cuda:1")
 
 
 def test_trains_on_a_gpu_as_on_the_cpu():
     if not torch.cuda.is_available():
-        pytest.skip("this machine has no GPU")
+        pytest.skip("needs a GPU that torch sees: run it on a machine with one")
     data = some_data()
     torch.manual_seed(0)
     on_cpu, on_gpu = TorchLearner(torch.nn.Linear(6, 4)), TorchLearner(torch.nn.Linear(6, 4), accelerator="cuda")

@@ -20,6 +20,8 @@ MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """The largest MQTT packet that our brokers take: an edge variable of a large model, never a flood."""
 MAX_RETAINED_BYTES = 16 * MAX_MESSAGE_BYTES
 """Of one device, at the embedded broker; mosquitto has a limit for all together."""
+MAX_QUEUED_BYTES = 16 * MAX_MESSAGE_BYTES
+"""What may wait for one client."""
 CONNECT_TIMEOUT_S = 5.0
 
 # What a device may do below its fleet, as mosquitto's patterns: %u is its name, + one level of any content.

@@ -34,7 +34,6 @@ class BrokerOptions:
     host: str
     port: int
     kind: str = "auto"
-    store_url: str | None = None
 
 
 def serve_broker(
@@ -53,7 +52,7 @@ def serve_broker(
     stopping, notifier = threading.Event(), Notifier.from_environment()
     with on_stop_signal(stopping.set), contextlib.ExitStack() as closers:
         closers.enter_context(directory.broker_locked())
-        store = closers.enter_context(Store.open(options.store_url or directory.database))
+        store = closers.enter_context(Store.open(directory.store_url))
         attempts = Attempts(store=store, clock=time.time, monotonic=time.monotonic, is_device=is_slug)
         broker = make_broker(
             options.kind,

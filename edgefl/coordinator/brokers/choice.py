@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from edgefl.coordinator.brokers.broker import Broker, BrokerTls, OnDenied, nobody_is_told
+from edgefl.coordinator.brokers.embedded_broker import EmbeddedBroker
 from edgefl.coordinator.brokers.external_broker import external_broker
 from edgefl.coordinator.brokers.mosquitto import Mosquitto
 from edgefl.coordinator.pki import KeyPair
@@ -53,8 +54,6 @@ def make_broker(  # noqa: PLR0913 one keyword per fact
         raise BrokerError("mosquitto is not installed; install it, or use the embedded broker")
     if spec not in {"auto", "embedded"}:
         raise ConfigError(f"broker must be auto, mosquitto, embedded or mqtts://HOST:PORT, got {spec!r}")
-    from edgefl.coordinator.brokers.embedded_broker import EmbeddedBroker  # noqa: PLC0415 - amqtt is slow to import
-
     return EmbeddedBroker(fleet=fleet, tls=tls, host=host, port=port, on_denied=on_denied)
 
 

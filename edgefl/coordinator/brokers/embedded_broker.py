@@ -1,21 +1,36 @@
-"""The broker in pure Python, for demos of up to about 100 devices: an event loop in a thread of its own."""
+"""The embedded broker, for fleets of up to about 100 devices: an event loop in a thread of its own."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import ssl
 import threading
 from collections.abc import Callable, Collection
 from typing import Any
 
-from edgefl.coordinator.brokers.broker import BrokerAddress, BrokerTls, OnDenied, connect_host, nobody_is_told
-from edgefl.coordinator.brokers.mended_amqtt import CONNECT_TIMEOUT_S, MendedBroker
+from edgefl.coordinator.brokers.broker import (
+    NAMELESS,
+    UNTRUSTED,
+    BrokerAddress,
+    BrokerTls,
+    OnDenied,
+    connect_host,
+    nobody_is_told,
+    port_error,
+)
+from edgefl.coordinator.brokers.mqtt.connection import ClientConnection
+from edgefl.coordinator.brokers.mqtt.router import TopicRouter
 from edgefl.errors import BrokerError, EdgeflError
 
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S = 10.0
+CLOSE_TIMEOUT_S = 2.0
+BACKLOG = 1000
+"""Connections that the system keeps until they are accepted: a whole fleet connects anew at once."""
 
 
 class EmbeddedBroker:
@@ -37,19 +52,16 @@ class EmbeddedBroker:
         self._tls = tls
         self._host = host
         self._port = port
-        self._refused: frozenset[str] = frozenset()
-        self._revoked: frozenset[str] = frozenset()
+        self._refused: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._broker: MendedBroker | None = None
+        self._router: TopicRouter | None = None
+        self._context: ssl.SSLContext | None = None
         self._stop: asyncio.Event | None = None
         self._started = threading.Event()
         self._failure: EdgeflError | None = None
 
     def start(self) -> BrokerAddress:
-        # Every refused client would otherwise be a line or a traceback on the coordinator's terminal.
-        logging.getLogger("amqtt").setLevel(logging.CRITICAL)
-        logging.getLogger("transitions").setLevel(logging.WARNING)
         self._started.clear()
         self._failure = None
         self._thread = threading.Thread(target=self._run, name="embedded-broker", daemon=True)
@@ -72,13 +84,13 @@ class EmbeddedBroker:
         return self._thread is not None and self._thread.is_alive() and self._failure is None
 
     def refuse(self, names: Collection[str], serials: Collection[str] = ()) -> None:
-        self._refused, self._revoked = frozenset(names), frozenset(serials)
-        if self._broker is not None:
-            self._call(self._broker.shut_out, self._refused, self._revoked)
+        self._refused = frozenset(names), frozenset(serials)
+        if self._router is not None:
+            self._call(self._router.refuse, *self._refused)
 
     def reload(self) -> None:
-        if self._broker is not None:
-            self._call(self._broker.reload)
+        if self._context is not None:
+            self._call(_load_certificate, self._context, self._tls)
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
         """Has the broker's own thread do it."""
@@ -103,24 +115,87 @@ class EmbeddedBroker:
             self._started.set()
 
     async def _serve(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._loop.set_exception_handler(_log_quietly)
+        self._loop = loop = asyncio.get_running_loop()
+        loop.set_exception_handler(_log_quietly)
         self._stop = asyncio.Event()
-        broker = MendedBroker(
-            fleet=self._fleet, tls=self._tls, bind=(self._host, self._port), on_denied=self._on_denied
-        )
-        broker.connect_timeout_s = self._connect_timeout_s
-        broker.shut_out(self._refused, self._revoked)
-        await broker.start()
-        self._broker = broker
+        self._router = router = TopicRouter(self._fleet, self._on_denied)
+        router.refuse(*self._refused)
+        opened = set[ClientConnection]()
+        context = _server_context(self._tls, self._on_denied)
+        try:
+            server = await loop.create_server(
+                lambda: ClientConnection(router, opened, self._connect_timeout_s),
+                self._host or None,
+                self._port,
+                ssl=context,
+                ssl_handshake_timeout=self._connect_timeout_s,
+                ssl_shutdown_timeout=CLOSE_TIMEOUT_S,
+                backlog=BACKLOG,
+                reuse_address=True,
+            )
+        except OSError as error:
+            raise port_error(self._host, self._port, error) from None
+        self._context = context
         self._started.set()
         try:
             await self._stop.wait()
         finally:
-            self._broker = None
-            await broker.shutdown()
+            self._router = self._context = None
+            server.close()
+            for connection in list(opened):
+                connection.end(has_will=False)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    while opened:  # noqa: ASYNC110 a few turns of the loop
+                        await asyncio.sleep(0)
+
+
+def _server_context(tls: BrokerTls, on_denied: OnDenied) -> ssl.SSLContext:
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.load_verify_locations(tls.ca)
+        context.load_cert_chain(tls.cert, tls.key)
+    except OSError as error:  # ssl.SSLError is one
+        raise BrokerError(
+            f"the broker's TLS files cannot be used ({tls.ca}, {tls.cert}, {tls.key}): {error}"
+        ) from None
+    context.verify_mode = ssl.CERT_REQUIRED
+    # A session that is taken up again would not have its certificate's dates looked at again.
+    context.num_tickets = 0
+    context.options |= ssl.OP_NO_TICKET
+    context.sslobject_class = _reporting(on_denied)
+    return context
+
+
+def _load_certificate(context: ssl.SSLContext, tls: BrokerTls) -> None:
+    """Has the server show the certificate that is in the files now to whoever connects from now on."""
+    try:
+        context.load_cert_chain(tls.cert, tls.key)
+    except OSError as error:
+        log.warning("the broker goes on with its old certificate: %s", error)
+
+
+def _reporting(on_denied: OnDenied) -> type[ssl.SSLObject]:
+    """Returns a class of TLS connections that report certificates which do not count: asyncio does not."""
+
+    class ReportingSSLObject(ssl.SSLObject):
+        def do_handshake(self) -> None:
+            try:
+                super().do_handshake()
+            except ssl.SSLCertVerificationError:
+                on_denied("", UNTRUSTED)
+                raise
+            except ssl.SSLError as error:
+                if error.reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
+                    on_denied("", NAMELESS)
+                raise
+
+    return ReportingSSLObject
 
 
 def _log_quietly(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    # Failed handshakes and connections that break: every port scan makes some.
-    log.debug("broker: %s", context.get("message"), exc_info=context.get("exception"))
+    """Logs what every port scan makes, failed handshakes and broken connections, for debugging; the rest as bugs."""
+    error = context.get("exception")
+    is_usual = error is None or isinstance(error, OSError)
+    log.log(logging.DEBUG if is_usual else logging.ERROR, "broker: %s", context.get("message"), exc_info=error)

@@ -21,7 +21,7 @@ DEFAULT_MQTTS_PORT = 8883
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExternalBroker:
-    """A broker that somebody else runs, with rules of their own making (docs/protocol.md says which are needed)."""
+    """A broker that somebody else runs, with rules of its own (docs/reference/protocol.md says which it needs)."""
 
     address: BrokerAddress
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from edgefl.coordinator import pki
 from edgefl.coordinator.brokers.broker import (
     MAX_MESSAGE_BYTES,
+    MAX_QUEUED_BYTES,
     BrokerAddress,
     BrokerTls,
     OnDenied,
@@ -39,7 +40,6 @@ STOP_TIMEOUT_S = 5.0
 RESTART_DELAYS_S = (0.2, 1.0, 2.0, 5.0, 10.0)
 HEALTHY_AFTER_S = 30.0
 MAX_QUEUED_MESSAGES = 1_000_000
-MAX_QUEUED_BYTES = 16 * MAX_MESSAGE_BYTES
 MEMORY_FRACTION = 0.5
 """Of the machine's memory: beyond it mosquitto drops what comes and hangs up, so that a device that retains whatever
 it can does not make the kernel end the coordinator."""

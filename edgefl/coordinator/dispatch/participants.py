@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from edgefl import DISTRIBUTION
 from edgefl.coordinator.dispatch.lives import Lives
 from edgefl.types import DeviceInfo, Indices, Json, Role, Tensors
 
-NO_TORCH = "it has no torch, and can only use finished models; on the board: install edgefl[train]"
+NO_TORCH = f"it has no torch, and can only use finished models; on the board: install {DISTRIBUTION}[train]"
 NO_NUMPY = "it says that it cannot train; edgefl device probe, on the board, says why"
 MAX_REASON_CHARS = 300
 EncodeChanges = Callable[[Tensors, Indices, int], bytes | None]

@@ -27,7 +27,6 @@ class Watched:
     Attributes:
         directory: of the coordinator.
         store: counts the runs that wait.
-        store_url: where it is.
         roster: the devices.
         is_broker_connected: whether the bus is up.
         num_dropped: malformed MQTT messages so far.
@@ -35,7 +34,6 @@ class Watched:
 
     directory: CoordinatorDirectory
     store: Store
-    store_url: str
     roster: Roster
     is_broker_connected: Callable[[], bool]
     num_dropped: Callable[[], int]
@@ -61,7 +59,7 @@ class Monitoring:
             roster=watched.roster,
             meter=self.meter,
             directory=watched.directory.root,
-            store_file=sqlite_file(watched.store_url),
+            store_file=sqlite_file(watched.directory.store_url),
             num_queued=lambda: watched.store.num_runs(RunStatus.QUEUED),
             is_broker_connected=watched.is_broker_connected,
             num_dropped=watched.num_dropped,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from edgefl import DISTRIBUTION
 from edgefl.config import RunConfig
 from edgefl.coordinator.dispatch.participants import NO_TORCH, is_meant, why_untrained
 from edgefl.coordinator.fleet.roster import Roster
@@ -36,5 +37,5 @@ def check_trainers(config: RunConfig, roster: Roster, *, needs_torch: bool) -> N
         raise TaskError(f"no device can train task {config.run.task}: {told}")
     raise TaskError(
         f"no device can train task {config.run.task}: {some} have no torch and can only use finished models; "
-        "install edgefl[train] on them, or let a board join that has it"
+        f"install {DISTRIBUTION}[train] on them, or let a board join that has it"
     )

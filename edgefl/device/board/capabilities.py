@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from edgefl import DISTRIBUTION
 from edgefl.device.board.board import Board
 from edgefl.device.board.board_files import below, kilobytes, number, plain, strings, text, whole
 from edgefl.device.board.cgroups import cgroups
@@ -28,7 +29,7 @@ from edgefl.device.board.supplies import supplies
 from edgefl.device.board.throttling import throttling
 from edgefl.types import Json
 
-LIBRARIES = ("edgefl", "flwr", "numpy", "torch", "onnxruntime", "paho-mqtt", "cryptography", "scikit-learn")
+LIBRARIES = (DISTRIBUTION, "flwr", "numpy", "torch", "onnxruntime", "paho-mqtt", "cryptography", "scikit-learn")
 JETPACK = (
     ("36.3", "6.0"),
     ("36.4.0", "6.1"),

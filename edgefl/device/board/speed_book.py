@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from edgefl import DISTRIBUTION
 from edgefl.device.board.fits import NUMPY_BYTES, TORCH_BYTES, lacks, usable_backends
 from edgefl.device.board.vitals import memory_available_bytes
 from edgefl.errors import EdgeflError, StoreError
@@ -35,7 +36,7 @@ QUIET_S = 20.0
 """Nothing is measured before the agent has had nothing to do for so long: runs and first heartbeats come first."""
 WITHIN_S = 90.0
 MAX_REASON_CHARS = 200
-LIBRARIES = ("edgefl", "numpy", "torch")
+LIBRARIES = (DISTRIBUTION, "numpy", "torch")
 
 
 class SpeedBook:

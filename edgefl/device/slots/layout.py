@@ -18,7 +18,7 @@ from pathlib import Path
 
 from packaging.utils import canonicalize_name
 
-from edgefl.bundles.manifest import RELEASE_NAME
+from edgefl import DISTRIBUTION
 from edgefl.errors import BundleError, ConfigError, StoreError
 from edgefl.files import open_whole, sync_directory
 from edgefl.untrusted import parse_json
@@ -155,9 +155,9 @@ class Slots:
         Raises:
             BundleError: there is none.
         """
-        version = self.installed(name).get(RELEASE_NAME)
+        version = self.installed(name).get(DISTRIBUTION)
         if version is None:
-            raise BundleError(f"slot {self.path(name)} holds no {RELEASE_NAME}; install the board's slots again")
+            raise BundleError(f"slot {self.path(name)} holds no {DISTRIBUTION}; install the board's slots again")
         return version
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from types import MappingProxyType
 
-from edgefl.errors import EdgeflError
+from edgefl.errors import MissingPackageError, install_line
 
 KINDS = MappingProxyType(
     {
@@ -30,12 +30,12 @@ def check_matplotlib() -> None:
     """Returns where figures can be drawn; matplotlib is an extra that a board need not have.
 
     Raises:
-        EdgeflError: it is not installed.
+        MissingPackageError: it is not installed.
     """
     try:
         import_module("matplotlib")
     except ImportError as error:
-        raise EdgeflError(
+        raise MissingPackageError(
             f"figures are drawn with matplotlib, which cannot be imported ({error}); "
-            "install it with: pip install 'edgefl[plots]'"
+            f"install it with: {install_line('matplotlib')}"
         ) from None

@@ -58,7 +58,7 @@ def test_the_probabilities_and_the_expected_square_are_those_of_the_vectors(
         assert expected_square(magnitudes, level(magnitudes, budget)) == pytest.approx(square)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(weights, strategies.floats(0.01, 50))
 def test_the_probabilities_add_up_to_the_budget_and_fall_with_the_magnitude(magnitudes: Array, budget: float) -> None:
     chances = water_filling(magnitudes, budget)
@@ -68,7 +68,7 @@ def test_the_probabilities_add_up_to_the_budget_and_fall_with_the_magnitude(magn
     np.testing.assert_allclose(water_filling(magnitudes.astype(np.float64) * 8, budget), chances, rtol=1e-12)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(weights, strategies.floats(0.01, 40), strategies.floats(0.01, 20))
 def test_the_expected_square_does_not_grow_with_the_budget(magnitudes: Array, budget: float, more: float) -> None:
     less, greater = (expected_square(magnitudes, level(magnitudes, s)) for s in (budget, budget + more))
@@ -110,17 +110,6 @@ def test_each_atom_is_kept_for_exactly_its_probability_of_the_places_of_the_firs
         kept[certain] += 1
         kept[chosen] += 1
     np.testing.assert_allclose(kept / num_places, np.minimum(magnitudes / at_level, 1), atol=1e-9)
-
-
-def test_over_20_000_draws_each_atom_is_kept_as_often_as_its_probability_says() -> None:
-    magnitudes, budget, num_draws = np.array([10, 3, 2, 1, 0.5], dtype=np.float32), 2.3, 20_000
-    at_level, rng = level(magnitudes, budget), np.random.default_rng(9)
-    kept = np.zeros(5)
-    for _ in range(num_draws):
-        kept[np.concatenate(draw(magnitudes, at_level, rng))] += 1
-    chances = probabilities(magnitudes, at_level)
-    # 5.2 standard errors: a false alarm in one of the five is less likely than one in a million.
-    assert np.all(np.abs(kept / num_draws - chances) <= 5.2 * np.sqrt(chances * (1 - chances) / num_draws))
 
 
 def test_the_number_of_kept_atoms_is_the_budget_rounded_up_or_down() -> None:

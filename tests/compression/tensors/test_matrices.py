@@ -6,20 +6,7 @@ import pytest
 from edgefl.compression.tensors.matrices import Rule, as_matrix, from_matrix, matrix_shape, parse_rule, pays
 from edgefl.errors import CodecError
 
-SHAPES = [
-    (),
-    (0,),
-    (1,),
-    (7,),
-    (8,),
-    (3, 0, 2),
-    (5, 3),
-    (3, 5, 7),
-    (2, 4, 3),
-    (4, 3, 1, 1),
-    (3, 5, 2, 7),
-    (2, 3, 4, 5, 3),
-]
+SHAPES = [(), (0,), (7,), (8,), (3, 0, 2), (5, 3), (3, 5, 7), (2, 4, 3), (4, 3, 1, 1), (3, 5, 2, 7), (2, 3, 4, 5, 3)]
 
 
 @pytest.mark.parametrize("rule", Rule)

@@ -59,18 +59,11 @@ def test_kernels_of_any_rule_come_back_at_full_rank(rule: str) -> None:
 def test_a_larger_budget_does_not_lose_more() -> None:
     values = low_rank(60, 40, 12)
     errors = [
-        np.mean([np.square(decoded(f"atomo-svd:{s}", values, seed) - values).sum() for seed in range(60)])
+        np.mean([np.square(decoded(f"atomo-svd:{s}", values, seed) - values).sum() for seed in range(20)])
         for s in (1, 2, 4, 8, 12)
     ]
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 1e-6
-
-
-def test_entries_travel_where_as_many_bytes_of_them_are_nearer() -> None:
-    single_entries = np.zeros((40, 40), dtype=np.float32)
-    np.fill_diagonal(single_entries, np.arange(1, 41))
-    assert form("atomo-svd:3", single_entries) == ENTRIES
-    assert form("atomo-svd:3", low_rank(40, 40, 5)) == TRIPLES
 
 
 @pytest.mark.parametrize("spec", ["atomo-svd:3", "atomo-svd:3|fp16"])
@@ -117,16 +110,8 @@ def test_a_matrix_too_wide_to_decompose_travels_as_entries() -> None:
     assert form("atomo-svd:1", wide) == ENTRIES
 
 
-def test_numbers_whose_products_would_be_infinite_are_refused_by_name() -> None:
-    with pytest.raises(CodecError, match=r"tensor 'w': atomo-svd carries magnitudes up to 1e\+30, got 3e\+38"):
-        body("atomo-svd:1", np.full((9, 9), 3e38, dtype=np.float32))
-
-
-def test_vectors_that_pass_a_coarse_value_stage_are_nearer_than_entries_of_as_many_bytes() -> None:
-    values = low_rank(300, 200, 10) + np.float32(0.02) * low_rank(300, 200, 200, seed=2)
-    few, many = "atomo-svd:8|qsgd:4:64", "atomo:0.2"
-    assert len(body(few, values)) < len(body(many, values))
-    errors = [
-        np.mean([np.square(decoded(spec, values, seed) - values).sum() for seed in range(10)]) for spec in (few, many)
-    ]
-    assert errors[0] < errors[1] / 4
+@pytest.mark.parametrize("spec", ["atomo-svd:1", "ef|powersgd:1"])
+def test_numbers_whose_products_would_be_infinite_are_refused_by_name(spec: str) -> None:
+    name = spec.rsplit("|", maxsplit=1)[-1].split(":", maxsplit=1)[0]
+    with pytest.raises(CodecError, match=rf"tensor 'w': {name} carries magnitudes up to 1e\+30, got 3e\+38"):
+        body(spec, np.full((9, 9), 3e38, dtype=np.float32))

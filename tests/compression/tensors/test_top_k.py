@@ -32,7 +32,7 @@ def test_agrees_with_a_sort_where_there_are_many_equals(numbers: list[int], coun
     assert top_k(flat, count).tolist() == by_sorting(flat, count)
 
 
-@pytest.mark.parametrize("count", [1, 100, 3000, 50_000, 150_000])
+@pytest.mark.parametrize("count", [1, 3000, 150_000])
 @pytest.mark.parametrize("kind", ["normal", "few values", "sorted", "one large in every sample", "zeros"])
 def test_agrees_with_a_sort_where_a_sample_narrows_the_search(kind: str, count: int) -> None:
     rng, size = np.random.default_rng(8), 200_000

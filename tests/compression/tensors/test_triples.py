@@ -12,7 +12,7 @@ from edgefl.compression.wire import Reader, little_endian_bytes
 from edgefl.errors import CodecError
 from edgefl.types import Array
 
-REPEATS = 20_000
+REPEATS = 3000
 
 
 def matrix(rows: int, columns: int, seed: int = 1) -> Array:
@@ -26,7 +26,7 @@ def drawn(values: Array, spectrum: Spectrum, budget: float, stage: ValueStage, r
 
 
 @pytest.mark.parametrize(
-    ("budget", "stage", "repeats"), [(2.5, Float32(), REPEATS), (1.5, Qsgd(bits=2, bucket=4), 2000)]
+    ("budget", "stage", "repeats"), [(2.5, Float32(), REPEATS), (1.5, Qsgd(bits=2, bucket=4), 1000)]
 )
 def test_the_mean_of_many_draws_is_the_matrix(budget: float, stage: ValueStage, repeats: int) -> None:
     values, rng = matrix(9, 8), np.random.default_rng(7)
@@ -46,18 +46,20 @@ def test_diag_3_1_at_a_budget_of_one_keeps_the_first_three_times_in_four() -> No
     values = np.zeros((4, 4), dtype=np.float32)
     values[0, 0], values[1, 1] = 3, 1
     rng, spectrum, kept = np.random.default_rng(1), spectrum_of(values), 0
-    for _ in range(5000):
+    for _ in range(1500):
         found = drawn(values, spectrum, 1, Float32(), rng)
         assert abs(found[0, 0] + found[1, 1] - 4) < 1e-5
         kept += found[0, 0] > 3
-    assert abs(kept / 5000 - 0.75) < 5.2 * np.sqrt(0.75 * 0.25 / 5000)
+    assert abs(kept / 1500 - 0.75) < 5.2 * np.sqrt(0.75 * 0.25 / 1500)
 
 
-@pytest.mark.parametrize("shape", [(30, 12), (12, 30), (20, 20)])
+@pytest.mark.parametrize("shape", [(30, 12), (12, 30)])
 def test_the_weights_are_the_singular_values(shape: tuple[int, int]) -> None:
     values = matrix(*shape)
     expected = np.linalg.svd(values.astype(np.float64), compute_uv=False)
     np.testing.assert_allclose(spectrum_of(values).weights, expected, rtol=1e-6)
+    low_rank = (matrix(80, 4) @ matrix(4, 60, seed=2)).astype(np.float32)
+    assert np.count_nonzero(spectrum_of(low_rank).weights) == 4
 
 
 @pytest.mark.parametrize("shape", [(30, 12), (12, 30)])
@@ -69,12 +71,7 @@ def test_the_atoms_are_orthonormal_and_add_up_to_the_matrix(shape: tuple[int, in
     np.testing.assert_allclose(atoms @ atoms.T, np.eye(12), atol=1e-5)
 
 
-def test_of_a_matrix_of_low_rank_as_many_weights_are_not_zero() -> None:
-    values = (matrix(80, 4) @ matrix(4, 60, seed=2)).astype(np.float32)
-    assert np.count_nonzero(spectrum_of(values).weights) == 4
-
-
-@pytest.mark.parametrize("scale", [1e-45, 1e-38, 1e-20, 1e20, 1e28])
+@pytest.mark.parametrize("scale", [1e-45, 1e28])
 def test_the_smallest_and_the_largest_numbers_have_a_spectrum_too(scale: float) -> None:
     values = (np.sign(matrix(8, 6)) * scale).astype(np.float32)
     found = drawn(values, spectrum_of(values), 3, Float32(), np.random.default_rng(1))

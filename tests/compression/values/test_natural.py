@@ -47,15 +47,6 @@ def test_the_chance_of_the_upper_power_is_how_far_the_value_is_on_the_way_to_it(
     assert abs(is_up.mean() - chance) <= 5.6 * error + 1e-9
 
 
-def test_the_squared_error_is_as_the_paper_computes_it_and_at_most_an_eighth() -> None:
-    values = np.tile(np.array([0.3, -0.4, 0.5, 0.1], dtype=np.float32), REPEATS)
-    # (v - 2^e)(2^(e+1) - v) for each.
-    expected = 0.05 * 0.2 + 0.15 * 0.1 + 0 + 0.0375 * 0.025
-    errors = np.square(decoded(values).astype(np.float64) - values).reshape(-1, 4).sum(axis=1)
-    assert abs(errors.mean() - expected) <= 5.6 * errors.std() / np.sqrt(REPEATS)
-    assert expected <= 0.51 / 8
-
-
 def test_exponents_take_little_more_than_their_entropy() -> None:
     values = (np.random.default_rng(1).standard_normal(100_000) * 1e-3).astype(np.float32)
     _, counts = np.unique(np.frexp(decoded(values))[1], return_counts=True)

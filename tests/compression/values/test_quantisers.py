@@ -51,22 +51,6 @@ def test_atomo_t9_two_bit_qsgd_rounds_to_the_neighbouring_levels_up_with_the_fra
     assert close_to_chances(np.abs(rounded) - [1, 1, 2, 0], [0.26025, 0.68034, 0.10042, 0.42008])
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4])
-def test_the_squared_error_of_qsgd_is_as_computed_and_within_the_bound_of_its_paper(bits: int) -> None:
-    highest, norm = 2**bits - 1, float(np.linalg.norm(G.astype(np.float64)))
-    places = np.abs(G.astype(np.float64)) / norm * highest
-    expected = float(((places % 1) * (1 - places % 1)).sum()) * (norm / highest) ** 2
-    errors = ((draws(f"qsgd:{bits}:4") - G) ** 2).sum(axis=1)
-    assert abs(errors.mean() - expected) <= 5.6 * errors.std() / np.sqrt(REPEATS) + 1e-9
-    assert expected <= min(4 / highest**2, 2 / highest) * norm**2
-
-
-def test_the_squared_error_of_terngrad_is_largest_times_sum_less_squared_norm() -> None:
-    expected = 0.5 * 1.3 - 0.51
-    errors = ((draws("terngrad:inf") - G) ** 2).sum(axis=1)
-    assert abs(errors.mean() - expected) <= 5.6 * errors.std() / np.sqrt(REPEATS) + 1e-6
-
-
 def test_terngrad_clips_at_two_and_a_half_deviations() -> None:
     values = np.array([100.0] + [1.0] * 99, dtype=np.float32)
     limit = 2.5 * np.sqrt((100**2 + 99) / 100)
@@ -109,26 +93,10 @@ def test_sign_sends_the_mean_magnitude_with_each_sign() -> None:
     assert decoded("sign", np.array([3, -1, 0, -4], dtype=np.float32)).tolist() == [2, -2, 2, -2]
 
 
-def test_sign_takes_one_bit_a_value() -> None:
-    shapes = (TensorSpec(name="w", shape=(80_000,)),)
-    body = make_codec("sign", shapes).encode({"w": np.ones(80_000, dtype=np.float32)}, np.random.default_rng(1))
-    assert len(body) == 32 + 4 + 10_000
-
-
-@pytest.mark.parametrize("stage", [Qsgd(bits=4), TernGrad()])
-def test_other_seeds_round_otherwise(stage: ValueStage) -> None:
-    values = np.linspace(-1, 1, 200, dtype=np.float32)
-    first, again, other = (
-        b"".join(part.tobytes() for part in stage.encode(values, np.random.default_rng(seed))) for seed in (1, 1, 2)
-    )
-    assert first == again != other
-
-
 @pytest.mark.parametrize(
     ("stage", "body", "message"),
     [
         (Int8, b"\x00", "0 scales for 4 values"),
-        (Int8, b"\x03" + bytes(12) + bytes(4), "3 scales for 4 values"),
         (Int8, b"\x05", "number over 4"),
         (Int8, b"\x01\x00\x00\x80\x7f" + bytes(4), "not finite"),
         (Qsgd, b"\x09\x04", "levels of 9 bits"),

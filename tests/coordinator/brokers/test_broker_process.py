@@ -16,10 +16,11 @@ import time
 
 import psutil
 import pytest
+from small_fleet import enroll
 
 from edgefl.assembly import assemble
 from edgefl.coordinator import pki
-from edgefl.coordinator.brokers import broker_process
+from edgefl.coordinator.brokers import broker_process, mqtt_side
 from edgefl.coordinator.brokers.broker import BrokerAddress, BrokerTls
 from edgefl.coordinator.brokers.broker_process import BrokerOptions, serve_broker
 from edgefl.coordinator.brokers.choice import mosquitto_path
@@ -88,13 +89,6 @@ def start(directory, mqtt_tools):
         unit.process.communicate()
 
 
-@pytest.fixture(params=["mosquitto", "embedded"])
-def kind(request):
-    if request.param == "mosquitto" and mosquitto_path() is None:
-        pytest.skip("mosquitto is not installed")
-    return request.param
-
-
 @pytest.fixture
 def client(mqtt_tools):
     """Makes MQTT clients of a unit, by name."""
@@ -109,22 +103,15 @@ def client(mqtt_tools):
         one.__exit__()
 
 
-def test_it_says_how_a_coordinator_finds_it_and_keeps_to_the_rules(start, kind, client, mqtt_tools):
+def test_it_keeps_to_the_rules_until_sigterm_and_leaves_neither_process_nor_port(start, kind, client, mqtt_tools):
     unit = start("--kind", kind)
-    assert unit.wait_until_up() == (
-        f"next: edgefl coordinator start --broker mqtts://127.0.0.1:{unit.port} --dir {unit.directory.root}\n"
-    )
+    assert f"--broker mqtts://127.0.0.1:{unit.port} --dir {unit.directory.root}" in unit.wait_until_up()
     receiver, sender = client(unit, "pi-1"), client(unit, "pi-2")
     receiver.subscribe(f"{ROOT}/+/peer/pi-1")
     sender.publish(f"{ROOT}/pi-3/peer/pi-1", b"forged")
     sender.publish(f"{ROOT}/pi-2/peer/pi-1", b"true")
     mqtt_tools.eventually(lambda: receiver.received)
     assert [payload for _, payload, _ in receiver.received] == [b"true"]
-
-
-def test_it_ends_on_sigterm_and_leaves_neither_process_nor_port(start, kind):
-    unit = start("--kind", kind)
-    unit.wait_until_up()
     children = psutil.Process(unit.process.pid).children()
     assert len(children) == (kind == "mosquitto")
     assert unit.end() == 0
@@ -132,43 +119,23 @@ def test_it_ends_on_sigterm_and_leaves_neither_process_nor_port(start, kind):
     socket.create_server(("127.0.0.1", unit.port)).close()
 
 
-def test_ctrl_c_ends_it_too(start, kind):
-    unit = start("--kind", kind)
+def test_there_is_one_on_a_directory_and_after_a_kill_another_one_at_once_which_ctrl_c_ends(start):
+    unit = start("--kind", "embedded")
     unit.wait_until_up()
-    assert unit.end(signal.SIGINT) == 0
-
-
-def test_a_second_one_on_the_same_directory_is_one_line(start, kind):
-    start("--kind", kind).wait_until_up()
-    second = start("--kind", kind)
+    second = start("--kind", "embedded")
     out, err = second.process.communicate(timeout=60)
     assert (second.process.returncode, out, err.count("\n")) == (10, "", 1)
     assert "a broker runs on" in err
-    assert "stop it first" in err
-
-
-def test_after_a_kill_another_one_can_start_at_once(start, kind):
-    unit = start("--kind", kind)
-    unit.wait_until_up()
     unit.end(signal.SIGKILL)
-    start("--kind", kind, "--port", unit.port).wait_until_up()
+    again = start("--kind", "embedded", "--port", unit.port)
+    again.wait_until_up()
+    assert again.end(signal.SIGINT) == 0
 
 
-def test_a_port_in_use_ends_it_with_a_line(start, kind):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        unit = start("--kind", kind, "--port", taken.getsockname()[1])
-        out, err = unit.process.communicate(timeout=60)
-    assert (unit.process.returncode, out, err.count("\n")) == (21, "", 1)
-
-
+@pytest.mark.extended
 def test_removed_devices_are_shut_out_at_the_start_and_while_it_runs(start, kind, client, directory, mqtt_tools):
     with Store.open(directory.database) as store:
-        store.add_token(
-            token_id="t", secret_sha256="0" * 64, expires_at=9e9, uses=9, groups=(), role=None, created_at=1.0
-        )
-        join = {"token_id": "t", "secret_sha256": "0" * 64, "now": 2.0, "role": "trainer"}
-        for name in ("pi-1", "pi-2", "pi-3"):
-            store.enroll_device(device_id=name, public_key=name.encode(), **join)
+        enroll(store, "pi-1", "pi-2", "pi-3")
         store.remove_device("pi-1", at=3.0)
         unit = start("--kind", kind)
         unit.wait_until_up()
@@ -187,19 +154,15 @@ def test_removed_devices_are_shut_out_at_the_start_and_while_it_runs(start, kind
 
         assert heard() == {"pi-2", "pi-3"}
         store.remove_device("pi-2", at=4.0)
-        store.enroll_device(device_id="pi-1", public_key=b"another", **join)
+        enroll(store, "pi-1")
         mqtt_tools.eventually(lambda: heard() == {"pi-1", "pi-3"})
 
 
-@pytest.mark.skipif(mosquitto_path() is None, reason="mosquitto is not installed")
+@pytest.mark.extended
+@pytest.mark.skipif(mosquitto_path() is None, reason="mosquitto is not installed: apt-get install mosquitto")
 def test_a_device_stays_shut_out_when_mosquitto_was_killed(start, client, directory, mqtt_tools):
     with Store.open(directory.database) as store:
-        store.add_token(
-            token_id="t", secret_sha256="0" * 64, expires_at=9e9, uses=9, groups=(), role=None, created_at=1.0
-        )
-        store.enroll_device(
-            token_id="t", secret_sha256="0" * 64, now=2.0, device_id="pi-1", public_key=b"k", role="trainer"
-        )
+        enroll(store, "pi-1")
         unit = start("--kind", "mosquitto")
         unit.wait_until_up()
         store.remove_device("pi-1", at=3.0)
@@ -266,29 +229,24 @@ def _hello(directory):
         connection.close()
 
 
-def test_a_coordinator_beside_it_needs_no_files_and_sends_boards_to_its_own_host(start, kind, directory, mqtt_tools):
-    unit = start("--kind", kind)
+@pytest.mark.extended
+def test_a_coordinator_beside_it_needs_no_files_and_none_of_its_own_and_sends_boards_to_its_own_host(
+    start, directory, monkeypatch
+):
+    unit = start("--kind", "embedded")
     spec = re.search(r"--broker (\S+)", unit.wait_until_up())[1]
     with Coordinator(directory, _options(directory, broker=spec), assemble) as coordinator:
         assert coordinator._mqtt.bus.wait_connected(60)
         # A board elsewhere would look for 127.0.0.1 on itself.
         assert _hello(directory)["broker"] == {"port": unit.port, "host": None}
-    assert unit.process.poll() is None
-
-
-def test_a_broker_elsewhere_is_named_to_boards(directory):
-    with Coordinator(directory, _options(directory, broker="mqtts://no-such-host.invalid:1883"), assemble):
-        assert _hello(directory)["broker"] == {"port": 1883, "host": "no-such-host.invalid"}
-
-
-def test_a_coordinator_with_a_broker_of_its_own_is_refused_beside_it_and_the_other_way_round(start, directory):
-    unit = start("--kind", "embedded")
-    unit.wait_until_up()
-    coordinator = Coordinator(directory, _options(directory), assemble)
-    with pytest.raises(StoreError, match=r"a broker runs on .* --broker mqtts://HOST:PORT"), coordinator:
+    with pytest.raises(StoreError, match="a broker runs on"), Coordinator(directory, _options(directory), assemble):
         pass
+    assert unit.process.poll() is None
     unit.end()
     with Coordinator(directory, _options(directory), assemble):
         second = start("--kind", "embedded")
         assert second.process.wait(60) == 10
-    start("--kind", "embedded").wait_until_up()
+    monkeypatch.setattr(mqtt_side, "BUS_TIMEOUT_S", 0.1)
+    elsewhere = "mqtts://no-such-host.invalid:1883"
+    with Coordinator(directory, _options(directory, broker=elsewhere), assemble):
+        assert _hello(directory)["broker"] == {"port": 1883, "host": "no-such-host.invalid"}

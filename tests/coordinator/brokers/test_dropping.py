@@ -60,8 +60,9 @@ def listening(
             ):
                 listener.name = _common_name(secured)
                 listener.heard = secured.recv(1024)
-                secured.sendall(listener.answer)
-                listener.heard += secured.recv(1024)
+                if listener.answer:
+                    secured.sendall(listener.answer)
+                    listener.heard += secured.recv(1024)
             listener.is_over.set()
 
         thread = threading.Thread(target=serve)
@@ -91,25 +92,20 @@ def test_the_longest_name_still_fits_one_length_byte() -> None:
     assert (packet[0], packet[1], len(packet)) == (0x10, len(packet) - 2, 77)
 
 
-def test_a_broker_that_hangs_up_without_an_answer_has_dropped_nobody(tmp_path: Path, authority: pki.KeyPair) -> None:
-    with listening(tmp_path, authority, answer=b"") as listener:
-        assert not drop_client("127.0.0.1", listener.port, "pi-1", authority=authority, ca=tmp_path / "ca.pem")
-
-
-def test_a_stranger_on_the_port_gets_no_packet_and_it_is_said(
-    tmp_path: Path, authority: pki.KeyPair, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("who", ["one that hangs up", "a stranger", "nobody"])
+def test_where_no_broker_of_the_fleet_answers_nobody_is_dropped_and_it_is_said(
+    who: str, tmp_path: Path, authority: pki.KeyPair, free_port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    other = pki.create_authority("lab")
-    with listening(tmp_path, authority, of=other) as listener:
-        assert not drop_client("127.0.0.1", listener.port, "pi-1", authority=authority, ca=tmp_path / "ca.pem")
-    assert listener.heard == b""
-    assert "pi-1 may still be connected" in caplog.text
+    def drop(port: int) -> bool:
+        return drop_client("127.0.0.1", port, "pi-1", authority=authority, ca=tmp_path / "ca.pem")
 
-
-def test_nobody_on_the_port_is_said(
-    tmp_path: Path, authority: pki.KeyPair, free_port: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert not drop_client("127.0.0.1", free_port, "pi-1", authority=authority, ca=tmp_path / "ca.pem")
+    if who == "nobody":
+        assert not drop(free_port)
+    else:
+        other = pki.create_authority("lab") if who == "a stranger" else authority
+        with listening(tmp_path, authority, answer=b"", of=other) as listener:
+            assert not drop(listener.port)
+        assert bool(listener.heard) is (who != "a stranger")
     assert "pi-1 may still be connected" in caplog.text
 
 

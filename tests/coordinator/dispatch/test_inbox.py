@@ -8,87 +8,8 @@ import time
 
 import pytest
 
-from edgefl.coordinator.dispatch.inbox import HELD_BYTES, PATIENCE_S, PORTION_BYTES, Inbox, Load
-
-
-@pytest.fixture
-def inbox() -> Inbox[int]:
-    return Inbox()
-
-
-def _fill(inbox: Inbox[int]) -> int:
-    """Puts in as much as may wait, and returns how many items that are."""
-    number = HELD_BYTES // (PORTION_BYTES // 4) + 1
-    for item in range(number):
-        inbox.put(item, PORTION_BYTES // 4)
-    return number
-
-
-def test_what_came_is_taken_in_its_order_and_all_at_once_while_it_is_small(inbox: Inbox[int]) -> None:
-    for item in range(1000):
-        inbox.put(item)
-    assert inbox.take(0.0) == list(range(1000))
-    assert inbox.take(0.0) == []
-
-
-def test_it_waits_for_the_first_item_and_no_longer(inbox: Inbox[int]) -> None:
-    threading.Timer(0.1, inbox.put, [7]).start()
-    began_s = time.monotonic()
-    assert inbox.take(60.0) == [7]
-    assert time.monotonic() - began_s < 30
-    assert inbox.take(0.01) == []
-
-
-def test_large_items_are_taken_in_portions_and_none_is_left_behind(inbox: Inbox[int]) -> None:
-    number = _fill(inbox)
-    assert inbox.take(0.0) == [0, 1, 2, 3]
-    taken = [0, 1, 2, 3]
-    while portion := inbox.take(0.0):
-        assert len(portion) <= 4
-        taken += portion
-    assert taken == list(range(number))
-
-
-def test_an_item_larger_than_a_portion_is_taken_alone(inbox: Inbox[int]) -> None:
-    inbox.put(1, 3 * PORTION_BYTES)
-    inbox.put(2, 1)
-    assert inbox.take(0.0) == [1]
-    assert inbox.take(0.0) == [2]
-
-
-def test_who_brings_a_body_waits_until_there_is_room(inbox: Inbox[int]) -> None:
-    _fill(inbox)
-    is_in = threading.Event()
-    bringer = threading.Thread(target=lambda: (inbox.put(-1, 1), is_in.set()))
-    bringer.start()
-    assert not is_in.wait(PATIENCE_S / 4)
-    inbox.take(0.0)
-    assert is_in.wait(PATIENCE_S / 2)
-    bringer.join()
-
-
-def test_who_brings_no_body_never_waits(inbox: Inbox[int]) -> None:
-    number = _fill(inbox)
-    began_s = time.monotonic()
-    inbox.put(-1)
-    assert time.monotonic() - began_s < PATIENCE_S / 2
-    assert sum(len(iter_portion) for iter_portion in iter(lambda: inbox.take(0.0), [])) == number + 1
-
-
-def test_a_run_that_takes_nothing_holds_nobody_up_for_long(inbox: Inbox[int]) -> None:
-    _fill(inbox)
-    began_s = time.monotonic()
-    inbox.put(-1, 1)
-    assert PATIENCE_S / 2 < time.monotonic() - began_s < 30
-
-
-def test_nobody_waits_for_a_run_that_is_over(inbox: Inbox[int]) -> None:
-    _fill(inbox)
-    threading.Timer(0.1, inbox.close).start()
-    began_s = time.monotonic()
-    inbox.put(-1, 1)
-    inbox.put(-1, 1)
-    assert time.monotonic() - began_s < PATIENCE_S
+from edgefl.coordinator.dispatch import inbox as module
+from edgefl.coordinator.dispatch.inbox import HELD_BYTES, PORTION_BYTES, Inbox, Load
 
 
 class Shelf:
@@ -105,60 +26,108 @@ class Shelf:
         return lambda: None if self.loses else item
 
 
-def _bring(inbox: Inbox[int], items: range) -> None:
-    """Puts in a body for each item, each in a thread of its own."""
-    bringers = [threading.Thread(target=inbox.put, args=(item, PORTION_BYTES)) for item in items]
+@pytest.fixture
+def patience_s(monkeypatch: pytest.MonkeyPatch) -> float:
+    monkeypatch.setattr(module, "PATIENCE_S", 0.2)
+    return 0.2
+
+
+@pytest.fixture
+def shelf() -> Shelf:
+    return Shelf()
+
+
+@pytest.fixture
+def inbox(shelf: Shelf, patience_s: float) -> Inbox[int]:
+    return Inbox(shelf.lay_aside)
+
+
+def _fill(inbox: Inbox[int]) -> int:
+    """Puts in as much as may wait, and returns how many items that are."""
+    number = HELD_BYTES // (PORTION_BYTES // 4) + 1
+    for item in range(number):
+        inbox.put(item, PORTION_BYTES // 4)
+    return number
+
+
+def _all(inbox: Inbox[int]) -> list[int]:
+    return [item for portion in iter(lambda: inbox.take(0.0), []) for item in portion]
+
+
+def test_small_items_are_taken_at_once_in_their_order_and_large_ones_in_portions(inbox: Inbox[int]) -> None:
+    for item in range(1000):
+        inbox.put(item)
+    assert inbox.take(0.0) == list(range(1000))
+    assert inbox.take(0.0) == []
+    number = _fill(inbox)
+    assert inbox.take(0.0) == [0, 1, 2, 3]
+    assert _all(inbox) == list(range(4, number))
+    inbox.put(1, 3 * PORTION_BYTES)
+    inbox.put(2, 1)
+    assert (inbox.take(0.0), inbox.take(0.0)) == ([1], [2])
+
+
+def test_it_waits_for_the_first_item_and_no_longer(inbox: Inbox[int]) -> None:
+    threading.Timer(0.05, inbox.put, [7]).start()
+    began_s = time.monotonic()
+    assert inbox.take(60.0) == [7]
+    assert time.monotonic() - began_s < 30
+    assert inbox.take(0.01) == []
+
+
+def test_who_brings_a_body_waits_until_there_is_room_and_who_brings_none_never(
+    inbox: Inbox[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PATIENCE_S", 60.0)
+    number, is_in = _fill(inbox), threading.Event()
+    inbox.put(number)
+    bringer = threading.Thread(target=lambda: (inbox.put(number + 1, 1), is_in.set()))
+    bringer.start()
+    assert not is_in.wait(0.1)
+    taken = inbox.take(0.0)
+    assert is_in.wait(30)
+    bringer.join()
+    assert [*taken, *_all(inbox)] == list(range(number + 2))
+
+
+@pytest.mark.parametrize("ends", ["close", "patience"])
+def test_nobody_waits_for_a_run_that_is_over_or_for_long(inbox: Inbox[int], ends: str, patience_s: float) -> None:
+    _fill(inbox)
+    if ends == "close":
+        inbox.close()
+    began_s = time.monotonic()
+    inbox.put(-1, 1)
+    assert (time.monotonic() - began_s >= patience_s / 2) is (ends == "patience")
+
+
+@pytest.mark.parametrize("shelf_is", ["free", "full", "lost"])
+def test_what_comes_while_a_run_stands_still_is_laid_aside_where_there_is_room_for_it(
+    inbox: Inbox[int], shelf: Shelf, shelf_is: str
+) -> None:
+    shelf.is_full = shelf_is == "full"
+    bringers = [threading.Thread(target=inbox.put, args=(item, PORTION_BYTES)) for item in range(20)]
     for bringer in bringers:
         bringer.start()
     for bringer in bringers:
         bringer.join(60)
-        assert not bringer.is_alive()
-
-
-def test_what_comes_while_a_run_stands_still_is_laid_aside_and_not_held_in_memory() -> None:
-    shelf = Shelf()
-    inbox = Inbox[int](shelf.lay_aside)
-    _bring(inbox, range(40))
-    assert inbox.num_held_bytes <= HELD_BYTES + PORTION_BYTES
-    assert len(shelf.taken) >= 40 - (HELD_BYTES // PORTION_BYTES + 1)
-    found = [item for portion in iter(lambda: inbox.take(0.0), []) for item in portion]
-    assert sorted(found) == list(range(40))
-    assert inbox.num_held_bytes == 0
-
-
-def test_what_cannot_be_laid_aside_comes_all_the_same() -> None:
-    shelf = Shelf()
-    shelf.is_full = True
-    inbox = Inbox[int](shelf.lay_aside)
-    _bring(inbox, range(6))
-    assert sorted(item for portion in iter(lambda: inbox.take(0.0), []) for item in portion) == list(range(6))
-
-
-def test_what_was_laid_aside_and_is_lost_takes_nothing_else_with_it() -> None:
-    shelf = Shelf()
-    inbox = Inbox[int](shelf.lay_aside)
-    _bring(inbox, range(6))
-    shelf.loses = True
+    if shelf_is != "full":
+        assert inbox.num_held_bytes <= HELD_BYTES + PORTION_BYTES
+        assert len(shelf.taken) >= 20 - (HELD_BYTES // PORTION_BYTES + 1)
+    shelf.loses = shelf_is == "lost"
     inbox.put(-1)
-    found = [item for _ in range(10) for item in inbox.take(0.0)]
-    assert sorted([*found, *shelf.taken]) == [-1, 0, 1, 2, 3, 4, 5]
-
-
-def test_nothing_is_laid_aside_while_there_is_room() -> None:
-    shelf = Shelf()
-    inbox = Inbox[int](shelf.lay_aside)
-    for item in range(10):
-        inbox.put(item, PORTION_BYTES)
-        assert inbox.take(0.0) == [item]
-    assert shelf.taken == []
+    found = [item for _ in range(30) for item in inbox.take(0.0)]
+    assert sorted([*found, *(shelf.taken if shelf.loses else [])]) == list(range(-1, 20))
+    assert inbox.num_held_bytes == 0
+    inbox.put(7, PORTION_BYTES)
+    assert (inbox.take(0.0), 7 in shelf.taken[20:]) == ([7], False), "there is room again"
 
 
 @pytest.mark.parametrize("is_full", [False, True], ids=["laid aside", "no room on disk"])
-def test_an_event_loop_never_waits_for_room(*, is_full: bool) -> None:
-    shelf = Shelf()
-    shelf.is_full = is_full
-    inbox = Inbox[int](shelf.lay_aside)
-    number = _fill(inbox)
+def test_an_event_loop_never_waits_for_room(
+    inbox: Inbox[int], shelf: Shelf, monkeypatch: pytest.MonkeyPatch, *, is_full: bool
+) -> None:
+    monkeypatch.setattr(module, "PATIENCE_S", 60.0)
+    shelf.is_full, number = is_full, _fill(inbox)
 
     async def bring() -> None:
         for item in range(number, number + 5):
@@ -166,6 +135,6 @@ def test_an_event_loop_never_waits_for_room(*, is_full: bool) -> None:
 
     began_s = time.monotonic()
     asyncio.run(bring())
-    assert time.monotonic() - began_s < PATIENCE_S
+    assert time.monotonic() - began_s < 30
     assert shelf.taken == ([] if is_full else list(range(number, number + 5)))
-    assert [item for portion in iter(lambda: inbox.take(0.0), []) for item in portion] == list(range(number + 5))
+    assert _all(inbox) == list(range(number + 5))

@@ -31,8 +31,12 @@ from edgefl.types import Assignment, Decision, DeviceInfo, Event, LocalPlan, Ord
 NEEDED: dict[str, dict[str, Any]] = {"fedbuff": {"buffer_size": 4}, "gradient-tracking": {"exchanges_per_round": 4}}
 NEEDED |= {name: {"iterations": 2} for name in ("ad-psgd", "admm-isvr", "dsgd", "k-gt", "pdmm-isvr")}
 CODECS = ("dense", "dense|fp16", "dense|int8")
-# Those whose devices go on by themselves take their own way; see `resuming`.
-STRATEGIES = sorted(BUILT_IN)
+ROUNDS = dict.fromkeys(("ad-psgd", "admm-isvr", "d2", "dsgd", "gradient-tracking", "k-gt", "pdmm-isvr"), 1)
+"""Of strategies whose nodes talk to each other: with hundreds of turns to a round."""
+STRATEGIES = [
+    pytest.param(name, marks=[pytest.mark.extended] if name in ROUNDS and name != "dsgd" else [])
+    for name in sorted(BUILT_IN)
+]
 
 
 class ReachedError(Exception):
@@ -162,30 +166,36 @@ def replay(
     raise AssertionError("the run came to its end without asking for anything new")
 
 
+def entries_after(folder: Path, record: int = 0) -> list[Any]:
+    """What the journal has, without what it may have of a turn that never ended."""
+    entries = [entry for _, entry in journal_entries(folder, unpack_tensors, after=record)]
+    return entries[: last_turn(entries)]
+
+
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_the_journal_brings_a_run_to_the_same_state_turn_by_turn(tmp_path: Path, name: str) -> None:
-    played = play(tmp_path, name, 1)
+def test_the_journal_brings_a_run_to_the_same_state_turn_by_turn_from_its_start_and_from_checkpoints(
+    tmp_path: Path, name: str
+) -> None:
+    rounds = ROUNDS.get(name, 4)
+    played = play(tmp_path, name, 2, rounds=rounds)
     assert played.reason.startswith("rounds reached")
-    entries = [entry for _, entry in journal_entries(tmp_path, unpack_tensors)]
-    assert replay(entries[: last_turn(entries)], name, 1) == played.digests
+    assert replay(entries_after(tmp_path), name, 2, rounds=rounds) == played.digests
+    for number, whole in list(played.wholes.items())[:2]:
+        entries = entries_after(tmp_path, played.records[number])
+        assert replay(entries, name, 2, whole, rounds=rounds) == played.digests[number:]
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_a_checkpoint_and_the_journal_behind_it_bring_a_run_to_the_same_state(tmp_path: Path, name: str) -> None:
-    played = play(tmp_path, name, 2)
-    for number, whole in list(played.wholes.items())[:3]:
-        entries = [entry for _, entry in journal_entries(tmp_path, unpack_tensors, after=played.records[number])]
-        assert replay(entries[: last_turn(entries)], name, 2, whole) == played.digests[number:]
-
-
-@pytest.mark.parametrize("name", ["fedavg", "fedasync", "esync", "admm-isvr"])
-def test_who_was_refused_and_how_often_comes_back_from_the_journal(tmp_path: Path, name: str) -> None:
-    played = play(tmp_path, name, 4, rounds=8, faults={**FAULTS, "h": "diverges"}, every=4)
+@pytest.mark.parametrize(
+    ("name", "rounds"),
+    [("fedavg", 8), ("fedasync", 8), ("esync", 8), pytest.param("admm-isvr", 2, marks=pytest.mark.extended)],
+)
+def test_who_was_refused_and_how_often_comes_back_from_the_journal(tmp_path: Path, name: str, rounds: int) -> None:
+    played = play(tmp_path, name, 4, rounds=rounds, faults={**FAULTS, "h": "diverges"}, every=4)
     assert played.gate.guard.flagged == {"h"}
     strikes = set()
-    for number, whole in [(0, None), *list(played.wholes.items())[:5]]:
-        entries = [entry for _, entry in journal_entries(tmp_path, unpack_tensors, after=played.records[number])]
-        assert replay(entries[: last_turn(entries)], name, 4, whole, rounds=8) == played.digests[number:]
+    for number, whole in [(0, None), *list(played.wholes.items())[:4]]:
+        entries = entries_after(tmp_path, played.records[number])
+        assert replay(entries, name, 4, whole, rounds=rounds) == played.digests[number:]
         strikes.add(unpack_state(whole[1], Standing).guard.strikes.get("h", 0) if whole else 0)
     assert len(strikes) > 1, "some of the refusals lie behind a checkpoint, some before it"
 
@@ -198,19 +208,18 @@ def test_what_auto_has_learnt_of_its_devices_comes_back_with_a_checkpoint(tmp_pa
     assert learnt is not None
     assert {way.rung for way in learnt.ways.values()} == {1, 2}, "those whose assignments were lost are a step harder"
     assert learnt.share != Learnt().share, "scores that stall have moved it"
-    entries = [entry for _, entry in journal_entries(tmp_path, unpack_tensors, after=played.records[number])]
-    found = replay(entries[: last_turn(entries)], name, 2, whole, rounds=8, is_auto=True)
+    found = replay(entries_after(tmp_path, played.records[number]), name, 2, whole, rounds=8, is_auto=True)
     assert len(found) > 1
     assert found == played.digests[number:]
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedasync", "esync", "adacomp", "dsgd"])
 def test_a_journal_that_ends_anywhere_is_followed_to_its_end(tmp_path: Path, name: str) -> None:
-    played = play(tmp_path, name, 3)
-    entries = [entry for _, entry in journal_entries(tmp_path, unpack_tensors)]
+    rounds = ROUNDS.get(name, 4)
+    played, entries = play(tmp_path, name, 3, rounds=rounds), entries_after(tmp_path)
     rng = np.random.default_rng(0)
-    for length in sorted(rng.permutation(last_turn(entries))[:12].tolist()):
-        found = replay(entries[:length], name, 3)
+    for length in sorted(rng.permutation(len(entries))[:8].tolist()):
+        found = replay(entries[:length], name, 3, rounds=rounds)
         turns = sum(isinstance(entry, Turn) for entry in entries[:length])
         # What came of the last turn may have been cut off: it is as if the rest of it had not come yet.
         assert found[:turns] == played.digests[:turns]
@@ -271,18 +280,13 @@ def test_what_was_recalled_before_the_coordinator_ended_is_recalled_again(
     assert boards.told == recalls[:1]
 
 
-def test_a_strategy_that_does_something_else_is_found_out(tmp_path: Path) -> None:
+def test_a_journal_of_another_strategy_or_without_what_the_loop_saw_is_found_out(tmp_path: Path) -> None:
     play(tmp_path, "fedavg", 1)
     entries = [entry for _, entry in journal_entries(tmp_path, unpack_tensors)]
     with pytest.raises(ReplayError, match="the journal has"):
         replay(entries, "fedasync", 1)
-
-
-def test_a_journal_that_does_not_say_what_the_loop_saw_is_no_script(tmp_path: Path) -> None:
-    play(tmp_path, "fedavg", 1)
-    entries = [entry for _, entry in journal_entries(tmp_path, unpack_tensors) if not isinstance(entry, Turn)]
     with pytest.raises(ReplayError, match="does not say what the loop saw"):
-        Script(entries)
+        Script([entry for entry in entries if not isinstance(entry, Turn)])
 
 
 def test_a_standing_comes_back_as_it_was_saved() -> None:

@@ -6,17 +6,16 @@ import time
 
 import numpy as np
 import pytest
+from small_fleet import SmallFleet
 
 from edgefl.compression.codec import make_codec
 from edgefl.compression.decoding import decode_body
+from edgefl.coordinator.dispatch import inbox
 from edgefl.coordinator.dispatch.door import COME_BACK_S
 from edgefl.coordinator.dispatch.fleet_book import FleetBook
-from edgefl.coordinator.dispatch.inbox import HELD_BYTES
 from edgefl.coordinator.dispatch.journaled_fleet import Given
 from edgefl.coordinator.dispatch.live_fleet import EVALUATION_DEADLINE_S, FleetRun, InterruptedRunError, LiveFleet
 from edgefl.coordinator.dispatch.outstanding import LOST_AFTER_S
-from edgefl.coordinator.fleet.presence import Presence
-from edgefl.coordinator.fleet.roster import Roster
 from edgefl.coordinator.mail import Reply
 from edgefl.errors import NetworkError
 from edgefl.protocol import EVALUATOR_NAME, Capabilities, Heartbeat, Status
@@ -107,9 +106,7 @@ class Source:
 class Site:
     def __init__(self, *, has_deltas=False, max_decoded_bytes=2**20, folder=None, **options):
         self.clock, self.mail, self.bell, self.source = Clock(), Mail(), Bell(), Source()
-        self.presence = Presence()
-        self.roster = Roster(self.presence, self.clock)
-        self.roster.note_bus(connected=True)
+        self.roster = SmallFleet(clock=self.clock).roster
         self.codec = make_codec("dense", SHAPES)
         settings = {"groups": (), "names": (), "join_at_start": False, **options}
         run = FleetRun(
@@ -152,19 +149,15 @@ class Site:
         return [event for event in self.events() if isinstance(event, kind)]
 
     def reply(self, node_id, key="a-1", *, body=None, instruction="", metrics=None, **header):
+        if "all_metrics" in header:
+            header["metrics"] = header.pop("all_metrics")
         whole = {"v": 1, "run": RUN, "assignment": f"{RUN}/{key}"}
         whole["metrics"] = {"iterations": 4, "num_examples": 10, "loss": 0.5, "compute_s": 2.0, **(metrics or {})}
         encoded = self.codec.encode({"w": np.ones(3, np.float32)}, derived_rng(0)) if body is None else body
         self.fleet.post(
-            Reply(
-                node_id=node_id,
-                instruction_id=instruction,
-                header={**whole, **header},
-                body=encoded,
-                bytes_up=len(encoded),
-                bytes_down=99,
-            )
-        )
+            Reply(node_id=node_id, instruction_id=instruction, header={**whole, **header}, body=encoded,
+                  bytes_up=len(encoded), bytes_down=99)
+        )  # fmt: skip
 
 
 def training(key="a-1", device="pi", base=0, **options):
@@ -191,24 +184,22 @@ def lost(site):
     return [(event.assignment_id, event.outcome, event.reason) for event in site.of(Lost)]
 
 
-def test_an_order_is_sent_with_its_plan_and_the_bell_is_rung(site):
-    site.give(training(codec="dense|fp16", settled=("a-0",)))
-    ((node_id, kind, header, body),) = site.mail.sent
-    assert (node_id, kind, site.bell.rung) == (101, "train", ["pi"])
+def restart(site, session=2):
+    """The agent of pi is another process from now on."""
+    site.say("pi", "online", boot=f"boot-{session}", session=session)
+
+
+def test_an_order_is_sent_with_its_plan_under_the_run_s_name_and_the_bell_is_rung(site):
+    site.give(training(codec="dense|fp16", settled=("a-0",)), training("b", block=0))
+    (node_id, kind, header, body), (_, _, second, _) = site.mail.sent
+    assert (node_id, kind, site.bell.rung) == (101, "train", ["pi", "pi"])
     assert header["plan"] == {
         "algorithm": "sgd", "iterations": 4, "batch_size": 32, "learning_rate": 0.05, "momentum": 0.5,
         "weight_decay": 0.0, "options": {}, "keeps_state": False, "report_progress": False,
     }  # fmt: skip
-    assert header["run"] == RUN
-    assert (header["version"], header["codec"]) == (0, "dense|fp16")
+    assert (header["run"], header["assignment"], header["settled"]) == (RUN, "run-1/a-1", ["run-1/a-0"])
+    assert (header["version"], header["codec"], "block" in header, second["block"]) == (0, "dense|fp16", False, 0)
     assert decode_body(body.inline, SHAPES)["w"].tolist() == [0.0] * 3
-
-
-def test_devices_know_an_assignment_by_run_and_id_so_that_runs_cannot_be_mixed_up(site):
-    site.give(training(settled=("a-0",)), Recall(assignment_id="a-1", device_id="pi"))
-    assert site.mail.sent[0][2]["assignment"] == "run-1/a-1"
-    assert site.mail.sent[0][2]["settled"] == ["run-1/a-0"]
-    assert site.bell.commands == [("pi", "recall", "run-1/a-1")]
 
 
 def test_an_update_comes_back_with_everything_that_was_measured(site):
@@ -222,21 +213,21 @@ def test_an_update_comes_back_with_everything_that_was_measured(site):
     metrics = update.metrics
     assert (metrics.iterations, metrics.num_examples, metrics.loss, metrics.compute_s) == (4, 10, 0.5, 2.0)
     assert metrics.send_s == pytest.approx(1.0, abs=0.5)
-    assert (metrics.bytes_up, metrics.bytes_down) == (len(update.body), 99)
-    assert metrics.extra == {"gap": 0.25}
+    assert (metrics.bytes_up, metrics.bytes_down, metrics.extra) == (len(update.body), 99, {"gap": 0.25})
     assert site.fleet.view().busy == {}
     assert site.fleet.view().speeds["pi"].seconds_per_iteration == 0.5
     assert site.roster.facts()[0]["seconds_per_iteration"] == 0.5
 
 
-def test_an_update_for_which_there_was_no_room_comes_from_disk_as_it_was(tmp_path):
+def test_an_update_for_which_there_was_no_room_comes_from_disk_as_it_was(tmp_path, monkeypatch):
+    monkeypatch.setattr(inbox, "PATIENCE_S", 0.05)
     site = Site(folder=tmp_path)
     node = site.add("pi")
     site.events()
     site.give(training())
-    site.reply(node, "another", body=bytes(HELD_BYTES + 1))  # nobody waits for it, and the run is busy
+    site.reply(node, "another", body=bytes(inbox.HELD_BYTES + 1))  # nobody waits for it, and the run is busy
     site.reply(node)
-    assert site.fleet._inbox.num_held_bytes == HELD_BYTES + 1
+    assert site.fleet._inbox.num_held_bytes == inbox.HELD_BYTES + 1
     assert list(tmp_path.iterdir()) == []
     assert site.events() == []
     (update,) = site.of(Update)
@@ -245,21 +236,14 @@ def test_an_update_for_which_there_was_no_room_comes_from_disk_as_it_was(tmp_pat
     site.fleet.close()
 
 
-def test_the_model_is_encoded_once_per_version_whoever_gets_it(site):
+def test_the_model_is_encoded_once_per_version_and_busy_holds_training_alone(site):
     site.add("pi-2")
-    site.give(training("a"), training("b", "pi-2"), evaluation(key="e"))
+    site.give(training("a"), training("b"), evaluation("pi-2", "e"))
     assert site.source.num_encoded == 1
+    assert (site.fleet.view().busy, site.fleet.view().idle) == ({"pi": ["a", "b"]}, ["pi-2"])
     site.source.version = 1
     site.give(training("c"))
     assert site.source.num_encoded == 2
-
-
-def test_busy_holds_training_and_not_evaluations(site):
-    site.add("pi-2")
-    site.give(training("a"), training("b"), evaluation("pi-2"))
-    view = site.fleet.view()
-    assert view.busy == {"pi": ["a", "b"]}
-    assert view.idle == ["pi-2"]
 
 
 def test_an_evaluation_comes_back_with_its_source(site):
@@ -274,8 +258,21 @@ def test_an_evaluation_comes_back_with_its_source(site):
     assert site.mail.sent[0][1] == "evaluate"
 
 
+def test_a_device_s_own_model_is_sent_for_its_evaluation_and_comes_back_under_its_name(site):
+    node = site.add("judge", role="evaluator")
+    orders = [
+        Evaluation(assignment_id=f"e-{subject}", device_id="judge", version=3, round=3, subject=subject)
+        for subject in ("", "pi")
+    ]
+    site.give(*orders)
+    assert [decode_body(body.inline, SHAPES)["w"].tolist() for *_, body in site.mail.sent] == [[0.0] * 3, [7.0] * 3]
+    for key in ("e-pi", "e-"):
+        site.reply(node, key, metrics={"num_examples": 20, "loss": 0.5, "accuracy": 0.75}, body=b"")
+    assert [(event.assignment_id, event.subject) for event in site.of(Evaluated)] == [("e-pi", "pi"), ("e-", "")]
+
+
 @pytest.mark.parametrize("state", ["goodbye", "silence", "removal"])
-def test_a_device_that_leaves_loses_all_its_work(site, state):
+def test_a_device_that_leaves_loses_all_its_work_and_is_announced_when_it_comes_back(site, state):
     site.give(training("a"), evaluation(key="e"))
     if state == "goodbye":
         site.say("pi", "offline")
@@ -288,6 +285,9 @@ def test_a_device_that_leaves_loses_all_its_work(site, state):
     assert site.mail.open == {}
     view = site.fleet.view()
     assert (dict(view.devices), view.idle, view.busy) == ({}, [], {})
+    if state != "removal":
+        restart(site)
+        assert site.of(Joined) == [Joined(device_id="pi")]
 
 
 def test_a_device_that_is_only_late_keeps_its_work(site):
@@ -302,21 +302,12 @@ def test_a_device_that_is_only_late_keeps_its_work(site):
 def test_a_draining_device_finishes_and_gets_no_more(site):
     site.give(training())
     site.say("pi", "draining")
-    assert site.events() == []
-    assert site.fleet.view().idle == []
+    assert (site.events(), site.fleet.view().idle) == ([], [])
     site.reply(101)
-    assert len(site.of(Update)) == 1
-    assert site.fleet.view().idle == []
+    assert (len(site.of(Update)), site.fleet.view().idle) == (1, [])
     site.say("pi", "online")
     assert site.of(Joined) == [Joined(device_id="pi")]
     assert site.fleet.view().idle == ["pi"]
-
-
-def test_a_device_that_comes_back_is_announced(site):
-    site.say("pi", "offline")
-    site.events()
-    site.say("pi", "online", boot="boot-2", session=2)
-    assert Joined(device_id="pi") in site.events()
 
 
 def test_new_shards_are_announced_and_make_a_device_eligible(site):
@@ -328,108 +319,69 @@ def test_new_shards_are_announced_and_make_a_device_eligible(site):
     assert site.fleet.view().idle == ["empty", "pi"]
 
 
-def test_past_its_deadline_an_assignment_is_recalled_and_given_up(site):
-    site.give(training(deadline_s=30.0))
+def test_past_its_deadline_an_order_is_recalled_and_given_up_and_the_wait_ends_there(site):
+    site.give(training(deadline_s=30.0), evaluation())
     assert site.events() == []
     site.clock.jumped_s += 31.0
     assert lost(site) == [("a-1", Outcome.LOST, "not back within 30 s")]
     assert site.bell.commands == [("pi", "recall", "run-1/a-1")]
     site.reply(101)
     assert site.events() == []
-
-
-def test_an_evaluation_has_a_deadline_of_its_own(site):
-    site.give(evaluation())
     site.clock.jumped_s += EVALUATION_DEADLINE_S
     assert [key for key, _, _ in lost(site)] == ["e-1"]
-
-
-def test_waiting_ends_at_a_deadline_and_not_only_at_its_own_time(site):
-    site.give(training(deadline_s=0.05))
+    site.give(training("a-2", deadline_s=0.05))
     started = time.monotonic()
-    events = site.fleet.wait(site.clock() + 30.0)
+    assert [type(event) for event in site.fleet.wait(site.clock() + 30.0)] == [Lost]
     assert time.monotonic() - started < 10.0
-    assert [type(event) for event in events] == [Lost]
-
-
-def test_an_error_reply_is_a_failure_with_its_reason(site):
-    site.give(training())
-    site.reply(101, error="TaskError: no shard" + "x" * 9000, body=b"")
-    ((key, outcome, reason),) = lost(site)
-    assert (key, outcome) == ("a-1", Outcome.FAILED)
-    assert reason.startswith("TaskError: no shard")
-    assert len(reason) == 500
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"body": b""}, "unusable reply"),
-        ({"body": b"not a codec body"}, "unusable reply"),
+        *(({"body": body}, "unusable reply") for body in (b"", b"not a codec body")),
         ({"metrics": {"iterations": -1}}, "at least 0"),
         ({"metrics": {"num_examples": 2.5}}, "whole number"),
-        ({"metrics": {"num_examples": 1e300}}, "not a number"),
-        ({"metrics": {"num_examples": 10**400}}, "not a number"),
-        ({"metrics": {"num_examples": True}}, "not a number"),
-        ({"metrics": {"compute_s": "fast"}}, "not a number"),
-        ({"metrics": {"compute_s": float("inf")}}, "not a number"),
+        *(({"metrics": {"num_examples": value}}, "not a number") for value in (1e300, 10**400, True)),
+        *(({"metrics": {"compute_s": value}}, "not a number") for value in ("fast", float("inf"), None)),
         ({"metrics": {"compute_s": float("nan")}}, "finite"),
-        ({"metrics": {"compute_s": None}}, "not a number"),
+        *(({"all_metrics": value}, "") for value in (None, [], "text", {})),
+        *(({"metrics": {"accuracy": value, "loss": 0.0}}, "") for value in (1.5, float("nan"))),
+        ({"metrics": {"accuracy": 0.5, "loss": None}}, ""),
+        ({"assignment": f"{RUN}/other", "instruction": "instruction-1"}, "run-1/other"),
     ],
     ids=str,
 )
 def test_a_reply_that_makes_no_sense_is_refused_and_ends_nothing_else(site, options, reason):
-    site.give(training())
-    site.reply(101, **options)
+    is_evaluation = "accuracy" in options.get("metrics", {})
+    site.give(evaluation(key="a-1") if is_evaluation else training())
+    site.reply(101, **({"body": b""} if is_evaluation else {}), **options)
     ((key, outcome, text),) = lost(site)
     assert (key, outcome) == ("a-1", Outcome.REFUSED)
     assert reason in text
 
 
-@pytest.mark.parametrize("metrics", [None, [], "text", {}])
-def test_a_reply_without_metrics_is_refused(site, metrics):
-    site.give(training())
-    site.reply(101)
-    (reply,) = site.fleet._inbox.take(5.0)
+def test_an_error_reply_is_a_failure_of_what_it_replies_to_with_its_reason(site):
+    site.give(training("a"), training("b"))
+    site.reply(101, "a", error="TaskError: no shard" + "x" * 9000, body=b"")
     site.fleet.post(
-        Reply(
-            node_id=101,
-            instruction_id="",
-            header={"assignment": f"{RUN}/a-1", "metrics": metrics},
-            body=reply.body,
-            bytes_up=0,
-            bytes_down=0,
-        )
-    )
-    assert [outcome for _, outcome, _ in lost(site)] == [Outcome.REFUSED]
+        Reply(node_id=101, instruction_id="instruction-2", header={"error": "malformed reply"}, body=b"", bytes_up=1,
+              bytes_down=1)
+    )  # fmt: skip
+    (key, outcome, reason), second = lost(site)
+    assert (key, outcome, reason[:19], len(reason)) == ("a", Outcome.FAILED, "TaskError: no shard", 500)
+    assert second == ("b", Outcome.FAILED, "malformed reply")
 
 
-@pytest.mark.parametrize(
-    "metrics",
-    [{"accuracy": 1.5, "loss": 0.0}, {"accuracy": float("nan"), "loss": 0.0}, {"accuracy": 0.5, "loss": None}],
-)
-def test_an_evaluation_that_makes_no_sense_is_refused(site, metrics):
-    site.give(evaluation())
-    site.reply(101, "e-1", metrics={"num_examples": 3, **metrics}, body=b"")
-    assert [outcome for _, outcome, _ in lost(site)] == [Outcome.REFUSED]
-
-
-def test_a_reply_that_nobody_waits_for_is_dropped(site):
+def test_a_reply_that_nobody_waits_for_is_dropped_and_one_that_comes_twice_counts_once(site):
     site.add("pi-2")
     site.events()
     site.give(training())
     site.reply(101, "a-99")
     site.reply(102)  # another device's node
     site.reply(999)  # a node that nobody knows
-    site.reply(101, assignment="run-0/a-1")  # an earlier run
-    site.reply(101, assignment=None)
-    site.reply(101, assignment=[1])
-    assert site.events() == []
-    assert site.fleet.view().busy == {"pi": ["a-1"]}
-
-
-def test_a_reply_that_comes_twice_counts_once(site):
-    site.give(training())
+    for assignment in ("run-0/a-1", None, [1]):
+        site.reply(101, assignment=assignment)
+    assert (site.events(), site.fleet.view().busy) == ([], {"pi": ["a-1"]})
     site.reply(101)
     site.reply(101)
     assert len(site.events()) == 1
@@ -451,81 +403,33 @@ def test_replies_that_come_together_are_decoded_no_further_than_memory_allows():
     assert site.fleet.view().busy == {}
 
 
-def test_a_malformed_reply_is_a_failure_of_what_it_replies_to(site):
-    site.give(training("a"), training("b"))
-    site.fleet.post(
-        Reply(
-            node_id=101,
-            instruction_id="instruction-2",
-            header={"error": "malformed reply"},
-            body=b"",
-            bytes_up=1,
-            bytes_down=1,
-        )
-    )
-    assert lost(site) == [("b", Outcome.FAILED, "malformed reply")]
-
-
-def test_a_reply_under_a_wrong_name_is_refused_for_what_it_replies_to(site):
-    site.give(training("a"))
-    site.reply(101, "other", instruction="instruction-1")
-    ((key, outcome, reason),) = lost(site)
-    assert (key, outcome) == ("a", Outcome.REFUSED)
-    assert "run-1/other" in reason
-
-
 def test_after_a_restart_of_its_agent_a_device_gets_its_work_again(site):
     site.give(training("a"), evaluation(key="e"))
-    site.say("pi", "online", boot="boot-2", session=2)
+    restart(site)
     assert site.of(Lost) == []
-    assert [header["assignment"] for _, _, header, _ in site.mail.sent] == [
-        f"{RUN}/{k}" for k in ("a", "e", "a", "e")
-    ]
+    assert [header["assignment"] for _, _, header, _ in site.mail.sent] == [f"{RUN}/{key}" for key in "aeae"]
     assert set(site.mail.open) == {"instruction-3", "instruction-4"}
-    site.reply(101, "a")
+    site.reply(101, "a", instruction="instruction-1")
     assert len(site.of(Update)) == 1
+    assert set(site.mail.open) == {"instruction-4"}, "the answer to the first message makes the second one void"
 
 
-def test_what_was_handed_out_and_is_not_held_is_sent_again(site):
+def test_what_was_handed_out_and_is_not_held_is_sent_again_when_it_had_time_to_arrive(site):
+    def sent(after_s, seq, **held):
+        site.clock.jumped_s += after_s
+        site.beat("pi", seq=seq, **held)
+        assert site.events() == []
+        return set(site.mail.open)
+
     site.give(training())
+    assert sent(10 * LOST_AFTER_S, 1) == {"instruction-1"}, "it still waits to be pulled"
     site.mail.delivered.add("instruction-1")
-    site.beat("pi")
-    assert (site.events(), len(site.mail.sent)) == ([], 1)  # too early to say
-    site.clock.jumped_s += LOST_AFTER_S
-    site.beat("pi", seq=2)
-    assert (site.events(), set(site.mail.open)) == ([], {"instruction-2"})
+    assert sent(0, 2) == sent(LOST_AFTER_S - 1, 3) == {"instruction-1"}, "it may still be on its way"
+    assert sent(1, 4) == {"instruction-2"}
     site.mail.delivered.add("instruction-2")
-    site.beat("pi", seq=3)
-    assert (site.events(), len(site.mail.sent)) == ([], 2)  # it has had no time for the second one
-
-
-def test_what_was_handed_out_late_may_still_be_on_its_way(site):
-    site.give(training())
-    site.clock.jumped_s += 10 * LOST_AFTER_S  # a thousand others were served before
-    site.mail.delivered.add("instruction-1")
-    site.beat("pi")
-    site.clock.jumped_s += LOST_AFTER_S - 1
-    site.beat("pi", seq=2)
-    assert (site.events(), len(site.mail.sent)) == ([], 1)
-    site.clock.jumped_s += 1
-    site.beat("pi", seq=3)
-    assert (site.events(), set(site.mail.open)) == ([], {"instruction-2"})
-
-
-def test_what_is_held_or_still_waits_to_be_pulled_is_left_alone(site):
-    site.give(training("a"), training("b"))
-    site.mail.delivered.add("instruction-1")
-    site.clock.jumped_s += 10 * LOST_AFTER_S
-    site.beat("pi", holding=["a"])
-    assert (site.events(), len(site.mail.sent)) == ([], 2)
-
-
-def test_an_answer_that_flower_has_dropped_is_asked_for_again_though_the_device_holds_it(site):
-    site.give(training())
-    site.mail.cancel("instruction-1")
-    site.clock.jumped_s += LOST_AFTER_S
-    site.beat("pi", holding=["a-1"])
-    assert (site.events(), set(site.mail.open)) == ([], {"instruction-2"})
+    assert sent(0, 5) == sent(10 * LOST_AFTER_S, 6, holding=["a-1"]) == {"instruction-2"}
+    site.mail.cancel("instruction-2")  # Flower has dropped the place of the answer
+    assert sent(LOST_AFTER_S, 7, holding=["a-1"]) == {"instruction-3"}
 
 
 def test_a_reply_in_the_same_breath_as_a_heartbeat_without_it_is_taken(site):
@@ -536,38 +440,26 @@ def test_a_reply_in_the_same_breath_as_a_heartbeat_without_it_is_taken(site):
     site.clock.jumped_s += LOST_AFTER_S
     site.beat("pi", seq=2)
     site.reply(101)
-    assert len(site.of(Update)) == 1
-    assert len(site.mail.sent) == 1
+    assert (len(site.of(Update)), len(site.mail.sent)) == (1, 1)
 
 
-def test_the_answer_to_the_first_message_makes_the_second_one_void(site):
-    site.give(training())
-    site.say("pi", "online", boot="boot-2", session=2)
-    site.events()
-    site.reply(101, instruction="instruction-1")
-    assert len(site.of(Update)) == 1
-    assert site.mail.open == {}
-
-
-def test_what_flower_refuses_is_a_failure_and_the_device_is_free_again(site):
+def test_what_flower_refuses_and_what_is_for_a_stranger_is_a_failure_and_no_exception(site):
+    site.give(training("a", "stranger"), evaluation("stranger"))
+    assert [(key, outcome) for key, outcome, _ in lost(site)] == [("a", Outcome.FAILED), ("e-1", Outcome.FAILED)]
     site.mail.refuses = "finished run"
     site.give(training())
     assert lost(site) == [("a-1", Outcome.FAILED, "finished run")]
-    assert site.bell.rung == []
-    assert site.fleet.view().idle == ["pi"]
+    assert (site.mail.sent, site.bell.rung, site.fleet.view().idle) == ([], [], ["pi"])
 
 
-def test_an_order_for_a_device_that_has_not_joined_is_a_failure_and_no_exception(site):
-    site.give(training("a", "stranger"), evaluation("stranger"))
-    assert [(key, outcome) for key, outcome, _ in lost(site)] == [("a", Outcome.FAILED), ("e-1", Outcome.FAILED)]
-    assert site.mail.sent == []
-
-
-def test_a_recall_is_sent_once(site):
-    site.give(training())
+def test_a_recall_is_sent_once_to_each_agent_that_has_the_work(site):
+    site.give(Recall(assignment_id="a-9", device_id="pi"), training())
     for _ in range(3):
         site.give(Recall(assignment_id="a-1", device_id="pi"))
-    assert len(site.bell.commands) == 1
+    assert site.bell.commands == [("pi", "recall", "run-1/a-1")]
+    restart(site)
+    site.events()
+    assert site.bell.commands == [("pi", "recall", "run-1/a-1")] * 2
 
 
 def test_progress_is_passed_on_under_the_assignments_own_id(site):
@@ -580,74 +472,57 @@ def test_progress_is_passed_on_under_the_assignments_own_id(site):
     assert site.fleet.view().progress == {"pi": progress}
 
 
-def test_a_stop_is_passed_on(site):
-    site.fleet.post(Stop(reason="enough"))
-    assert site.events() == [Stop(reason="enough")]
-
-
-def test_an_interruption_ends_the_wait_at_once(site):
-    timer = threading.Timer(0.05, site.fleet.post, [InterruptedRunError("the coordinator stops")])
-    timer.start()
-    started = time.monotonic()
-    with pytest.raises(InterruptedRunError):
-        site.fleet.wait(site.clock() + 60.0)
-    assert time.monotonic() - started < 10.0
-    timer.join()
-
-
-def test_waiting_without_news_ends_at_its_time(site):
+def test_a_wait_ends_at_its_time_a_stop_is_passed_on_and_an_interruption_ends_it_at_once(site):
     started = site.clock()
     assert site.fleet.wait(started + 0.05) == []
     assert site.clock() >= started + 0.05
+    site.fleet.post(Stop(reason="enough"))
+    assert site.events() == [Stop(reason="enough")]
+    timer = threading.Timer(0.05, site.fleet.post, [InterruptedRunError("the coordinator stops")])
+    timer.start()
+    with pytest.raises(InterruptedRunError):
+        site.fleet.wait(site.clock() + 60.0)
+    assert site.clock() < started + 30.0
+    timer.join()
 
 
 def test_groups_names_and_tasks_choose_the_trainers_and_evaluators_always_take_part():
     site = Site(groups=("field", "lab"), names=("a", "b", "d"))
     for name, groups, tasks in (
-        ("a", ("field",), ("digits",)),
-        ("b", ("home",), ("digits",)),
-        ("c", ("lab",), ("digits",)),
+        ("a", ("field",), ("digits",)), ("b", ("home",), ("digits",)), ("c", ("lab",), ("digits",)),
         ("d", ("lab", "home"), ("mnist",)),
-    ):
+    ):  # fmt: skip
         site.add(name, groups=groups, tasks=tasks)
     site.add("judge", role="evaluator")
     site.add("other-judge", role="evaluator", tasks=("mnist",))
-    view = site.fleet.view()
-    assert sorted(view.devices) == ["a", "judge"]
-    assert view.idle == ["a"]
+    assert (sorted(site.fleet.view().devices), site.fleet.view().idle) == (["a", "judge"], ["a"])
     site.fleet.close()
 
 
-def test_with_join_at_start_only_those_of_the_first_work_take_part():
-    site = Site(join_at_start=True)
-    site.add("a")
-    site.add("b")
-    assert site.fleet.view().idle == ["a", "b"]
-    site.give(training("t", "a"))
-    site.add("c")
-    site.add("judge", role="evaluator")
-    site.say("b", "offline")
-    assert sorted(site.fleet.view().devices) == ["a", "judge"]
-    site.say("b", "online", boot="boot-2", session=2)
-    assert sorted(site.fleet.view().devices) == ["a", "b", "judge"]
-    site.fleet.close()
-
-
-def test_an_evaluation_does_not_close_the_door_for_those_who_join_later():
+def test_with_join_at_start_only_those_of_the_first_training_take_part():
     site = Site(join_at_start=True)
     site.add("judge", role="evaluator")
     site.give(evaluation("judge"))
-    site.add("a")
-    assert site.fleet.view().idle == ["a"]
+    for name in "ab":
+        site.add(name)
+    assert site.fleet.view().idle == ["a", "b"], "an evaluation is no start"
+    site.give(training("t", "a"))
+    site.add("c")
+    site.add("later-judge", role="evaluator")
+    site.say("b", "offline")
+    assert sorted(site.fleet.view().devices) == ["a", "judge", "later-judge"]
+    site.say("b", "online", boot="boot-2", session=2)
+    assert sorted(site.fleet.view().devices) == ["a", "b", "judge", "later-judge"]
     site.fleet.close()
 
 
-def test_closing_recalls_what_is_out_and_stops_listening():
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_closing_recalls_what_is_out_unless_it_will_be_asked_for_again_and_stops_listening(goes_on):
     site = Site()
     site.add("pi")
     site.give(training("a"), training("b"))
-    site.fleet.close()
-    assert [argument for _, _, argument in site.bell.commands] == ["run-1/a", "run-1/b"]
+    site.fleet.close(goes_on=goes_on)
+    assert [argument for _, _, argument in site.bell.commands] == ([] if goes_on else ["run-1/a", "run-1/b"])
     assert site.mail.is_closed
     site.events()
     site.say("pi", "offline")
@@ -668,29 +543,6 @@ def test_news_from_many_threads_is_all_heard(site):
     for thread in threads:
         thread.join()
     assert sorted(heard) == sorted(keys)
-
-
-def test_a_block_is_named_where_an_order_is_about_one(site):
-    site.give(training("a"), training("b", block=0))
-    assert ["block" in header for _, _, header, _ in site.mail.sent] == [False, True]
-    assert site.mail.sent[1][2]["block"] == 0
-
-
-def test_a_recall_of_what_is_not_out_is_not_sent(site):
-    site.give(Recall(assignment_id="a-9", device_id="pi"))
-    assert site.bell.commands == []
-
-
-def test_a_new_agent_hears_of_the_recall_that_the_one_before_was_sent(site):
-    site.give(training(), Recall(assignment_id="a-1", device_id="pi"))
-    site.say("pi", "online", boot="boot-2", session=2)
-    site.events()
-    assert site.bell.commands == [("pi", "recall", "run-1/a-1")] * 2
-
-
-def test_the_speeds_of_an_earlier_run_are_not_those_of_this_one(site):
-    site.roster.note_speed("pi", 3.0)
-    assert site.fleet.view().speeds == {}
 
 
 class Deltas:
@@ -725,85 +577,41 @@ def deltas():
     made.site.fleet.close()
 
 
-def test_a_device_that_trained_on_a_version_is_sent_what_changed_since(deltas):
-    assert deltas.sent() == (True, {"keep": True, "base": 0})
-
-
-def test_a_device_that_needs_the_whole_model_gets_it_and_nothing_is_lost(deltas):
+def test_a_device_that_needs_the_whole_model_gets_it_once_and_nothing_is_lost(deltas):
     site = deltas.site
+    assert deltas.sent() == (True, {"keep": True, "base": 0})
     site.source.version = 2
     deltas.needs_dense()
     assert site.events() == []
     assert deltas.sent() == (False, {"keep": True})
-    assert site.mail.sent[-1][2]["assignment"] == "run-1/a-1"
-    assert site.fleet.view().busy == {"pi": ["a-1"]}
-    site.reply(101)
-    assert len(site.of(Update)) == 1
-
-
-def test_a_device_that_wants_the_whole_model_when_it_had_it_has_failed(deltas):
-    site = deltas.site
+    assert (site.mail.sent[-1][2]["assignment"], site.fleet.view().busy) == ("run-1/a-1", {"pi": ["a-1"]})
     deltas.needs_dense()
-    assert site.events() == []
-    deltas.needs_dense()
-    assert lost(site) == [("a-1", Outcome.FAILED, "needs dense: holds nothing")]
+    assert lost(site) == [("a-1", Outcome.FAILED, "needs dense: holds nothing")], "it had it"
     site.give(training("a-2", base=site.source.version))
-    assert deltas.sent() == (False, {"keep": True})
-
-
-def test_a_new_agent_that_still_got_the_delta_loses_nothing_by_saying_that_it_cannot_use_it(deltas):
-    site = deltas.site
-    about_the_delta = site.fleet._out.get(f"{RUN}/a-1").instruction_id
-    site.say("pi", "online", boot="boot-2", session=2)
-    assert site.of(Lost) == []
-    assert deltas.sent() == (False, {"keep": True})
-    deltas.needs_dense(about_the_delta)
-    assert site.events() == []
-    assert site.fleet.view().busy == {"pi": ["a-1"]}
-    site.reply(101)
-    assert len(site.of(Update)) == 1
+    assert deltas.sent() == (False, {"keep": True}), "after a loss nobody knows what the device holds"
 
 
 def test_a_new_agent_is_sent_the_whole_model_and_the_next_time_a_delta(deltas):
     site = deltas.site
-    site.say("pi", "online", boot="boot-2", session=2)
+    about_the_delta = site.fleet._out.get(f"{RUN}/a-1").instruction_id
+    restart(site)
     assert site.of(Lost) == []
     assert deltas.sent() == (False, {"keep": True})
+    deltas.needs_dense(about_the_delta)  # it still got the delta: what it says of that costs nothing
+    assert (site.events(), site.fleet.view().busy) == ([], {"pi": ["a-1"]})
     site.reply(101)
     site.source.version = 2
-    site.events()
+    assert len(site.of(Update)) == 1
     site.give(training("a-2", base=site.source.version))
     assert deltas.sent() == (True, {"keep": True, "base": 1})
 
 
 def test_what_needs_a_whole_model_that_is_gone_is_lost_and_not_failed(deltas):
-    site = deltas.site
-    site.fleet._downlink._kept.clear()
+    deltas.site.fleet._downlink._kept.clear()
     deltas.needs_dense()
-    ((key, outcome, reason),) = lost(site)
+    ((key, outcome, reason),) = lost(deltas.site)
     assert (key, outcome) == ("a-1", Outcome.LOST)
     assert "kept no longer" in reason
-
-
-def test_after_a_loss_nobody_knows_what_the_device_holds(deltas):
-    site = deltas.site
-    site.reply(101, error="DataError: no examples", body=b"")
-    site.events()
-    site.give(training("a-2", base=site.source.version))
-    assert deltas.sent() == (False, {"keep": True})
-
-
-def test_a_device_s_own_model_is_sent_for_its_evaluation_and_comes_back_under_its_name(site):
-    node = site.add("judge", role="evaluator")
-    orders = [
-        Evaluation(assignment_id=f"e-{subject}", device_id="judge", version=3, round=3, subject=subject)
-        for subject in ("", "pi")
-    ]
-    site.give(*orders)
-    assert [decode_body(body.inline, SHAPES)["w"].tolist() for *_, body in site.mail.sent] == [[0.0] * 3, [7.0] * 3]
-    for key in ("e-pi", "e-"):
-        site.reply(node, key, metrics={"num_examples": 20, "loss": 0.5, "accuracy": 0.75}, body=b"")
-    assert [(event.assignment_id, event.subject) for event in site.of(Evaluated)] == [("e-pi", "pi"), ("e-", "")]
 
 
 def adopt(site, *orders):
@@ -825,6 +633,10 @@ def test_only_the_answer_is_wanted_of_a_device_that_holds_an_earlier_coordinator
     ((node_id, kind, header, body),) = site.mail.sent
     assert (node_id, kind, header["assignment"], body.inline) == (101, "train", "run-1/a-1", b"")
     assert (header["held"], header["model"]) == (True, False)
+    restart(site)
+    site.events()
+    assert [header.get("held") for _, _, header, _ in site.mail.sent] == [True, None], "it is given the work again"
+    assert len(site.mail.open) == 1
     site.reply(101)
     (update,) = site.of(Update)
     assert (update.assignment_id, update.device_id) == ("a-1", "pi")
@@ -840,28 +652,26 @@ def test_a_device_is_asked_what_it_holds_for_an_earlier_coordinator_at_once_and_
     assert site.bell.commands == [("pi", "beat", None)] * 2
     site.beat("pi", holding=["a-1"])
     site.events()
-    site.say("pi", "online", boot="boot-2", session=2)
+    restart(site)
     site.events()
     assert len(site.mail.sent) == 2
     assert len(site.bell.commands) == 2, "its order is one of this coordinator now"
 
 
-def test_an_earlier_coordinators_order_is_given_again_when_its_device_has_lost_it(site):
+@pytest.mark.parametrize("version", [0, 4])
+def test_an_earlier_coordinators_order_that_its_device_lost_is_given_again_while_its_model_is_there(site, version):
+    site.source.version = version
     adopt(site, training())
     site.beat("pi")
+    if version:
+        ((name, outcome, reason),) = lost(site)
+        assert (name, outcome) == ("a-1", Outcome.LOST)
+        assert "needs a whole model that is kept no longer" in reason
+        return
     assert site.events() == []
     ((_, _, header, body),) = site.mail.sent
     assert "held" not in header
     assert decode_body(body.inline, SHAPES)["w"].tolist() == [0.0] * 3
-
-
-def test_an_earlier_coordinators_order_is_lost_with_the_model_that_it_began_with(site):
-    site.source.version = 4
-    adopt(site, training())
-    site.beat("pi")
-    ((name, outcome, reason),) = lost(site)
-    assert (name, outcome) == ("a-1", Outcome.LOST)
-    assert "needs a whole model that is kept no longer" in reason
 
 
 def test_a_device_that_is_not_heard_of_after_a_restart_is_waited_for_so_long_and_no_longer(site):
@@ -878,22 +688,3 @@ def test_an_evaluation_of_the_newest_model_is_asked_for_anew(site):
     ((_, kind, header, body),) = site.mail.sent
     assert (kind, header["assignment"]) == ("evaluate", "run-1/e-1")
     assert decode_body(body.inline, SHAPES)["w"].tolist() == [3.0] * 3
-
-
-def test_an_agent_that_restarts_after_it_was_asked_for_its_answer_is_given_the_work_again(site):
-    adopt(site, training())
-    site.beat("pi", holding=["a-1"])
-    site.events()
-    site.say("pi", "online", boot="boot-2", session=2)
-    site.events()
-    assert [header.get("held") for _, _, header, _ in site.mail.sent] == [True, None]
-    assert len(site.mail.open) == 1
-
-
-def test_a_coordinator_that_stops_calls_no_work_back_that_it_will_ask_for_again():
-    site = Site()
-    site.add("pi")
-    site.give(training())
-    site.fleet.close(goes_on=True)
-    assert site.bell.commands == []
-    assert site.mail.is_closed

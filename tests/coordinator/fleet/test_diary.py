@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_fleet import SmallFleet, beat, enroll, status
 
 from edgefl.coordinator.attempts import Attempts
 from edgefl.coordinator.fleet import diary as module
 from edgefl.coordinator.fleet.diary import Diary
-from edgefl.coordinator.fleet.presence import Presence
-from edgefl.coordinator.fleet.roster import Roster
 from edgefl.coordinator.fleet.settled_clock import SETTLED_S
 from edgefl.errors import StoreFullError
-from edgefl.protocol import Heartbeat, Status, Topic
+from edgefl.protocol import Topic
 from edgefl.storage import retention
 from edgefl.storage.queries import history
 from edgefl.storage.records import DispatchRow, HeartbeatRow, RunStatus
@@ -37,15 +36,13 @@ class FullNow:
 class Site:
     def __init__(self, store: Store) -> None:
         self.store = store
-        store.enroll_device(
-            token_id="t", secret_sha256="0" * 64, now=2.0, device_id="pi", public_key=b"key", role="trainer"
-        )
+        enroll(store, "pi")
         self.full: Any = FullNow(store)
-        self.roster = Roster(Presence(), lambda: 0.0)
-        self.roster.add("pi", node_id=7, role="trainer", groups=(), examples={})
+        fleet = SmallFleet()
+        fleet.add("pi", state=None)
         self.diary = Diary(
             store=self.full,
-            roster=self.roster,
+            roster=fleet.roster,
             clock=lambda: self.now,
             monotonic=lambda: self.now_s,
             keep_history_days=365,
@@ -57,11 +54,7 @@ class Site:
     def beat(self, number: int) -> None:
         for _ in range(number):
             self.seq += 1
-            self.diary.message(
-                "pi",
-                Topic.HEARTBEAT,
-                Heartbeat(seq=self.seq, session_no=1, uptime_s=1.0, temperature_c=self.seq).dump(),
-            )
+            self.diary.message("pi", Topic.HEARTBEAT, beat(self.seq, temperature_c=self.seq).dump())
 
     def rows(self, kind: str) -> list[Any]:
         return list(history(self.store, kind))
@@ -70,13 +63,12 @@ class Site:
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
     with Store.open(tmp_path / "edgefl.db") as store:
-        store.add_token(token_id="t", secret_sha256="0" * 64, expires_at=1e12, uses=1)
         yield Site(store)
 
 
 def test_what_cannot_be_written_waits_in_order(site: Site) -> None:
     site.full.is_full = True
-    site.diary.message("pi", Topic.STATUS, Status(state="online", boot_id="b", session_no=1, version="0.9").dump())
+    site.diary.message("pi", Topic.STATUS, status(version="0.9").dump())
     for _ in range(3):
         site.beat(2)
         with pytest.raises(StoreFullError):

@@ -5,34 +5,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_fleet import SmallFleet
 
 from edgefl.coordinator.fleet.draining import Draining
-from edgefl.coordinator.fleet.presence import DeviceState, Presence
-from edgefl.coordinator.fleet.roster import Roster
+from edgefl.coordinator.fleet.presence import DeviceState
 from edgefl.errors import NotFoundError
-from edgefl.protocol import Command, CommandKind, Status
+from edgefl.protocol import Command, CommandKind
 from edgefl.storage.queries import history
 from edgefl.storage.store import Store
 
 
-class Site:
+class Site(SmallFleet):
     """A roster and a draining over one store; `sent` holds what devices were told."""
 
     def __init__(self, store: Store) -> None:
-        self.store, self.sent = store, list[tuple[str, str]]()
-        self.roster = Roster(Presence(), lambda: 0.0)
-        self.roster.note_bus(connected=True)
+        super().__init__()
+        self.sent = list[tuple[str, str]]()
         self.draining = Draining(store, self.roster, self._send, lambda: 9.0)
-        for number, name in enumerate(("pi", "other")):
-            self.roster.add(name, node_id=number + 1, role="trainer", groups=(), examples={"digits": 5})
+        for name in ("pi", "other"):
+            self.add(name, state=None)
         self.draining.restore()
         self.draining.listen()
 
     def _send(self, device_id: str, command: Command) -> None:
         self.sent.append((device_id, command.kind))
-
-    def say(self, state: str, *, boot: str = "b-1", session: int = 1) -> None:
-        self.roster.note_status("pi", Status(state=state, boot_id=boot, session_no=session))
 
     def workers(self) -> list[str]:
         return [info.device_id for info in self.roster.workers()]
@@ -47,7 +43,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 @pytest.fixture
 def site(store: Store) -> Site:
     site = Site(store)
-    site.say("online")
+    site.say("pi", "online")
     return site
 
 
@@ -61,32 +57,25 @@ def test_a_drained_device_gets_no_work_from_that_moment_on(site: Site) -> None:
 
 def test_resuming_waits_for_the_device_to_say_that_it_is_online(site: Site) -> None:
     site.draining.drain("pi")
-    site.say("draining")
+    site.say("pi", "draining")
     site.draining.resume("pi")
     assert site.sent[-1] == ("pi", CommandKind.RESUME)
     assert site.workers() == []
-    site.say("online")
+    site.say("pi", "online")
     assert site.workers() == ["pi"]
 
 
-def test_an_agent_that_restarts_online_is_told_again(site: Site) -> None:
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_device_that_missed_what_it_was_told_is_told_when_it_comes_back(site: Site, resumes: bool) -> None:
     site.draining.drain("pi")
-    site.say("draining")
-    site.say("offline")
+    site.say("pi", "draining")
+    site.say("pi", "offline")
+    if resumes:
+        site.draining.resume("pi")
     site.sent.clear()
-    site.say("online", boot="b-2", session=2)
-    assert site.sent == [("pi", CommandKind.DRAIN)]
+    site.say("pi", "draining" if resumes else "online", boot="boot-2", session=2)
+    assert site.sent == [("pi", CommandKind.RESUME if resumes else CommandKind.DRAIN)]
     assert site.workers() == []
-
-
-def test_a_device_that_missed_its_resumption_is_told_when_it_comes_back(site: Site) -> None:
-    site.draining.drain("pi")
-    site.say("draining")
-    site.say("offline")
-    site.draining.resume("pi")
-    site.sent.clear()
-    site.say("draining", session=2)
-    assert site.sent == [("pi", CommandKind.RESUME)]
 
 
 def test_a_coordinator_that_restarts_still_knows_who_is_drained(site: Site, store: Store) -> None:
@@ -95,14 +84,10 @@ def test_a_coordinator_that_restarts_still_knows_who_is_drained(site: Site, stor
     site.draining.resume("other")
     again = Site(store)
     assert (again.roster.is_drained("pi"), again.roster.is_drained("other")) == (True, False)
-    again.say("online", session=2)
+    again.say("pi", "online", session=2)
     assert again.sent == [("pi", CommandKind.DRAIN)]
-
-
-def test_a_device_that_joins_anew_is_not_drained(site: Site, store: Store) -> None:
-    site.draining.drain("pi")
     store.record_event("device-joined", "as trainer", at=10.0, device_id="pi")
-    assert not Site(store).roster.is_drained("pi")
+    assert not Site(store).roster.is_drained("pi"), "it has joined anew"
 
 
 def test_asking_twice_is_written_down_once_and_told_twice(site: Site, store: Store) -> None:

@@ -47,26 +47,6 @@ def test_what_a_listener_causes_is_told_after_what_it_hears_and_to_everybody(lis
     assert first == second == [1, 2, 11, 12]
 
 
-def test_who_finds_another_at_it_goes_on_at_once_and_what_it_brought_is_told(listeners: Listeners[int]) -> None:
-    heard: list[int] = []
-    is_told, may_go_on = threading.Event(), threading.Event()
-
-    def linger(event: int) -> None:
-        heard.append(event)
-        is_told.set()
-        assert may_go_on.wait(30)
-
-    listeners.listen(linger)
-    teller = threading.Thread(target=happen, args=(listeners, [1]))
-    teller.start()
-    assert is_told.wait(30)
-    happen(listeners, [2])
-    assert heard == [1]
-    may_go_on.set()
-    teller.join(30)
-    assert heard == [1, 2]
-
-
 class LateLock:
     """A lock before whose release something more happens, once."""
 

@@ -8,6 +8,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from noted_calls import NotedCalls
+from small_fleet import enroll
 
 from edgefl.coordinator.fleet.membership import Membership
 from edgefl.coordinator.fleet.presence import Presence
@@ -36,9 +37,7 @@ class Site:
         self.members = Membership(self.store, self.superlink, self.roster)
 
     def join(self, name: str, key: bytes) -> int | None:
-        self.store.enroll_device(
-            token_id="t", secret_sha256="0" * 64, now=2.0, device_id=name, public_key=key, role="trainer"
-        )
+        enroll(self.store, name, key=key)
         self.members.enrolled(name, key)
         return self.roster.node_of(name)
 
@@ -53,9 +52,6 @@ class Site:
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
     with Store.open(tmp_path / "edgefl.db") as store:
-        store.add_token(
-            token_id="t", secret_sha256="0" * 64, expires_at=9e9, uses=9, groups=(), role=None, created_at=1.0
-        )
         yield Site(store)
 
 
@@ -67,40 +63,34 @@ def test_who_joins_gets_one_place_however_often_it_asks(site: Site) -> None:
     assert site.events() == ["device-joined"]
 
 
-def test_everybody_has_the_same_place_after_a_restart(site: Site) -> None:
+def test_everybody_has_the_same_place_after_a_restart_and_who_had_none_yet_gets_one(
+    site: Site,
+) -> None:
     keys = {name: new_key() for name in ("pi-1", "pi-2")}
     places = {name: site.join(name, key) for name, key in keys.items()}
+    late = new_key()
+    enroll(site.store, "pi-3", key=late)
     site.restart()
     assert site.roster.known() == []
     site.members.restore()
     assert {name: site.roster.node_of(name) for name in keys} == places
     assert {name: site.knows(key) for name, key in keys.items()} == places
+    assert site.knows(late) == site.roster.node_of("pi-3") is not None
 
 
-def test_a_place_that_a_crash_kept_from_being_written_is_given_at_the_next_start(site: Site) -> None:
-    key = new_key()
-    site.store.enroll_device(
-        token_id="t", secret_sha256="0" * 64, now=2.0, device_id="pi", public_key=key, role="trainer"
-    )
-    site.members.restore()
-    assert site.knows(key) == site.roster.node_of("pi") is not None
-
-
-def test_who_is_removed_has_no_place_and_leaves_its_name(site: Site) -> None:
+@pytest.mark.parametrize("is_known", [True, False], ids=["as usual", "only the store has heard of it"])
+def test_who_is_removed_has_no_place_and_leaves_its_name(site: Site, is_known: bool) -> None:
     former, later = new_key(), new_key()
     site.join("pi", former)
-    site.members.remove("pi")
-    assert (site.knows(former), site.roster.info("pi")) == (None, None)
+    if is_known:
+        site.members.remove("pi")
+        assert (site.knows(former), site.roster.info("pi")) == (None, None)
+    else:
+        site.store.remove_device("pi", at=3.0)
     assert site.join("pi", later) == site.knows(later) is not None
     assert site.knows(former) is None
-
-
-def test_the_key_of_a_removed_device_goes_even_when_only_the_store_has_heard_of_it(site: Site) -> None:
-    former, later = new_key(), new_key()
-    site.join("pi", former)
-    site.store.remove_device("pi", at=3.0)
-    assert site.join("pi", later) == site.knows(later) is not None
-    assert site.knows(former) is None
+    with pytest.raises(NotFoundError, match="no device 'nobody'"):
+        site.members.remove("nobody")
 
 
 def test_a_renewed_key_takes_over_the_place(site: Site) -> None:

@@ -3,190 +3,114 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from small_fleet import beat, status
 
 from edgefl.coordinator.fleet.presence import DeviceState, Flapping, Presence, Transition
 from edgefl.errors import NetworkError
-from edgefl.protocol import Heartbeat, Status
 
 ONLINE, LATE, GONE = DeviceState.ONLINE, DeviceState.LATE, DeviceState.GONE
 OFFLINE, DRAINING = DeviceState.OFFLINE, DeviceState.DRAINING
 LONGEST_S = 5.0 * 1.1
+TICK, SEEN, UP, DOWN = "tick", "seen", "bus up", "bus down"
 
 
-def connected_presence(now_s=0.0):
+def will(session=1, boot="boot-1"):
+    return status("offline", session=session, boot=boot, will=True)
+
+
+def connected_presence():
     presence = Presence()
-    presence.bus(connected=True, now_s=now_s)
+    presence.bus(connected=True, now_s=0.0)
     return presence
 
 
-def online(session_no=1, boot_id="a", state="online"):
-    return Status(state=state, boot_id=boot_id, session_no=session_no)
-
-
-def goodbye(session_no=1, boot_id="a"):
-    return Status(state="offline", boot_id=boot_id, session_no=session_no)
-
-
-def will(session_no=1, boot_id="a"):
-    return Status(state="offline", boot_id=boot_id, session_no=session_no, will=True)
-
-
-def beat(seq, session_no=1):
-    return Heartbeat(seq=seq, session_no=session_no, uptime_s=1.0)
+def tell(presence, now_s, what, name="pi"):
+    if what in (UP, DOWN):
+        presence.bus(connected=what is UP, now_s=now_s)
+        return []
+    if what is TICK:
+        return presence.tick(now_s)
+    if what is SEEN:
+        return presence.seen(name, now_s)
+    return (presence.heartbeat if hasattr(what, "seq") else presence.status)(name, what, now_s)
 
 
 def states(events):
     return [event.after for event in events if isinstance(event, Transition)]
 
 
-def test_a_first_status_brings_a_device_online():
-    presence = connected_presence()
-    assert presence.status("pi", online(), 0.0) == [
-        Transition(device_id="pi", before=None, after=ONLINE, reason="status online")
-    ]
-    assert presence.is_present("pi")
-    assert presence.present() == ["pi"]
+BORN = (0.0, status(), [ONLINE])
+STORIES = {
+    "silence makes late after two heartbeats and gone after three": (
+        BORN, (2 * LONGEST_S - 0.01, TICK, []), (2 * LONGEST_S + 0.01, TICK, [LATE]),
+        (3 * LONGEST_S - 0.01, TICK, []), (3 * LONGEST_S + 0.01, TICK, [GONE]),
+    ),
+    **{
+        f"a gone device comes back by {way}": (
+            BORN, (100.0, TICK, [GONE]), (101.0, sign, [ONLINE]), (101.0 + 2 * LONGEST_S - 0.1, TICK, []),
+        )
+        for way, sign in {"heartbeat": beat(1), "status": status(session=2), "contact": SEEN}.items()
+    },
+    "a will makes late at once and gone after one more heartbeat": (
+        BORN, (1.0, will(), [LATE]), (1.0 + LONGEST_S - 0.01, TICK, []), (1.0 + LONGEST_S + 0.01, TICK, [GONE]),
+    ),
+    "a device that reconnects after its will is never gone": (
+        BORN, (1.0, will(), [LATE]), (3.0, status(session=2), [ONLINE]), (8.0, TICK, []),
+    ),
+    "an offline of an older session is ignored": (
+        (0.0, status(session=2), [ONLINE]), (1.0, will(1), []), (1.0, status("offline"), []),
+    ),
+    "a heartbeat newer than the will overrides it": (
+        BORN, (1.0, beat(1), []), (2.0, will(), [LATE]), (3.0, beat(2), [ONLINE]), (9.0, TICK, []),
+    ),
+    "a heartbeat that was sent before the will does not": (
+        BORN, (1.0, beat(5), []), (2.0, will(), [LATE]), (3.0, beat(4), []),
+    ),
+    "contact after a will shows that the device lives": (BORN, (1.0, will(), [LATE]), (2.0, SEEN, [ONLINE])),
+    "a goodbye is offline at once and stays so through other contact": (
+        BORN, (1.0, status("offline"), [OFFLINE]), (2.0, SEEN, []), (100.0, TICK, []),
+    ),
+    "a retained will of a device that died before we came is gone at once": ((0.0, will(7), [GONE]),),
+    "a draining device stays so through heartbeats and is gone by silence": (
+        BORN, (1.0, status("draining"), [DRAINING]), (2.0, beat(1), []), (2.0 + 3 * LONGEST_S, TICK, [GONE]),
+        (30.0, beat(2), [DRAINING]),
+    ),
+    "nobody is judged while our own link is down, and everybody gets the full time after that": (
+        BORN, (1.0, DOWN, []), (1000.0, TICK, []), (1000.0, UP, []), (1000.0 + 2 * LONGEST_S - 0.01, TICK, []),
+        (1000.0 + 3 * LONGEST_S, TICK, [GONE]),
+    ),
+    "so does one that left a will before": (
+        BORN, (1.0, will(), [LATE]), (1.0, DOWN, []), (1000.0, UP, []), (1000.0 + LONGEST_S - 0.01, TICK, []),
+        (1000.0 + LONGEST_S + 0.01, TICK, [GONE]),
+    ),
+    "a new card that counts its sessions from one again is accepted, and no late will of its former boot": (
+        (0.0, status(session=57), [ONLINE]), (1.0, status(boot="new"), []), (2.0, will(57), []),
+        (3.0, will(boot="new"), [LATE]),
+    ),
+}  # fmt: skip
 
 
-def test_silence_makes_late_after_two_heartbeats_and_gone_after_three():
+@pytest.mark.parametrize("story", STORIES.values(), ids=STORIES)
+def test_presence_follows_from_what_devices_say_and_when(story):
     presence = connected_presence()
-    presence.status("pi", online(), 0.0)
-    assert presence.tick(2 * LONGEST_S - 0.01) == []
-    assert states(presence.tick(2 * LONGEST_S + 0.01)) == [LATE]
-    assert presence.is_present("pi")
-    assert presence.tick(3 * LONGEST_S - 0.01) == []
-    assert states(presence.tick(3 * LONGEST_S + 0.01)) == [GONE]
-    assert not presence.is_present("pi")
+    for now_s, what, expected in story:
+        assert states(tell(presence, now_s, what)) == expected, (now_s, what)
+        assert presence.is_present("pi") is (presence.state("pi") in {ONLINE, LATE, DRAINING})
 
 
 def test_gone_by_silence_takes_no_more_than_20_seconds_with_a_check_a_second():
     presence = connected_presence()
-    presence.status("pi", online(), 0.0)
+    presence.status("pi", status(), 0.0)
     presence.heartbeat("pi", beat(1), 100.0)
     gone_s = next(t for t in range(100, 200) if presence.tick(float(t)) and presence.state("pi") is GONE)
     assert gone_s - 100 <= 20
 
 
-@pytest.mark.parametrize("sign_of_life", ["heartbeat", "status", "contact"])
-def test_any_sign_of_life_brings_a_gone_device_back(sign_of_life):
-    presence = connected_presence()
-    presence.status("pi", online(), 0.0)
-    presence.tick(100.0)
-    assert presence.state("pi") is GONE
-    if sign_of_life == "heartbeat":
-        events = presence.heartbeat("pi", beat(1), 101.0)
-    elif sign_of_life == "status":
-        events = presence.status("pi", online(2), 101.0)
-    else:
-        events = presence.seen("pi", 101.0)
-    assert states(events) == [ONLINE]
-    assert presence.tick(101.0 + 2 * LONGEST_S - 0.1) == []
-
-
-def test_a_will_makes_late_at_once_and_gone_after_one_more_heartbeat():
-    presence = connected_presence()
-    presence.status("pi", online(), 0.0)
-    assert states(presence.status("pi", will(), 1.0)) == [LATE]
-    assert presence.tick(1.0 + LONGEST_S - 0.01) == []
-    assert states(presence.tick(1.0 + LONGEST_S + 0.01)) == [GONE]
-
-
-def test_a_device_that_reconnects_after_its_will_is_never_gone():
-    presence = connected_presence()
-    presence.status("pi", online(1), 0.0)
-    presence.status("pi", will(1), 1.0)
-    assert states(presence.status("pi", online(2), 3.0)) == [ONLINE]
-    assert presence.tick(8.0) == []
-
-
-def test_an_offline_of_an_older_session_is_ignored():
-    presence = connected_presence()
-    presence.status("pi", online(2), 0.0)
-    assert presence.status("pi", will(1), 1.0) == []
-    assert presence.status("pi", goodbye(1), 1.0) == []
-    assert presence.state("pi") is ONLINE
-
-
-def test_a_heartbeat_newer_than_the_will_overrides_it():
-    presence = connected_presence()
-    presence.status("pi", online(), 0.0)
-    presence.heartbeat("pi", beat(1), 1.0)
-    presence.status("pi", will(), 2.0)
-    assert states(presence.heartbeat("pi", beat(2), 3.0)) == [ONLINE]
-    assert presence.tick(9.0) == []
-
-
-def test_a_heartbeat_that_was_sent_before_the_will_does_not_override_it():
-    presence = connected_presence()
-    presence.status("pi", online(), 0.0)
-    presence.heartbeat("pi", beat(5), 1.0)
-    presence.status("pi", will(), 2.0)
-    assert presence.heartbeat("pi", beat(4), 3.0) == []
-    assert presence.state("pi") is LATE
-
-
-def test_a_goodbye_is_offline_at_once_and_stays_so_through_other_contact():
-    presence = connected_presence()
-    presence.status("pi", online(), 0.0)
-    assert states(presence.status("pi", goodbye(), 1.0)) == [OFFLINE]
-    assert presence.seen("pi", 2.0) == []
-    assert presence.tick(100.0) == []
-    assert presence.state("pi") is OFFLINE
-
-
-def test_contact_after_a_will_shows_that_the_device_lives():
-    presence = connected_presence()
-    presence.status("pi", online(), 0.0)
-    presence.status("pi", will(), 1.0)
-    assert states(presence.seen("pi", 2.0)) == [ONLINE]
-
-
-def test_a_retained_will_of_a_device_that_died_before_we_came_is_gone_at_once():
-    presence = connected_presence()
-    assert states(presence.status("pi", will(7), 0.0)) == [GONE]
-
-
-def test_a_draining_device_stays_draining_through_heartbeats_and_is_gone_by_silence():
-    presence = connected_presence()
-    presence.status("pi", online(), 0.0)
-    assert states(presence.status("pi", online(state="draining"), 1.0)) == [DRAINING]
-    assert presence.heartbeat("pi", beat(1), 2.0) == []
-    assert presence.is_present("pi")
-    assert states(presence.tick(2.0 + 3 * LONGEST_S)) == [GONE]
-    assert states(presence.heartbeat("pi", beat(2), 30.0)) == [DRAINING]
-
-
-def test_nobody_is_judged_while_our_own_link_is_down():
-    presence = connected_presence()
-    presence.status("pi", online(), 0.0)
-    presence.bus(connected=False, now_s=1.0)
-    assert presence.tick(1000.0) == []
-    assert presence.next_check_s() is None
-
-
-def test_everybody_gets_the_full_time_after_our_link_is_back():
-    presence = connected_presence()
-    presence.status("pi", online(), 0.0)
-    presence.status("quick", online(), 0.0)
-    presence.status("quick", will(), 1.0)
-    presence.bus(connected=False, now_s=1.0)
-    presence.bus(connected=True, now_s=1000.0)
-    assert presence.tick(1000.0 + LONGEST_S - 0.01) == []
-    assert [event.device_id for event in presence.tick(1000.0 + LONGEST_S + 0.01)] == ["quick"]
-    assert presence.tick(1000.0 + 2 * LONGEST_S - 0.01) == []
-    assert states(presence.tick(1000.0 + 3 * LONGEST_S)) == [GONE]
-
-
-def test_presence_starts_without_judging():
-    presence = Presence()
-    presence.status("pi", online(), 0.0)
-    assert presence.tick(1000.0) == []
-
-
 def test_the_next_check_is_when_something_can_change():
-    presence = connected_presence()
-    assert presence.next_check_s() is None
-    presence.status("pi", online(), 0.0)
+    presence = Presence()
+    presence.status("pi", status(), 0.0)
+    assert (presence.next_check_s(), presence.tick(1000.0)) == (None, []), "it starts without judging"
+    presence.bus(connected=True, now_s=0.0)
     assert presence.next_check_s() == pytest.approx(2 * LONGEST_S)
     presence.status("pi", will(), 1.0)
     assert presence.next_check_s() == pytest.approx(1 + LONGEST_S)
@@ -194,85 +118,47 @@ def test_the_next_check_is_when_something_can_change():
     assert presence.next_check_s() is None
 
 
-def test_a_new_card_that_counts_its_sessions_from_one_again_is_accepted():
+@pytest.mark.parametrize(
+    ("said", "is_twin"),
+    [
+        ([status(session=10 + turn, boot="ab"[turn % 2]) for turn in range(6)], True),
+        ([status(session=2), *(beat(turn // 2, session=1 + turn % 2) for turn in range(2, 8))], True),
+        ([status(session=turn, boot=f"boot-{turn}") for turn in range(20)], False),
+        ([status(session=2), *(beat(seq) for seq in range(5))], False),
+    ],
+    ids=["two boards take turns", "two sessions take turns", "it reboots often", "late messages of an old session"],
+)
+def test_two_boards_under_one_name_are_reported_once_and_what_only_looks_so_is_not(said, is_twin):
     presence = connected_presence()
-    presence.status("pi", online(57, "old"), 0.0)
-    assert presence.status("pi", online(1, "new"), 1.0) == []
-    assert states(presence.status("pi", will(1, "new"), 2.0)) == [LATE]
-
-
-def test_the_late_will_of_a_former_boot_is_ignored_whatever_its_number():
-    presence = connected_presence()
-    presence.status("pi", online(57, "old"), 0.0)
-    presence.status("pi", online(1, "new"), 1.0)
-    assert presence.status("pi", will(57, "old"), 2.0) == []
-    assert presence.state("pi") is ONLINE
-
-
-def test_two_boards_that_take_turns_under_one_name_are_reported():
-    presence = connected_presence()
-    events = []
-    for turn in range(6):
-        events += presence.status("pi", online(10 + turn, "ab"[turn % 2]), float(turn))
-    assert [event for event in events if isinstance(event, Flapping)] == [Flapping(device_id="pi")]
-
-
-def test_two_sessions_whose_heartbeats_alternate_are_reported():
-    presence = connected_presence()
-    events = presence.status("pi", online(2), 0.0)
-    for turn in range(1, 4):
-        events += presence.heartbeat("pi", beat(turn, 1), float(turn))
-        events += presence.heartbeat("pi", beat(turn, 2), float(turn))
-    assert [event for event in events if isinstance(event, Flapping)] == [Flapping(device_id="pi")]
-
-
-def test_a_board_that_reboots_often_is_no_twin():
-    presence = connected_presence()
-    events = []
-    for turn in range(20):
-        events += presence.status("pi", online(turn, f"boot-{turn}"), float(turn))
-    assert not [event for event in events if isinstance(event, Flapping)]
-
-
-def test_a_few_late_messages_of_an_old_session_are_no_twin():
-    presence = connected_presence()
-    events = presence.status("pi", online(2), 0.0)
-    for seq in range(5):
-        events += presence.heartbeat("pi", beat(seq, 1), 1.0)
-    assert not [event for event in events if isinstance(event, Flapping)]
+    events = [event for now_s, what in enumerate(said) for event in tell(presence, float(now_s), what)]
+    assert [event for event in events if isinstance(event, Flapping)] == [Flapping(device_id="pi")] * is_twin
 
 
 def test_a_state_that_we_do_not_know_is_malformed():
     with pytest.raises(NetworkError, match="state is 'asleep'"):
-        Presence().status("pi", online(state="asleep"), 0.0)
+        Presence().status("pi", status("asleep"), 0.0)
 
 
-def test_a_forgotten_device_starts_over():
+def test_records_tell_what_is_known_until_a_device_is_forgotten():
     presence = connected_presence()
-    presence.status("pi", online(57), 0.0)
+    presence.status("pi", status(session=57, boot="boot"), 0.0)
+    presence.heartbeat("pi", beat(9, session=57), 1.0)
+    (record,) = presence.records(5.0)
+    assert (record.state, record.session_no, record.boot_id, record.silent_s) == (ONLINE, 57, "boot", 4.0)
+    assert (record.heartbeat.seq, presence.present()) == (9, ["pi"])
     presence.forget("pi")
     assert presence.state("pi") is None
-    assert states(presence.status("pi", online(1), 1.0)) == [ONLINE]
+    assert states(presence.status("pi", status(), 1.0)) == [ONLINE]
 
 
-def test_records_tell_what_is_known():
-    presence = connected_presence()
-    presence.status("pi", online(3, "boot"), 0.0)
-    presence.heartbeat("pi", beat(9, 3), 1.0)
-    (record,) = presence.records(5.0)
-    assert (record.state, record.session_no, record.boot_id, record.silent_s) == (ONLINE, 3, "boot", 4.0)
-    assert record.heartbeat.seq == 9
-
-
-@given(st.lists(st.tuples(st.integers(1, 5), st.sampled_from(["will", "goodbye"])), max_size=12), st.integers(0, 12))
+@given(st.lists(st.tuples(st.integers(1, 5), st.booleans()), max_size=12), st.integers(0, 12))
 def test_wills_of_older_sessions_never_end_the_newest_wherever_they_arrive(old, position):
     presence = connected_presence()
-    for at, (session_no, kind) in enumerate(old):
-        if at == min(position, len(old)):
-            break
-        presence.status("pi", will(session_no) if kind == "will" else goodbye(session_no), float(at) / 100)
-    presence.status("pi", online(6), 1.0)
-    for session_no, kind in old[position:]:
-        presence.status("pi", will(session_no) if kind == "will" else goodbye(session_no), 1.1)
+    offline = [will(session) if is_will else status("offline", session=session) for session, is_will in old]
+    for at, said in enumerate(offline[:position]):
+        presence.status("pi", said, float(at) / 100)
+    presence.status("pi", status(session=6), 1.0)
+    for said in offline[position:]:
+        presence.status("pi", said, 1.1)
     assert presence.state("pi") is ONLINE
     assert presence.tick(1.1 + LONGEST_S) == []

@@ -1,43 +1,37 @@
 import threading
 
 import pytest
+from small_fleet import SmallFleet
 
-from edgefl.coordinator.fleet.presence import DeviceState, Flapping, Presence, Transition
-from edgefl.coordinator.fleet.roster import SMOOTHING, Added, Changed, Holding, Removed, Restarted, Roster
+from edgefl.coordinator.fleet.presence import DeviceState, Transition
+from edgefl.coordinator.fleet.roster import SMOOTHING, Added, Changed, Holding, Removed, Restarted
 from edgefl.coordinator.fleet.twins import Cloned, TwinTried
 from edgefl.errors import NetworkError
-from edgefl.protocol import EVALUATOR_NAME, Capabilities, Heartbeat, Status
+from edgefl.protocol import EVALUATOR_NAME, Capabilities
 from edgefl.types import Role
 
 
-class Fleet:
-    """A roster with a clock that is set by hand, and all that its listeners hear."""
+class Fleet(SmallFleet):
+    """Also keeps all that its listeners hear."""
 
     def __init__(self):
-        self.now_s, self.heard = 0.0, []
-        self.roster = Roster(Presence(), lambda: self.now_s)
+        super().__init__()
+        self.heard = []
         self.roster.listen(self.heard.append)
-        self.roster.note_bus(connected=True)
-
-    def add(self, name, node_id, *, role="trainer", groups=(), examples=None):
-        self.roster.add(name, node_id=node_id, role=role, groups=groups, examples=examples or {"digits": 5})
-
-    def say(self, name, state="online", *, boot="boot-1", session=1):
-        self.roster.note_status(name, Status(state=state, boot_id=boot, session_no=session))
-
-    def beat(self, name, seq=1, holding=()):
-        self.roster.note_heartbeat(name, Heartbeat(seq=seq, session_no=1, uptime_s=1.0, holding=list(holding)))
 
     def take(self):
         """All that was heard since, but for who was added."""
         heard, self.heard[:] = list(self.heard), []
         return [event for event in heard if not isinstance(event, Added)]
 
+    def call(self, instance, *, node_id=7, stamp=""):
+        return self.roster.note_call(node_id, instance, stamp=stamp, address="10.0.0.7")
+
 
 @pytest.fixture
 def fleet():
     made = Fleet()
-    made.add("pi", 7, groups=("lab",))
+    made.add("pi", node_id=7, groups=("lab",), state=None)
     return made
 
 
@@ -49,88 +43,66 @@ def names(fleet):
     return [info.device_id for info in fleet.roster.workers()]
 
 
-def test_a_device_is_found_by_its_name_and_by_its_node(fleet):
+def test_a_device_is_found_by_its_name_and_by_its_node_and_says_what_it_is_good_for(fleet):
     assert (fleet.roster.node_of("pi"), fleet.roster.device_of(7)) == (7, "pi")
     info = fleet.roster.info("pi")
-    assert (info.role, info.groups, info.tasks, dict(info.examples)) == (
-        Role.TRAINER,
-        ("lab",),
-        ("digits",),
-        {"digits": 5},
-    )
+    assert (info.role, info.groups, info.tasks, info.examples) == (Role.TRAINER, ("lab",), ("digits",), {"digits": 5})
     assert (fleet.roster.node_of("x"), fleet.roster.device_of(8), fleet.roster.info("x")) == (None, None, None)
-
-
-def test_sources_tell_the_coordinators_own_evaluator_from_others(fleet):
-    fleet.add(EVALUATOR_NAME, 1, role="evaluator")
-    fleet.add("judge", 2, role="evaluator")
-    assert [fleet.roster.info(name).source for name in (EVALUATOR_NAME, "judge", "pi")] == [
-        "coordinator",
-        "evaluator",
-        "device",
-    ]
+    for name in (EVALUATOR_NAME, "judge"):
+        fleet.add(name, role="evaluator", state=None)
+    sources = [fleet.roster.info(name).source for name in (EVALUATOR_NAME, "judge", "pi")]
+    assert sources == ["coordinator", "evaluator", "device"]
 
 
 def test_who_is_online_or_late_can_work_and_nobody_else_can(fleet):
-    for number, name in enumerate(["gone", "left", "draining", "silent"]):
-        fleet.add(name, 20 + number)
-    for name in ("pi", "gone", "left"):
-        fleet.say(name)
+    for name in ("gone", "left"):
+        fleet.add(name)
+    fleet.say("pi")
     fleet.say("left", "offline")
-    fleet.say("draining", "draining")
+    fleet.add("draining", state="draining")
     fleet.now_s = 12.0
     fleet.say("draining", "draining")
     fleet.beat("pi")
     fleet.roster.tick()
     assert names(fleet) == ["gone", "pi"]
     assert fleet.roster.state("gone") == DeviceState.LATE
-    fleet.now_s = 17.0
+    fleet.roster.note_bus(connected=False)
+    fleet.now_s = 500.0
     fleet.roster.tick()
-    assert names(fleet) == ["pi"]
+    assert names(fleet) == ["gone", "pi"], "nobody is judged while the broker is away"
+    fleet.roster.note_bus(connected=True)
+    fleet.now_s = 515.0
+    fleet.roster.note_contact(7)
+    fleet.now_s = 517.0
+    fleet.roster.tick()
+    assert names(fleet) == ["pi"], "it was in contact over HTTPS"
 
 
-def test_messages_of_devices_that_never_joined_are_ignored(fleet):
+def test_messages_of_devices_that_never_joined_are_ignored_and_those_that_make_no_sense_refused(fleet):
     fleet.say("stranger")
     fleet.beat("stranger")
     fleet.roster.note_capabilities("stranger", Capabilities(facts={}, shards={"digits": 5}))
     fleet.roster.note_contact(99)
     fleet.roster.note_speed("stranger", 1.0)
-    assert fleet.take() == []
-    assert names(fleet) == []
-    assert fleet.roster.remove("stranger") is None
+    assert (fleet.take(), names(fleet), fleet.roster.remove("stranger")) == ([], [], None)
     assert [row["device_id"] for row in fleet.roster.facts()] == ["pi"]
+    with pytest.raises(NetworkError, match="state is 'sleepy'"):
+        fleet.say("pi", "sleepy")
 
 
-def test_listeners_hear_changes_until_they_end_it(fleet):
-    also = []
-    end = fleet.roster.listen(also.append)
-    fleet.say("pi")
-    end()
-    end()
-    fleet.say("pi", "offline")
-    assert [(event.before, event.after) for event in fleet.take()] == [
-        (None, DeviceState.ONLINE),
-        (DeviceState.ONLINE, DeviceState.OFFLINE),
-    ]
-    assert len(also) == 1
-
-
-def test_a_new_boot_is_a_restart_and_the_first_one_is_not(fleet):
+def test_a_new_boot_is_a_restart_and_neither_the_first_one_nor_the_goodbye_of_a_former(fleet):
     fleet.say("pi")
     fleet.say("pi", session=2)
     fleet.say("pi", "offline", session=2)
-    assert not [event for event in fleet.take() if isinstance(event, Restarted)]
+    heard = fleet.take()
+    assert [(event.before, event.after) for event in heard] == [
+        (None, DeviceState.ONLINE), (DeviceState.ONLINE, DeviceState.OFFLINE),
+    ]  # fmt: skip
     fleet.say("pi", boot="boot-2", session=3)
     restarted, transition = fleet.take()
-    assert restarted == Restarted(device_id="pi")
-    assert isinstance(transition, Transition)
-
-
-def test_the_goodbye_of_a_former_agent_is_no_restart(fleet):
-    fleet.say("pi", boot="boot-2", session=2)
-    fleet.say("pi", "offline", boot="boot-1", session=1)
-    assert [type(event) for event in fleet.take()] == [Transition]
-    assert names(fleet) == ["pi"]
+    assert (restarted, type(transition)) == (Restarted(device_id="pi"), Transition)
+    fleet.say("pi", "offline", session=1)
+    assert (fleet.take(), names(fleet)) == ([], ["pi"])
 
 
 def test_a_heartbeat_says_what_the_device_holds_and_when(fleet):
@@ -139,16 +111,18 @@ def test_a_heartbeat_says_what_the_device_holds_and_when(fleet):
     assert fleet.take()[-1] == Holding(device_id="pi", assignment_ids=("r/a", "r/b"), at_s=3.0)
 
 
-def test_capabilities_replace_the_counts_of_all_shards(fleet):
+def test_capabilities_replace_the_counts_of_all_shards_and_those_told_at_the_join(fleet):
     fleet.roster.note_capabilities("pi", Capabilities(facts={"cores": 4}, shards={"mnist": 9, "broken": "many"}))
     info = fleet.roster.info("pi")
-    assert (info.tasks, dict(info.examples), info.capabilities, info.groups) == (
-        ("mnist",),
-        {"mnist": 9},
-        {"cores": 4},
-        ("lab",),
-    )
-    assert fleet.take() == [Changed(device_id="pi")]
+    assert (info.tasks, info.examples, info.capabilities) == (("mnist",), {"mnist": 9}, {"cores": 4})
+    assert (info.groups, fleet.take()) == (("lab",), [Changed(device_id="pi")])
+    fleet.add("pi-2", node_id=9, facts={"memory_bytes": 512, "blocks": {"digits": [0, 1]}})
+    info = fleet.roster.info("pi-2")
+    assert (info.capabilities["memory_bytes"], info.blocks) == (512, {"digits": (0, 1)})
+    fleet.add("pi-2", node_id=9)
+    assert fleet.roster.info("pi-2").blocks == {"digits": (0, 1)}
+    fleet.add("pi-2", node_id=9, facts={})
+    assert fleet.roster.info("pi-2").blocks == {}
 
 
 def test_speeds_are_smoothed_and_begin_with_the_first_measurement(fleet):
@@ -159,52 +133,33 @@ def test_speeds_are_smoothed_and_begin_with_the_first_measurement(fleet):
     assert speed_of(fleet) == pytest.approx(2.0 + SMOOTHING * 2.0)
 
 
-def test_contact_over_https_keeps_a_silent_device_present(fleet):
-    fleet.say("pi")
-    for fleet.now_s in (10.0, 20.0, 30.0):
-        fleet.roster.note_contact(7)
-        fleet.roster.tick()
-    assert names(fleet) == ["pi"]
-
-
-def test_nobody_is_judged_while_the_broker_is_away(fleet):
-    fleet.say("pi")
-    fleet.roster.note_bus(connected=False)
-    fleet.now_s = 500.0
-    fleet.roster.tick()
-    assert names(fleet) == ["pi"]
-
-
 def test_a_removed_device_is_forgotten_and_those_who_wait_for_it_are_told(fleet):
-    fleet.say("pi")
+    for boot, session in (("a", 1), ("b", 1), ("a", 2)):
+        fleet.say("pi", boot=boot, session=session)
+    assert fleet.roster.cloned("pi")
     fleet.take()
     assert fleet.roster.remove("pi") == 7
     assert fleet.take() == [Removed(device_id="pi")]
     assert (fleet.roster.device_of(7), fleet.roster.info("pi"), names(fleet)) == (None, None, [])
     assert fleet.roster.state("pi") is None
+    fleet.add("pi", node_id=9)
+    assert fleet.roster.cloned("pi") is None, "it has no twin any more"
+    assert fleet.call("b", node_id=9) is None
 
 
-def test_a_device_that_joins_anew_leaves_its_old_node_behind(fleet):
-    fleet.roster.note_speed("pi", 2.0)
-    fleet.add("pi", 8)
-    assert (fleet.roster.device_of(7), fleet.roster.device_of(8)) == (None, "pi")
-    assert speed_of(fleet) is None
-
-
-def test_a_device_that_asks_twice_for_its_place_keeps_what_is_known_of_it(fleet):
+def test_a_device_that_joins_anew_is_heard_of_and_one_that_asks_twice_for_its_place_keeps_what_is_known_of_it(fleet):
     fleet.roster.note_speed("pi", 2.0)
     fleet.say("pi")
-    fleet.add("pi", 7, groups=("field",))
-    fleet.take()
+    fleet.heard.clear()
+    fleet.add("pi", node_id=7, groups=("field",), state=None)
+    assert fleet.heard == [Added(device_id="pi")]
     fleet.say("pi", boot="boot-2", session=2)
     assert Restarted(device_id="pi") in fleet.take()
-    assert speed_of(fleet) == 2.0
-    assert fleet.roster.info("pi").groups == ("field",)
-
-
-def test_a_status_that_makes_no_sense_is_refused(fleet):
-    with pytest.raises(NetworkError, match="state is 'sleepy'"):
-        fleet.say("pi", "sleepy")
+    assert (speed_of(fleet), fleet.roster.info("pi").groups) == (2.0, ("field",))
+    fleet.add("pi", node_id=8, state=None)
+    assert fleet.heard == [Added(device_id="pi")]
+    assert (fleet.roster.device_of(7), fleet.roster.device_of(8), fleet.roster.info("pi").groups) == (None, "pi", ())
+    assert speed_of(fleet) is None
 
 
 def test_the_later_of_two_agents_that_take_turns_at_the_broker_is_refused_and_heard_no_more(fleet):
@@ -215,12 +170,11 @@ def test_the_later_of_two_agents_that_take_turns_at_the_broker_is_refused_and_he
     cloned = [event for event in fleet.take() if isinstance(event, Cloned)]
     assert [(event.device_id, event.refused) for event in cloned] == [("pi", "b")]
     fleet.say("pi", "draining", boot="b", session=6)
-    fleet.roster.note_heartbeat("pi", Heartbeat(seq=9, session_no=6, uptime_s=1.0, boot_id="b"))
+    fleet.beat("pi", 9, session=6, boot_id="b")
     heard = fleet.take()
     assert [(type(event), event.refused) for event in heard] == [(TwinTried, "b")]
-    assert fleet.roster.state("pi") is DeviceState.ONLINE
-    assert fleet.roster.heartbeat("pi") is None
-    fleet.roster.note_heartbeat("pi", Heartbeat(seq=1, session_no=6, uptime_s=1.0, boot_id="a"))
+    assert (fleet.roster.state("pi"), fleet.roster.heartbeat("pi")) == (DeviceState.ONLINE, None)
+    fleet.beat("pi", 1, session=6, boot_id="a")
     assert fleet.roster.heartbeat("pi").seq == 1
     [row] = fleet.roster.facts()
     assert "refused the later of two agents (boot b)" in row["cloned"]
@@ -228,7 +182,7 @@ def test_the_later_of_two_agents_that_take_turns_at_the_broker_is_refused_and_he
 
 def test_a_copy_that_only_asks_over_https_is_refused_and_what_it_took_is_given_again(fleet):
     def call(instance):
-        refusal = fleet.roster.note_call(7, instance, stamp=stamps.get(instance, ""), address="10.0.0.7")
+        refusal = fleet.call(instance, stamp=stamps.get(instance, ""))
         stamps[instance] = fleet.roster.stamp(7)
         return refusal
 
@@ -245,7 +199,7 @@ def test_a_copy_that_only_asks_over_https_is_refused_and_what_it_took_is_given_a
 def test_a_restart_that_only_https_shows_is_told_once_and_late_requests_of_the_dead_are_none(fleet):
     told = []
     for instance in ("a", "a", "b", "b", "a", "b"):
-        fleet.roster.note_call(7, instance, stamp="", address="10.0.0.7")
+        fleet.call(instance)
         told.append(fleet.take())
     assert told == [[], [], [Restarted(device_id="pi")], [], [], []]
 
@@ -253,10 +207,7 @@ def test_a_restart_that_only_https_shows_is_told_once_and_late_requests_of_the_d
 @pytest.mark.parametrize("is_mqtt_first", [True, False])
 def test_a_restart_that_mqtt_and_https_both_show_is_told_once(fleet, is_mqtt_first):
     def hear(boot, session):
-        tell = [
-            lambda: fleet.say("pi", boot=boot, session=session),
-            lambda: fleet.roster.note_call(7, boot, stamp="", address="10.0.0.7"),
-        ]
+        tell = [lambda: fleet.say("pi", boot=boot, session=session), lambda: fleet.call(boot)]
         for way in tell if is_mqtt_first else reversed(tell):
             way()
         return [event for event in fleet.take() if isinstance(event, Restarted)]
@@ -268,28 +219,10 @@ def test_a_restart_that_mqtt_and_https_both_show_is_told_once(fleet, is_mqtt_fir
     assert fleet.roster.cloned("pi") is None
 
 
-def test_a_device_that_was_removed_and_joins_again_has_no_twin_any_more(fleet):
-    for boot, session in (("a", 1), ("b", 1), ("a", 2)):
-        fleet.say("pi", boot=boot, session=session)
-    assert fleet.roster.cloned("pi")
-    fleet.roster.remove("pi")
-    fleet.add("pi", 9)
-    assert fleet.roster.cloned("pi") is None
-    assert fleet.roster.note_call(9, "b", stamp="", address="") is None
-
-
-def test_two_sessions_of_one_agent_that_take_turns_are_reported(fleet):
-    fleet.say("pi", session=2)
-    for seq in range(1, 4):
-        for session in (1, 2):
-            fleet.roster.note_heartbeat("pi", Heartbeat(seq=seq, session_no=session, uptime_s=1.0))
-    assert Flapping(device_id="pi") in fleet.take()
-
-
 def test_the_operators_facts_are_one_row_per_device_seen_or_not(fleet):
-    fleet.add("new", 9)
+    fleet.add("new", state=None)
     fleet.say("pi")
-    fleet.roster.note_heartbeat("pi", Heartbeat(seq=1, session_no=1, uptime_s=1.0, temperature_c=55.5, run="r"))
+    fleet.beat("pi", temperature_c=55.5, run="r")
     fleet.now_s = 2.0
     new, pi = fleet.roster.facts()
     assert (new["device_id"], new["presence"], new["silent_s"]) == ("new", "never seen", None)
@@ -297,10 +230,9 @@ def test_the_operators_facts_are_one_row_per_device_seen_or_not(fleet):
 
 
 def test_many_threads_may_use_it_at_once():
-    fleet = Fleet()
+    fleet, failures = Fleet(), []
     for number in range(8):
-        fleet.add(f"pi-{number}", number + 1)
-    failures = []
+        fleet.add(f"pi-{number}", node_id=number + 1)
 
     def busy(number):
         name = f"pi-{number}"
@@ -324,46 +256,25 @@ def test_many_threads_may_use_it_at_once():
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert failures == []
-    assert names(fleet) == []
+    assert (failures, names(fleet)) == ([], [])
     assert len(fleet.roster._listeners._heard_by) == 1
     gone = [event.device_id for event in fleet.heard if isinstance(event, Transition) and event.after == "offline"]
     assert sorted(gone) == [f"pi-{number}" for number in range(8)]
 
 
-def test_a_device_that_joins_again_is_heard_of(fleet):
-    fleet.heard.clear()
-    fleet.add("pi", 7, groups=("home",))
-    fleet.add("pi", 8)
-    assert fleet.heard == [Added(device_id="pi")] * 2
-    assert (fleet.roster.info("pi").groups, fleet.roster.device_of(7)) == ((), None)
-
-
-def test_what_was_told_at_the_join_is_known_before_the_device_speaks(fleet):
-    facts = {"memory_bytes": 512, "blocks": {"digits": [0, 1]}}
-    fleet.roster.add("pi-2", node_id=9, role="trainer", groups=(), examples={"digits": 5}, facts=facts)
-    info = fleet.roster.info("pi-2")
-    assert (info.capabilities["memory_bytes"], info.blocks) == (512, {"digits": (0, 1)})
-    fleet.add("pi-2", 9)
-    assert fleet.roster.info("pi-2").blocks == {"digits": (0, 1)}
-    fleet.roster.add("pi-2", node_id=9, role="trainer", groups=(), examples={"digits": 5}, facts={})
-    assert fleet.roster.info("pi-2").blocks == {}
-
-
 def test_a_drained_device_is_no_worker_and_its_change_is_told_once(fleet):
     fleet.say("pi")
     fleet.take()
-    fleet.roster.set_drained("pi", drained=True)
-    fleet.roster.set_drained("pi", drained=True)
-    fleet.roster.set_drained("nobody", drained=True)
+    for name in ("pi", "pi", "nobody"):
+        fleet.roster.set_drained(name, drained=True)
     assert fleet.take() == [Changed(device_id="pi")]
     assert (names(fleet), fleet.roster.is_drained("pi"), fleet.roster.is_drained("nobody")) == ([], True, False)
-    fleet.add("pi", 7)
+    fleet.add("pi", node_id=7)
     assert fleet.roster.is_drained("pi"), "joining again with the same key changes nothing"
 
 
 def test_what_happens_to_a_device_is_heard_in_its_order_whichever_threads_tell_it(fleet):
-    fleet.add("pi-2", 8)
+    fleet.add("pi-2", node_id=8, state=None)
     for name in ("pi", "pi-2"):
         fleet.beat(name)
     fleet.take()

@@ -43,24 +43,6 @@ def test_agents_that_follow_each_other_are_restarts_however_often(fleet: Fleet) 
     assert fleet.twins.shown("pi", 0.0) is None
 
 
-def test_the_later_one_is_refused_when_the_earlier_has_read_an_answer_after_it_was_heard(fleet: Fleet) -> None:
-    fleet.call("a")
-    fleet.call("b")
-    assert fleet.call("a") == []  # it may have been on the way when "a" ended and "b" began
-    assert fleet.call("a") == ["b"]
-    assert fleet.twins.refusal("pi", "b") is not None
-    assert fleet.twins.refusal("pi", "a") is None
-
-
-def test_requests_of_the_dead_that_come_late_prove_nothing_however_many(fleet: Fleet) -> None:
-    fleet.call("a")
-    fleet.call("b")
-    for _ in range(5):
-        assert fleet.call("a", is_answered=False) == []
-        assert fleet.call("b") == []
-    assert fleet.twins.refusal("pi", "b") is None
-
-
 def test_a_new_session_behind_that_of_a_later_agent_proves_that_there_are_two(fleet: Fleet) -> None:
     fleet.connect("a", 41)
     fleet.connect("b", 41)

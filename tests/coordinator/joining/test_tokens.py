@@ -19,33 +19,23 @@ def test_a_lifetime_is_a_number_with_a_unit(text: str, seconds: float) -> None:
     assert parse_ttl(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "24", "0h", "-1h", "h", "1y", "4000d", "1h30m", "nan h"])
-def test_a_lifetime_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="lifetime"):
-        parse_ttl(text)
+def test_a_lifetime_that_is_none_is_refused() -> None:
+    for text in ("", "24", "0h", "-1h", "h", "1y", "4000d", "1h30m", "nan h"):
+        with pytest.raises(UsageError, match="lifetime"):
+            parse_ttl(text)
 
 
-def test_the_store_has_the_hash_and_not_the_secret(tmp_path: Path) -> None:
-    directory = init_directory(tmp_path / "c", hosts=["pi.local"], fleet="lab")
+def test_a_token_says_whom_to_trust_and_where_and_the_store_has_its_hash_and_not_the_secret(tmp_path: Path) -> None:
+    directory = init_directory(tmp_path / "c", hosts=["pi.local", "10.0.0.5"], fleet="lab")
     with Store.open(directory.database) as store:
         token = make_token(store, directory, TokenTerms(ttl_s=60, uses=3, groups=("roof",)), now=1000.0)
         (record,) = store.tokens()
-    assert (record.token_id, record.expires_at, record.uses_left, record.groups) == (
-        token.token_id,
-        1060,
-        3,
-        ("roof",),
-    )
+    assert (record.token_id, record.expires_at, record.uses_left) == (token.token_id, 1060, 3)
+    assert record.groups == ("roof",)
     raw = directory.database.read_bytes() + b"".join(p.read_bytes() for p in directory.root.glob("edgefl.db-*"))
     assert token.secret.encode() not in raw
     assert hashlib.sha256(token.secret.encode()).hexdigest().encode() in raw
     assert len(token.secret) >= 24
-
-
-def test_the_token_says_whom_to_trust_and_where(tmp_path: Path) -> None:
-    directory = init_directory(tmp_path / "c", hosts=["pi.local", "10.0.0.5"], fleet="lab")
-    with Store.open(directory.database) as store:
-        token = make_token(store, directory, TokenTerms(), now=0.0)
     assert token.ca_fingerprint == directory.ca_fingerprint()
     assert token.addresses == ("pi.local:8000", "10.0.0.5:8000")
     line = join_line(token)
@@ -53,12 +43,10 @@ def test_the_token_says_whom_to_trust_and_where(tmp_path: Path) -> None:
     assert JoinToken.parse(line.split()[5]) == token
 
 
-@pytest.mark.parametrize(
-    "terms", [TokenTerms(uses=0), TokenTerms(uses=10**9), TokenTerms(role="boss"), TokenTerms(groups=("A b",))]
-)
-def test_terms_that_make_no_sense_are_refused_and_nothing_is_stored(tmp_path: Path, terms: TokenTerms) -> None:
+def test_terms_that_make_no_sense_are_refused_and_nothing_is_stored(tmp_path: Path) -> None:
     directory = init_directory(tmp_path / "c", hosts=["pi.local"])
     with Store.open(directory.database) as store:
-        with pytest.raises(UsageError):
-            make_token(store, directory, terms, now=0.0)
+        for terms in ({"uses": 0}, {"uses": 10**9}, {"role": "boss"}, {"groups": ("A b",)}):
+            with pytest.raises(UsageError):
+                make_token(store, directory, TokenTerms(**terms), now=0.0)
         assert store.tokens() == []

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from small_fleet import SmallFleet, eventually, settled
 
 from edgefl.config import ConfigError, parse_run
 from edgefl.coordinator.directory import CoordinatorDirectory, init_directory
-from edgefl.coordinator.fleet.presence import Presence
-from edgefl.coordinator.fleet.roster import Roster
 from edgefl.coordinator.rollouts import rollout_thread, telling
 from edgefl.coordinator.rollouts.deployment_wishes import DeploymentWish
 from edgefl.coordinator.rollouts.deployments import Deployments
@@ -30,8 +29,7 @@ class Fleet:
     def __init__(self, root: Path) -> None:
         self.directory: CoordinatorDirectory = init_directory(root, hosts=["127.0.0.1"], fleet="lab", port=1)
         self.store = Store.open(self.directory.database)
-        self.roster = Roster(Presence(), time.monotonic)
-        self.roster.note_bus(connected=True)
+        self.roster = SmallFleet(clock=time.monotonic).roster
         self.commands: list[tuple[str, str, str | None]] = []
         self.ids: list[str] = []
         self.exported: list[tuple[str, Mapping[str, Any], Path]] = []
@@ -98,16 +96,9 @@ class Fleet:
         self.store.close()
 
 
-def eventually(condition: Callable[[], Any]) -> Any:
-    deadline_s = time.monotonic() + 60
-    while not (value := condition()):
-        assert time.monotonic() < deadline_s, "did not happen"
-        time.sleep(0.01)
-    return value
-
-
 @pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
+def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    monkeypatch.setattr(rollout_thread, "TICK_S", 0.02)
     made = Fleet(tmp_path / "coordinator")
     yield made
     made.close()
@@ -156,67 +147,45 @@ def test_what_a_device_reports_is_kept_and_ends_the_deployment(fleet: Fleet) -> 
     assert (str(b.state), b.reason) == ("refused", "worse")
 
 
-@pytest.mark.parametrize(
-    "nonsense",
-    [
-        {"state": "running", "id": "x"},
-        {"state": "exploded"},
-        {"state": "told"},
-        {"state": "reverted"},
-        {"state": ["running"]},
-    ],
-)
-def test_a_report_that_makes_no_sense_changes_nothing(fleet: Fleet, nonsense: dict[str, Any]) -> None:
+def test_a_report_that_makes_no_sense_changes_nothing(fleet: Fleet) -> None:
     fleet.add("a")
-    record = fleet.start().submit(wish())
+    name = fleet.start().submit(wish()).deployment_id
     eventually(lambda: fleet.commands)
-    fleet.say("a", nonsense["state"], nonsense.get("id", record.deployment_id), accuracy="high")
-    fleet.add("b")
-    eventually(lambda: fleet.heard("b"))
-    fleet.say("b", "running", record.deployment_id, record.deployment_id)
-    eventually(lambda: fleet.stages(record.deployment_id) == {"a": "told", "b": "running"})
-    fleet.say("a", "running", record.deployment_id, record.deployment_id, accuracy="high", num_examples=True)
-    eventually(lambda: fleet.stages(record.deployment_id)["a"] == "running")
-    row, _ = fleet.store.deployment_devices(record.deployment_id)
+    for state, deployment in (
+        ("running", "x"),
+        ("exploded", name),
+        ("told", name),
+        ("reverted", name),
+        (["x"], name),
+    ):
+        fleet.say("a", state, deployment, accuracy="high")  # type: ignore[arg-type]
+        settled(fleet.running[-1])
+    assert fleet.stages(name) == {"a": "told"}
+    fleet.say("a", "running", name, name, accuracy="high", num_examples=True)
+    eventually(lambda: fleet.stages(name)["a"] == "running")
+    (row,) = fleet.store.deployment_devices(name)
     assert (row.accuracy, row.num_examples) == (None, None)
 
 
-def test_a_device_is_not_told_before_its_subscriptions_stand(fleet: Fleet) -> None:
+def test_a_device_is_told_when_its_subscriptions_stand_and_again_unless_it_is_at_it_or_runs_it(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fleet.add("a", is_online=False)
     fleet.roster.note_status("a", Status(state="online", boot_id="b", session_no=1))
-    record = fleet.start().submit(wish())
-    eventually(lambda: fleet.stages(record.deployment_id) == {"a": "told"})
-    fleet.running[0]._tell(record.deployment_id)
-    assert fleet.commands == []
-    fleet.say("a")
-    eventually(lambda: fleet.heard("a") == 1)
-
-
-def test_a_device_that_says_nothing_is_told_again_and_one_that_is_at_it_is_not(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fleet.add("deaf")
     fleet.add("busy")
-    deployments = fleet.start()
-    record = deployments.submit(wish())
-    eventually(lambda: len(fleet.commands) == 2)
-    fleet.say("busy", "fetching", record.deployment_id)
+    name = fleet.start().submit(wish()).deployment_id
+    eventually(lambda: fleet.heard("busy"))
+    fleet.say("busy", "fetching", name)
+    settled(fleet.running[-1])
+    assert (fleet.heard("a"), fleet.heard("busy")) == (0, 1)
     monkeypatch.setattr(telling, "TELL_AGAIN_S", 0.0)
-    eventually(lambda: fleet.heard("deaf") > 1)
-    assert fleet.heard("busy") == 1
-    assert len(set(fleet.ids)) == len(fleet.ids)
-
-
-def test_a_device_that_runs_something_else_than_it_should_is_told_again(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fleet.add("a")
-    record = fleet.start().submit(wish())
-    eventually(lambda: fleet.commands)
-    fleet.say("a", "running", record.deployment_id, record.deployment_id)
-    eventually(lambda: fleet.stages(record.deployment_id)["a"] == "running")
+    fleet.say("a")
+    eventually(lambda: fleet.heard("a") > 1)
+    assert (fleet.heard("busy"), len(set(fleet.ids))) == (1, len(fleet.ids))
+    fleet.say("a", "running", name, name)
+    eventually(lambda: fleet.stages(name)["a"] == "running")
+    settled(fleet.running[-1])
     heard = fleet.heard("a")
-    monkeypatch.setattr(telling, "TELL_AGAIN_S", 0.0)
     fleet.say("a")  # a state directory that was put back, say
     eventually(lambda: fleet.heard("a") > heard)
 
@@ -301,7 +270,7 @@ def test_a_device_that_gets_data_for_a_newer_model_is_told_of_it_when_it_has_ans
     first, second = deployments.submit(wish()), deployments.submit(wish(model="r2"))
     eventually(lambda: ("b", "deploy", second.deployment_id) in fleet.commands)
     fleet.add("a", tasks=("digits", "mnist"))
-    time.sleep(2.5 * rollout_thread.TICK_S)
+    settled(fleet.running[-1])
     assert fleet.stages(second.deployment_id) == {"b": "told"}
     fleet.say("a", "running", first.deployment_id, first.deployment_id)
     eventually(lambda: ("a", "deploy", second.deployment_id) in fleet.commands)
@@ -314,6 +283,16 @@ def test_a_device_that_gets_data_for_a_newer_model_is_told_of_it_when_it_has_ans
         ({"model": "ffffff"}, NotFoundError, "no kept model begins with 'ffffff'"),
         ({"devices": ("nobody",)}, NotFoundError, "no device 'nobody'"),
         ({"devices": ("other",)}, UsageError, "other has no shard for task digits"),
+        *(
+            (changes, ConfigError, "")
+            for changes in (
+                {"canary": -1},
+                {"canary_s": 0},
+                {"canary_s": 1e9},
+                {"tolerance": 2.0},
+                {"min_accuracy": -0.1},
+            )
+        ),
     ],
 )
 def test_what_cannot_be_deployed_is_one_line(
@@ -332,14 +311,6 @@ def test_a_model_is_found_by_whatever_shows_it(fleet: Fleet) -> None:
     deployments = fleet.start()
     for model in (MODEL, MODEL[:4], "r1", "first", "latest", "r1:1", "first:latest", "r1:best", "best"):
         assert deployments.submit(wish(model=model)).model == MODEL
-
-
-@pytest.mark.parametrize(
-    "changes", [{"canary": -1}, {"canary_s": 0}, {"canary_s": 1e9}, {"tolerance": 2.0}, {"min_accuracy": -0.1}]
-)
-def test_a_wish_out_of_range_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        wish(**changes)
 
 
 def test_a_finished_run_deploys_its_model_only_if_it_asks_for_it(fleet: Fleet) -> None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from small_fleet import SmallFleet, eventually, settled
 from wheel_files import Signer, make_wheel, stand_in
 
 from edgefl import __version__
-from edgefl.coordinator.fleet.presence import Presence
-from edgefl.coordinator.fleet.roster import Roster
 from edgefl.coordinator.rollouts import bundle_files, rollout_thread, telling
 from edgefl.coordinator.rollouts.bundle_files import BundleFiles
 from edgefl.coordinator.rollouts.installations import OLDER, Installations, InstallationWish
@@ -23,7 +22,6 @@ from edgefl.errors import (
     EdgeflError,
     NotFoundError,
     StoreBusyError,
-    StoreFullError,
     UsageError,
     VersionError,
 )
@@ -42,8 +40,7 @@ class Fleet:
     def __init__(self, root: Path) -> None:
         self.root, self.signer = root, Signer(root)
         self.store = Store.open(root / "edgefl.db")
-        self.roster = Roster(Presence(), time.monotonic)
-        self.roster.note_bus(connected=True)
+        self.roster = SmallFleet(clock=time.monotonic).roster
         self.files = BundleFiles(root / "bundles")
         self.commands: list[tuple[str, str, str | None]] = []
         self.fatal: list[EdgeflError] = []
@@ -59,13 +56,19 @@ class Fleet:
         finally:
             upload.close()
 
+    def pack(self, name: str = "gulls") -> str:
+        """Brings another bundle, that is no release; returns its hash."""
+        wheel = make_wheel(self.root / "w", name, "1.0", {f"{name}.py": ""})
+        return self.bring(self.signer.bundle(self.root / name, wheel, kind="pack", version="1.0"))
+
     def add(self, name: str, facts: Any = ABLE, *, is_online: bool = True) -> None:
         self.roster.add(name, node_id=hash(name), role="trainer", groups=(), examples={})
         if is_online:
             self.online(name, facts)
 
-    def online(self, name: str, facts: Any = ABLE) -> None:
-        self.roster.note_status(name, Status(state="online", boot_id=f"boot of {name}", session_no=1))
+    def online(self, name: str, facts: Any = ABLE, *, session: int = 1) -> None:
+        self.session_no = session
+        self.roster.note_status(name, Status(state="online", boot_id=f"boot of {name}", session_no=session))
         self.roster.note_capabilities(name, Capabilities(facts=facts))
         self.say(name)
 
@@ -108,18 +111,11 @@ class Fleet:
 
 
 @pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
+def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    monkeypatch.setattr(rollout_thread, "TICK_S", 0.02)
     made = Fleet(tmp_path)
     yield made
     made.close()
-
-
-def eventually(condition: Callable[[], Any]) -> Any:
-    deadline_s = time.monotonic() + 60
-    while not (value := condition()):
-        assert time.monotonic() < deadline_s, "did not happen"
-        time.sleep(0.01)
-    return value
 
 
 def submit(fleet: Fleet, installations: Installations, **wish: Any) -> str:
@@ -148,33 +144,29 @@ def test_every_board_that_can_be_updated_is_told_and_what_it_says_is_kept(fleet:
     assert row.reason == "its agent did not come up"
 
 
-def test_a_canary_that_fails_ends_it_and_the_others_are_never_told(fleet: Fleet) -> None:
+def test_the_rest_follows_when_the_canaries_run_it_and_is_never_told_when_one_fails(fleet: Fleet) -> None:
     for name in ("pi-1", "pi-2", "pi-3"):
         fleet.add(name)
-    made = submit(fleet, fleet.start(), canary=1)
+    installations = fleet.start()
+    made = submit(fleet, installations, canary=1)
     (canary,) = eventually(lambda: [device for device, _, _ in fleet.commands])
     fleet.say(canary, "refused", made, "not signed by anybody")
     eventually(lambda: fleet.status(made) == "failed")
     assert sorted(fleet.stages(made).values()) == ["refused", "superseded", "superseded"]
     assert len(fleet.commands) == 1
     assert fleet.store.installation(made).reason == f"canary {canary}: not signed by anybody"
-
-
-def test_the_rest_follows_when_the_canaries_run_it(fleet: Fleet) -> None:
-    for name in ("pi-1", "pi-2"):
-        fleet.add(name)
-    made = submit(fleet, fleet.start(), canary=1)
-    (canary,) = eventually(lambda: [device for device, _, _ in fleet.commands])
-    fleet.say(canary, "running", made)
-    eventually(lambda: len(fleet.commands) == 2)
-    assert {device for device, _, _ in fleet.commands} == {"pi-1", "pi-2"}
+    again = submit(fleet, installations, canary=1)
+    fleet.say(eventually(lambda: [device for device, _, _ in fleet.commands[1:]])[0], "running", again)
+    eventually(lambda: {device for device, _, name in fleet.commands if name == again} == {"pi-1", "pi-2", "pi-3"})
 
 
 def test_a_canary_that_keeps_what_it_runs_is_not_taken_back_when_another_is_silent(fleet: Fleet) -> None:
     for name in ("pi-1", "pi-2"):
         fleet.add(name)
-    made = submit(fleet, fleet.start(), canary=2, canary_s=0.5)
+    made = submit(fleet, fleet.start(), canary=2)
     fleet.say("pi-1", "running", made)
+    eventually(lambda: fleet.stages(made)["pi-1"] == "running")
+    fleet.store.set_installation(made, canary_until=0.0)
     eventually(lambda: fleet.status(made) == "failed")
     assert fleet.stages(made) == {"pi-1": "running", "pi-2": "superseded"}
     fleet.say("pi-2", "running", made)  # it was slow, and is believed
@@ -200,11 +192,9 @@ def test_a_board_that_is_away_is_told_when_it_comes(fleet: Fleet) -> None:
     fleet.add("pi-1")
     fleet.roster.note_status("pi-1", Status(state="offline", boot_id="boot of pi-1", session_no=1))
     made = submit(fleet, fleet.start())
-    time.sleep(0.2)
+    settled(fleet.running[-1])
     assert not fleet.commands
-    fleet.roster.note_status("pi-1", Status(state="online", boot_id="boot of pi-1", session_no=2))
-    fleet.session_no = 2
-    fleet.say("pi-1")
+    fleet.online("pi-1", session=2)
     eventually(lambda: fleet.commands == [("pi-1", "install", made)])
 
 
@@ -224,10 +214,7 @@ def test_a_coordinator_that_was_killed_goes_on(fleet: Fleet) -> None:
 def test_a_newer_installation_of_the_same_name_takes_the_place_of_one_that_waits(fleet: Fleet) -> None:
     fleet.add("pi-1")
     installations = fleet.start()
-    pack = fleet.signer.bundle(
-        fleet.root / "p", make_wheel(fleet.root / "w", "gulls", "1.0", {"gulls.py": ""}), kind="pack", version="1.0"
-    )
-    first, other = submit(fleet, installations), submit(fleet, installations, version=None, bundle=fleet.bring(pack))
+    first, other = submit(fleet, installations), submit(fleet, installations, version=None, bundle=fleet.pack())
     second = submit(fleet, installations)
     eventually(lambda: fleet.stages(first) == {"pi-1": "superseded"})
     assert (fleet.stages(other), fleet.stages(second)) == ({"pi-1": "told"}, {"pi-1": "told"})
@@ -240,10 +227,8 @@ def test_a_board_is_told_of_its_oldest_installation_and_of_the_next_when_it_has_
     fleet.add("pi-1")
     fleet.add("pi-2")
     installations = fleet.start()
-    wheel = make_wheel(fleet.root / "w", "gulls", "1.0", {"gulls.py": ""})
-    pack = fleet.bring(fleet.signer.bundle(fleet.root / "p", wheel, kind="pack", version="1.0"))
     first = submit(fleet, installations, devices=("pi-1",))
-    second = submit(fleet, installations, version=None, bundle=pack)
+    second = submit(fleet, installations, version=None, bundle=fleet.pack())
     eventually(lambda: fleet.commands.count(("pi-1", "install", first)) > 2)
     fleet.say("pi-1", "fetching", first)
     eventually(lambda: fleet.commands.count(("pi-2", "install", second)) > 2)
@@ -252,36 +237,30 @@ def test_a_board_is_told_of_its_oldest_installation_and_of_the_next_when_it_has_
     eventually(lambda: ("pi-1", "install", second) in fleet.commands)
 
 
-def test_a_canary_s_time_does_not_pass_while_the_board_is_at_an_older_installation(fleet: Fleet) -> None:
+def test_a_canary_s_time_begins_when_the_board_is_done_with_an_older_installation_or_goes_away(fleet: Fleet) -> None:
     for name in ("pi-1", "pi-2"):
         fleet.add(name)
     installations = fleet.start()
-    wheel = make_wheel(fleet.root / "w", "gulls", "1.0", {"gulls.py": ""})
-    pack = fleet.bring(fleet.signer.bundle(fleet.root / "p", wheel, kind="pack", version="1.0"))
-    first = submit(fleet, installations, devices=("pi-1",))
+    first, pack = submit(fleet, installations, devices=("pi-1",)), fleet.pack()
     fleet.say("pi-1", "fetching", first)
-    second = submit(fleet, installations, version=None, bundle=pack, canary=1, canary_s=1.0)
-    eventually(lambda: fleet.store.installation(second).canary_until is None)
-    begun_s = time.monotonic()
-    while time.monotonic() < begun_s + 2.5:
-        fleet.say("pi-1", "fetching", first)
-        assert (fleet.status(second), fleet.stages(second)["pi-1"]) == ("canary", "told")
-        time.sleep(0.1)
+    second = submit(fleet, installations, version=None, bundle=pack, canary=1, canary_s=60.0)
+
+    def until() -> float | None:
+        return fleet.store.installation(second).canary_until
+
+    eventually(lambda: until() is None)
+    settled(installations)
+    assert (until(), fleet.stages(second)["pi-1"]) == (None, "told")
+    fleet.roster.note_status("pi-1", Status(state="offline", boot_id="boot of pi-1", session_no=1))
+    eventually(lambda: until() is not None)
+    fleet.online("pi-1", session=2)
+    eventually(lambda: until() is None)
     fleet.say("pi-1", "running", first)
     eventually(lambda: ("pi-1", "install", second) in fleet.commands)
-    eventually(lambda: fleet.status(second) == "failed")  # it has the time from now on, and no more
-    assert fleet.store.installation(second).reason == "canary pi-1 did not report within 1 s"
-
-
-def test_a_canary_that_is_away_with_an_older_installation_is_not_waited_for(fleet: Fleet) -> None:
-    fleet.add("pi-1")
-    installations = fleet.start()
-    wheel = make_wheel(fleet.root / "w", "gulls", "1.0", {"gulls.py": ""})
-    pack = fleet.bring(fleet.signer.bundle(fleet.root / "p", wheel, kind="pack", version="1.0"))
-    submit(fleet, installations)
-    second = submit(fleet, installations, version=None, bundle=pack, canary=1, canary_s=0.5)
-    fleet.roster.note_status("pi-1", Status(state="offline", boot_id="boot of pi-1", session_no=1))
+    eventually(lambda: until() is not None)
+    fleet.store.set_installation(second, canary_until=0.0)
     eventually(lambda: fleet.status(second) == "failed")
+    assert fleet.store.installation(second).reason == "canary pi-1 did not report within 60 s"
 
 
 def test_only_the_devices_of_an_installation_may_fetch_its_bundle(fleet: Fleet) -> None:
@@ -300,18 +279,14 @@ def test_only_the_devices_of_an_installation_may_fetch_its_bundle(fleet: Fleet) 
         installations.file(made, "pi-1")
 
 
-def test_a_release_that_this_coordinator_cannot_talk_to_is_refused(fleet: Fleet) -> None:
+def test_a_release_that_was_never_brought_or_cannot_be_talked_to_is_refused(fleet: Fleet) -> None:
     fleet.add("pi-1")
-    far = f"{MAJOR}.{MINOR + 1}.0"
+    far, installations = f"{MAJOR}.{MINOR + 1}.0", fleet.start()
     fleet.bring(fleet.signer.bundle(fleet.root / "far", stand_in(fleet.root / "f", far), version=far))
     with pytest.raises(VersionError):
-        submit(fleet, fleet.start(), version=far)
-
-
-def test_a_version_that_was_never_brought_is_named_with_those_that_were(fleet: Fleet) -> None:
-    fleet.add("pi-1")
-    with pytest.raises(NotFoundError, match=rf"has no release '9\.9' \(it has: {NEXT}\)"):
-        submit(fleet, fleet.start(), version="9.9")
+        submit(fleet, installations, version=far)
+    with pytest.raises(NotFoundError, match=rf"has no release '9\.9' \(it has: .*{NEXT}"):
+        submit(fleet, installations, version="9.9")
 
 
 def test_an_upload_that_is_no_bundle_or_too_large_leaves_nothing(fleet: Fleet, tmp_path: Path) -> None:
@@ -330,11 +305,7 @@ def test_old_bundles_go_unless_they_are_on_their_way(fleet: Fleet, monkeypatch: 
     monkeypatch.setattr(bundle_files, "KEPT_BUNDLES", 1)
     installations = fleet.start()
     submit(fleet, installations)
-    wheels = {name: make_wheel(fleet.root / "w", name, "1.0", {f"{name}.py": ""}) for name in ("gulls", "terns")}
-    made = [
-        fleet.bring(fleet.signer.bundle(fleet.root / name, wheel, kind="pack", version="1.0"))
-        for name, wheel in wheels.items()
-    ]
+    made = [fleet.pack(name) for name in ("gulls", "terns")]
     os.utime(fleet.files.path(made[0]), (1.0, 1.0))
     submit(fleet, installations, version=None, bundle=made[1])
     assert {one.sha256 for one in fleet.files.kept()} == {fleet.release, made[1]}
@@ -353,7 +324,7 @@ def test_a_device_that_says_nonsense_changes_nothing(fleet: Fleet) -> None:
     made = submit(fleet, fleet.start())
     for state, name in (("running", "other"), ("exploded", made), (7, made), (["x"], made)):
         fleet.say("pi-1", state, name)  # type: ignore[arg-type]
-    time.sleep(2 * rollout_thread.TICK_S)
+    settled(fleet.running[-1])
     assert fleet.stages(made) == {"pi-1": "told"}
     assert not fleet.fatal
 
@@ -396,15 +367,12 @@ def test_a_bundle_that_is_damaged_on_the_disk_does_not_hide_the_others(fleet: Fl
     assert fleet.files.release(NEXT).sha256 == fleet.release
 
 
-@pytest.mark.parametrize("error", [StoreFullError("no room"), StoreBusyError("in use"), ZeroDivisionError("odd")])
-def test_a_report_outlasts_what_hinders_that_it_is_kept(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_a_report_outlasts_what_hinders_that_it_is_kept(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("pi-1", "pi-2"):
         fleet.add(name)
     made = submit(fleet, fleet.start())
     eventually(lambda: len(fleet.commands) == 2)
-    known, errors = fleet.store.device_installations, [error]
+    known, errors = fleet.store.device_installations, [StoreBusyError("in use"), ZeroDivisionError("odd")]
     monkeypatch.setattr(
         fleet.store, "device_installations", lambda name: _raise(errors.pop()) if errors else known(name)
     )

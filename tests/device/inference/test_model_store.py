@@ -1,25 +1,22 @@
 """The note that says which model a board runs: whole at any time, and with a way back."""
 
-from __future__ import annotations
-
 import logging
-from pathlib import Path
 
 import pytest
 
 from edgefl.device.inference.model_store import DeployedModel, ModelStore, Note, Report, report_json
 
 
-def deployed(name: str) -> DeployedModel:
+def deployed(name):
     return DeployedModel(deployment=f"d-{name}", sha256=name * 64, model=name * 8, task="digits", accuracy=0.5)
 
 
-def report(name: str, state: str = "running") -> Report:
+def report(name, state="running"):
     return Report(id=f"d-{name}", state=state, accuracy=0.5)
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> ModelStore:
+def store(tmp_path):
     store = ModelStore(tmp_path)
     store.write(Note())
     for name in "abc":
@@ -27,20 +24,20 @@ def store(tmp_path: Path) -> ModelStore:
     return store
 
 
-def put(store: ModelStore, name: str) -> None:
+def put(store, name):
     (store.folder / f"{name * 64}.onnx").write_bytes(name.encode())
 
 
-def files(store: ModelStore) -> set[str]:
+def files(store):
     return {path.name[0] for path in store.folder.glob("*.onnx")}
 
 
-def test_a_board_without_a_note_has_no_model(tmp_path: Path) -> None:
+def test_a_board_without_a_note_has_no_model(tmp_path):
     assert ModelStore(tmp_path).read() == Note()
     assert report_json(Note()) is None
 
 
-def test_the_model_before_is_kept_for_the_way_back_and_older_ones_go(store: ModelStore) -> None:
+def test_the_model_before_is_kept_for_the_way_back_and_older_ones_go(store):
     note = Note()
     for name in "abc":
         put(store, name)
@@ -54,21 +51,21 @@ def test_the_model_before_is_kept_for_the_way_back_and_older_ones_go(store: Mode
     assert store.go_back(back, report("b", "reverted")).current is None
 
 
-def test_a_model_that_is_deployed_twice_does_not_push_out_the_one_before(store: ModelStore) -> None:
+def test_a_model_that_is_deployed_twice_does_not_push_out_the_one_before(store):
     note = store.switch(Note(), deployed("a"), report("a"))
     note = store.switch(note, deployed("b"), report("b"))
     again = store.switch(note, deployed("b"), report("b"))
     assert (again.current, again.former) == (deployed("b"), deployed("a"))
 
 
-def test_a_part_that_is_being_fetched_stays_and_others_go(store: ModelStore) -> None:
+def test_a_part_that_is_being_fetched_stays_and_others_go(store):
     for name in "xy":
         (store.folder / f"{name * 64}.part").write_bytes(b"half")
     store.prune(Note(current=deployed("a")), keep="x" * 64)
     assert {path.name[0] for path in store.folder.iterdir()} == {"a", "x", "c"}
 
 
-def test_a_damaged_note_counts_as_none_and_is_told(store: ModelStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_note_counts_as_none_and_is_told(store, caplog):
     for content in (b"{", b"[]", b'{"v": 2}', b'{"v": 1, "current": {"model": "x"}}', b"\xff"):
         store.note_path.write_bytes(content)
         with caplog.at_level(logging.WARNING):
@@ -77,7 +74,7 @@ def test_a_damaged_note_counts_as_none_and_is_told(store: ModelStore, caplog: py
         caplog.clear()
 
 
-def test_a_heartbeat_says_what_became_of_the_last_deployment_and_what_runs() -> None:
+def test_a_heartbeat_says_what_became_of_the_last_deployment_and_what_runs():
     told = report_json(Note(current=deployed("a"), report=Report(id="d-b", state="refused", reason="worse")))
     assert told == {"id": "d-b", "state": "refused", "reason": "worse", "runs": "d-a"}
     assert report_json(Note(report=Report(id="d", state="fetching"))) == {

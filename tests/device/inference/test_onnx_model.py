@@ -1,10 +1,7 @@
 """Models in ONNX: what they answer, what they refuse, and that torch stays out."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -18,11 +15,11 @@ from edgefl.types import Dataset
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     return tmp_path / "model.onnx"
 
 
-def test_gives_class_name_and_probability_of_every_row(path: Path) -> None:
+def test_gives_class_name_and_probability_of_every_row(path):
     weight = np.zeros((64, 10), np.float32)
     weight[0, 3], weight[1, 7] = 2.0, 1.0
     write_model(path, weight)
@@ -34,28 +31,22 @@ def test_gives_class_name_and_probability_of_every_row(path: Path) -> None:
     assert second.to_json() == {"class": "7", "index": 7, "probability": pytest.approx(np.exp(3) / (np.exp(3) + 9))}
 
 
-def test_says_what_its_file_says(path: Path) -> None:
+def test_says_what_its_file_says(path):
     constant_model(path, 1, model="ab" * 32, task_options='{"model": "logistic"}')
     model = OnnxModel(path)
     assert (model.model, model.task, model.options) == ("ab" * 32, "digits", {"model": "logistic"})
     assert (model.classes, model.input_shape) == (CLASSES, (8, 8))
-
-
-def test_a_class_without_a_name_is_called_by_its_number(path: Path) -> None:
+    assert [one.index for one in model.predict(np.zeros((3, 64)))] == [1, 1, 1], "flat rows are shaped for it"
     constant_model(path, 9, classes='["zero"]')
     assert OnnxModel(path).predict(np.zeros((1, 8, 8)))[0].name == "9"
+    assert softmax(np.array([[1000.0, 1000.0]])) == pytest.approx(np.array([[0.5, 0.5]]))
 
 
-def test_accuracy_is_the_fraction_of_right_answers_over_many_batches(path: Path) -> None:
+def test_accuracy_is_the_fraction_of_right_answers_over_many_batches(path):
     constant_model(path, 4)
     labels = np.array([4, 4, 4, 5] * 2000)
     assert OnnxModel(path).accuracy(Dataset(inputs=np.ones((8000, 8, 8)), labels=labels)) == 0.75
     assert len(OnnxModel(path).predict(np.ones((7001, 8, 8)))) == 7001
-
-
-def test_flat_rows_of_the_right_length_are_shaped_for_the_model(path: Path) -> None:
-    constant_model(path, 2)
-    assert [one.index for one in OnnxModel(path).predict(np.zeros((3, 64)))] == [2, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -68,20 +59,17 @@ def test_flat_rows_of_the_right_length_are_shaped_for_the_model(path: Path) -> N
         (np.array([["a"] * 64]), "rows must be numbers"),
     ],
 )
-def test_rows_of_another_shape_are_refused(path: Path, rows: np.ndarray, expected: str) -> None:
+def test_rows_of_another_shape_are_refused(path, rows, expected):
     constant_model(path, 2)
     with pytest.raises(DataError, match="row") as caught:
         OnnxModel(path).predict(rows)
     assert str(caught.value).startswith(expected)
-
-
-def test_a_model_that_has_diverged_is_refused(path: Path) -> None:
     write_model(path, np.full((64, 10), np.nan))
     with pytest.raises(DataError, match="has diverged"):
         OnnxModel(path).predict(np.ones((1, 8, 8)))
 
 
-def test_what_is_no_model_is_refused_in_one_line(path: Path) -> None:
+def test_what_is_no_model_is_refused_in_one_line(path):
     with pytest.raises(DataError, match="there is no model file"):
         OnnxModel(path)
     path.write_bytes(b"no model\nat all")
@@ -94,7 +82,7 @@ def test_what_is_no_model_is_refused_in_one_line(path: Path) -> None:
         OnnxModel(path)
 
 
-def test_a_model_with_two_inputs_or_a_damaged_note_is_refused(path: Path) -> None:
+def test_a_model_with_two_inputs_or_a_damaged_note_is_refused(path):
     constant_model(path, 1, classes="[")
     with pytest.raises(DataError, match=r"nonsense in its edgefl\.classes"):
         OnnxModel(path)
@@ -105,11 +93,7 @@ def test_a_model_with_two_inputs_or_a_damaged_note_is_refused(path: Path) -> Non
         OnnxModel(path)
 
 
-def test_softmax_does_not_overflow() -> None:
-    assert softmax(np.array([[1000.0, 1000.0]])) == pytest.approx(np.array([[0.5, 0.5]]))
-
-
-def test_running_a_model_imports_neither_torch_nor_a_web_framework(path: Path) -> None:
+def test_running_a_model_imports_neither_torch_nor_a_web_framework(path):
     rng = np.random.default_rng(7)
     digits_model(path, rng.random((50, 8, 8)), rng.integers(0, 10, 50))
     program = (

@@ -9,12 +9,12 @@ from edgefl.protocol import JoinToken
 TOKEN = JoinToken(ca_fingerprint="a" * 64, token_id="t1", secret="s3cret", fleet="lab", addresses=("pc:8000",)).text()
 
 
-def test_what_is_written_is_read_back() -> None:
+def test_what_is_written_is_read_back():
     file = JoinFile(token=TOKEN, name="pi-01", shards={"digits": "/srv/digits.npz"}, addresses=("10.0.0.1:8000",))
     assert JoinFile.parse(file.text()) == file
 
 
-def test_the_token_stays_out_of_the_repr() -> None:
+def test_the_token_stays_out_of_the_repr():
     assert TOKEN not in repr(JoinFile(token=TOKEN))
 
 
@@ -31,7 +31,7 @@ def test_the_token_stays_out_of_the_repr() -> None:
         {"surprise": 1},
     ],
 )
-def test_a_wrong_entry_is_refused_without_showing_the_token(change: dict[str, object]) -> None:
+def test_a_wrong_entry_is_refused_without_showing_the_token(change):
     value = {**json.loads(JoinFile(token=TOKEN).text()), **change}
     with pytest.raises(EdgeflError) as told:
         JoinFile.parse(json.dumps(value))
@@ -39,6 +39,6 @@ def test_a_wrong_entry_is_refused_without_showing_the_token(change: dict[str, ob
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "null"])
-def test_what_is_no_join_file_is_refused(text: str) -> None:
+def test_what_is_no_join_file_is_refused(text):
     with pytest.raises(ConfigError):
         JoinFile.parse(text)

@@ -1,12 +1,8 @@
 """Renewing a certificate, against a real coordinator's routes and with the cards that power cuts leave behind."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
@@ -26,64 +22,45 @@ DAY_S = 86_400.0
 class Clock:
     now_s: float = 1000.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now_s
 
 
 @pytest.fixture
-def state(front_door: Any, tmp_path: Path) -> DeviceState:
+def state(front_door, tmp_path):
     return join(front_door.token(), JoinWishes(name="pi-1"), root=tmp_path / "device", addresses=[front_door.address])
 
 
 @pytest.fixture
-def clock() -> Clock:
+def clock():
     return Clock()
 
 
 @pytest.fixture
-def renewal(state: DeviceState, clock: Clock) -> Renewal:
+def renewal(state, clock):
     return Renewal(state, pinned_context(state.ca.read_bytes()), sign=lambda _key: {}, monotonic=clock)
 
 
-def hello(earliest: float, latest: float) -> Hello:
+def hello(earliest, latest):
     return Hello(
         version="1", fleet="lab", addresses=(), broker_port=1, broker_host=None, skew_s=0.0,
         certificates=(earliest, latest),
     )  # fmt: skip
 
 
-def end_of(state: DeviceState) -> float:
+def end_of(state):
     return pki.expires_at(state.cert.read_bytes())
 
 
-def test_a_fresh_certificate_is_not_renewed_as_the_coordinator_tells_it(
-    state: DeviceState, renewal: Renewal, front_door: Any
-) -> None:
+def test_it_is_time_when_the_end_lies_outside_of_what_the_coordinator_wants_or_somebody_asks(state, renewal, clock):
+    end = end_of(state)
     assert not renewal.is_due(), "nothing was heard yet"
-    renewal.heard(hello(0.0, 1.0))
-    assert renewal.is_due()
-    renewal.look(front_door.address, is_link_up=True)
-    assert renewal.is_due(), "an hour has not passed"
-
-
-@pytest.mark.parametrize(("earliest_s", "latest_s", "is_due"), [(-1, 1, False), (1, 2, True), (-2, -1, True)])
-def test_it_is_time_when_the_end_lies_outside_of_what_the_coordinator_wants(
-    state: DeviceState, renewal: Renewal, earliest_s: float, latest_s: float, is_due: bool
-) -> None:
-    end = end_of(state)
-    renewal.heard(hello(end + earliest_s, end + latest_s))
-    assert renewal.is_due() is is_due
-
-
-def test_it_becomes_time_while_the_device_stays_connected(state: DeviceState, renewal: Renewal, clock: Clock) -> None:
-    end = end_of(state)
-    renewal.heard(hello(end - 100, end + DAY_S))
-    assert not renewal.is_due()
+    for earliest_s, latest_s, is_due in ((-1, 1, False), (1, 2, True), (-2, -1, True), (-100, DAY_S, False)):
+        renewal.heard(hello(end + earliest_s, end + latest_s))
+        assert renewal.is_due() is is_due
     clock.now_s += 101
-    assert renewal.is_due()
-
-
-def test_a_coordinator_that_is_older_asks_for_nothing(renewal: Renewal) -> None:
+    assert renewal.is_due(), "it becomes time while the device stays connected"
+    # One that is older says nothing of certificates.
     renewal.heard(Hello(version="1", fleet="lab", addresses=(), broker_port=1, broker_host=None, skew_s=0.0))
     assert not renewal.is_due()
     renewal.ask()
@@ -92,8 +69,8 @@ def test_a_coordinator_that_is_older_asks_for_nothing(renewal: Renewal) -> None:
 
 @pytest.mark.parametrize(("is_link_up", "after_s"), [(True, LOOK_EVERY_S), (False, LOOK_WHILE_OFF_S)])
 def test_the_coordinator_is_asked_again_and_sooner_while_the_broker_refuses(
-    state: DeviceState, renewal: Renewal, clock: Clock, front_door: Any, is_link_up: bool, after_s: float
-) -> None:
+    state, renewal, clock, front_door, is_link_up, after_s
+):
     renewal.heard(hello(0.0, 1.0))
     clock.now_s += after_s - 1
     renewal.look(front_door.address, is_link_up=is_link_up)
@@ -103,9 +80,7 @@ def test_the_coordinator_is_asked_again_and_sooner_while_the_broker_refuses(
     assert not renewal.is_due(), "the answer of this coordinator is that 90 days are right"
 
 
-def test_another_server_at_the_coordinator_s_address_is_one_that_does_not_answer(
-    renewal: Renewal, clock: Clock, make_front_door: Any
-) -> None:
+def test_another_server_at_the_coordinator_s_address_is_one_that_does_not_answer(renewal, clock, make_front_door):
     renewal.heard(hello(0.0, 1.0))
     clock.now_s += LOOK_EVERY_S
     with pytest.raises(NetworkError, match="CA"):
@@ -115,11 +90,11 @@ def test_another_server_at_the_coordinator_s_address_is_one_that_does_not_answer
 class Coordinator:
     """Signs as the route does, and can lose its answer."""
 
-    def __init__(self, door: Any) -> None:
-        self.door, self.asked = door, list[bytes]()
+    def __init__(self, door):
+        self.door, self.asked = door, []
         self.loses_answers = False
 
-    def post(self, _address: str, _trust: Any, path: str, value: Mapping[str, Any], **_: Any) -> dict[str, Any]:
+    def post(self, _address, _trust, path, value, **_):
         if path == READMIT:
             raise NotAllowedError("this certificate counts no more, or its key is known")
         csr = str(value["csr"]).encode()
@@ -130,15 +105,13 @@ class Coordinator:
 
 
 @pytest.fixture
-def coordinator(front_door: Any, monkeypatch: pytest.MonkeyPatch) -> Coordinator:
+def coordinator(front_door, monkeypatch):
     made = Coordinator(front_door)
     monkeypatch.setattr("edgefl.device.joining.renewal.post_json", made.post)
     return made
 
 
-def test_key_and_certificate_are_new_fit_each_other_and_lie_in_one_file(
-    state: DeviceState, renewal: Renewal, coordinator: Coordinator
-) -> None:
+def test_key_and_certificate_are_new_fit_each_other_and_lie_in_one_file(state, renewal, coordinator):
     old = state.key.read_bytes()
     renewal.ask()
     assert renewal.renew("here:1")
@@ -149,11 +122,14 @@ def test_key_and_certificate_are_new_fit_each_other_and_lie_in_one_file(
     assert not state.pending_key.exists()
     assert state.key.stat().st_mode & 0o777 == 0o600
     assert not renewal.is_due()
+    # What was left over at the very end is not taken for a new one.
+    state.pending_key.write_bytes(state.key.read_bytes())
+    former = public_pem(state.key.read_bytes())
+    assert renewal.renew("here:1")
+    assert public_pem(state.key.read_bytes()) != former
 
 
-def test_after_a_lost_answer_the_same_key_is_asked_for_again(
-    state: DeviceState, renewal: Renewal, coordinator: Coordinator, clock: Clock
-) -> None:
+def test_after_a_lost_answer_the_same_key_is_asked_for_again(state, renewal, coordinator, clock):
     coordinator.loses_answers = True
     renewal.ask()
     old = state.key.read_bytes()
@@ -169,13 +145,11 @@ def test_after_a_lost_answer_the_same_key_is_asked_for_again(
 
 
 @pytest.mark.parametrize("writes", [1, 2])
-def test_a_power_cut_at_any_write_leaves_a_pair_that_fits(
-    state: DeviceState, renewal: Renewal, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch, writes: int
-) -> None:
+def test_a_power_cut_at_any_write_leaves_a_pair_that_fits(state, renewal, coordinator, monkeypatch, writes):
     left = [writes]
 
-    def cut(real: Callable[..., None]) -> Callable[..., None]:
-        def write(*arguments: Any) -> None:
+    def cut(real):
+        def write(*arguments):
             if not left[0]:
                 raise KeyboardInterrupt
             left[0] -= 1
@@ -195,27 +169,14 @@ def test_a_power_cut_at_any_write_leaves_a_pair_that_fits(
     assert pki.belong_together(again.cert.read_bytes(), again.key.read_bytes())
 
 
-def test_a_key_that_was_left_over_at_the_very_end_is_not_taken_for_a_new_one(
-    state: DeviceState, renewal: Renewal, coordinator: Coordinator
-) -> None:
-    state.pending_key.write_bytes(state.key.read_bytes())
-    old = public_pem(state.key.read_bytes())
-    assert renewal.renew("here:1")
-    assert public_pem(state.key.read_bytes()) != old
-
-
-def test_a_damaged_key_of_a_renewal_is_given_up(
-    state: DeviceState, renewal: Renewal, coordinator: Coordinator
-) -> None:
+def test_a_damaged_key_of_a_renewal_is_given_up(state, renewal, coordinator):
     state.pending_key.write_bytes(b"damaged")
     assert not renewal.recover("here:1")
     assert not state.pending_key.exists()
     assert not renewal.recover("here:1")
 
 
-def test_the_key_that_the_coordinator_knows_already_brings_the_device_back(
-    state: DeviceState, renewal: Renewal, coordinator: Coordinator
-) -> None:
+def test_the_key_that_the_coordinator_knows_already_brings_the_device_back(state, renewal, coordinator):
     kept = new_key()
     state.pending_key.write_bytes(kept)
     assert renewal.recover("here:1")
@@ -225,13 +186,13 @@ def test_the_key_that_the_coordinator_knows_already_brings_the_device_back(
 
 @pytest.mark.parametrize("is_renewed", [False, True], ids=["as it joined", "key and certificate in one file"])
 def test_a_device_shows_its_certificate_and_never_its_key_to_be_readmitted(
-    state: DeviceState, renewal: Renewal, front_door: Any, monkeypatch: pytest.MonkeyPatch, is_renewed: bool
-) -> None:
+    state, renewal, front_door, monkeypatch, is_renewed
+):
     if is_renewed:
         state.take_certificate(key_pem=state.key.read_bytes(), cert_pem=state.cert.read_bytes())
-    shown: list[Mapping[str, Any]] = []
+    shown = []
 
-    def post(_address: str, _trust: Any, path: str, value: Mapping[str, Any], **_: Any) -> dict[str, Any]:
+    def post(_address, _trust, path, value, **_):
         shown.append({"path": path, **value})
         return {"v": 1}
 

@@ -1,14 +1,10 @@
 """How a board sends: to whom alone, and what it does when the answer does not come."""
 
-from __future__ import annotations
-
 import socket
-import ssl
 import time
-from typing import Any
 
 import pytest
-from peer_boards import HASTY, PATIENCE_S, PATIENT, PeerFleet, direct_threads, eventually, hear, is_closed, say
+from peer_boards import HASTY, PATIENCE_S, PATIENT, direct_threads, eventually, hear, is_closed, say
 
 from edgefl.coordinator import pki
 from edgefl.device.neighbours import peer_sender
@@ -16,54 +12,47 @@ from edgefl.device.neighbours.direct import PeerPace
 from edgefl.device.neighbours.peer_frames import FrameKind, read_frame
 
 
-def confirm(connection: ssl.SSLSocket) -> bytes:
+def confirm(connection):
     """Takes the next message and says so."""
     frame = hear(connection)
     say(connection, FrameKind.TAKEN, session=frame.session, number=frame.number)
     return frame.payload
 
 
-def test_a_message_that_was_not_confirmed_comes_again_under_the_same_number(peers: PeerFleet) -> None:
+def test_what_was_not_confirmed_comes_again_unless_it_is_a_state_and_there_is_a_newer_one(peers):
     b = peers.fake("b")
     a = peers.board("a", ["b"], hosts={"b": b.address})
+
+    def brings(connection):
+        """What comes without being confirmed; the connection is lost."""
+        frame = hear(connection)
+        connection.close()
+        return frame
+
     a.carrier.send("b", b"1")
-    first = b.welcome()
-    lost = hear(first)
-    first.close()
-    again = hear(b.welcome())
+    lost, again = brings(b.welcome()), brings(b.welcome())
     assert (again.session, again.number, again.payload) == (lost.session, lost.number, b"1")
     assert a.carrier.counts.delivered == 0
-
-
-def test_a_newer_state_goes_before_one_that_was_not_confirmed(peers: PeerFleet) -> None:
-    b = peers.fake("b")
-    a = peers.board("a", ["b"], hosts={"b": b.address})
-    a.carrier.send("b", b"1")
-    first = b.welcome()
-    lost = hear(first)
+    connection = b.welcome()
+    hear(connection)
     a.carrier.send("b", b"2")
-    first.close()
-    newer = hear(b.welcome())
-    assert (newer.number, newer.payload) == (lost.number + 1, b"2")
-    assert a.carrier.counts.superseded == 1
-
-
-def test_an_answer_that_was_not_confirmed_goes_before_everything_newer(peers: PeerFleet) -> None:
-    b = peers.fake("b")
-    a = peers.board("a", ["b"], hosts={"b": b.address})
+    connection.close()
+    connection = b.welcome()
+    newer = hear(connection)
+    assert (newer.number, newer.payload, a.carrier.counts.superseded) == (lost.number + 1, b"2", 1)
+    say(connection, FrameKind.TAKEN, session=newer.session, number=newer.number)
     a.carrier.send("b", b"answer 1", keep_all=True)
-    first = b.welcome()
-    hear(first)
+    hear(connection)
     a.carrier.send("b", b"state")
     a.carrier.send("b", b"answer 2", keep_all=True)
-    first.close()
-    second = b.welcome()
-    assert [confirm(second) for _ in range(3)] == [b"answer 1", b"answer 2", b"state"]
-    eventually(lambda: a.carrier.counts.delivered == 3)
+    connection.close()
+    last = b.welcome()
+    assert [confirm(last) for _ in range(3)] == [b"answer 1", b"answer 2", b"state"]
+    eventually(lambda: a.carrier.counts.delivered == 4)
 
 
 @pytest.mark.parametrize("certificate", ["another fleet's", "the coordinator's"])
-def test_nothing_is_sent_to_who_has_no_device_certificate_of_the_fleet(peers: PeerFleet, certificate: str) -> None:
+def test_nothing_is_sent_to_who_has_no_device_certificate_of_the_fleet(peers, certificate):
     foreign = pki.issue_client(pki.create_authority("lab"), "b")
     server = pki.issue_server(peers.authority, ["b"])
     b = peers.fake("b")
@@ -74,35 +63,25 @@ def test_nothing_is_sent_to_who_has_no_device_certificate_of_the_fleet(peers: Pe
     eventually(lambda: a.carrier.counts.refused >= 1)
 
 
-def _files(peers: PeerFleet, certificate: pki.KeyPair) -> tuple[object, object]:
+def _files(peers, certificate):
     tls = peers.tls("b", certificate=certificate)
     return tls.cert, tls.key
 
 
-def test_nothing_is_sent_before_the_neighbour_has_let_us_in(peers: PeerFleet) -> None:
+@pytest.mark.parametrize("greeting", [None, FrameKind.ALIVE, FrameKind.TAKEN])
+def test_nothing_is_sent_to_a_neighbour_that_does_not_begin_with_welcome(peers, greeting):
     b = peers.fake("b")
     a = peers.board("a", ["b"], hosts={"b": b.address}, pace=HASTY)
     a.carrier.send("b", b"1")
     connection = b.accept()
+    if greeting is not None:
+        say(connection, greeting)
     assert connection.recv(1024) == b""
     assert not a.carrier.reachable()
     assert confirm(b.welcome()) == b"1"
 
 
-@pytest.mark.parametrize("greeting", [FrameKind.ALIVE, FrameKind.TAKEN])
-def test_a_neighbour_that_begins_with_something_else_than_welcome_is_left(
-    peers: PeerFleet, greeting: FrameKind
-) -> None:
-    b = peers.fake("b")
-    a = peers.board("a", ["b"], hosts={"b": b.address})
-    a.carrier.send("b", b"1")
-    connection = b.accept()
-    say(connection, greeting)
-    assert connection.recv(1024) == b""
-    assert confirm(b.welcome()) == b"1"
-
-
-def test_a_confirmation_of_another_message_confirms_nothing(peers: PeerFleet) -> None:
+def test_a_confirmation_of_another_message_confirms_nothing(peers):
     b = peers.fake("b")
     a = peers.board("a", ["b"], hosts={"b": b.address})
     a.carrier.send("b", b"1")
@@ -113,7 +92,7 @@ def test_a_confirmation_of_another_message_confirms_nothing(peers: PeerFleet) ->
     assert confirm(b.welcome()) == b"1"
 
 
-def test_a_neighbour_that_no_longer_answers_is_given_up_in_time(peers: PeerFleet) -> None:
+def test_a_neighbour_that_no_longer_answers_is_given_up_in_time(peers):
     b = peers.fake("b")
     a = peers.board("a", ["b"], hosts={"b": b.address}, pace=HASTY)
     connection = b.welcome()
@@ -124,9 +103,9 @@ def test_a_neighbour_that_no_longer_answers_is_given_up_in_time(peers: PeerFleet
     assert is_closed(connection)
 
 
-def test_a_neighbour_that_is_at_it_for_long_is_not_given_up_while_it_gives_signs_of_life(peers: PeerFleet) -> None:
+def test_a_neighbour_that_is_at_it_for_long_is_not_given_up_while_it_gives_signs_of_life(peers):
     b = peers.fake("b")
-    pace = PeerPace(keep_alive_s=0.2, silence_s=2.0, max_backoff_s=0.2)
+    pace = PeerPace(keep_alive_s=0.1, silence_s=1.0, max_backoff_s=0.2)
     a = peers.board("a", ["b"], hosts={"b": b.address}, pace=pace)
     a.carrier.send("b", b"long")
     connection = b.welcome()
@@ -140,27 +119,20 @@ def test_a_neighbour_that_is_at_it_for_long_is_not_given_up_while_it_gives_signs
     assert len(b.accepted) == 1
 
 
-def test_a_neighbour_is_left_when_its_edge_is_removed(peers: PeerFleet) -> None:
+def test_a_neighbour_is_left_when_its_edge_is_removed(peers):
     b = peers.fake("b")
     a = peers.board("a", ["b"], hosts={"b": b.address}, pace=PATIENT)
     connection = b.welcome()
     eventually(a.carrier.reachable)
+    own = a.carrier._senders["b"]._connection
+    assert own is not None
+    assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY), "small messages wait for full packets"
     a.carrier.set_neighbours([])
     assert is_closed(connection)
     eventually(lambda: "direct-to-b" not in direct_threads())
 
 
-def test_small_messages_do_not_wait_for_full_packets(peers: PeerFleet) -> None:
-    b = peers.fake("b")
-    a = peers.board("a", ["b"], hosts={"b": b.address})
-    b.welcome()
-    eventually(a.carrier.reachable)
-    connection = a.carrier._senders["b"]._connection
-    assert connection is not None
-    assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-
-
-def test_an_idle_connection_carries_signs_of_life(peers: PeerFleet) -> None:
+def test_an_idle_connection_carries_signs_of_life(peers):
     b = peers.fake("b")
     a = peers.board("a", ["b"], hosts={"b": b.address}, pace=PeerPace(keep_alive_s=0.05))
     connection = b.welcome()
@@ -171,7 +143,7 @@ def test_an_idle_connection_carries_signs_of_life(peers: PeerFleet) -> None:
     assert a.carrier.reachable() == {"b"}
 
 
-def test_a_neighbour_that_breaks_off_at_once_is_tried_less_and_less_often(peers: PeerFleet) -> None:
+def test_a_neighbour_that_breaks_off_at_once_is_tried_less_and_less_often(peers):
     b = peers.fake("b")
     a = peers.board("a", ["b"], hosts={"b": b.address}, pace=PeerPace(keep_alive_s=0.01, max_backoff_s=60.0))
     a.carrier.send("b", b"1")
@@ -185,11 +157,11 @@ def test_a_neighbour_that_breaks_off_at_once_is_tried_less_and_less_often(peers:
     assert confirm(connection) == b"1"
 
 
-def test_a_board_without_memory_for_a_moment_dials_again(peers: PeerFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_board_without_memory_for_a_moment_dials_again(peers, monkeypatch):
     wrapped = peer_sender.wrap
     shortages = [MemoryError(), MemoryError()]
 
-    def wrap_unless_short(plain: socket.socket, *rest: Any, **options: Any) -> ssl.SSLSocket:
+    def wrap_unless_short(plain, *rest, **options):
         if shortages:
             plain.close()
             raise shortages.pop()

@@ -1,14 +1,12 @@
 """Nothing secret and no address leaves a board in a report."""
 
-from __future__ import annotations
-
 import pytest
 
 from edgefl.device.report.redaction import Redactor
 
 
 @pytest.fixture
-def redactor() -> Redactor:
+def redactor():
     return Redactor(
         secrets=["MIGHAgEAMBMGByqGSM49", "short"], hosts=["coordinator.lan", "10.0.0.7", "pi"],
         folders={"/home/alice": "~"}, salt=b"salt",
@@ -34,7 +32,7 @@ def redactor() -> Redactor:
         ("CA " + "ab12" * 16, "ab12ab12"),
     ],
 )
-def test_what_a_stranger_must_not_read_is_gone(redactor: Redactor, text: str, hidden: str) -> None:
+def test_what_a_stranger_must_not_read_is_gone(redactor, text, hidden):
     assert hidden not in redactor.text(text)
 
 
@@ -46,17 +44,17 @@ def test_what_a_stranger_must_not_read_is_gone(redactor: Redactor, text: str, hi
         "class::method", "version 36.4.3.1.9",
     ],
 )  # fmt: skip
-def test_what_only_looks_like_an_address_stays(redactor: Redactor, text: str) -> None:
+def test_what_only_looks_like_an_address_stays(redactor, text):
     assert redactor.text(text) == text
 
 
-def test_the_same_host_has_the_same_mark_within_a_report_and_another_in_the_next(redactor: Redactor) -> None:
+def test_the_same_host_has_the_same_mark_within_a_report_and_another_in_the_next(redactor):
     first, second = redactor.text("10.0.0.7 asks 10.0.0.8").split(" asks ")
     assert first == redactor.text("10.0.0.7") != second
     assert Redactor().text("10.0.0.7") != Redactor().text("10.0.0.7")
 
 
-def test_keys_and_depths_of_json_are_looked_at_too(redactor: Redactor) -> None:
+def test_keys_and_depths_of_json_are_looked_at_too(redactor):
     told = redactor.json({"10.0.0.7:8000": {"error": ["coordinator.lan is away", 3, None, 0.5]}})
     ((key, value),) = told.items()
     assert "10.0.0.7" not in key

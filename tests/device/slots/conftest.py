@@ -90,12 +90,20 @@ class SlotBoard:
         return self.signer.bundle(self.folder / f"{name}-{version}.bundle", made, kind="pack", version=version)
 
     def ask(self, bundle: Path) -> str:
-        """Leaves the bundle and a request, as the agent does; returns the id of the request."""
+        """Leaves the bundle alone and a request, as the agent does; returns the id of the request."""
         self._requests += 1
+        for former in (self.state / "updates").glob("*.bundle"):
+            former.unlink()
         sha256, asked = hashlib.sha256(bundle.read_bytes()).hexdigest(), f"r{self._requests}"
         shutil.copyfile(bundle, self.state / "updates" / f"{sha256}.bundle")
         write_request(self.state, InstallRequest(id=asked, sha256=sha256))
         return asked
+
+    def ask_again(self) -> None:
+        """Leaves another request for what lies in the inbox."""
+        self._requests += 1
+        (path,) = (self.state / "updates").glob("*.bundle")
+        write_request(self.state, InstallRequest(id=f"r{self._requests}", sha256=path.stem))
 
     def removal(self, name: str = "gulls", version: str = "0.1") -> Path:
         out = self.folder / f"no-{name}-{version}.bundle"
@@ -145,6 +153,17 @@ def made_slots(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Version 1.0 in slot `a`, installed once for all boards."""
     folder = tmp_path_factory.mktemp("made")
     return make_slots(folder / "opt", stand_in(folder / "wheels", "1.0"))
+
+
+@pytest.fixture(autouse=True)
+def _no_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real one waits for all disks of this machine."""
+    monkeypatch.setattr(os, "sync", lambda: None)
+
+
+@pytest.fixture(scope="session")
+def board_kind() -> type[SlotBoard]:
+    return SlotBoard
 
 
 @pytest.fixture

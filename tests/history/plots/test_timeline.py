@@ -1,35 +1,35 @@
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import plotted_store as made
 import pytest
 
 from edgefl.errors import NotFoundError, UsageError
-from edgefl.history.assignments import Assignments, read_assignments
+from edgefl.history.assignments import read_assignments
 from edgefl.history.plots import timeline
-from edgefl.history.series import RoundRange, RoundSeries, read_rounds
+from edgefl.history.series import RoundRange, read_rounds
 from edgefl.history.store_source import StoreSource
 from edgefl.storage.store import Store
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
+def store(tmp_path):
     with Store.open(tmp_path / "edgefl.db") as opened:
         yield opened
 
 
-def read(store: Store, run: str) -> tuple[RoundSeries, Assignments]:
+def read(store, run):
     source = StoreSource(store)
     series = read_rounds(source, made.head(run))
     return series, read_assignments(source, series)
 
 
-def bars(figure) -> dict[str, list[tuple[float, float]]]:
+def drawn(store, **options):
+    return timeline.draw(*read(store, made.add_synchronous(store, "a", **options)))
+
+
+def bars(figure):
     """(begin, end) of each bar by device and activity."""
     found = {}
     for collection in figure.axes[0].collections:
@@ -38,12 +38,16 @@ def bars(figure) -> dict[str, list[tuple[float, float]]]:
     return found
 
 
-def legend(figure) -> list[str]:
+def legend(figure):
     return [text.get_text() for text in figure.legends[0].get_texts() if text.get_text()]
 
 
-def test_each_device_has_bars_for_computing_sending_and_waiting(store: Store) -> None:
-    figure = timeline.draw(*read(store, made.add_synchronous(store, "a", rounds=1)))
+def devices(figure):
+    return [label.get_text() for label in figure.axes[0].get_yticklabels()]
+
+
+def test_each_device_has_bars_for_computing_sending_and_waiting(store):
+    figure = drawn(store, rounds=1)
     # 0.4 s on the way: three of four bytes go down, so 0.3 s before and 0.1 s after.
     assert bars(figure) == {
         "pi-1 computing": [(0.3, 1.3)],
@@ -53,14 +57,12 @@ def test_each_device_has_bars_for_computing_sending_and_waiting(store: Store) ->
         "pi-2 sending": [(0.0, 0.3), (3.3, 3.4)],
         "pi-2 waiting": [(3.4, 5.0)],
     }
-    panel = figure.axes[0]
-    assert [label.get_text() for label in panel.get_yticklabels()] == ["pi-1", "pi-2"]
-    assert panel.get_xlabel() == "time since round 1 began (s); 2 devices"
-    assert legend(figure) == ["computing", "sending", "waiting"]
-    assert figure.get_suptitle() == "a: round 1"
+    assert devices(figure) == ["pi-1", "pi-2"]
+    assert figure.axes[0].get_xlabel() == "time since round 1 began (s); 2 devices"
+    assert (legend(figure), figure.get_suptitle()) == (["computing", "sending", "waiting"], "a: round 1")
 
 
-def test_a_range_is_cut_at_its_ends_and_what_began_before_is_seen(store: Store) -> None:
+def test_a_range_is_cut_at_its_ends_and_what_began_before_is_seen(store):
     series, work = read(store, made.add_asynchronous(store, "a", [0, 1, 2, 3]))
     figure = timeline.draw(series.within(RoundRange(4, 4)), work)
     # Given at 0 and received at 3.9: what lies before the round's begin at 3 is not on the sheet.
@@ -70,7 +72,7 @@ def test_a_range_is_cut_at_its_ends_and_what_began_before_is_seen(store: Store) 
     assert figure.axes[0].get_xlim()[1] == pytest.approx(1.0, rel=0.01)
 
 
-def test_a_device_does_one_thing_at_a_time(store: Store) -> None:
+def test_a_device_does_one_thing_at_a_time(store):
     _, work = read(store, made.add_synchronous(store, "a"))
     own = work.where(work.device == "pi-2")
     # Asked again before it has answered, as with double buffering, and still waiting for its round when asked again.
@@ -80,24 +82,25 @@ def test_a_device_does_one_thing_at_a_time(store: Store) -> None:
     assert sum(end - begin for begin, end in timeline.device_spans(own)["computing"]) == pytest.approx(9.0)
 
 
-def test_an_assignment_that_brought_nothing_is_a_cross(store: Store) -> None:
+def test_an_assignment_that_brought_nothing_is_a_cross_unless_it_was_lost_before_the_range(store):
     run = made.add_synchronous(store, "a", rounds=2)
     made.add_lost(store, run, 2, "pi-9", at=1007.0)
-    figure = timeline.draw(*read(store, run))
+    series, work = read(store, run)
+    figure = timeline.draw(series, work)
     (cross,) = [line for line in figure.axes[0].lines if line.get_marker() == "x"]
     assert cross.get_xydata().tolist() == [[7.0, 2.0]]
     assert "brought no update" in legend(figure)
+    made.add_round(store, run, 3, 1012.0, made.PACES_S)
+    series, work = read(store, run)
+    later = timeline.draw(series.within(RoundRange(3, 3)), work)
+    assert (legend(later), devices(later)) == (["computing", "sending", "waiting"], ["pi-1", "pi-2"])
 
 
-def test_the_ends_of_rounds_are_marked_with_their_numbers(store: Store) -> None:
-    figure = timeline.draw(*read(store, made.add_synchronous(store, "a", rounds=3)))
-    (top,) = figure.axes[0].child_axes
+def test_the_ends_of_rounds_are_marked_with_their_numbers_which_do_not_touch(store):
+    (top,) = drawn(store).axes[0].child_axes
     assert top.get_xticks().tolist() == [5, 11, 17]
     assert [label.get_text() for label in top.get_xticklabels()] == ["1", "2", "3"]
-
-
-def test_labels_of_rounds_that_ended_close_together_do_not_touch(store: Store) -> None:
-    run = made.add_synchronous(store, "a", rounds=30)
+    run = made.add_synchronous(store, "b", rounds=30)
     made.add_round(store, run, 31, 3000.0, made.PACES_S)
     figure = timeline.draw(*read(store, run))
     figure.draw_without_rendering()
@@ -107,43 +110,26 @@ def test_labels_of_rounds_that_ended_close_together_do_not_touch(store: Store) -
     assert all(left.x1 < right.x0 for left, right in pairwise(boxes))
 
 
-def test_what_was_lost_before_the_range_is_not_on_the_sheet(store: Store) -> None:
-    run = made.add_synchronous(store, "a")
-    made.add_lost(store, run, 1, "pi-9", at=1001.0)
-    series, work = read(store, run)
-    figure = timeline.draw(series.within(RoundRange(2, 3)), work)
-    assert legend(figure) == ["computing", "sending", "waiting"]
-    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["pi-1", "pi-2"]
+def test_of_a_hundred_devices_the_slowest_are_shown_and_the_sheet_says_so(store):
+    figure = drawn(store, rounds=1, paces_s={f"pi-{n}": 0.04 * n for n in range(1, 101)})
+    assert devices(figure) == [f"pi-{n}" for n in range(100, 68, -1)]
+    assert figure.axes[0].get_xlabel().endswith("the 32 slowest of 100 devices, slowest on top")
 
 
-def test_of_a_hundred_devices_the_slowest_are_shown_and_the_sheet_says_so(store: Store) -> None:
-    paces: Mapping[str, float] = {f"pi-{n}": 0.04 * n for n in range(1, 101)}
-    figure = timeline.draw(*read(store, made.add_synchronous(store, "a", rounds=1, paces_s=paces)))
-    panel = figure.axes[0]
-    assert [label.get_text() for label in panel.get_yticklabels()] == [f"pi-{n}" for n in range(100, 68, -1)]
-    assert panel.get_xlabel().endswith("the 32 slowest of 100 devices, slowest on top")
+def test_devices_stand_in_the_order_of_their_numbers(store):
+    figure = drawn(store, rounds=1, paces_s=dict.fromkeys(["pi-10", "pi-9", "bench"], 1.0))
+    assert devices(figure) == ["bench", "pi-9", "pi-10"]
 
 
-def test_devices_stand_in_the_order_of_their_numbers(store: Store) -> None:
-    paces = dict.fromkeys(["pi-10", "pi-9", "bench"], 1.0)
-    figure = timeline.draw(*read(store, made.add_synchronous(store, "a", rounds=1, paces_s=paces)))
-    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["bench", "pi-9", "pi-10"]
-
-
-def test_a_time_in_which_nobody_answered_is_an_error(store: Store) -> None:
+def test_a_time_in_which_nobody_answered_and_more_bars_than_can_be_told_apart_are_errors(store, monkeypatch):
     run = made.add_run(store, "a")
     store.open_round(run, 1, started_at=1000.0)
     made.add_lost(store, run, 1, "pi-1", at=1001.0)
     store.close_round(run, 1, version=1, closed_at=1005.0)
     with pytest.raises(NotFoundError, match="run a has no update in round 1"):
         timeline.draw(*read(store, run))
-
-
-def test_more_bars_than_can_be_told_apart_are_refused_with_a_range_that_fits(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(timeline, "MOST_ASSIGNMENTS", 8)
-    series, work = read(store, made.add_synchronous(store, "a", rounds=10))
+    series, work = read(store, made.add_synchronous(store, "b", rounds=10))
     with pytest.raises(UsageError, match=r"rounds 1 to 10 hold 20 assignments.*--rounds 7:10"):
         timeline.draw(series, work)
     assert timeline.draw(series.within(RoundRange(7, 10)), work)

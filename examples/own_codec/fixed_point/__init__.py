@@ -1,0 +1,54 @@
+"""A codec stage: numbers as whole multiples of a step, two bytes each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import numpy as np
+from numpy.random import Generator
+
+from edgefl.compression.stages import StageKind, largest_magnitude
+from edgefl.compression.wire import Reader
+from edgefl.errors import CodecError
+from edgefl.types import Array
+
+LARGEST = 32767
+
+
+@dataclass(frozen=True, slots=True)
+class FixedPoint:
+    """Rounds to the nearest whole multiple of `step`; what is too large becomes the largest there is."""
+
+    kind: ClassVar[StageKind] = StageKind.VALUES
+    is_unbiased: ClassVar[bool] = False
+    is_contraction: ClassVar[bool] = True  # the error of a value is never larger than the value: works behind ef
+    refuses_non_finite: ClassVar[bool] = True
+
+    step: float
+
+    @classmethod
+    def parse(cls, argument: str) -> Self:
+        try:
+            step = float(argument)
+        except ValueError:
+            step = 0.0
+        if not 1e-30 < step < 1e30:
+            raise CodecError(f"codec stage 'fixed' needs a step above 0, got fixed:{argument}")
+        return cls(step=step)
+
+    def error_bound(self, values: Array) -> Array:
+        return np.maximum(self.step / 2, np.abs(values) - LARGEST * self.step) * 1.0001
+
+    def encode(self, values: Array, rng: Generator) -> Iterator[Array]:
+        largest_magnitude("fixed", values)
+        yield np.array([self.step], dtype="<f4")
+        yield np.clip(np.rint(values / self.step), -LARGEST, LARGEST).astype("<i2")
+
+    @staticmethod
+    def decode(reader: Reader, size: int) -> Array:
+        step = reader.array(np.dtype("<f4"), 1)
+        if not np.isfinite(step).all():
+            raise CodecError("payload holds a step that is not finite")
+        return reader.array(np.dtype("<i2"), size).astype(np.float32) * step

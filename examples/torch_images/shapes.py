@@ -1,0 +1,47 @@
+"""A task: which shape is in a small picture? A convolutional network in torch; `make_data.py` draws the pictures."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import nn
+
+from edgefl.tasks.module_models import ModuleModel
+from edgefl.types import Dataset
+
+SIDE = 16
+LABELS = ("disc", "square", "cross")
+
+
+class Network(nn.Sequential):
+    """Maps [n, 1, 16, 16] pictures to [n, 3] logits."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Flatten(), nn.Linear(16 * 4 * 4, len(LABELS)),
+        )  # fmt: skip
+
+
+def grey(pictures: np.ndarray) -> np.ndarray:
+    """Returns [n, 1, 16, 16] float32 in 0 to 1 from [n, 16, 16] bytes."""
+    return (pictures.astype(np.float32) / 255.0)[:, None]
+
+
+class Shapes:
+    """The task that the run file names: `task = "shapes:Shapes"`."""
+
+    name = "shapes:Shapes"
+    labels = LABELS
+    defaults = {"learning_rate": 0.1, "batch_size": 16, "epochs": 1.0}  # noqa: RUF012 read only
+
+    def __init__(self) -> None:
+        model = ModuleModel(
+            target="shapes:Network", num_classes=len(LABELS), input_shape=(1, SIDE, SIDE), prepare=grey
+        )
+        self.shapes, self.init, self.learner = model.shapes, model.init, model.learner
+
+    def read(self, path: str) -> Dataset:
+        """Returns the pictures of one `.npz` file."""
+        with np.load(path) as file:
+            return Dataset(inputs=file["inputs"], labels=file["labels"])

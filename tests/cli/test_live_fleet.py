@@ -1,0 +1,325 @@
+"""`edgefl run`, `devices` and `model` against a real fleet of two devices, and the commands that make it up."""
+
+import json
+import re
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import apart_strategy
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from edgefl.cli.model import COLUMNS as MODEL_COLUMNS
+from edgefl.cli.run import COLUMNS
+from edgefl.coordinator import pki
+from edgefl.errors import NetworkError, NotFoundError, StoreError, WrongCaError
+from edgefl.files import sha256_of_file
+from edgefl.local_fleet import LocalFleet
+from edgefl.local_run import cut_devices
+from edgefl.tasks.registry import make_task
+
+pytestmark = pytest.mark.extended
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    cut = cut_devices("digits", "iid", 2, root / "shards", None, 7)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", str(apart_strategy.TESTS), prepend=":")
+        with LocalFleet(root=root, devices=cut.devices, test_shards=cut.test_shards) as running:
+            yield running
+
+
+@pytest.fixture
+def edgefl(command, fleet, monkeypatch, tmp_path):
+    """The command line of the fleet's operator, in a folder of his own, without a coordinator's directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(fleet.root / "config"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    return command
+
+
+@pytest.fixture
+def offline(command, fleet):
+    """The same commands on the coordinator's directory alone."""
+    return lambda *words: command(*words, "--dir", fleet.directory)
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    def write(name="run", more="", **run):
+        settings = {"task": "digits", "evaluate_on": "coordinator", "name": name, **run}
+        lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
+        path = tmp_path / f"{name}.toml"
+        path.write_text("\n".join(["[run]", *lines, more or "[devices]\nmin = 2"]) + "\n")
+        return path
+
+    return write
+
+
+def test_devices_are_listed_for_people_and_programs_and_shown_with_what_they_can(edgefl):
+    rows = {row["device_id"]: row for row in edgefl("devices", "list", "--format", "json").rows}
+    roles = {name: (row["presence"], row["role"]) for name, row in rows.items()}
+    trainer = ("online", "trainer")
+    assert roles == {"device-01": trainer, "device-02": trainer, "coordinator-evaluator": ("online", "evaluator")}
+    assert rows["device-01"]["examples"]["digits"] > 500
+    assert rows["device-01"]["version"]
+    assert len(edgefl("devices", "list", "--format", "csv").out.splitlines()) == 1 + 3
+    assert any("device-01" in line and "online" in line for line in edgefl("devices", "list").out.splitlines())
+    (row,) = edgefl("devices", "show", "device-01", "--format", "json").rows
+    assert row["capabilities"]["cores"] >= 1
+    assert "cores" in edgefl("devices", "show", "device-01").out
+
+
+def test_a_device_is_drained_and_resumed(edgefl, fleet):
+    for word, presence in (("drain", "draining"), ("resume", "online")):
+        assert "device-01" in edgefl("devices", word, "device-01").out
+        fleet._wait(lambda presence=presence: fleet.presence()["device-01"] == presence, presence)
+        (row,) = edgefl("devices", "show", "device-01", "--format", "json").rows
+        assert row["drained"] is (word == "drain")
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["devices show a/b", "devices show ü", "devices drain nobody", "run stop ü", "run show a/b", "run watch a?b"],
+)
+def test_a_name_of_no_device_or_run_is_one_line(edgefl, words):
+    ran = edgefl(*words.split())
+    assert (ran.code, ran.is_one_line) == (40, True), ran.err
+
+
+@pytest.fixture(scope="module")
+def six(fleet, tmp_path_factory):
+    """The id of a run of six rounds that were all evaluated."""
+    from edgefl.config import parse_run  # noqa: PLC0415 only here
+
+    run = {"task": "digits", "name": "six", "rounds": 6, "evaluate_on": "coordinator"}
+    run_id = fleet.submit(parse_run({"run": run, "devices": {"min": 2}, "models": {"keep_every": 2}}))
+    fleet.wait_run(run_id)
+    return run_id
+
+
+@pytest.fixture
+def best(fleet, six):
+    scored = [row for row in fleet.history("rounds", run=six) if row["accuracy"] is not None]
+    return max(scored, key=lambda row: (row["accuracy"], row["round"]))
+
+
+def test_models_are_those_that_the_rule_keeps_with_the_history_s_accuracies(edgefl, offline, fleet, six, best):
+    rows = edgefl("model", "list", "--run", "six", "--format", "json").rows
+    assert list(rows[0]) == list(MODEL_COLUMNS)
+    assert [row["round"] for row in rows] == sorted({2, 4, 5, 6} | {best["round"]})
+    known = {row["round"]: row["accuracy"] for row in fleet.history("rounds", run=six)}
+    assert [row["accuracy"] for row in rows] == [pytest.approx(known[row["round"]]) for row in rows]
+    assert [row["round"] for row in rows if row["best"]] == [best["round"]]
+    assert [row["round"] for row in rows if row["latest"]] == [6]
+    assert rows == offline("model", "list", "--run", "six", "--format", "json").rows
+    assert rows[0]["sha256"][:12] in edgefl("model", "list", "--run", "six").out
+
+
+def test_a_model_is_shown_and_exported_alike_from_a_coordinator_and_from_its_directory(
+    edgefl, offline, fleet, six, tmp_path
+):
+    torch = pytest.importorskip("torch")
+    (row,) = edgefl("model", "show", "six:latest", "--format", "json").rows
+    assert (row["run_id"], row["task"], row["task_options"], row["latest"]) == (six, "digits", {}, True)
+    assert offline("model", "show", "six:latest", "--format", "json").rows == [row]
+    assert row["sha256"] in edgefl("model", "show", row["sha256"][:10]).out
+    names, first, second = [spec.name for spec in make_task("digits").shapes()], tmp_path / "a.pt", tmp_path / "b.pt"
+    for out, where in ((first, edgefl), (second, offline)):
+        assert where("model", "export", "six:6", "--out", out).code == 0
+        assert list(torch.load(out, weights_only=True)) == names
+        assert where("model", "export", "--run", "six", "--out", out.with_suffix(".safetensors")).code == 0
+        assert sha256_of_file(out.with_suffix(".safetensors")) == row["sha256"]
+    assert set(load_file(first.with_suffix(".safetensors"))) == set(names)
+
+
+def test_an_onnx_file_is_checked_on_the_coordinator_s_own_test_shard_or_on_made_up_inputs(
+    edgefl, offline, fleet, best, tmp_path
+):
+    pytest.importorskip("onnx")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    out, shard = tmp_path / "model.onnx", fleet.root / "shards" / "test.npz"
+    ran = offline("model", "export", "six:best", "--out", out, "--quantise")
+    assert ran.code == 0, ran.err
+    assert str(shard) in ran.out
+    assert f"accuracy {best['accuracy']:.4f} with float32, 0." in ran.out
+    data = make_task("digits").read(str(shard))
+    session = onnxruntime.InferenceSession(out, providers=["CPUExecutionProvider"])
+    (logits,) = session.run(["logits"], {"inputs": data.inputs.astype(np.float32)})
+    assert (logits.argmax(axis=1) == data.labels).mean() > 0.8
+    (row,) = offline("model", "show", "six:best", "--format", "json").rows
+    assert session.get_modelmeta().custom_metadata_map["edgefl.model"] == row["sha256"]
+    assert "made-up inputs" in edgefl("model", "export", "six:best", "--out", out).out
+
+
+def test_models_are_evaluated_on_the_coordinator_s_shard_as_recorded_and_on_a_part_of_a_device_s(
+    edgefl, offline, fleet, six
+):
+    rows = offline("model", "evaluate", "--run", "six", "--on", "coordinator", "--format", "json").rows
+    assert len(rows) >= 4
+    assert [row["accuracy"] for row in rows] == [pytest.approx(row["recorded_accuracy"]) for row in rows]
+    shard = fleet.root / "shards" / "device-01.npz"
+    parts = [
+        edgefl("model", "evaluate", "six:best", "six:5", "--shard", shard, *part, "--format", "json").rows
+        for part in ((), ("--part", "all"))
+    ]
+    assert [len(rows) for rows in parts] == [2, 2]
+    assert 0.05 < parts[0][0]["num_examples"] / parts[1][0]["num_examples"] < 0.2
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("show beef", 40, "no kept model begins with 'beef'"),
+        ("show six:77", 40, "run 'six' has no kept model of round 77; kept are those of round 2, "),
+        ("export latest --out model.bin", 2, "--out must end in .onnx, .pt, .pth, .safetensors"),
+        ("export latest --out m.onnx --format torch", 2, "must end in .pt or .pth, got m.onnx"),
+        ("export latest --out none/m.onnx", 2, "none/m.onnx must be a new file"),
+        ("export --out m.onnx", 2, "say which model"),
+        ("export latest --out m.pt --quantise", 2, "--quantise, --shard and --part are for onnx"),
+        ("export latest --out m.onnx --shard none.npz", 4, "shard 'none.npz' of task digits does not"),
+        ("evaluate", 2, "say what to evaluate on"),
+        ("evaluate --shard x --on coordinator", 2, "say what to evaluate on"),
+        ("evaluate --on coordinator", 4, "no test shard of task digits"),
+        ("list --run nobody", 40, "no run 'nobody'"),
+        ("list --dir x --url https://localhost:1", 2, "give one of them"),
+        ("list --url https://localhost:1", 20, "--dir DIR reads the models"),
+    ],
+)
+def test_a_mistake_with_models_is_one_line_and_its_exit_code(edgefl, six, words, code, said, tmp_path):
+    ran = edgefl("model", *words.split())
+    assert (ran.code, ran.err.count("\n")) == (code, 1), ran.err
+    assert said in ran.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_model_is_noticed_before_anything_is_written(offline, fleet, six, tmp_path):
+    (row,) = offline("model", "show", "six:2", "--format", "json").rows
+    path = fleet.model_file(row["sha256"])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + b"\xff")
+    try:
+        for suffix in ("safetensors", "onnx", "pt"):
+            ran = offline("model", "export", "six:2", "--out", tmp_path / f"m.{suffix}")
+            assert (ran.code, "is damaged" in ran.err) == (13, True)
+    finally:
+        path.write_bytes(whole)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_download_names_what_is_wrong(fleet, six, tmp_path):
+    operator, other_ca = fleet.operator(), pki.create_authority("another").cert_pem.decode()
+    with (tmp_path / "file").open("wb") as into:
+        with pytest.raises(NotFoundError, match="no kept model begins with 'beef'"):
+            operator.download("/edgefl/v1/models/beef/file", into)
+        with pytest.raises(NetworkError, match="answered 404: Not Found"):
+            operator.download("/edgefl/v1/nothing", into)
+        with pytest.raises(WrongCaError, match="nothing was sent"):
+            replace(operator, ca_pem=other_ca).download("/edgefl/v1/models/best/file", into)
+    assert (tmp_path / "file").stat().st_size == 0
+    with Path("/dev/full").open("wb", buffering=0) as full, pytest.raises(StoreError, match="/dev/full cannot be"):
+        operator.download("/edgefl/v1/models/best/file", full)
+
+
+def test_a_running_coordinator_gives_the_same_sheets_as_its_store(edgefl, offline, fleet, six, tmp_path):
+    out, sheets = tmp_path / "a.png", []
+    for where in (edgefl, offline, lambda *words: edgefl(*words, "--url", f"https://127.0.0.1:{fleet.port}")):
+        assert where("history", "plot", "timeline", "--run", "six", "--out", out).code == 0
+        sheets.append(out.read_bytes())
+    assert sheets[0] == sheets[1] == sheets[2]
+
+
+def test_submit_prints_the_id_watch_stays_to_the_end_and_show_names_every_setting(edgefl, run_file, fleet):
+    ran = edgefl("run", "submit", run_file("first", rounds=3), "--watch")
+    assert ran.code == 0
+    assert ran.err.splitlines()[-1].startswith("first finished: round 3 of 3, accuracy 0.")
+    run_id = ran.out.strip()
+    (row,) = edgefl("run", "show", run_id, "--format", "json").rows
+    assert set(row) == {*COLUMNS, "priority", "resumes", "config"}
+    assert (row["status"], row["rounds"], row["reason"]) == ("finished", 3, "rounds reached 3")
+    assert row["config"]["run"]["rounds"] == 3
+    assert fleet.model_file(fleet.operator().get(f"/edgefl/v1/runs/{run_id}")["model"]).stat().st_size > 19_000
+    table = edgefl("run", "show", "first").out
+    assert "run.evaluate_on" in table
+    assert "strategy.name" in table
+    assert "of the nodes" not in table
+
+
+def test_runs_wait_for_each_other_and_are_listed_oldest_first(edgefl, run_file, fleet):
+    first, second = (
+        edgefl("run", "submit", run_file(name, rounds=rounds)).out.strip()
+        for name, rounds in (("q-1", 20), ("q-2", 1))
+    )
+    assert [row["run_id"] for row in edgefl("run", "list", "--format", "json").rows][-2:] == [first, second]
+    ended = fleet.wait_run(second)
+    assert ended["status"] == "finished"
+    assert fleet.wait_run(first)["finished_at"] <= ended["started_at"]
+
+
+def test_stop_ends_a_run_after_what_is_in_flight_and_keeps_its_model(edgefl, run_file, fleet):
+    run_id = edgefl("run", "submit", run_file("endless", rounds=1_000_000)).out.strip()
+    while len(fleet.history("rounds", run=run_id)) < 3:
+        threading.Event().wait(0.05)
+    assert edgefl("run", "stop", run_id).out == f"{run_id} stopping\n"
+    watched = edgefl("run", "watch", run_id)
+    assert watched.code == 0
+    assert watched.err.splitlines()[-1].startswith("endless stopped: round ")
+    ended = fleet.wait_run(run_id)
+    assert (ended["status"], ended["reason"]) == ("stopped", "stopped by the operator")
+    assert fleet.model_file(ended["model"]).exists()
+    assert all(row["outcome"] is not None for row in fleet.history("updates", run=run_id, limit=10)), "none is open"
+    again = edgefl("run", "stop", run_id)
+    assert (again.code, "is stopped already" in again.err) == (2, True)
+
+
+def test_stop_takes_a_waiting_run_out_of_the_queue(edgefl, run_file, fleet):
+    first = edgefl("run", "submit", run_file("blocks", "[devices]\nmin = 50", rounds=9)).out.strip()
+    second = edgefl("run", "submit", run_file("waits", rounds=1)).out.strip()
+    assert edgefl("run", "stop", second).out == f"{second} stopped\n"
+    assert edgefl("run", "stop", first).code == 0
+    assert fleet.wait_run(first)["status"] == "stopped"
+    assert fleet.history("rounds", run=second) == []
+    assert fleet.operator().get(f"/edgefl/v1/runs/{second}")["started_at"] is None
+
+
+def test_a_run_that_fails_says_why_and_watch_ends_with_41(edgefl, run_file):
+    ran = edgefl("run", "submit", run_file("hopeless", "[strategy]\nlearning_rate = 1e30", rounds=3), "--watch")
+    assert ran.code == 41
+    assert re.match("edgefl: run .* failed: ", ran.err.splitlines()[-1])
+
+
+def test_submit_says_what_the_strategy_keeps_for_the_devices_and_refuses_too_much(edgefl, run_file):
+    strategy = '[strategy]\nname = "dc-asgd"'
+    ran = edgefl("run", "submit", run_file("compensated", strategy, rounds=1), "--watch")
+    assert (ran.code, "B for 2 devices" in ran.err) == (0, True)
+    refused = edgefl("run", "submit", run_file("too-much", strategy, max_state_bytes=1000))
+    assert (refused.code, "raise run.max_state_bytes" in refused.err) == (3, True)
+
+
+def test_the_end_of_a_run_with_models_of_single_devices_tells_the_average_and_the_nodes(edgefl, run_file, fleet):
+    ran = edgefl(
+        "run", "submit", run_file("apart", f'[strategy]\nname = "{apart_strategy.NAME}"', rounds=3), "--watch"
+    )
+    assert ran.code == 0, ran.err
+    words = ran.err.splitlines()[-1]
+    told = re.fullmatch(r"accuracy of the average model (\S+), of the nodes (\S+) \(worst (\S+)\)", words)
+    average, nodes, worst = map(float, told.groups())
+    assert average > 0.4
+    assert worst < 0.25
+    assert nodes == pytest.approx((average + worst) / 2, abs=1e-4), "the first has the average"
+    assert edgefl("run", "show", "apart").out.splitlines()[-1] == words
+    (row,) = edgefl("run", "show", "apart", "--format", "json").rows
+    assert (row["node_accuracy"], row["disagreement"]) == (pytest.approx(nodes, abs=1e-4), 0.75)
+    rounds = fleet.history("rounds", run=row["run_id"])
+    assert [one["facts"]["disagreement"] for one in rounds] == [0.25, 0.5, 0.75]
+    assert all(one["node_accuracy"] is not None for one in rounds)
+
+
+def test_a_device_that_leaves_is_offline_at_once(edgefl, fleet):
+    assert fleet.end("device-01") == 0
+    rows = {row["device_id"]: row for row in edgefl("devices", "list", "--format", "json").rows}
+    assert rows["device-01"]["presence"] == "offline"

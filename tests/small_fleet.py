@@ -1,0 +1,84 @@
+"""A store with members in it, and a roster with boards that are there: what most parts of a coordinator stand on."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+from edgefl.coordinator.fleet.presence import Presence
+from edgefl.coordinator.fleet.roster import Roster
+from edgefl.protocol import Heartbeat, Status
+from edgefl.storage.store import Store
+
+_keys = itertools.count()
+
+
+def eventually(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
+    """Waits until the condition holds, and returns what it gave; fails when it never does."""
+    deadline_s = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline_s, f"did not happen within {timeout_s} s"
+        time.sleep(0.01)
+    return value
+
+
+def settled(rollouts: Any) -> None:
+    """Waits until the thread of deployments or installations has looked at everything twice from now on."""
+    thread, seen = rollouts._thread, list[int]()
+    look = thread._look
+    thread._look = lambda: (seen.append(1), look())[1]
+    eventually(lambda: len(seen) > 2)
+    thread._look = look
+
+
+def enroll(store: Store, *names: str, key: bytes | None = None, **more: Any) -> None:
+    """Lets members in, each with a key of its own that is none, or with this one."""
+    if not store.tokens():
+        store.add_token(
+            token_id="t", secret_sha256="0" * 64, expires_at=9e12, uses=99, groups=(), role=None, created_at=1.0
+        )
+    for name in names:
+        store.enroll_device(
+            token_id="t", secret_sha256="0" * 64, now=2.0, device_id=name,
+            public_key=key or f"{name} {next(_keys)}".encode(), **{"role": "trainer", **more},
+        )  # fmt: skip
+
+
+def status(state: str = "online", *, boot: str = "boot-1", session: int = 1, **more: Any) -> Status:
+    return Status(state=state, boot_id=boot, session_no=session, **more)
+
+
+def beat(seq: int = 1, *, session: int = 1, **told: Any) -> Heartbeat:
+    return Heartbeat(**{"seq": seq, "session_no": session, "uptime_s": 1.0, **told})
+
+
+class SmallFleet:
+    """A roster with a clock that is set by hand, which hears the broker."""
+
+    def __init__(self, *names: str, task: str = "digits", clock: Callable[[], float] | None = None) -> None:
+        self.now_s, self._nodes = 0.0, itertools.count(1)
+        self.roster = Roster(Presence(), clock or (lambda: self.now_s))
+        self.roster.note_bus(connected=True)
+        for name in names:
+            self.add(name, task=task)
+
+    def add(
+        self, name: str, *, node_id: int | None = None, role: str = "trainer", groups: tuple[str, ...] = (),
+        task: str = "digits", examples: dict[str, int] | None = None, facts: dict[str, Any] | None = None,
+        state: str | None = "online",
+    ) -> int:  # fmt: skip
+        """Adds a device, which says that it is there, unless `state` is None, and returns its node."""
+        node_id = next(self._nodes) if node_id is None else node_id
+        shards = {task: 5} if examples is None else examples
+        self.roster.add(name, node_id=node_id, role=role, groups=groups, examples=shards, facts=facts)
+        if state is not None:
+            self.say(name, state)
+        return node_id
+
+    def say(self, name: str, state: str = "online", **more: Any) -> None:
+        self.roster.note_status(name, status(state, **more))
+
+    def beat(self, name: str, seq: int = 1, **told: Any) -> None:
+        self.roster.note_heartbeat(name, beat(seq, **told))

@@ -1,0 +1,67 @@
+"""Every example does what its README says: the commands there are run, in a copy of its folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.extended
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+NEEDS_DATA = {"motion_time_series": "motionsense/motionsense.npz"}
+REACHED = {
+    "csv_sensors": r"accuracy (0\.9\d+) in a greenhouse",
+    "torch_images": r"accuracy (0\.9\d+) on pictures",
+    "asynchronous_fleet": r"buffered .* (0\.9\d+)\n",
+}
+BARS = {"motion_time_series": 0.85, "own_strategy": 0.9, "without_coordinator": 0.85, "own_codec": 0.9}
+"""What the last round of a simulated history has to reach."""
+
+
+def commands(readme: str) -> str:
+    return "\n".join(re.findall(r"^```sh\n(.*?)^```", readme, re.MULTILINE | re.DOTALL))
+
+
+@pytest.mark.parametrize(
+    "folder", [path.parent for path in sorted(EXAMPLES.glob("*/README.md"))], ids=lambda path: path.name
+)
+def test_the_commands_of_an_example_run(folder: Path, tmp_path: Path) -> None:
+    data = os.environ.get("EDGEFL_DATA", "")
+    if (needed := NEEDS_DATA.get(folder.name)) and not (Path(data) / needed).is_file():
+        pytest.skip(f"{needed} is not here: export EDGEFL_DATA=DIR, a folder that holds it")
+    here = shutil.copytree(folder, tmp_path / folder.name)
+    own = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]), "OMP_NUM_THREADS": "1"}
+    own |= {name: str(tmp_path / name) for name in ("HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME")}
+    script = f"set -eu\n{commands((folder / 'README.md').read_text())}"
+    done = subprocess.run(
+        ["sh", "-c", script],
+        cwd=here,
+        env={**os.environ, **own},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    if folder.name in REACHED:
+        assert re.search(REACHED[folder.name], done.stdout), done.stdout
+    if folder.name in BARS:
+        words = ["history", "rounds", "--dir", str(here / "history"), "--run", "latest", "--format", "json"]
+        shown = subprocess.run([sys.executable, "-m", "edgefl", *words], capture_output=True, text=True, check=True)
+        last = json.loads(shown.stdout)["rows"][-1]
+        assert max(last.get("node_accuracy") or 0.0, last["accuracy"] or 0.0) >= BARS[folder.name]
+
+
+def test_an_example_is_short_and_listed() -> None:
+    table = (EXAMPLES / "README.md").read_text()
+    for readme in EXAMPLES.glob("*/README.md"):
+        code = [path.read_text() for path in readme.parent.rglob("*.py")]
+        assert sum(text.count("\n") for text in code) < 150, readme.parent.name
+        assert f"[{readme.parent.name}]({readme.parent.name})" in table
