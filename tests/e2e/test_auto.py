@@ -15,10 +15,7 @@ from edgefl.compression.auto import CANDIDATES
 def test_a_device_with_a_slow_uplink_gets_a_harder_codec_and_the_history_tells_which(
     tools: Any, tmp_path: Path
 ) -> None:
-    with (
-        tools.fleet(tmp_path, tools.devices(2, tools.gated)) as fleet,
-        tools.led_by(fleet, "device-02") as weather,
-    ):
+    with tools.fleet(tmp_path, tools.devices(2, tools.gated)) as fleet, tools.led_by(fleet, "device-02") as weather:
         weather.bytes_per_s = 10_000
         options = {"iterations": 4, "learning_rate": 0.2}
         run = tools.gated_run(pace_s=0.1, rounds=10, min=2, strategy=options, compression={"up": "auto"})

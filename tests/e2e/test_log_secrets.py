@@ -46,10 +46,7 @@ def test_the_scan_finds_a_key_that_was_written(tmp_path: Path) -> None:
     (tmp_path / "operator.toml").write_text('operator_token = "hunter2hunter2"\n')
     (tmp_path / "a.log").write_text(f"INFO: the key is {lines[2]} and the token hunter2hunter2\n")
     told = leaks(written_below(tmp_path), secrets_of(tmp_path))
-    assert {line.partition(" stands")[0] for line in told} == {
-        "the key own.key",
-        "an access token of operator.toml",
-    }
+    assert {line.partition(" stands")[0] for line in told} == {"the key own.key", "an access token of operator.toml"}
 
 
 def _join(fleet: Any, token: str, name: str) -> str:

@@ -24,10 +24,7 @@ gulls = gull_count.tasks:Gulls
 [edgefl.local_steps]
 clipped-sgd = gull_count.clipping:ClippedSgd
 """
-RUN = {
-    "run": {"task": "gulls", "rounds": 3, "evaluate_on": "devices"},
-    "strategy": {"optimizer": "clipped-sgd"},
-}
+RUN = {"run": {"task": "gulls", "rounds": 3, "evaluate_on": "devices"}, "strategy": {"optimizer": "clipped-sgd"}}
 
 
 @dataclass

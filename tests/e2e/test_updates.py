@@ -19,9 +19,7 @@ NEXT, BROKEN, DEAF = (f"{MAJOR}.{MINOR}.{PATCH + ahead}" for ahead in (1, 2, 3))
 BREAKS = {
     "edgefl/device/agent.py": ('"""Works until `stop`;', 'raise RuntimeError("broken on purpose")\n        """')
 }
-DEAFENS = {
-    "edgefl/device/mqtt_session.py": ("super().do_handshake(block)", 'raise OSError("broken on purpose")'),
-}
+DEAFENS = {"edgefl/device/mqtt_session.py": ("super().do_handshake(block)", 'raise OSError("broken on purpose")')}
 
 
 @pytest.fixture(scope="module")

@@ -47,16 +47,7 @@ from edgefl.errors import EdgeflError
 from edgefl.local_fleet import free_port
 from edgefl.protocol import Status
 from edgefl.storage.checkpoints import save_model
-from edgefl.types import (
-    Assignment,
-    EdgeSide,
-    Evaluation,
-    LocalPlan,
-    Lost,
-    NodePlan,
-    TensorSpec,
-    derived_rng,
-)
+from edgefl.types import Assignment, EdgeSide, Evaluation, LocalPlan, Lost, NodePlan, TensorSpec, derived_rng
 
 SHAPES = (TensorSpec(name="w", shape=(3,)),)
 RUN_FILE = {"run": {"task": "digits", "rounds": 3, "seed": 7}, "strategy": {"name": "fedavg"}}

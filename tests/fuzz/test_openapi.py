@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, urlencode
 
 import pytest
 import schemathesis
 from fastapi import FastAPI
 from fuzz.api_readers import Port, open_coordinator, port_of
 from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 
 
@@ -25,9 +26,6 @@ class Api:
         self.headers = [(b"authorization", f"Bearer {token}".encode()), (b"content-type", b"application/json")]
 
     def ask(self, case: Any) -> tuple[int, bytes]:
-        import json  # noqa: PLC0415 beside its use
-        from urllib.parse import quote, urlencode  # noqa: PLC0415 likewise
-
         path = case.path
         for name, value in (case.path_parameters or {}).items():
             path = path.replace(f"{{{name}}}", str(value))
@@ -54,7 +52,9 @@ def test_what_the_description_allows_and_what_it_forbids_never_ends_in_an_intern
     for operation in operations:
         if operation.path.endswith("/feed"):
             continue  # goes on for ever
-        for mode in GenerationMode:
+        # A part of the path is any text, so that nothing can be wrong with it.
+        may_be_wrong = [one for one in operation.iter_parameters() if one.location != "path"] or [*operation.body]
+        for mode in GenerationMode if may_be_wrong else [GenerationMode.POSITIVE]:
 
             @settings(
                 max_examples=num_requests, deadline=None, database=None, phases=[Phase.generate],
@@ -65,10 +65,7 @@ def test_what_the_description_allows_and_what_it_forbids_never_ends_in_an_intern
                 status, answer = api.ask(case)
                 assert status < 500, (case.method, case.path, case.query, case.body, answer[:300])
 
-            try:
-                ask()
-            except Unsatisfiable:  # of an operation without parameters nothing can be wrong
-                assert mode is GenerationMode.NEGATIVE
+            ask()
 
 
 def _fastapi_in(app: Any) -> FastAPI:
