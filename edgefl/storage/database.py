@@ -27,6 +27,7 @@ from edgefl.storage.rebuilding import rebuild_derived
 SCHEMA_REVISION = "0008"
 """The newest revision in `migrations/`; a test compares them."""
 BUSY_TIMEOUT_S = 10.0
+POSTGRES = "postgresql+psycopg"
 CONNECT_TIMEOUT_S = 10
 """For each address of a database server."""
 SWITCH_PAUSE_S = 0.02
@@ -180,9 +181,11 @@ def _as_url(url_or_path: str | Path) -> URL:
         raise StoreError("store URL is malformed; expected a path or postgresql://user@host/database") from None
     if known == "sqlite" and url.database in {None, "", ":memory:"}:
         raise StoreError("the store needs a file, an SQLite database in memory is not shared between threads")
-    if known not in {"sqlite", "postgresql"}:
-        raise StoreError(f"store URL names {known}; expected a path or postgresql://user@host/database")
-    return url.set(drivername="postgresql+psycopg") if url.drivername == "postgresql" else url
+    if known != "sqlite" and url.drivername not in {"postgresql", POSTGRES}:
+        raise StoreError(
+            f"store URL begins with {url.drivername}; expected a path or postgresql://user@host/database"
+        )
+    return url if known == "sqlite" else url.set(drivername=POSTGRES)
 
 
 def _prepare_file(path: Path, *, read_only: bool) -> None:

@@ -112,9 +112,9 @@ def test_a_store_on_a_database_server_has_to_be_dumped_by_its_own_tools(coordina
     assert "its own tools" in coordinator("restore", tmp_path / "b.tar.gz", "--dir", tmp_path / "new").out
 
 
-@pytest.mark.parametrize("command", ["init", "start"])
-def test_a_password_of_the_store_is_refused_where_all_users_see_it(refused, root, command):
-    refused(["coordinator", command, "--dir", root, "--store", "postgresql://u:secret@db/x"], 2, "EDGEFL_STORE")
+@pytest.mark.parametrize("verb", ["init", "start"])
+def test_a_password_of_the_store_is_refused_where_all_users_see_it(refused, root, verb):
+    refused(["coordinator", verb, "--dir", root, "--store", "postgresql://u:secret@db/x"], 2, "EDGEFL_STORE")
     assert "secret" not in (root / "settings.toml").read_text()
 
 

@@ -86,6 +86,7 @@ def test_compose_builds_targets_that_there_are_with_files_that_there_are():
         ("aarch64", "313", "", "pi-cp313-light", "--no-deps ."),
         ("aarch64", "313", "[train]", "pi-cp313", "--no-deps ."),
         ("aarch64", "312", "", "jetson-cp312-light", "--no-deps ."),
+        ("aarch64", "313", "[coordinator]", "pi-cp313-coordinator", "--no-deps ."),
         ("x86_64", "313", "", "pc-cp313-light", "--no-deps ."),
         ("x86_64", "313", "[train]", "pc-cp313-light", "--constraint constraints.txt .[train]"),
     ],
@@ -94,7 +95,10 @@ def test_an_image_installs_by_the_hashes_of_its_machine_s_lock(tmp_path, machine
     done, told = _packages(tmp_path, machine, cpython, extras)
     assert done.returncode == 0, done.stderr
     common = "-m pip install --no-cache-dir --quiet"
-    assert told == [f"{common} --require-hashes --requirement provisioning/locks/{lock}.txt", f"{common} {rest}"]
+    assert told == [
+        f"{common} --no-deps --require-hashes --requirement provisioning/locks/{lock}.txt",
+        f"{common} {rest}",
+    ]
     assert (ROOT / f"provisioning/locks/{lock}.txt").is_file()
     for unknown in (("armv7l", "313"), ("x86_64", "314")):
         done, told = _packages(tmp_path, *unknown, "")

@@ -13,21 +13,20 @@ from packaging.tags import compatible_tags, cpython_tags
 from packaging.utils import canonicalize_name, parse_wheel_filename
 
 from edgefl.errors import ConfigError, NotFoundError
-from edgefl.provision.locks import BOARDS, board_family, lock_name, lock_text, parse_lock
+from edgefl.provision.locks import BOARDS, LOCKED_EXTRAS, board_family, lock_name, lock_text, parse_lock
 
 ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "provisioning" / "locks"
+LEFT_OUT = "not-on-boards.txt"
 LOCKS = [
-    (family, with_torch)
-    for family in BOARDS.values()
-    for with_torch in (False, True)
-    if family.with_torch >= with_torch
+    (family, extra) for family in BOARDS.values() for extra in LOCKED_EXTRAS if family.with_torch or extra != "train"
 ]
-NAMES = [lock_name(family, with_torch=with_torch) for family, with_torch in LOCKS]
-each_lock = pytest.mark.parametrize(("family", "with_torch"), LOCKS, ids=NAMES)
+NAMES = [lock_name(family, extra) for family, extra in LOCKS]
+each_lock = pytest.mark.parametrize(("family", "extra"), LOCKS, ids=NAMES)
 
 
-def wheels_of(family, with_torch):
-    return {wheel.name: wheel for wheel in parse_lock(lock_text(family, with_torch=with_torch))}
+def wheels_of(family, extra):
+    return {wheel.name: wheel for wheel in parse_lock(lock_text(family, extra))}
 
 
 def environment_of(family):
@@ -45,11 +44,11 @@ def constrained(family):
 
 
 @each_lock
-def test_a_lock_pins_every_dependency_at_the_version_of_the_constraints_as_a_wheel_that_fits(family, with_torch):
-    wheels, known, environment = wheels_of(family, with_torch), constrained(family), environment_of(family)
+def test_a_lock_pins_every_dependency_at_the_version_of_the_constraints_as_a_wheel_that_fits(family, extra):
+    wheels, known, environment = wheels_of(family, extra), constrained(family), environment_of(family)
     assert {name: wheel.version for name, wheel in wheels.items()} == {name: known.get(name) for name in wheels}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = [*project["dependencies"], *(project["optional-dependencies"]["train"] if with_torch else ())]
+    asked = [*project["dependencies"], *(project["optional-dependencies"][extra] if extra else ())]
     for each in map(Requirement, asked):
         if each.marker is None or each.marker.evaluate(environment):
             assert wheels[canonicalize_name(each.name)].version in each.specifier, each
@@ -63,19 +62,30 @@ def test_a_lock_pins_every_dependency_at_the_version_of_the_constraints_as_a_whe
         assert (name, str(version)) == (wheel.name, wheel.version)
         assert tags & fitting, wheel.file
     # The last torch that is small and runs on old cores, and nothing of CUDA.
-    assert ("torch" in wheels) == with_torch
+    assert ("torch" in wheels) == (extra == "train")
     assert not [name for name in wheels if name.startswith(("nvidia-", "cuda-"))]
-    if with_torch:
+    if extra == "train":
         assert (family.machine, wheels["torch"].version) == ("aarch64", "2.9.1")
-    text = lock_text(family, with_torch=with_torch)
+    text = lock_text(family, extra)
     assert "--only-binary :all:" in text.splitlines()
     assert not re.search(r"https?:|--(extra-)?index-url|--find-links", text)
 
 
+def test_a_device_gets_no_broker_web_server_database_or_grpc_and_a_coordinator_all_that_it_serves_with():
+    lines = [line for line in (FOLDER / LEFT_OUT).read_text().splitlines() if not line.startswith("#")]
+    left_out = {canonicalize_name(line) for line in lines}
+    for family, extra in LOCKS:
+        wheels = set(wheels_of(family, extra))
+        if extra == "coordinator":
+            assert {"alembic", "fastapi", "sqlalchemy", "uvicorn"} <= wheels
+        else:
+            assert not wheels & (left_out | {"amqtt", "mako", "pydantic", "prometheus-client"})
+
+
 def test_locks_are_those_of_the_boards_and_others_are_told_what_there_is():
-    assert sorted(path.name for path in (ROOT / "provisioning" / "locks").glob("*.txt")) == sorted(NAMES)
+    assert sorted(path.name for path in FOLDER.glob("*.txt")) == sorted([*NAMES, LEFT_OUT])
     with pytest.raises(NotFoundError, match="gigabytes of CUDA"):
-        lock_text(board_family("pc-cp313"), with_torch=True)
+        lock_text(board_family("pc-cp313"), "train")
     with pytest.raises(NotFoundError, match="no lock for boards 'pi-cp39'; there are pi-cp311, pi-cp313"):
         board_family("pi-cp39")
     line = f"numpy==2.4.6 --hash=sha256:{64 * 'a'} # numpy-2.4.6-py3-none-any.whl"
@@ -90,7 +100,7 @@ def test_locks_are_those_of_the_boards_and_others_are_told_what_there_is():
 
 @pytest.mark.slow
 def test_the_index_still_gives_what_the_locks_name():
-    words = [sys.executable, str(ROOT / "provisioning" / "locks" / "make_locks.py"), "--check"]
+    words = [sys.executable, str(FOLDER / "make_locks.py"), "--check"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if "error sending request" in done.stderr or "dns error" in done.stderr:
         pytest.skip("the package index cannot be reached")

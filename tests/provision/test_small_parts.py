@@ -119,7 +119,12 @@ def test_a_wheel_folder_has_one_edgefl_and_wheels_only(tmp_path: Path) -> None:
         extras.wheels(tmp_path)
     # Names that a shell or the manifest would misread.
     for number, name in enumerate(
-        ('edgefl-1-"-py3.whl', "edgefl-1 -py3.whl", "edgefl-1\n-py3.whl", "edgefl-1-$(x).whl")
+        (
+            'edgefl_fleet-1-"-py3.whl',
+            "edgefl_fleet-1 -py3.whl",
+            "edgefl_fleet-1\n-py3.whl",
+            "edgefl_fleet-1-$(x).whl",
+        )
     ):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / name).touch()

@@ -92,7 +92,7 @@ def test_a_package_that_the_index_lacks_or_that_was_changed_there_is_named(
 
 def test_another_package_does_not_pass_for_edgefl(index: Path, tmp_path: Path) -> None:
     other = index / make_wheel(index, "pure").file
-    with pytest.raises(ConfigError, match=r"edgefl's wheel must be a file edgefl-VERSION-py3-none-any\.whl"):
+    with pytest.raises(ConfigError, match=r"edgefl's wheel must be a file edgefl_fleet-VERSION-py3-none-any\.whl"):
         fill_wheel_folder(tmp_path / "wheels", PI, [], own_wheel=other)
 
 
