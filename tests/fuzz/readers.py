@@ -148,7 +148,7 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         "file-join": _entry(file_readers.join_files, "device/joining/join_file.py:JoinFile.parse"),
         "file-token": _entry(file_readers.tokens, "protocol.py:JoinToken.parse"),
         "file-operator": _entry(file_readers.operator_files, "client.py:load_operator_file"),
-        "file-coordinator": _entry(file_readers.coordinator_files, "coordinator/directory.py:load_directory"),
+        "file-coordinator": _entry(file_readers.coordinator_files, "coordinator/directory.py:_read_settings"),
         "operator-answers": _entry(file_readers.operator_answers, "client.py:_answer"),
         "card-user-data": _entry(
             file_readers.cards_user_data, "provision/cloud_init.py:_parsed", "provision/cloud_init.py:_check_depth"
