@@ -27,14 +27,15 @@ def unpacked(suite: str | None, *names: str) -> Path:
     if tree.is_dir():
         return tree
     if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
-        pytest.skip("no apt-get here to fetch packages with")
+        pytest.skip("no apt-get and dpkg-deb here to fetch packages with: run it on Debian")
     work = cache() / f"{tree.name}.part-{os.getpid()}"
     (work / "debs").mkdir(parents=True)
     try:
         told = apt(work, suite, "download", *names)
         debs = sorted((work / "debs").glob("*.deb"))
         if len(debs) != len(names):
-            pytest.skip(f"{', '.join(names)} of {suite or 'this system'} cannot be fetched: {told[-200:]}")
+            what = f"{', '.join(names)} of {suite or 'this system'}"
+            pytest.skip(f"{what} cannot be fetched, {told[-200:]}: sudo apt-get update")
         for deb in debs:
             subprocess.run(["dpkg-deb", "-x", deb, work / "tree"], check=True)
         if not tree.is_dir():
@@ -47,7 +48,7 @@ def unpacked(suite: str | None, *names: str) -> Path:
 def python_packages(*names: str) -> list[str]:
     """Returns the names with those of all Python packages of this system that they need."""
     if shutil.which("apt-cache") is None:
-        pytest.skip("no apt-cache here to look packages up in")
+        pytest.skip("no apt-cache here to look packages up in: run it on Debian")
     kinds = ("recommends", "suggests", "conflicts", "breaks", "replaces", "enhances")
     words = ["apt-cache", "depends", "--recurse", *(f"--no-{kind}" for kind in kinds), *names]
     told = subprocess.run(words, capture_output=True, text=True, check=False, timeout=90).stdout
@@ -66,7 +67,7 @@ def apt(work: Path, suite: str | None, *arguments: str) -> str:
         ).stdout.split()
         mirror = next((uri for uri in uris if uri.rstrip("/").endswith("/debian")), None)
         if mirror is None or not KEYRING.exists():
-            pytest.skip("this machine's apt knows no Debian")
+            pytest.skip("apt knows no Debian here: add its mirror to /etc/apt/sources.list")
         (work / "sources.list").write_text(f"deb [signed-by={KEYRING}] {mirror} {suite} main\n")
         for folder in ("lists/partial", "cache/archives/partial"):
             (work / folder).mkdir(parents=True)

@@ -135,4 +135,4 @@ def _account() -> str | None:
     for name in ("postgres", "nobody"):
         with contextlib.suppress(KeyError):
             return pwd.getpwnam(name).pw_name
-    pytest.skip(f"PostgreSQL does not run as {getpass.getuser()}, and there is no other account")
+    pytest.skip(f"PostgreSQL does not run as {getpass.getuser()}: make test-all as a user, or adduser postgres")

@@ -93,27 +93,27 @@ def require(*names: str) -> None:
         pytest.skip(reason)
 
 
-def data_folder(task: str) -> Path:
-    """Returns the folder of a real data set; skips the test that asks where there is none."""
+def real_data_at(name: str) -> Path:
+    """Returns a folder or a file of real data; skips the test that asks where it is not."""
     import pytest  # noqa: PLC0415 likewise
 
     root = os.environ.get("EDGEFL_DATA")
-    folder = Path(root) / task if root else None
-    if folder is None or not folder.is_dir():
-        pytest.skip(f"no {task} in EDGEFL_DATA ({root or 'not set'}): EDGEFL_DATA=FOLDER make test-all")
-    return folder
+    path = Path(root, name) if root else None
+    if path is None or not path.exists():
+        pytest.skip(f"no {name} in EDGEFL_DATA, {root or 'which is not set'}: EDGEFL_DATA=FOLDER make test-all")
+    return path
 
 
 def table() -> str:
     """Returns what is here, which tests need it, and how to install what is absent."""
-    rows = [(name, part.path() or "ABSENT", _users(name)) for name, part in PARTS.items()]
+    rows = [("part", "where it is", "folders of tests that need it, with the number of files")]
+    rows += [(name, part.path() or "ABSENT", _users(name)) for name, part in PARTS.items()]
+    rows.append(("root", "yes" if os.geteuid() == 0 else "no", _users("root")))
+    rows.append(("EDGEFL_DATA", os.environ.get("EDGEFL_DATA") or "not set: optional real data", _users("data")))
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     lines = [f"{name:{widths[0]}}  {place:{widths[1]}}  {users}".rstrip() for name, place, users in rows]
-    for name, asked in (("root", "root"), ("EDGEFL_DATA", "data")):
-        here = os.geteuid() == 0 if asked == "root" else bool(os.environ.get("EDGEFL_DATA"))
-        lines.append(f"{name:{widths[0]}}  {'yes' if here else 'no':{widths[1]}}  {_users(asked)}".rstrip())
     if absent := absent_packages():
-        lines.append(f"absent parts skip their tests; all of them: sudo apt-get install {' '.join(absent)}")
+        lines.append(f"What is absent has its tests skipped. All of it: sudo apt-get install {' '.join(absent)}")
     return "\n".join(lines)
 
 
@@ -123,12 +123,16 @@ def absent_packages() -> list[str]:
 
 def _users(name: str) -> str:
     """Returns the folders whose tests need it, with the number of their files."""
+    texts = {path: path.read_text() for path in sorted(TESTS.rglob("*.py")) if path != Path(__file__)}
     counts: dict[str, int] = {}
-    for path in sorted(TESTS.rglob("*.py")):
-        text = path.read_text()
+    for path, text in texts.items():
         asked = {word for use in _USE.findall(text) for word in re.findall(r'"([\w-]+)"', use)}
-        if name in asked or (name == "data" and "data_folder(" in text and path != Path(__file__)):
-            folder = path.relative_to(TESTS).parts[0] if path.parent != TESTS else "."
+        if name not in asked and not (name == "data" and "real_data_at(" in text):
+            continue
+        is_helper = path.parent == TESTS and not path.name.startswith("test_")
+        users = [one for one in texts if f"from {path.stem} import" in texts[one]] if is_helper else [path]
+        for user in users:
+            folder = user.relative_to(TESTS).parts[0] if user.parent != TESTS else user.name
             counts[folder] = counts.get(folder, 0) + 1
     return ", ".join(f"{folder} ({count})" for folder, count in counts.items())
 

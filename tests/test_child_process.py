@@ -67,7 +67,7 @@ def test_a_child_that_ends_without_an_answer_or_takes_too_long_is_an_error():
         ask("sleep", within_s=0.2)
 
 
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux")
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc: run it on Linux")
 def test_a_child_whose_asker_is_killed_ends_without_a_word(tmp_path):
     """Whenever that is: while it starts, imports, reads or works."""
     program = (

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from requirements import real_data_at
 
 pytestmark = pytest.mark.extended
 
@@ -33,9 +34,8 @@ def commands(readme: str) -> str:
     "folder", [path.parent for path in sorted(EXAMPLES.glob("*/README.md"))], ids=lambda path: path.name
 )
 def test_the_commands_of_an_example_run(folder: Path, tmp_path: Path) -> None:
-    data = os.environ.get("EDGEFL_DATA", "")
-    if (needed := NEEDS_DATA.get(folder.name)) and not (Path(data) / needed).is_file():
-        pytest.skip(f"{needed} is not here: export EDGEFL_DATA=DIR, a folder that holds it")
+    if needed := NEEDS_DATA.get(folder.name):
+        real_data_at(needed)
     here = shutil.copytree(folder, tmp_path / folder.name)
     own = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]), "OMP_NUM_THREADS": "1"}
     own |= {name: str(tmp_path / name) for name in ("HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME")}

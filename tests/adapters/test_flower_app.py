@@ -494,7 +494,7 @@ print("rows", json.dumps(journals[0].rows))
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_it_runs_on_flowers_simulation_engine(export, tmp_path, state_home):
-    pytest.importorskip("ray")
+    pytest.importorskip("ray", reason="needs ray: pip install 'flwr[simulation]'")
     out = export({**CONFIG, "devices": {"min": 3}})
     environment = {**os.environ, "PYTHONPATH": f"{out}{os.pathsep}{Path(edgefl.__file__).parents[1]}"}
     done = subprocess.run(

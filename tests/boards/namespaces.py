@@ -6,7 +6,6 @@ Each board has one wire, to a switch where this machine has an address too. Ther
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -15,9 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
+from requirements import missing
+
 from edgefl.local_fleet import PROGRAM
 
-PROGRAMS = ("ip", "tc", "nft")
 # Sends what it is asked for to this machine and waits for the one byte of thanks.
 _SEND = """
 import socket, sys
@@ -29,14 +29,12 @@ with socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=30) as wi
 
 def why_not() -> str | None:
     """Returns why this machine can have no such boards, or None."""
-    if os.geteuid() != 0:
-        return "only root can make network namespaces"
-    if missing := [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]:
-        return f"no {', '.join(missing)} here (packages iproute2 and nftables)"
+    if reason := missing("root", "iproute2", "nftables"):
+        return reason
     probe = f"efp{os.getpid() % 100_000}"
     done = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, check=False, env=_env())
     if done.returncode:
-        return f"network namespaces cannot be made here: {done.stderr.strip()}"
+        return f"no network namespaces here, {done.stderr.strip()}: run it outside of a container"
     _run("ip", "netns", "delete", probe)
     return None
 

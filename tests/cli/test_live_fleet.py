@@ -123,7 +123,7 @@ def test_models_are_those_that_the_rule_keeps_with_the_history_s_accuracies(edge
 def test_a_model_is_shown_and_exported_alike_from_a_coordinator_and_from_its_directory(
     edgefl, offline, fleet, six, tmp_path
 ):
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="needs torch: pip install '.[train]'")
     (row,) = edgefl("model", "show", "six:latest", "--format", "json").rows
     assert (row["run_id"], row["task"], row["task_options"], row["latest"]) == (six, "digits", {}, True)
     assert offline("model", "show", "six:latest", "--format", "json").rows == [row]
@@ -140,8 +140,8 @@ def test_a_model_is_shown_and_exported_alike_from_a_coordinator_and_from_its_dir
 def test_an_onnx_file_is_checked_on_the_coordinator_s_own_test_shard_or_on_made_up_inputs(
     edgefl, offline, fleet, best, tmp_path
 ):
-    pytest.importorskip("onnx")
-    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnx", reason="needs onnx: pip install '.[export]'")
+    onnxruntime = pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install onnxruntime")
     out, shard = tmp_path / "model.onnx", fleet.root / "shards" / "test.npz"
     ran = offline("model", "export", "six:best", "--out", out, "--quantise")
     assert ran.code == 0, ran.err

@@ -1,7 +1,6 @@
 """The commands, against a real coordinator that makes the tokens."""
 
 import json
-import shutil
 import stat
 import subprocess
 import tarfile
@@ -10,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from made_wheels import make_wheel
+from requirements import PARTS, needs
 
 from edgefl import DISTRIBUTION, __version__
 from edgefl.assembly import assemble
@@ -23,7 +23,6 @@ from edgefl.protocol import JoinToken
 from edgefl.storage.store import Store
 
 TOKEN = JoinToken(ca_fingerprint="a" * 64, token_id="t1", secret="s3cret", fleet="lab", addresses=("pc:8000",)).text()
-MTOOLS = shutil.which("mcopy") and shutil.which("mkfs.vfat", path="/usr/sbin:/sbin:/usr/bin")
 
 
 @pytest.fixture
@@ -202,10 +201,10 @@ def test_many_boards_get_a_private_folder_a_name_and_a_token_each_and_a_sheet(op
     assert operator(*words).code == 2
 
 
-@pytest.mark.skipif(not MTOOLS, reason="needs mtools and dosfstools: apt install mtools dosfstools")
+@needs("mtools", "dosfstools")
 def test_an_image_s_copy_is_written_for_one_board_and_for_many(operator, card, tmp_path):
     image = tmp_path / "raspios.img"
-    subprocess.run([MTOOLS, "-C", image, "20480"], check=True, capture_output=True)
+    subprocess.run([PARTS["dosfstools"].path(), "-C", image, "20480"], check=True, capture_output=True)
     subprocess.run(["mcopy", "-i", image, *card.iterdir(), "::"], check=True)
     before = image.read_bytes()
     assert (

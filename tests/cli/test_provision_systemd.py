@@ -1,9 +1,9 @@
 import os
-import shutil
 import subprocess
 import sys
 
 import pytest
+from requirements import needs
 
 from edgefl.errors import NotAllowedError
 from edgefl.provision import systemd as units
@@ -54,10 +54,7 @@ def test_what_makes_no_sense_is_told(refused, words, told):
     refused(["provision", "systemd", "--python", units.PROGRAM, *words.split()], 2, told)
 
 
-@pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("unshare") is None,
-    reason="puts another folder over /etc for a while: run it as root, with unshare (apt install util-linux)",
-)
+@needs("root")  # it puts another folder over /etc for a while
 def test_install_puts_units_and_user_in_place_and_enables_them(tmp_path):
     for name in ("upper", "work", "bin"):
         (tmp_path / name).mkdir()

@@ -16,11 +16,12 @@ from typing import Any, Self
 import paho.mqtt.client as mqtt
 import pytest
 from paho.mqtt.enums import CallbackAPIVersion
+from requirements import require
 
 from edgefl import local_fleet
 from edgefl.coordinator import pki
 from edgefl.coordinator.brokers.broker import Broker, BrokerAddress, BrokerTls, client_context
-from edgefl.coordinator.brokers.choice import make_broker, mosquitto_path
+from edgefl.coordinator.brokers.choice import make_broker
 
 FLEET = "lab"
 
@@ -84,14 +85,11 @@ class RunningBroker:
         return self.clients.enter_context(context.wrap_socket(plain, server_hostname=self.address.host))
 
 
-NO_MOSQUITTO = "mosquitto is not installed: apt-get install mosquitto"
-
-
 @pytest.fixture(params=["mosquitto", "embedded"])
 def kind(request: pytest.FixtureRequest) -> str:
     """The brokers that there are, one by one."""
-    if request.param == "mosquitto" and mosquitto_path() is None:
-        pytest.skip(NO_MOSQUITTO)
+    if request.param == "mosquitto":
+        require("mosquitto")
     return str(request.param)
 
 
@@ -99,8 +97,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 def running(
     request: pytest.FixtureRequest, certificates: Certificates, tmp_path: Path, free_port: int
 ) -> Iterator[RunningBroker]:
-    if request.param == "mosquitto" and mosquitto_path() is None:
-        pytest.skip(NO_MOSQUITTO)
+    if request.param == "mosquitto":
+        require("mosquitto")
     broker = make_broker(
         request.param,
         directory=tmp_path / "broker",

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from requirements import needs
 
 from edgefl.coordinator import pki
 from edgefl.coordinator.directory import (
@@ -157,7 +158,7 @@ def test_a_full_disk_leaves_the_old_file_whole(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+@needs("user")
 def test_a_directory_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(StoreError, match="cannot be made"):

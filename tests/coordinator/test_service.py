@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from requirements import require
 
 from edgefl.assembly import assemble
-from edgefl.coordinator.brokers.choice import mosquitto_path
 from edgefl.coordinator.directory import CoordinatorDirectory, init_directory
 from edgefl.coordinator.service import Coordinator
 from edgefl.coordinator.start_options import StartOptions
@@ -34,8 +34,8 @@ def _options(directory: CoordinatorDirectory, **options: object) -> StartOptions
 
 @pytest.mark.parametrize("broker", ["mosquitto", "embedded"])
 def test_closing_leaves_no_thread_and_no_open_database(directory: CoordinatorDirectory, broker: str) -> None:
-    if broker == "mosquitto" and mosquitto_path() is None:
-        pytest.skip("mosquitto is not installed")
+    if broker == "mosquitto":
+        require("mosquitto")
     before = set(threading.enumerate())
     with Coordinator(directory, _options(directory, broker=broker), assemble) as coordinator:
         coordinator.stop()

@@ -4,6 +4,7 @@ import subprocess
 import pytest
 from broker_site import BROKERS, HOST, BrokerSite
 from peer_boards import eventually
+from requirements import needs
 
 from edgefl.coordinator import pki
 from edgefl.coordinator.brokers.choice import mosquitto_path
@@ -12,9 +13,7 @@ from edgefl.errors import BrokerError
 from edgefl.local_fleet import free_port
 
 KEEPS_TO_THEM = BrokerRules(writes_as_others=False, reads_others=False)
-NEEDS_MOSQUITTO = pytest.mark.skipif(
-    mosquitto_path() is None, reason="mosquitto is not installed: apt-get install mosquitto"
-)
+NEEDS_MOSQUITTO = needs("mosquitto")
 
 
 class Site(BrokerSite):

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from requirements import needs
 
 from edgefl.device.state import (
     DeviceState,
@@ -45,7 +46,7 @@ def _owners(root):
     return {(path.lstat().st_uid, path.lstat().st_gid) for path in found}
 
 
-@pytest.mark.skipif(not IS_ROOT, reason="only root makes files in other users' folders")
+@needs("root")
 def test_what_root_writes_into_the_folder_of_the_agent_s_user_is_that_user_s(state):
     for path in (state.root, *state.root.iterdir()):
         os.chown(path, NOBODY, NOGROUP)

@@ -28,7 +28,7 @@ def make_fleet(tools: Any, root: Path) -> Iterator[LocalFleet]:
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         pytest.skip(
-            f"a small file system cannot be mounted here, {done.stderr.strip()}: sudo make test-all, not in a jail"
+            f"a small file system cannot be mounted here, {done.stderr.strip()}: run it outside of a container"
         )
     (root / "coordinator").symlink_to(place)
     try:

@@ -17,6 +17,7 @@ from edgefl.protocol import JoinToken
 LOUD = (sys.executable, "-m", "edgefl.cli.main", "-vv")
 
 
+@pytest.mark.extended  # and a part of `make check`
 def test_a_fleet_that_says_all_it_can_writes_down_no_secret(tools: Any, tmp_path: Path) -> None:
     devices = [LocalDevice(name=device.name, shards=device.shards, program=LOUD) for device in tools.devices(2)]
     with tools.fleet(tmp_path, devices, program=LOUD, kind=LocalFleet) as fleet:

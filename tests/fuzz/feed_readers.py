@@ -10,7 +10,7 @@ well. Inputs of findings are kept in a folder that is named at the end. Exits wi
 Ctrl-C and SIGTERM end it within seconds, with the table of what was done. With a tally that is not lost: the file has
 the sum of all runs on this tree, and `--cases` is what that sum goes up to. Another run feeds other inputs, and
 begins with those by which the runs before came further into the code. When the package changes, its count begins
-anew, unless `--count ever`; beside it the table says how many inputs a reader was fed ever.
+anew.
 """
 
 from __future__ import annotations
@@ -88,27 +88,22 @@ def _feed_all(names: list[str], options: argparse.Namespace) -> int:
         run = _Run(names, options, kept, tally)
         with run.stopped_by_signals():
             run.feed()
-        _print_told({name: tally.here(name) for name in names}, tally, options)
-        num_findings = sum(len(tally.here(name).findings) for name in names)
+        told = {name: tally.of(name) for name in names}
+    num_findings = _print_told(told, options)
     print(f"{num_findings} findings, their inputs in {kept}")  # noqa: T201 a program
     return 1 if num_findings else 0
 
 
-def _print_told(told: Mapping[str, Told], tally: Tally, options: argparse.Namespace) -> None:
-    ever = {name: tally.ever(name) for name in told}
-    print(_table(told, ever if options.tally else None))  # noqa: T201 likewise
+def _print_told(told: Mapping[str, Told], options: argparse.Namespace) -> int:
+    """Prints what became of the readers and returns how many findings there are."""
+    print(_table(told))  # noqa: T201 likewise
     for name, one in told.items():
         for found in one.findings:
             print(f"{name}: {found.count} times {found.what} at {found.where}; input {found.input}")  # noqa: T201
-    text = f"{sum(one.cases for one in told.values())} cases"
-    if options.tally:
-        num_done = sum(_num_fed(tally, name, options) >= options.cases for name in told)
-        text += f" on this tree, {sum(ever.values())} ever; {num_done} of {len(told)} readers have {options.cases}"
-    print(text)  # noqa: T201 likewise
-
-
-def _num_fed(tally: Tally, name: str, options: argparse.Namespace) -> int:
-    return tally.ever(name) if options.count == "ever" else tally.here(name).cases
+    num_done = sum(one.cases >= options.cases for one in told.values())
+    num_cases = sum(one.cases for one in told.values())
+    print(f"{num_cases} cases; {num_done} of {len(told)} readers have {options.cases}")  # noqa: T201 likewise
+    return sum(len(one.findings) for one in told.values())
 
 
 def _options() -> argparse.Namespace:
@@ -117,9 +112,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--cases", type=int, default=NUM_CASES, help="for each reader (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="at most, for each reader, in this run")
     parser.add_argument("--tally", type=Path, metavar="FILE", help="goes on from this file, and adds to it")
-    parser.add_argument(
-        "--count", choices=("tree", "ever"), default="tree", help="what of the tally counts as fed (default: tree)"
-    )
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--engine", choices=("guided", "blind"), default="guided" if _has_atheris() else "blind")
     parser.add_argument("--seed", type=int, default=1)
@@ -144,7 +136,7 @@ class _Run:
 
     def __init__(self, names: list[str], options: argparse.Namespace, kept: Path, tally: Tally) -> None:
         self._options, self._kept, self._tally = options, kept, tally
-        self._waiting = [name for name in names if _num_fed(tally, name, options) < options.cases]
+        self._waiting = [name for name in names if tally.of(name).cases < options.cases]
         self._running: list[_Child] = []
         self._is_stopping, self._written_s = False, time.monotonic()
 
@@ -200,11 +192,10 @@ class _Run:
 
     def _started(self, name: str, folder: Path) -> _Child:
         options = argparse.Namespace(**vars(self._options))
-        options.cases -= _num_fed(self._tally, name, self._options)
-        # What was fed before was fed by other seeds; a run without a past has the one that it was given.
-        options.seed = (
-            zlib.crc32(f"{options.seed} {self._tally.ever(name)}".encode()) if options.tally else options.seed
-        )
+        num_fed = self._tally.of(name).cases
+        options.cases -= num_fed
+        if num_fed:  # by other seeds
+            options.seed = zlib.crc32(f"{options.seed} {num_fed}".encode())
         options.corpus = self._kept / "corpus" / name if options.tally else folder / f"{name}.corpus"
         return _Child(name, options, folder, self._kept)
 
@@ -281,21 +272,20 @@ class _Child:
         return number, raw[_CURRENT.size : _CURRENT.size + length]
 
 
-def _table(told: Mapping[str, Told], ever: Mapping[str, int] | None) -> str:
-    names = ("reader", "cases", "ever", "s", "cases/s", "read", "findings", "KB a case", "MB resident")
-    rows = [names] + [
+def _table(told: Mapping[str, Told]) -> str:
+    rows = [("reader", "cases", "s", "cases/s", "read", "findings", "KB a case", "MB resident")] + [
         (
-            name, str(one.cases), str(ever[name] if ever else ""), f"{one.seconds:.0f}",
-            f"{one.cases / max(one.seconds, 1e-9):.0f}", f"{one.read / max(one.cases, 1):.0%}",
-            str(len(one.findings)), f"{one.measured_bytes / 1024:.0f}", f"{one.resident_bytes / 2**20:.0f}",
+            name, str(one.cases), f"{one.seconds:.0f}", f"{one.cases / max(one.seconds, 1e-9):.0f}",
+            f"{one.read / max(one.cases, 1):.0%}", str(len(one.findings)), f"{one.measured_bytes / 1024:.0f}",
+            f"{one.resident_bytes / 2**20:.0f}",
         )
         for name, one in told.items()
     ]  # fmt: skip
-    if ever is None:
-        rows = [(*row[:2], *row[3:]) for row in rows]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
-        "  ".join(cell.ljust(widths[0]) if not at else cell.rjust(widths[at]) for at, cell in enumerate(row))
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
         for row in rows
     )
 

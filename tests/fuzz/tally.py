@@ -1,7 +1,7 @@
 """What readers were fed, over many runs: a file that each run of `make fuzz` goes on from, and adds to.
 
-It counts for each tree apart, which is what the package and its readers' seeds were at the time: what a million
-inputs did not find in other code says nothing of this one. What was fed ever, to whichever tree, is told beside it.
+It counts for one tree, which is what the package and its readers' seeds are, and begins anew with another: what a
+million inputs did not find in other code says nothing of this one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
-FORMAT = 1
+FORMAT = 2
 PACKAGE = Path(__file__).parents[2] / "edgefl"
 HARNESS = Path(__file__).parent
 
@@ -85,10 +85,10 @@ class Told:
 
 
 class Tally:
-    """The sums of all runs on a file, for one of which it is open; nobody else can open it meanwhile.
+    """The sums of all runs on a file and a tree; nobody else can open it meanwhile.
 
     Raises:
-        TallyError: the file is damaged, of a newer format, or in use by another run.
+        TallyError: the file is damaged, of another format, or in use by another run.
     """
 
     def __init__(self, path: Path, tree: str) -> None:
@@ -100,7 +100,7 @@ class Tally:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise TallyError(f"{path} is in use by another run: wait for its end, or name another file") from None
-            self._before = _loaded(path)
+            self._before = _loaded(path, tree)
             self._open = stack.pop_all()
         self._now: dict[str, Told] = {}
 
@@ -111,41 +111,26 @@ class Tally:
         """Takes what this run has told of a reader until now; it takes the place of what it told before."""
         self._now[reader] = told
 
-    def here(self, reader: str) -> Told:
-        """Returns what was fed to a reader of this tree."""
-        return self._before.get(self._tree, {}).get(reader, Told()).plus(self._now.get(reader, Told()))
-
-    def ever(self, reader: str) -> int:
-        """Returns how many inputs a reader was fed, of whichever tree."""
-        before = sum(readers[reader].cases for readers in self._before.values() if reader in readers)
-        return before + self._now.get(reader, Told()).cases
+    def of(self, reader: str) -> Told:
+        """Returns what became of a reader, in all runs together."""
+        return self._before.get(reader, Told()).plus(self._now.get(reader, Told()))
 
     def write(self) -> None:
         """Writes the sums; whoever reads the file sees the old ones or the new."""
-        names = dict.fromkeys([*self._before.get(self._tree, {}), *self._now])
-        trees = {**self._before, self._tree: {name: self.here(name) for name in names}}
-        value = {
-            "v": FORMAT,
-            "trees": {
-                tree: {name: asdict(told) for name, told in readers.items()} for tree, readers in trees.items()
-            },
-        }
+        readers = {name: asdict(self.of(name)) for name in {**self._before, **self._now}}
         part = self._path.with_name(f"{self._path.name}.part")
-        part.write_text(json.dumps(value, indent=1) + "\n")
+        part.write_text(json.dumps({"v": FORMAT, "tree": self._tree, "readers": readers}, indent=1) + "\n")
         part.replace(self._path)
 
 
-def _loaded(path: Path) -> dict[str, dict[str, Told]]:
+def _loaded(path: Path, tree: str) -> dict[str, Told]:
     if not path.exists():
         return {}
     try:
         value = json.loads(path.read_bytes())
         if value["v"] != FORMAT:
             raise TallyError(f"{path} has format {value['v']!r}, this program reads {FORMAT}: name another file")
-        return {
-            tree: {name: Told.load(told) for name, told in readers.items()}
-            for tree, readers in value["trees"].items()
-        }
+        return {name: Told.load(told) for name, told in value["readers"].items() if value["tree"] == tree}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise TallyError(f"{path} is no tally ({error!r}): move it away, or name another file") from None
 

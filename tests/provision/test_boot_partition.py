@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from requirements import require
 
 from edgefl.errors import ConfigError, StoreError, StoreFullError
 from edgefl.provision.boot_folder import BootFolder
@@ -103,8 +104,7 @@ def test_another_folder_than_a_boot_partition_is_refused_unless_forced(card, mis
 @pytest.fixture(scope="module")
 def image(tmp_path_factory):
     """A card's image: MBR, a FAT32 as Raspberry Pi OS has it, and room for a root file system, mostly holes."""
-    if not all(map(shutil.which, ("mcopy", "mkfs.vfat", "fsck.fat"))):
-        pytest.skip("mtools or dosfstools is not installed: apt-get install mtools dosfstools")
+    require("mtools", "dosfstools")
     folder = tmp_path_factory.mktemp("image")
     path = folder / "raspios.img"
     with path.open("wb") as file:
@@ -217,8 +217,7 @@ def test_an_image_of_something_else_is_refused(tmp_path):
 def test_a_gpt_and_a_bare_file_system_are_understood(image, tmp_path):
     fat = partition(image, tmp_path / "bare.img")
     assert fat_offset(fat) == 0
-    if shutil.which("sfdisk") is None:
-        pytest.skip("sfdisk is not installed: apt-get install fdisk")
+    require("fdisk")
     path = tmp_path / "gpt.img"
     with path.open("wb") as file:
         file.truncate(FAT_BYTES + 8 * MIB)

@@ -41,7 +41,7 @@ NEEDED = {
 @pytest.fixture(scope="module")
 def cloud_init():
     if not Path("/usr/bin/python3").exists():
-        pytest.skip("no python3 of the system, whose libraries cloud-init needs")
+        pytest.skip("no python3 of the system: sudo apt-get install python3")
     roots = [unpacked("trixie", "cloud-init")]
     if not all(_is_here(name) for name in NEEDED):
         roots.append(unpacked(None, *python_packages(*NEEDED.values())))
@@ -65,7 +65,7 @@ def schema(cloud_init, kind, content, tmp_path):
         check=False,
     )
     if "No module named" in done.stderr:
-        pytest.skip(f"cloud-init lacks a library here: {done.stderr.splitlines()[-1]}")
+        pytest.skip(f"{done.stderr.splitlines()[-1]}: sudo apt-get install cloud-init")
     return done
 
 

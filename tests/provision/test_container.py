@@ -168,7 +168,7 @@ def test_a_device_without_a_join_file_says_what_it_wants():
         timeout=30,
     )
     if Path("/var/lib/edgefl/device.json").exists():
-        pytest.skip("this machine is a device itself")
+        pytest.skip("this machine is a device itself: run it on another one")
     assert done.returncode == 36
     assert "no join file at /none" in done.stderr
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from made_wheels import make_wheel
+from requirements import require
 
 from edgefl.device.joining.join_file import JoinFile
 from edgefl.protocol import JoinToken
@@ -63,8 +64,7 @@ class Board:
 
 @pytest.fixture
 def board(tmp_path: Path) -> Board:
-    if shutil.which("dash") is None:
-        pytest.skip("dash is not installed: apt-get install dash")
+    require("dash")
     board = Board(tmp_path / "board")
     (board.root / "run/systemd/timesync").mkdir(parents=True)
     (board.root / "run/systemd/timesync/synchronized").touch()
@@ -298,16 +298,14 @@ def test_with_the_real_installation_a_card_becomes_a_board_that_will_join(board:
 
 @pytest.mark.parametrize("script", sorted(sources.path("board").glob("*.sh")), ids=lambda path: path.name)
 def test_the_scripts_are_posix_and_without_fault(script: Path) -> None:
-    if shutil.which("shellcheck") is None or shutil.which("dash") is None:
-        pytest.skip("shellcheck or dash is not installed: apt-get install shellcheck dash")
+    require("shellcheck", "dash")
     assert subprocess.run(["dash", "-n", script], check=False).returncode == 0
     told = subprocess.run(["shellcheck", "--shell=sh", script], capture_output=True, text=True, check=False)
     assert told.returncode == 0, told.stdout
 
 
 def test_systemd_has_nothing_to_say_against_the_unit() -> None:
-    if shutil.which("systemd-analyze") is None:
-        pytest.skip("systemd-analyze is not installed: apt-get install systemd")
+    require("systemd")
     unit = sources.path("board/edgefl-firstboot.service")
     told = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, check=False)
     assert (told.returncode, told.stderr) == (0, "")

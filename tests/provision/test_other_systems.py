@@ -3,7 +3,6 @@
 import configparser
 import os
 import re
-import shutil
 import stat
 import subprocess
 import tomllib
@@ -11,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 from apt_packages import unpacked
+from requirements import require
 
 from edgefl.errors import ConfigError, UsageError
 from edgefl.provision import firstrun, preseed
@@ -118,7 +118,7 @@ def test_network_manager_finds_the_fixed_address_of_bookworm_s_wi_fi_or_wire(tmp
                 check=False,
             )  # fmt: skip
             if "error while loading shared libraries" in told.stderr:
-                pytest.skip(f"NetworkManager lacks a library here: {told.stderr}")
+                pytest.skip(f"{told.stderr.strip()}: sudo apt-get install network-manager")
             assert told.returncode == 0, told.stderr
             found[path.name].read_string(told.stdout)
         return found
@@ -151,8 +151,7 @@ def test_a_bookworm_script_that_was_not_run_yet_is_replaced_and_not_kept_with_it
 
 @pytest.mark.parametrize("wishes", [Wishes(name="pi-01"), NASTY])
 def test_firstrun_is_posix_and_without_fault(wishes, tmp_path):
-    if shutil.which("shellcheck") is None or shutil.which("dash") is None:
-        pytest.skip("shellcheck or dash is not installed: apt-get install shellcheck dash")
+    require("shellcheck", "dash")
     (tmp_path / "firstrun.sh").write_bytes(firstrun.firstrun(wishes))
     assert subprocess.run(["dash", "-n", tmp_path / "firstrun.sh"], check=False).returncode == 0
     # SC2016: a name of a network may well hold what looks like a command.

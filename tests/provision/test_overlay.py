@@ -1,8 +1,8 @@
-import shutil
 import subprocess
 import tarfile
 
 import pytest
+from requirements import require
 
 from edgefl.provision.overlay import write_overlay
 from edgefl.provision.payload import payload
@@ -33,8 +33,7 @@ def test_everything_belongs_to_root_and_the_token_to_root_alone(overlay, tmp_pat
 
 
 def test_unpacked_it_is_a_board_whose_first_boot_works(overlay, tmp_path):
-    if shutil.which("systemctl") is None:
-        pytest.skip("systemctl is not installed: apt-get install systemd")
+    require("systemd")
     root = tmp_path / "rootfs"
     (root / "etc/systemd/system").mkdir(parents=True)
     subprocess.run(["tar", "-xpzf", overlay, "-C", root, "--numeric-owner"], check=True)

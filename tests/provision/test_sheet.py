@@ -1,12 +1,10 @@
 import re
-import shutil
 
 import pytest
+from requirements import PARTS, require
 
 from edgefl.protocol import JoinToken
 from edgefl.provision.sheet import Label, sheet
-
-CHROMIUM = shutil.which("chromium")
 
 
 def labels(count):
@@ -40,11 +38,12 @@ def test_each_board_has_a_label_with_its_name_its_site_and_the_ca():
 
 @pytest.fixture(scope="module")
 def chromium():
-    if CHROMIUM is None:
-        pytest.skip("chromium is not installed: apt-get install chromium")
-    sync_api = pytest.importorskip("playwright.sync_api")
+    require("chromium")
+    sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
     with sync_api.sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        browser = play.chromium.launch(
+            executable_path=PARTS["chromium"].path(), args=["--no-sandbox", "--disable-gpu"]
+        )
         yield browser
         browser.close()
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from made_wheels import make_edgefl_wheels
+from requirements import require
 
 from edgefl import __version__
 from edgefl.config import parse_run
@@ -142,10 +143,7 @@ def _board(root: Path, name: str, shard: Path) -> SshBoard:
 
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
-    if os.geteuid() != 0:
-        pytest.skip("boards are made of mounts, which only root may make")
-    if not all(map(shutil.which, ("sshd", "ssh", "unshare"))):
-        pytest.skip("a program is missing: apt-get install openssh-server openssh-client util-linux")
+    require("root", "openssh")  # boards are made of mounts
     root = tmp_path_factory.mktemp("workshop")
     _keys(root)
     shards = cut_shards("digits", "iid", 3, root / "shards")

@@ -6,6 +6,7 @@ import subprocess
 
 import click
 import pytest
+from requirements import needs
 
 from edgefl.errors import BundleError
 from edgefl.provision.drop_ins import shard_drop_ins
@@ -17,9 +18,7 @@ YOUNGER_THAN_249 = ("RestartSteps", "RestartMaxDelaySec", "WantsMountsFor", "Mem
 
 SERVICE, PATH = source("units/edgefl-update.service"), source("units/edgefl-update.path")
 
-NEEDS_ANALYZE = pytest.mark.skipif(
-    shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed: apt-get install systemd"
-)
+NEEDS_ANALYZE = needs("systemd")
 
 
 def drop_in(root, unit, name, content):

@@ -109,7 +109,7 @@ def test_a_checkout_s_own_wheel_is_built_with_all_that_a_board_needs(tmp_path: P
     try:
         [wheel] = fill_wheel_folder(tmp_path, PI, [])
     except NetworkError as error:
-        pytest.skip(f"the tools that build a wheel cannot be had: {error}")
+        pytest.skip(f"the tools that build a wheel cannot be had, {error}: give pip an index")
     with zipfile.ZipFile(wheel) as packed:
         names = set(packed.namelist())
     data = "edgefl/provision/data"

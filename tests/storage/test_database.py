@@ -168,7 +168,7 @@ def test_a_file_system_without_room_is_named_as_such(tmp_path):
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     if "unshare" in done.stderr or "mount" in done.stderr.split("Traceback")[0]:
-        pytest.skip(f"this machine lets nobody mount a small file system: {done.stderr.strip()}")
+        pytest.skip(f"no small file system can be mounted, {done.stderr.strip()}: sudo make test-all")
     assert done.stdout.startswith("FULL no room"), done.stderr
     assert done.returncode == 0, done.stderr
 

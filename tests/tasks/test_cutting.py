@@ -1,11 +1,10 @@
 """The shards of the demos, and that plain federated averaging on them reaches what it should."""
 
-import os
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
+from requirements import real_data_at
 
 from edgefl.errors import DataError, TaskError
 from edgefl.tasks.cards import read_card
@@ -19,10 +18,7 @@ from edgefl.types import LocalPlan, derived_rng
 def real_data(task):
     if task == "digits":
         return None
-    root = os.environ.get("EDGEFL_DATA")
-    if not root or not (Path(root) / task).is_dir():
-        pytest.skip(f"needs the data set: EDGEFL_DATA=FOLDER make test-all, with {task} in the folder")
-    return Path(root) / task
+    return real_data_at(task)
 
 
 def federated_average(task, shards, test, *, rounds):

@@ -1,12 +1,11 @@
 """Updates to measure codecs on: from files, and from a network when its images are there."""
 
 import io
-import os
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
+from requirements import real_data_at
 from safetensors.numpy import save_file
 
 from edgefl.errors import DataError
@@ -103,9 +102,7 @@ def test_the_networks_have_the_sizes_that_their_texts_say():
 def test_a_gradient_of_real_images_has_the_shapes_of_its_network(tmp_path):
     with pytest.raises(DataError, match="nowhere"):
         measured_gradient("mnist-cnn", tmp_path / "nowhere")
-    root = os.environ.get("EDGEFL_DATA")
-    if not root or not (Path(root) / "mnist").is_dir():
-        pytest.skip("needs the data set: EDGEFL_DATA=FOLDER make test-all, with mnist in the folder")
+    real_data_at("mnist")
     pytest.importorskip("torch", reason="needs torch: pip install '.[train]'")
     found = measured_gradient("mnist-cnn")
     shapes = {name: tensor.shape for name, tensor in found.tensors.items()}

@@ -1,10 +1,9 @@
 import gzip
-import os
 import struct
-from pathlib import Path
 
 import numpy as np
 import pytest
+from requirements import real_data_at
 
 from edgefl.errors import DataError
 from edgefl.tasks.idx import read_idx, read_image_set
@@ -49,12 +48,10 @@ def test_another_file_than_the_published_one_and_none_at_all_are_refused(tmp_pat
 
 @pytest.mark.parametrize("task", ["mnist", "fashion-mnist"])
 def test_the_published_files_are_recognised(task):
-    root = os.environ.get("EDGEFL_DATA")
-    if not root or not (Path(root) / task).is_dir():
-        pytest.skip(f"needs the data set: EDGEFL_DATA=FOLDER make test-all, with {task} in the folder")
-    test = read_image_set(Path(root) / task, task, "t10k")
+    folder = real_data_at(task)
+    test = read_image_set(folder, task, "t10k")
     assert (test.inputs.shape, len(test.labels)) == ((10_000, 28, 28), 10_000)
     # Fashion-MNIST's twin in the same format is told apart by its bytes alone.
     other = {"mnist": "fashion-mnist", "fashion-mnist": "mnist"}[task]
     with pytest.raises(DataError, match="is not the published file"):
-        read_image_set(Path(root) / task, other, "t10k")
+        read_image_set(folder, other, "t10k")

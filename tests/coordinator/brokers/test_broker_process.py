@@ -16,6 +16,7 @@ import time
 
 import psutil
 import pytest
+from requirements import needs
 from small_fleet import enroll
 
 from edgefl.assembly import assemble
@@ -23,7 +24,6 @@ from edgefl.coordinator import pki
 from edgefl.coordinator.brokers import broker_process, mqtt_side
 from edgefl.coordinator.brokers.broker import BrokerAddress, BrokerTls
 from edgefl.coordinator.brokers.broker_process import BrokerOptions, serve_broker
-from edgefl.coordinator.brokers.choice import mosquitto_path
 from edgefl.coordinator.directory import init_directory
 from edgefl.coordinator.service import Coordinator
 from edgefl.coordinator.start_options import StartOptions
@@ -159,7 +159,7 @@ def test_removed_devices_are_shut_out_at_the_start_and_while_it_runs(start, kind
 
 
 @pytest.mark.extended
-@pytest.mark.skipif(mosquitto_path() is None, reason="mosquitto is not installed: apt-get install mosquitto")
+@needs("mosquitto")
 def test_a_device_stays_shut_out_when_mosquitto_was_killed(start, client, directory, mqtt_tools):
     with Store.open(directory.database) as store:
         enroll(store, "pi-1")

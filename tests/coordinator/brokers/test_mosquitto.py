@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from requirements import needs
 
 from edgefl.coordinator import pki
 from edgefl.coordinator.brokers import mosquitto as mosquitto_module
@@ -19,10 +20,7 @@ from edgefl.coordinator.brokers.choice import mosquitto_path
 from edgefl.coordinator.brokers.mosquitto import HEALTHY_AFTER_S, Mosquitto, failures_in_a_row, restart_delay_s
 from edgefl.errors import StoreFullError
 
-pytestmark = [
-    pytest.mark.timeout(60),
-    pytest.mark.skipif(mosquitto_path() is None, reason="mosquitto is not installed: apt-get install mosquitto"),
-]
+pytestmark = [pytest.mark.timeout(60), needs("mosquitto")]
 
 OWNER = """
 import sys, time

@@ -109,12 +109,12 @@ def test_an_address_of_another_machine_cannot_be_listened_on() -> None:
 
 def test_it_listens_on_ipv6_too() -> None:
     if not socket.has_ipv6:
-        pytest.skip("no IPv6 here")
+        pytest.skip("no IPv6 here: sudo sysctl net.ipv6.conf.lo.disable_ipv6=0")
     try:
         with listen("::1", 0) as listener:
             assert listener.family is socket.AF_INET6
     except NetworkError:
-        pytest.skip("no IPv6 address here")
+        pytest.skip("no IPv6 address here: sudo sysctl net.ipv6.conf.lo.disable_ipv6=0")
 
 
 def test_a_body_over_the_limit_is_refused_before_anything_reads_it(site: Site) -> None:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from requirements import needs
 
 from edgefl.device.joining.join_file import JoinFile
 from edgefl.device.joining.shard_access import is_hidden, shown_folder, unreadable
@@ -13,7 +14,7 @@ from edgefl.protocol import JoinToken
 
 USER = "nobody"
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can look with another user's eyes")
+pytestmark = needs("root")
 
 
 @pytest.fixture

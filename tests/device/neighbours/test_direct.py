@@ -175,7 +175,7 @@ def test_neighbours_meet_over_ipv6(peers, host):
         with socket.create_server(("::1", 0), family=socket.AF_INET6):
             pass
     except OSError:
-        pytest.skip("this machine has no IPv6")
+        pytest.skip("no IPv6 here: sudo sysctl net.ipv6.conf.lo.disable_ipv6=0")
     a, b = peers.board("a", ["b"], listen=(host, 0)), peers.board("b", ["a"], listen=(host, 0))
     a.carrier.set_hosts({"b": ("::1", b.address[1])})
     a.carrier.send("b", b"hello")

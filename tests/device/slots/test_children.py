@@ -7,13 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from requirements import needs
 
 from edgefl.device.slots.children import Children
 
 OTHER = 12345
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give rights up")
+@needs("root")
 def test_checks_run_with_the_rights_of_the_devices_user_and_the_rest_as_root(tmp_path: Path) -> None:
     os.chown(tmp_path, OTHER, OTHER)
     children = Children(tmp_path)
