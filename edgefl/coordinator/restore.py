@@ -24,7 +24,8 @@ from edgefl.untrusted import parse_json
 MAX_MANIFEST_BYTES = 256 * 1024 * 1024
 _BLOCK_BYTES = 1 << 20
 # TypeError: what tarfile makes of a file that ends within gzip's header; ValueError: the system, of a NUL in a name.
-_DAMAGE = (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, TypeError, ValueError)
+# AttributeError: tarfile before Python 3.11.4 raises it when a stream's first bytes are damaged.
+_DAMAGE = (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, TypeError, ValueError, AttributeError)
 
 
 @dataclass(slots=True)

@@ -140,7 +140,12 @@ def install(here: Installation) -> list[Path]:
 
 
 def _run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # Debian keeps useradd where a user's PATH does not lead.
+    environment = {**os.environ, "PATH": f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        raise EdgeflError(f"{' '.join(command)} failed: there is no program {error.filename}") from None
     if done.returncode:
         said = done.stderr.strip().splitlines()
         raise EdgeflError(f"{' '.join(command)} failed: {said[-1] if said else f'status {done.returncode}'}")

@@ -139,7 +139,7 @@ def tree_of(package: Path = PACKAGE, harness: Path = HARNESS) -> str:
     """Returns what names the code that is fed and how: a hash over the package's files, and those of its readers."""
     readers = [*harness.glob("*_readers.py"), harness / "reader.py", harness / "readers.py"]
     files = [path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    files += [path for path in readers if not path.name.startswith(("feed_", "test_"))]
+    files += [path for path in readers if path.is_file() and not path.name.startswith(("feed_", "test_"))]
     together = hashlib.sha256()
     for path in sorted(files):
         inside = path.relative_to(package if path.is_relative_to(package) else harness)

@@ -38,6 +38,8 @@ def drop_client(host: str, port: int, name: str, *, authority: pki.KeyPair, ca: 
     except (OSError, BrokerError) as error:
         log.warning("%s may still be connected to the broker, where it is not heard: %s", name, error)
         return False
+    if not is_in:
+        log.warning("%s may still be connected to the broker, which hung up on who spoke under that name", name)
     return is_in
 
 
