@@ -36,15 +36,17 @@ class FixedPoint:
             step = 0.0
         if not 1e-30 < step < 1e30:
             raise CodecError(f"codec stage 'fixed' needs a step above 0, got fixed:{argument}")
-        return cls(step=step)
+        return cls(step=float(np.float32(step)))  # as it travels
 
     def error_bound(self, values: Array) -> Array:
-        return np.maximum(self.step / 2, np.abs(values) - LARGEST * self.step) * 1.0001
+        sizes = np.abs(values)
+        return np.maximum(self.step / 2, sizes - LARGEST * self.step) * 1.0001 + sizes * 1e-6
 
     def encode(self, values: Array, rng: Generator) -> Iterator[Array]:
         largest_magnitude("fixed", values)
         yield np.array([self.step], dtype="<f4")
-        yield np.clip(np.rint(values / self.step), -LARGEST, LARGEST).astype("<i2")
+        multiples = np.rint(values.astype(np.float64) / self.step)
+        yield np.clip(multiples, -LARGEST, LARGEST).astype("<i2")
 
     @staticmethod
     def decode(reader: Reader, size: int) -> Array:
