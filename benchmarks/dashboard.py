@@ -192,7 +192,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--only", choices=["load", "scrapes", "rounds"])
     parser.add_argument("--json", action="store_true")
-    return options.parse(parser, devices=100, rounds=100, pages=2, run_rounds=5, turns=1)
+    return options.parse(parser, devices=100, rounds=100, pages=2, run_rounds=40, turns=1)
 
 
 def _text(found: dict[str, Any], arguments: argparse.Namespace) -> str:
