@@ -43,13 +43,10 @@ def init(root: Path | None, hosts: tuple[str, ...], port: int | None, fleet: str
     from edgefl.cli.operator import grant_access  # noqa: PLC0415 fast start
     from edgefl.client import operator_path  # noqa: PLC0415 likewise
     from edgefl.coordinator.directory import default_directory, init_directory, with_store  # noqa: PLC0415 likewise
-    from edgefl.storage.store import Store  # noqa: PLC0415 likewise
 
     root = root or default_directory()
-    if store is not None:
-        Store.open(store).close()  # nothing is remembered that does not answer
-    directory, kept = grant_access(init_directory(root, hosts=hosts, fleet=fleet, port=port))
-    directory = with_store(directory, store)
+    directory = with_store(init_directory(root, hosts=hosts, fleet=fleet, port=port), store)
+    directory, kept = grant_access(directory)
     click.echo(f"fleet {directory.fleet} in {root}")
     click.echo(f"addresses for boards: {', '.join(directory.addresses)}")
     click.echo(f"operator file: {operator_path()}" + (f" (the one of another fleet is now {kept})" if kept else ""))

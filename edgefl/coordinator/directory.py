@@ -251,9 +251,16 @@ def with_store(directory: CoordinatorDirectory, url: str | None) -> CoordinatorD
     """Returns the directory with its store at this URL, which its settings remember; None changes nothing.
 
     What the former store holds stays where it is.
+
+    Raises:
+        StoreError: no store can be opened there; the settings are as before.
+        MissingPackageError: its database driver is not installed.
     """
+    from edgefl.storage.store import Store  # noqa: PLC0415 SQLAlchemy is slow to load
+
     if url is None or url == directory.store:
         return directory
+    Store.open(url).close()
     changed = replace(directory, store=url)
     _write_settings(changed)
     return changed

@@ -5,7 +5,7 @@ import pytest
 from webhook_receiver import Receiver
 
 from edgefl.client import load_operator_file, operator_path
-from edgefl.coordinator.directory import load_directory, with_store
+from edgefl.coordinator.directory import load_directory
 from edgefl.local_fleet import free_port
 from edgefl.protocol import JoinToken
 from edgefl.storage.store import Store
@@ -106,10 +106,20 @@ def test_backup_and_restore_say_what_they_did_and_what_is_next(coordinator, refu
 
 
 def test_a_store_on_a_database_server_has_to_be_dumped_by_its_own_tools(coordinator, root, tmp_path):
-    with_store(load_directory(root), "postgresql://db/edgefl")
+    settings = root / "settings.toml"
+    settings.write_text(f'store = "postgresql://db/edgefl"\n{settings.read_text()}')
     out = coordinator("backup", "--dir", root, tmp_path / "b.tar.gz").out
     assert "(pg_dump) now" in out
     assert "its own tools" in coordinator("restore", tmp_path / "b.tar.gz", "--dir", tmp_path / "new").out
+
+
+@pytest.mark.parametrize("verb", ["init", "start"])
+def test_a_store_that_does_not_answer_is_not_remembered(refused, root, verb):
+    port = ["--port", free_port()] if verb == "start" else []
+    refused(
+        ["coordinator", verb, "--dir", root, *port, "--store", "postgresql://u@127.0.0.1:1/x"], 10, "127.0.0.1:1/x"
+    )
+    assert "postgresql" not in (root / "settings.toml").read_text()
 
 
 @pytest.mark.parametrize("verb", ["init", "start"])
