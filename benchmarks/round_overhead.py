@@ -148,7 +148,7 @@ def _parse() -> argparse.Namespace:
     add("--model-bytes", type=_at_least(4), default=MODEL_BYTES, help="float32 model [%(default)s]")
     add("--broker", choices=("auto", "mosquitto", "embedded"), default="auto", help="of edgefl")
     add("--json", action="store_true", help="print one JSON object instead of tables")
-    arguments = options.parse(parser, rounds=3, stock_rounds=3, devices=[1], turns=1)
+    arguments = options.parse(parser, rounds=40, stock_rounds=3, devices=[1], turns=1)
     if arguments.all:
         arguments.devices, arguments.awake, arguments.links = list(ALL_DEVICES), True, True
         arguments.train_s = arguments.train_s or TRAIN_S

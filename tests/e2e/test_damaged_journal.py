@@ -14,7 +14,8 @@ from edgefl.storage.wal import HEADER_BYTES
 
 pytestmark = pytest.mark.extended
 
-ROUNDS = 40
+ROUNDS = 60
+"""More than ten seconds: no checkpoint is due before."""
 PACE_S = 0.1
 FEDBUFF = {"name": "fedbuff", "buffer_size": 2}
 

@@ -32,11 +32,10 @@ def fleet(tools: Any, server: PostgresServer, tmp_path_factory: pytest.TempPathF
     secret.chmod(0o600)
     address = server.url(server.new_database(), password=False)
     told = {"PGPASSFILE": str(secret), "EDGEFL_STORE": address}
-    shards = {"digits": str(tools.test_shard)}
-    with LocalFleet(root=root, devices=tools.devices(2), test_shards=shards, environment=told) as running:
-        running.environment = {"PGPASSFILE": str(secret)}  # from here on nobody is told
+    options = {"scored": True, "environment": told, "kind": LocalFleet}
+    with tools.fleet(root / "fleet", tools.devices(2), **options) as running:
+        running.environment = {**running.environment, "EDGEFL_STORE": ""}  # from here on nobody is told
         yield running
-    tools.check_logs(root)
 
 
 def test_a_token_made_without_being_told_lets_a_board_in(fleet: LocalFleet, tools: Any) -> None:
