@@ -157,8 +157,8 @@ def run_file(cell: Cell, data: Path) -> dict[str, Any]:
 
 def run_cell(cell: Cell, data: Path) -> Outcome:
     """Simulates one cell; a run that fails has diverged, and its text says so."""
-    from edgefl.errors import EdgeflError  # noqa: PLC0415 in the worker process, behind OMP_NUM_THREADS
-    from edgefl.simulated_run import simulate  # noqa: PLC0415 likewise
+    from edgefl.core.errors import EdgeflError  # noqa: PLC0415 in the worker process, behind OMP_NUM_THREADS
+    from edgefl.simulation.simulated_run import simulate  # noqa: PLC0415 likewise
 
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:

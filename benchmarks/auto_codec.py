@@ -20,7 +20,7 @@ from pathlib import Path
 from harness import options
 
 import edgefl
-from edgefl.compression.auto import CANDIDATES
+from edgefl.compression.codec_selection import CANDIDATES
 
 PROFILES = """
 [profile.fast]

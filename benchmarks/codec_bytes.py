@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 from harness import options
 
-from edgefl.compression.measuring import Measured, drawn_update, measure
-from edgefl.errors import EdgeflError
-from edgefl.tasks.gradients import Gradient, measured_gradient, network_shapes
+from edgefl.compression.codec_benchmark import CodecBenchmark, make_random_update, measure_codec
+from edgefl.core.errors import EdgeflError
+from edgefl.tasks.datasets.sample_updates import SampleUpdate, compute_sample_update, get_network_shapes
 
 NETWORK = "mnist-cnn"
 # How many times smaller than float32: sparse ones with evenly spread places at their entropy and no header, others as
@@ -54,7 +54,7 @@ SPECS: Mapping[str, float | None] = {
 class Row:
     """One codec; `reference` is the ratio that its paper's encoding or the entropy of its indices allows."""
 
-    measured: Measured
+    measured: CodecBenchmark
     reference: float | None
     encode_ms: float
     decode_ms: float
@@ -72,18 +72,18 @@ def main() -> int:
     return 0
 
 
-def real_or_drawn(folder: Path | None) -> Gradient:
+def real_or_drawn(folder: Path | None) -> SampleUpdate:
     try:
-        return measured_gradient(NETWORK, folder)
+        return compute_sample_update(NETWORK, folder)
     except EdgeflError as error:
         print(f"no real update ({error}); drawing one", file=sys.stderr)
-    shapes = network_shapes(NETWORK)
-    update = drawn_update(shapes, np.random.default_rng(7))
-    return Gradient(tensors=update, shapes=shapes, source="drawn, Student's t with 3 degrees of freedom")
+    shapes = get_network_shapes(NETWORK)
+    update = make_random_update(shapes, np.random.default_rng(7))
+    return SampleUpdate(tensors=update, shapes=shapes, source="drawn, Student's t with 3 degrees of freedom")
 
 
-def row(spec: str, gradient: Gradient, repeats: int) -> Row:
-    found = measure(spec, gradient.tensors, gradient.shapes, clock=time.perf_counter, repeats=repeats)
+def row(spec: str, gradient: SampleUpdate, repeats: int) -> Row:
+    found = measure_codec(spec, gradient.tensors, gradient.shapes, clock=time.perf_counter, repeats=repeats)
     num_mb = sum(tensor.nbytes for tensor in gradient.shapes) / 1e6
     return Row(
         measured=found,

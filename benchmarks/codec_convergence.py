@@ -87,8 +87,8 @@ class Outcome:
 
 
 def run_cell(cell: Cell, data: Path) -> Outcome:
-    from edgefl.errors import EdgeflError  # noqa: PLC0415 in the worker process, behind OMP_NUM_THREADS
-    from edgefl.simulated_run import simulate  # noqa: PLC0415 likewise
+    from edgefl.core.errors import EdgeflError  # noqa: PLC0415 in the worker process, behind OMP_NUM_THREADS
+    from edgefl.simulation.simulated_run import simulate  # noqa: PLC0415 likewise
 
     began = time.perf_counter()
     config = {
@@ -170,18 +170,18 @@ def _first_update(data: Path, model: str, seed: int) -> tuple[Any, dict[str, Any
     """Returns the task's shapes and the displacement of a device's first round."""
     import numpy as np  # noqa: PLC0415 likewise
 
-    from edgefl.tasks.local_training import train  # noqa: PLC0415 likewise
+    from edgefl.core.types import TrainConfig  # noqa: PLC0415 likewise
+    from edgefl.tasks.datasets.central import load_central_data  # noqa: PLC0415 likewise
+    from edgefl.tasks.local_algorithms.local_training import train  # noqa: PLC0415 likewise
     from edgefl.tasks.registry import make_task  # noqa: PLC0415 likewise
-    from edgefl.tasks.sources import central_data  # noqa: PLC0415 likewise
-    from edgefl.types import LocalPlan  # noqa: PLC0415 likewise
 
     task = make_task("fashion-mnist", {"model": model})
     learner = task.learner(threads=1)
     learner.load(task.init(seed))
-    plan = LocalPlan(iterations=ITERATIONS, batch_size=BATCH_SIZE, learning_rate=LEARNING_RATE)
+    plan = TrainConfig(iterations=ITERATIONS, batch_size=BATCH_SIZE, learning_rate=LEARNING_RATE)
     result = train(
         learner,
-        central_data("fashion-mnist", data / "fashion-mnist").train,
+        load_central_data("fashion-mnist", data / "fashion-mnist").train,
         plan,
         np.random.default_rng(seed),
         clock=time.monotonic,

@@ -30,11 +30,11 @@ from typing import Any
 from harness import feed_readers, options
 from harness.crowd import add_devices, add_run, names_of
 
-from edgefl.client import load_operator_file
-from edgefl.config import parse_run
-from edgefl.local_fleet import LocalFleet
-from edgefl.local_run import cut_devices
+from edgefl.core.config import parse_run
+from edgefl.simulation.local_fleet import LocalFleet
+from edgefl.simulation.local_run import partition_devices
 from edgefl.storage.store import Store
+from edgefl.system.api_client import load_operator_file
 
 HERE = Path(__file__).parent
 SCRAPES = 60
@@ -79,7 +79,7 @@ def crowded(root: Path, num_devices: int, num_rounds: int) -> Iterator[LocalFlee
         environment={"PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])},
     )
     root.mkdir(parents=True)
-    fleet.command("coordinator", "init", "--dir", str(fleet.directory), "--host", "127.0.0.1", "--port",
+    fleet.run_command("coordinator", "init", "--dir", str(fleet.directory), "--host", "127.0.0.1", "--port",
                   str(fleet.port))  # fmt: skip
     names, now = names_of(num_devices), time.time()
     with Store.open(fleet.database) as store:
@@ -90,7 +90,7 @@ def crowded(root: Path, num_devices: int, num_rounds: int) -> Iterator[LocalFlee
                 store, f"20250101-00{number:04}-bbbbbb", name=f"run-{number}", num_rounds=10, at=now - 8e5 + number
             )
     with fleet:
-        fleet.wait_present(int(0.9 * num_devices))
+        fleet.wait_for_devices(int(0.9 * num_devices))
         yield fleet
 
 
@@ -135,7 +135,7 @@ def measure_scrapes(root: Path, num_devices: int) -> dict[str, list[float]]:
 
 def measure_rounds(root: Path, num_pages: int, turns: int, num_rounds: int) -> dict[str, Any]:
     """Returns the median round time in seconds with and without open pages, by turn, and their ratios."""
-    cut = cut_devices("digits", "iid", 4, root / "shards", None, 7)
+    cut = partition_devices("digits", "iid", 4, root / "shards", None, 7)
     open_pages: dict[int, list[float]] = {0: [], num_pages: []}
     cpu_s: dict[int, list[float]] = {0: [], num_pages: []}
     with LocalFleet(root=root, devices=cut.devices) as fleet:
@@ -159,9 +159,9 @@ def _run(fleet: LocalFleet, num_rounds: int) -> tuple[float, float]:
     config = {"run": {"task": "digits", "rounds": num_rounds, "evaluate_on": "none"}, "devices": {"min": 4}}
     before = _cpu_s(fleet.processes["coordinator"].pid)
     run_id = fleet.submit(parse_run(config))
-    fleet.wait_run(run_id)
+    fleet.wait_for_run(run_id)
     cpu = (_cpu_s(fleet.processes["coordinator"].pid) - before) / num_rounds
-    rows = fleet.history("rounds", run=run_id)
+    rows = fleet.list_history("rounds", run=run_id)
     closed = [row["closed_at"] for row in rows][10:]
     return statistics.median(b - a for a, b in itertools.pairwise(closed)), cpu
 
@@ -178,7 +178,7 @@ def reading(fleet: LocalFleet, num_pages: int) -> Iterator[None]:
         yield
         return
     ca = fleet.root / "ca.pem"
-    ca.write_text(fleet.operator().ca_pem)
+    ca.write_text(fleet.make_client().ca_pem)
     with feed_readers.reading(fleet.port, ca, num_pages):
         yield
 

@@ -35,10 +35,10 @@ from harness.memory_limit import NoLimitError, limited
 from harness.process_trees import PROC, Meter, adopt_orphans, children_by_parent, end_descendants, tree
 from harness.round_report import machine
 
-from edgefl.config import parse_run
-from edgefl.errors import EdgeflError
-from edgefl.local_fleet import PROGRAM, LocalDevice, LocalFleet
-from edgefl.local_run import cut_devices
+from edgefl.core.config import parse_run
+from edgefl.core.errors import EdgeflError
+from edgefl.simulation.local_fleet import EDGEFL_COMMAND, LocalDeviceSpec, LocalFleet
+from edgefl.simulation.local_run import partition_devices
 
 WAIT_S = 60.0
 LOOK_S = 0.05
@@ -48,8 +48,8 @@ TORCH_LOOP = """
 import sys
 from pathlib import Path
 import torch
-from edgefl.tasks.idx import read_image_set
-from edgefl.tasks.networks import cnn
+from edgefl.tasks.datasets.idx import read_image_set
+from edgefl.tasks.learners.torch_networks import cnn
 torch.set_num_threads(1)
 images = read_image_set(Path(sys.argv[1]), "mnist", "train")
 rows = torch.randperm(len(images.labels))[:6000].numpy()
@@ -151,14 +151,14 @@ def memory(mnist: Path | None) -> dict[str, Any]:
 def measured(work: Work, mnist: Path | None, prefix: Sequence[str] = ()) -> Memory:
     """Runs the work on a device of a fleet; raises `EdgeflError` if that fails."""
     with tempfile.TemporaryDirectory(prefix="edgefl-device-costs-") as folder:
-        device = replace(_device(work, mnist, Path(folder)), program=(*prefix, *PROGRAM))
+        device = replace(_device(work, mnist, Path(folder)), program=(*prefix, *EDGEFL_COMMAND))
         with (
             LocalFleet(root=Path(folder) / "fleet", devices=[device]) as fleet,
             Meter({device.name: fleet.processes[device.name].pid}, interval_s=LOOK_S) as meter,
         ):
             time.sleep(1.0)  # of looks at a device that waits
             began_at = time.time()
-            fleet.wait_run(fleet.submit(parse_run({key: dict(table) for key, table in work.tables.items()})))
+            fleet.wait_for_run(fleet.submit(parse_run({key: dict(table) for key, table in work.tables.items()})))
             ended_at = time.time()
             rss_bytes = peak_rss_bytes(fleet.processes[device.name].pid)
     idle = meter.cost(device.name, 0.0, began_at)
@@ -193,11 +193,11 @@ def lives_within(work: Work, mnist: Path | None) -> bool | None:
         return None
 
 
-def _device(work: Work, mnist: Path | None, folder: Path) -> LocalDevice:
+def _device(work: Work, mnist: Path | None, folder: Path) -> LocalDeviceSpec:
     if work.task == "noop":
         (folder / "no-data").mkdir()
-        return LocalDevice(name="device-1", shards={"noop": str(folder / "no-data")})
-    return cut_devices(work.task, "iid", SHARDS, folder / "shards", mnist, 7).devices[0]
+        return LocalDeviceSpec(name="device-1", shards={"noop": str(folder / "no-data")})
+    return partition_devices(work.task, "iid", SHARDS, folder / "shards", mnist, 7).devices[0]
 
 
 def rss_of(program: str, *arguments: str) -> int:
@@ -214,15 +214,15 @@ def start(num_turns: int) -> dict[str, Any]:
         with LocalFleet(root=Path(folder) / "fleet", devices=[device]) as fleet:
             for number in range(1, num_turns + 1):
                 _say(f"start {number} of {num_turns}")
-                fleet.end(device.name)
+                fleet.terminate(device.name)
                 imports.append(_seconds_of(sys.executable, "-c", FLWR))
-                helps.append(_seconds_of(*PROGRAM, "--help"))
+                helps.append(_seconds_of(*EDGEFL_COMMAND, "--help"))
                 nothings.append(_seconds_of(sys.executable, "-c", "pass"))
                 began_at = time.time()
                 fleet.start_device(device.name)
                 beats.append(_first_heartbeat(fleet.database, began_at) - began_at)
                 run_id = fleet.submit(parse_run({key: dict(table) for key, table in ONE_ROUND.items()}))
-                fleet.wait_run(run_id)
+                fleet.wait_for_run(run_id)
                 readies.append(_first_dispatch(fleet.database, run_id) - began_at)
     return {
         "first_heartbeat_s": beats, "first_assignment_s": readies, "import_flwr_s": imports, "help_s": helps,

@@ -161,7 +161,7 @@ def run_file(cell: Cell, data: Path, profiles: Path) -> dict[str, Any]:
 
 
 def run_cell(cell: Cell, data: Path, out: Path, target: float) -> Outcome:
-    from edgefl.simulated_run import simulate  # noqa: PLC0415 in the worker process, behind OMP_NUM_THREADS
+    from edgefl.simulation.simulated_run import simulate  # noqa: PLC0415 in the worker process, behind OMP_NUM_THREADS
 
     began, folder = time.perf_counter(), out / cell.folder
     folder.mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,7 @@ FASHION_ROUNDS, PEOPLE, UNSEEN, MOTION_ROUNDS, MOTION_GOAL = 20, 24, 6, 10, 0.88
 
 
 def fashion(scheme: str, data: Path, seed: int, rounds: int | None) -> list[dict[str, Any]]:
-    from edgefl.simulated_run import simulate  # noqa: PLC0415 in the worker process, behind OMP_NUM_THREADS
+    from edgefl.simulation.simulated_run import simulate  # noqa: PLC0415 in the worker process, behind OMP_NUM_THREADS
 
     rate, goal = FASHION[scheme]
     began = time.perf_counter()
@@ -65,18 +65,18 @@ def fashion(scheme: str, data: Path, seed: int, rounds: int | None) -> list[dict
 
 
 def motionsense(part: str, data: Path, seed: int, rounds: int | None) -> list[dict[str, Any]]:
-    from edgefl.tasks.cutting import cut_shards  # noqa: PLC0415 likewise
+    from edgefl.tasks.sharding.shard_creation import create_shards  # noqa: PLC0415 likewise
 
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        shards = cut_shards("motionsense", "natural", PEOPLE, Path(folder) / "shards", data / "motionsense", seed)
+        shards = create_shards("motionsense", "natural", PEOPLE, Path(folder) / "shards", data / "motionsense", seed)
         measure = {"together": _together, "unseen": _unseen, "alone": _alone}[part]
         rows = measure(shards, Path(folder), seed, rounds or MOTION_ROUNDS)
     return [{"goal": None, **row, "wall_s": round(time.perf_counter() - began, 1)} for row in rows]
 
 
 def _simulated(shards: list[Path], folder: Path, seed: int, rounds: int) -> Any:
-    from edgefl.simulated_run import simulate  # noqa: PLC0415 likewise
+    from edgefl.simulation.simulated_run import simulate  # noqa: PLC0415 likewise
 
     config = {
         "run": {"task": "motionsense", "rounds": rounds, "seed": seed, "evaluate_on": "devices"},

@@ -27,15 +27,15 @@ import numpy as np
 from harness import options
 from harness.history_store import BEGIN, DAY_S, Size, make
 
-from edgefl.coordinator.runs.ledger import Ledger
-from edgefl.history.why import explain
-from edgefl.storage import run_rows
-from edgefl.storage.columns import COLUMNS, SUMMED
-from edgefl.storage.queries import history, history_page
-from edgefl.storage.records import DispatchRow, UpdateRow
-from edgefl.storage.round_facts import round_facts
+from edgefl.coordinator.runs.history_writer import HistoryWriter
+from edgefl.core.types import UpdateStatus
+from edgefl.history.diagnosis import diagnose_round
+from edgefl.storage.queries.columns import AGGREGATE_KINDS, COLUMNS
+from edgefl.storage.queries.history import read_history, read_history_page
+from edgefl.storage.queries.round_details import get_round_details
+from edgefl.storage.repositories import runs
+from edgefl.storage.repositories.records import AssignmentRow, UpdateRow
 from edgefl.storage.store import Store
-from edgefl.types import Outcome
 
 LIMIT = 101
 TARGET_MS = 50.0
@@ -87,10 +87,10 @@ def questions(size: Size, number: int) -> Iterator[tuple[str, str, Mapping[str, 
     yield from ((f"{kind} --device", kind, {"device": device}) for kind in COLUMNS if kind != "accuracy")
     yield from ((f"{kind} --since --until", kind, week) for kind in COLUMNS)
     yield from ((f"{kind} --run --device", kind, {"run": recent_run, "device": device}) for kind in (
-        "rounds", "updates", "heartbeats", "slow", "events", *sorted(SUMMED),
+        "rounds", "updates", "heartbeats", "slow", "events", *sorted(AGGREGATE_KINDS),
     ))  # fmt: skip
     for by in ("day", "run"):
-        yield from ((f"{kind} --by {by}", kind, {"by": by}) for kind in sorted(SUMMED))
+        yield from ((f"{kind} --by {by}", kind, {"by": by}) for kind in sorted(AGGREGATE_KINDS))
         yield f"traffic --by {by} --device", "traffic", {"by": by, "device": device}
     yield "traffic --by day --run", "traffic", {"by": "day", "run": some_run}
     yield from (
@@ -135,18 +135,18 @@ def measure(path: Path, size: Size, repeat: int) -> list[dict[str, Any]]:
     times = Times()
     with Store.open(path, read_only=True) as store:
         for _, kind, filters in questions(size, 0):  # each statement is built once in the life of a coordinator
-            history(store, kind, limit=LIMIT, **filters)
+            read_history(store, kind, limit=LIMIT, **filters)
         for number in range(repeat):
             for label, kind, filters in questions(size, number):
                 with times.of(label):
-                    history(store, kind, limit=LIMIT, **filters)
+                    read_history(store, kind, limit=LIMIT, **filters)
             with times.of("why RUN ROUND"):
                 run = f"run-{number * 37 % size.num_runs:04d}"
-                explain(round_facts(store, run, 1 + number % size.rounds_per_run))
+                diagnose_round(get_round_details(store, run, 1 + number % size.rounds_per_run))
         after: str | None = ""
         for _ in range(repeat):
             with times.of("updates, a page of 1000"):
-                after = history_page(store, "updates", after or "", limit=1000).next
+                after = read_history_page(store, "updates", after or "", limit=1000).next_cursor
     return times.rows()
 
 
@@ -157,7 +157,7 @@ def writing(directory: Path, *, with_sums: bool) -> float:
         old.unlink()
     with contextlib.nullcontext() if with_sums else _no_sums(), Store.open(path) as store:
         store.add_run(run_id="r", name="n", task="t", strategy="s", config={}, seed=7, submitted_at=BEGIN)
-        ledger = Ledger(store, "r")
+        ledger = HistoryWriter(store, "r")
         began = time.perf_counter()
         for number in range(WRITTEN_ROUNDS):
             _take_round(ledger, number + 1)
@@ -167,20 +167,20 @@ def writing(directory: Path, *, with_sums: bool) -> float:
         return WRITTEN_ROUNDS * 10 / (time.perf_counter() - began)
 
 
-def _take_round(ledger: Ledger, number: int) -> None:
+def _take_round(ledger: HistoryWriter, number: int) -> None:
     at = BEGIN + number
     ids = {f"a-{number}-{place}": f"pi-{place:02d}" for place in range(10)}
-    ledger.dispatch(
-        [DispatchRow(assignment_id=i, device_id=d, round=number, base_version=number, dispatched_at=at)
+    ledger.add_dispatches(
+        [AssignmentRow(assignment_id=i, device_id=d, round=number, base_version=number, dispatched_at=at)
          for i, d in ids.items()],
     )  # fmt: skip
-    ledger.update(
-        [UpdateRow(assignment_id=i, device_id=d, round=number, base_version=number, outcome=Outcome.USED,
+    ledger.add_updates(
+        [UpdateRow(assignment_id=i, device_id=d, round=number, base_version=number, outcome=UpdateStatus.USED,
                    applied_version=number, staleness=0, iterations=9, num_examples=9, bytes_up=9, bytes_down=9,
                    compute_s=1.0, send_s=1.0, wait_s=1.0, loss=1.0, received_at=at, ended_at=at)
          for i, d in ids.items()],
     )  # fmt: skip
-    ledger.close(number, version=number, at=at + 1)
+    ledger.close_round(number, version=number, at=at + 1)
 
 
 @contextlib.contextmanager
@@ -191,12 +191,12 @@ def _no_sums() -> Iterator[None]:
     def nothing(*_: object) -> Iterator[None]:
         yield
 
-    kept = run_rows.counted
-    run_rows.counted = nothing
+    kept = runs.update_totals
+    runs.update_totals = nothing
     try:
         yield
     finally:
-        run_rows.counted = kept
+        runs.update_totals = kept
 
 
 def _table(figures: list[dict[str, Any]]) -> str:

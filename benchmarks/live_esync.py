@@ -27,11 +27,11 @@ from harness import options
 from harness.round_report import machine
 from harness.throttled_task import NAME
 
-from edgefl.config import RunConfig, parse_run
-from edgefl.errors import EdgeflError
-from edgefl.local_fleet import LocalDevice, LocalFleet
-from edgefl.local_run import cut_devices
-from edgefl.simulated_run import simulate
+from edgefl.core.config import RunConfig, parse_run
+from edgefl.core.errors import EdgeflError
+from edgefl.simulation.local_fleet import LocalDeviceSpec, LocalFleet
+from edgefl.simulation.local_run import partition_devices
+from edgefl.simulation.simulated_run import simulate
 
 FACTORS = (1, 2, 4, 8)
 HARNESS = Path(__file__).parent / "harness"
@@ -93,12 +93,12 @@ def main() -> int:
 def _measure(
     root: Path, runs: Mapping[str, Mapping[str, Any]], arguments: argparse.Namespace
 ) -> tuple[dict[str, Outcome], dict[str, Probed]]:
-    cut = cut_devices("digits", "iid", len(FACTORS), root / "shards", None, arguments.seed)
+    cut = partition_devices("digits", "iid", len(FACTORS), root / "shards", None, arguments.seed)
     devices = []
     for device, factor in zip(cut.devices, FACTORS, strict=True):
         shard = device.shards["digits"]
         Path(shard).with_suffix(".delay").write_text(str(factor * arguments.base))
-        devices.append(LocalDevice(name=device.name, shards={NAME: shard}))
+        devices.append(LocalDeviceSpec(name=device.name, shards={NAME: shard}))
     paths = [str(HARNESS), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     with LocalFleet(
         root=root / "fleet",
@@ -108,11 +108,11 @@ def _measure(
     ) as fleet:
         _say(f"probing: {PROBE_ROUNDS} rounds")
         probe = _config(NAME, {"name": "ssgd"}, arguments, rounds=PROBE_ROUNDS)
-        probed = _probed(_rows(fleet, "updates", fleet.wait_run(fleet.submit(probe))))
+        probed = _probed(_rows(fleet, "updates", fleet.wait_for_run(fleet.submit(probe))))
         live = {}
         for name, strategy in runs.items():
             _say(f"{name} on four processes")
-            run = fleet.wait_run(fleet.submit(_config(NAME, strategy, arguments)))
+            run = fleet.wait_for_run(fleet.submit(_config(NAME, strategy, arguments)))
             rows = {kind: _rows(fleet, kind, run) for kind in ("rounds", "updates", "evaluations")}
             live[name] = _outcome(rows, arguments.accuracy)
     return live, probed
@@ -147,7 +147,7 @@ def _config(
 
 
 def _rows(fleet: LocalFleet, kind: str, run: Row) -> Sequence[Row]:
-    return fleet.history(kind, run=run["run_id"])
+    return fleet.list_history(kind, run=run["run_id"])
 
 
 def _probed(updates: Sequence[Row]) -> dict[str, Probed]:

@@ -36,7 +36,7 @@ from harness import options
 from harness.board_fleet import NAME, BoardFleet, board_fleet, why_not
 from harness.process_trees import children_by_parent, tree
 
-from edgefl.config import parse_run
+from edgefl.core.config import parse_run
 
 LENGTHS_S = (10.0, 12.0, 15.0, 18.0, 20.0)
 MODES = {"synchronous": "fedavg", "asynchronous": "asgd"}
@@ -120,7 +120,7 @@ def measure_losses(boards: BoardFleet, num_trials: int) -> list[Loss]:
             losses = [pool.submit(_lose, boards, run_id, act) for act in acts]
             found += [loss.result() for loss in losses]
             print(f"trial {trial + 1}: {[round(loss.dropped_s, 1) for loss in found[-3:]]}", file=sys.stderr)
-    boards.fleet.operator().post(f"/edgefl/v1/runs/{run_id}/stop")
+    boards.fleet.make_client().post(f"/edgefl/v1/runs/{run_id}/stop")
     return found
 
 
@@ -142,7 +142,7 @@ def _lose(boards: BoardFleet, run_id: str, act: Act) -> Loss:
     (row,) = boards.wait("the end of the assignment", lambda: boards.rows(query, run_id, assignment))
     gone = boards.wait("the device to be called gone", lambda: boards.events(act.device, "device-gone", at))
     act.undo()
-    boards.wait("the device to be back", lambda: boards.fleet.presence()[act.device] == "online")
+    boards.wait("the device to be back", lambda: boards.fleet.get_presence()[act.device] == "online")
     if row["outcome"] != "lost" or row["ended_at"] < at:  # it had answered in that instant
         return _lose(boards, run_id, act)
     return Loss(how=act.how, dropped_s=row["ended_at"] - at, gone_s=gone[0] - at, reason=row["reason"])
@@ -196,7 +196,7 @@ def measure_gaps(boards: BoardFleet, mode: str, arguments: argparse.Namespace) -
     with ThreadPoolExecutor(arguments.at_a_time) as pool:
         gaps = list(pool.map(one, lengths, rests))
     time.sleep(SETTLED_AFTER_S)
-    boards.fleet.operator().post(f"/edgefl/v1/runs/{run_id}/stop")
+    boards.fleet.make_client().post(f"/edgefl/v1/runs/{run_id}/stop")
     return gaps, _rounds(boards, run_id, gaps, began_at)
 
 

@@ -24,13 +24,18 @@ import numpy as np
 from harness import options
 
 from edgefl.compression.codec import make_codec
-from edgefl.compression.coding.labels import count_labels
 from edgefl.compression.decoding import decode_body
-from edgefl.compression.tensors.clusters import bucket_weights, share_buckets, train_clusters
-from edgefl.compression.tensors.lss import FRACTION
-from edgefl.errors import EdgeflError
-from edgefl.tasks.gradients import SETTINGS, Gradient, measured_gradient, read_gradient
-from edgefl.types import Array, SparseTensor, Tensor
+from edgefl.compression.entropy.labels import count_labels
+from edgefl.compression.sparsification.clusters import assign_buckets, compute_bucket_weights, train_clusters
+from edgefl.compression.sparsification.lss import DEFAULT_FRACTION
+from edgefl.core.errors import EdgeflError
+from edgefl.core.types import Array, SparseTensor, Tensor
+from edgefl.tasks.datasets.sample_updates import (
+    SAMPLE_SETTINGS,
+    SampleUpdate,
+    compute_sample_update,
+    read_sample_update,
+)
 
 SPECS = ("lss:2", "lss:2|fp16", "lss:2:0.02|fp16", "lss:2|int8", "lss:3|fp16", "lss:1|fp16",
          "natural", "onebit:512", "sign", "terngrad", "qsgd:2", "qsgd:4", "topk:0.05|fp16")  # fmt: skip
@@ -60,15 +65,17 @@ AUTHORS = (
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path)
-    parser.add_argument("--model", choices=list(SETTINGS), default="resnet-18", help="whose gradient [%(default)s]")
+    parser.add_argument(
+        "--model", choices=list(SAMPLE_SETTINGS), default="resnet-18", help="whose gradient [%(default)s]"
+    )
     parser.add_argument("--gradient", type=Path)
     parser.add_argument("--json", action="store_true")
     arguments = options.parse(parser, model="mnist-cnn")
     try:
         found = (
-            read_gradient(arguments.gradient)
+            read_sample_update(arguments.gradient)
             if arguments.gradient
-            else measured_gradient(arguments.model, arguments.data)
+            else compute_sample_update(arguments.model, arguments.data)
         )
     except EdgeflError as error:
         print(f"no gradient: {error}", file=sys.stderr)
@@ -81,7 +88,7 @@ def main() -> int:
     return 0 if arguments.quick or (ours.num_bytes <= AUTHORS[1].num_bytes and ours.large <= AUTHORS[1].large) else 2
 
 
-def measure(spec: str, gradient: Gradient, values: Array) -> Row:
+def measure(spec: str, gradient: SampleUpdate, values: Array) -> Row:
     codec = make_codec(spec, gradient.shapes)
     begun_s = time.process_time()
     body = codec.encode(gradient.tensors, np.random.default_rng(1))
@@ -109,8 +116,11 @@ def hashed(values: Array) -> Array:
     """Returns the estimates of a sketch of two bits whose buckets are chosen by a hash of each value's place."""
     sample = values[np.random.default_rng(1).integers(0, values.size, 100_000)]
     clusters = train_clusters(sample, 2)
-    weights, labels = bucket_weights(sample, clusters.labels(sample), clusters), clusters.labels(values)
-    sizes = share_buckets(int(FRACTION * values.size), weights, count_labels(labels, clusters.num_labels))
+    weights, labels = (
+        compute_bucket_weights(sample, clusters.assign_labels(sample), clusters),
+        clusters.assign_labels(values),
+    )
+    sizes = assign_buckets(int(DEFAULT_FRACTION * values.size), weights, count_labels(labels, clusters.num_labels))
     decoded = np.zeros_like(values)
     for label in np.flatnonzero(sizes):
         places = np.flatnonzero(labels == label)
@@ -126,11 +136,11 @@ def flat(tensors: Mapping[str, Tensor]) -> Array:
     return np.concatenate([array.reshape(-1) for array in dense])
 
 
-def as_json(rows: Sequence[Row], gradient: Gradient) -> str:
+def as_json(rows: Sequence[Row], gradient: SampleUpdate) -> str:
     return json.dumps({"v": 1, "gradient": gradient.source, "rows": [asdict(row) for row in rows]})
 
 
-def as_table(rows: Sequence[Row], gradient: Gradient) -> str:
+def as_table(rows: Sequence[Row], gradient: SampleUpdate) -> str:
     lines = [
         f"gradient: {gradient.source}",
         f"{'codec':20}{'bytes':>12}{'large':>9}{'large L2':>10}{'L2':>9}{'encode s':>10}{'decode s':>10}",

@@ -31,7 +31,7 @@ from harness.round_shares import Floor, links_table, over_link, training_table
 from harness.round_sides import Plan, measure_edgefl, measure_stock
 from harness.stock_flower import StockFlowerError
 
-from edgefl.errors import EdgeflError
+from edgefl.core.errors import EdgeflError
 
 MODEL_BYTES = 1_000_000
 ROUNDS, STOCK_ROUNDS = 100, 4

@@ -21,10 +21,10 @@ from typing import Any
 
 from harness import options
 
-from edgefl import simulated_run
-from edgefl.coordinator.runs.ledger import Ledger
-from edgefl.simulation.agenda import Agenda
-from edgefl.simulation.in_process import InProcess
+from edgefl.coordinator.runs.history_writer import HistoryWriter
+from edgefl.simulation import simulated_run
+from edgefl.simulation.backends.in_process import InProcessBackend
+from edgefl.simulation.event_queue import SimulationEventQueue
 
 Run = dict[str, Any]
 
@@ -75,24 +75,24 @@ class Stopwatch:
 
 def schedule(name: str, run: Run, num_devices: int, num_updates: int) -> None:
     """Prints what one bookkeeping-only run costs."""
-    events: list[Agenda] = []
-    original, flush, drive = Agenda.__init__, Ledger.flush, simulated_run.drive
+    events: list[SimulationEventQueue] = []
+    original, flush, drive = SimulationEventQueue.__init__, HistoryWriter.flush, simulated_run.run_rounds
     writing, driving = Stopwatch(), Stopwatch()
 
-    def remembered(agenda: Agenda) -> None:
+    def remembered(agenda: SimulationEventQueue) -> None:
         original(agenda)
         events.append(agenda)
 
-    Agenda.__init__ = remembered  # type: ignore[method-assign]
-    Ledger.flush = writing.around(flush)  # type: ignore[method-assign]
-    simulated_run.drive = driving.around(drive)
+    SimulationEventQueue.__init__ = remembered  # type: ignore[method-assign]
+    HistoryWriter.flush = writing.around(flush)  # type: ignore[method-assign]
+    simulated_run.run_rounds = driving.around(drive)
     try:
         with tempfile.TemporaryDirectory() as root:
             config = {"run": {"task": "digits", "updates": num_updates}, "simulation": {"jitter": 0.1}, **run}
             result = simulated_run.simulate(config, devices=num_devices, root=Path(root), bookkeeping_only=True)
     finally:
-        Agenda.__init__, Ledger.flush, simulated_run.drive = original, flush, drive  # type: ignore[method-assign]
-    num_events, done = events[0]._entered, len(result.updates)  # noqa: SLF001 a count for this report alone
+        SimulationEventQueue.__init__, HistoryWriter.flush, simulated_run.run_rounds = original, flush, drive  # type: ignore[method-assign]
+    num_events, done = events[0]._num_scheduled, len(result.updates)  # noqa: SLF001 a count for this report alone
     pure = driving.seconds - writing.seconds
     print(
         f"{name:32} {num_devices:7} {done:8} {num_events:8} {1e6 * pure / num_events:10.1f} {1e6 * pure / done:10.1f}"
@@ -102,18 +102,18 @@ def schedule(name: str, run: Run, num_devices: int, num_updates: int) -> None:
 
 def training(name: str, run: Run, num_devices: int) -> None:
     """Prints which part of a run that trains is not training."""
-    finish, evaluate, drive = InProcess.finish, InProcess.evaluate, simulated_run.drive
+    finish, evaluate, drive = InProcessBackend.get_result, InProcessBackend.evaluate, simulated_run.run_rounds
     inside, driving = Stopwatch(), Stopwatch()
-    simulated_run.drive = driving.around(drive)
-    InProcess.finish, InProcess.evaluate = inside.around(finish), inside.around(evaluate)  # type: ignore[method-assign]
+    simulated_run.run_rounds = driving.around(drive)
+    InProcessBackend.get_result, InProcessBackend.evaluate = inside.around(finish), inside.around(evaluate)  # type: ignore[method-assign]
     begun = time.process_time()
     try:
         with tempfile.TemporaryDirectory() as root:
             config = {**run, "simulation": {"workers": 0}}
             result = simulated_run.simulate(config, devices=num_devices, scheme="iid", root=Path(root))
     finally:
-        InProcess.finish, InProcess.evaluate = finish, evaluate  # type: ignore[method-assign]
-        simulated_run.drive = drive
+        InProcessBackend.get_result, InProcessBackend.evaluate = finish, evaluate  # type: ignore[method-assign]
+        simulated_run.run_rounds = drive
     total = time.process_time() - begun
     setup = total - driving.seconds
     print(

@@ -34,8 +34,8 @@ from harness import options
 from harness.cost_rows import Row
 from harness.process_trees import tree_cpu_s
 
-from edgefl import simulated_run
-from edgefl.coordinator.runs.recorder import Recorder
+from edgefl.coordinator.runs.history_recorder import HistoryRecorder
+from edgefl.simulation import simulated_run
 from edgefl.tasks.registry import make_task
 
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -128,19 +128,19 @@ class Closings:
 
 def _our_closings(num_devices: int, num_rounds: int) -> Closings:
     at_s, cpu_s = list[float](), list[float]()
-    aggregated = Recorder.aggregated
+    aggregated = HistoryRecorder.record_aggregation
 
-    def timed(recorder: Recorder, *arguments: Any) -> None:
+    def timed(recorder: HistoryRecorder, *arguments: Any) -> None:
         aggregated(recorder, *arguments)
         at_s.append(time.perf_counter())
         if len(at_s) in {1, num_rounds}:
             cpu_s.append(tree_cpu_s())
 
-    Recorder.aggregated = timed  # type: ignore[method-assign]
+    HistoryRecorder.record_aggregation = timed  # type: ignore[method-assign]
     try:
         _simulated({"iterations": 1}, num_devices, num_rounds, workers=len(os.sched_getaffinity(0)))
     finally:
-        Recorder.aggregated = aggregated  # type: ignore[method-assign]
+        HistoryRecorder.record_aggregation = aggregated  # type: ignore[method-assign]
     return Closings(at_s, cpu_s)
 
 
@@ -181,7 +181,7 @@ def _simulated(strategy: Mapping[str, Any], num_devices: int, num_rounds: int, *
 @contextmanager
 def _timed_drive() -> Iterator[list[float]]:
     """Gives the CPU seconds of the loop, without what comes before and after it."""
-    drive, taken = simulated_run.drive, [0.0]
+    drive, taken = simulated_run.run_rounds, [0.0]
 
     def timed(*arguments: Any, **named: Any) -> Any:
         begun_s = time.process_time()
@@ -190,11 +190,11 @@ def _timed_drive() -> Iterator[list[float]]:
         finally:
             taken[0] = time.process_time() - begun_s
 
-    simulated_run.drive = timed
+    simulated_run.run_rounds = timed
     try:
         yield taken
     finally:
-        simulated_run.drive = drive
+        simulated_run.run_rounds = drive
 
 
 def _torch_loop() -> Any:

@@ -40,13 +40,13 @@ from harness.heartbeat_lag import Lag, lag_of
 from harness.process_trees import end_descendants
 from safetensors.numpy import load_file
 
-from edgefl.config import parse_run
-from edgefl.errors import NetworkError
-from edgefl.local_fleet import COORDINATOR, FINAL, LocalFleet
-from edgefl.processes import open_many_files
-from edgefl.protocol import HEARTBEAT_JITTER, HEARTBEAT_S
+from edgefl.core.config import parse_run
+from edgefl.core.errors import NetworkError
+from edgefl.core.protocol import HEARTBEAT_JITTER, HEARTBEAT_S
+from edgefl.core.types import Json
+from edgefl.simulation.local_fleet import COORDINATOR, TERMINAL_STATUSES, LocalFleet
+from edgefl.system.process_control import raise_file_limit
 from edgefl.tasks.noop import NoopTask
-from edgefl.types import Json
 
 SEED = 7
 FLUSHED_AFTER_S = 2.0
@@ -85,7 +85,7 @@ def main() -> int:
 
 def _check_files(arguments: argparse.Namespace) -> None:
     """Says so where this system lets a process have too few files: a device is one to each server, two to a crowd."""
-    most, number = open_many_files(), max(arguments.devices)
+    most, number = raise_file_limit(), max(arguments.devices)
     needed = max(number + arguments.at_a_time, 2 * number // arguments.processes) + OTHER_FILES
     if most < needed:
         raise SystemExit(f"{number} devices need {needed} files in a process, {most} are allowed; see ulimit -Hn")
@@ -106,7 +106,7 @@ def _grown(fleet: LocalFleet, crowd: Crowd, arguments: argparse.Namespace) -> li
 
 def _measured(fleet: LocalFleet, crowd: Crowd, number: int, arguments: argparse.Namespace) -> Json:
     """Returns what a fleet of so many costs its coordinator, and whether all was right."""
-    token = fleet.operator().post("/edgefl/v1/tokens", {"uses": number - crowd.num_devices})["token"]
+    token = fleet.make_client().post("/edgefl/v1/tokens", {"uses": number - crowd.num_devices})["token"]
     pids = {**server_pids(fleet), **crowd.pids()}
     has_rounds = arguments.rounds > 0 and number <= (arguments.rounds_up_to or number)
     found: Json = {"devices": number, "model_bytes": arguments.model_bytes, "rounds": arguments.rounds * has_rounds}
@@ -117,7 +117,7 @@ def _measured(fleet: LocalFleet, crowd: Crowd, number: int, arguments: argparse.
         watch.begin("connecting")
         told = crowd.ask("go")
         found["connect_s"] = max(each["seconds"] for each in told)
-        fleet.wait_present(crowd.num_devices)
+        fleet.wait_for_devices(crowd.num_devices)
         crowd.ask("tell")  # how late they are is told anew from here on
         begun_at = time.time()
         with profiled(fleet, is_wanted=arguments.profile) as profile:
@@ -139,7 +139,7 @@ def _measured(fleet: LocalFleet, crowd: Crowd, number: int, arguments: argparse.
         found["peak_rss_bytes"] = {label: watch.peak_rss_bytes(label) for label in pids}
     found["lag"] = _lag(fleet, told, begun_at, ended_at).as_json()
     found |= _counted(fleet, crowd, told)
-    found["was_gone"] = sum(row["kind"] == "device-gone" for row in fleet.history("events"))
+    found["was_gone"] = sum(row["kind"] == "device-gone" for row in fleet.list_history("events"))
     found["is_right"] = found["heartbeats_sent"] == found["heartbeats_stored"] and not found["num_errors"]
     if run_id is not None:
         found |= _rounds(fleet, run_id)
@@ -192,14 +192,14 @@ def _run(fleet: LocalFleet, crowd: Crowd, arguments: argparse.Namespace) -> tupl
     while True:
         asked_s, run = time.monotonic(), {"status": "?"}
         with suppress(NetworkError):  # it has too much to do: that is what is measured
-            run = fleet.operator().get(f"/edgefl/v1/runs/{run_id}")
+            run = fleet.make_client().get(f"/edgefl/v1/runs/{run_id}")
         slowest_s = max(slowest_s, time.monotonic() - asked_s)
         if run["status"] == "finished":
             return run_id, slowest_s
-        if run["status"] in FINAL:
+        if run["status"] in TERMINAL_STATUSES:
             raise SystemExit(f"the run {run['status']}: {run['reason']}")
         if fleet.processes[COORDINATOR].poll() is not None:
-            raise SystemExit(f"the coordinator ended: {fleet.log_tail(COORDINATOR)}")
+            raise SystemExit(f"the coordinator ended: {fleet.read_log_tail(COORDINATOR)}")
         time.sleep(0.5)
 
 
@@ -266,8 +266,8 @@ def _model_error(fleet: LocalFleet, crowd: Crowd, run_id: str, model_bytes: int)
     model = expected.astype(np.float64)
     for path in crowd.root.glob(f"sum-{run_id}-*.npy"):
         model += np.load(path) / crowd.num_devices
-    sha256 = fleet.operator().get(f"/edgefl/v1/runs/{run_id}")["model"]
-    (found,) = load_file(fleet.model_file(sha256)).values()
+    sha256 = fleet.make_client().get(f"/edgefl/v1/runs/{run_id}")["model"]
+    (found,) = load_file(fleet.get_model_path(sha256)).values()
     return float(np.abs(found - model).max())
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from harness import options
 
 from edgefl.compression.codec import make_codec
-from edgefl.types import Array, TensorSpec
+from edgefl.core.types import Array, TensorSpec
 
 SPEC, FRACTION = "topk:0.01|int8|rice", 0.01
 AIM = 0.5

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from edgefl.config import RunConfig
-    from edgefl.local_run import RunResult
-    from edgefl.simulated_run import SimulatedRun
+    from edgefl.core.config import RunConfig
+    from edgefl.simulation.local_run import RunResult
+    from edgefl.simulation.simulated_run import SimulationResult
 
 __version__ = "0.2.0"
 DISTRIBUTION = "edgefl-fleet"
@@ -25,13 +25,14 @@ def run(
     scheme: str | None = None,
     root: str | Path | None = None,
 ) -> RunResult:
-    """Trains on a coordinator and devices that are processes of this machine; see `edgefl.local_run.run`."""
-    from edgefl.local_run import run as run_here  # noqa: PLC0415 a device that imports edgefl pays nothing for this
+    """Trains on a coordinator and devices as processes of this machine; see `edgefl.simulation.local_run.run`."""
+    # A device that imports edgefl pays nothing for this.
+    from edgefl.simulation.local_run import run as run_here  # noqa: PLC0415
 
     return run_here(config, devices=devices, data=data, scheme=scheme, root=root)
 
 
-def simulate(  # noqa: PLR0913 as `edgefl.simulated_run.simulate`
+def simulate(  # noqa: PLR0913 as `edgefl.simulation.simulated_run.simulate`
     config: RunConfig | Mapping[str, Any] | str | Path,
     *,
     devices: int | Sequence[str | Path] | None = None,
@@ -40,9 +41,9 @@ def simulate(  # noqa: PLR0913 as `edgefl.simulated_run.simulate`
     scheme: str | None = None,
     root: str | Path | None = None,
     bookkeeping_only: bool = False,
-) -> SimulatedRun:
-    """Trains on a virtual fleet, in virtual time; see `edgefl.simulated_run.simulate`."""
-    from edgefl.simulated_run import simulate as simulate_here  # noqa: PLC0415 likewise
+) -> SimulationResult:
+    """Trains on a virtual fleet, in virtual time; see `edgefl.simulation.simulated_run.simulate`."""
+    from edgefl.simulation.simulated_run import simulate as simulate_here  # noqa: PLC0415 likewise
 
     return simulate_here(
         config,

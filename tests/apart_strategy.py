@@ -10,22 +10,22 @@ from typing import Any
 
 import numpy as np
 
-from edgefl.strategies.fedavg import FedAvg
+from edgefl.core.types import Tensors
 from edgefl.strategies.round_rules import RoundRules
-from edgefl.types import Tensors
+from edgefl.strategies.synchronous.fedavg import FedAvgConfig
 
 NAME = "apart_strategy:Apart"
 TESTS = Path(__file__).parent
 
 
 @dataclass(frozen=True, kw_only=True)
-class Apart(FedAvg):
+class Apart(FedAvgConfig):
     """The settings of `fedavg`, and how many devices there are."""
 
     nodes: int = 2
 
     def build(self, rules: RoundRules) -> Any:
-        return ApartRun(FedAvg.build(self, rules), self.nodes)
+        return ApartRun(FedAvgConfig.build(self, rules), self.nodes)
 
 
 class ApartRun:

@@ -13,13 +13,13 @@ from peer_boards import eventually
 
 from edgefl.coordinator import pki
 from edgefl.coordinator.brokers.broker import BrokerTls
-from edgefl.coordinator.brokers.choice import make_broker, mosquitto_path
-from edgefl.device.link import Link, LinkCallbacks, LinkIdentity, LinkPace, LinkTls
-from edgefl.device.mqtt_session import link_context
-from edgefl.local_fleet import free_port
+from edgefl.coordinator.brokers.factory import find_mosquitto, make_broker
+from edgefl.device.mqtt.connection import MqttCallbacks, MqttConnection, MqttIdentity, MqttTlsFiles, ReconnectPolicy
+from edgefl.device.mqtt.session import create_tls_context
+from edgefl.simulation.local_fleet import find_free_port
 
 HOST = "127.0.0.1"
-BROKERS = ["embedded", *(["mosquitto"] if mosquitto_path() else [])]
+BROKERS = ["embedded", *(["mosquitto"] if find_mosquitto() else [])]
 
 
 class BrokerSite:
@@ -30,12 +30,12 @@ class BrokerSite:
     """
 
     def __init__(self, folder: Path, spec: str = "auto") -> None:
-        self.folder, self.port = folder, free_port()
+        self.folder, self.port = folder, find_free_port()
         self.authority = pki.create_authority("lab")
-        tls = BrokerTls(**self.files("server", pki.issue_server(self.authority, [HOST])))
+        tls = BrokerTls(**self.files("server", pki.issue_server_certificate(self.authority, [HOST])))
         self.broker = make_broker(spec, directory=folder / "broker", fleet="lab", tls=tls, host=HOST, port=self.port)
         self.num_sessions: Counter[str] = Counter()
-        self.links: list[Link] = []
+        self.links: list[MqttConnection] = []
         self._clients: list[mqtt.Client] = []
 
     def start(self) -> BrokerSite:
@@ -56,33 +56,33 @@ class BrokerSite:
             (self.folder / f"{name}.{kind}").write_bytes(pem)
         return {kind: self.folder / f"{name}.{kind}" for kind in content}
 
-    def tls(self, name: str, authority: pki.KeyPair | None = None) -> LinkTls:
+    def tls(self, name: str, authority: pki.KeyPair | None = None) -> MqttTlsFiles:
         """The files of a device of this fleet, or with a certificate of another authority."""
-        return LinkTls(**self.files(name, pki.issue_client(authority or self.authority, name)))
+        return MqttTlsFiles(**self.files(name, pki.issue_client_certificate(authority or self.authority, name)))
 
     def link(
         self,
         name: str = "pi-1",
         *,
         addresses: Sequence[tuple[str, int]] = (),
-        tls: LinkTls | None = None,
+        tls: MqttTlsFiles | None = None,
         keep_alive_s: int = 10,
         is_up: bool = True,
         **callbacks: Any,
-    ) -> Link:
+    ) -> MqttConnection:
         """A link, connected unless `is_up` is False: then it has not been started."""
 
         def next_session_no() -> int:
             self.num_sessions[name] += 1
             return self.num_sessions[name]
 
-        link = Link(
+        link = MqttConnection(
             addresses or [(HOST, self.port)],
             tls or self.tls(name),
-            LinkIdentity(fleet="lab", device_id=name, boot_id="boot", version="1.2.3"),
-            LinkCallbacks(**{"on_bell": lambda: None, "on_command": lambda _: None, **callbacks}),
+            MqttIdentity(fleet="lab", device_id=name, boot_id="boot", version="1.2.3"),
+            MqttCallbacks(**{"on_wake_up": lambda: None, "on_command": lambda _: None, **callbacks}),
             next_session_no=next_session_no,
-            pace=LinkPace(keep_alive_s=keep_alive_s, max_backoff_s=0.2),
+            policy=ReconnectPolicy(keep_alive_s=keep_alive_s, max_backoff_s=0.2),
         )
         self.links.append(link)
         if is_up:
@@ -94,7 +94,7 @@ class BrokerSite:
         """A client that comes back whenever it can, and the topics and payloads that it hears."""
         heard: list[tuple[str, bytes]] = []
         client = mqtt.Client(CallbackAPIVersion.VERSION2, client_id=name)
-        client.tls_set_context(link_context(self.tls(name)))
+        client.tls_set_context(create_tls_context(self.tls(name)))
         client.reconnect_delay_set(1, 1)
         client.on_connect = lambda *_: filters and client.subscribe([(each, 1) for each in filters])
         client.on_message = lambda _c, _d, message: heard.append((message.topic, bytes(message.payload)))

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from edgefl.compression.codec import Codec, make_codec
-from edgefl.compression.layers import Layers
-from edgefl.types import Array, Shapes, SparseTensor, Tensor, TensorKind, TensorSpec
+from edgefl.compression.per_layer import PerLayerStage
+from edgefl.core.types import Array, ModelSpec, SparseTensor, Tensor, TensorKind, TensorSpec
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -78,7 +78,7 @@ FOR_LARGE = {
     "shuffle:19": "shuffle",
 }
 
-SHAPES: Shapes = (
+SHAPES: ModelSpec = (
     TensorSpec(name="weight", shape=(3, 5)),
     TensorSpec(name="empty", shape=(0, 4)),
     TensorSpec(name="scale", shape=()),
@@ -121,9 +121,9 @@ def encoded(spec: str) -> bytes:
 
 def part_for(codec: Codec, name: str) -> Codec:
     """The codec that a tensor goes through: the codec itself, or that of its layer."""
-    if not isinstance(codec.tensors, Layers):
+    if not isinstance(codec.tensor_stage, PerLayerStage):
         return codec
-    (found,) = [group.codec for group in codec.tensors.groups if name in group.names]
+    (found,) = [group.codec for group in codec.tensor_stage.groups if name in group.names]
     assert isinstance(found, Codec)
     return found
 
@@ -156,7 +156,7 @@ def write_golden_file(spec: str) -> None:
         golden_file(spec).write_bytes(encoded(spec))
 
 
-def assert_declared(decoded: dict[str, Tensor], shapes: Shapes = SHAPES) -> None:
+def assert_declared(decoded: dict[str, Tensor], shapes: ModelSpec = SHAPES) -> None:
     """What any decoder may give back, however its body was damaged."""
     expected = [(spec.name, spec.shape, np.dtype(spec.dtype)) for spec in shapes if spec.shared]
     for (name, shape, dtype), (found_name, tensor) in zip(expected, decoded.items(), strict=True):

@@ -20,13 +20,13 @@ from fastapi import Depends, FastAPI, Request
 from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER
 from sqlalchemy import Connection, inspect
 
-from edgefl.coordinator.access import require_operator, require_viewer, show_errors
+from edgefl.coordinator.api.deployments import require_device
+from edgefl.coordinator.auth import register_error_handler, require_operator, require_viewer
 from edgefl.coordinator.directory import CoordinatorDirectory, init_directory
-from edgefl.coordinator.joining.enrolment import BrokerSite, EnrolmentService, enrolment_router
-from edgefl.coordinator.joining.tokens import TokenTerms, make_token
-from edgefl.coordinator.web.deployment_api import require_device
-from edgefl.errors import NetworkError, NotFoundError
-from edgefl.protocol import JoinToken
+from edgefl.coordinator.enrolment.enrolment_service import BrokerEndpoint, EnrolmentService, enrolment_router
+from edgefl.coordinator.enrolment.tokens import JoinTokenSpec, make_token
+from edgefl.core.errors import NetworkError, NotFoundError
+from edgefl.core.protocol import JoinToken
 from edgefl.storage import database
 from edgefl.storage.store import Store
 
@@ -71,7 +71,7 @@ class FrontDoor:
         return f"127.0.0.1:{self.port}"
 
     def token(self, **terms: Any) -> JoinToken:
-        return make_token(self.store, self.directory, TokenTerms(**terms), now=self.clock())
+        return make_token(self.store, self.directory, JoinTokenSpec(**terms), now=self.clock())
 
     def start(self) -> None:
         config = uvicorn.Config(
@@ -100,7 +100,7 @@ class FrontDoor:
 
     def forget(self) -> None:
         """Makes it as good as new: it knows no device and was asked nothing."""
-        for device in self.store.devices():
+        for device in self.store.list_devices():
             self.store.remove_device(device.device_id, at=self.clock())
         self.requests.clear()
         self.enrolled.clear()
@@ -109,16 +109,16 @@ class FrontDoor:
     def _signed_by(self, request: Request) -> str | None:
         """Returns whose key a request shows; the signature itself is the affair of other tests."""
         key = base64.b64decode(request.headers[FLEET_HTTP_PUBLIC_KEY_HEADER])
-        return next((each.device_id for each in self.store.devices() if each.public_key == key), None)
+        return next((each.device_id for each in self.store.list_devices() if each.public_key == key), None)
 
     def _app(self) -> Any:
         app = FastAPI()
-        show_errors(app)
+        register_error_handler(app)
         service = EnrolmentService(
             directory=self.directory,
             store=self.store,
             on_enrolled=lambda device_id, key: self.enrolled.append((device_id, key)),
-            broker=BrokerSite(port=18883),
+            broker=BrokerEndpoint(port=18883),
             clock=self.clock,
         )
         app.include_router(enrolment_router(service))

@@ -14,15 +14,15 @@ import zstandard
 from codec_examples import EXAMPLES, SHAPES, assert_declared, rng, sealed, small_tensors
 
 from edgefl.compression.codec import make_codec
-from edgefl.compression.coding.indices import read_indices, write_indices
 from edgefl.compression.decoding import decode_body
+from edgefl.compression.entropy.indices import read_indices, write_indices
 from edgefl.compression.registry import LAYERS, STAGES
-from edgefl.compression.stages import shared_shapes
-from edgefl.compression.wire import Frame, Reader, read_frame, varint, write_frame
-from edgefl.errors import CodecError
-from edgefl.types import Array, Shapes, TensorSpec
+from edgefl.compression.stages import select_shared_tensors
+from edgefl.compression.wire import CodecFrame, PayloadReader, encode_varint, read_frame, write_frame
+from edgefl.core.errors import CodecError
+from edgefl.core.types import Array, ModelSpec, TensorSpec
 
-WIDE: Shapes = (TensorSpec(name="weight", shape=(48, 40)), TensorSpec(name="waist", shape=(3, 40)))
+WIDE: ModelSpec = (TensorSpec(name="weight", shape=(48, 40)), TensorSpec(name="waist", shape=(3, 40)))
 """Enough entries for every way to code places; in small tensors some never pay."""
 
 HEADER, LENGTH_OFFSET = struct.Struct("<4sBBHIIII"), 16
@@ -36,7 +36,7 @@ class Surface:
     """Valid content, and what makes a body of other content; `spec` and `shapes` say of which."""
 
     spec: str
-    shapes: Shapes
+    shapes: ModelSpec
     content: bytes
     close: Close
 
@@ -53,11 +53,13 @@ def surfaces_of(spec: str) -> tuple[Surface, ...]:
     found = []
     for shapes, tensors in ((SHAPES, small_tensors()), (WIDE, wide)):
         body = make_codec(spec, shapes).encode(tensors, rng())
-        found += [Surface(spec, shapes, content, close) for content, close in opened(body, shared_shapes(shapes))]
+        found += [
+            Surface(spec, shapes, content, close) for content, close in opened(body, select_shared_tensors(shapes))
+        ]
     return tuple(found)
 
 
-def opened(body: bytes, shared: Shapes) -> Iterator[tuple[bytes, Close]]:
+def opened(body: bytes, shared: ModelSpec) -> Iterator[tuple[bytes, Close]]:
     """The surfaces of a valid body."""
     frame = read_frame(body)
     yield body, _closed_body
@@ -78,31 +80,31 @@ def _closed_body(content: bytes) -> bytes:
     return sealed(content[:LENGTH_OFFSET] + struct.pack("<I", length) + content[LENGTH_OFFSET + 4 :])
 
 
-def _opened_layers(frame: Frame, shared: Shapes) -> Iterator[tuple[bytes, Close]]:
-    reader = Reader(frame.payload)
-    num_groups = reader.varint(len(shared))
+def _opened_layers(frame: CodecFrame, shared: ModelSpec) -> Iterator[tuple[bytes, Close]]:
+    reader = PayloadReader(frame.payload)
+    num_groups = reader.read_varint(len(shared))
     groups = []
     for _ in range(num_groups):
         places = read_indices(reader, len(shared))
-        groups.append((places, bytes(reader.take(reader.varint(1 << 20)))))
+        groups.append((places, bytes(reader.read_bytes(reader.read_varint(1 << 20)))))
     for at, (places, body) in enumerate(groups):
         for content, close in opened(body, tuple(shared[place] for place in places)):
             yield content, _closing(frame, groups, at, close, len(shared))
 
 
-def _closing(frame: Frame, groups: list[tuple[Array, bytes]], at: int, close: Close, size: int) -> Close:
+def _closing(frame: CodecFrame, groups: list[tuple[Array, bytes]], at: int, close: Close, size: int) -> Close:
     def close_all(content: bytes) -> bytes:
-        pieces = [varint(len(groups)).tobytes()]
+        pieces = [encode_varint(len(groups)).tobytes()]
         for place, (places, body) in enumerate(groups):
             inner = close(content) if place == at else body
-            pieces += [part.tobytes() for part in (*write_indices(places, size), varint(len(inner)))]
+            pieces += [part.tobytes() for part in (*write_indices(places, size), encode_varint(len(inner)))]
             pieces.append(inner)
         return framed(frame, pieces)
 
     return close_all
 
 
-def framed(frame: Frame, pieces: list[bytes]) -> bytes:
+def framed(frame: CodecFrame, pieces: list[bytes]) -> bytes:
     parts = [np.frombuffer(piece, dtype=np.uint8) for piece in pieces]
     return write_frame(frame.stages, frame.num_tensors, parts, epoch=frame.epoch)
 

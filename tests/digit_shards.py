@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from edgefl.tasks.cards import ShardCard
-from edgefl.tasks.shards import write_shard
-from edgefl.types import Dataset
+from edgefl.core.types import Dataset
+from edgefl.tasks.sharding.shard_files import write_shard
+from edgefl.tasks.sharding.shard_metadata import ShardMetadata
 
 
 def some_digits(count: int, seed: int = 0) -> Dataset:
@@ -26,5 +26,5 @@ def digit_shard(
     blocks: Mapping[int, tuple[int, int]] | None = None,
 ) -> Path:
     """Writes a shard of so many rows; its card says it is of `task`."""
-    write_shard(path, some_digits(count, seed), ShardCard(task=task, blocks=blocks or {}))
+    write_shard(path, some_digits(count, seed), ShardMetadata(task=task, blocks=blocks or {}))
     return path

@@ -12,22 +12,22 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from edgefl.types import (
-    Assignment,
+from edgefl.core.types import (
+    DeviceAvailable,
     DeviceInfo,
-    EdgeMessage,
-    Evaluated,
-    Evaluation,
-    Joined,
+    EvaluateInstruction,
+    EvaluateResult,
+    FinishEarlyInstruction,
+    InstructionFailed,
     LazyTensors,
-    Lost,
-    Outcome,
+    PeerMessage,
     Progress,
-    Recall,
     SparseTensor,
+    TrainInstruction,
     Update,
     UpdateMetrics,
-    derived_rng,
+    UpdateStatus,
+    derive_rng,
 )
 
 FAULTS = {"b": "slow", "c": "dies", "d": "returns", "e": "fails", "f": "twice", "g": "late"}
@@ -51,7 +51,7 @@ def first_model(seed=0):
 def displacement(seed, order, *, is_sparse=True):
     """What decoding an update gives: read-only, some of it sparse; a pure function of who began with what."""
     who = order.device_id if order.block is None else f"block {order.block}"
-    rng = derived_rng(seed, order.base_version, who)
+    rng = derive_rng(seed, order.base_version, who)
     weight = (0.1 * rng.standard_normal((4, 3))).astype(np.float32)
     kept = np.sort(rng.permutation(12)[:4])
     tensors = {
@@ -71,7 +71,7 @@ def told(seed, order):
     """What a node of a graph sends: its model when it is to report, and something along each edge that fires."""
     node = order.plan.node
     outbox = tuple(
-        EdgeMessage(edge=(order.device_id, other), step=int(order.assignment_id[1:].split("-")[0]), body=b"y")
+        PeerMessage(edge=(order.device_id, other), step=int(order.assignment_id[1:].split("-")[0]), body=b"y")
         for other in node.fires
     )
     return (displacement(seed, order, is_sparse=False) if node.reports else {}), outbox
@@ -83,14 +83,14 @@ class Journal:
     def __init__(self):
         self.arrived, self.used, self.versions = set(), [], [0]
 
-    def received(self, events):
+    def record_events(self, events):
         self.arrived |= {event.assignment_id for event in events if isinstance(event, Update)}
         return events
 
-    def decided(self, decision):
+    def record_decision(self, decision):
         pass
 
-    def aggregated(self, version, assignment_ids, state):
+    def record_aggregation(self, version, assignment_ids, state):
         assert version == self.versions[-1] + 1
         assert assignment_ids, "a version that nobody moved"
         assert set(assignment_ids) <= self.arrived
@@ -126,20 +126,20 @@ class FaultyFleet:
 
     def leave(self, name):
         self.present.discard(name)
-        return [self.lose(key, Outcome.LOST) for key, order in list(self.out.items()) if order.device_id == name]
+        return [self.lose(key, UpdateStatus.LOST) for key, order in list(self.out.items()) if order.device_id == name]
 
     def join(self, name):
         self.present.add(name)
-        return [Joined(device_id=name)]
+        return [DeviceAvailable(device_id=name)]
 
     def lose(self, key, outcome):
         order = self.out.pop(key)
-        return Lost(device_id=order.device_id, assignment_id=key, outcome=outcome, reason=str(outcome))
+        return InstructionFailed(device_id=order.device_id, assignment_id=key, outcome=outcome, reason=str(outcome))
 
     def view(self):
         busy = {}
         for key, order in self.out.items():
-            if isinstance(order, Assignment):
+            if isinstance(order, TrainInstruction):
                 busy.setdefault(order.device_id, []).append(key)
         present = [name for name in self.info if name in self.present]
         return SimpleNamespace(
@@ -149,25 +149,27 @@ class FaultyFleet:
             busy=busy,
             speeds={},
             progress=self.progress,
-            vitals={},
+            health={},
         )
 
     def dispatch(self, orders, source):
         for order in orders:
-            if isinstance(order, Recall):
+            if isinstance(order, FinishEarlyInstruction):
                 self.recall(order)
                 continue
             assert order.device_id in self.present, "work for somebody who is not there"
-            if isinstance(order, Assignment):
+            if isinstance(order, TrainInstruction):
                 self.check(order, source)
                 self.given.append(order)
                 self.begin(order)
             self.out[order.assignment_id] = order
-            if isinstance(order, Evaluation):
+            if isinstance(order, EvaluateInstruction):
                 self.at(self.now_s + 0.1, lambda order=order: self.evaluated(order))
 
     def check(self, order, source):
-        outstanding = [o for o in self.out.values() if isinstance(o, Assignment) and o.device_id == order.device_id]
+        outstanding = [
+            o for o in self.out.values() if isinstance(o, TrainInstruction) and o.device_id == order.device_id
+        ]
         assert len(outstanding) < 2, f"{order.device_id} has two assignments already"
         assert order.base_version == source.version
         assert order.assignment_id not in {other.assignment_id for other in self.given}, "an id given twice"
@@ -204,7 +206,7 @@ class FaultyFleet:
             self.at(self.now_s + 0.05, lambda: self.answer(order, 1, 0.2))
 
     def expire(self, order):
-        return [self.lose(order.assignment_id, Outcome.LOST)] if order.assignment_id in self.out else []
+        return [self.lose(order.assignment_id, UpdateStatus.LOST)] if order.assignment_id in self.out else []
 
     def answer(self, order, iterations, pace_s):
         key, fault = order.assignment_id, self.faults.get(order.device_id)
@@ -212,10 +214,10 @@ class FaultyFleet:
             return [self.update(order, iterations, pace_s)] if fault == "late" else []
         self.count[order.device_id] += 1
         if fault == "fails" and self.count[order.device_id] % FAILS_EVERY:
-            return [self.lose(key, Outcome.FAILED)]
+            return [self.lose(key, UpdateStatus.FAILED)]
         if fault == "late" and self.count[order.device_id] % 2:
             self.at(self.now_s + 1.0, lambda: self.answer(order, iterations, pace_s))
-            return [self.lose(key, Outcome.LOST)]
+            return [self.lose(key, UpdateStatus.LOST)]
         del self.out[key]
         return [self.update(order, iterations, pace_s)] * (2 if fault == "twice" else 1)
 
@@ -240,7 +242,7 @@ class FaultyFleet:
         if self.out.pop(order.assignment_id, None) is None:
             return []
         return [
-            Evaluated(
+            EvaluateResult(
                 assignment_id=order.assignment_id, device_id=order.device_id, version=order.version,
                 round=order.round, source="device", num_examples=10, loss=1.0, accuracy=0.5,
             )

@@ -1,6 +1,6 @@
 """A store with shorthands to fill it."""
 
-from edgefl.storage.records import DispatchRow, EvaluationRow, UpdateRow
+from edgefl.storage.repositories.records import AssignmentRow, EvaluationRow, UpdateRow
 from edgefl.storage.store import Store
 
 
@@ -31,7 +31,7 @@ class FilledStore(Store):
         self.open_round(run_id, number, started_at=at)
         ids = {device: f"{run_id}-{number}-{device}" for device in devices}
         dispatches = [
-            DispatchRow(assignment_id=i, device_id=d, round=number, base_version=number - 1, dispatched_at=at)
+            AssignmentRow(assignment_id=i, device_id=d, round=number, base_version=number - 1, dispatched_at=at)
             for d, i in ids.items()
         ]
         updates = [
@@ -42,7 +42,7 @@ class FilledStore(Store):
             )
             for place, (d, i) in enumerate(ids.items())
         ]  # fmt: skip
-        self.record_dispatches(run_id, dispatches)
+        self.record_assignments(run_id, dispatches)
         self.record_updates(run_id, updates)
         self.mark_applied(run_id, list(ids.values()), applied_version=number - 1)
         self.close_round(run_id, number, version=number, closed_at=at + 3)

@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 
 from edgefl.coordinator import pki
-from edgefl.coordinator.directory import init_directory, token_hash
-from edgefl.coordinator.joining.tokens import TokenTerms, make_token
-from edgefl.device.joining.keys import new_key, public_pem, request_pem
-from edgefl.storage.certificate_rows import note_issued
+from edgefl.coordinator.directory import hash_token, init_directory
+from edgefl.coordinator.enrolment.tokens import JoinTokenSpec, make_token
+from edgefl.device.enrolment.keys import create_key, create_signing_request, export_public_key
+from edgefl.storage.repositories.certificates import record_issued_certificate
 from edgefl.storage.store import Store
 
 AT = time.time()
@@ -26,12 +26,15 @@ class Members:
 
     def join(self, name: str) -> str:
         """Returns the serial of its certificate."""
-        token = make_token(self.store, self.directory, TokenTerms(), now=AT)
-        key = self.keys[name] = new_key()
-        cert = pki.sign_request(self.directory.authority(), request_pem(key, name), name)
+        token = make_token(self.store, self.directory, JoinTokenSpec(), now=AT)
+        key = self.keys[name] = create_key()
+        cert = pki.sign_request(self.directory.load_authority(), create_signing_request(key, name), name)
         self.store.enroll_device(
-            token_id=token.token_id, secret_sha256=token_hash(token.secret), now=AT, device_id=name,
-            public_key=public_pem(key), role="trainer", certificate=lambda: pki.serial(cert), version="1",
+            token_id=token.token_id, secret_sha256=hash_token(token.secret), now=AT, device_id=name,
+            public_key=export_public_key(key), role="trainer",
+            issue_certificate=lambda: pki.get_serial(cert), version="1",
         )  # fmt: skip
-        note_issued(self.store, serial=pki.serial(cert), ends_at=pki.expires_at(cert), at=AT, device_id=name)
-        return pki.serial(cert)
+        record_issued_certificate(
+            self.store, serial=pki.get_serial(cert), expires_at=pki.get_expiry(cert), at=AT, device_id=name
+        )
+        return pki.get_serial(cert)

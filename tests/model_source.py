@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from edgefl.coordinator.directory import init_directory
-from edgefl.device.inference.model_fetch import Source
-from edgefl.device.trust import pinned_context
+from edgefl.device.inference.model_download import DownloadSource
+from edgefl.system.https_client import create_pinned_context
 
 
 class ModelSource:
@@ -96,8 +96,10 @@ class ModelSource:
         code = {404: "not-found", 401: "not-allowed"}.get(status or self.status, "store")
         return json.dumps({"v": 1, "error": code, "message": "no"}).encode()
 
-    def source(self) -> Source:
-        return Source(address=self.address, trust=pinned_context(self.ca.read_bytes()), headers={"who": "pi"})
+    def source(self) -> DownloadSource:
+        return DownloadSource(
+            address=self.address, tls_context=create_pinned_context(self.ca.read_bytes()), headers={"who": "pi"}
+        )
 
     def close(self) -> None:
         self.go_on.set()

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.random import Generator
 
-from edgefl.decentralised.firing import Schedule, make_firing
-from edgefl.decentralised.graph import Graph
-from edgefl.decentralised.methods import make_node
-from edgefl.decentralised.node import Mail, Node
-from edgefl.types import Array
+from edgefl.core.types import Array
+from edgefl.decentralised.algorithm import GossipAlgorithm, GossipMessage
+from edgefl.decentralised.edge_schedule import EdgeScheduleKind, make_edge_schedule
+from edgefl.decentralised.registry import make_algorithm
+from edgefl.decentralised.topology import Topology
 
 Gradient = Callable[[Array], Array]
 
@@ -50,12 +50,12 @@ class Quadratics:
 class Network:
     """Nodes that make exact gradient steps and pass each other mail, some of which may be lost, late or doubled."""
 
-    graph: Graph
+    graph: Topology
     gradients: dict[str, Gradient]
-    nodes: dict[str, Node]
+    nodes: dict[str, GossipAlgorithm]
     learning_rate: float
     period: int
-    schedule: str = Schedule.SYNC
+    schedule: str = EdgeScheduleKind.SYNC
     speeds: dict[str, float] = field(default_factory=dict)
     loss: float = 0.0
     delay: float = 0.0
@@ -63,14 +63,14 @@ class Network:
     rng: Generator = field(default_factory=lambda: np.random.default_rng(9))
 
     @classmethod
-    def of(cls, method: str, graph: Graph, gradients: Sequence[Gradient], *, start: Array, rate: float, period: int,
-           **options: object) -> "Network":  # fmt: skip
+    def of(cls, method: str, graph: Topology, gradients: Sequence[Gradient], *, start: Array, rate: float,
+           period: int, **options: object) -> "Network":  # fmt: skip
         nodes = {}
-        is_damped = method == "d2" and graph.needs_damping()
+        is_damped = method == "d2" and graph.should_damp()
         for name in graph.nodes:
-            edges = graph.sides(name, period, is_damped=is_damped)
-            nodes[name] = make_node(method, name, edges, learning_rate=rate, period=period)
-            nodes[name].begin({"w": start})
+            edges = graph.make_link_configs(name, period, is_damped=is_damped)
+            nodes[name] = make_algorithm(method, name, edges, learning_rate=rate, period=period)
+            nodes[name].start({"w": start})
         named = dict(zip(graph.nodes, gradients, strict=True))
         return cls(graph=graph, gradients=named, nodes=nodes, learning_rate=rate, period=period, **options)  # type: ignore[arg-type]
 
@@ -83,7 +83,7 @@ class Network:
 
     def run(self, iterations: int) -> "Network":
         """Lets every node do that many local iterations, or as many as are whole exchanges."""
-        if self.schedule == Schedule.SYNC:
+        if self.schedule == EdgeScheduleKind.SYNC:
             for _ in range(iterations // self.period):
                 self.exchange()
         else:
@@ -95,40 +95,40 @@ class Network:
         for node in self.nodes.values():
             self.train(node, self.period)
         while True:
-            self.deliver([mail for node in self.nodes.values() for mail in node.post(node.neighbours)])
+            self.deliver([mail for node in self.nodes.values() for mail in node.make_messages(node.neighbours)])
             for node in self.nodes.values():
                 node.mix()
-            if all(node.trains_before(node.exchanges + 1) for node in self.nodes.values()):
+            if all(node.should_train_before(node.exchanges + 1) for node in self.nodes.values()):
                 break
 
-    def train(self, node: Node, iterations: int) -> None:
+    def train(self, node: GossipAlgorithm, iterations: int) -> None:
         weights, rate = node.weights["w"].copy(), self.learning_rate
         correction = node.correction()
         pull = correction.correction.get("w", 0.0)
         for _ in range(iterations):
             gradient = self.gradients[node.name](weights)
             weights = (weights - rate * (gradient - pull)) / (1 + rate * correction.shrinkage)
-        node.trained({"w": weights}, iterations, rate)
+        node.apply_local_steps({"w": weights}, iterations, rate)
 
-    def deliver(self, mail: Sequence[Mail]) -> None:
+    def deliver(self, mail: Sequence[GossipMessage]) -> None:
         """Brings mail and what it is answered with; all questions before the first answer."""
-        answers: list[Mail] = []
+        answers: list[GossipMessage] = []
         for each in mail:
             for _ in range(2 if self.doubled else 1):
                 if each.receiver in self.nodes and self.rng.random() >= self.loss:
-                    answers += self.nodes[each.receiver].take(each)
+                    answers += self.nodes[each.receiver].receive(each)
         if answers:
             self.deliver(answers)
 
     def _run_at_their_pace(self, iterations: int) -> None:
         firing = {
-            name: make_firing(
-                self.schedule, edges=self.graph.sides(name, self.period), period=self.period, rng=self.rng
+            name: make_edge_schedule(
+                self.schedule, edges=self.graph.make_link_configs(name, self.period), period=self.period, rng=self.rng
             )
             for name in self.nodes
         }
         due = self._bursts(firing, [(0.0, name) for name in self.nodes], iterations)
-        late: list[tuple[float, int, Mail]] = []
+        late: list[tuple[float, int, GossipMessage]] = []
         number = 0
         for now, name, burst in due:
             while late and late[0][0] <= now:
@@ -137,7 +137,7 @@ class Network:
                 continue
             node = self.nodes[name]
             self.train(node, burst.iterations)
-            for mail in node.post(burst.neighbours):
+            for mail in node.make_messages(burst.neighbours):
                 number += 1
                 heapq.heappush(late, (now + self.delay * self.rng.random(), number, mail))
             node.mix()
@@ -145,7 +145,7 @@ class Network:
     def _bursts(self, firing: dict, starts: list, iterations: int) -> Iterator:
         heap = []
         for place, (now, name) in enumerate(starts):
-            burst = firing[name].next(0, self.nodes[name].neighbours)
+            burst = firing[name].next_exchange(0, self.nodes[name].neighbours)
             heapq.heappush(heap, (now + burst.iterations * self.speeds.get(name, 1.0), place, name, burst))
         until = float(iterations)
         while heap and heap[0][0] <= until:
@@ -153,5 +153,5 @@ class Network:
             yield now, name, burst
             if name in self.nodes:
                 node = self.nodes[name]
-                burst = firing[name].next(node.iterations, node.neighbours)
+                burst = firing[name].next_exchange(node.iterations, node.neighbours)
                 heapq.heappush(heap, (now + burst.iterations * self.speeds.get(name, 1.0), place, name, burst))

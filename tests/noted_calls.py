@@ -12,12 +12,12 @@ class NotedCalls:
         self.refused: dict[str, str] = {}
         self.now = "life.1"
 
-    def note_contact(self, node_id: int) -> None:
+    def record_contact(self, node_id: int) -> None:
         self.contacts.append(node_id)
 
-    def note_call(self, node_id: int, instance: str, *, stamp: str, address: str) -> str | None:
+    def record_request(self, node_id: int, instance: str, *, stamp: str, address: str) -> str | None:
         self.calls.append((node_id, instance, stamp))
         return self.refused.get(instance)
 
-    def stamp(self, _node_id: int) -> str:
+    def get_stamp(self, _node_id: int) -> str:
         return self.now

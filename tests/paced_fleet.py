@@ -12,20 +12,20 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from edgefl.loop import drive
-from edgefl.tally import Goal
-from edgefl.types import (
-    Assignment,
+from edgefl.core.types import (
+    DeviceAvailable,
     DeviceInfo,
-    Joined,
-    Lost,
-    Outcome,
+    FinishEarlyInstruction,
+    HealthMetrics,
+    InstructionFailed,
     Progress,
-    Recall,
+    TrainInstruction,
     Update,
     UpdateMetrics,
-    Vitals,
+    UpdateStatus,
 )
+from edgefl.engine.round_loop import run_rounds
+from edgefl.engine.stopping import StoppingCriteria
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Board:
 
 @dataclass
 class Work:
-    order: Assignment
+    order: TrainInstruction
     start: np.ndarray
     done: int = 0
     compute_s: float = 0.0
@@ -55,13 +55,13 @@ class Journal:
     def __init__(self):
         self.aggregates, self.orders = [], []
 
-    def received(self, events):
+    def record_events(self, events):
         return events
 
-    def decided(self, decision):
+    def record_decision(self, decision):
         self.orders += decision.orders
 
-    def aggregated(self, version, assignment_ids, state):
+    def record_aggregation(self, version, assignment_ids, state):
         self.aggregates.append(tuple(assignment_ids))
 
     def commit(self): ...
@@ -96,16 +96,18 @@ class PacedFleet:
 
     def leave(self, name):
         self.present.discard(name)
-        return [self.lose(name, work, Outcome.LOST) for work in list(self.queues[name])]
+        return [self.lose(name, work, UpdateStatus.LOST) for work in list(self.queues[name])]
 
     def join(self, name):
         self.present.add(name)
-        return [Joined(device_id=name)]
+        return [DeviceAvailable(device_id=name)]
 
     def lose(self, name, work, outcome):
         work.is_gone = True
         self.queues[name].remove(work)
-        return Lost(device_id=name, assignment_id=work.order.assignment_id, outcome=outcome, reason="lost")
+        return InstructionFailed(
+            device_id=name, assignment_id=work.order.assignment_id, outcome=outcome, reason="lost"
+        )
 
     def view(self):
         present = sorted(self.present)
@@ -119,14 +121,14 @@ class PacedFleet:
             busy=busy,
             speeds=self.speeds,
             progress=self.progress,
-            vitals={name: Vitals(is_throttled=True) for name in self.resting},
+            health={name: HealthMetrics(is_throttled=True) for name in self.resting},
         )
 
     def dispatch(self, orders, source):
         for order in orders:
             self.given.append((self.now_s, order))
             queue = self.queues[order.device_id]
-            if isinstance(order, Recall):
+            if isinstance(order, FinishEarlyInstruction):
                 for work in queue:
                     work.is_recalled |= work.order.assignment_id == order.assignment_id
                 continue
@@ -139,7 +141,7 @@ class PacedFleet:
                 self.after(order.deadline_s, lambda name=order.device_id, work=work: self.expire(name, work))
 
     def expire(self, name, work):
-        return [] if work.is_gone else [self.lose(name, work, Outcome.LOST)]
+        return [] if work.is_gone else [self.lose(name, work, UpdateStatus.LOST)]
 
     def begin(self, name, work):
         work.is_stuck = not self.boards[name].answers
@@ -206,10 +208,10 @@ class PacedFleet:
         return events
 
     def assignments(self):
-        return [order for _, order in self.given if isinstance(order, Assignment)]
+        return [order for _, order in self.given if isinstance(order, TrainInstruction)]
 
     def recalls(self):
-        return [(at, order.device_id) for at, order in self.given if isinstance(order, Recall)]
+        return [(at, order.device_id) for at, order in self.given if isinstance(order, FinishEarlyInstruction)]
 
 
 def trained(w, target, learning_rate, iterations):
@@ -222,13 +224,13 @@ def trained(w, target, learning_rate, iterations):
 
 def run(fleet, strategy, *, gate=None, goal=None, start=0.0, rounds=3):
     """Drives a strategy and returns the last state."""
-    state, _ = drive(
+    state, _ = run_rounds(
         strategy,
         strategy.init({"w": np.full(2, start)}),
         fleet=fleet,
         journal=fleet.journal,
-        goal=goal or Goal(rounds=rounds),
+        goal=goal or StoppingCriteria(rounds=rounds),
         evaluate=lambda *_: (),
-        gate=gate,
+        policy=gate,
     )
     return state

@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from edgefl.coordinator import pki
-from edgefl.device.mqtt_session import LinkTls
-from edgefl.device.neighbours.direct import DirectCarrier, PeerPace
-from edgefl.device.neighbours.peer_frames import Frame, FrameKind, read_frame, write_frame
-from edgefl.device.neighbours.peer_tls import PeerTls, wrap
+from edgefl.device.mqtt.session import MqttTlsFiles
+from edgefl.device.peers.framing import FrameKind, TransportFrame, read_frame, write_frame
+from edgefl.device.peers.tls import PeerTls, wrap_tls
+from edgefl.device.peers.tls_transport import PeerTimeouts, TlsPeerTransport
 
 LOOPBACK = "127.0.0.1"
 PATIENCE_S = 60.0
 # Comes back fast, and is not taken for dead on a busy machine.
-BRISK = PeerPace(keep_alive_s=0.2, silence_s=10.0, max_backoff_s=0.2)
+BRISK = PeerTimeouts(keep_alive_s=0.2, idle_timeout_s=10.0, max_backoff_s=0.2)
 # Never gives up by itself, nor says anything unasked.
-PATIENT = PeerPace(keep_alive_s=60.0, silence_s=60.0)
+PATIENT = PeerTimeouts(keep_alive_s=60.0, idle_timeout_s=60.0)
 # Gives up fast too.
-HASTY = PeerPace(keep_alive_s=0.1, silence_s=0.6, max_backoff_s=0.2)
+HASTY = PeerTimeouts(keep_alive_s=0.1, idle_timeout_s=0.6, max_backoff_s=0.2)
 
 Address = tuple[str, int]
 
@@ -47,7 +47,7 @@ class Board:
         self.gate = threading.Event()
         self.gate.set()
         self.name: str = carrier_options["device_id"]
-        self.carrier = DirectCarrier(**carrier_options, on_message=self._take)
+        self.carrier = TlsPeerTransport(**carrier_options, on_message=self._take)
 
     @property
     def address(self) -> Address:
@@ -78,7 +78,7 @@ class FakeBoard:
         """The next connection, after its handshake."""
         plain, _ = self._server.accept()
         plain.settimeout(PATIENCE_S)
-        connection = wrap(plain, self._tls.listening, is_listener=True)
+        connection = wrap_tls(plain, self._tls.server_context, is_server=True)
         self.accepted.append(connection)
         connection.do_handshake()
         return connection
@@ -104,15 +104,15 @@ class PeerFleet:
 
     def tls(
         self, name: str, *, authority: pki.KeyPair | None = None, certificate: pki.KeyPair | None = None
-    ) -> LinkTls:
+    ) -> MqttTlsFiles:
         """Files of a device of this fleet; or with another CA, or another certificate."""
         authority = authority or self.authority
-        pair = certificate or pki.issue_client(authority, name)
-        folder = self.root / f"{name}-{pki.serial(pair.cert_pem)}"
+        pair = certificate or pki.issue_client_certificate(authority, name)
+        folder = self.root / f"{name}-{pki.get_serial(pair.cert_pem)}"
         folder.mkdir(exist_ok=True)
         for kind, pem in (("ca", authority.cert_pem), ("cert", pair.cert_pem), ("key", pair.key_pem)):
             (folder / kind).write_bytes(pem)
-        return LinkTls(ca=folder / "ca", cert=folder / "cert", key=folder / "key")
+        return MqttTlsFiles(ca=folder / "ca", cert=folder / "cert", key=folder / "key")
 
     def board(
         self,
@@ -121,8 +121,8 @@ class PeerFleet:
         *,
         hosts: Mapping[str, Address] | None = None,
         listen: Address = (LOOPBACK, 0),
-        pace: PeerPace = BRISK,
-        tls: LinkTls | None = None,
+        pace: PeerTimeouts = BRISK,
+        tls: MqttTlsFiles | None = None,
     ) -> Board:
         """A board that has started."""
         board = Board(
@@ -130,31 +130,31 @@ class PeerFleet:
                 "device_id": name,
                 "tls": tls or self.tls(name),
                 "listen": listen,
-                "hosts": hosts or {},
-                "neighbours": neighbours,
-                "pace": pace,
+                "addresses": hosts or {},
+                "peers": neighbours,
+                "timeouts": pace,
             }
         )
         board.carrier.start()
         self._open.append(board)
         return board
 
-    def pair(self, pace: PeerPace = BRISK) -> tuple[Board, Board]:
+    def pair(self, pace: PeerTimeouts = BRISK) -> tuple[Board, Board]:
         """Two neighbours, a and b, that know each other's address."""
         boards = self.board("a", ["b"], pace=pace), self.board("b", ["a"], pace=pace)
         introduce(boards)
         return boards
 
-    def fake(self, name: str, *, tls: LinkTls | None = None) -> FakeBoard:
+    def fake(self, name: str, *, tls: MqttTlsFiles | None = None) -> FakeBoard:
         fake = FakeBoard(PeerTls.load(tls or self.tls(name), name))
         self._open.append(fake)
         return fake
 
-    def dial(self, name: str, board: Board, *, tls: LinkTls | None = None) -> ssl.SSLSocket:
+    def dial(self, name: str, board: Board, *, tls: MqttTlsFiles | None = None) -> ssl.SSLSocket:
         """A connection to a board with the certificate of a device, after the handshake."""
         plain = socket.create_connection(board.address, timeout=PATIENCE_S)
         context = _raw_context(tls or self.tls(name))
-        connection = wrap(plain, context, is_listener=False)
+        connection = wrap_tls(plain, context, is_server=False)
         self._open.append(connection)
         connection.do_handshake()
         return connection
@@ -177,16 +177,16 @@ class PeerFleet:
 def introduce(boards: Iterable[Board]) -> None:
     hosts = {board.name: board.address for board in boards}
     for board in boards:
-        board.carrier.set_hosts(hosts)
+        board.carrier.set_addresses(hosts)
 
 
 def say(connection: ssl.SSLSocket, kind: FrameKind, **content: Any) -> None:
-    write_frame(connection, Frame(kind=kind, **content), silence_s=PATIENCE_S)
+    write_frame(connection, TransportFrame(kind=kind, **content), idle_timeout_s=PATIENCE_S)
 
 
-def hear(connection: ssl.SSLSocket) -> Frame:
+def hear(connection: ssl.SSLSocket) -> TransportFrame:
     """The next frame that is no mere sign of life."""
-    while (frame := read_frame(connection, silence_s=PATIENCE_S)).kind is FrameKind.ALIVE:
+    while (frame := read_frame(connection, idle_timeout_s=PATIENCE_S)).kind is FrameKind.KEEP_ALIVE:
         pass
     return frame
 
@@ -204,7 +204,7 @@ def is_closed(connection: socket.socket) -> bool:
     return True
 
 
-def _raw_context(tls: LinkTls) -> ssl.SSLContext:
+def _raw_context(tls: MqttTlsFiles) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

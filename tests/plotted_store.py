@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from edgefl.history.series import RunHead
-from edgefl.storage.records import DispatchRow, EvaluationRow, RunStatus, UpdateRow
+from edgefl.core.types import UpdateStatus
+from edgefl.history.series import RunInfo
+from edgefl.storage.repositories.records import AssignmentRow, EvaluationRow, RunStatus, UpdateRow
 from edgefl.storage.store import Store
-from edgefl.types import Outcome
 
 PACES_S = {"pi-1": 1.0, "pi-2": 3.0}
 """Seconds that the devices of `add_synchronous` compute in a round."""
@@ -27,7 +27,7 @@ def add_run(store: Store, name: str, *, strategy: str = "fedavg", run_id: str = 
     made = run_id or name
     store.add_run(
         run_id=made, name=name, task="digits", strategy=strategy, config={}, seed=7,
-        submitted_at=BEGIN + len(store.runs()),
+        submitted_at=BEGIN + len(store.list_runs()),
     )  # fmt: skip
     store.set_run_status(made, RunStatus.FINISHED, at=BEGIN)
     return made
@@ -56,9 +56,10 @@ def add_synchronous(
 def add_round(store: Store, run_id: str, number: int, at: float, paces_s: Mapping[str, float]) -> None:
     store.open_round(run_id, number, started_at=at)
     ids = {device: f"{number}-{device}" for device in paces_s}
-    store.record_dispatches(
+    store.record_assignments(
         run_id,
-        [DispatchRow(assignment_id=ids[name], device_id=name, round=number, base_version=number - 1, dispatched_at=at)
+        [AssignmentRow(assignment_id=ids[name], device_id=name, round=number, base_version=number - 1,
+                       dispatched_at=at)
          for name in paces_s],
     )  # fmt: skip
     store.record_updates(
@@ -79,19 +80,19 @@ def add_round(store: Store, run_id: str, number: int, at: float, paces_s: Mappin
 def add_lost(store: Store, run_id: str, number: int, device: str, *, at: float) -> None:
     """An assignment that brought nothing."""
     made = f"{number}-{device}-lost"
-    row = DispatchRow(assignment_id=made, device_id=device, round=number, base_version=0, dispatched_at=at)
-    store.record_dispatches(run_id, [row])
-    lost = UpdateRow(assignment_id=made, device_id=device, round=number, base_version=0, outcome=Outcome.LOST)
+    row = AssignmentRow(assignment_id=made, device_id=device, round=number, base_version=0, dispatched_at=at)
+    store.record_assignments(run_id, [row])
+    lost = UpdateRow(assignment_id=made, device_id=device, round=number, base_version=0, outcome=UpdateStatus.LOST)
     store.record_updates(run_id, [lost])
 
 
 def add_late(store: Store, run_id: str, number: int, device: str, *, at: float) -> None:
     """An update that came too late to be applied."""
     made = f"{number}-{device}-late"
-    row = DispatchRow(assignment_id=made, device_id=device, round=number, base_version=0, dispatched_at=at)
-    store.record_dispatches(run_id, [row])
+    row = AssignmentRow(assignment_id=made, device_id=device, round=number, base_version=0, dispatched_at=at)
+    store.record_assignments(run_id, [row])
     late = UpdateRow(
-        assignment_id=made, device_id=device, round=number, base_version=0, outcome=Outcome.LATE,
+        assignment_id=made, device_id=device, round=number, base_version=0, outcome=UpdateStatus.LATE,
         iterations=ITERATIONS, compute_s=1.0, send_s=0.1, received_at=at + 1.1,
     )  # fmt: skip
     store.record_updates(run_id, [late])
@@ -108,7 +109,7 @@ def evaluate(store: Store, run_id: str, number: int, accuracy: float, *, at: flo
 def add_nodes(store: Store, run_id: str, disagreements: Sequence[float]) -> None:
     """Models of the devices' own: a hundredth less accurate than the average, the worst a tenth."""
     for number, value in enumerate(disagreements, 1):
-        store.set_round_figures(
+        store.set_round_metrics(
             run_id,
             number,
             {
@@ -127,11 +128,11 @@ def add_asynchronous(store: Store, name: str, staleness: Sequence[int]) -> str:
         assert base >= 0
         at = BEGIN + place
         store.open_round(made, number, started_at=at)
-        sent = DispatchRow(
+        sent = AssignmentRow(
             assignment_id=f"a{place}", device_id=f"pi-{stale}", round=base + 1, base_version=base,
             dispatched_at=BEGIN + base,
         )  # fmt: skip
-        store.record_dispatches(made, [sent])
+        store.record_assignments(made, [sent])
         update = UpdateRow(
             assignment_id=f"a{place}", device_id=f"pi-{stale}", round=base + 1, base_version=base, iterations=1,
             num_examples=10, bytes_up=BYTES_UP, bytes_down=BYTES_DOWN, compute_s=0.5, send_s=0.1, wait_s=0.0,
@@ -143,5 +144,5 @@ def add_asynchronous(store: Store, name: str, staleness: Sequence[int]) -> str:
     return made
 
 
-def head(run_id: str, batch_size: int | None = None) -> RunHead:
-    return RunHead(run_id=run_id, name=run_id, strategy="fedavg", batch_size=batch_size)
+def head(run_id: str, batch_size: int | None = None) -> RunInfo:
+    return RunInfo(run_id=run_id, name=run_id, strategy="fedavg", batch_size=batch_size)

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from requirements import require
 
-from edgefl.local_fleet import free_port
+from edgefl.simulation.local_fleet import find_free_port
 
 PASSWORD = "a quiet p@ss:word/%"
 
@@ -27,7 +27,7 @@ class PostgresServer:
     """A running server; every database in it belongs to the user `edgefl`, who needs a password."""
 
     def __init__(self, programs: Path, folder: Path) -> None:
-        self._programs, self._folder, self.port = programs, folder, free_port()
+        self._programs, self._folder, self.port = programs, folder, find_free_port()
         self._account = _account()
         self._count = 0
 

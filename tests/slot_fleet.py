@@ -12,7 +12,7 @@ from typing import Any
 from wheel_files import Signer, edgefl_wheel, make_slots
 
 from edgefl import __version__
-from edgefl.local_fleet import LocalDevice, LocalFleet
+from edgefl.simulation.local_fleet import LocalDeviceSpec, LocalFleet
 
 SUPERVISOR = Path(__file__).parent / "e2e" / "slot_supervisor.py"
 
@@ -28,18 +28,18 @@ class SlotFleet:
     folder: Path
 
     def run(self, *arguments: str) -> tuple[int, str]:
-        process = self.fleet.popen(arguments)
+        process = self.fleet.start_command(arguments)
         output = process.communicate(timeout=300)[0].decode()
         return process.returncode, output
 
     def on_board(self, *arguments: str) -> str:
         """Returns what `edgefl ...` of the board's slot in use prints."""
         board = next(device for device in self.fleet.devices if device.name == "board")
-        process = self.fleet.popen([*arguments, "--state", str(self.fleet.root / "board")], board.program)
+        process = self.fleet.start_command([*arguments, "--state", str(self.fleet.root / "board")], board.program)
         return process.communicate(timeout=60)[0].decode()
 
     def device(self, name: str = "board") -> Any:
-        return self.fleet.operator().get(f"/edgefl/v1/devices/{name}")
+        return self.fleet.make_client().get(f"/edgefl/v1/devices/{name}")
 
     def release(self, version: str, changes: Any = None) -> str:
         wheel = edgefl_wheel(self.folder / version, version, changes)
@@ -47,7 +47,9 @@ class SlotFleet:
 
     def events(self) -> list[str]:
         return [
-            row["kind"] for row in self.fleet.history("events", device="board") if row["kind"].startswith("update")
+            row["kind"]
+            for row in self.fleet.list_history("events", device="board")
+            if row["kind"].startswith("update")
         ]
 
 
@@ -59,8 +61,8 @@ def slot_fleet(folder: Path, tools: Any, *also_importable: Path) -> Iterator[Slo
     board, manual = tools.devices(2)
     program = (sys.executable, str(SUPERVISOR), str(root), str(signer.trusted))
     devices = [
-        LocalDevice(name="board", shards=board.shards, program=program),
-        LocalDevice(name="manual", shards=manual.shards),
+        LocalDeviceSpec(name="board", shards=board.shards, program=program),
+        LocalDeviceSpec(name="manual", shards=manual.shards),
     ]
     with tools.fleet(folder / "fleet", devices, also_importable=also_importable) as fleet:
         made = SlotFleet(fleet, tools, signer, root, folder)

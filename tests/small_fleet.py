@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from edgefl.coordinator.fleet.presence import Presence
-from edgefl.coordinator.fleet.roster import Roster
-from edgefl.protocol import Heartbeat, Status
+from edgefl.coordinator.fleet.presence import PresenceTracker
+from edgefl.coordinator.fleet.registry import DeviceRegistry
+from edgefl.core.protocol import Heartbeat, StatusMessage
 from edgefl.storage.store import Store
 
 _keys = itertools.count()
@@ -26,16 +26,16 @@ def eventually(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
 
 def settled(rollouts: Any) -> None:
     """Waits until the thread of deployments or installations has looked at everything twice from now on."""
-    thread, seen = rollouts._thread, list[int]()
-    look = thread._look
-    thread._look = lambda: (seen.append(1), look())[1]
+    thread, seen = rollouts._controller, list[int]()
+    look = thread._reconcile
+    thread._reconcile = lambda: (seen.append(1), look())[1]
     eventually(lambda: len(seen) > 2)
-    thread._look = look
+    thread._reconcile = look
 
 
 def enroll(store: Store, *names: str, key: bytes | None = None, **more: Any) -> None:
     """Lets members in, each with a key of its own that is none, or with this one."""
-    if not store.tokens():
+    if not store.list_tokens():
         store.add_token(
             token_id="t", secret_sha256="0" * 64, expires_at=9e12, uses=99, groups=(), role=None, created_at=1.0
         )
@@ -51,8 +51,8 @@ def add_run(store: Store, run_id: str = "r", **more: Any) -> None:
     store.add_run(run_id=run_id, **{**usual, **more})
 
 
-def status(state: str = "online", *, boot: str = "boot-1", session: int = 1, **more: Any) -> Status:
-    return Status(state=state, boot_id=boot, session_no=session, **more)
+def status(state: str = "online", *, boot: str = "boot-1", session: int = 1, **more: Any) -> StatusMessage:
+    return StatusMessage(state=state, boot_id=boot, session_no=session, **more)
 
 
 def beat(seq: int = 1, *, session: int = 1, **told: Any) -> Heartbeat:
@@ -64,8 +64,8 @@ class SmallFleet:
 
     def __init__(self, *names: str, task: str = "digits", clock: Callable[[], float] | None = None) -> None:
         self.now_s, self._nodes = 0.0, itertools.count(1)
-        self.roster = Roster(Presence(), clock or (lambda: self.now_s))
-        self.roster.note_bus(connected=True)
+        self.roster = DeviceRegistry(PresenceTracker(), clock or (lambda: self.now_s))
+        self.roster.record_broker_link(connected=True)
         for name in names:
             self.add(name, task=task)
 
@@ -83,7 +83,7 @@ class SmallFleet:
         return node_id
 
     def say(self, name: str, state: str = "online", **more: Any) -> None:
-        self.roster.note_status(name, status(state, **more))
+        self.roster.record_status(name, status(state, **more))
 
     def beat(self, name: str, seq: int = 1, **told: Any) -> None:
-        self.roster.note_heartbeat(name, beat(seq, **told))
+        self.roster.record_heartbeat(name, beat(seq, **told))

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from edgefl.types import DeviceInfo, SparseTensor, Update, UpdateMetrics
+from edgefl.core.types import DeviceInfo, SparseTensor, Update, UpdateMetrics
 
 
 def view_of(*idle, busy=None, devices=None, now_s=0.0):
@@ -13,7 +13,7 @@ def view_of(*idle, busy=None, devices=None, now_s=0.0):
     names = [*idle, *busy] if devices is None else devices
     return SimpleNamespace(
         now_s=now_s, devices={name: DeviceInfo(device_id=name) for name in names},
-        idle=[name for name in idle if name not in busy], busy=busy, speeds={}, progress={}, vitals={},
+        idle=[name for name in idle if name not in busy], busy=busy, speeds={}, progress={}, health={},
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ class SyncedWal:
     """Counts on what this program makes durable itself, from now on; what is there already is on disk."""
 
     def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._database = Path(store.database.where)
+        self._database = Path(store.database.location)
         self._wal = Path(f"{self._database}-wal")
         self.num_bytes, self._sync = self._wal.stat().st_size, os.fdatasync
         monkeypatch.setattr(os, "fdatasync", self._note)

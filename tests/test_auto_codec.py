@@ -5,10 +5,10 @@ from statistics import median
 import pytest
 
 import edgefl
-from edgefl.assembly import assemble
-from edgefl.compression.auto import CANDIDATES
-from edgefl.config import parse_run
-from edgefl.errors import CodecError, ConfigError
+from edgefl.compression.codec_selection import CANDIDATES
+from edgefl.core.config import parse_run
+from edgefl.core.errors import CodecError, ConfigError
+from edgefl.engine.build import build_run
 
 PROFILES = """
 [profile.fast]
@@ -79,4 +79,4 @@ def test_it_chooses_among_the_codecs_that_are_named(simulated):
 def test_what_makes_no_sense_is_refused_before_the_run(compression, strategy, error, text):
     config = {"run": {"task": "digits"}, "strategy": {"name": strategy}, "compression": compression}
     with pytest.raises(error, match=text):
-        assemble(parse_run(config), "check")
+        build_run(parse_run(config), "check")

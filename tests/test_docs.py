@@ -18,26 +18,26 @@ import pytest
 from markdown_pages import PAGES, ROOT, fences, inline_code
 
 import edgefl
-from edgefl.assembly import assemble
 from edgefl.cli.main import edgefl as cli
 from edgefl.compression.codec import make_codec
+from edgefl.compression.codec_benchmark import make_random_update
 from edgefl.compression.decoding import decode_body
-from edgefl.compression.feedback import ErrorFeedback
-from edgefl.compression.measuring import drawn_update
-from edgefl.compression.registry import ENTRY_POINTS as CODECS
-from edgefl.config import AlertSettings, CertificateSettings, RunConfig, from_mapping, parse_run
-from edgefl.errors import CodecError
-from edgefl.simulated_run import simulate
+from edgefl.compression.error_feedback import ErrorFeedback
+from edgefl.compression.registry import ENTRY_POINT_GROUP as CODECS
+from edgefl.core.config import AlertSettings, CertificateSettings, RunConfig, from_mapping, parse_run
+from edgefl.core.errors import CodecError
+from edgefl.core.types import TensorSpec, TrainConfig, derive_rng
+from edgefl.engine.build import build_run
 from edgefl.simulation.faults import load_faults
-from edgefl.strategies.registry import ENTRY_POINTS as STRATEGIES
+from edgefl.simulation.simulated_run import simulate
+from edgefl.strategies.registry import ENTRY_POINT_GROUP as STRATEGIES
 from edgefl.strategies.registry import find_strategy
-from edgefl.tasks.local_steps import ENTRY_POINT_GROUP as LOCAL_STEPS
-from edgefl.tasks.local_steps import make_local_step
-from edgefl.tasks.local_training import train
+from edgefl.tasks.datasets.central import load_central_data
+from edgefl.tasks.local_algorithms.local_training import train
+from edgefl.tasks.local_algorithms.registry import ENTRY_POINT_GROUP as LOCAL_STEPS
+from edgefl.tasks.local_algorithms.registry import make_local_algorithm
 from edgefl.tasks.registry import make_task
-from edgefl.tasks.shards import check_shard
-from edgefl.tasks.sources import central_data
-from edgefl.types import LocalPlan, TensorSpec, derived_rng
+from edgefl.tasks.sharding.shard_files import check_shard
 
 by_page = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 
@@ -144,7 +144,7 @@ def test_every_setting_in_a_block_exists(modules, tmp_path):
         if table.keys() <= SECTIONS.keys():
             # Pieces of run files are of a task whose tensors the patterns of layers are of.
             run = {"run": {"task": "fashion-mnist"}, **table}
-            assert assemble(parse_run(run), "check").strategy is not None, name
+            assert build_run(parse_run(run), "check").strategy is not None, name
         elif table.keys() <= SETTINGS.keys():
             for section, values in table.items():
                 assert from_mapping(SETTINGS[section], values, section)
@@ -251,31 +251,31 @@ def test_the_entry_points_of_the_pages_are_those_that_the_code_looks_for(modules
 
 
 def test_a_local_algorithm_of_the_pages_trains(modules):
-    task, data = make_task("digits"), central_data("digits").train
+    task, data = make_task("digits"), load_central_data("digits").train
     for name, target in entry_points()[LOCAL_STEPS].items():
-        plan = LocalPlan(algorithm=name, iterations=30, learning_rate=0.5)
-        assert type(make_local_step(plan)).__name__ == target.partition(":")[2]
+        plan = TrainConfig(algorithm=name, iterations=30, learning_rate=0.5)
+        assert type(make_local_algorithm(plan)).__name__ == target.partition(":")[2]
         learner = task.learner()
         learner.load(task.init(7))
-        train(learner, data, plan, derived_rng(1), clock=lambda: 0.0, on_iteration=lambda *_: False)
+        train(learner, data, plan, derive_rng(1), clock=lambda: 0.0, on_iteration=lambda *_: False)
         assert learner.evaluate(data)[1] > 0.6
 
 
 def test_a_codec_of_the_pages_keeps_its_promises(modules):
     shapes = (TensorSpec(name="fc.weight", shape=(60, 50)), TensorSpec(name="fc.bias", shape=(60,)))
-    update, rng = drawn_update(shapes, np.random.default_rng(3)), np.random.default_rng(1)
+    update, rng = make_random_update(shapes, np.random.default_rng(3)), np.random.default_rng(1)
     for name in entry_points()[CODECS]:
         (spec, *_) = re.findall(rf"\b{name}:[\w.+-]+", "".join(PAGES.values()))
         codec = make_codec(spec, shapes)
         for tensor, found in decode_body(codec.encode(update, rng), shapes).items():
-            assert np.all(np.abs(found - update[tensor]) <= codec.values.error_bound(update[tensor]) + 1e-9)
+            assert np.all(np.abs(found - update[tensor]) <= codec.value_stage.error_bound(update[tensor]) + 1e-9)
         with pytest.raises(CodecError, match="finite"):
             codec.encode({one.name: np.full(one.shape, np.nan, np.float32) for one in shapes}, rng)
         feedback, given, sent = ErrorFeedback(make_codec(f"ef|topk:0.1|{spec}", shapes)), 0.0, 0.0
         for number in range(20):
-            moved = drawn_update(shapes, np.random.default_rng(number))
+            moved = make_random_update(shapes, np.random.default_rng(number))
             sent += decode_body(feedback.encode(str(number), moved, rng), shapes)["fc.weight"].dense()
-            feedback.settle([str(number)])
+            feedback.record_used([str(number)])
             given += moved["fc.weight"]
         assert np.abs(given - sent - feedback.state()["residual/fc.weight"]).max() < 1e-5, "nothing is lost for good"
 
@@ -296,8 +296,8 @@ def test_the_task_of_the_pages_reads_its_folder_as_it_grows_and_learns(modules, 
     assert (report.task, report.num_examples, report.labels) == (target, 400, ("closed", "open"))
     data, learner = task.read(str(folder)), task.learner()
     learner.load(task.init(7))
-    plan = replace(LocalPlan(), **{**task.defaults, "epochs": 30.0})
-    train(learner, data, plan, derived_rng(7), clock=lambda: 0.0, on_iteration=lambda *_: False)
+    plan = replace(TrainConfig(), **{**task.defaults, "epochs": 30.0})
+    train(learner, data, plan, derive_rng(7), clock=lambda: 0.0, on_iteration=lambda *_: False)
     assert learner.evaluate(data)[1] > 0.95
     (folder / "day-2.csv").write_text("1,2,3,4,1\n")
     assert len(task.read(str(folder))) == 401

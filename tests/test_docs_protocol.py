@@ -18,54 +18,58 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from fastapi.routing import APIRoute
 from markdown_pages import code, page, part, rows, tables
 
-from edgefl import __version__, protocol
-from edgefl.assembly import assemble
+from edgefl import __version__
 from edgefl.compression import wire
 from edgefl.compression.registry import STAGES
-from edgefl.config import parse_run
-from edgefl.coordinator import access, superlink
-from edgefl.coordinator.brokers import broker, bus
-from edgefl.coordinator.dispatch import door, live_fleet, outstanding, questions
-from edgefl.coordinator.dispatch.downlink import HELD, KEEP, PREPARED
-from edgefl.coordinator.dispatch.lives import Lives
-from edgefl.coordinator.dispatch.messages import order_header
+from edgefl.coordinator import auth
+from edgefl.coordinator.api.certificates import certificates_router
+from edgefl.coordinator.api.deployments import deployment_router
+from edgefl.coordinator.api.installations import installation_router
+from edgefl.coordinator.api.models import model_router
+from edgefl.coordinator.api.operator_routes import operator_router
+from edgefl.coordinator.api.page import page_router
+from edgefl.coordinator.api.run_control import run_control_router
+from edgefl.coordinator.brokers import broker, mqtt_client
+from edgefl.coordinator.enrolment.enrolment_service import enrolment_router
+from edgefl.coordinator.enrolment.reenrolment import reenrolment_router
+from edgefl.coordinator.enrolment.renewal import renewal_router
+from edgefl.coordinator.execution import admission, in_flight, live_fleet, rpc
+from edgefl.coordinator.execution.headers import create_instruction_header
+from edgefl.coordinator.execution.incarnations import RunIncarnations
+from edgefl.coordinator.execution.model_distribution import KEEP_MODEL, PREFETCHED_KEY, REPLY_ONLY
 from edgefl.coordinator.fleet import presence
-from edgefl.coordinator.joining.enrolment import enrolment_router
-from edgefl.coordinator.joining.readmission import readmission_router
-from edgefl.coordinator.joining.renewal import renewal_router
+from edgefl.coordinator.flower import superlink
 from edgefl.coordinator.monitoring.metrics import metrics_router
-from edgefl.coordinator.rollouts import deployments, installations, rollout, telling
-from edgefl.coordinator.web.api import operator_router
-from edgefl.coordinator.web.certificates_api import certificates_router
+from edgefl.coordinator.rollouts import deployments, installations, notifications, state_machine
 from edgefl.coordinator.web.dashboard import dashboard_router
-from edgefl.coordinator.web.deployment_api import deployment_router
-from edgefl.coordinator.web.installation_api import installation_router
-from edgefl.coordinator.web.jobs_api import jobs_router
-from edgefl.coordinator.web.models_api import model_router
-from edgefl.coordinator.web.page_api import page_router
-from edgefl.device import file_fetch, logbook, polling
-from edgefl.device.inference import inference_server, model_fetch, model_store
-from edgefl.device.installations import InstallReport
-from edgefl.device.neighbours import peer_frames, peer_listener, peer_queue
-from edgefl.device.neighbours.direct import PeerPace
-from edgefl.protocol import Topic, peer_topic
-from edgefl.types import Assignment, Evaluation, LocalPlan
+from edgefl.core import protocol
+from edgefl.core.config import parse_run
+from edgefl.core.protocol import Topic, peer_topic
+from edgefl.core.types import EvaluateInstruction, TrainConfig, TrainInstruction
+from edgefl.device import file_download
+from edgefl.device.diagnostics import json_log
+from edgefl.device.flower import poll_backoff
+from edgefl.device.inference import model_download, model_store, server
+from edgefl.device.peers import framing, listener, send_queue
+from edgefl.device.peers.tls_transport import PeerTimeouts
+from edgefl.device.updates.installation_client import InstallReport
+from edgefl.engine.build import build_run
 
 PROTOCOL = page("protocol")
 
 
 def test_the_page_describes_every_topic_with_its_writer_quality_and_fields():
     messages = {
-        Topic.STATUS: protocol.Status, Topic.HEARTBEAT: protocol.Heartbeat, Topic.CAPABILITIES: protocol.Capabilities,
-        Topic.PROGRESS: protocol.ProgressReport, Topic.COMMAND: protocol.Command,
-        Topic.ANSWER: protocol.CommandAnswer,
+        Topic.STATUS: protocol.StatusMessage, Topic.HEARTBEAT: protocol.Heartbeat,
+        Topic.CAPABILITIES: protocol.Capabilities, Topic.PROGRESS: protocol.ProgressReport,
+        Topic.COMMAND: protocol.Command, Topic.ANSWER: protocol.CommandReply,
     }  # fmt: skip
     told = {code(row[0])[0]: row for row in rows(part(PROTOCOL, "MQTT")) if len(row) == 5}
     assert told.pop(f"{protocol.PEER}/OTHER")[2:4] == ["1", "yes"]
     assert set(told) == set(Topic)
     for topic, (_, writer, quality, retained, said) in told.items():
         assert writer.startswith("device") == (topic in protocol.FROM_DEVICE), topic
-        assert int(quality) == {**bus.QOS, Topic.BELL: 0, Topic.COMMAND: 1}[Topic(topic)], topic
+        assert int(quality) == {**mqtt_client.QOS, Topic.WAKEUP: 0, Topic.COMMAND: 1}[Topic(topic)], topic
         assert retained == ("yes" if topic in {"status", "capabilities"} else "no"), topic
         if topic in messages:
             known = {item.name for item in fields(messages[Topic(topic)])}
@@ -75,7 +79,7 @@ def test_the_page_describes_every_topic_with_its_writer_quality_and_fields():
 
 
 def test_the_page_gives_the_rules_as_our_own_mosquitto_has_them():
-    assert f"```\n{broker.acl_file('FLEET')}```\n" in part(PROTOCOL, "MQTT")
+    assert f"```\n{broker.render_acl_file('FLEET')}```\n" in part(PROTOCOL, "MQTT")
     assert f"`{peer_topic('FLEET', 'SENDER', 'RECEIVER')}`" in part(PROTOCOL, "From device to device")
     assert f"`{peer_topic('FLEET', '+', 'RECEIVER')}`" in part(PROTOCOL, "From device to device")
 
@@ -91,7 +95,7 @@ viewer, operator, device = guard(), guard(), guard()
 def served():
     """Every route of the HTTPS port, and who may call it."""
     # The routes are looked at, not called, so nothing has to stand behind them.
-    parts = {"store": None, "roster": None, "worker": None, "check": None}
+    parts = {"store": None, "registry": None, "run_scheduler": None, "check": None}
     routers = [
         enrolment_router(None),
         operator_router(**parts, viewer=viewer, operator=operator),
@@ -99,14 +103,20 @@ def served():
         model_router(store=None, folder=Path(), viewer=viewer),
         page_router(None, viewer=viewer, operator=operator),
         dashboard_router(),
-        renewal_router(None, device=device),
-        readmission_router(None),
+        renewal_router(None, device_check=device),
+        reenrolment_router(None),
         certificates_router(rotation=None, remove=str, operator=operator),
         deployment_router(store=None, deployments=None, viewer=viewer, operator=operator, device=device),
         installation_router(
-            store=None, installations=SimpleNamespace(files=None), viewer=viewer, operator=operator, device=device
+            store=None,
+            installations=SimpleNamespace(bundle_store=None),
+            viewer=viewer,
+            operator=operator,
+            device=device,
         ),
-        jobs_router(store=None, worker=None, questions=None, plan=None, viewer=viewer, operator=operator),
+        run_control_router(
+            store=None, run_scheduler=None, device_rpc=None, plan=None, viewer=viewer, operator=operator
+        ),
     ]
     found = {f"POST /v1/fleet/{name}": "device" for name in superlink._HANDLERS}
     for route in (route for router in routers for route in router.routes):
@@ -122,48 +132,48 @@ def test_the_page_lists_what_a_device_reports_of_an_installation():
     (reports,) = tables(part(PROTOCOL, "Installations"))
     told = {name: cells[1] for cells in reports for name in code(cells[0])}
     assert set(told) == {item.name for item in fields(InstallReport)}
-    assert set(code(told["state"])) == {"fetching", "requested", *installations.REPORTED}
+    assert set(code(told["state"])) == {"fetching", "requested", *installations.REPORTED_STAGES}
 
 
 def test_the_page_lists_every_route_and_who_may_call_it():
     told = {name: row[1] for row in rows(part(PROTOCOL, "HTTPS")) for name in code(row[0]) if " /" in name}
     assert told == served()
-    room = Path(superlink.__file__).parent
+    room = Path(superlink.__file__).parents[1]
     routers = {path.stem for path in room.rglob("*.py") if "APIRouter(" in path.read_text()}
     assert routers == {
-        "api", "certificates_api", "dashboard", "deployment_api", "enrolment", "installation_api", "jobs_api",
-        "metrics", "models_api", "page_api", "readmission", "renewal",
+        "certificates", "dashboard", "deployments", "enrolment_service", "installations", "metrics", "models",
+        "operator_routes", "page", "reenrolment", "renewal", "run_control",
     }  # fmt: skip
 
 
 def test_the_page_lists_every_status_that_an_error_can_have():
     told = {int(row[0]) for row in rows(part(PROTOCOL, "HTTPS")) if row[0].isdigit()}
-    assert told == {*access.STATUS.values(), 422}
+    assert told == {*auth.STATUS_BY_ERROR.values(), 422}
 
 
 def test_the_page_describes_every_key_of_an_offer_and_of_what_a_device_says_of_it():
     offers, reports = tables(part(PROTOCOL, "Deployments"))
-    offer = {item.name for item in fields(model_fetch.Offer)} - {"num_bytes"} | {"bytes"}
+    offer = {item.name for item in fields(model_download.ModelOffer)} - {"num_bytes"} | {"bytes"}
     assert {name for row in offers for name in code(row[0])} == offer
-    report = {item.name for item in fields(model_store.Report)} | {"runs"}
+    report = {item.name for item in fields(model_store.DeploymentReport)} | {"runs"}
     assert {name for row in reports for name in code(row[0])} == report
     (states,) = [set(code(row[1])) for row in reports if row[0] == "`state`"]
-    assert states == {*deployments.AT_WORK, *map(str, rollout.REPORTED)}
+    assert states == {*deployments.IN_PROGRESS_STATES, *map(str, state_machine.STAGES_BEFORE_REPORT)}
 
 
 def test_the_page_describes_every_key_of_an_instruction_and_no_other():
     instructions, _ = tables(part(PROTOCOL, "Work"))
-    plan = LocalPlan(iterations=1, options={"a": 1})
-    order = Assignment(assignment_id="a1", device_id="d1", base_version=0, plan=plan, block=0)
-    of_model = {**KEEP, "base": 0, **HELD, "mail": [], PREPARED: 0}  # what the downlink adds
-    told_order = {**order_header(Lives("r1"), order), **of_model}
-    sent = {**assemble(parse_run({"run": {"task": "digits"}}), "r1").header, **told_order}
+    plan = TrainConfig(iterations=1, options={"a": 1})
+    order = TrainInstruction(assignment_id="a1", device_id="d1", base_version=0, plan=plan, block=0)
+    of_model = {**KEEP_MODEL, "base": 0, **REPLY_ONLY, "mail": [], PREFETCHED_KEY: 0}  # what the downlink adds
+    told_order = {**create_instruction_header(RunIncarnations("r1"), order), **of_model}
+    sent = {**build_run(parse_run({"run": {"task": "digits"}}), "r1").header, **told_order}
     assert {name for row in instructions for name in code(row[0])} == set(sent)
     (told,) = [code(row[1]) for row in instructions if row[0] == "`plan`"]
-    assert set(told) - {"train"} == {item.name for item in fields(LocalPlan)} - {"inbox"}
-    evaluation = Evaluation(assignment_id="e1", device_id="d1", version=0, round=0)
+    assert set(told) - {"train"} == {item.name for item in fields(TrainConfig)} - {"inbox"}
+    evaluation = EvaluateInstruction(assignment_id="e1", device_id="d1", version=0, round=0)
     only_train = {row[0].strip("`") for row in instructions if row[1].startswith("`train` only")}
-    assert only_train == set(told_order) - set(order_header(Lives("r1"), evaluation))
+    assert only_train == set(told_order) - set(create_instruction_header(RunIncarnations("r1"), evaluation))
 
 
 def ask(door, path, body=None):
@@ -220,7 +230,7 @@ def test_the_page_describes_the_header_and_the_stages_of_a_codec_body():
         elif row[0].isdigit() and row[1].isdigit():
             header.append((int(row[0]), int(row[1])))
     assert [offset for offset, _ in header] == [sum(size for _, size in header[:n]) for n in range(len(header))]
-    assert sum(size for _, size in header) == wire._FIXED.size
+    assert sum(size for _, size in header) == wire._FIXED_HEADER.size
     assert stages == {name: number for name, (number, _) in STAGES.items()}
     assert f"`{wire.MAGIC.decode()}`" in PROTOCOL
 
@@ -230,22 +240,22 @@ def test_the_page_describes_the_frames_from_board_to_board():
     places = [(int(offset), int(size)) for offset, size, _ in header]
     assert [offset for offset, _ in places] == [sum(size for _, size in places[:n]) for n in range(len(places))]
     assert [size for _, size in places] == [struct.calcsize(f"<{code}") for code in ("4s", *"HHIQQ")]
-    assert peer_frames.HEADER.format == "<4sHHIQQ"
-    assert code(header[0][2]) == [peer_frames.MAGIC.decode()]
-    assert header[1][2] == f"frame version, {peer_frames.FRAME_VERSION}"
+    assert framing.HEADER.format == "<4sHHIQQ"
+    assert code(header[0][2]) == [framing.MAGIC.decode()]
+    assert header[1][2] == f"frame version, {framing.FRAME_VERSION}"
     told = {code(name)[0]: int(number) for number, name, _, _ in kinds}
-    assert told == {kind.name: kind.value for kind in peer_frames.FrameKind}
+    assert told == {kind.name: kind.value for kind in framing.FrameKind}
 
 
 NUMBERS = {
     "From board to board": [
         f"up to {(protocol.MAX_PEER_BYTES + 1024) // 2**20} MiB less 1 KiB",
-        f"after {PeerPace().keep_alive_s:g} s without a message",
-        f"after {PeerPace().silence_s:g} s without a sign of life",
-        f"at {peer_frames.SLOWEST_BYTES_PER_S // 1024} KiB/s",
-        f"up to {PeerPace().max_backoff_s:g} s apart",
-        f"the newest {peer_listener.MAX_STRANGERS}.",
-        f"up to {peer_queue.MAX_ANSWERS} of them wait",
+        f"after {PeerTimeouts().keep_alive_s:g} s without a message",
+        f"after {PeerTimeouts().idle_timeout_s:g} s without a sign of life",
+        f"at {framing.MIN_BYTES_PER_S // 1024} KiB/s",
+        f"up to {PeerTimeouts().max_backoff_s:g} s apart",
+        f"the newest {listener.MAX_UNAUTHENTICATED}.",
+        f"up to {send_queue.MAX_QUEUED_REPLIES} of them wait",
     ],
     "Limits": [
         f"{protocol.MAX_JSON_BYTES // 1024} KiB",
@@ -259,32 +269,35 @@ NUMBERS = {
         f"{wire.MAX_NAME_BYTES} bytes",
         f"{protocol.MAX_TOKEN_CHARS} characters",
         f"{live_fleet.EVALUATION_DEADLINE_S:g} s",
-        f"log | {logbook.PAGE_BYTES // 1024} KiB",
-        f"{logbook.MAX_MESSAGE_CHARS} characters",
-        f"{1 + logbook.KEPT_FILES} files of {logbook.MAX_FILE_BYTES // 1024} KiB",
-        f"question | {questions.ANSWER_WITHIN_S:g} s",
+        f"log | {json_log.PAGE_BYTES // 1024} KiB",
+        f"{json_log.MAX_MESSAGE_CHARS} characters",
+        f"{1 + json_log.MAX_OLD_FILES} files of {json_log.MAX_FILE_BYTES // 1024} KiB",
+        f"question | {rpc.REPLY_TIMEOUT_S:g} s",
         f"{live_fleet.MAX_REASON_CHARS} characters",
         f"deploys | {protocol.MAX_MODEL_BYTES // 2**20} MiB",
-        f"`edgefl device serve` | {inference_server.MAX_BODY_BYTES // 2**20} MiB",
+        f"`edgefl device serve` | {server.MAX_BODY_BYTES // 2**20} MiB",
     ],
     "Work": [
-        f"after {door.BUSY_AFTER_S:g} s is sent `beat`",
+        f"after {admission.HEARTBEAT_REQUEST_AFTER_S:g} s is sent `beat`",
         f"{protocol.INLINE_BODY_BYTES // 1024} KiB",
         f"{protocol.CHUNK_BYTES // 2**20} MiB",
         f"{protocol.REPLY_SALT_BYTES} bytes",
-        f"{outstanding.LOST_AFTER_S:g} s ago",
+        f"{in_flight.RESEND_AFTER_S:g} s ago",
     ],
-    "Deployments": [f"leave {file_fetch.SPARE_BYTES // 2**20} MiB", f"every {telling.TELL_AGAIN_S:g} s"],
+    "Deployments": [
+        f"leave {file_download.MIN_FREE_BYTES // 2**20} MiB",
+        f"every {notifications.RESEND_AFTER_S:g} s",
+    ],
     "MQTT": [
         f"every {protocol.HEARTBEAT_S:g} s ± {protocol.HEARTBEAT_JITTER:.0%}".replace("%", " %"),
         f"at most {protocol.POLL_S:g} s",
-        f"pulls {polling.DEAF_FIRST_S:g} s after",
-        f"every {polling.DEAF_MOST_S:g} s at the",
+        f"pulls {poll_backoff.INITIAL_DISCONNECTED_S:g} s after",
+        f"every {poll_backoff.MAX_DISCONNECTED_S:g} s at the",
     ],
     "Presence": [
-        f"another {presence.Presence()._gone_after_will_s:g} s",
-        f"({presence.Presence()._late_after_s:g} s)",
-        f"({presence.Presence()._gone_after_s:g} s)",
+        f"another {presence.PresenceTracker()._gone_after_will_s:g} s",
+        f"({presence.PresenceTracker()._late_after_s:g} s)",
+        f"({presence.PresenceTracker()._gone_after_s:g} s)",
     ],
 }
 

@@ -7,20 +7,20 @@ from contextlib import closing
 import pytest
 from markdown_pages import PAGES, code, fences, inline_code, page, part, rows
 
-from edgefl.adapters.flower_options import flower_names
-from edgefl.compression import auto
-from edgefl.compression.catalogue import listed
+from edgefl.compression import codec_selection
+from edgefl.compression.catalogue import list_stages
 from edgefl.compression.codec import make_codec
 from edgefl.compression.registry import STAGES
 from edgefl.coordinator.fleet import presence
-from edgefl.errors import CodecError
-from edgefl.storage.columns import COLUMNS
-from edgefl.storage.deployment_records import DeploymentStatus, DeviceStage
-from edgefl.storage.records import DispatchRow, EvaluationRow, HeartbeatRow, RunStatus, UpdateRow
+from edgefl.core.errors import CodecError
+from edgefl.core.types import Algorithm, TensorSpec, UpdateStatus
+from edgefl.flower.strategy_options import list_flower_strategies
+from edgefl.storage.queries.columns import COLUMNS
+from edgefl.storage.repositories.deployment_records import RolloutStage, RolloutStatus
+from edgefl.storage.repositories.records import AssignmentRow, EvaluationRow, HeartbeatRow, RunStatus, UpdateRow
 from edgefl.storage.store import Store
-from edgefl.strategies.registry import BUILT_IN
-from edgefl.strategies.schedules import SCHEDULES
-from edgefl.types import Algorithm, Outcome, TensorSpec
+from edgefl.strategies.learning_rate_schedules import SCHEDULES
+from edgefl.strategies.registry import BUILT_IN_STRATEGIES
 
 SHAPES = (TensorSpec(name="fc.weight", shape=(60, 50)), TensorSpec(name="fc.bias", shape=(60,)))
 
@@ -66,7 +66,7 @@ def fill(store, run_id, at):
             compute_s=compute_s, send_s=0.5, wait_s=wait_s, received_at=at + 2,
             max_temperature_c=81.5 if device == "slow" else None,
         )  # fmt: skip
-        store.record_dispatches(run_id, [DispatchRow(**facts, dispatched_at=at)])
+        store.record_assignments(run_id, [AssignmentRow(**facts, dispatched_at=at)])
         store.record_updates(run_id, [update])
     store.mark_applied(run_id, ["fast", "slow"], applied_version=6)
     store.close_round(run_id, 7, version=7, closed_at=at + 9)
@@ -131,7 +131,7 @@ def test_every_query_of_the_page_answers_and_each_answer_is_right(select):
 
 def test_every_status_outcome_and_presence_is_named():
     text = part(page("store"), "Tables")
-    for word in (*RunStatus, *Outcome, *presence.DeviceState, *DeploymentStatus, *DeviceStage):
+    for word in (*RunStatus, *UpdateStatus, *presence.DevicePresence, *RolloutStatus, *RolloutStage):
         assert f"`{word}`" in text, word
 
 
@@ -142,7 +142,7 @@ def test_every_status_outcome_and_presence_is_named():
     ("title", "kind"), [("Tensor stages", "tensors"), ("Value stages", "values"), ("Lossless stages", "lossless")]
 )
 def test_the_stages_are_those_of_the_registry_with_what_they_promise(title, kind):
-    listing = {row.name: row for row in listed() if row.kind == kind and row.name != "delta"}
+    listing = {row.name: row for row in list_stages() if row.kind == kind and row.name != "delta"}
     told = {re.split(r"[:\[]", text)[0]: cells for cells in rows(section(title)) for text in code(cells[0])}
     assert told.keys() == listing.keys()
     for name, cells in told.items():
@@ -156,15 +156,19 @@ def test_the_stages_are_those_of_the_registry_with_what_they_promise(title, kind
 def test_the_codecs_that_are_recommended_are_codecs_and_what_is_said_of_auto_is_so():
     lines = [text.replace("\\|", "|") for row in rows(section("Which one")) for text in code(row[1])]
     for line in [line.removeprefix("down = ").strip('"') for line in lines]:
-        if not line.startswith("delta") and line not in {auto.AUTO, "signsgd"}:
+        if not line.startswith("delta") and line not in {codec_selection.AUTO, "signsgd"}:
             assert make_codec(line, SHAPES), line
     text = " ".join(section("Auto").split())
     (fractions,) = [
         re.findall(r"0\.\d+", entry) for entry in re.findall(r"\*\*Candidates\*\* are (.+?)\. Yours", text)
     ]
-    assert ("ef|fp16", "ef|int8", *(f"ef|topk:{fraction}|int8" for fraction in fractions)) == auto.CANDIDATES
+    assert (
+        "ef|fp16",
+        "ef|int8",
+        *(f"ef|topk:{fraction}|int8" for fraction in fractions),
+    ) == codec_selection.CANDIDATES
     for own in re.findall(r"`(auto:.+?)`", text):
-        assert all(make_codec(spec, SHAPES) for spec in auto.parse_auto(own))
+        assert all(make_codec(spec, SHAPES) for spec in codec_selection.parse_auto_candidates(own))
     (bits,) = map(int, re.findall(r"BITS from (\d) on", page("compression")))
     assert make_codec(f"ef|qsgd:{bits}", SHAPES)
     with pytest.raises(CodecError, match="ef would pile it up"):
@@ -176,12 +180,12 @@ def test_the_codecs_that_are_recommended_are_codecs_and_what_is_said_of_auto_is_
 
 def test_strategies_are_those_of_the_registry_and_of_flower():
     table = {code(row[0])[0]: row[1] for row in rows(section("Built-in strategies")) if code(row[0])}
-    assert set(table) == set(BUILT_IN)
+    assert set(table) == set(BUILT_IN_STRATEGIES)
     assert set(table.values()) == {"synchronous", "asynchronous", "decentralised"}
     named = {
         name for name in code(" ".join(section("Flower's strategies").split("\n\n")[1].split())) if name[0].isupper()
     }
-    assert {f"flwr:{name}" for name in named | {"FedAdam"}} == set(flower_names())
+    assert {f"flwr:{name}" for name in named | {"FedAdam"}} == set(list_flower_strategies())
 
 
 def test_local_algorithms_and_schedules_are_all_named():

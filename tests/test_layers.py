@@ -15,55 +15,37 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "edgefl"
 
-SEAMS = {"types", "errors"}
 ROOMS = {
-    "types": set(),
-    "errors": set(),
-    "untrusted": set(),
-    "config": SEAMS | {"untrusted"},
-    "protocol": SEAMS | {"untrusted"},
-    "node_scores": SEAMS,
-    "summary": set(),
-    "findings": set(),
-    "tally": SEAMS | {"node_scores"},
-    "loop": SEAMS | {"tally"},
-    "files": {"errors"},
-    "bundles": SEAMS | {"files", "untrusted"},
-    "processes": set(),
-    "watchdog": set(),
-    "child_process": SEAMS | {"processes"},
-    "strategies": SEAMS | {"decentralised"},
-    "compression": SEAMS,
-    "decentralised": SEAMS | {"untrusted"},
-    "storage": SEAMS | {"files", "untrusted"},
-    "tasks": SEAMS | {"config", "decentralised", "files", "untrusted"},
-    "device": SEAMS
-    | {"child_process", "config", "files", "findings", "processes", "protocol", "untrusted", "watchdog"}
-    | {"bundles", "compression", "decentralised", "tasks"},
-    "simulation": SEAMS | {"config", "compression", "decentralised", "tasks", "untrusted"},
-    "history": SEAMS | {"storage"},
-    "adapters": SEAMS | {"config", "strategies", "tasks", "untrusted"},
-    "coordinator": SEAMS
-    | {"config", "files", "findings", "processes", "protocol", "loop", "node_scores", "summary", "tally", "watchdog"}
-    | {"bundles", "strategies", "compression", "decentralised", "storage", "history", "untrusted"},
-}
-# The operator's client and the fleet of this machine serve the command line and `edgefl.run` alike.
+    "core": set(),
+    "system": {"core"},
+    "bundles": {"core", "system"},
+    "decentralised": {"core"},
+    "strategies": {"core", "decentralised"},
+    "compression": {"core"},
+    "storage": {"core", "system"},
+    "history": {"core", "storage"},
+    "tasks": {"core", "decentralised", "system"},
+    "engine": {"core"},
+    "flower": {"core", "strategies", "tasks"},
+    "simulation": {"core", "compression", "decentralised", "tasks"},
+    "device": {"bundles", "compression", "core", "decentralised", "system", "tasks"},
+    "coordinator": {
+        "bundles", "compression", "core", "decentralised", "engine", "history", "storage", "strategies", "system",
+    },
+    "provision": {"core", "device", "system"},
+}  # fmt: skip
+# Single modules that put together what their room only defines.
 ROOMS |= {
-    "client": SEAMS | {"protocol", "device", "untrusted"},
-    "board_models": SEAMS | {"child_process", "storage", "tasks"},
-    "local_fleet": SEAMS | {"client", "config", "processes"},
-    "local_run": SEAMS | {"assembly", "config", "local_fleet", "summary", "tasks"},
-}
-ROOMS |= {
-    "simulated_run": SEAMS
-    | {
-        "assembly", "compression", "config", "coordinator", "files", "local_run", "loop", "protocol", "simulation",
-        "storage", "strategies", "summary", "tasks",
+    "engine/build": {"compression", "core", "flower", "storage", "strategies", "tasks"},
+    "simulation/local_fleet": {"core", "system"},
+    "simulation/local_run": {"core", "engine", "tasks"},
+    "simulation/history_recorder": {"coordinator", "core", "engine", "storage", "strategies"},
+    "simulation/simulated_run": {
+        "compression", "coordinator", "core", "engine", "storage", "strategies", "system", "tasks",
     },
 }  # fmt: skip
-WITHOUT_CLI = {*ROOMS, "assembly", "provision"}
-# The package itself offers `edgefl.run`; assembly and provision may use what they assemble or render.
-ROOMS |= {"edgefl": WITHOUT_CLI, "assembly": WITHOUT_CLI, "provision": WITHOUT_CLI, "cli": {*WITHOUT_CLI, "cli"}}
+WITHOUT_CLI = {name for name in ROOMS if "/" not in name}
+ROOMS |= {"edgefl": {"core", "simulation"}, "cli": {*WITHOUT_CLI, "cli"}}
 
 EVERYWHERE = set(ROOMS)
 # What only the named rooms may import. A dotted name is fenced more narrowly than the package it lies in.
@@ -88,17 +70,17 @@ FENCES = {
     "anyio": {"coordinator"},
     "pydantic": {"coordinator"},
     "uvicorn": {"coordinator"},
-    # Both ends compute the fingerprint of a certificate in the same way, so protocol does it, and look at its dates.
-    "cryptography": {"bundles", "coordinator", "device", "findings", "protocol", "provision"},
+    # Both ends compute the fingerprint of a certificate in the same way, so core does it, and look at its dates.
+    "cryptography": {"bundles", "coordinator", "core", "device", "provision", "system"},
     "packaging": {"bundles", "device"},
     "httpx": {"coordinator", "device", "cli"},
     "click": {"cli"},
     "rich": {"cli"},
     "zstandard": {"compression"},
     "flwr": set(),
-    "flwr.app": {"adapters"},
-    "flwr.serverapp": {"adapters"},
-    "flwr.clientapp": {"adapters"},
+    "flwr.app": {"flower"},
+    "flwr.serverapp": {"flower"},
+    "flwr.clientapp": {"flower"},
     "google.protobuf": set(),
     "grpc": set(),
     "pickle": set(),
@@ -107,18 +89,20 @@ FENCES = {
     "marshal": set(),
     "shelve": set(),
     "random": set(),
-    "time": {"coordinator", "device", "cli", "local_fleet", "simulated_run", "watchdog"},
+    "time": {"coordinator", "device", "cli", "simulation/local_fleet", "simulation/simulated_run", "system"},
 }
 FLOWER = {"flwr", "flwr.app", "flwr.serverapp", "flwr.clientapp", "google.protobuf", "grpc"}
-FLOWER_FILES = {"coordinator/superlink.py", "device/supernode.py"}
+FLOWER_FILES = {"coordinator/flower/superlink.py", "device/flower/supernode.py"}
 # Strategies written for Flower draw from the global generators and read a process-wide identity: one file hides both.
-GLOBALS_FILE = "adapters/process_globals.py"
+GLOBALS_FILE = "flower/process_globals.py"
 GLOBALS = {"random", "flwr.supercore.task_identity.TaskIdentity"}
 CLOCKS = {"now", "utcnow", "today"}
 
 
 def room_of(file):
-    """The room of a path inside the package, such as coordinator/bus.py."""
+    """The room of a path inside the package, such as coordinator/service.py; some modules are rooms of their own."""
+    if (module := file.removesuffix(".py")) in ROOMS:
+        return module
     first = file.partition("/")[0].removesuffix(".py")
     return {"__init__": "edgefl", "__main__": "cli"}.get(first, first)
 
@@ -148,7 +132,7 @@ def fault(name, file):
     room, parts = room_of(file), name.split(".")
     if parts[0] == "edgefl":
         target = parts[1] if len(parts) > 1 else "edgefl"
-        if target in {"__version__", "DISTRIBUTION"} or target in ROOMS[room] | {room}:
+        if target in {"__version__", "DISTRIBUTION"} or target in ROOMS[room] | {room.partition("/")[0]}:
             return None
         return f"{room} may not import edgefl.{target}"
     fenced = [fence for fence in FENCES if f"{name}.".startswith(f"{fence}.")]
@@ -190,20 +174,20 @@ def test_every_file_imports_only_what_its_room_may():
     assert not found, "\n" + "\n".join(found)
 
 
-STRATEGY, DEVICE, SERVICE = "strategies/fedavg.py", "device/agent.py", "coordinator/service.py"
+STRATEGY, DEVICE, SERVICE = "strategies/synchronous/fedavg.py", "device/agent.py", "coordinator/service.py"
 
 
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("types.py", "import edgefl.errors"),
-        ("types.py", "import click"),
-        ("loop.py", "from edgefl.protocol import topic"),
+        ("core/types.py", "import edgefl.system"),
+        ("core/types.py", "import click"),
+        ("engine/round_loop.py", "from edgefl.compression import codec"),
         (STRATEGY, "from edgefl.compression import wire"),
         (STRATEGY, "from edgefl import compression"),
-        (STRATEGY, "from ..compression import wire"),
+        (STRATEGY, "from ...compression import wire"),
         (STRATEGY, "def f():\n    import edgefl.storage.store"),
-        (STRATEGY, "if TYPE_CHECKING:\n    from edgefl.coordinator import bus"),
+        (STRATEGY, "if TYPE_CHECKING:\n    from edgefl.coordinator import service"),
         (STRATEGY, "import importlib\nimportlib.import_module('edgefl.storage')"),
         (STRATEGY, "import torch"),
         (STRATEGY, "from time import monotonic"),
@@ -213,13 +197,13 @@ STRATEGY, DEVICE, SERVICE = "strategies/fedavg.py", "device/agent.py", "coordina
         ("storage/store.py", "import time"),
         (DEVICE, "import sqlalchemy.orm"),
         (DEVICE, "from flwr.clientapp import ClientApp"),
-        ("device/supernode.py", "import rich.table"),
+        ("device/flower/supernode.py", "import rich.table"),
         (SERVICE, "import torch.nn as nn"),
         (SERVICE, "from flwr.server.superlink import linkstate"),
         (SERVICE, "from google.protobuf import message"),
         (SERVICE, "from edgefl.cli import main"),
-        ("adapters/flower.py", "from flwr.common import logger"),
-        ("adapters/process_globals.py", "from flwr.supercore.run import Run"),
+        ("flower/flower.py", "from flwr.common import logger"),
+        ("flower/process_globals.py", "from flwr.supercore.run import Run"),
         ("cli/run.py", "import requests"),
         ("helpers/text.py", "import json"),
     ],
@@ -231,16 +215,16 @@ def test_a_forbidden_import_is_found(file, source):
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        (STRATEGY, "import numpy as np\nfrom edgefl.types import Update\nfrom . import fold"),
-        (STRATEGY, "from edgefl.strategies.fold import Fold\nfrom edgefl import types, errors"),
+        (STRATEGY, "import numpy as np\nfrom edgefl.core.types import Update\nfrom . import fold"),
+        (STRATEGY, "from edgefl.strategies.synchronous.streaming_mean import Fold\nfrom edgefl import core"),
         (STRATEGY, "from datetime import timedelta\nstate.now()"),
-        ("coordinator/superlink.py", "from flwr.server.superlink import linkstate\nimport grpc\nimport time"),
-        ("device/supernode.py", "from flwr.clientapp import ClientApp"),
-        ("adapters/flower.py", "from flwr.serverapp.strategy import FedAvg"),
-        ("adapters/process_globals.py", "import random\nfrom flwr.supercore.task_identity import TaskIdentity"),
+        ("coordinator/flower/superlink.py", "from flwr.server.superlink import linkstate\nimport grpc\nimport time"),
+        ("device/flower/supernode.py", "from flwr.clientapp import ClientApp"),
+        ("flower/flower.py", "from flwr.serverapp.strategy import FedAvg"),
+        ("flower/process_globals.py", "import random\nfrom flwr.supercore.task_identity import TaskIdentity"),
         (DEVICE, "from edgefl import __version__\nimport time\nimport paho.mqtt.client"),
         ("cli/run.py", "import rich.table\nfrom edgefl.storage import store\nfrom edgefl.cli import main"),
-        ("__init__.py", "def run():\n    from edgefl import assembly"),
+        ("__init__.py", "def run():\n    from edgefl import simulation"),
     ],
 )
 def test_an_allowed_import_passes(file, source):
@@ -276,8 +260,8 @@ def modules_after(imports):
 
 def test_what_a_device_imports_stays_light():
     # Flower brings some of these itself; supernode.py, which embeds it, with its transport and starters is left out.
-    flower = {"device.agent", "device.kept_connections", "device.supernode", "device.workbench"}
-    rooms = {"types", "errors", "config", "protocol", "compression", "tasks", "device"}
+    flower = {"device.agent", "device.flower.http_pool", "device.flower.supernode", "device.flower.work_loop"}
+    rooms = {"core", "compression", "tasks", "device"}
     places = [file.relative_to(PACKAGE).with_suffix("") for file in sorted(PACKAGE.rglob("*.py"))]
     names = [".".join(place.parts).removesuffix(".__init__") for place in places if place.parts[0] in rooms]
     loaded = modules_after("\n".join(f"import edgefl.{name}" for name in names if name not in flower))

@@ -17,11 +17,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import edgefl
-from edgefl.bundles.keys import Signers, load_private, make_key
-from edgefl.bundles.making import BundleWish, make_bundle
-from edgefl.bundles.manifest import Kind
+from edgefl.bundles.build import BundleSpec, make_bundle
+from edgefl.bundles.keys import TrustedKeys, create_key_pair, load_private_key
+from edgefl.bundles.manifest import BundleKind
 
-KINDS = {str(kind): kind for kind in Kind}
+KINDS = {str(kind): kind for kind in BundleKind}
 
 
 def make_wheel(
@@ -63,22 +63,22 @@ class Signer:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.trusted = folder / "keys", folder / "etc" / "signers"
-        self.id = make_key(self.folder, None)
+        self.id = create_key_pair(self.folder, None)
         self.trusted.mkdir(parents=True)
         shutil.copyfile(self.folder / "signing.pub.pem", self.trusted / "operator.pem")
         self._serial = 100
 
     @property
-    def signers(self) -> Signers:
-        return Signers.load(self.trusted)
+    def signers(self) -> TrustedKeys:
+        return TrustedKeys.load(self.trusted)
 
     def bundle(
         self, out: Path, *wheels: Path, kind: str = "release", version: str, serial: int | None = None, **wish: object
     ) -> Path:
         """Returns a signed bundle of these wheels."""
         self._serial += 1
-        asked = BundleWish(kind=KINDS[kind], version=version, serial=serial or self._serial, **wish)  # type: ignore[arg-type]
-        make_bundle(asked, wheels, load_private(self.folder / "signing.pem"), out)
+        asked = BundleSpec(kind=KINDS[kind], version=version, serial=serial or self._serial, **wish)  # type: ignore[arg-type]
+        make_bundle(asked, wheels, load_private_key(self.folder / "signing.pem"), out)
         return out
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from edgefl.assembly import Assembled, assemble
 from edgefl.compression.codec import make_codec
-from edgefl.config import parse_run
-from edgefl.types import Array, Assignment, DeviceInfo, SparseTensor, Tensors, Update, UpdateMetrics
+from edgefl.core.config import parse_run
+from edgefl.core.types import Array, DeviceInfo, SparseTensor, Tensors, TrainInstruction, Update, UpdateMetrics
+from edgefl.engine.build import RunComponents, build_run
 from harness.cost_rows import Row
 
 NUM_DEVICES, NUM_BODIES = 200, 64
@@ -71,11 +71,11 @@ def _timed(run: Any, number: int) -> float:
 class Fleet:
     """Devices at work on the MNIST CNN, of which some answer in any order; `seconds` says what took how long."""
 
-    made: Assembled = field(init=False)
+    made: RunComponents = field(init=False)
     state: Any = field(init=False)
     bodies: list[bytes] = field(init=False)
     busy: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    out: dict[str, Assignment] = field(default_factory=dict)
+    out: dict[str, TrainInstruction] = field(default_factory=dict)
     window: deque[Tensors] = field(default_factory=lambda: deque(maxlen=NUM_DEVICES - 1))
     newest: Tensors = field(default_factory=dict)
     seconds: dict[str, float] = field(
@@ -86,7 +86,7 @@ class Fleet:
 
     def __post_init__(self) -> None:
         config = {"run": {"task": "mnist", "updates": 10**9}, "strategy": {"name": "adacomp", "batch_size": 10}}
-        self.made = assemble(parse_run(config), "r")
+        self.made = build_run(parse_run(config), "r")
         self.state = self.made.strategy.init(self.made.model)
         self._assign(f"d{number:03}" for number in range(NUM_DEVICES))
         codec = make_codec(next(iter(self.out.values())).codec or "dense", self.made.shapes)
@@ -113,7 +113,7 @@ class Fleet:
                 assignment_id=order.assignment_id, device_id=name, base_version=order.base_version,
                 tensors=self.newest, metrics=UpdateMetrics(num_examples=10),
             )  # fmt: skip
-            assert self._clocked("guard", self.made.gate.refusal, update) is None
+            assert self._clocked("guard", self.made.policy.rejection_reason, update) is None
             self.state = self._clocked("receive", strategy.receive, self.state, update)
             self.state = self._clocked("aggregate", strategy.aggregate, self.state)
             self.window.append(self.newest)
@@ -123,7 +123,7 @@ class Fleet:
         idle = list(idle)
         devices = {name: DeviceInfo(device_id=name) for name in [*self.out, *idle]}
         view = SimpleNamespace(
-            now_s=0.0, devices=devices, idle=idle, busy=self.busy, speeds={}, progress={}, vitals={}
+            now_s=0.0, devices=devices, idle=idle, busy=self.busy, speeds={}, progress={}, health={}
         )
         self.state, decision = self._clocked("assign", self.made.strategy.assign, self.state, view)
         for order in decision.orders:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgefl.errors import EdgeflError
-from edgefl.local_fleet import LocalDevice, LocalFleet
-from edgefl.local_run import cut_devices
+from edgefl.core.errors import EdgeflError
+from edgefl.simulation.local_fleet import LocalDeviceSpec, LocalFleet
+from edgefl.simulation.local_run import partition_devices
 from harness.throttled_task import NAME
 
 HARNESS = Path(__file__).parent
@@ -69,14 +69,14 @@ class BoardFleet:
 @contextmanager
 def board_fleet(root: Path, num_devices: int, *, delay_s: float, broker: str = "mosquitto") -> Iterator[BoardFleet]:
     """Yields a fleet whose devices take `delay_s` for an iteration of `throttled_task`."""
-    cut = cut_devices("digits", "iid", num_devices, root / "shards", None, 7)
+    cut = partition_devices("digits", "iid", num_devices, root / "shards", None, 7)
     with BoardNetwork([device.name for device in cut.devices]) as network:
         devices = []
         for device in cut.devices:
             shard = Path(device.shards["digits"])
             shard.with_suffix(".delay").write_text(str(delay_s))
             program = network.program(device.name)
-            devices.append(LocalDevice(name=device.name, shards={NAME: str(shard)}, program=program))
+            devices.append(LocalDeviceSpec(name=device.name, shards={NAME: str(shard)}, program=program))
         paths = [str(HARNESS), str(HARNESS.parents[1]), os.environ.get("PYTHONPATH", "")]
         with LocalFleet(
             root=root / "fleet",

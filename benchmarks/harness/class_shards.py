@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.random import Generator
 
-from edgefl.types import Array
+from edgefl.core.types import Array
 
 NUM_NODES, NUM_CLASSES = 8, 10
 THREE_OF_TEN = tuple((node, (node + 1) % 8, 8 if node < 4 else 9) for node in range(NUM_NODES))

@@ -12,8 +12,8 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from edgefl.protocol import Heartbeat, Status, Topic
-from edgefl.storage.records import EvaluationRow, RunStatus
+from edgefl.core.protocol import Heartbeat, StatusMessage, Topic
+from edgefl.storage.repositories.records import EvaluationRow, RunStatus
 from edgefl.storage.store import Store
 
 BEAT_S = 5.0
@@ -90,9 +90,9 @@ class Crowd:
     def __enter__(self) -> Self:
         for number, name in enumerate(self._names):
             if number % 50 != 17:
-                self._say(name, Topic.STATUS, Status(state="online", boot_id="b", session_no=1).dump())
+                self._say(name, Topic.STATUS, StatusMessage(state="online", boot_id="b", session_no=1).dump())
             if number % 83 == 5:
-                self._say(name, Topic.STATUS, Status(state="offline", boot_id="b", session_no=1).dump())
+                self._say(name, Topic.STATUS, StatusMessage(state="offline", boot_id="b", session_no=1).dump())
         self._thread.start()
         return self
 

@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
-from edgefl.local_fleet import COORDINATOR, PROGRAM, LocalFleet
-from edgefl.types import Json
+from edgefl.core.types import Json
+from edgefl.simulation.local_fleet import COORDINATOR, EDGEFL_COMMAND, LocalFleet
 from harness.process_trees import children_by_parent, command, die_with_parent, tree
 
 PATH = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -35,7 +35,7 @@ def coordinator(root: Path, *, broker: str, is_profiled: bool, cores: str = "") 
         root=root,
         devices=(),
         broker=broker,
-        program=(*on_cores(cores), *(program if is_profiled else PROGRAM)),
+        program=(*on_cores(cores), *(program if is_profiled else EDGEFL_COMMAND)),
         environment={"PYTHONPATH": PATH},
     ) as fleet:
         yield fleet

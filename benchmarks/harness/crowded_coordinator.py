@@ -12,8 +12,8 @@ class CrowdedCoordinator(service.Coordinator):
 
     def _open(self) -> None:
         super()._open()
-        names = [info.device_id for info in self._roster.known() if info.device_id.startswith(PREFIX)]
-        self._closers.enter_context(Crowd(names, self._diary.message))
+        names = [info.device_id for info in self._registry.list_devices() if info.device_id.startswith(PREFIX)]
+        self._closers.enter_context(Crowd(names, self._telemetry.on_message))
 
 
 if __name__ == "__main__":

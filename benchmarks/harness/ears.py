@@ -18,7 +18,7 @@ from collections.abc import Callable
 import paho.mqtt.client as mqtt
 
 MISC_S = 1.0
-"""A client looks so often whether it is to ping its broker, as in `mqtt_session.Session.run`."""
+"""A client looks so often whether it is to ping its broker, as in `device.mqtt.session.MqttSession.run`."""
 
 
 class Ears:

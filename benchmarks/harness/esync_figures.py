@@ -28,25 +28,25 @@ def draw(outcomes: Sequence[Any], out: Path, *, model: str, links: str = "free")
     iid = [chosen[name, "iid"] for name in names]
     sorted_too = [(name, chosen[name, "sorted"]) for name in names]
     samples, megabytes = [o.samples_per_s for o in iid], [o.bytes_per_s / 1e6 for o in iid]
-    with style.styled():
+    with style.apply_style():
         figures = {
             "accuracy-iid.png": _curves(list(zip(names, iid, strict=True)), f"{model}, IID"),
             "accuracy-by-class.png": _curves(sorted_too, f"{model}, by class"),
-            "throughput.png": comparison.bars(names, {"samples": samples}, "samples trained on (1/s)"),
-            "traffic.png": comparison.bars(
+            "throughput.png": comparison.render_bars(names, {"samples": samples}, "samples trained on (1/s)"),
+            "traffic.png": comparison.render_bars(
                 names, {"both": megabytes}, "traffic of all devices, both directions (MB/s)"
             ),
-            "computing-time.png": comparison.shares(
+            "computing-time.png": comparison.render_shares(
                 names, [o.computing for o in iid], "share of the time that a device computes"
             ),
         }
     for name, figure in figures.items():
-        (out / name).write_bytes(style.encoded(figure, ".png"))
+        (out / name).write_bytes(style.encode_figure(figure, ".png"))
     return [out / name for name in figures]
 
 
 def _curves(named: Sequence[tuple[str, Any]], title: str) -> Figure:
-    figure = style.new_figure(4.6, width_inches=7.0, title=title)
+    figure = style.make_figure(4.6, width_inches=7.0, title=title)
     axes = figure.subplots()
     for place, (name, outcome) in enumerate(named):
         seconds, accuracies = zip(*outcome.curve, strict=True)
@@ -60,8 +60,8 @@ def _curves(named: Sequence[tuple[str, Any]], title: str) -> Figure:
             alpha=0.9,
         )
     axes.axhline(100 * TARGET, color="grey", linewidth=0.8)
-    style.logarithmic_axis(axes)
+    style.set_log_axis(axes)
     axes.set(xlabel="virtual time (s)", ylabel="test accuracy (%)", ylim=(0, 100))
     handles, labels = axes.get_legend_handles_labels()
-    style.legend_below(figure, dict(zip(labels, handles, strict=True)))
+    style.add_legend_below(figure, dict(zip(labels, handles, strict=True)))
     return figure

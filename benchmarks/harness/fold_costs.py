@@ -17,26 +17,26 @@ import numpy as np
 
 from edgefl.compression.codec import make_codec
 from edgefl.compression.decoding import decode_body
-from edgefl.loop import drive
-from edgefl.storage.journal import WalJournal
-from edgefl.strategies.evaluation import EvaluationSchedule
-from edgefl.strategies.gate import Guard, StrategyGate
-from edgefl.strategies.registry import make_strategy
-from edgefl.strategies.rounds import RoundRules
-from edgefl.tally import Goal
-from edgefl.types import (
+from edgefl.core.types import (
     Array,
-    Assignment,
     DeviceInfo,
     Event,
     FleetView,
-    ModelSource,
-    Order,
-    Shapes,
+    Instruction,
+    ModelProvider,
+    ModelSpec,
     TensorSpec,
+    TrainInstruction,
     Update,
     UpdateMetrics,
 )
+from edgefl.engine.round_loop import run_rounds
+from edgefl.engine.stopping import StoppingCriteria
+from edgefl.storage.journal.wal_journal import WalJournal
+from edgefl.strategies.evaluation import EvaluationSchedule
+from edgefl.strategies.participation import RunParticipationPolicy, UpdateGuard
+from edgefl.strategies.registry import make_strategy
+from edgefl.strategies.synchronous.strategy import RoundRules
 from harness.cost_rows import Row, interleaved, ratio
 
 KEPT = 10
@@ -44,7 +44,7 @@ KEPT = 10
 MAX_RATIO, MAX_MODELS = 1.6, 3.0
 
 
-def resnet_shapes(num_elements: int) -> Shapes:
+def resnet_shapes(num_elements: int) -> ModelSpec:
     """Returns tensors like those of a ResNet-18, with about so many entries: many, and a few large ones."""
     widths = [64, 64, 128, 128, 256, 256, 512, 512]
     shapes = [(wide, narrow, 3, 3) for narrow, wide in itertools.pairwise([64, *widths])]
@@ -61,7 +61,7 @@ def time_rows(num_elements: int, repeats: int) -> list[Row]:
     body = make_codec("dense", shapes).encode(update, rng)
     sums = {name: np.zeros_like(tensor) for name, tensor in update.items()}
     kept = [{name: tensor.copy() for name, tensor in update.items()} for _ in range(KEPT)]
-    guard, asked = Guard(shapes=shapes), _Asked(update)
+    guard, asked = UpdateGuard(shapes=shapes), _Asked(update)
 
     def add() -> None:
         for name, tensor in update.items():
@@ -75,8 +75,8 @@ def time_rows(num_elements: int, repeats: int) -> list[Row]:
 
         def whole() -> None:
             event = asked.update(decode_body(body, shapes), body)
-            assert guard.refusal(event) is None
-            (durable,) = wal.received([event])
+            assert guard.rejection_reason(event) is None
+            (durable,) = wal.record_events([event])
             wal.commit()
             asked.receive(durable)  # type: ignore[arg-type] # an update comes back as an update
 
@@ -113,7 +113,7 @@ def memory_rows(num_elements: int, fleets: Sequence[int]) -> list[Row]:
     ]  # fmt: skip
 
 
-def _most_models(shapes: Shapes, num_devices: int) -> float:
+def _most_models(shapes: ModelSpec, num_devices: int) -> float:
     """Returns the most bytes that a run of two rounds had allocated at a time, in models."""
     num_bytes, fleet = sum(spec.nbytes for spec in shapes), BackwardFleet(num_devices, shapes)
     tracemalloc.start()
@@ -121,14 +121,14 @@ def _most_models(shapes: Shapes, num_devices: int) -> float:
         strategy: Any = make_strategy("fedavg", {}, RoundRules(min_devices=num_devices))
         state = strategy.init({spec.name: np.zeros(spec.shape, np.float32) for spec in shapes})
         with tempfile.TemporaryDirectory() as root, _open(Path(root), shapes) as wal:
-            state, _ = drive(
+            state, _ = run_rounds(
                 strategy,
                 state,
                 fleet=fleet,
                 journal=wal,
-                goal=Goal(rounds=2),
-                evaluate=EvaluationSchedule(who="none"),
-                gate=StrategyGate(guard=Guard(shapes=shapes)),
+                goal=StoppingCriteria(rounds=2),
+                evaluate=EvaluationSchedule(evaluate_on="none"),
+                policy=RunParticipationPolicy(guard=UpdateGuard(shapes=shapes)),
             )
         assert np.all(state.model["t0"] == 2.0)
         return tracemalloc.get_traced_memory()[1] / num_bytes
@@ -136,7 +136,7 @@ def _most_models(shapes: Shapes, num_devices: int) -> float:
         tracemalloc.stop()
 
 
-def _open(root: Path, shapes: Shapes) -> WalJournal:
+def _open(root: Path, shapes: ModelSpec) -> WalJournal:
     return WalJournal(root / "journal", lambda body: decode_body(body, shapes))
 
 
@@ -146,8 +146,8 @@ class BackwardFleet:
     The bytes of an update are made when it comes, as if the last had just arrived, and nothing here keeps them.
     """
 
-    def __init__(self, num_devices: int, shapes: Shapes) -> None:
-        self._shapes, self._out = shapes, deque[Assignment]()
+    def __init__(self, num_devices: int, shapes: ModelSpec) -> None:
+        self._shapes, self._out = shapes, deque[TrainInstruction]()
         ones = {spec.name: np.ones(spec.shape, np.float32) for spec in shapes}
         self._body = bytearray(make_codec("dense", shapes).encode(ones, np.random.default_rng(1)))
         self._devices = {f"d{number:03}": DeviceInfo(device_id=f"d{number:03}") for number in range(num_devices)}
@@ -156,11 +156,11 @@ class BackwardFleet:
         busy = {order.device_id: (order.assignment_id,) for order in self._out}
         idle = [name for name in self._devices if name not in busy]
         return SimpleNamespace(  # type: ignore[return-value] # it has all that a view has
-            now_s=0.0, devices=self._devices, idle=idle, busy=busy, speeds={}, progress={}, vitals={}
+            now_s=0.0, devices=self._devices, idle=idle, busy=busy, speeds={}, progress={}, health={}
         )
 
-    def dispatch(self, orders: Sequence[Order], source: ModelSource) -> None:  # noqa: ARG002 nobody looks at the model
-        self._out += (order for order in orders if isinstance(order, Assignment))
+    def dispatch(self, orders: Sequence[Instruction], source: ModelProvider) -> None:  # noqa: ARG002 nobody looks at the model
+        self._out += (order for order in orders if isinstance(order, TrainInstruction))
 
     def wait(self, until_s: float) -> Sequence[Event]:  # noqa: ARG002 there is always somebody who answers
         order = self._out.pop()
@@ -184,7 +184,7 @@ class _Asked:
         self._strategy: Any = make_strategy("fedavg", {}, RoundRules())
         self._numbers = itertools.count()
         self._state = self._strategy.init(model)
-        view = SimpleNamespace(now_s=0.0, devices={}, idle=["first"], busy={}, speeds={}, progress={}, vitals={})
+        view = SimpleNamespace(now_s=0.0, devices={}, idle=["first"], busy={}, speeds={}, progress={}, health={})
         self._state, _ = self._strategy.assign(self._state, view)
         (self._round,) = self._state.open
         self._round.fold.expected.clear()
@@ -192,7 +192,7 @@ class _Asked:
     def update(self, tensors: Any, body: bytes | None = None) -> Update:
         """Returns an update that is waited for."""
         name = f"a-{next(self._numbers)}"
-        self._round.ask(name, "first")
+        self._round.add_assignment(name, "first")
         metrics = UpdateMetrics(num_examples=3)
         return Update(
             assignment_id=name, device_id="first", base_version=0, tensors=tensors, metrics=metrics, body=body

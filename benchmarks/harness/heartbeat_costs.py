@@ -9,11 +9,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from edgefl.coordinator.fleet.diary import Diary
-from edgefl.coordinator.fleet.presence import Presence
-from edgefl.coordinator.fleet.roster import Roster
-from edgefl.coordinator.service import FLUSH_EVERY_S
-from edgefl.protocol import Heartbeat, Topic
+from edgefl.coordinator.fleet.presence import PresenceTracker
+from edgefl.coordinator.fleet.registry import DeviceRegistry
+from edgefl.coordinator.fleet.telemetry_writer import TelemetryWriter
+from edgefl.coordinator.service import FLUSH_INTERVAL_S
+from edgefl.core.protocol import Heartbeat, Topic
 from edgefl.storage.store import Store
 from harness.cost_rows import Row
 from harness.crowd import add_devices, names_of
@@ -30,17 +30,17 @@ def rows() -> list[Row]:
         store = Store.open(Path(root) / "edgefl.db")
         names = names_of(NUM_DEVICES)
         add_devices(store, names, at=time.time())
-        roster = Roster(Presence(), time.monotonic)
+        roster = DeviceRegistry(PresenceTracker(), time.monotonic)
         for number, name in enumerate(names):
             roster.add(name, node_id=number + 1, role="trainer", groups=(), examples={"digits": 200})
-        diary = Diary(
-            store=store, roster=roster, clock=time.time, on_progress=lambda _: None, on_heartbeat=lambda *_: None
+        diary = TelemetryWriter(
+            store=store, registry=roster, clock=time.time, on_progress=lambda _: None, on_heartbeat=lambda *_: None
         )
         num_sent, took_s, took_cpu_s = _sustained(diary, roster, names)
         num_kept = _num_rows(store)
         began_s = time.process_time()
         for number in range(NUM_SINGLE):
-            diary.message(names[number % NUM_DEVICES], Topic.HEARTBEAT, _payload(10**6 + number))
+            diary.on_message(names[number % NUM_DEVICES], Topic.HEARTBEAT, _payload(10**6 + number))
             diary.flush()
         single_s = (time.process_time() - began_s) / NUM_SINGLE
         raw_s = _raw(Path(root) / "raw.db", Path(root) / "edgefl.db")
@@ -57,7 +57,7 @@ def rows() -> list[Row]:
     ]  # fmt: skip
 
 
-def _sustained(diary: Diary, roster: Roster, names: Sequence[str]) -> tuple[int, float, float]:
+def _sustained(diary: TelemetryWriter, roster: DeviceRegistry, names: Sequence[str]) -> tuple[int, float, float]:
     """Returns how many were taken, in how many seconds by the clock and the processor, until all were written.
 
     One thread says heartbeats as fast as they are taken, as the bus does; another flushes as the coordinator does.
@@ -65,7 +65,7 @@ def _sustained(diary: Diary, roster: Roster, names: Sequence[str]) -> tuple[int,
     is_over = threading.Event()
 
     def flush() -> None:
-        while not is_over.wait(FLUSH_EVERY_S):
+        while not is_over.wait(FLUSH_INTERVAL_S):
             roster.tick()
             diary.flush()
 
@@ -74,7 +74,7 @@ def _sustained(diary: Diary, roster: Roster, names: Sequence[str]) -> tuple[int,
     began_s, began_cpu_s = time.monotonic(), time.process_time()
     flusher.start()
     while time.monotonic() - began_s < TAKES_S and number // len(names) < len(payloads):
-        diary.message(names[number % len(names)], Topic.HEARTBEAT, payloads[number // len(names)])
+        diary.on_message(names[number % len(names)], Topic.HEARTBEAT, payloads[number // len(names)])
         number += 1
     is_over.set()
     flusher.join()

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from edgefl.storage.repositories.totals import rebuild_totals
 from edgefl.storage.store import Store
-from edgefl.storage.totals import rebuild
 
 DAY_S = 86_400
 BEGIN = 1_700_006_400.0
@@ -67,7 +67,7 @@ def make(path: Path, size: Size) -> None:
             raw.execute(sql)
         raw.execute("COMMIT")
     with Store.open(path) as store, store.database.write() as connection:
-        rebuild(connection)
+        rebuild_totals(connection)
 
 
 def _numbers(count: int) -> str:

@@ -12,18 +12,18 @@ from typing import Self
 
 import numpy as np
 
-from edgefl.coordinator.attempts import Attempts
 from edgefl.coordinator.directory import init_directory
-from edgefl.coordinator.fleet.diary import Diary
-from edgefl.coordinator.fleet.presence import Presence
-from edgefl.coordinator.fleet.roster import Roster
-from edgefl.coordinator.monitoring.monitoring import Monitoring, Watched
-from edgefl.coordinator.throttle import Throttle
+from edgefl.coordinator.fleet.presence import PresenceTracker
+from edgefl.coordinator.fleet.registry import DeviceRegistry
+from edgefl.coordinator.fleet.telemetry_writer import TelemetryWriter
+from edgefl.coordinator.monitoring.monitoring import Monitoring, MonitoringInputs
+from edgefl.coordinator.rate_limit import RateLimiter
+from edgefl.coordinator.rejected_requests import RejectedRequestLog
 from edgefl.coordinator.web.feed_state import FeedState
-from edgefl.errors import TooManyTriesError
-from edgefl.protocol import Capabilities, Heartbeat, Status, Topic
-from edgefl.storage.heartbeat_rows import BUCKET_S, RAW_S
-from edgefl.storage.news import last_seen
+from edgefl.core.errors import TooManyTriesError
+from edgefl.core.protocol import Capabilities, Heartbeat, StatusMessage, Topic
+from edgefl.storage.queries.changes import get_last_seen_times
+from edgefl.storage.repositories.heartbeats import RAW_RETENTION_S, ROLLUP_BUCKET_S
 from edgefl.storage.store import Store
 from harness.crowd import add_devices, names_of
 
@@ -65,20 +65,20 @@ class HurriedFleet:
         directory = init_directory(folder, hosts=["127.0.0.1"], fleet="soak")
         self._store = store = Store.open(directory.database)
         add_devices(store, names, at=EPOCH)
-        self._roster = roster = Roster(Presence(), lambda: self.now_s)
+        self._roster = roster = DeviceRegistry(PresenceTracker(), lambda: self.now_s)
         for number, name in enumerate(names):
             roster.add(name, node_id=10**15 + number, role="trainer", groups=(), examples={"digits": 200})
-        roster.note_bus(connected=True)
-        self._diary = Diary(
-            store=store, roster=roster, clock=self._unix, on_progress=lambda _: None, on_heartbeat=lambda *_: None
+        roster.record_broker_link(connected=True)
+        self._diary = TelemetryWriter(
+            store=store, registry=roster, clock=self._unix, on_progress=lambda _: None, on_heartbeat=lambda *_: None
         )
-        self._attempts = Attempts(store=store, clock=self._unix, monotonic=lambda: self.now_s)
-        self._throttle = Throttle(monotonic=lambda: self.now_s)
-        self._feed, self._changed = FeedState(store=store, roster=roster), dict[str, float]()
-        roster.listen(lambda event: self._changed.update({event.device_id: self._unix()}))
-        self._feed.begin(last_seen(store))
-        watched = Watched(
-            directory=directory, store=store, roster=roster,
+        self._attempts = RejectedRequestLog(store=store, clock=self._unix, monotonic=lambda: self.now_s)
+        self._throttle = RateLimiter(monotonic=lambda: self.now_s)
+        self._feed, self._changed = FeedState(store=store, registry=roster), dict[str, float]()
+        roster.subscribe(lambda event: self._changed.update({event.device_id: self._unix()}))
+        self._feed.reset(get_last_seen_times(store))
+        watched = MonitoringInputs(
+            directory=directory, store=store, registry=roster,
             is_broker_connected=lambda: True, num_dropped=lambda: 0,
         )  # fmt: skip
         self._monitoring = Monitoring(watched, max_devices=1000)
@@ -100,10 +100,10 @@ class HurriedFleet:
             self._guess()
             self._diary.flush()
             self._attempts.flush()
-            self._feed.take(self._changed)
+            self._feed.pop_changes(self._changed)
             self._changed.clear()
         if self._num_beats % SCRAPE_EVERY == 0:
-            self._monitoring.metrics.text()
+            self._monitoring.metrics.render()
 
     def close_the_day(self) -> None:
         """Lets an hour pass in silence, after which heartbeats are looked at again."""
@@ -124,8 +124,8 @@ class HurriedFleet:
 
     def _forget(self, board: _Board) -> bool:
         """Counts five minutes that are older than a day as one row each."""
-        end = (self._unix() - RAW_S) // BUCKET_S * BUCKET_S
-        for bucket in [bucket for bucket in board.beats if bucket * BUCKET_S < end]:
+        end = (self._unix() - RAW_RETENTION_S) // ROLLUP_BUCKET_S * ROLLUP_BUCKET_S
+        for bucket in [bucket for bucket in board.beats if bucket * ROLLUP_BUCKET_S < end]:
             del board.beats[bucket]
             board.num_five_minutes += 1
         return True
@@ -146,19 +146,23 @@ class HurriedFleet:
     def _connect(self, board: _Board) -> None:
         board.is_up = True
         board.session_no += 1
-        status = Status(state="online", boot_id=f"boot-{board.boot_no}", session_no=board.session_no, version="0.1.0")
-        self._diary.message(board.name, Topic.STATUS, status.dump())
+        status = StatusMessage(
+            state="online", boot_id=f"boot-{board.boot_no}", session_no=board.session_no, version="0.1.0"
+        )
+        self._diary.on_message(board.name, Topic.STATUS, status.dump())
         facts = {"model": "Raspberry Pi 4", "cores": 4, "memory_bytes": 4_000_000_000}
-        self._diary.message(board.name, Topic.CAPABILITIES, Capabilities(facts=facts, shards={"digits": 200}).dump())
+        self._diary.on_message(
+            board.name, Topic.CAPABILITIES, Capabilities(facts=facts, shards={"digits": 200}).dump()
+        )
 
     def _go(self, board: _Board, for_s: float, *, has_will: bool) -> None:
         board.is_up = False
         board.away_until_s = self.now_s + self._rng.exponential(for_s)
         if has_will:
-            will = Status(
+            will = StatusMessage(
                 state="offline", boot_id=f"boot-{board.boot_no - 1}", session_no=board.session_no, will=True
             )
-            self._diary.message(board.name, Topic.STATUS, will.dump())
+            self._diary.on_message(board.name, Topic.STATUS, will.dump())
 
     def _beat(self, board: _Board) -> None:
         board.seq += 1
@@ -169,8 +173,8 @@ class HurriedFleet:
             memory_fraction=0.4, memory_bytes=80_000_000, disk_free_bytes=20_000_000_000,
             run="20000101-000000-aaaaaa", iteration=board.seq % 1000,
         )  # fmt: skip
-        self._diary.message(board.name, Topic.HEARTBEAT, heartbeat.dump())
-        bucket = int(self._unix() // BUCKET_S)
+        self._diary.on_message(board.name, Topic.HEARTBEAT, heartbeat.dump())
+        bucket = int(self._unix() // ROLLUP_BUCKET_S)
         if bucket not in board.beats:
             self._forget(board)
         board.beats[bucket] = board.beats.get(bucket, 0) + 1
@@ -183,5 +187,5 @@ class HurriedFleet:
                 self._throttle.check(address)
             except TooManyTriesError:
                 continue
-            self._throttle.failed(address)
-            self._attempts.note("join", address, "no such token")
+            self._throttle.record_failure(address)
+            self._attempts.record("join", address, "no such token")

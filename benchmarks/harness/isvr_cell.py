@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from edgefl.strategies.schedules import parse_schedule
-from edgefl.types import LocalPlan
+from edgefl.core.types import TrainConfig
+from edgefl.strategies.learning_rate_schedules import parse_schedule
 from harness.class_shards import NUM_NODES
 
 ONE_NODE = "one node"
@@ -50,10 +50,10 @@ class Cell:
     lost: float = 0.0
     points: int = 24
 
-    def plan(self, done: int, iterations: int) -> LocalPlan:
+    def plan(self, done: int, iterations: int) -> TrainConfig:
         """Returns what to do in a burst after so many iterations, at the learning rate of its first one."""
         factor = parse_schedule(f"linear:{self.rounds}" if self.decay == "linear" else self.decay)
-        return LocalPlan(
+        return TrainConfig(
             iterations=iterations,
             batch_size=self.batch_size,
             learning_rate=self.rate * factor(done * self.rounds // self.iterations),

@@ -13,13 +13,13 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from numpy.random import Generator
 
-from edgefl.compression.edges import EdgeCodec, edge_shapes
-from edgefl.decentralised.engine import Engine
-from edgefl.decentralised.firing import Burst, Firing, make_firing
-from edgefl.decentralised.graph import make_graph
-from edgefl.decentralised.methods import METHODS, make_node
-from edgefl.tasks.node_training import begin_node, train_node
-from edgefl.types import Array, Dataset, EdgeMessage, Learner, Task, derived_rng
+from edgefl.compression.peer_codec import PeerCodec, select_peer_tensors
+from edgefl.core.types import Array, Dataset, Learner, PeerMessage, Task, derive_rng
+from edgefl.decentralised.edge_schedule import EdgeSchedule, NextExchange, make_edge_schedule
+from edgefl.decentralised.gossip_node import GossipNode
+from edgefl.decentralised.registry import ALGORITHMS, make_algorithm
+from edgefl.decentralised.topology import make_topology
+from edgefl.tasks.local_algorithms.decentralised_training import start_node, train_node
 from harness.class_shards import CUTS, NUM_NODES, class_shards
 from harness.isvr_cell import Cell
 
@@ -38,41 +38,43 @@ class Network:
 
     def __init__(self, cell: Cell, task: Task, learner: Learner, images: Dataset) -> None:
         self.num_messages = self.num_bytes = 0
-        self.engines: dict[str, Engine] = {}
+        self.engines: dict[str, GossipNode] = {}
         self._cell, self._learner = cell, learner
         names = [f"node-{number}" for number in range(NUM_NODES)]
-        self._graph = make_graph(cell.graph, names)
-        shards = class_shards(images.labels, CUTS[cell.cut], derived_rng(cell.seed, "cut"))
+        self._graph = make_topology(cell.graph, names)
+        shards = class_shards(images.labels, CUTS[cell.cut], derive_rng(cell.seed, "cut"))
         self._data = {name: images.take(rows) for name, rows in zip(names, shards, strict=True)}
-        self._rngs = {name: derived_rng(cell.seed, "batches", name) for name in names}
-        self._inboxes: dict[str, list[EdgeMessage]] = {name: [] for name in names}
-        self._losses = derived_rng(cell.seed, "losses")
+        self._rngs = {name: derive_rng(cell.seed, "batches", name) for name in names}
+        self._inboxes: dict[str, list[PeerMessage]] = {name: [] for name in names}
+        self._losses = derive_rng(cell.seed, "losses")
         self._handover = Handover()
         self._message_bytes = 0 if cell.codec else _dense_bytes(cell, task)
         for name in names:
             self.engines[name] = self._engine(name, task)
         self._firing = {name: self._schedule(name) for name in names}
 
-    def _engine(self, name: str, task: Task) -> Engine:
+    def _engine(self, name: str, task: Task) -> GossipNode:
         cell = self._cell
-        is_damped = cell.method == "d2" and self._graph.needs_damping()
-        node = make_node(
+        is_damped = cell.method == "d2" and self._graph.should_damp()
+        node = make_algorithm(
             cell.method,
             name,
-            self._graph.sides(name, cell.period, is_damped=is_damped),
+            self._graph.make_link_configs(name, cell.period, is_damped=is_damped),
             learning_rate=cell.rate,
             period=cell.period,
         )
-        coder = EdgeCodec(cell.codec, edge_shapes(task.shapes()), epoch=1) if cell.codec else self._handover
-        engine = Engine(node, coder, derived_rng(cell.seed, "edges", name))
+        coder = PeerCodec(cell.codec, select_peer_tensors(task.shapes()), epoch=1) if cell.codec else self._handover
+        engine = GossipNode(node, coder, derive_rng(cell.seed, "edges", name))
         self._learner.load(task.init(cell.seed))
-        begin_node(engine, self._learner, task.shapes())
+        start_node(engine, self._learner, task.shapes())
         return engine
 
-    def _schedule(self, name: str) -> Firing:
+    def _schedule(self, name: str) -> EdgeSchedule:
         cell = self._cell
-        sides = self._graph.sides(name, cell.period)
-        return make_firing(cell.exchange, edges=sides, period=cell.period, rng=derived_rng(cell.seed, "firing", name))
+        sides = self._graph.make_link_configs(name, cell.period)
+        return make_edge_schedule(
+            cell.exchange, edges=sides, period=cell.period, rng=derive_rng(cell.seed, "firing", name)
+        )
 
     @property
     def exchanges_per_edge(self) -> float:
@@ -91,7 +93,7 @@ class Network:
 
     def run(self) -> Iterator[int]:
         """Lets every node do its iterations, and stops at each point of the curve to give the time."""
-        bursts: dict[str, Burst] = {}
+        bursts: dict[str, NextExchange] = {}
         due: list[tuple[int, str]] = []
         for name in self.engines:
             self._begin_burst(name, 0, bursts, due)
@@ -109,27 +111,27 @@ class Network:
                 self._begin_burst(name, now, bursts, due)
         yield from marks
 
-    def _begin_burst(self, name: str, now: int, bursts: dict[str, Burst], due: list[tuple[int, str]]) -> None:
+    def _begin_burst(self, name: str, now: int, bursts: dict[str, NextExchange], due: list[tuple[int, str]]) -> None:
         engine = self.engines[name]
         messages, self._inboxes[name] = self._inboxes[name], []
-        self._send(engine.take(messages))
-        engine.settle()
-        node = engine.node
-        if not engine.trains_next():
-            bursts[name] = Burst(iterations=0, neighbours=node.neighbours)
+        self._send(engine.receive(messages))
+        engine.finish_exchange()
+        node = engine.algorithm
+        if not engine.should_train_next():
+            bursts[name] = NextExchange(iterations=0, neighbours=node.neighbours)
         elif node.iterations < self._cell.iterations:
-            drawn = self._firing[name].next(node.iterations, node.neighbours)
+            drawn = self._firing[name].next_exchange(node.iterations, node.neighbours)
             left = self._cell.iterations - node.iterations
-            bursts[name] = Burst(iterations=min(drawn.iterations, left), neighbours=drawn.neighbours)
+            bursts[name] = NextExchange(iterations=min(drawn.iterations, left), neighbours=drawn.neighbours)
         else:
             return
         heapq.heappush(due, (now + bursts[name].iterations, name))
 
-    def _end_burst(self, name: str, burst: Burst) -> None:
+    def _end_burst(self, name: str, burst: NextExchange) -> None:
         engine = self.engines[name]
         if burst.iterations:
             # Mail waits for the end of a burst, so that training now is as good as training all the while.
-            plan = self._cell.plan(engine.node.iterations, burst.iterations)
+            plan = self._cell.plan(engine.algorithm.iterations, burst.iterations)
             train_node(
                 engine,
                 self._learner,
@@ -139,9 +141,9 @@ class Network:
                 clock=no_time,
                 on_iteration=never,
             )
-        self._send(engine.post(burst.neighbours))
+        self._send(engine.start_exchange(burst.neighbours))
 
-    def _send(self, messages: tuple[EdgeMessage, ...]) -> None:
+    def _send(self, messages: tuple[PeerMessage, ...]) -> None:
         self.num_messages += len(messages)
         for message in messages:
             self.num_bytes += self._message_bytes or len(message.body)
@@ -164,18 +166,18 @@ class Handover:
     def decode(self, sender: str, body: bytes) -> Parts:  # noqa: ARG002 likewise
         return self._waiting.pop(body)
 
-    def forget(self, neighbour: str) -> None: ...
+    def remove_peer(self, neighbour: str) -> None: ...
 
 
 def _dense_bytes(cell: Cell, task: Task) -> int:
     """Returns the length of a message without a codec."""
-    model, shapes = task.init(cell.seed), edge_shapes(task.shapes())
+    model, shapes = task.init(cell.seed), select_peer_tensors(task.shapes())
     tensors = {spec.name: model[spec.name] for spec in shapes}
-    part_names = METHODS[cell.method].parts
+    part_names = ALGORITHMS[cell.method].parts
     # Gradient tracking sends its two parts in turn.
     parts = part_names[:1] if cell.method == "gradient-tracking" else part_names
-    coder = EdgeCodec("", shapes, epoch=1)
-    return len(coder.encode("neighbour", dict.fromkeys(parts, tensors), derived_rng(cell.seed)))
+    coder = PeerCodec("", shapes, epoch=1)
+    return len(coder.encode("neighbour", dict.fromkeys(parts, tensors), derive_rng(cell.seed)))
 
 
 def no_time() -> float:

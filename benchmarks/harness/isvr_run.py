@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from edgefl.errors import EdgeflError
-from edgefl.tasks.idx import read_image_set
-from edgefl.tasks.local_training import train
+from edgefl.core.errors import EdgeflError
+from edgefl.core.types import Array, Dataset, Learner, Task, derive_rng
+from edgefl.tasks.datasets.idx import read_image_set
+from edgefl.tasks.local_algorithms.local_training import train
 from edgefl.tasks.registry import make_task
-from edgefl.types import Array, Dataset, Learner, Task, derived_rng
 from harness.isvr_cell import ONE_NODE, Cell, Outcome
 from harness.isvr_network import Network, never, no_time
 
@@ -68,7 +68,7 @@ def _evaluated(learner: Learner, model: Mapping[str, Array], tests: Dataset) -> 
 
 
 def _alone(cell: Cell, task: Task, learner: Learner, images: Dataset) -> Iterator[int]:
-    rng = derived_rng(cell.seed, "batches", ONE_NODE)
+    rng = derive_rng(cell.seed, "batches", ONE_NODE)
     learner.load(task.init(cell.seed))
     marks = cell.marks
     for done in range(0, cell.iterations, cell.period):

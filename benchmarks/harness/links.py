@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgefl.local_fleet import COORDINATOR, LOOPBACK, LocalFleet
+from edgefl.simulation.local_fleet import COORDINATOR, LOOPBACK, LocalFleet
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
@@ -58,11 +58,11 @@ class LinkedFleet(LocalFleet):
     """A fleet whose coordinator listens on loopback alone: devices reach it through their links."""
 
     def start_coordinator(self) -> None:
-        self._start(
+        self._start_process(
             COORDINATOR, self.program, "coordinator", "start", "--dir", str(self.directory), "--host", LOOPBACK,
             "--broker", self.broker, "--broker-port", str(self.broker_port),
         )  # fmt: skip
-        self._wait(self._answers, "the coordinator to answer")
+        self._wait_until(self._is_answering, "the coordinator to answer")
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from edgefl.tasks.noop import DEFAULT_SIZE_BYTES, NoopTask
+from edgefl.tasks.noop import DEFAULT_MODEL_BYTES, NoopTask
 
 NAME = "long_noop:LongNoop"
 
@@ -18,7 +18,7 @@ class LongNoop(NoopTask):
 
     name = NAME
 
-    def __init__(self, *, size_bytes: int = DEFAULT_SIZE_BYTES, train_s: float = 1.0) -> None:
+    def __init__(self, *, size_bytes: int = DEFAULT_MODEL_BYTES, train_s: float = 1.0) -> None:
         super().__init__(size_bytes=size_bytes)
         self._train_s = train_s
 

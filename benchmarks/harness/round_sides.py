@@ -16,8 +16,8 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgefl.config import RunConfig, parse_run
-from edgefl.local_fleet import COORDINATOR, FINAL, LocalDevice, LocalFleet
+from edgefl.core.config import RunConfig, parse_run
+from edgefl.simulation.local_fleet import COORDINATOR, TERMINAL_STATUSES, LocalDeviceSpec, LocalFleet
 from harness.links import Link, LinkedFleet, device_host, linked_fleet
 from harness.long_noop import NAME as LONG_NOOP
 from harness.process_trees import INTERVAL_S, Meter
@@ -98,7 +98,9 @@ def _edgefl_fleet(plan: Plan, root: Path) -> Iterator[LocalFleet]:
     shard.mkdir()
     task = LONG_NOOP if plan.train_s else "noop"
     devices = [
-        LocalDevice(name=f"device-{number}", shards={task: str(shard)}, host=device_host(number) if plan.link else "")
+        LocalDeviceSpec(
+            name=f"device-{number}", shards={task: str(shard)}, host=device_host(number) if plan.link else ""
+        )
         for number in range(1, plan.num_devices + 1)
     ]
     paths = [str(HARNESS), str(HARNESS.parent), os.environ.get("PYTHONPATH", "")]
@@ -130,8 +132,8 @@ def _wait_closed(fleet: LocalFleet, run_id: str) -> None:
     while True:
         with closing(sqlite3.connect(f"file:{fleet.database}?mode=ro", uri=True)) as store:
             (status,) = store.execute("SELECT status FROM runs WHERE run_id = ?", (run_id,)).fetchone()
-        if status in FINAL or fleet.processes[COORDINATOR].poll() is not None:
-            fleet.wait_run(run_id)
+        if status in TERMINAL_STATUSES or fleet.processes[COORDINATOR].poll() is not None:
+            fleet.wait_for_run(run_id)
             return
         time.sleep(POLL_S)
 

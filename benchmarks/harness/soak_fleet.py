@@ -16,11 +16,11 @@ from typing import Self
 
 import psutil
 
-from edgefl.config import RunConfig, parse_run
-from edgefl.device.trust import pinned_context, request
-from edgefl.errors import EdgeflError
-from edgefl.local_fleet import LOOPBACK, LocalDevice, LocalFleet
-from edgefl.tasks.cutting import TEST_NAME, cut_shards
+from edgefl.core.config import RunConfig, parse_run
+from edgefl.core.errors import EdgeflError
+from edgefl.simulation.local_fleet import LOOPBACK, LocalDeviceSpec, LocalFleet
+from edgefl.system.https_client import create_pinned_context, request
+from edgefl.tasks.sharding.shard_creation import TEST_NAME, create_shards
 from harness.feed_readers import reading
 from harness.throttled_task import NAME
 
@@ -57,17 +57,17 @@ class SoakFleet(LocalFleet):
     def start_coordinator(self) -> None:
         self.broker = f"mqtts://{LOOPBACK}:{self.broker_port}"
         words = ("--dir", str(self.directory), "--host", LOOPBACK, "--port", str(self.broker_port))
-        self._start(BROKER, self.program, "coordinator", "broker", *words)
+        self._start_process(BROKER, self.program, "coordinator", "broker", *words)
         super().start_coordinator()
 
-    def _wait(self, is_true: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:
-        super()._wait(is_true, what, max(PATIENCE_S, timeout_s))
+    def _wait_until(self, is_true: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:
+        super()._wait_until(is_true, what, max(PATIENCE_S, timeout_s))
 
 
 def make_fleet(root: Path, num_staying: int) -> tuple[SoakFleet, Names]:
     """Returns a fleet with two visitors that is yet to be entered; its coordinator evaluates."""
     num_devices = num_staying + 2
-    shards = cut_shards("digits", "dirichlet:0.5", num_devices, root / "shards")
+    shards = create_shards("digits", "dirichlet:0.5", num_devices, root / "shards")
     for shard in shards:
         shard.with_suffix(".delay").write_text(str(ITERATION_S))
     names = [f"device-{number:02}" for number in range(1, num_devices + 1)]
@@ -75,7 +75,7 @@ def make_fleet(root: Path, num_staying: int) -> tuple[SoakFleet, Names]:
     fleet = SoakFleet(
         root=root / "fleet",
         devices=[
-            LocalDevice(name=name, shards={NAME: str(shard.resolve())})
+            LocalDeviceSpec(name=name, shards={NAME: str(shard.resolve())})
             for name, shard in zip(names, shards, strict=True)
         ],
         test_shards={NAME: str((root / "shards" / TEST_NAME).resolve())},
@@ -115,7 +115,7 @@ class Life:
         ]
 
     def __enter__(self) -> Self:
-        self._ca.write_text(self._fleet.operator().ca_pem)
+        self._ca.write_text(self._fleet.make_client().ca_pem)
         for thread in self._threads:
             thread.start()
         return self
@@ -139,7 +139,7 @@ class Life:
         for number in itertools.count():
             run_id = self._fleet.submit(config_of(number))
             self.runs.append(run_id)
-            while (run := self._fleet.operator().get(f"/edgefl/v1/runs/{run_id}"))["status"] != "finished":
+            while (run := self._fleet.make_client().get(f"/edgefl/v1/runs/{run_id}"))["status"] != "finished":
                 if run["status"] in {"failed", "interrupted", "stopped"}:
                     self.problems.append(f"run {run_id} {run['status']}: {run['reason']}")
                     return
@@ -169,7 +169,7 @@ class Life:
         self._fleet.processes[name].wait()
         self._over.wait(AWAY_S)
         self._fleet.start_device(name)
-        while not self._over.wait(0.2) and self._fleet.presence()[name] != "online":
+        while not self._over.wait(0.2) and self._fleet.get_presence()[name] != "online":
             continue
         self.silences.append((began_s, time.monotonic()))
 
@@ -190,8 +190,8 @@ class Life:
                     each.resume()
 
     def _scrape(self) -> None:
-        operator = self._fleet.operator()
-        address, trust = f"{LOOPBACK}:{self._fleet.port}", pinned_context(operator.ca_pem.encode())
+        operator = self._fleet.make_client()
+        address, trust = f"{LOOPBACK}:{self._fleet.port}", create_pinned_context(operator.ca_pem.encode())
         headers = {"Authorization": f"Bearer {operator.token}"}
         while not self._over.wait(SCRAPE_EVERY_S):
             status, body = request(address, trust, "GET", "/metrics", headers=headers)
@@ -199,7 +199,7 @@ class Life:
                 raise EdgeflError(f"/metrics answered {status} with {len(body)} bytes")
 
     def _read(self) -> None:
-        operator = self._fleet.operator()
+        operator = self._fleet.make_client()
         while not self._over.wait(READ_EVERY_S):
             path, filters = self._rng.choice(self._questions())
             operator.get(path, filters)

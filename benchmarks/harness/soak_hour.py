@@ -6,7 +6,7 @@ import argparse
 import time
 from pathlib import Path
 
-from edgefl.local_fleet import COORDINATOR
+from edgefl.simulation.local_fleet import COORDINATOR
 from harness import store_growth
 from harness.soak_figure import draw
 from harness.soak_fleet import BEAT_S, BROKER, Life, Names, SoakFleet, make_fleet

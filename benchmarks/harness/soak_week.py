@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from edgefl.simulated_run import simulate
+from edgefl.simulation.simulated_run import simulate
 from harness import store_growth
 from harness.hurried_coordinator import HurriedFleet
 from harness.soak_samples import look_at
@@ -174,7 +174,7 @@ def heard(folder: Path, notes: _Notes, total_s: float, num_boards: int) -> dict[
 
 def main() -> None:
     # A virtual fleet loses thousands of assignments: they are rows.
-    logging.getLogger("edgefl.coordinator.runs.recorder").setLevel(logging.ERROR)
+    logging.getLogger("edgefl.coordinator.runs.history_recorder").setLevel(logging.ERROR)
     part, folder, total_s, num_boards = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3]) * DAY_S, int(sys.argv[4])
     with (folder / "looks.jsonl").open("w", buffering=1) as file:
         notes = _Notes(folder, total_s, file)

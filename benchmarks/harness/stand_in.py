@@ -1,8 +1,8 @@
 """One device that is only as much as its coordinator can see: it joins, connects, beats, pulls, answers.
 
-All that it says goes through edgefl's own code for devices (`join`, `new_session`, `Incoming`, `SuperNode`). What a
-board does besides (a heart and a link with threads of their own, vital signs, training) is left out: a crowd of them
-in one process has one thread for MQTT and some for work (`stand_ins`).
+All that it says goes through edgefl's own code for devices (`enroll`, `create_session`, `MessageDispatcher`,
+`SuperNode`). What a board does besides (a heart and a link with threads of their own, vital signs, training) is left
+out: a crowd of them in one process has one thread for MQTT and some for work (`stand_ins`).
 """
 
 from __future__ import annotations
@@ -24,16 +24,7 @@ from flwr.app import Message
 from edgefl import __version__
 from edgefl.compression.codec import make_codec
 from edgefl.compression.decoding import decode_body
-from edgefl.device.complaints import Complaints
-from edgefl.device.incoming import Incoming, LinkCallbacks
-from edgefl.device.jobs import job_of
-from edgefl.device.link import KEEP_ALIVE_S
-from edgefl.device.mqtt_session import LinkIdentity, LinkTls, Session, link_context, new_session
-from edgefl.device.state import DeviceState
-from edgefl.device.supernode import Answer, RefusedError, SuperNode
-from edgefl.device.trust import say_hello
-from edgefl.device.workbench import KEPT_ANSWERS
-from edgefl.protocol import (
+from edgefl.core.protocol import (
     HEARTBEAT_JITTER,
     Capabilities,
     Command,
@@ -43,8 +34,17 @@ from edgefl.protocol import (
     Topic,
     host_and_port,
 )
+from edgefl.core.types import Array, Json, ModelSpec, derive_rng
+from edgefl.device.flower.supernode import ReplyContent, ReplyRejectedError, SuperNode
+from edgefl.device.flower.work_loop import MAX_CACHED_REPLIES
+from edgefl.device.mqtt.connection import KEEP_ALIVE_S
+from edgefl.device.mqtt.dispatch import MessageDispatcher, MqttCallbacks
+from edgefl.device.mqtt.session import MqttIdentity, MqttSession, MqttTlsFiles, create_session, create_tls_context
+from edgefl.device.state_dir import DeviceStateDir
+from edgefl.device.training.instruction import parse_instruction
+from edgefl.system.https_client import fetch_coordinator_info
+from edgefl.system.rate_limited_log import RateLimitedLog
 from edgefl.tasks.noop import NUM_EXAMPLES
-from edgefl.types import Array, Json, Shapes, derived_rng
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Tally:
         late_s: by how much later than it was due each heartbeat left, since that was last told.
     """
 
-    shapes: Shapes
+    shapes: ModelSpec
     num_updates: int = 0
     num_lost_sessions: int = 0
     late_s: list[float] = field(default_factory=list)
@@ -101,32 +101,32 @@ class StandIn:
 
     def __init__(
         self,
-        state: DeviceState,
+        state: DeviceStateDir,
         trust: ssl.SSLContext,
         facts: Json,
         tally: Tally,
         on_bell: Callable[[StandIn], None],
     ) -> None:
         self.name, self._state, self._trust, self._facts, self._tally = state.device_id, state, trust, facts, tally
-        self._rng = derived_rng("stand-in", self.name)
-        self._boot_id, self._tls = uuid.uuid4().hex, LinkTls(ca=state.ca, cert=state.cert, key=state.key)
+        self._rng = derive_rng("stand-in", self.name)
+        self._boot_id, self._tls = uuid.uuid4().hex, MqttTlsFiles(ca=state.ca, cert=state.cert, key=state.key)
         self._context: ssl.SSLContext | None = None
-        self._incoming = Incoming(
-            LinkCallbacks(on_bell=lambda: on_bell(self), on_command=self._obey),
-            Complaints(log),
-            listens_to_peers=lambda: False,
+        self._incoming = MessageDispatcher(
+            MqttCallbacks(on_wake_up=lambda: on_bell(self), on_command=self._obey),
+            RateLimitedLog(log),
+            is_subscribed_to_peers=lambda: False,
             on_offline=lambda session, _: session.publish_status(PresenceState.ONLINE),
         )
         self._node = SuperNode(
-            private_key_pem=state.key.read_bytes(), trust=trust, clock=time.time, train=self._trained,
+            private_key_pem=state.key.read_bytes(), tls_context=trust, clock=time.time, train=self._trained,
             evaluate=self._evaluated,
         )  # fmt: skip
         self._prepared: tuple[str, int] | None = None
-        self._finished: deque[str] = deque(maxlen=KEPT_ANSWERS)
+        self._finished: deque[str] = deque(maxlen=MAX_CACHED_REPLIES)
         self._now: tuple[str, str] | None = None
         self._unsent: Message | None = None
         self._started_s = time.monotonic()
-        self.session: Session | None = None
+        self.session: MqttSession | None = None
         self.beats_at: list[float] = []
         """When its heartbeats left, in Unix seconds, by their numbers."""
         self.is_up, self.asked_s = False, 0.0
@@ -136,8 +136,8 @@ class StandIn:
 
     def activate(self) -> None:
         """Takes its place at the coordinator; raises an `EdgeflError` where that fails."""
-        address = self._state.device.addresses[0]
-        say_hello(address, self._trust)
+        address = self._state.settings.addresses[0]
+        fetch_coordinator_info(address, self._trust)
         self._node.connect(address)
 
     def work(self) -> None:
@@ -152,7 +152,7 @@ class StandIn:
                 if used in self._finished:
                     self._finished.remove(used)
             try:
-                self._unsent = self._node.answer(instruction)
+                self._unsent = self._node.run_app(instruction)
             finally:
                 self._now = None
             self._push_waiting()
@@ -163,29 +163,29 @@ class StandIn:
             return
         try:
             self._node.push(self._unsent)
-        except RefusedError:
+        except ReplyRejectedError:
             self._tally.note_try(f"the answer of {self.name} is not wanted")
         self._unsent = None
 
     def close(self) -> None:
         self._node.close()
 
-    def _trained(self, header: Json, body: bytes) -> Answer:
+    def _trained(self, header: Json, body: bytes) -> ReplyContent:
         reply: Json = {"v": 1, "run": header["run"], "assignment": header["assignment"]}
         if "phase" in header:
             self._prepare(header, body)
             return {**reply, "ready": True}, b""
-        begun_s, job = time.monotonic(), job_of(self.name, header)
+        begun_s, job = time.monotonic(), parse_instruction(self.name, header)
         self._now = job.run, job.assignment_id
         if header.get("prepared") is not None:
             if self._prepared != (job.run, header["prepared"]):
                 return {**reply, "error": "the model is not here", "needs_dense": True}, b""
             body = self._tally.bodies[self._prepared]
         decode_body(body, self._tally.shapes)
-        rng = derived_rng(*job.origin, "stand-in")
+        rng = derive_rng(*job.seed_key, "stand-in")
         (spec,) = self._tally.shapes
         moved = rng.standard_normal(spec.shape, np.float32) * np.float32(STEP)
-        encoded = make_codec(job.spec, self._tally.shapes).encode({spec.name: moved}, rng)
+        encoded = make_codec(job.codec_spec, self._tally.shapes).encode({spec.name: moved}, rng)
         if job.assignment_id not in self._finished:  # or it is asked for again, and gets the same
             self._tally.count(job.run, job.version, moved)
             self._finished.append(job.assignment_id)
@@ -201,20 +201,20 @@ class StandIn:
             self._prepared = str(header["run"]), int(header["version"])
             self._tally.bodies.setdefault(self._prepared, body)
 
-    def _evaluated(self, header: Json, body: bytes) -> Answer:
+    def _evaluated(self, header: Json, body: bytes) -> ReplyContent:
         decode_body(body, self._tally.shapes)
         reply: Json = {"v": 1, "run": header["run"], "assignment": header["assignment"]}
         return {**reply, "metrics": {"num_examples": NUM_EXAMPLES, "loss": 0.0, "accuracy": 0.0}}, b""
 
     # MQTT.
 
-    def dial(self) -> Session:
+    def dial(self) -> MqttSession:
         """Returns a session that is connecting; TLS is done, what MQTT says is not yet read or written."""
         if self._context is None:
-            self._context = link_context(self._tls)
-        device = self._state.device
-        identity = LinkIdentity(fleet=device.fleet, device_id=self.name, boot_id=self._boot_id, version=__version__)
-        session = new_session(identity, self._state.next_session_no(), self._context)
+            self._context = create_tls_context(self._tls)
+        device = self._state.settings
+        identity = MqttIdentity(fleet=device.fleet, device_id=self.name, boot_id=self._boot_id, version=__version__)
+        session = create_session(identity, self._state.next_session_no(), self._context)
         session.client.on_connect = self._connected
         session.client.on_subscribe = self._subscribed
         self._incoming.attach(session)
@@ -229,7 +229,7 @@ class StandIn:
             return
         self.beats_at.append(time.time())
         run, assignment = self._now or (None, None)
-        arriving = self._node.arriving
+        arriving = self._node.incoming_assignment
         holding = [*self._finished, *([arriving] if arriving else [])]
         told = Heartbeat(
             seq=len(self.beats_at), session_no=session.number, uptime_s=round(time.monotonic() - self._started_s, 3),
@@ -252,21 +252,21 @@ class StandIn:
         if command.kind == CommandKind.BEAT:  # the others are about what a stand-in has not
             self.beat()
 
-    def _connected(self, client: mqtt.Client, session: Session, _flags: Any, reason: Any, _props: Any) -> None:
+    def _connected(self, client: mqtt.Client, session: MqttSession, _flags: Any, reason: Any, _props: Any) -> None:
         if reason.is_failure:
             self._tally.failed(f"the broker refuses {self.name}: {reason}")
             return
-        session.was_accepted = True
+        session.is_accepted = True
         session.publish_status(PresenceState.ONLINE)
         capabilities = Capabilities(facts=self._facts, shards={"noop": NUM_EXAMPLES})
         session.publish(Topic.CAPABILITIES, capabilities.dump(), qos=1, retain=True)
-        kinds = ((Topic.BELL, 0), (Topic.COMMAND, 1), (Topic.STATUS, 1))
+        kinds = ((Topic.WAKEUP, 0), (Topic.COMMAND, 1), (Topic.STATUS, 1))
         client.subscribe([(session.topic(kind), qos) for kind, qos in kinds])
 
-    def _subscribed(self, _client: Any, session: Session, _mid: int, reasons: Any, _props: Any) -> None:
+    def _subscribed(self, _client: Any, session: MqttSession, _mid: int, reasons: Any, _props: Any) -> None:
         if any(reason.is_failure for reason in reasons):
             self._tally.failed(f"the broker lets {self.name} hear nothing")
             return
         self.session, self.is_up = session, True
         self.beat()
-        self._incoming.connection(is_up=True)
+        self._incoming.notify_connection(is_connected=True)

@@ -22,17 +22,17 @@ from pathlib import Path
 
 import numpy as np
 
-from edgefl.device.board.capabilities import probe
-from edgefl.device.joining.enrolment import JoinWishes, join
-from edgefl.device.link import MAX_BACKOFF_S
-from edgefl.device.state import DeviceState
-from edgefl.device.supernode import RefusedError
-from edgefl.device.trust import pinned_context
-from edgefl.errors import EdgeflError, NetworkError
-from edgefl.processes import open_many_files
-from edgefl.protocol import HEARTBEAT_S, POLL_S, JoinToken
+from edgefl.core.errors import EdgeflError, NetworkError
+from edgefl.core.protocol import HEARTBEAT_S, POLL_S, JoinToken
+from edgefl.core.types import Json, derive_rng
+from edgefl.device.enrolment.enroll import EnrolmentOptions, enroll
+from edgefl.device.flower.supernode import ReplyRejectedError
+from edgefl.device.hardware.capabilities import probe
+from edgefl.device.mqtt.connection import MAX_BACKOFF_S
+from edgefl.device.state_dir import DeviceStateDir
+from edgefl.system.https_client import create_pinned_context
+from edgefl.system.process_control import raise_file_limit
 from edgefl.tasks.noop import NUM_EXAMPLES, NoopTask
-from edgefl.types import Json, derived_rng
 from harness.ears import Ears
 from harness.stand_in import StandIn, Tally
 
@@ -64,12 +64,12 @@ class StandIns:
         begun_s, first = time.monotonic(), len(self._all) + 1
         names = [f"pi-{self._process:02}-{each:05}" for each in range(first, first + number)]
 
-        def one(name: str) -> DeviceState:
+        def one(name: str) -> DeviceStateDir:
             shards, examples = {"noop": str(self._root)}, {"noop": NUM_EXAMPLES}
-            wishes = JoinWishes(name=name, shards=shards, examples=examples, facts=self._facts)
+            wishes = EnrolmentOptions(name=name, shards=shards, examples=examples, facts=self._facts)
             while True:
                 try:
-                    return join(token, wishes, root=self._root / name)
+                    return enroll(token, wishes, root=self._root / name)
                 except NetworkError as error:  # its key is kept, and the same command gets the same place
                     if time.monotonic() > begun_s + JOIN_WITHIN_S:
                         raise
@@ -78,7 +78,7 @@ class StandIns:
         states = list(self._diallers.map(one, names))
         seconds = time.monotonic() - begun_s
         if states:
-            trust = pinned_context(states[0].ca.read_bytes())
+            trust = create_pinned_context(states[0].ca.read_bytes())
             self._all += [StandIn(state, trust, self._facts, self._tally, self._rung) for state in states]
         return {"joined": len(self._all), "seconds": seconds}
 
@@ -142,7 +142,7 @@ class StandIns:
             self._diallers.submit(self._guarded, lambda: self._enter(stand_in), stand_in.name)
             return
         self._dial(stand_in)
-        poll_s = POLL_S * derived_rng("poll", stand_in.name).uniform(0, 1)
+        poll_s = POLL_S * derive_rng("poll", stand_in.name).uniform(0, 1)
         self._ears.call(lambda: self._ears.later(poll_s, lambda: self._poll(stand_in)))
         self._ears.call(lambda: self._beat_later(stand_in))
 
@@ -162,7 +162,7 @@ class StandIns:
             return
         with self._tally.lock:
             self._tally.num_lost_sessions += 1
-        pause_s = MAX_BACKOFF_S * derived_rng("again", stand_in.name, time.time_ns()).uniform(0.1, 1)
+        pause_s = MAX_BACKOFF_S * derive_rng("again", stand_in.name, time.time_ns()).uniform(0.1, 1)
         again = lambda: self._diallers.submit(self._guarded, lambda: self._dial(stand_in), stand_in.name)  # noqa: E731
         self._ears.call(lambda: self._ears.later(pause_s, again))
 
@@ -194,7 +194,7 @@ class StandIns:
         """Has one ask for work; what the network did not let through is tried again, as an agent does."""
         try:
             stand_in.work()
-        except RefusedError:
+        except ReplyRejectedError:
             raise
         except NetworkError as error:
             self._tally.note_try(f"{stand_in.name}: {error}")
@@ -217,7 +217,7 @@ def main() -> int:
     parser.add_argument("--model-bytes", type=int, required=True)
     parser.add_argument("--workers", type=int, required=True, help="at the Fleet API at the same time")
     arguments = parser.parse_args()
-    open_many_files()
+    raise_file_limit()
     crowd = StandIns(arguments.root, arguments.process, arguments.model_bytes, arguments.workers)
     for line in sys.stdin:
         match line.split():

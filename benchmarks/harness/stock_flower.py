@@ -25,7 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
-from edgefl.local_fleet import LOOPBACK, free_port
+from edgefl.simulation.local_fleet import LOOPBACK, find_free_port
 from harness.awake.shortened_polls import POLLS
 from harness.links import Link, linked
 from harness.process_trees import die_with_parent
@@ -62,7 +62,7 @@ class StockFleet:
     superlink: Sequence[str]
     is_awake: bool = False
     link: Link | None = None
-    port: int = field(default_factory=free_port)
+    port: int = field(default_factory=find_free_port)
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _links: ExitStack = field(default_factory=ExitStack)
 
@@ -77,7 +77,7 @@ class StockFleet:
                 self._start(
                     f"device-{number}",
                     str(scripts() / "flower-supernode"), "--insecure",
-                    "--superlink", f"{LOOPBACK}:{self._near_port()}", "--port", str(free_port()),
+                    "--superlink", f"{LOOPBACK}:{self._near_port()}", "--port", str(find_free_port()),
                 )  # fmt: skip
         except BaseException:
             self.stop()
@@ -127,7 +127,7 @@ class StockFleet:
         """Returns where the next SuperNode finds the SuperLink: at the near end of its link, if it has one."""
         if self.link is None:
             return self.port
-        port = free_port()
+        port = find_free_port()
         self._links.enter_context(linked(self.link, [((LOOPBACK, port), (LOOPBACK, self.port))]))
         return port
 

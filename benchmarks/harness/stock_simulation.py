@@ -25,10 +25,10 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
 
-from edgefl.simulation.data import FleetData, cut_in_memory
-from edgefl.tasks.local_training import train as train_locally
+from edgefl.core.types import TrainConfig, derive_rng
+from edgefl.simulation.partitioned_data import FleetData, partition_in_memory
+from edgefl.tasks.local_algorithms.local_training import train as train_locally
 from edgefl.tasks.registry import make_task
-from edgefl.types import LocalPlan, derived_rng
 from harness.process_trees import tree_cpu_s
 
 PLAN = "EDGEFL_BENCHMARK_PLAN"
@@ -47,7 +47,9 @@ def _learner() -> Any:
 @cache
 def _data() -> FleetData:
     plan = _plan()
-    return cut_in_memory(plan["task"], "iid", plan["devices"], data=None, seed=7, test_fraction=plan["test_fraction"])
+    return partition_in_memory(
+        plan["task"], "iid", plan["devices"], data=None, seed=7, test_fraction=plan["test_fraction"]
+    )
 
 
 @client_app.train()
@@ -60,8 +62,8 @@ def train(message: Message, context: Context) -> Message:
     result = train_locally(
         learner,
         _data().pool.take(_data().shards[place].train),
-        LocalPlan(iterations=plan["iterations"], batch_size=plan["batch_size"], learning_rate=0.05),
-        derived_rng(7, place),
+        TrainConfig(iterations=plan["iterations"], batch_size=plan["batch_size"], learning_rate=0.05),
+        derive_rng(7, place),
         clock=time.perf_counter,
         on_iteration=lambda *_: False,
     )

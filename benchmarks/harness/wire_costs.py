@@ -6,9 +6,9 @@ import sqlite3
 import tempfile
 from pathlib import Path
 
-from edgefl.compression.measuring import expected_bytes
-from edgefl.config import parse_run
-from edgefl.local_fleet import LocalDevice, LocalFleet
+from edgefl.compression.codec_benchmark import compute_expected_bytes
+from edgefl.core.config import parse_run
+from edgefl.simulation.local_fleet import LocalDeviceSpec, LocalFleet
 from edgefl.tasks.registry import make_task
 from harness.cost_rows import Row
 
@@ -28,9 +28,9 @@ def rows() -> list[Row]:
         Row(part="wire", what="the model on its way down, likewise", value=down / MODEL_BYTES - 1, unit="of them",
             aim=MOST_MORE),
         Row(part="wire", what="the codec `dense` alone, MNIST CNN, beyond the model's own bytes",
-            value=expected_bytes("dense", shapes) / own - 1, unit="of them", aim=MOST_MORE),
+            value=compute_expected_bytes("dense", shapes) / own - 1, unit="of them", aim=MOST_MORE),
         *(Row(part="wire", what=f"`{spec}` of the MNIST CNN, the model's own bytes to it",
-              value=own / expected_bytes(spec, shapes), unit="times less") for spec in SPECS),
+              value=own / compute_expected_bytes(spec, shapes), unit="times less") for spec in SPECS),
     ]  # fmt: skip
 
 
@@ -46,10 +46,10 @@ def _counted() -> tuple[float, float]:
                 "devices": {"min": 1},
             }
         )
-        device = LocalDevice(name="device-1", shards={"noop": str(root / "no-data")})
+        device = LocalDeviceSpec(name="device-1", shards={"noop": str(root / "no-data")})
         with LocalFleet(root=root / "fleet", devices=[device], broker="auto") as fleet:
             run_id = fleet.submit(config)
-            fleet.wait_run(run_id)
+            fleet.wait_for_run(run_id)
             with sqlite3.connect(f"file:{fleet.database}?mode=ro", uri=True) as store:
                 found = store.execute(
                     "SELECT bytes_up, bytes_down FROM updates WHERE run_id = ? AND round > 1 ORDER BY bytes_up",

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from markup import code, table
 
-from edgefl import errors as tree
-from edgefl.errors import EdgeflError
-from edgefl.protocol import error_code
+from edgefl.core import errors as tree
+from edgefl.core.errors import EdgeflError
+from edgefl.core.protocol import error_code
 
 
 def errors() -> str:

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
-from edgefl.config import parse_run
-from edgefl.local_fleet import LocalFleet
-from edgefl.local_run import cut_devices
+from edgefl.core.config import parse_run
+from edgefl.simulation.local_fleet import LocalFleet
+from edgefl.simulation.local_run import partition_devices
 
 ARGUMENTS = (
     "--no-sandbox",
@@ -59,7 +59,7 @@ def take(asked: argparse.Namespace) -> None:
     program = shutil.which("chromium") or "/usr/bin/chromium"
     with tempfile.TemporaryDirectory(prefix="edgefl-picture-") as folder, sync_playwright() as playwright:
         root = Path(folder)
-        cut = cut_devices(asked.task, asked.scheme, asked.devices, root / "shards", asked.data, 7)
+        cut = partition_devices(asked.task, asked.scheme, asked.devices, root / "shards", asked.data, 7)
         with LocalFleet(root=root, devices=cut.devices, test_shards=cut.test_shards) as fleet:
             browser = playwright.chromium.launch(executable_path=program, args=list(ARGUMENTS))
             page = browser.new_context(
@@ -70,7 +70,7 @@ def take(asked: argparse.Namespace) -> None:
             ).new_page()
             page.goto(f"https://127.0.0.1:{fleet.port}/")
             run_id = fleet.submit(config)
-            while fleet.operator().get(f"/edgefl/v1/runs/{run_id}")["rounds"] < asked.rounds * 3 // 5:
+            while fleet.make_client().get(f"/edgefl/v1/runs/{run_id}")["rounds"] < asked.rounds * 3 // 5:
                 time.sleep(0.2)
             page.goto(f"https://127.0.0.1:{fleet.port}/#/{asked.view.replace('RUN', run_id)}")
             page.wait_for_timeout(3000)

@@ -13,8 +13,8 @@ import griffe
 from click.testing import CliRunner
 from markup import code, names_joined, sections, table
 
-from edgefl import config
 from edgefl.cli.main import edgefl
+from edgefl.core import config
 
 _BOUNDS = {"above": ">", "at_least": "≥", "below": "<", "at_most": "≤"}
 _WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}

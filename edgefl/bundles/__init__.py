@@ -1,1 +1,1 @@
-"""Releases and task packs on their way to boards: one signed file that holds wheels."""
+"""Signed bundles that carry releases and task packs to boards: one file that holds wheels."""

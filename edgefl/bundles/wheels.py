@@ -1,4 +1,4 @@
-"""What is looked at in a wheel before anybody installs it, and which wheels of a bundle fit a board."""
+"""Checks of a wheel before installation, and selection of the wheels that fit a board."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from packaging.tags import Tag
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from edgefl.bundles.manifest import OWN_NAMES, Kind, WheelEntry
-from edgefl.errors import BundleError
+from edgefl.bundles.manifest import RESERVED_PROJECTS, BundleKind, WheelEntry
+from edgefl.core.errors import BundleError
 
 MAX_UNPACKED_BYTES = 2 * 1024 * 1024 * 1024
 MAX_ENTRIES = 50_000
 MAX_METADATA_BYTES = 1024 * 1024
-# Run whenever any Python of the slot starts, the privileged updater's too: only a release may bring such.
-_RUN_AT_START = frozenset({"sitecustomize", "usercustomize"})
-# Likewise, or installed elsewhere than among the packages, or (egg-info) what passes for a project of another name.
-_NOT_FOR_PACKS = (".pth", ".data", ".egg-info", ".egg-link", ".egg")
+# Run whenever any Python of the slot starts, the privileged updater's too: only a release may hold them.
+_STARTUP_MODULES = frozenset({"sitecustomize", "usercustomize"})
+# Likewise, or installed outside site-packages, or (egg-info) able to pose as a project of another name.
+_FORBIDDEN_PACK_SUFFIXES = (".pth", ".data", ".egg-info", ".egg-link", ".egg")
 
 
-def wheel_names(path: Path, entry: WheelEntry, kind: Kind) -> list[str]:
-    """Returns the paths in a wheel, once it is sure that they stay where they belong; runs nothing of it.
+def check_wheel(path: Path, entry: WheelEntry, kind: BundleKind) -> list[str]:
+    """Returns the paths in a wheel after checking that they are allowed; executes nothing.
 
     Raises:
-        BundleError: it is no wheel, not the one that its name says, or holds what a bundle of this kind must not.
+        BundleError: it is no wheel, its metadata contradict its name, or it holds files that this kind must not.
     """
     try:
         with zipfile.ZipFile(path) as wheel:
@@ -47,22 +47,22 @@ def wheel_names(path: Path, entry: WheelEntry, kind: Kind) -> list[str]:
     names = [info.filename for info in infos if not info.is_dir()]
     if len(set(names)) != len(names):
         raise BundleError(f"{entry.file} holds a file twice")
-    if kind is Kind.PACK:
+    if kind is BundleKind.PACK:
         _check_pack(entry, names)
     return names
 
 
-def unpacked_bytes(path: Path) -> int:
-    """Returns what a wheel takes on a disk once it is unpacked, as it says itself."""
+def compute_unpacked_bytes(path: Path) -> int:
+    """Returns the unpacked size of a wheel in bytes, as its own directory declares."""
     with zipfile.ZipFile(path) as wheel:
         return sum(info.file_size for info in wheel.infolist())
 
 
-def fitting(entries: Iterable[WheelEntry], tags: Sequence[Tag]) -> list[WheelEntry]:
-    """Returns the best wheel of every project for a Python that takes these tags, best first.
+def select_compatible_wheels(entries: Iterable[WheelEntry], tags: Sequence[Tag]) -> list[WheelEntry]:
+    """Returns the best wheel of every project for a Python with these tags (best first).
 
     Raises:
-        BundleError: a project has none that fits.
+        BundleError: a project has no compatible wheel.
     """
     ranks = {tag: rank for rank, tag in enumerate(tags)}
     by_project: dict[str, list[WheelEntry]] = {}
@@ -70,12 +70,16 @@ def fitting(entries: Iterable[WheelEntry], tags: Sequence[Tag]) -> list[WheelEnt
         by_project.setdefault(entry.project, []).append(entry)
     chosen = []
     for project, wheels in by_project.items():
-        ranked = [(min(ranks[tag] for tag in fits), wheel) for wheel in wheels if (fits := wheel.tags & ranks.keys())]
+        ranked = [
+            (min(ranks[tag] for tag in matching_tags), wheel)
+            for wheel in wheels
+            if (matching_tags := wheel.tags & ranks.keys())
+        ]
         if not ranked:
             files = ", ".join(wheel.file for wheel in wheels)
-            here = f"Python {sys.version_info.major}.{sys.version_info.minor}, {tags[0] if tags else 'unknown'}"
-            raise BundleError(f"it is not for this board ({here}): of {project} it holds only {files}")
-        chosen.append(min(ranked, key=lambda one: one[0])[1])
+            platform = f"Python {sys.version_info.major}.{sys.version_info.minor}, {tags[0] if tags else 'unknown'}"
+            raise BundleError(f"it is not for this board ({platform}): of {project} it holds only {files}")
+        chosen.append(min(ranked, key=lambda candidate: candidate[0])[1])
     return chosen
 
 
@@ -92,7 +96,7 @@ def _check_entry(entry: WheelEntry, info: zipfile.ZipInfo) -> None:
     path = PurePosixPath(info.filename)
     if path.is_absolute() or ".." in path.parts or "\\" in info.orig_filename or "\0" in info.orig_filename:
         raise BundleError(f"{entry.file} holds {info.filename[:120]!r}, which lies outside of where it is installed")
-    # One spelling alone, so that what is looked at is what pip makes of it: `./x.pth` is installed as `x.pth`.
+    # One spelling only, so that the path checked is the path that pip installs: `./x.pth` is installed as `x.pth`.
     if str(path) != info.filename.removesuffix("/"):
         raise BundleError(f"{entry.file} holds {info.filename[:120]!r}, which must be called {str(path)[:120]!r}")
     mode = info.external_attr >> 16
@@ -103,27 +107,32 @@ def _check_entry(entry: WheelEntry, info: zipfile.ZipInfo) -> None:
 
 
 def _check_metadata(entry: WheelEntry, wheel: zipfile.ZipFile) -> None:
-    """The name of the file decides what is believed of a wheel; what is in it must say the same."""
-    found = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA") and name.count("/") == 1]
-    if len(found) != 1:
-        raise BundleError(f"{entry.file} is no wheel: it has {len(found)} METADATA, expected 1")
-    with wheel.open(found[0]) as file:
-        said = BytesHeaderParser().parsebytes(file.read(MAX_METADATA_BYTES))
-    # A header of bytes that are no ASCII is no text.
-    name, version = str(said.get("Name") or ""), str(said.get("Version") or "")
+    """Raises `BundleError` unless the metadata inside a wheel agree with its file name."""
+    metadata_files = [
+        name for name in wheel.namelist() if name.endswith(".dist-info/METADATA") and name.count("/") == 1
+    ]
+    if len(metadata_files) != 1:
+        raise BundleError(f"{entry.file} is no wheel: it has {len(metadata_files)} METADATA, expected 1")
+    with wheel.open(metadata_files[0]) as file:
+        metadata = BytesHeaderParser().parsebytes(file.read(MAX_METADATA_BYTES))
+    # A header with non-ASCII bytes is not a str.
+    name, version = str(metadata.get("Name") or ""), str(metadata.get("Version") or "")
     try:
-        is_same = canonicalize_name(name) == entry.project and str(Version(version)) == entry.version
+        matches_name = canonicalize_name(name) == entry.project and str(Version(version)) == entry.version
     except InvalidVersion:
-        is_same = False
-    if not is_same:
+        matches_name = False
+    if not matches_name:
         raise BundleError(f"{entry.file} says inside that it is {name[:80]} {version[:80]}")
 
 
 def _check_pack(entry: WheelEntry, names: Sequence[str]) -> None:
     for name in names:
-        top = name.partition("/")[0]
+        top_level = name.partition("/")[0]
         # A module is also a package, a compiled file or an extension: `name/`, `name.pyc`, `name.cpython-311-….so`.
-        if top.lower().endswith(_NOT_FOR_PACKS) or top.lower().partition(".")[0] in _RUN_AT_START:
+        if (
+            top_level.lower().endswith(_FORBIDDEN_PACK_SUFFIXES)
+            or top_level.lower().partition(".")[0] in _STARTUP_MODULES
+        ):
             raise BundleError(f"{entry.file} holds {name[:120]!r}, which a pack must not: packages and entry points")
-        if canonicalize_name(top.partition("-")[0].partition(".")[0]) in OWN_NAMES:
+        if canonicalize_name(top_level.partition("-")[0].partition(".")[0]) in RESERVED_PROJECTS:
             raise BundleError(f"{entry.file} holds {name[:120]!r}, which is edgefl's own; a pack must not replace it")

@@ -1,1 +1,1 @@
-"""What a user types: one file per command group; parse, call, print."""
+"""Command-line interface: one file per command group; parse, call, print."""

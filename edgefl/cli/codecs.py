@@ -1,4 +1,4 @@
-"""`edgefl codecs`: what may stand in a line of `[compression]`, and what each codec costs and loses."""
+"""`edgefl codecs`: lists the stages of `[compression]` lines, and measures codecs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from edgefl.cli.listing import ListedGroup
+from edgefl.cli.command_group import FullHelpGroup
 from edgefl.cli.render import format_option, print_rows
-from edgefl.errors import EdgeflError, UsageError
+from edgefl.core.errors import EdgeflError, UsageError
 
 if TYPE_CHECKING:
-    from edgefl.tasks.gradients import Gradient
-    from edgefl.types import Json
+    from edgefl.core.types import Json
+    from edgefl.tasks.datasets.sample_updates import SampleUpdate
 
 LIST_COLUMNS = ("name", "kind", "argument", "biased", "contraction", "summary")
 BENCH_COLUMNS = (
@@ -27,7 +27,7 @@ BENCH_COLUMNS = (
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-@click.group("codecs", cls=ListedGroup)
+@click.group("codecs", cls=FullHelpGroup)
 def command() -> None:
     """List the codecs, measure them on a gradient."""
 
@@ -40,7 +40,7 @@ def list_(*, fmt: str) -> None:
     A line is a tensor stage, then a value stage, then a lossless one, joined by bars; each may be left out.
     `contraction` says whether the stage works behind `ef`.
     """
-    from edgefl.compression.catalogue import listed  # noqa: PLC0415 fast start
+    from edgefl.compression.catalogue import list_stages  # noqa: PLC0415 fast start
 
     rows = [
         {
@@ -51,7 +51,7 @@ def list_(*, fmt: str) -> None:
             "contraction": row.is_contraction,
             "summary": row.summary,
         }
-        for row in listed()
+        for row in list_stages()
     ]
     print_rows(rows, LIST_COLUMNS, fmt, kind="codecs")
     if fmt == "table":
@@ -84,73 +84,77 @@ def bench(*, specs: Sequence[str], name: str, data: Path | None, repeats: int, f
     """
     for variable in THREAD_VARIABLES:  # before NumPy is loaded
         os.environ.setdefault(variable, "1")
-    from edgefl.compression.catalogue import usual_lines  # noqa: PLC0415 after the line above, and slow
+    from edgefl.compression.catalogue import make_example_specs  # noqa: PLC0415 after the line above, and slow
 
-    gradient = _gradient(name, data)
+    gradient = _load_gradient(name, data)
     rows = (
-        _measured(gradient, specs, repeats) if specs else _measured(gradient, usual_lines(gradient.tensors), repeats)
+        _measure_codecs(gradient, specs, repeats)
+        if specs
+        else _measure_codecs(gradient, make_example_specs(gradient.tensors), repeats)
     )
     if fmt == "table":
         print_rows(rows, BENCH_COLUMNS, fmt, title=f"gradient: {gradient.source}")
     else:
-        sourced = [{"gradient": gradient.source, **row} for row in rows]
-        print_rows(sourced, ("gradient", *BENCH_COLUMNS), fmt, kind="codec-bench")
+        labelled_rows = [{"gradient": gradient.source, **row} for row in rows]
+        print_rows(labelled_rows, ("gradient", *BENCH_COLUMNS), fmt, kind="codec-bench")
 
 
-def _measured(gradient: Gradient, specs: Sequence[str], repeats: int) -> list[Json]:
+def _measure_codecs(gradient: SampleUpdate, specs: Sequence[str], repeats: int) -> list[Json]:
     import time  # noqa: PLC0415 only measuring needs a clock
 
-    from edgefl.compression.measuring import measure  # noqa: PLC0415 fast start
+    from edgefl.compression.codec_benchmark import measure_codec  # noqa: PLC0415 fast start
 
     rows: list[Json] = []
-    shows = sys.stderr.isatty()
-    with click.progressbar(specs, file=sys.stderr) if shows else nullcontext(specs) as waiting:
-        for spec in waiting:
-            found = measure(spec, gradient.tensors, gradient.shapes, clock=time.perf_counter, repeats=repeats)
+    is_terminal = sys.stderr.isatty()
+    with click.progressbar(specs, file=sys.stderr) if is_terminal else nullcontext(specs) as pending:
+        for spec in pending:
+            result = measure_codec(spec, gradient.tensors, gradient.shapes, clock=time.perf_counter, repeats=repeats)
             rows.append(
                 {
-                    "codec": found.spec,
-                    "bytes_body": found.num_bytes,
-                    "ratio": found.ratio,
-                    "encode_mb_per_s": found.encode_mb_per_s,
-                    "decode_mb_per_s": found.decode_mb_per_s,
-                    "relative_error": found.relative_error,
-                    "index_bits": found.index_bits,
-                    "entropy_bits": found.entropy_bits,
+                    "codec": result.spec,
+                    "bytes_body": result.num_bytes,
+                    "ratio": result.ratio,
+                    "encode_mb_per_s": result.encode_mb_per_s,
+                    "decode_mb_per_s": result.decode_mb_per_s,
+                    "relative_error": result.relative_error,
+                    "index_bits": result.index_bits,
+                    "entropy_bits": result.entropy_bits,
                 }
             )
     return rows
 
 
-def _gradient(name: str, data: Path | None) -> Gradient:
-    """Returns the real update, or one that is drawn where it cannot be had.
+def _load_gradient(name: str, data: Path | None) -> SampleUpdate:
+    """Returns a real update, or a random one where none is available.
 
     Raises:
-        EdgeflError: the gradient is unknown or its file is no good, or the folder that was named has no images.
+        EdgeflError: the gradient is unknown or its file is invalid, or the named folder has no images.
     """
-    from edgefl.tasks.gradients import SETTINGS, measured_gradient, read_gradient  # noqa: PLC0415 fast start
+    from edgefl.tasks.datasets.sample_updates import SAMPLE_SETTINGS, compute_sample_update, read_sample_update  # noqa: PLC0415 fast start
 
-    if name not in SETTINGS:
+    if name not in SAMPLE_SETTINGS:
         if "." not in name:
-            raise UsageError(f"--gradient is {', '.join(SETTINGS)}, or a file .npz or .safetensors, got {name!r}")
-        return read_gradient(Path(name))
+            raise UsageError(
+                f"--gradient is {', '.join(SAMPLE_SETTINGS)}, or a file .npz or .safetensors, got {name!r}"
+            )
+        return read_sample_update(Path(name))
     try:
-        return measured_gradient(name, data)
+        return compute_sample_update(name, data)
     except EdgeflError as error:
         if data is not None:
             raise
         click.echo(f"edgefl: no real gradient, one is drawn: {error}", err=True)
-        return _drawn(name)
+        return _draw_gradient(name)
 
 
-def _drawn(name: str) -> Gradient:
-    from edgefl.compression.measuring import drawn_update  # noqa: PLC0415 fast start
-    from edgefl.tasks.gradients import SEED, Gradient, network_shapes  # noqa: PLC0415 likewise
-    from edgefl.types import derived_rng  # noqa: PLC0415 NumPy
+def _draw_gradient(name: str) -> SampleUpdate:
+    from edgefl.compression.codec_benchmark import make_random_update  # noqa: PLC0415 fast start
+    from edgefl.core.types import derive_rng  # noqa: PLC0415 NumPy
+    from edgefl.tasks.datasets.sample_updates import SEED, SampleUpdate, get_network_shapes  # noqa: PLC0415 likewise
 
-    shapes = network_shapes(name)
-    return Gradient(
-        tensors=drawn_update(shapes, derived_rng(SEED, "drawn")),
+    shapes = get_network_shapes(name)
+    return SampleUpdate(
+        tensors=make_random_update(shapes, derive_rng(SEED, "drawn")),
         shapes=shapes,
         source=f"drawn from Student's t with 3 degrees of freedom, in the shapes of {name}",
     )

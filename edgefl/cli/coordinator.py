@@ -1,4 +1,4 @@
-"""`edgefl coordinator`: set it up, run it, let boards in."""
+"""`edgefl coordinator`: set-up, operation and join tokens of a coordinator."""
 
 from __future__ import annotations
 
@@ -9,22 +9,28 @@ from typing import TYPE_CHECKING
 
 import click
 
-from edgefl.cli import upkeep
-from edgefl.cli.listing import ListedGroup
-from edgefl.cli.upkeep import alert_options, alert_settings, dir_argument, dir_option, store_option
-from edgefl.errors import DataError, UsageError
+from edgefl.cli import coordinator_maintenance
+from edgefl.cli.command_group import FullHelpGroup
+from edgefl.cli.coordinator_maintenance import (
+    alert_options,
+    dir_option,
+    format_dir_argument,
+    resolve_alert_settings,
+    store_option,
+)
+from edgefl.core.errors import DataError, UsageError
 
 if TYPE_CHECKING:
     from edgefl.coordinator.directory import CoordinatorDirectory
 
-DEFAULT_HOST = "0.0.0.0"  # noqa: S104 boards are on other machines; every connection is TLS with authentication
+DEFAULT_HOST = "0.0.0.0"  # noqa: S104 devices are on other machines; every connection is TLS with authentication
 
-format_option = click.option(
+text_format_option = click.option(
     "--format", "style", type=click.Choice(["text", "json"]), default="text", show_default=True
 )
 
 
-@click.group(cls=ListedGroup)
+@click.group(cls=FullHelpGroup)
 def command() -> None:
     """Set up and run the coordinator, make join tokens."""
 
@@ -40,17 +46,20 @@ def init(root: Path | None, hosts: tuple[str, ...], port: int | None, fleet: str
 
     Doing it again loses nothing: the CA and the devices stay, new hosts are added.
     """
-    from edgefl.cli.operator import grant_access  # noqa: PLC0415 fast start
-    from edgefl.client import operator_path  # noqa: PLC0415 likewise
-    from edgefl.coordinator.directory import default_directory, init_directory, with_store  # noqa: PLC0415 likewise
+    from edgefl.cli.operator_file import grant_access  # noqa: PLC0415 fast start
+    from edgefl.coordinator.directory import default_directory, init_directory, set_store  # noqa: PLC0415 likewise
+    from edgefl.system.api_client import get_operator_path  # noqa: PLC0415 likewise
 
     root = root or default_directory()
-    directory = with_store(init_directory(root, hosts=hosts, fleet=fleet, port=port), store)
-    directory, kept = grant_access(directory)
+    directory = set_store(init_directory(root, hosts=hosts, fleet=fleet, port=port), store)
+    directory, moved_file = grant_access(directory)
     click.echo(f"fleet {directory.fleet} in {root}")
     click.echo(f"addresses for boards: {', '.join(directory.addresses)}")
-    click.echo(f"operator file: {operator_path()}" + (f" (the one of another fleet is now {kept})" if kept else ""))
-    click.echo(f"next: edgefl coordinator start{dir_argument(root)}")
+    click.echo(
+        f"operator file: {get_operator_path()}"
+        + (f" (the one of another fleet is now {moved_file})" if moved_file else "")
+    )
+    click.echo(f"next: edgefl coordinator start{format_dir_argument(root)}")
 
 
 @command.command()
@@ -90,13 +99,13 @@ def start(  # noqa: PLR0913, PLR0917 one argument per option
     keep_history_days: float | None,
 ) -> None:
     """Run the coordinator until SIGTERM or Ctrl-C."""
-    from edgefl.assembly import assemble  # noqa: PLC0415 fast start
-    from edgefl.board_models import export_for_boards  # noqa: PLC0415 likewise
-    from edgefl.coordinator.directory import default_directory, load_directory, with_store  # noqa: PLC0415 likewise
+    from edgefl.cli.onnx_subprocess import export_for_devices  # noqa: PLC0415 likewise
+    from edgefl.coordinator.directory import default_directory, load_directory, set_store  # noqa: PLC0415 likewise
     from edgefl.coordinator.service import serve  # noqa: PLC0415 likewise
     from edgefl.coordinator.start_options import StartOptions  # noqa: PLC0415 likewise
+    from edgefl.engine.build import build_run  # noqa: PLC0415 fast start
 
-    shards = dict(_test_shard(text) for text in test_shards)
+    shards = dict(_parse_test_shard(text) for text in test_shards)
     directory = load_directory(root or default_directory())
     port = port or directory.port
     serve(
@@ -108,12 +117,12 @@ def start(  # noqa: PLR0913, PLR0917 one argument per option
             broker_port=broker_port,
             test_shards=shards,
             device_metrics=device_metrics,
-            alerts=alert_settings(directory, webhook, secret),
+            alerts=resolve_alert_settings(directory, webhook, secret),
             keep_history_days=keep_history_days,
         ),
-        assemble,
-        lambda held: with_store(_remember_port(held, port), store),
-        export_for_boards,
+        build_run,
+        lambda current: set_store(_save_port(current, port), store),
+        export_for_devices,
     )
 
 
@@ -133,18 +142,18 @@ def broker(root: Path | None, host: str, port: int, kind: str) -> None:
 
     The coordinator is started beside it with the --broker that this prints.
     """
-    from edgefl.coordinator.brokers.broker_process import BrokerOptions, serve_broker  # noqa: PLC0415 fast start
+    from edgefl.coordinator.brokers.standalone_broker import StandaloneBrokerOptions, run_broker  # noqa: PLC0415 fast start
     from edgefl.coordinator.directory import default_directory, load_directory  # noqa: PLC0415 likewise
-    from edgefl.protocol import checked_address  # noqa: PLC0415 likewise
+    from edgefl.core.protocol import validate_address  # noqa: PLC0415 likewise
 
     root = root or default_directory()
-    options = BrokerOptions(host=host, port=port, kind=kind)
-    serve_broker(
+    options = StandaloneBrokerOptions(host=host, port=port, kind=kind)
+    run_broker(
         load_directory(root),
         options,
         lambda address: click.echo(
-            f"next: edgefl coordinator start --broker mqtts://{checked_address(address.host, address.port)}"
-            + dir_argument(root)
+            f"next: edgefl coordinator start --broker mqtts://{validate_address(address.host, address.port)}"
+            + format_dir_argument(root)
         ),
     )
 
@@ -155,25 +164,27 @@ def broker(root: Path | None, host: str, port: int, kind: str) -> None:
 @click.option("--uses", type=int, default=1, show_default=True, help="How many boards it lets in.")
 @click.option("--group", "groups", multiple=True, help="Put the boards into this group; may be repeated.")
 @click.option("--role", type=click.Choice(["trainer", "evaluator"]), help="Let them in as this only.")
-@format_option
+@text_format_option
 def token(root: Path | None, ttl: str, uses: int, groups: tuple[str, ...], role: str | None, style: str) -> None:
     """Print a token that lets boards join; the coordinator may be running or not."""
     from edgefl.coordinator.directory import default_directory, load_directory  # noqa: PLC0415 fast start
-    from edgefl.coordinator.joining.tokens import TokenTerms, join_line, make_token, parse_ttl  # noqa: PLC0415 likewise
+    from edgefl.coordinator.enrolment.tokens import JoinTokenSpec, format_join_command, make_token, parse_ttl  # noqa: PLC0415 likewise
     from edgefl.storage.store import Store  # noqa: PLC0415 likewise
 
-    terms = TokenTerms(ttl_s=parse_ttl(ttl), uses=uses, groups=groups, role=role)
+    spec = JoinTokenSpec(ttl_s=parse_ttl(ttl), uses=uses, groups=groups, role=role)
     directory = load_directory(root or default_directory())
     now = time.time()
     with Store.open(directory.store_url) as store:
-        made = make_token(store, directory, terms, now=now)
+        join_token = make_token(store, directory, spec, now=now)
     if style == "json":
-        value = {"v": 1, "token": made.text(), "token_id": made.token_id, "fleet": made.fleet}
-        value |= {"expires_at": now + terms.ttl_s, "uses": uses, "groups": list(groups), "role": role}
-        click.echo(json.dumps({**value, "addresses": list(made.addresses), "join": join_line(made)}))
+        value = {"v": 1, "token": join_token.text(), "token_id": join_token.token_id, "fleet": join_token.fleet}
+        value |= {"expires_at": now + spec.ttl_s, "uses": uses, "groups": list(groups), "role": role}
+        click.echo(
+            json.dumps({**value, "addresses": list(join_token.addresses), "join": format_join_command(join_token)})
+        )
         return
-    click.echo(made.text())
-    click.echo(join_line(made))
+    click.echo(join_token.text())
+    click.echo(format_join_command(join_token))
 
 
 @command.command()
@@ -185,38 +196,44 @@ def readdress(root: Path | None, port: int | None, hosts: tuple[str, ...]) -> No
 
     The CA stays, so boards that have joined keep trusting it. Restart a running coordinator afterwards.
     """
-    from edgefl.cli.operator import grant_access  # noqa: PLC0415 fast start
-    from edgefl.client import operator_path  # noqa: PLC0415 likewise
+    from edgefl.cli.operator_file import grant_access  # noqa: PLC0415 fast start
     from edgefl.coordinator import directory as directories  # noqa: PLC0415 likewise
+    from edgefl.system.api_client import get_operator_path  # noqa: PLC0415 likewise
 
-    directory = directories.readdress(root or directories.default_directory(), hosts, port=port)
-    if operator_path().exists():
+    directory = directories.change_addresses(root or directories.default_directory(), hosts, port=port)
+    if get_operator_path().exists():
         directory, _ = grant_access(directory)
     click.echo(f"addresses for boards: {', '.join(directory.addresses)}")
     click.echo("a running coordinator uses the new certificate after a restart")
 
 
-for _later in (upkeep.backup, upkeep.restore, upkeep.rotate, upkeep.alert_test, upkeep.grafana):
+for _later in (
+    coordinator_maintenance.backup,
+    coordinator_maintenance.restore,
+    coordinator_maintenance.rotate,
+    coordinator_maintenance.alert_test,
+    coordinator_maintenance.grafana,
+):
     command.add_command(_later)
 
 
-def _remember_port(directory: CoordinatorDirectory, port: int) -> CoordinatorDirectory:
-    """Returns the directory with this port, which the operator file is told too; called once the port is ours."""
-    from edgefl.cli.operator import grant_access  # noqa: PLC0415 fast start
-    from edgefl.client import operator_path  # noqa: PLC0415 likewise
-    from edgefl.coordinator.directory import readdress  # noqa: PLC0415 likewise
+def _save_port(directory: CoordinatorDirectory, port: int) -> CoordinatorDirectory:
+    """Returns the directory with this port, saved to the operator file too; called once the port is bound."""
+    from edgefl.cli.operator_file import grant_access  # noqa: PLC0415 fast start
+    from edgefl.coordinator.directory import change_addresses  # noqa: PLC0415 likewise
+    from edgefl.system.api_client import get_operator_path  # noqa: PLC0415 likewise
 
     if port == directory.port:
         return directory
-    directory = readdress(directory.root, directory.hosts, port=port)
-    if operator_path().exists():
+    directory = change_addresses(directory.root, directory.hosts, port=port)
+    if get_operator_path().exists():
         directory, _ = grant_access(directory)
     return directory
 
 
-def _test_shard(text: str) -> tuple[str, Path]:
-    task, mark, path = text.partition("=")
-    if not mark or not task or not path:
+def _parse_test_shard(text: str) -> tuple[str, Path]:
+    task, separator, path = text.partition("=")
+    if not separator or not task or not path:
         raise UsageError(f"--test-shard must be TASK=PATH, got {text!r}")
     if not Path(path).exists():
         raise DataError(f"test shard {path!r} of task {task} does not exist; give a .npz file or a folder of them")

@@ -1,4 +1,4 @@
-"""`edgefl data`: cuts a data set that lies in one place into shards, for experiments."""
+"""`edgefl data`: cuts a central data set into shards, for experiments."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from edgefl.cli.listing import ListedGroup
+from edgefl.cli.command_group import FullHelpGroup
 
 if TYPE_CHECKING:
-    from edgefl.tasks.cards import ShardCard
+    from edgefl.tasks.sharding.shard_metadata import ShardMetadata
 
 FORMAT_VERSION = 1
 PIPE_WIDTH = 160
 
 
-@click.group("data", cls=ListedGroup)
+@click.group("data", cls=FullHelpGroup)
 def command() -> None:
     """Cut a data set into shards for experiments. Real boards bring data of their own."""
 
@@ -45,18 +45,20 @@ def shard(  # noqa: PLR0913 one per option
     *, task: str, scheme: str, devices: int, out: Path, data: Path | None, seed: int, format_: str
 ) -> None:
     """Writes device-01.npz and so on and test.npz, each with a card, and prints the examples per class."""
-    from edgefl.tasks.cards import read_card  # noqa: PLC0415 NumPy only where it is used
-    from edgefl.tasks.cutting import TEST_NAME, cut_shards  # noqa: PLC0415 likewise
+    from edgefl.tasks.sharding.shard_creation import TEST_NAME, create_shards  # noqa: PLC0415 likewise
+    from edgefl.tasks.sharding.shard_metadata import read_metadata  # noqa: PLC0415 NumPy only where it is used
 
-    paths = [*cut_shards(task, scheme, devices, out, data, seed), out / TEST_NAME]
-    cards = [(path, read_card(path)) for path in paths]
+    paths = [*create_shards(task, scheme, devices, out, data, seed), out / TEST_NAME]
+    cards = [(path, read_metadata(path)) for path in paths]
     if format_ == "json":
-        click.echo(json.dumps({"v": FORMAT_VERSION, "shards": [_row(path, card) for path, card in cards]}, indent=1))
+        click.echo(
+            json.dumps({"v": FORMAT_VERSION, "shards": [_make_row(path, card) for path, card in cards]}, indent=1)
+        )
     else:
         _print_table(cards)
 
 
-def _row(path: Path, card: ShardCard) -> dict[str, object]:
+def _make_row(path: Path, card: ShardMetadata) -> dict[str, object]:
     return {
         "shard": path.stem,
         "path": str(path),
@@ -70,7 +72,7 @@ def _row(path: Path, card: ShardCard) -> dict[str, object]:
     }
 
 
-def _print_table(cards: list[tuple[Path, ShardCard]]) -> None:
+def _print_table(cards: list[tuple[Path, ShardMetadata]]) -> None:
     from rich.box import SIMPLE_HEAD  # noqa: PLC0415 only a table needs it
     from rich.console import Console  # noqa: PLC0415 likewise
     from rich.table import Table  # noqa: PLC0415 likewise
@@ -78,15 +80,15 @@ def _print_table(cards: list[tuple[Path, ShardCard]]) -> None:
     first = cards[0][1]
     classes = sorted({label for _, card in cards for label in card.counts})
     names = [first.labels[label] if label < len(first.labels) else str(label) for label in classes]
-    people = any(card.groups for _, card in cards)
+    has_groups = any(card.groups for _, card in cards)
     table = Table("shard", box=SIMPLE_HEAD, title=f"{first.task}: examples per class", title_justify="left")
-    if people:
+    if has_groups:
         table.add_column("people")
     for header in ("examples", *names):
         table.add_column(header, justify="right")
     for path, card in cards:
-        lead = [path.stem, " ".join(card.groups)] if people else [path.stem]
-        table.add_row(*lead, str(card.num_examples), *(str(card.counts.get(label, 0)) for label in classes))
-    # A pipe or a file has no width to respect, and there a shortened column would be a lost number.
+        leading_cells = [path.stem, " ".join(card.groups)] if has_groups else [path.stem]
+        table.add_row(*leading_cells, str(card.num_examples), *(str(card.counts.get(label, 0)) for label in classes))
+    # A pipe or a file has no width limit, and there a shortened column would lose a number.
     console = Console() if Console().is_terminal else Console(width=PIPE_WIDTH)
     console.print(table)

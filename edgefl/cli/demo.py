@@ -1,4 +1,4 @@
-"""`edgefl demo`: the main job for real on this machine, from nothing to a table of rounds."""
+"""`edgefl demo`: a real run on this machine, from nothing to a table of rounds."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from edgefl.cli.render import known_columns, print_rows
-from edgefl.errors import DataError, UsageError
-from edgefl.storage.columns import OF_NODES
-from edgefl.summary import accuracy_in_words, node_figures
+from edgefl.cli.render import print_rows, select_known_columns
+from edgefl.core.errors import DataError, UsageError
+from edgefl.engine.run_summary import format_accuracy, select_device_metrics
+from edgefl.storage.queries.columns import DEVICE_MODEL_COLUMNS
 
 if TYPE_CHECKING:
-    from edgefl.local_fleet import LocalFleet
+    from edgefl.simulation.local_fleet import LocalFleet
 
 DEFAULT_OUT = Path("demo-run")
 DEFAULT_ROUNDS = 20
@@ -22,7 +22,7 @@ ROUND_COLUMNS = (
     "round", "num_updates", "accuracy", "node_accuracy", "worst_node_accuracy", "disagreement", "loss", "bytes_up",
     "bytes_down", "seconds",
 )  # fmt: skip
-MARK = "made by edgefl demo\n"
+MARKER_TEXT = "made by edgefl demo\n"
 
 
 @click.command("demo")
@@ -68,10 +68,10 @@ def command(  # noqa: PLR0913 one per option
     out: Path,
 ) -> None:
     """Run a coordinator and several devices on this machine: joined over TLS, with data of their own."""
-    from edgefl.config import parse_run  # noqa: PLC0415 fast start
-    from edgefl.local_fleet import LocalFleet  # noqa: PLC0415 likewise
-    from edgefl.local_run import check_here, cut_devices, default_scheme  # noqa: PLC0415 likewise
-    from edgefl.tasks.cutting import plan_shards  # noqa: PLC0415 likewise
+    from edgefl.core.config import parse_run  # noqa: PLC0415 fast start
+    from edgefl.simulation.local_fleet import LocalFleet  # noqa: PLC0415 likewise
+    from edgefl.simulation.local_run import check_run, default_scheme, partition_devices  # noqa: PLC0415 likewise
+    from edgefl.tasks.sharding.shard_creation import plan_shards  # noqa: PLC0415 likewise
 
     config = parse_run(
         {
@@ -80,45 +80,45 @@ def command(  # noqa: PLR0913 one per option
             "devices": {"min": devices},
         }
     )
-    check_here(config)
+    check_run(config)
     scheme = scheme or default_scheme(task)
-    plan_shards(
-        task, scheme, devices, data, seed
-    )  # what is wrong with them is said before an earlier demo is replaced
-    _clear(out)
+    plan_shards(task, scheme, devices, data, seed)  # invalid options are reported before an earlier demo is replaced
+    _clear_folder(out)
     click.echo(f"cutting {task} into {devices} shards ({scheme}, seed {seed})")
-    cut = cut_devices(task, scheme, devices, out / "shards", data, seed)
+    partition = partition_devices(task, scheme, devices, out / "shards", data, seed)
     click.echo(f"starting a coordinator and {devices} devices; their logs are in {out}")
-    with LocalFleet(root=out.resolve(), devices=cut.devices, test_shards=cut.test_shards, broker=broker) as fleet:
+    with LocalFleet(
+        root=out.resolve(), devices=partition.devices, test_shards=partition.test_shards, broker=broker
+    ) as fleet:
         run_id = fleet.submit(config)
-        _watch(fleet, run_id)
-        rows = fleet.history("rounds", run=run_id)  # what is in flight at the end may make one more
+        _watch_run(fleet, run_id)
+        rows = fleet.list_history("rounds", run=run_id)  # in-flight updates at the end may complete one more
     for row in rows:
         row["seconds"] = row["closed_at"] - row["started_at"] if row["closed_at"] else None
-        row.update(node_figures(row))
-    print_rows(rows, known_columns(rows, ROUND_COLUMNS, OF_NODES), title=f"run {run_id}")
-    if told := [words for row in rows if (words := accuracy_in_words(row))]:
-        click.echo(told[-1])
+        row.update(select_device_metrics(row))
+    print_rows(rows, select_known_columns(rows, ROUND_COLUMNS, DEVICE_MODEL_COLUMNS), title=f"run {run_id}")
+    if accuracies := [words for row in rows if (words := format_accuracy(row))]:
+        click.echo(accuracies[-1])
     click.echo(f"database: {fleet.database}")
     click.echo(f"query it: edgefl history updates --dir {fleet.directory} --run {run_id}")
 
 
-def _watch(fleet: LocalFleet, run_id: str) -> None:
-    from edgefl.cli.run import RunProgress  # noqa: PLC0415 fast start
+def _watch_run(fleet: LocalFleet, run_id: str) -> None:
+    from edgefl.cli.run import RunProgressBar  # noqa: PLC0415 fast start
 
-    with RunProgress() as progress:
-        fleet.wait_run(run_id, on_change=progress.show)
+    with RunProgressBar() as progress:
+        fleet.wait_for_run(run_id, on_change=progress.update)
 
 
-def _clear(out: Path) -> None:
-    """Makes the folder anew; what a demo did not make is not touched."""
-    mark = out / ".edgefl-demo"
+def _clear_folder(out: Path) -> None:
+    """Makes the folder anew; files not made by a demo are not touched."""
+    marker = out / ".edgefl-demo"
     try:
         if out.exists() and any(out.iterdir()):
-            if not mark.exists():
+            if not marker.exists():
                 raise UsageError(f"{out} exists and is not of an earlier demo; choose another --out")
             shutil.rmtree(out)
         out.mkdir(parents=True, exist_ok=True)
-        mark.write_text(MARK)
+        marker.write_text(MARKER_TEXT)
     except OSError as error:
         raise DataError(f"{out} cannot be written: {error.strerror}") from None

@@ -10,7 +10,7 @@ import click
 
 from edgefl.cli.device_options import state_option
 from edgefl.cli.render import print_rows
-from edgefl.errors import NotFoundError
+from edgefl.core.errors import NotFoundError
 
 if TYPE_CHECKING:
     from edgefl.device.inference.model_store import DeployedModel, ModelStore
@@ -42,20 +42,22 @@ def infer(*, source: Path, file: Path | None, root: Path | None, threads: int, f
     """Print class and probability of every row of a file."""
     import numpy as np  # noqa: PLC0415 fast start
 
-    from edgefl.device.inference.inference_inputs import read_rows  # noqa: PLC0415 likewise
+    from edgefl.device.inference.inputs import read_inputs  # noqa: PLC0415 likewise
     from edgefl.device.inference.onnx_model import OnnxModel  # noqa: PLC0415 likewise
 
-    model = OnnxModel(file or _deployed_file(root), threads=threads)
-    rows = read_rows(source, model)
-    found = [{"row": number, **one.to_json()} for number, one in enumerate(model.predict(rows.inputs))]
+    model = OnnxModel(file or _find_deployed_file(root), threads=threads)
+    rows = read_inputs(source, model)
+    predictions = [
+        {"row": number, **prediction.to_json()} for number, prediction in enumerate(model.predict(rows.inputs))
+    ]
     columns = COLUMNS
     if rows.labels is not None:
-        found = [{**row, "label": int(label)} for row, label in zip(found, rows.labels, strict=True)]
+        predictions = [{**row, "label": int(label)} for row, label in zip(predictions, rows.labels, strict=True)]
         columns = (*COLUMNS, "label")
-    print_rows(found, columns, fmt, kind="predictions")
-    if rows.labels is not None and found:
-        right = float(np.mean([row["index"] == row["label"] for row in found]))
-        click.echo(f"accuracy {right:.4f} on {len(found)} labelled rows", err=True)
+    print_rows(predictions, columns, fmt, kind="predictions")
+    if rows.labels is not None and predictions:
+        right = float(np.mean([row["index"] == row["label"] for row in predictions]))
+        click.echo(f"accuracy {right:.4f} on {len(predictions)} labelled rows", err=True)
 
 
 @click.command()
@@ -66,29 +68,29 @@ def infer(*, source: Path, file: Path | None, root: Path | None, threads: int, f
 @threads_option
 def serve(*, host: str, port: int, file: Path | None, root: Path | None, threads: int) -> None:
     """Answer POST /predict with the deployed model until SIGTERM or Ctrl-C; a new one is taken over as it comes."""
-    from edgefl.device.inference.inference_server import InferenceServer, Served  # noqa: PLC0415 fast start
-    from edgefl.processes import on_stop_signal  # noqa: PLC0415 likewise
+    from edgefl.device.inference.server import InferenceServer, ServedModel  # noqa: PLC0415 fast start
+    from edgefl.system.process_control import on_stop_signal  # noqa: PLC0415 likewise
 
-    served = Served(store=None if file else _store(root), file=file, threads=threads)
+    served = ServedModel(store=None if file else _open_store(root), file=file, threads=threads)
     server = InferenceServer(served, host, port)
     with on_stop_signal(server.stop):
         server.start()
         click.echo(f"serving on http://{host}:{server.port}")
-        if served.now is None:
+        if served.current is None:
             logging.getLogger(__name__).warning("no model is deployed yet; requests get 503 until one is")
         server.wait()
 
 
-def _store(root: Path | None) -> ModelStore:
+def _open_store(root: Path | None) -> ModelStore:
     from edgefl.device.inference.model_store import ModelStore  # noqa: PLC0415 fast start
-    from edgefl.device.state import default_state_dir  # noqa: PLC0415 likewise
+    from edgefl.device.state_dir import get_default_state_dir  # noqa: PLC0415 likewise
 
-    return ModelStore(root or default_state_dir())
+    return ModelStore(root or get_default_state_dir())
 
 
-def _deployed_file(root: Path | None) -> Path:
-    store: Any = _store(root)
-    current: DeployedModel | None = store.read().current
+def _find_deployed_file(root: Path | None) -> Path:
+    store: Any = _open_store(root)
+    current: DeployedModel | None = store.load().current
     if current is None:
         raise NotFoundError(
             f"no model is deployed in {store.folder.parent}; on the coordinator: edgefl model deploy MODEL, "

@@ -1,4 +1,4 @@
-"""`edgefl device join`: takes a board into a fleet, by a token or by a join file."""
+"""`edgefl device join`: joins a fleet, by a token or by a join file."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from edgefl.cli.device_join_file import BoardSide, join_from_file
+from edgefl.cli.device_join_file import JoinDependencies, join_from_file
 from edgefl.cli.device_options import state_option
-from edgefl.cli.device_settings import keep_limit, temperature_option
-from edgefl.cli.device_shards import named_shard, shard_report
-from edgefl.errors import UsageError
-from edgefl.protocol import PEER_PORT, JoinToken, checked_address
+from edgefl.cli.device_settings import save_temperature_limit, temperature_option
+from edgefl.cli.device_shards import load_shard_report, parse_shard_option
+from edgefl.core.errors import UsageError
+from edgefl.core.protocol import PEER_PORT, JoinToken, validate_address
 
 if TYPE_CHECKING:
-    from edgefl.device.state import DeviceState
+    from edgefl.device.state_dir import DeviceStateDir
 
 DEFAULT_PORT = 8000
 
 
-def _accelerator(_context: click.Context, _option: click.Parameter, value: str) -> str:
+def _validate_accelerator(_context: click.Context, _option: click.Parameter, value: str) -> str:
     if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", value):
         raise click.BadParameter(f"must be auto, cpu, cuda or cuda:N, got {value!r}")
     return value
@@ -42,7 +42,7 @@ def _accelerator(_context: click.Context, _option: click.Parameter, value: str) 
 @click.option("--role", type=click.Choice(["trainer", "evaluator"]), default="trainer", show_default=True)
 @state_option
 @click.option(
-    "--accelerator", callback=_accelerator, metavar="auto|cpu|cuda|cuda:N", default="auto", show_default=True
+    "--accelerator", callback=_validate_accelerator, metavar="auto|cpu|cuda|cuda:N", default="auto", show_default=True
 )
 @click.option("--threads", type=click.IntRange(1, 1024), help="Threads to train with [default: all cores].")
 @click.option(
@@ -71,23 +71,27 @@ def join(  # noqa: PLR0913, PLR0917 one argument per option
     max_temperature: str | float | None,
 ) -> None:
     """Join the fleet of the coordinator at HOST:PORT (or at the token's own addresses)."""
-    from edgefl.device.joining.enrolment import JoinWishes, host_slug  # noqa: PLC0415 fast start
-    from edgefl.device.joining.enrolment import join as join_fleet  # noqa: PLC0415 likewise
-    from edgefl.device.joining.patient_join import join_patiently  # noqa: PLC0415 likewise
-    from edgefl.device.state import default_state_dir  # noqa: PLC0415 likewise
+    from edgefl.device.enrolment.enroll import EnrolmentOptions, get_host_slug  # noqa: PLC0415 fast start
+    from edgefl.device.enrolment.enroll import enroll as join_fleet  # noqa: PLC0415 likewise
+    from edgefl.device.enrolment.retry import enroll_with_retry  # noqa: PLC0415 likewise
+    from edgefl.device.state_dir import get_default_state_dir  # noqa: PLC0415 likewise
 
     if join_file is not None:
         if address or text or token_file or shards or name or role != "trainer":
             raise UsageError(
                 "a join file says where, who and what: --file goes without address, token, shard or name"
             )
-        side = BoardSide(
-            report=shard_report, facts=_facts, accelerator=accelerator, threads=threads, peer_port=peer_port
+        side = JoinDependencies(
+            load_shard_report=load_shard_report,
+            collect_facts=_collect_facts,
+            accelerator=accelerator,
+            threads=threads,
+            peer_port=peer_port,
         )
-        place = root or default_state_dir()
-        state = join_from_file(join_file, side, root=place, is_patient=until_joined, deletes=delete_file)
-        keep_limit(state, max_temperature)
-        _say_joined(state, root)
+        state_dir = root or get_default_state_dir()
+        state = join_from_file(join_file, side, root=state_dir, should_retry=until_joined, should_delete=delete_file)
+        save_temperature_limit(state, max_temperature)
+        _print_joined(state, root)
         return
     if delete_file:
         raise UsageError("--delete-file goes with --file FILE")
@@ -96,40 +100,42 @@ def join(  # noqa: PLR0913, PLR0917 one argument per option
     if text is None:
         raise UsageError("a join needs --token TOKEN or --token-file FILE; `edgefl coordinator token` makes one")
     token = JoinToken.parse(text)
-    addresses = [checked_address(address, DEFAULT_PORT)] if address else []
-    named = dict(named_shard(shard, task) for shard in shards)
-    reports = {name: shard_report(name, path) for name, path in named.items()}
-    wishes = JoinWishes(
-        name=name or host_slug(),
+    addresses = [validate_address(address, DEFAULT_PORT)] if address else []
+    shard_paths = dict(parse_shard_option(shard, task) for shard in shards)
+    reports = {name: load_shard_report(name, path) for name, path in shard_paths.items()}
+    options = EnrolmentOptions(
+        name=name or get_host_slug(),
         role=role,
-        shards=named,
+        shards=shard_paths,
         examples={name: report.num_examples for name, report in reports.items()},
         accelerator=accelerator,
         threads=threads,
         peer_port=peer_port,
-        facts=_facts(named, role),
+        facts=_collect_facts(shard_paths, role),
     )
-    place = root or default_state_dir()
+    state_dir = root or get_default_state_dir()
     if until_joined:
-        state = join_patiently(replace(token, addresses=(*addresses, *token.addresses)), wishes, root=place)
+        state = enroll_with_retry(replace(token, addresses=(*addresses, *token.addresses)), options, root=state_dir)
     else:
-        state = join_fleet(token, wishes, root=place, addresses=addresses)
-    keep_limit(state, max_temperature)
-    _say_joined(state, root)
+        state = join_fleet(token, options, root=state_dir, addresses=addresses)
+    save_temperature_limit(state, max_temperature)
+    _print_joined(state, root)
 
 
-def _say_joined(state: DeviceState, root: Path | None) -> None:
-    click.echo(f"joined fleet {state.device.fleet} as {state.device_id} ({state.device.role}); state in {state.root}")
+def _print_joined(state: DeviceStateDir, root: Path | None) -> None:
+    click.echo(
+        f"joined fleet {state.settings.fleet} as {state.device_id} ({state.settings.role}); state in {state.root}"
+    )
     click.echo("next: edgefl device start" + (f" --state {root}" if root else ""))
 
 
-def _facts(shards: Mapping[str, str], role: str) -> dict[str, Any]:
-    """Returns what the coordinator is to know from the first moment on, as the agent reports it later."""
-    from edgefl.device.board.capabilities import probe as look  # noqa: PLC0415 fast start
-    from edgefl.device.board.training_facts import training_facts  # noqa: PLC0415 likewise
-    from edgefl.device.warm_tasks import WarmTasks  # noqa: PLC0415 likewise
+def _collect_facts(shards: Mapping[str, str], role: str) -> dict[str, Any]:
+    """Returns the facts that the coordinator needs at once, as the agent reports them later."""
+    from edgefl.device.hardware.capabilities import probe as look  # noqa: PLC0415 fast start
+    from edgefl.device.hardware.training_facts import get_training_facts  # noqa: PLC0415 likewise
+    from edgefl.device.training.task_cache import TaskCache  # noqa: PLC0415 likewise
 
-    blocks = WarmTasks(lambda: shards, accelerator="cpu", threads=1).blocks()
+    blocks = TaskCache(lambda: shards, accelerator="cpu", threads=1).list_blocks()
     board = look()
-    facts = {**board, **training_facts(role, shards, board)}
+    facts = {**board, **get_training_facts(role, shards, board)}
     return {**facts, "blocks": blocks} if blocks else facts

@@ -1,4 +1,4 @@
-"""`edgefl device join --file`: what a board does at its first boot, with nobody beside it."""
+"""`edgefl device join --file`: unattended join at a device's first boot."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgefl.errors import ConfigError, EdgeflError, UsageError
+from edgefl.core.errors import ConfigError, EdgeflError, UsageError
 
 if TYPE_CHECKING:
-    from edgefl.device.joining.enrolment import JoinWishes
-    from edgefl.device.joining.join_file import JoinFile
-    from edgefl.device.state import DeviceState
-    from edgefl.tasks.shards import ShardReport
-    from edgefl.types import Json
+    from edgefl.core.types import Json
+    from edgefl.device.enrolment.enroll import EnrolmentOptions
+    from edgefl.device.enrolment.join_file import JoinFile
+    from edgefl.device.state_dir import DeviceStateDir
+    from edgefl.tasks.sharding.shard_files import ShardReport
 
 log = logging.getLogger(__name__)
 
@@ -24,11 +24,11 @@ MAX_FILE_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BoardSide:
-    """What `join` knows how to do and this module needs: read a shard, say what the board can do."""
+class JoinDependencies:
+    """Dependencies injected by `join`: shard reader and capability report."""
 
-    report: Callable[[str, str], ShardReport]
-    facts: Callable[[Mapping[str, str], str], Json]
+    load_shard_report: Callable[[str, str], ShardReport]
+    collect_facts: Callable[[Mapping[str, str], str], Json]
     accelerator: str
     threads: int | None
     peer_port: int
@@ -40,7 +40,7 @@ def read_join_file(path: str) -> JoinFile:
     Raises:
         ConfigError: it cannot be read, or is no join file; the message never shows the token.
     """
-    from edgefl.device.joining.join_file import JoinFile  # noqa: PLC0415 fast start
+    from edgefl.device.enrolment.join_file import JoinFile  # noqa: PLC0415 fast start
 
     try:
         if path == "-":
@@ -56,60 +56,68 @@ def read_join_file(path: str) -> JoinFile:
     return JoinFile.parse(text)
 
 
-def join_from_file(path: str, side: BoardSide, *, root: Path, is_patient: bool, deletes: bool) -> DeviceState:
-    """Returns the state after the join that the file asks for.
+def join_from_file(
+    path: str, dependencies: JoinDependencies, *, root: Path, should_retry: bool, should_delete: bool
+) -> DeviceStateDir:
+    """Returns the device state after the join requested by the file.
 
     Args:
         path: the join file; `-` is the standard input.
-        side: the board.
+        dependencies: of the device.
         root: the state directory.
-        is_patient: go on until it works.
-        deletes: overwrite and remove the file after the join.
+        should_retry: retry until it succeeds.
+        should_delete: overwrite and remove the file after the join.
 
     Raises:
-        ConfigError: the file is none. Errors of `join` pass.
+        ConfigError: it is no join file. Errors of `join` pass.
     """
-    from edgefl.device.joining.enrolment import join  # noqa: PLC0415 fast start
-    from edgefl.device.joining.patient_join import Patience, destroy, join_patiently, wait_for_time  # noqa: PLC0415 likewise
-    from edgefl.protocol import JoinToken  # noqa: PLC0415 likewise
+    from edgefl.core.protocol import JoinToken  # noqa: PLC0415 likewise
+    from edgefl.device.enrolment.enroll import enroll  # noqa: PLC0415 fast start
+    from edgefl.device.enrolment.retry import RetryPolicy, delete_secret_file, enroll_with_retry, wait_for_clock  # noqa: PLC0415 likewise
 
-    if deletes and path == "-":
+    if should_delete and path == "-":
         raise UsageError("--delete-file needs a file; the standard input cannot be removed")
     file = read_join_file(path)
     token = JoinToken.parse(file.token)
-    if is_patient:
-        wait_for_time(Patience())
-    wishes = _wishes(file, side)
+    if should_retry:
+        wait_for_clock(RetryPolicy())
+    options = _make_join_request(file, dependencies)
     token = replace(token, addresses=tuple(dict.fromkeys([*file.addresses, *token.addresses])))
-    state = (join_patiently if is_patient else join)(token, wishes, root=root)
-    if deletes:
-        destroy(Path(path))
+    state = (enroll_with_retry if should_retry else enroll)(token, options, root=root)
+    if should_delete:
+        delete_secret_file(Path(path))
     return state
 
 
-def _wishes(file: JoinFile, side: BoardSide) -> JoinWishes:
-    from edgefl.device.joining.enrolment import JoinWishes, host_slug  # noqa: PLC0415 fast start
+def _make_join_request(file: JoinFile, dependencies: JoinDependencies) -> EnrolmentOptions:
+    from edgefl.device.enrolment.enroll import EnrolmentOptions, get_host_slug  # noqa: PLC0415 fast start
 
     faults: dict[str, str] = {}
-    reports = {task: report for task, place in file.shards.items() if (report := _found(side, task, place, faults))}
-    return JoinWishes(
-        name=file.name or host_slug(),
+    reports = {
+        task: report
+        for task, path in file.shards.items()
+        if (report := _load_shard_report(dependencies, task, path, faults))
+    }
+    return EnrolmentOptions(
+        name=file.name or get_host_slug(),
         role=file.role,
-        # All of them: what cannot be read yet is used as soon as it can be, and the doctor names it until then.
+        # All of them: an unreadable shard is used as soon as it is readable, and the doctor reports it until then.
         shards=file.shards,
         examples={task: report.num_examples for task, report in reports.items()},
-        accelerator=side.accelerator,
-        threads=side.threads,
-        peer_port=side.peer_port,
-        facts={**side.facts(file.shards, file.role), **({"shard_errors": faults} if faults else {})},
+        accelerator=dependencies.accelerator,
+        threads=dependencies.threads,
+        peer_port=dependencies.peer_port,
+        facts={**dependencies.collect_facts(file.shards, file.role), **({"shard_errors": faults} if faults else {})},
     )
 
 
-def _found(side: BoardSide, task: str, place: str, faults: dict[str, str]) -> ShardReport | None:
-    """Nobody is beside the board to mend a shard, and its data may come later: it joins without."""
+def _load_shard_report(
+    dependencies: JoinDependencies, task: str, path: str, shard_errors: dict[str, str]
+) -> ShardReport | None:
+    """Returns the shard's report or None: at an unattended join, data may come later."""
     try:
-        return side.report(task, place)
+        return dependencies.load_shard_report(task, path)
     except (EdgeflError, OSError) as error:
         log.warning("joining without data for %s: %s; it is used as soon as it can be read", task, error)
-        faults[task] = str(error)
+        shard_errors[task] = str(error)
         return None

@@ -1,4 +1,4 @@
-"""Options that several commands of `edgefl device` have."""
+"""Options common to several commands of `edgefl device`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`edgefl device trust` and `apply-update`: the parts of an update that happen on the board itself."""
+"""`edgefl device trust` and `apply-update`: the steps of an update on the device itself."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING
 
 import click
 
-from edgefl.errors import BundleError
+from edgefl.core.errors import BundleError
 
 if TYPE_CHECKING:
-    from edgefl.device.slots.layout import Slots
+    from edgefl.device.updates.slots import Slots
 
-ROOT, STATE = Path("/opt/edgefl"), Path("/var/lib/edgefl")
-RESTART_WITHIN_S = 180.0
-DIRECTORY = click.Path(path_type=Path, file_okay=False)
+DEFAULT_ROOT, DEFAULT_STATE_DIR = Path("/opt/edgefl"), Path("/var/lib/edgefl")
+RESTART_TIMEOUT_S = 180.0
+DIRECTORY_TYPE = click.Path(path_type=Path, file_okay=False)
 
 signers_option = click.option(
     "--signers",
-    type=DIRECTORY,
+    type=DIRECTORY_TYPE,
     default=Path("/etc/edgefl/signers"),
     show_default=True,
     help="Folder of the public keys that are trusted.",
@@ -34,14 +34,14 @@ signers_option = click.option(
 @signers_option
 def trust(*, key: Path, signers: Path) -> None:
     """Let this board take releases and task packs that KEY signs; run by hand on the board, as root."""
-    from edgefl.bundles.keys import key_id, load_public  # noqa: PLC0415 fast start
-    from edgefl.errors import ConfigError  # noqa: PLC0415 likewise
-    from edgefl.files import open_whole  # noqa: PLC0415 likewise
+    from edgefl.bundles.keys import compute_key_id, load_public_key  # noqa: PLC0415 fast start
+    from edgefl.core.errors import ConfigError  # noqa: PLC0415 likewise
+    from edgefl.system.atomic_files import open_atomic  # noqa: PLC0415 likewise
 
-    name = key_id(load_public(key))
+    name = compute_key_id(load_public_key(key))
     try:
         signers.mkdir(mode=0o755, parents=True, exist_ok=True)
-        with open_whole(signers / f"{name}.pem", mode=0o644) as file:
+        with open_atomic(signers / f"{name}.pem", mode=0o644) as file:
             file.write(key.read_bytes())
     except OSError as error:
         raise ConfigError(f"{signers} cannot be written: {error.strerror}; run it as root: sudo …") from None
@@ -49,8 +49,15 @@ def trust(*, key: Path, signers: Path) -> None:
 
 
 @click.command("apply-update")
-@click.option("--root", type=DIRECTORY, default=ROOT, show_default=True, help="Where the slots lie.")
-@click.option("--state", "state_dir", type=DIRECTORY, default=STATE, show_default=True, help="State of the device.")
+@click.option("--root", type=DIRECTORY_TYPE, default=DEFAULT_ROOT, show_default=True, help="Where the slots lie.")
+@click.option(
+    "--state",
+    "state_dir",
+    type=DIRECTORY_TYPE,
+    default=DEFAULT_STATE_DIR,
+    show_default=True,
+    help="State of the device.",
+)
 @signers_option
 @click.option("--health-s", type=click.FloatRange(1), default=300.0, show_default=True, help="Time to come up.")
 @click.option("--settle-s", type=click.FloatRange(0), default=10.0, show_default=True, help="Time to stay up.")
@@ -71,14 +78,16 @@ def apply_update(  # noqa: PLR0913 one argument per option
     RESTART is the command that restarts the agent, such as: systemctl restart edgefl-device. What was cut off before
     is finished first; without anything to do nothing happens.
     """
-    from edgefl.device.slots.layout import Slots  # noqa: PLC0415 fast start
-    from edgefl.device.slots.proving import Pace  # noqa: PLC0415 likewise
-    from edgefl.device.slots.updater import Board, Updater  # noqa: PLC0415 likewise
+    from edgefl.device.updates.slots import Slots  # noqa: PLC0415 fast start
+    from edgefl.device.updates.trial import TrialTimeouts  # noqa: PLC0415 likewise
+    from edgefl.device.updates.updater import Updater, UpdaterContext  # noqa: PLC0415 likewise
 
     slots = Slots(root)
-    _stay_in_slot(slots)
-    board = Board(slots=slots, state_dir=state_dir, signers=signers, restart=lambda: _run(restart))
-    outcome = Updater(board, pace=Pace(health_s=health_s, settle_s=settle_s, away_s=away_s)).run()
+    _restart_in_slot(slots)
+    board = UpdaterContext(
+        slots=slots, state_dir=state_dir, signers=signers, restart_agent=lambda: _run_restart(restart)
+    )
+    outcome = Updater(board, timeouts=TrialTimeouts(health_s=health_s, settle_s=settle_s, away_s=away_s)).run()
     if outcome is None:
         click.echo("nothing to do")
         return
@@ -87,19 +96,21 @@ def apply_update(  # noqa: PLR0913 one argument per option
         raise BundleError(f"{outcome.name or outcome.id} is not installed: {outcome.state}, {outcome.reason}")
 
 
-def _stay_in_slot(slots: Slots) -> None:
-    """Starts anew from the slot's own path: through `current`, modules would come from the other one after a flip."""
-    from edgefl.device.slots.layout import CURRENT  # noqa: PLC0415 fast start
+def _restart_in_slot(slots: Slots) -> None:
+    """Re-executes from the slot's own path: through `current`, modules would come from the other one after a flip."""
+    from edgefl.device.updates.slots import CURRENT_LINK  # noqa: PLC0415 fast start
 
-    if Path(sys.prefix) == slots.root / CURRENT:
-        program = str(slots.python(slots.in_use()))
-        os.execv(program, [program, "-I", "-m", "edgefl", *sys.argv[1:]])  # noqa: S606 no shell is wanted
+    if Path(sys.prefix) == slots.root / CURRENT_LINK:
+        program = str(slots.python(slots.get_active_slot()))
+        os.execv(program, [program, "-I", "-m", "edgefl", *sys.argv[1:]])  # noqa: S606 without a shell
 
 
-def _run(command: tuple[str, ...]) -> None:
+def _run_restart(command: tuple[str, ...]) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=RESTART_WITHIN_S, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=RESTART_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BundleError(f"`{shlex.join(command)}` does not work: {error}") from None
-    if done.returncode:
-        raise BundleError(f"`{shlex.join(command)}` ended with code {done.returncode}: {done.stderr.strip()[:300]}")
+    if process.returncode:
+        raise BundleError(
+            f"`{shlex.join(command)}` ended with code {process.returncode}: {process.stderr.strip()[:300]}"
+        )

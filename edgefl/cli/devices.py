@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from edgefl.cli.device_installs import install, uninstall, update, updates
-from edgefl.cli.listing import ListedGroup
-from edgefl.cli.render import format_option, human, print_rows
+from edgefl.cli.command_group import FullHelpGroup
+from edgefl.cli.device_installations import install, uninstall, update, updates
+from edgefl.cli.render import format_option, format_value, print_rows
 
 if TYPE_CHECKING:
-    from edgefl.types import Json
+    from edgefl.core.types import Json
 
 COLUMNS = (
     "device_id",
@@ -31,14 +31,14 @@ COLUMNS = (
     "joined_at",
 )
 
-SHOWN_DIGITS = 12
-_OPTIONAL = ("drained", "cloned", "groups", "run", "iteration", "temperature_c", "model")
-_ONLY_SHOWN = ("seconds_per_iteration", "joined_at")
+SHORT_HASH_DIGITS = 12
+_OPTIONAL_COLUMNS = ("drained", "cloned", "groups", "run", "iteration", "temperature_c", "model")
+_DETAIL_COLUMNS = ("seconds_per_iteration", "joined_at")
 
 url_option = click.option("--url", metavar="URL", help="The coordinator [default: the one in operator.toml].")
 
 
-@click.group("devices", cls=ListedGroup)
+@click.group("devices", cls=FullHelpGroup)
 def command() -> None:
     """List and inspect the devices of a fleet, let them rest, take them out."""
 
@@ -48,14 +48,18 @@ def command() -> None:
 @format_option
 def list_(*, url: str | None, fmt: str) -> None:
     """List the devices with presence, shards, what they are at and the model they run; `show` and JSON say more."""
-    rows, columns = _get("/edgefl/v1/devices", url)["rows"], list(COLUMNS)
+    rows, columns = _get_json("/edgefl/v1/devices", url)["rows"], list(COLUMNS)
     if fmt == "table":
         rows = [
-            {**row, "model": (row.get("model") or "")[:SHOWN_DIGITS], "cloned": "yes" if row.get("cloned") else ""}
+            {
+                **row,
+                "model": (row.get("model") or "")[:SHORT_HASH_DIGITS],
+                "cloned": "yes" if row.get("cloned") else "",
+            }
             for row in rows
         ]
-        unused = {name for name in _OPTIONAL if not any(row.get(name) for row in rows)}
-        columns = [name for name in COLUMNS if name not in unused and name not in _ONLY_SHOWN]
+        unused = {name for name in _OPTIONAL_COLUMNS if not any(row.get(name) for row in rows)}
+        columns = [name for name in COLUMNS if name not in unused and name not in _DETAIL_COLUMNS]
     print_rows(rows, columns, fmt, kind="devices")
 
 
@@ -65,15 +69,17 @@ def list_(*, url: str | None, fmt: str) -> None:
 @format_option
 def show(*, device: str, url: str | None, fmt: str) -> None:
     """Show one device and its capabilities."""
-    from edgefl.client import named_path  # noqa: PLC0415 fast start
+    from edgefl.system.api_client import format_resource_path  # noqa: PLC0415 fast start
 
-    found = _get(named_path("devices", device), url)
+    device_row = _get_json(format_resource_path("devices", device), url)
     if fmt != "table":
-        print_rows([found], (*COLUMNS, "capabilities"), fmt, kind="devices")
+        print_rows([device_row], (*COLUMNS, "capabilities"), fmt, kind="devices")
         return
-    # The name of a fact says its unit, so a time is printed as a time here.
-    facts = [{"fact": name, "value": human(name, found.get(name))} for name in COLUMNS]
-    capabilities = [{"fact": name, "value": human(name, value)} for name, value in found["capabilities"].items()]
+    # The name of a fact implies its unit, so a time is printed as a time here.
+    facts = [{"fact": name, "value": format_value(name, device_row.get(name))} for name in COLUMNS]
+    capabilities = [
+        {"fact": name, "value": format_value(name, value)} for name, value in device_row["capabilities"].items()
+    ]
     print_rows([*facts, *capabilities], ("fact", "value"), fmt)
 
 
@@ -88,7 +94,7 @@ def logs(*, device: str, run: str | None, since: str | None, follows: bool, url:
     """Print what a device has logged: its own bounded log, fetched from the board."""
     from edgefl.cli.device_logs import print_logs  # noqa: PLC0415 fast start
 
-    print_logs(device, run=run, since=since, follows=follows, url=url, fmt=fmt)
+    print_logs(device, run=run, since=since, should_follow=follows, url=url, fmt=fmt)
 
 
 @command.command()
@@ -96,7 +102,7 @@ def logs(*, device: str, run: str | None, since: str | None, follows: bool, url:
 @url_option
 def drain(*, device: str, url: str | None) -> None:
     """Let DEVICE finish what it has and give it no more, until it is resumed; restarts change nothing."""
-    _post(device, "drain", url)
+    _post_action(device, "drain", url)
     click.echo(f"{device} gets no more work; to change that: edgefl devices resume {device}")
 
 
@@ -105,7 +111,7 @@ def drain(*, device: str, url: str | None) -> None:
 @url_option
 def resume(*, device: str, url: str | None) -> None:
     """Give DEVICE, which was drained, work again."""
-    _post(device, "resume", url)
+    _post_action(device, "resume", url)
     click.echo(f"{device} gets work again")
 
 
@@ -114,7 +120,7 @@ def resume(*, device: str, url: str | None) -> None:
 @url_option
 def remove(*, device: str, url: str | None) -> None:
     """Take DEVICE out of the fleet: its key and certificate count no more, its history stays, its name is free."""
-    _post(device, "remove", url)
+    _post_action(device, "remove", url)
     click.echo(f"{device} is out; to let it in again: edgefl coordinator token, and join anew on the board")
 
 
@@ -124,13 +130,13 @@ command.add_command(uninstall)
 command.add_command(updates)
 
 
-def _post(device: str, action: str, url: str | None) -> None:
-    from edgefl.client import Operator, named_path  # noqa: PLC0415 fast start
+def _post_action(device: str, action: str, url: str | None) -> None:
+    from edgefl.system.api_client import CoordinatorClient, format_resource_path  # noqa: PLC0415 fast start
 
-    Operator.from_options(url).post(f"{named_path('devices', device)}/{action}")
+    CoordinatorClient.from_options(url).post(f"{format_resource_path('devices', device)}/{action}")
 
 
-def _get(path: str, url: str | None) -> Json:
-    from edgefl.client import Operator  # noqa: PLC0415 fast start
+def _get_json(path: str, url: str | None) -> Json:
+    from edgefl.system.api_client import CoordinatorClient  # noqa: PLC0415 fast start
 
-    return Operator.from_options(url).get(path)
+    return CoordinatorClient.from_options(url).get(path)

@@ -1,4 +1,4 @@
-"""`edgefl doctor`: looks at what of edgefl is on this machine, and says what is wrong and what to do."""
+"""`edgefl doctor`: checks edgefl's installations on this machine; problems with remedies."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 import click
 
 from edgefl.cli.render import format_option, print_rows
-from edgefl.errors import EdgeflError, NotJoinedError, UnsoundError
+from edgefl.core.errors import EdgeflError, NotJoinedError, UnsoundError
 
 if TYPE_CHECKING:
-    from edgefl.client import Operator, OperatorFile
     from edgefl.coordinator.directory import CoordinatorDirectory
-    from edgefl.findings import Finding
+    from edgefl.system.api_client import CoordinatorClient, OperatorFile
+    from edgefl.system.diagnostics import Finding
 
 COLUMNS = ("where", "level", "check", "text", "remedy")
-Part = tuple[str, "Callable[[], list[Finding]]"]
+CheckGroup = tuple[str, "Callable[[], list[Finding]]"]
 
 
 @click.command("doctor")
@@ -33,131 +33,131 @@ def command(*, root: Path | None, state: Path | None, url: str | None, fmt: str)
 
     Without options it looks at all that it finds here: a coordinator's directory, a device's, an operator file.
     """
-    from edgefl.findings import Level, check_software  # noqa: PLC0415 fast start
+    from edgefl.system.diagnostics import Severity, check_software  # noqa: PLC0415 fast start
 
     software = check_software()
-    parts = _chosen(root, state, url) or _found_here()
-    if not parts and all(finding.level is Level.OK for finding in software):
-        from edgefl.device.slots.layout import PROVISIONED  # noqa: PLC0415 fast start
+    parts = _select_checks(root, state, url) or _find_local_checks()
+    if not parts and all(finding.level is Severity.OK for finding in software):
+        from edgefl.device.updates.slots import PROVISIONED_COMMAND  # noqa: PLC0415 fast start
 
         raise NotJoinedError(
             "nothing of edgefl is set up here; give --dir DIR, --state DIR or --url URL; on a provisioned board: "
-            + PROVISIONED.format("doctor")
+            + PROVISIONED_COMMAND.format("doctor")
         )
     parts = [("software", lambda: software), *parts]
     rows = [
-        {"where": where, **{name: str(getattr(finding, name)) for name in COLUMNS[1:]}}
-        for where, look in parts
-        for finding in look()
+        {"where": location, **{name: str(getattr(finding, name)) for name in COLUMNS[1:]}}
+        for location, check in parts
+        for finding in check()
     ]
     if fmt == "table":
-        _print_lines(rows)
+        _print_findings(rows)
     else:
         print_rows(rows, COLUMNS, fmt, kind="findings")
-    if num_problems := sum(row["level"] == Level.PROBLEM for row in rows):
+    if num_problems := sum(row["level"] == Severity.PROBLEM for row in rows):
         raise UnsoundError(f"{num_problems} problem{'s' if num_problems > 1 else ''} found")
 
 
-def _chosen(root: Path | None, state: Path | None, url: str | None) -> list[Part]:
-    parts: list[Part] = []
+def _select_checks(root: Path | None, state: Path | None, url: str | None) -> list[CheckGroup]:
+    parts: list[CheckGroup] = []
     if root is not None:
-        parts.append(("coordinator", lambda: _coordinator(root)))
+        parts.append(("coordinator", lambda: _check_coordinator(root)))
     if state is not None:
-        parts.append(("device", lambda: _device(state)))
+        parts.append(("device", lambda: _check_device(state)))
     if url is not None:
-        parts.append(("operator", lambda: _operator(url)))
+        parts.append(("operator", lambda: _check_operator(url)))
     return parts
 
 
-def _found_here() -> list[Part]:
-    from edgefl.client import operator_path  # noqa: PLC0415 fast start
+def _find_local_checks() -> list[CheckGroup]:
     from edgefl.coordinator.directory import default_directory  # noqa: PLC0415 likewise
-    from edgefl.device.state import default_state_dir  # noqa: PLC0415 likewise
+    from edgefl.device.state_dir import get_default_state_dir  # noqa: PLC0415 likewise
+    from edgefl.system.api_client import get_operator_path  # noqa: PLC0415 fast start
 
-    return _chosen(
+    return _select_checks(
         default_directory() if (default_directory() / "settings.toml").exists() else None,
-        default_state_dir() if (default_state_dir() / "device.json").exists() else None,
+        get_default_state_dir() if (get_default_state_dir() / "device.json").exists() else None,
         None,
-    ) + ([("operator", lambda: _operator(None))] if operator_path().exists() else [])
+    ) + ([("operator", lambda: _check_operator(None))] if get_operator_path().exists() else [])
 
 
-def _device(state: Path) -> list[Finding]:
-    from edgefl.device.checks import check_device  # noqa: PLC0415 fast start
+def _check_device(state: Path) -> list[Finding]:
+    from edgefl.device.diagnostics.device_checks import check_device  # noqa: PLC0415 fast start
 
     return check_device(state, now=time.time())
 
 
-def _coordinator(root: Path) -> list[Finding]:
-    from edgefl.coordinator.checks import check_directory  # noqa: PLC0415 fast start
+def _check_coordinator(root: Path) -> list[Finding]:
+    from edgefl.coordinator.diagnostics import check_directory  # noqa: PLC0415 fast start
     from edgefl.coordinator.directory import load_directory  # noqa: PLC0415 likewise
-    from edgefl.findings import problem  # noqa: PLC0415 likewise
+    from edgefl.system.diagnostics import problem  # noqa: PLC0415 likewise
 
     try:
         directory = load_directory(root)
     except EdgeflError as error:
         return [problem("coordinator", str(error), "edgefl coordinator init, or restore a backup")]
-    return [*check_directory(directory, now=time.time()), *_from_outside(directory)]
+    return [*check_directory(directory, now=time.time()), *_check_from_outside(directory)]
 
 
-def _from_outside(directory: CoordinatorDirectory) -> list[Finding]:
-    """Returns how a running coordinator and its broker look to a device on this machine."""
-    from edgefl.coordinator.checks import witness  # noqa: PLC0415 fast start
-    from edgefl.device.checks import BrokerSide, check_broker, check_coordinator  # noqa: PLC0415 likewise
-    from edgefl.device.mqtt_session import LinkTls  # noqa: PLC0415 likewise
-    from edgefl.files import is_held  # noqa: PLC0415 likewise
-    from edgefl.protocol import host_and_port  # noqa: PLC0415 likewise
+def _check_from_outside(directory: CoordinatorDirectory) -> list[Finding]:
+    """Returns findings on a running coordinator and its broker, from the side of a device."""
+    from edgefl.coordinator.diagnostics import issue_probe_identity  # noqa: PLC0415 fast start
+    from edgefl.core.protocol import host_and_port  # noqa: PLC0415 likewise
+    from edgefl.device.diagnostics.device_checks import BrokerCheckTarget, check_broker, check_coordinator  # noqa: PLC0415 likewise
+    from edgefl.device.mqtt.session import MqttTlsFiles  # noqa: PLC0415 likewise
+    from edgefl.system.atomic_files import is_locked  # noqa: PLC0415 likewise
 
-    if not is_held(directory.root / "lock"):
+    if not is_locked(directory.root / "lock"):
         return []
     addresses = [f"127.0.0.1:{directory.port}", *directory.addresses]
     hello, findings = check_coordinator(list(dict.fromkeys(addresses)), directory.ca_cert.read_bytes())
     if hello is None:
         return findings
     hosts = [hello.broker_host] if hello.broker_host else [host_and_port(address)[0] for address in addresses]
-    with witness(directory) as guest:
-        tls = LinkTls(ca=guest.tls.ca, cert=guest.tls.cert, key=guest.tls.key)
-        side = BrokerSide(tls=tls, fleet=directory.fleet, identity=guest.identity, is_in_use=False)
+    with issue_probe_identity(directory) as probe:
+        tls = MqttTlsFiles(ca=probe.tls.ca, cert=probe.tls.cert, key=probe.tls.key)
+        side = BrokerCheckTarget(tls_files=tls, fleet=directory.fleet, identity=probe.identity, is_in_use=False)
         return [*findings, *check_broker(list(dict.fromkeys(hosts)), hello.broker_port, side)]
 
 
-def _operator(url: str | None) -> list[Finding]:
-    from edgefl.client import Operator, operator_path, read_operator_file  # noqa: PLC0415 fast start
-    from edgefl.device.checks import check_coordinator  # noqa: PLC0415 likewise
-    from edgefl.findings import check_private, problem  # noqa: PLC0415 likewise
+def _check_operator(url: str | None) -> list[Finding]:
+    from edgefl.device.diagnostics.device_checks import check_coordinator  # noqa: PLC0415 likewise
+    from edgefl.system.api_client import CoordinatorClient, find_operator_file, get_operator_path  # noqa: PLC0415 fast start
+    from edgefl.system.diagnostics import check_private, problem  # noqa: PLC0415 likewise
 
     try:
-        operator, known = Operator.from_options(url), read_operator_file(url)
+        operator, operator_file = CoordinatorClient.from_options(url), find_operator_file(url)
     except EdgeflError as error:
         return [problem("operator", str(error), "copy operator.toml from the coordinator's machine")]
-    files = check_private(operator_path().parent, [operator_path()]) if operator_path().exists() else []
+    files = check_private(get_operator_path().parent, [get_operator_path()]) if get_operator_path().exists() else []
     address = operator.url.removeprefix("https://")
     hello, findings = check_coordinator([address], operator.ca_pem.encode())
-    return [*files, *findings, *(_token(operator, known) if hello else [])]
+    return [*files, *findings, *(_check_token(operator, operator_file) if hello else [])]
 
 
-def _token(operator: Operator, known: OperatorFile) -> list[Finding]:
-    from edgefl.findings import ok, problem, warning  # noqa: PLC0415 fast start
+def _check_token(operator: CoordinatorClient, known: OperatorFile) -> list[Finding]:
+    from edgefl.system.diagnostics import ok, problem, warning  # noqa: PLC0415 fast start
 
     try:
         rows = operator.get("/edgefl/v1/devices")["rows"]
     except EdgeflError as error:
         return [problem("operator", str(error), "get a new operator.toml: edgefl coordinator init")]
     findings = [ok("operator", f"fleet {known.fleet} at {operator.url} takes the token and has {len(rows)} devices")]
-    gone = [row["device_id"] for row in rows if row["presence"] == "gone"]
-    if gone:
-        told = f"{len(gone)} of {len(rows)} devices are gone: {', '.join(gone[:5])}"
-        findings.append(warning("devices", told, "on such a board: edgefl doctor"))
+    gone_devices = [row["device_id"] for row in rows if row["presence"] == "gone"]
+    if gone_devices:
+        summary = f"{len(gone_devices)} of {len(rows)} devices are gone: {', '.join(gone_devices[:5])}"
+        findings.append(warning("devices", summary, "on such a board: edgefl doctor"))
     return findings
 
 
-def _print_lines(rows: list[dict[str, str]]) -> None:
-    from edgefl.cli.render import human  # noqa: PLC0415 fast start
+def _print_findings(rows: list[dict[str, str]]) -> None:
+    from edgefl.cli.render import format_value  # noqa: PLC0415 fast start
 
-    where = None
+    location = None
     for row in rows:
-        if row["where"] != where:
-            where = row["where"]
-            click.echo(where)
-        click.echo(f"  {row['level']:<7}  {row['check']:<12}  {human('', row['text'])}")
+        if row["where"] != location:
+            location = row["where"]
+            click.echo(location)
+        click.echo(f"  {row['level']:<7}  {row['check']:<12}  {format_value('', row['text'])}")
         if row["remedy"]:
-            click.echo(f"  {'':<7}  {'':<12}  remedy: {human('', row['remedy'])}")
+            click.echo(f"  {'':<7}  {'':<12}  remedy: {format_value('', row['remedy'])}")

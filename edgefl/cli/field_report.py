@@ -1,4 +1,4 @@
-"""`edgefl field-report`: what a real board has to tell, in one file to send back; or such a file, printed."""
+"""`edgefl field-report`: writes a device's measurements, findings and logs to one file, or prints such a file."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from edgefl.errors import NotJoinedError, UsageError
+from edgefl.core.errors import NotJoinedError, UsageError
 
 if TYPE_CHECKING:
-    from edgefl.device.state import DeviceState
+    from edgefl.device.state_dir import DeviceStateDir
 
 
 @click.command("field-report")
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="With --print: as JSON.")
 def command(*, out: Path | None, root: Path | None, printed: Path | None, as_json: bool) -> None:
     """Measure this board; bundle facts, findings, timings and logs in one file, without keys, tokens, addresses."""
-    from edgefl.device.report.field_report import Site, make_report  # noqa: PLC0415 fast start
-    from edgefl.device.report.report_archive import read_report, summary, write_report  # noqa: PLC0415 likewise
+    from edgefl.device.diagnostics.diagnostic_report import ReportContext, make_report  # noqa: PLC0415 fast start
+    from edgefl.device.diagnostics.report_archive import format_summary, read_report, write_report  # noqa: PLC0415 likewise
 
     if printed is not None:
         facts = read_report(printed)
-        click.echo(json.dumps(facts, indent=2) if as_json else summary(facts), nl=as_json)
+        click.echo(json.dumps(facts, indent=2) if as_json else format_summary(facts), nl=as_json)
         return
     if as_json:
         raise UsageError("--json says how --print prints a report; give --print FILE")
-    state = _joined(root)
+    state = _load_device_state(root)
     name = state.device_id if state else "board"
     path = out or Path(f"edgefl-report-{name}-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
     if not path.absolute().parent.is_dir():
         raise UsageError(f"{path.absolute().parent} is no folder; give another --out")
-    site = Site(state=state, scratch=state.root if state else path.absolute().parent)
-    report = make_report(site, on_part=lambda part: click.echo(f"  {part}", err=True))
+    context = ReportContext(state=state, scratch=state.root if state else path.absolute().parent)
+    report = make_report(context, on_section=lambda part: click.echo(f"  {part}", err=True))
     write_report(path, report)
     failed = [name for name, part in report.facts.items() if isinstance(part, dict) and "error" in part]
     click.echo(
@@ -54,11 +54,11 @@ def command(*, out: Path | None, root: Path | None, printed: Path | None, as_jso
     click.echo(f"look at it before you send it: edgefl field-report --print {path}")
 
 
-def _joined(root: Path | None) -> DeviceState | None:
-    from edgefl.device.state import DeviceState  # noqa: PLC0415 fast start
+def _load_device_state(root: Path | None) -> DeviceStateDir | None:
+    from edgefl.device.state_dir import DeviceStateDir  # noqa: PLC0415 fast start
 
     try:
-        return DeviceState.load(root)
+        return DeviceStateDir.load(root)
     except NotJoinedError:
         if root is not None:
             raise

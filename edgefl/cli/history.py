@@ -1,4 +1,4 @@
-"""`edgefl history`: what happened, from the coordinator or straight from its store."""
+"""`edgefl history`: queries of the history, from the coordinator or straight from its store."""
 
 from __future__ import annotations
 
@@ -11,23 +11,30 @@ from typing import Any
 
 import click
 
-from edgefl.cli.history_files import export
+from edgefl.cli.command_group import FullHelpGroup
+from edgefl.cli.history_diagnosis import why
+from edgefl.cli.history_export import export
 from edgefl.cli.history_plot import plot
-from edgefl.cli.history_source import Source, source_of
-from edgefl.cli.history_why import why
-from edgefl.cli.listing import ListedGroup
-from edgefl.cli.render import format_option, known_columns, print_pages, print_rows
-from edgefl.cli.whence import source_options
-from edgefl.errors import UsageError
-from edgefl.storage.columns import BY, COLUMNS, NOT_NEWEST, OF_NODES, SUMMED, columns_of
-from edgefl.summary import node_figures
-from edgefl.types import Json
+from edgefl.cli.history_source import HistorySource, find_history_source
+from edgefl.cli.render import format_option, print_pages, print_rows, select_known_columns
+from edgefl.cli.source_options import source_options
+from edgefl.core.errors import UsageError
+from edgefl.core.types import Json
+from edgefl.engine.run_summary import select_device_metrics
+from edgefl.storage.queries.columns import (
+    AGGREGATE_KINDS,
+    COLUMNS,
+    DEVICE_MODEL_COLUMNS,
+    GROUPINGS,
+    SELF_ORDERED_KINDS,
+    get_columns,
+)
 
 DEFAULT_LIMIT = 100
 
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])\Z")
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
-_HELP = {
+_KIND_HELP = {
     "runs": "One row a run: how it ended, what became of its assignments, what it cost.",
     "accuracy": "How good the model of a run was, by round, time and bytes; the newest run if none is named.",
     "slow": "The slowest rounds, whom each waited for, and what that device was at.",
@@ -43,14 +50,14 @@ _HELP = {
     "evaluations": "One row an evaluation, by coordinator, evaluator or device; and whose model it is.",
 }
 # A table fits on a screen; json and csv give every column of `COLUMNS`, but those of nodes only where there are any.
-_TABLE = {
+_TABLE_COLUMNS = {
     "runs": ("run_id", "name", "status", "rounds", "accuracy", "seconds", "num_used", "num_late", "num_lost",
              "num_refused", "num_failed", "bytes_up", "bytes_down"),
     "accuracy": ("run_id", "round", "at_s", "bytes_up", "bytes_down", "accuracy", "loss", "train_loss", "source",
                  "node_accuracy", "worst_node_accuracy"),
     "slow": ("run_id", "round", "seconds", "waited_for", "waited_s", "outcome", "iterations", "compute_s", "paced_s",
              "send_s", "max_temperature_c", "throttled", "signal_dbm", "link_bits_per_s"),
-    **{kind: COLUMNS[kind] for kind in sorted(SUMMED)},
+    **{kind: COLUMNS[kind] for kind in sorted(AGGREGATE_KINDS)},
     "rounds": ("run_id", "round", "version", "closed_at", "num_devices", "num_updates", "train_loss", "loss",
                "accuracy", "source", "node_accuracy", "worst_node_accuracy", "disagreement", "bytes_up",
                "bytes_down"),
@@ -64,12 +71,12 @@ _TABLE = {
     "evaluations": ("run_id", "round", "version", "device_id", "source", "subject", "loss", "accuracy",
                     "num_examples", "at"),
 }  # fmt: skip
-_OF_SOME_BOARDS = frozenset({"paced_s"})
-"""What a table shows only where it is known: few boards have a temperature limit."""
-_DERIVED = {"rounds": ("disagreement",)}
+_OPTIONAL_COLUMNS = frozenset({"paced_s"})
+"""Columns that a table shows only where known: few devices have a temperature limit."""
+_DERIVED_COLUMNS = {"rounds": ("disagreement",)}
 
 
-@click.group(name="history", cls=ListedGroup)
+@click.group(name="history", cls=FullHelpGroup)
 def command() -> None:
     """Ask what happened: runs, rounds, updates, devices, who was slow, stale or lost, bytes, energy."""
 
@@ -79,7 +86,7 @@ command.add_command(export)
 
 
 def parse_time(text: str, *, now: float) -> float:
-    """Returns unix seconds for an age (`90s`, `30m`, `2h`, `7d`, `2w`) or an ISO date and time (UTC unless it says).
+    """Returns unix seconds for an age (`90s`, `30m`, `2h`, `7d`, `2w`) or an ISO time (default UTC).
 
     Raises:
         UsageError: it is neither.
@@ -87,42 +94,42 @@ def parse_time(text: str, *, now: float) -> float:
     if match := _AGE.match(text.strip()):
         return now - float(match[1]) * _UNIT_S[match[2]]
     try:
-        when = datetime.fromisoformat(text.strip())
+        moment = datetime.fromisoformat(text.strip())
     except ValueError:
         raise UsageError(
             f"a time is an age such as 2h or 7d, or a date such as 2026-01-31T18:00, got {text!r}"
         ) from None
-    return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
-def _show_table(source: Source, kind: str, filters: dict[str, Any]) -> None:
+def _print_table(source: HistorySource, kind: str, filters: dict[str, Any]) -> None:
     limit = filters["limit"] or DEFAULT_LIMIT
-    # One row more than is shown, to know that it was cut.
-    rows = source.newest(kind, {**filters, "limit": limit + 1})
+    # One extra row, to detect that the output is cut.
+    rows = source.read_newest(kind, {**filters, "limit": limit + 1})
     if len(rows) > limit:
-        is_newest = kind not in NOT_NEWEST or filters.get("by") in BY[1:]
-        which, rows = ("newest", rows[-limit:]) if is_newest else ("first", rows[:limit])
-        click.echo(f"only the {which} {limit} rows are shown; --limit N shows more", err=True)
-    rows = [{**row, **node_figures(row)} for row in rows]
-    chosen = columns_of(kind, filters.get("by") or BY[0])
-    names = [name for name in _TABLE[kind] if kind not in SUMMED or name in chosen]
-    print_rows(rows, known_columns(rows, names, OF_NODES | _OF_SOME_BOARDS), "table", kind=kind)
+        is_newest = kind not in SELF_ORDERED_KINDS or filters.get("by") in GROUPINGS[1:]
+        end, rows = ("newest", rows[-limit:]) if is_newest else ("first", rows[:limit])
+        click.echo(f"only the {end} {limit} rows are shown; --limit N shows more", err=True)
+    rows = [{**row, **select_device_metrics(row)} for row in rows]
+    selected = get_columns(kind, filters.get("by") or GROUPINGS[0])
+    names = [name for name in _TABLE_COLUMNS[kind] if kind not in AGGREGATE_KINDS or name in selected]
+    print_rows(rows, select_known_columns(rows, names, DEVICE_MODEL_COLUMNS | _OPTIONAL_COLUMNS), "table", kind=kind)
 
 
-def _show_all(source: Source, kind: str, filters: dict[str, Any], fmt: str) -> None:
+def _print_all(source: HistorySource, kind: str, filters: dict[str, Any], fmt: str) -> None:
     if filters["limit"]:
-        pages: Iterator[list[Json]] = iter([source.newest(kind, filters)])
+        pages: Iterator[list[Json]] = iter([source.read_newest(kind, filters)])
     else:
-        pages = source.pages(kind, filters)
-    pages = ([{**row, **node_figures(row)} for row in page] for page in pages)
+        pages = source.read_pages(kind, filters)
+    pages = ([{**row, **select_device_metrics(row)} for row in page] for page in pages)
     first, second = next(pages, []), next(pages, None)
-    names = (*columns_of(kind, filters.get("by") or BY[0]), *_DERIVED.get(kind, ()))
-    # A long history is printed as it comes: it may yet tell of nodes.
-    names = names if second is not None else tuple(known_columns(first, names, OF_NODES))
+    names = (*get_columns(kind, filters.get("by") or GROUPINGS[0]), *_DERIVED_COLUMNS.get(kind, ()))
+    # A long history is printed as it comes: later rows may be of nodes.
+    names = names if second is not None else tuple(select_known_columns(first, names, DEVICE_MODEL_COLUMNS))
     print_pages(itertools.chain([first], [second] if second is not None else [], pages), names, fmt, kind=kind)
 
 
-def _add(kind: str) -> None:
+def _add_command(kind: str) -> None:
     @click.option(
         "--run", metavar="RUN", help="A run's id or the beginning of it, its name, or `latest`; default: all runs."
     )
@@ -144,21 +151,21 @@ def _add(kind: str) -> None:
     def show(
         *, since: str | None, until: str | None, directory: Path | None, url: str | None, fmt: str, **filters: Any
     ) -> None:
-        source, now = source_of(directory, url), datetime.now(tz=UTC).timestamp()
+        source, now = find_history_source(directory, url), datetime.now(tz=UTC).timestamp()
         filters["since"] = None if since is None else parse_time(since, now=now)
         filters["until"] = None if until is None else parse_time(until, now=now)
         if fmt == "table":
-            _show_table(source, kind, filters)
+            _print_table(source, kind, filters)
         else:
-            _show_all(source, kind, filters, fmt)
+            _print_all(source, kind, filters, fmt)
 
-    if kind in SUMMED:
-        show = click.option("--by", type=click.Choice(BY), default=BY[0], show_default=True, help="What to sum by.")(
-            show
-        )
-    command.command(kind, help=_HELP[kind])(show)
+    if kind in AGGREGATE_KINDS:
+        show = click.option(
+            "--by", type=click.Choice(GROUPINGS), default=GROUPINGS[0], show_default=True, help="What to sum by."
+        )(show)
+    command.command(kind, help=_KIND_HELP[kind])(show)
 
 
 for _kind in COLUMNS:
-    _add(_kind)
+    _add_command(_kind)
 command.add_command(plot)

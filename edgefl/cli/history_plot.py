@@ -1,4 +1,4 @@
-"""`edgefl history plot`: sheets of figures, from the coordinator or straight from its store."""
+"""`edgefl history plot`: figures of the history, from the coordinator or straight from its store."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgefl.cli.history_source import Source as Asked
-from edgefl.cli.history_source import source_of
-from edgefl.cli.whence import ask, open_store, source_options
-from edgefl.errors import EdgeflError, UsageError
-from edgefl.history.plots.names import AXES, ENDINGS, KINDS, check_matplotlib
-from edgefl.types import Json
+from edgefl.cli.history_source import HistorySource as Asked
+from edgefl.cli.history_source import find_history_source
+from edgefl.cli.source_options import get_from_coordinator, open_store, source_options
+from edgefl.core.errors import EdgeflError, UsageError
+from edgefl.core.types import Json
+from edgefl.history.plots.options import AXES, FILE_SUFFIXES, PLOT_KINDS, check_matplotlib
 
 if TYPE_CHECKING:
-    from edgefl.history.series import RunHead, Source
+    from edgefl.history.series import HistoryReader, RunInfo
 
-_HELP = "\b\n" + "\n".join(f"{name:15}{text}" for name, text in KINDS.items())
+_KINDS_HELP = "\b\n" + "\n".join(f"{name:15}{text}" for name, text in PLOT_KINDS.items())
 
 
-@click.command("plot", help=f"Draw KIND, or accuracy and loss on one sheet, into a PNG, PDF or SVG file.\n\n{_HELP}")
-@click.argument("kind", required=False, metavar="[KIND]", type=click.Choice(tuple(KINDS)))
+@click.command(
+    "plot", help=f"Draw KIND, or accuracy and loss on one sheet, into a PNG, PDF or SVG file.\n\n{_KINDS_HELP}"
+)
+@click.argument("kind", required=False, metavar="[KIND]", type=click.Choice(tuple(PLOT_KINDS)))
 @click.option(
     "--run",
     "runs",
@@ -52,58 +54,62 @@ def plot(  # noqa: PLR0913 the options of one command
     url: str | None,
 ) -> None:
     ending = out.suffix.lower()
-    if ending not in ENDINGS:
-        raise UsageError(f"--out must end with {', '.join(ENDINGS)}, got {out}")
+    if ending not in FILE_SUFFIXES:
+        raise UsageError(f"--out must end with {', '.join(FILE_SUFFIXES)}, got {out}")
     if not out.parent.is_dir():
         raise UsageError(f"--out lies in {out.parent}, which is no directory; make it first")
     check_matplotlib()
-    from edgefl.history.plots.sheets import Wish, draw  # noqa: PLC0415 matplotlib is slow to load
-    from edgefl.history.plots.style import encoded  # noqa: PLC0415 likewise
-    from edgefl.history.series import parse_range  # noqa: PLC0415 numpy is slow to load
+    from edgefl.history.plots.figures import PlotRequest, render_figure  # noqa: PLC0415 matplotlib is slow to load
+    from edgefl.history.plots.style import encode_figure  # noqa: PLC0415 likewise
+    from edgefl.history.series import parse_round_range  # noqa: PLC0415 numpy is slow to load
 
-    wish = Wish(
+    request = PlotRequest(
         kind=kind,
         runs=tuple(runs) or ("latest",),
-        rounds=None if rounds is None else parse_range(rounds),
+        rounds=None if rounds is None else parse_round_range(rounds),
         axis=axis,
         title=title,
     )
-    with _source(directory, url) as source:
-        content = encoded(draw(source, wish), ending)
+    with _open_source(directory, url) as source:
+        content = encode_figure(render_figure(source, request), ending)
     try:
         out.write_bytes(content)
     except OSError as error:
         raise UsageError(f"{out} cannot be written: {error.strerror or error}") from None
-    click.echo(f"{kind or 'accuracy and loss'} of {', '.join(wish.runs)}: {out}")
+    click.echo(f"{kind or 'accuracy and loss'} of {', '.join(request.runs)}: {out}")
 
 
 @contextlib.contextmanager
-def _source(directory: Path | None, url: str | None) -> Iterator[Source]:
-    found = source_of(directory, url)
-    if found.directory is None:
-        yield OperatorSource(found)
+def _open_source(directory: Path | None, url: str | None) -> Iterator[HistoryReader]:
+    history = find_history_source(directory, url)
+    if history.directory is None:
+        yield ApiHistoryReader(history)
         return
-    from edgefl.history.store_source import StoreSource  # noqa: PLC0415 SQLAlchemy is slow to load
+    from edgefl.history.store_reader import StoreHistoryReader  # noqa: PLC0415 SQLAlchemy is slow to load
 
-    with open_store(found.directory) as store:
-        yield StoreSource(store, lambda record: batch_size(record.task, record.strategy, record.config))
+    with open_store(history.directory) as store:
+        yield StoreHistoryReader(store, lambda record: find_batch_size(record.task, record.strategy, record.config))
 
 
-class OperatorSource:
-    """A `Source` of the history that asks a coordinator over HTTPS."""
+class ApiHistoryReader:
+    """A `Source` of the history that queries a coordinator over HTTPS."""
 
-    def __init__(self, asked: Asked) -> None:
-        self._asked = asked
+    def __init__(self, api_source: Asked) -> None:
+        self._api_source = api_source
 
-    def run(self, text: str) -> RunHead:
-        from edgefl.client import named_path  # noqa: PLC0415 only commands that talk need it
-        from edgefl.history.series import RunHead  # noqa: PLC0415 numpy is slow to load
+    def find_run(self, text: str) -> RunInfo:
+        from edgefl.history.series import RunInfo  # noqa: PLC0415 numpy is slow to load
+        from edgefl.system.api_client import format_resource_path  # noqa: PLC0415 only commands that use the API need it
 
-        record = ask(self._asked.url, named_path("runs", text), what="store")
-        known = batch_size(record["task"], record["strategy"], record.get("config") or {})
-        return RunHead(run_id=record["run_id"], name=record["name"], strategy=record["strategy"], batch_size=known)
+        record = get_from_coordinator(
+            self._api_source.url, format_resource_path("runs", text), directory_content="store"
+        )
+        batch_size = find_batch_size(record["task"], record["strategy"], record.get("config") or {})
+        return RunInfo(
+            run_id=record["run_id"], name=record["name"], strategy=record["strategy"], batch_size=batch_size
+        )
 
-    def rows(
+    def read_rows(
         self,
         kind: str,
         *,
@@ -114,26 +120,26 @@ class OperatorSource:
     ) -> list[Json]:
         filters = {"run": run, "since": since, "until": until, "limit": limit}
         if limit is not None:
-            return self._asked.newest(kind, filters)
-        return [row for page in self._asked.pages(kind, filters) for row in page]
+            return self._api_source.read_newest(kind, filters)
+        return [row for page in self._api_source.read_pages(kind, filters) for row in page]
 
 
-def batch_size(task: str, strategy: str, config: Mapping[str, Any]) -> int | None:
-    """Returns how many examples an iteration of a run takes; None where its task or strategy is not of edgefl.
+def find_batch_size(task: str, strategy: str, config: Mapping[str, Any]) -> int | None:
+    """Returns a run's examples per iteration; None where its task or strategy is not of edgefl.
 
-    A run file that does not say it has the task's default, else the strategy's. Others' tasks are not imported here:
-    what a coordinator names would be run on the machine that asks it.
+    Defaults are the task's, else the strategy's. Tasks of other packages are not imported here: a name given by the
+    coordinator would run code on the client's machine.
     """
-    from edgefl.strategies.registry import BUILT_IN as STRATEGIES  # noqa: PLC0415 fast start
-    from edgefl.strategies.registry import settings_of  # noqa: PLC0415 likewise
+    from edgefl.strategies.registry import BUILT_IN_STRATEGIES as STRATEGIES  # noqa: PLC0415 fast start
+    from edgefl.strategies.registry import get_settings  # noqa: PLC0415 likewise
     from edgefl.tasks.registry import BUILT_IN as TASKS  # noqa: PLC0415 likewise
     from edgefl.tasks.registry import make_task  # noqa: PLC0415 likewise
 
-    if (said := (config.get("strategy") or {}).get("batch_size")) is not None:
-        return int(said)
+    if (setting := (config.get("strategy") or {}).get("batch_size")) is not None:
+        return int(setting)
     if task not in TASKS or strategy not in STRATEGIES:
         return None
-    settings = settings_of(strategy)
+    settings = get_settings(strategy)
     if "batch_size" not in settings:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The `edgefl` command: loads a group only when it is called, and turns our errors into one line."""
+"""The `edgefl` command: imports a group when it is called, and turns edgefl's errors into one line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import click
 
 from edgefl import __version__
-from edgefl.errors import EXTRAS, EdgeflError, MissingPackageError, install_line
+from edgefl.core.errors import EXTRAS, EdgeflError, MissingPackageError, format_install_command
 
 COMMANDS = {
     "codecs": "List the codecs, measure them on a gradient",
@@ -34,7 +34,7 @@ LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 
 class LazyGroup(click.Group):
-    """A group whose commands live in modules that are imported only when they are used."""
+    """Command group that imports its commands' modules on first use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 click's interface
         return sorted(COMMANDS)
@@ -63,19 +63,26 @@ def edgefl(*, verbose: int, quiet: bool) -> None:
 
 
 def main(arguments: list[str] | None = None) -> Any:
-    """Runs one command; an `EdgeflError` becomes one line on stderr and its exit code, a bug keeps its traceback."""
+    """Runs one command; an `EdgeflError` becomes a line on stderr and its exit code.
+
+    A bug keeps its traceback.
+    """
     try:
         return edgefl.main(args=arguments, prog_name="edgefl", standalone_mode=True)
     except ModuleNotFoundError as error:
         module = (error.name or "").partition(".")[0]
         if module not in EXTRAS:
             raise
-        _end(MissingPackageError(f"this command needs {module}, which is not installed: {install_line(module)}"))
+        _exit_with_error(
+            MissingPackageError(
+                f"this command needs {module}, which is not installed: {format_install_command(module)}"
+            )
+        )
     except EdgeflError as error:
-        _end(error)
+        _exit_with_error(error)
 
 
-def _end(error: EdgeflError) -> NoReturn:
+def _exit_with_error(error: EdgeflError) -> NoReturn:
     click.echo(f"edgefl: {' '.join(str(error).split())}", err=True)
     sys.exit(error.exit_code)
 

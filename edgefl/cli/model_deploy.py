@@ -1,4 +1,4 @@
-"""`edgefl model deploy` and `deployments`: bring a model to the devices, and see what became of it."""
+"""`edgefl model deploy` and `deployments`: deploys a model to the devices, and lists deployments."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from typing import Any
 import click
 
 from edgefl.cli.render import format_option, print_rows
-from edgefl.cli.rollouts import canary_option, operator, path_of, print_rollout, url_option, watched
-from edgefl.errors import RunFailedError
+from edgefl.cli.rollouts import (
+    canary_option,
+    make_client,
+    make_rollout_path,
+    print_rollout,
+    url_option,
+    wait_for_rollout,
+)
+from edgefl.core.errors import RunFailedError
 
 COLUMNS = ("deployment_id", "model", "task", "status", "counts", "created_at", "reason")
 DEVICE_COLUMNS = (
@@ -21,7 +28,7 @@ DEVICE_COLUMNS = (
     "reported_at",
     "reason",
 )
-SHOWN_DIGITS = 12
+SHORT_HASH_DIGITS = 12
 
 
 @click.command()
@@ -50,7 +57,7 @@ def deploy(  # noqa: PLR0913 one argument per option
 
     Each device fetches it, compares it with the model before on its own data, and switches or keeps that one.
     """
-    asked = {
+    request = {
         "model": model,
         "canary": canary,
         "devices": list(devices) or None,
@@ -58,18 +65,18 @@ def deploy(  # noqa: PLR0913 one argument per option
         "tolerance": tolerance,
         "min_accuracy": min_accuracy,
     }
-    given = {name: value for name, value in asked.items() if value is not None}
-    found = operator(url).post("/edgefl/v1/deployments", given)
+    fields = {name: value for name, value in request.items() if value is not None}
+    deployment = make_client(url).post("/edgefl/v1/deployments", fields)
     if watches:
-        path = path_of("deployments", found["deployment_id"])
-        reader = operator(url)
-        found = watched(found, lambda: reader.get(path))
+        path = make_rollout_path("deployments", deployment["deployment_id"])
+        reader = make_client(url)
+        deployment = wait_for_rollout(deployment, lambda: reader.get(path))
     if fmt == "table":
-        click.echo(found["deployment_id"])
+        click.echo(deployment["deployment_id"])
     if watches or fmt != "table":
-        _print(found, fmt)
-    if found["status"] == "failed":
-        raise RunFailedError(f"deployment {found['deployment_id']} failed: {found['reason']}")
+        _print_deployment(deployment, fmt)
+    if deployment["status"] == "failed":
+        raise RunFailedError(f"deployment {deployment['deployment_id']} failed: {deployment['reason']}")
 
 
 @click.command()
@@ -79,15 +86,17 @@ def deploy(  # noqa: PLR0913 one argument per option
 def deployments(*, deployment: str | None, url: str | None, fmt: str) -> None:
     """List the deployments, oldest first, or the devices of one with what they report."""
     if deployment is None:
-        rows = operator(url).get("/edgefl/v1/deployments")["rows"]
-        print_rows([_short(row, fmt) for row in rows], COLUMNS, fmt, kind="deployments")
+        rows = make_client(url).get("/edgefl/v1/deployments")["rows"]
+        print_rows([_shorten_hash(row, fmt) for row in rows], COLUMNS, fmt, kind="deployments")
         return
-    _print(operator(url).get(path_of("deployments", deployment)), fmt)
+    _print_deployment(make_client(url).get(make_rollout_path("deployments", deployment)), fmt)
 
 
-def _print(found: Any, fmt: str) -> None:
-    print_rollout(_short(found, fmt), fmt, kind="deployments", columns=COLUMNS, device_columns=DEVICE_COLUMNS)
+def _print_deployment(deployment: Any, fmt: str) -> None:
+    print_rollout(
+        _shorten_hash(deployment, fmt), fmt, kind="deployments", columns=COLUMNS, device_columns=DEVICE_COLUMNS
+    )
 
 
-def _short(row: Any, fmt: str) -> Any:
-    return {**row, "model": row["model"][:SHOWN_DIGITS]} if fmt == "table" else row
+def _shorten_hash(row: Any, fmt: str) -> Any:
+    return {**row, "model": row["model"][:SHORT_HASH_DIGITS]} if fmt == "table" else row

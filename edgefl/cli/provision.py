@@ -1,16 +1,16 @@
-"""`edgefl provision`: from a blank card, or a board that runs already, to a device of the fleet."""
+"""`edgefl provision`: makes devices of blank cards or running hosts."""
 
 from __future__ import annotations
 
 import click
 
 from edgefl.cli import provision_jetson, provision_raspberry_pi, provision_wheels
-from edgefl.cli.listing import ListedGroup
+from edgefl.cli.command_group import FullHelpGroup
 from edgefl.cli.provision_ssh import ssh
 from edgefl.cli.provision_systemd import systemd
 
 
-@click.group(cls=ListedGroup)
+@click.group(cls=FullHelpGroup)
 def command() -> None:
     """Make boards into devices: cards, images, hosts that run already."""
 

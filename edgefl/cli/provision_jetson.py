@@ -1,4 +1,4 @@
-"""`edgefl provision jetson`: an overlay for the root file system that will be flashed."""
+"""`edgefl provision jetson`: an overlay for the root file system to flash."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from edgefl.cli.provision_options import BoardOptions, board_options
+from edgefl.cli.provision_options import ProvisionOptions, board_options
 
 
 @click.command("jetson")
@@ -22,14 +22,14 @@ def command(out: Path) -> None:
 
     JetPack 7.2 (Python 3.12). JetPack 6 has Python 3.10, which edgefl does not run on: use the container there.
     """
-    from edgefl.provision.overlay import write_overlay  # noqa: PLC0415 fast start
-    from edgefl.provision.payload import payload  # noqa: PLC0415 likewise
+    from edgefl.provision.jetson_overlay import write_overlay  # noqa: PLC0415 fast start
+    from edgefl.provision.payload import make_payload  # noqa: PLC0415 likewise
 
-    options = BoardOptions.given()
-    name, extras = options.one_name(), options.extras()
-    options.join_file(name, options.stand_in().token)  # refuses before a token is made
-    token = options.tokens(1)[0]
-    write_overlay(out, payload(options.join_file(name, token.token).text(), extras))
-    until = f"; its token lets one board in until {token.expires}" if token.expires else ""
-    click.echo(f"{name}: {out}, {out.stat().st_size / 1e6:.1f} MB{until}")
+    options = ProvisionOptions.from_context()
+    name, extras = options.get_single_name(), options.load_extras()
+    options.make_join_file(name, options.make_placeholder_token().token)  # rejects before a token is made
+    token = options.get_tokens(1)[0]
+    write_overlay(out, make_payload(options.make_join_file(name, token.token).to_text(), extras))
+    expiry = f"; its token lets one board in until {token.expires}" if token.expires else ""
+    click.echo(f"{name}: {out}, {out.stat().st_size / 1e6:.1f} MB{expiry}")
     click.echo(f"next, in Linux_for_Tegra: sudo tar -xpzf {out} -C rootfs --numeric-owner; then flash")

@@ -1,4 +1,4 @@
-"""`edgefl provision systemd`: this machine's own units."""
+"""`edgefl provision systemd`: units of this machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from edgefl.errors import UsageError
+from edgefl.core.errors import UsageError
 
 
 @click.command("systemd")
@@ -31,38 +31,38 @@ def systemd(  # noqa: PLR0913 one argument per option
     has_broker: bool,
 ) -> None:
     """Print, write or install hardened units for this machine, with the paths of this installation."""
-    from edgefl.provision import systemd as units  # noqa: PLC0415 fast start
+    from edgefl.provision import systemd_units as units  # noqa: PLC0415 fast start
 
-    if kind == units.Kind.COORDINATOR and (has_gpu or shards):
+    if kind == units.MachineKind.COORDINATOR and (has_gpu or shards):
         raise UsageError("--gpu and --shard are for devices; a coordinator's test shard stands in its own options")
-    if kind == units.Kind.DEVICE and has_broker:
+    if kind == units.MachineKind.DEVICE and has_broker:
         raise UsageError("--broker is for a coordinator: edgefl provision systemd --coordinator --broker")
-    here = units.Installation(
-        python=python or (units.PROGRAM if Path(units.PROGRAM).exists() else sys.executable),
-        kind=units.Kind(kind),
-        shards=dict(_shard(text) for text in shards),
+    installation = units.SystemdInstallation(
+        python=python or (units.DEFAULT_PYTHON if Path(units.DEFAULT_PYTHON).exists() else sys.executable),
+        kind=units.MachineKind(kind),
+        shards=dict(_parse_shard(text) for text in shards),
         has_gpu=has_gpu,
         has_broker=has_broker,
     )
     if installs:
-        for path in units.install(here):
+        for path in units.install_units(installation):
             click.echo(f"wrote {path}")
-        click.echo(f"enabled {', '.join(here.enabled)}")
+        click.echo(f"enabled {', '.join(installation.enabled_units)}")
     elif out is not None:
-        for path in units.write(units.render(here), out):
+        for path in units.write_units(units.render_units(installation), out):
             click.echo(f"wrote {path}")
-        click.echo(f"next: sudo cp -r {shlex.quote(str(out))}/. {units.UNITS}/")
-        for command in units.commands(here):
+        click.echo(f"next: sudo cp -r {shlex.quote(str(out))}/. {units.UNITS_FOLDER}/")
+        for command in units.list_commands(installation):
             click.echo(f"next: sudo {shlex.join(command)}")
     else:
-        for name, text in units.render(here).items():
-            click.echo(f"# {units.UNITS / name}\n{text}")
-    if (installs or out is not None) and (step := units.next_step(here)):
+        for name, text in units.render_units(installation).items():
+            click.echo(f"# {units.UNITS_FOLDER / name}\n{text}")
+    if (installs or out is not None) and (step := units.get_next_step(installation)):
         click.echo(f"next: {step}")
 
 
-def _shard(text: str) -> tuple[str, str]:
-    task, mark, path = text.partition("=")
-    if not (mark and task and path):
+def _parse_shard(text: str) -> tuple[str, str]:
+    task, separator, path = text.partition("=")
+    if not (separator and task and path):
         raise UsageError(f"--shard must be TASK=PATH, got {text!r}")
     return task, path

@@ -1,4 +1,4 @@
-"""`edgefl provision wheels`: the wheels of a board, for a site without internet."""
+"""`edgefl provision wheels`: a device's wheels, for a site without internet."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from pathlib import Path
 
 import click
 
-from edgefl.provision.locks import BOARDS
+from edgefl.provision.wheel_locks import WHEEL_PLATFORMS
 
 
 @click.command("wheels")
-@click.option("--board", "name", type=click.Choice(list(BOARDS)), required=True, help="Whose lock.")
+@click.option("--board", "name", type=click.Choice(list(WHEEL_PLATFORMS)), required=True, help="Whose lock.")
 @click.option(
     "--out", "folder", type=click.Path(path_type=Path, file_okay=False), required=True, help="The folder to fill."
 )
@@ -23,11 +23,11 @@ from edgefl.provision.locks import BOARDS
 )
 def command(*, name: str, folder: Path, with_torch: bool, own_wheel: Path | None) -> None:
     """Download the wheels of a board's lock, checked by their hashes, and add edgefl's own."""
-    from edgefl.provision.locks import board_family, lock_text, parse_lock  # noqa: PLC0415 fast start
-    from edgefl.provision.wheel_folder import fill_wheel_folder  # noqa: PLC0415 likewise
+    from edgefl.provision.wheel_locks import get_platform, load_lock_text, parse_lock  # noqa: PLC0415 fast start
+    from edgefl.provision.wheelhouse import fill_wheelhouse  # noqa: PLC0415 likewise
 
-    family = board_family(name)
-    lock = parse_lock(lock_text(family, "train" if with_torch else ""))
-    found = fill_wheel_folder(folder, family, lock, own_wheel=own_wheel)
-    megabytes = sum(path.stat().st_size for path in found) / 1e6
-    click.echo(f"{len(found)} wheels for {name} in {folder} ({megabytes:.0f} MB)")
+    family = get_platform(name)
+    lock = parse_lock(load_lock_text(family, "train" if with_torch else ""))
+    wheels = fill_wheelhouse(folder, family, lock, own_wheel=own_wheel)
+    megabytes = sum(path.stat().st_size for path in wheels) / 1e6
+    click.echo(f"{len(wheels)} wheels for {name} in {folder} ({megabytes:.0f} MB)")

@@ -42,31 +42,31 @@ def print_rows(
 
     Args:
         rows: by column name; a missing value is empty.
-        columns: which, in this order; JSON has these alone, too.
+        columns: in this order; JSON has only these, too.
         fmt: table, json (`{"v": 1, "kind": ..., "rows": [...]}`) or csv.
         title: above a table.
-        kind: what the rows are, in JSON.
+        kind: of the rows, in JSON.
     """
     if fmt == "json":
-        chosen = [{name: row.get(name) for name in columns} for row in rows]
-        click.echo(json.dumps({"v": JSON_VERSION, "kind": kind, "rows": chosen}, indent=2, ensure_ascii=False))
+        selected = [{name: row.get(name) for name in columns} for row in rows]
+        click.echo(json.dumps({"v": JSON_VERSION, "kind": kind, "rows": selected}, indent=2, ensure_ascii=False))
     elif fmt == "csv":
         writer = csv.writer(sys.stdout, lineterminator="\n")
         writer.writerow(columns)
-        writer.writerows([_csv_cell(row.get(name)) for name in columns] for row in rows)
+        writer.writerows([_format_csv_cell(row.get(name)) for name in columns] for row in rows)
     elif sys.stdout.isatty():
-        _print_fitted(rows, columns, title)
+        _print_terminal_table(rows, columns, title)
     else:
-        _print_plain(rows, columns, title)
+        _print_plain_table(rows, columns, title)
 
 
 def print_pages(pages: Iterable[Rows], columns: Sequence[str], fmt: str, *, kind: str) -> None:
-    """Prints rows to stdout as they come, as json or csv; the text is that of `print_rows`."""
+    """Prints rows to stdout as they come, as json or csv, with the same text as `print_rows`."""
     if fmt == "csv":
         writer = csv.writer(sys.stdout, lineterminator="\n")
         writer.writerow(columns)
         for page in pages:
-            writer.writerows([_csv_cell(row.get(name)) for name in columns] for row in page)
+            writer.writerows([_format_csv_cell(row.get(name)) for name in columns] for row in page)
         return
     head = json.dumps({"v": JSON_VERSION, "kind": kind, "rows": []}, indent=2)
     click.echo(head.removesuffix("]\n}"), nl=False)
@@ -78,36 +78,36 @@ def print_pages(pages: Iterable[Rows], columns: Sequence[str], fmt: str, *, kind
     click.echo("\n  ]\n}" if separator else "]\n}")
 
 
-def known_columns(rows: Rows, columns: Sequence[str], optional: Collection[str]) -> list[str]:
-    """Returns the columns without those of the optional ones that no row knows anything of."""
+def select_known_columns(rows: Rows, columns: Sequence[str], optional: Collection[str]) -> list[str]:
+    """Returns the columns without optional ones that are empty in all rows."""
     return [name for name in columns if name not in optional or any(row.get(name) not in (None, "") for row in rows)]
 
 
-def human(name: str, value: Any) -> str:
-    """Returns a value as a person reads it; the column's name says what it is."""
+def format_value(name: str, value: Any) -> str:
+    """Returns a value for people to read; the column's name determines the format."""
     if value is None or isinstance(value, bool):
         return {None: "-", True: "yes", False: "no"}[value]
     if isinstance(value, int | float):
-        return _human_number(name, value)
+        return _format_number(name, value)
     if isinstance(value, Mapping):
-        return " ".join(f"{human('', key)}={human('', entry)}" for key, entry in value.items()) or "-"
+        return " ".join(f"{format_value('', key)}={format_value('', entry)}" for key, entry in value.items()) or "-"
     if isinstance(value, list | tuple | set):
-        return ", ".join(human("", entry) for entry in value) or "-"
-    # A name or reason that a device chose may hold line breaks and terminal escapes.
-    return "".join(letter if letter.isprintable() else "\ufffd" for letter in str(value))
+        return ", ".join(format_value("", entry) for entry in value) or "-"
+    # A device's name or reason may contain line breaks and terminal escapes.
+    return "".join(character if character.isprintable() else "\ufffd" for character in str(value))
 
 
-def _human_number(name: str, value: float) -> str:
+def _format_number(name: str, value: float) -> str:
     if name == "at" or name.endswith("_at"):
         return datetime.fromtimestamp(value, tz=UTC).strftime("%Y-%m-%d %H:%M:%S")
     if name.startswith("bytes_") or name.endswith("_bytes"):
-        return human_bytes(value)
+        return format_bytes(value)
     if isinstance(value, int):
         return str(value)
     return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
 
 
-def human_bytes(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Returns a size with a decimal unit."""
     size = float(count)
     for unit in _BYTE_UNITS[:-1]:
@@ -117,31 +117,33 @@ def human_bytes(count: float) -> str:
     return f"{size:.3g} {_BYTE_UNITS[-1]}"
 
 
-def _print_fitted(rows: Rows, columns: Sequence[str], title: str | None) -> None:
-    from edgefl.cli.fitting import fitted  # noqa: PLC0415 fast start
+def _print_terminal_table(rows: Rows, columns: Sequence[str], title: str | None) -> None:
+    from edgefl.cli.table_layout import render_table  # noqa: PLC0415 fast start
 
     if title:
         click.secho(title, bold=True)
-    cells = [[human(name, row.get(name)) for name in columns] for row in rows]
+    cells = [[format_value(name, row.get(name)) for name in columns] for row in rows]
     width = shutil.get_terminal_size().columns
-    for line in fitted([_heading(name) for name in columns], cells, _numeric(rows, columns), width):
+    for line in render_table(
+        [_format_heading(name) for name in columns], cells, _find_numeric_columns(rows, columns), width
+    ):
         click.echo(line)
 
 
-def _print_plain(rows: Rows, columns: Sequence[str], title: str | None) -> None:
+def _print_plain_table(rows: Rows, columns: Sequence[str], title: str | None) -> None:
     if title:
         click.echo(title)
-    numeric = _numeric(rows, columns)
+    numeric = _find_numeric_columns(rows, columns)
     lines = [
-        [_heading(name) for name in columns],
-        *([human(name, row.get(name)) for name in columns] for row in rows),
+        [_format_heading(name) for name in columns],
+        *([format_value(name, row.get(name)) for name in columns] for row in rows),
     ]
     widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
     for line in lines:
-        click.echo(_aligned(line, widths, numeric))
+        click.echo(_align_cells(line, widths, numeric))
 
 
-def _aligned(cells: Iterable[str], widths: Sequence[int], numeric: Sequence[bool]) -> str:
+def _align_cells(cells: Iterable[str], widths: Sequence[int], numeric: Sequence[bool]) -> str:
     padded = [
         cell.rjust(width) if right else cell.ljust(width)
         for cell, width, right in zip(cells, widths, numeric, strict=True)
@@ -149,7 +151,7 @@ def _aligned(cells: Iterable[str], widths: Sequence[int], numeric: Sequence[bool
     return "  ".join(padded).rstrip()
 
 
-def _numeric(rows: Rows, columns: Sequence[str]) -> list[bool]:
+def _find_numeric_columns(rows: Rows, columns: Sequence[str]) -> list[bool]:
     def is_numeric(name: str) -> bool:
         values = [row.get(name) for row in rows if row.get(name) is not None]
         return bool(values) and all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
@@ -157,9 +159,9 @@ def _numeric(rows: Rows, columns: Sequence[str]) -> list[bool]:
     return [is_numeric(name) for name in columns]
 
 
-def _heading(name: str) -> str:
+def _format_heading(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _csv_cell(value: Any) -> Any:
+def _format_csv_cell(value: Any) -> Any:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, Mapping | list | tuple) else value

@@ -1,4 +1,4 @@
-"""What the commands that bring models, releases and packs to devices share: watch one to its end, and print it."""
+"""Shared parts of the rollout commands (models, releases, packs): wait for one, and print it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import click
 from edgefl.cli.render import print_rows
 
 if TYPE_CHECKING:
-    from edgefl.client import Operator
+    from edgefl.system.api_client import CoordinatorClient
 
-FINAL = frozenset({"done", "failed", "superseded"})
+TERMINAL_STATUSES = frozenset({"done", "failed", "superseded"})
 POLL_S = 0.5
 
 url_option = click.option("--url", metavar="URL", help="The coordinator [default: the one in operator.toml].")
@@ -22,43 +22,45 @@ canary_option = click.option(
 )
 
 
-def operator(url: str | None) -> Operator:
-    from edgefl.client import Operator  # noqa: PLC0415 fast start
+def make_client(url: str | None) -> CoordinatorClient:
+    from edgefl.system.api_client import CoordinatorClient  # noqa: PLC0415 fast start
 
-    return Operator.from_options(url)
-
-
-def path_of(kind: str, rollout: str) -> str:
-    """Returns the path of one of the `deployments` or `installations`."""
-    from edgefl.client import named_path  # noqa: PLC0415 fast start
-
-    return named_path(kind, rollout)
+    return CoordinatorClient.from_options(url)
 
 
-def watched(found: Any, read: Callable[[], Any]) -> Any:
-    """Returns a rollout as it ended; says meanwhile on stderr where its devices stand.
+def make_rollout_path(kind: str, rollout: str) -> str:
+    """Returns the API path of a rollout in `deployments` or `installations`."""
+    from edgefl.system.api_client import format_resource_path  # noqa: PLC0415 fast start
+
+    return format_resource_path(kind, rollout)
+
+
+def wait_for_rollout(rollout: Any, read: Callable[[], Any]) -> Any:
+    """Returns a rollout at its end; prints the progress of its devices on stderr.
 
     Args:
-        found: as the coordinator has shown it last.
-        read: asks for it again.
+        rollout: its latest state.
+        read: fetches its state.
     """
-    said = None
-    while found["status"] not in FINAL:
-        if (found["status"], found["counts"]) != said:
-            said = found["status"], found["counts"]
-            counts = ", ".join(f"{number} {state}" for state, number in sorted(found["counts"].items()))
-            click.echo(f"{found['status']}: {counts}", err=True)
+    printed = None
+    while rollout["status"] not in TERMINAL_STATUSES:
+        if (rollout["status"], rollout["counts"]) != printed:
+            printed = rollout["status"], rollout["counts"]
+            counts = ", ".join(f"{number} {state}" for state, number in sorted(rollout["counts"].items()))
+            click.echo(f"{rollout['status']}: {counts}", err=True)
         time.sleep(POLL_S)
-        found = read()
-    return found
+        rollout = read()
+    return rollout
 
 
-def print_rollout(found: Any, fmt: str, *, kind: str, columns: Sequence[str], device_columns: Sequence[str]) -> None:
-    """Prints a rollout and its devices; as CSV the devices alone."""
+def print_rollout(
+    rollout: Any, fmt: str, *, kind: str, columns: Sequence[str], device_columns: Sequence[str]
+) -> None:
+    """Prints a rollout and its devices; as CSV only the devices."""
     if fmt == "table":
-        print_rows([found], columns)
-        print_rows(found["each"], device_columns)
+        print_rows([rollout], columns)
+        print_rows(rollout["each"], device_columns)
     elif fmt == "csv":
-        print_rows(found["each"], device_columns, fmt, kind=kind)
+        print_rows(rollout["each"], device_columns, fmt, kind=kind)
     else:
-        print_rows([found], (*columns, "each"), fmt, kind=kind)
+        print_rows([rollout], (*columns, "each"), fmt, kind=kind)

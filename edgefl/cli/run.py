@@ -1,4 +1,4 @@
-"""`edgefl run`: submit a run file, watch it, stop it, take it up again."""
+"""`edgefl run`: submits, watches, stops and resumes runs."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import TYPE_CHECKING, Any, Self
 
 import click
 
-from edgefl.cli.listing import ListedGroup
-from edgefl.cli.render import format_option, human, known_columns, print_rows
-from edgefl.errors import NetworkError, RunFailedError, UsageError
-from edgefl.summary import NODE_FIGURES, accuracy_in_words
+from edgefl.cli.command_group import FullHelpGroup
+from edgefl.cli.render import format_option, format_value, print_rows, select_known_columns
+from edgefl.core.errors import NetworkError, RunFailedError, UsageError
+from edgefl.engine.run_summary import DEVICE_METRIC_KEYS, format_accuracy
 
 if TYPE_CHECKING:
-    from edgefl.types import Json
+    from edgefl.core.types import Json
 
-WAITED = ("priority", "queue_position")
+QUEUE_COLUMNS = ("priority", "queue_position")
 COLUMNS = ("run_id", "name", "task", "strategy", "status", "rounds", "accuracy", "submitted_at", "reason")
-FINAL = frozenset({"finished", "stopped", "failed", "interrupted"})
+TERMINAL_STATUSES = frozenset({"finished", "stopped", "failed", "interrupted"})
 POLL_S = 0.5
-LINE_EVERY_S = 60.0
-PATIENCE_S = 60.0
+LINE_INTERVAL_S = 60.0
+MAX_UNREACHABLE_S = 60.0
 
 url_option = click.option("--url", metavar="URL", help="The coordinator [default: the one in operator.toml].")
 
 
-@click.group("run", cls=ListedGroup)
+@click.group("run", cls=FullHelpGroup)
 def command() -> None:
     """Submit, watch, stop and resume training runs."""
 
@@ -45,28 +45,28 @@ def submit(  # noqa: PLR0913 the options of one command
     *, file: Path, watches: bool, waits: bool, priority: int, dry_run: bool, url: str | None, fmt: str
 ) -> None:
     """Queue the run that FILE (TOML) describes and print its id."""
-    from edgefl.config import load_run  # noqa: PLC0415 fast start
+    from edgefl.core.config import load_run  # noqa: PLC0415 fast start
 
     if watches and waits:
         raise UsageError("--watch shows how the run goes and --wait says nothing; give one of them")
     config = load_run(file).to_json()
     if dry_run:
-        from edgefl.cli.plan import print_plan  # noqa: PLC0415 fast start
+        from edgefl.cli.run_plan import print_plan  # noqa: PLC0415 fast start
 
-        print_plan(_operator(url).post("/edgefl/v1/runs/plan", {"config": config}), fmt)
+        print_plan(_make_client(url).post("/edgefl/v1/runs/plan", {"config": config}), fmt)
         return
-    run = _operator(url).post("/edgefl/v1/runs", {"config": config, "priority": priority})
+    run = _make_client(url).post("/edgefl/v1/runs", {"config": config, "priority": priority})
     if run.get("state_bytes"):
-        kept = human("state_bytes", run["state_bytes"])
-        click.echo(f"{run['strategy']} keeps {kept} for {run['state_devices']} devices", err=True)
+        state_size = format_value("state_bytes", run["state_bytes"])
+        click.echo(f"{run['strategy']} keeps {state_size} for {run['state_devices']} devices", err=True)
     if fmt == "table":
         click.echo(run["run_id"])
     else:
         print_rows([run], COLUMNS, fmt, kind="runs")
     if watches:
-        _watch(run["run_id"], url)
+        _watch_run(run["run_id"], url)
     if waits:
-        _wait(run["run_id"], url)
+        _wait_for_run(run["run_id"], url)
 
 
 @command.command("list")
@@ -74,12 +74,12 @@ def submit(  # noqa: PLR0913 the options of one command
 @format_option
 def list_(*, url: str | None, fmt: str) -> None:
     """List the runs, oldest first; those that wait with their place in the queue."""
-    rows = _operator(url).get("/edgefl/v1/runs")["rows"]
-    columns = (*COLUMNS, *WAITED)
-    shown = known_columns(rows, columns, ("queue_position",)) if fmt == "table" else columns
+    rows = _make_client(url).get("/edgefl/v1/runs")["rows"]
+    columns = (*COLUMNS, *QUEUE_COLUMNS)
+    shown_columns = select_known_columns(rows, columns, ("queue_position",)) if fmt == "table" else columns
     if fmt == "table" and not any(row.get("priority") for row in rows):
-        shown = [name for name in shown if name != "priority"]
-    print_rows(rows, shown, fmt, kind="runs")
+        shown_columns = [name for name in shown_columns if name != "priority"]
+    print_rows(rows, shown_columns, fmt, kind="runs")
 
 
 @command.command()
@@ -88,19 +88,19 @@ def list_(*, url: str | None, fmt: str) -> None:
 @format_option
 def show(*, run: str, url: str | None, fmt: str) -> None:
     """Show one run and its settings; RUN is an id, the beginning of one, a name, or `latest`."""
-    found = _operator(url).get(_path(run))
-    columns = (*COLUMNS, "priority", "resumes", *(name for name in NODE_FIGURES if name in found))
+    run_row = _make_client(url).get(_make_path(run))
+    columns = (*COLUMNS, "priority", "resumes", *(name for name in DEVICE_METRIC_KEYS if name in run_row))
     if fmt != "table":
-        print_rows([found], (*columns, "config"), fmt, kind="runs")
+        print_rows([run_row], (*columns, "config"), fmt, kind="runs")
         return
     settings = [
-        {"setting": f"{section}.{name}", "value": human(name, value)}
-        for section, table in found["config"].items()
+        {"setting": f"{section}.{name}", "value": format_value(name, value)}
+        for section, table in run_row["config"].items()
         for name, value in table.items()
     ]
-    facts = [{"setting": name, "value": human(name, found[name])} for name in columns]
+    facts = [{"setting": name, "value": format_value(name, run_row[name])} for name in columns]
     print_rows([*facts, *settings], ("setting", "value"), fmt)
-    if words := accuracy_in_words(found):
+    if words := format_accuracy(run_row):
         click.echo(words)
 
 
@@ -109,7 +109,7 @@ def show(*, run: str, url: str | None, fmt: str) -> None:
 @url_option
 def watch(*, run: str, url: str | None) -> None:
     """Show how RUN (default: the newest) goes until it is over; exit code 41 when it failed or was interrupted."""
-    _watch(run, url)
+    _watch_run(run, url)
 
 
 @command.command()
@@ -117,8 +117,8 @@ def watch(*, run: str, url: str | None) -> None:
 @url_option
 def stop(*, run: str, url: str | None) -> None:
     """End RUN (default: the newest) after what is in flight; its model and history stay."""
-    found = _operator(url).post(f"{_path(run)}/stop")
-    click.echo(f"{found['run_id']} {found['status']}")
+    run_row = _make_client(url).post(f"{_make_path(run)}/stop")
+    click.echo(f"{run_row['run_id']} {run_row['status']}")
 
 
 @command.command()
@@ -126,50 +126,50 @@ def stop(*, run: str, url: str | None) -> None:
 @url_option
 def resume(*, run: str, url: str | None) -> None:
     """Let RUN (default: the newest), which was interrupted or stopped, go on from its newest checkpoint."""
-    found = _operator(url).post(f"{_path(run)}/resume")
-    click.echo(f"{found['run_id']} {found['status']}")
+    run_row = _make_client(url).post(f"{_make_path(run)}/resume")
+    click.echo(f"{run_row['run_id']} {run_row['status']}")
 
 
-def _wait(run_id: str, url: str | None) -> None:
-    """Returns once a run has finished; a coordinator that is away for a moment is waited for.
+def _wait_for_run(run_id: str, url: str | None) -> None:
+    """Waits until a run has finished; tolerates short absences of the coordinator.
 
     Raises:
         RunFailedError: it ended otherwise.
     """
-    operator, path, heard_s = _operator(url), _path(run_id), time.monotonic()
-    found: Json = {"status": ""}
-    while found["status"] not in FINAL:
+    operator, path, last_reply_s = _make_client(url), _make_path(run_id), time.monotonic()
+    run_row: Json = {"status": ""}
+    while run_row["status"] not in TERMINAL_STATUSES:
         try:
-            found, heard_s = operator.get(path), time.monotonic()
+            run_row, last_reply_s = operator.get(path), time.monotonic()
         except NetworkError:
-            if time.monotonic() - heard_s > PATIENCE_S:
+            if time.monotonic() - last_reply_s > MAX_UNREACHABLE_S:
                 raise
         time.sleep(POLL_S)
-    if found["status"] != "finished":
-        raise RunFailedError(f"run {found['run_id']} {found['status']}: {found['reason']}")
+    if run_row["status"] != "finished":
+        raise RunFailedError(f"run {run_row['run_id']} {run_row['status']}: {run_row['reason']}")
 
 
-def _watch(run: str, url: str | None) -> None:
-    operator = _operator(url)
-    found = operator.get(_path(run))
-    with RunProgress() as progress:
+def _watch_run(run: str, url: str | None) -> None:
+    operator = _make_client(url)
+    run_row = operator.get(_make_path(run))
+    with RunProgressBar() as progress:
         while True:
-            progress.show(found)
-            if found["status"] in FINAL:
+            progress.update(run_row)
+            if run_row["status"] in TERMINAL_STATUSES:
                 break
             time.sleep(POLL_S)
-            found = operator.get(_path(found["run_id"]))
-    if words := accuracy_in_words(found):
+            run_row = operator.get(_make_path(run_row["run_id"]))
+    if words := format_accuracy(run_row):
         click.echo(words, err=True)
-    if found["status"] in {"failed", "interrupted"}:
-        raise RunFailedError(f"run {found['run_id']} {found['status']}: {found['reason']}")
+    if run_row["status"] in {"failed", "interrupted"}:
+        raise RunFailedError(f"run {run_row['run_id']} {run_row['status']}: {run_row['reason']}")
 
 
-class RunProgress:
+class RunProgressBar:
     """A bar on a terminal, elsewhere one line a minute and one at the end; both on stderr."""
 
     def __init__(self) -> None:
-        from rich.console import Console  # noqa: PLC0415 only those who watch need it
+        from rich.console import Console  # noqa: PLC0415 only needed to watch
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415 likewise
 
         self._console = Console(stderr=True)
@@ -177,7 +177,7 @@ class RunProgress:
             TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=self._console, transient=True
         )
         self._task: Any = None
-        self._said_s = 0.0
+        self._printed_s = 0.0
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -185,35 +185,35 @@ class RunProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._console.is_terminal:  # elsewhere stopping would print an empty line
+        if self._console.is_terminal:  # without a bar, stopping it would print an empty line
             self._bar.stop()
 
-    def show(self, run: Json) -> None:
-        """Takes the newest state of the run."""
+    def update(self, run: Json) -> None:
+        """Shows the newest state of the run."""
         goal = run["config"].get("run", {}).get("rounds")
-        text = _line(run, goal)
+        text = _format_line(run, goal)
         if self._console.is_terminal:
             if self._task is None:
                 self._task = self._bar.add_task(text, total=goal)
             self._bar.update(self._task, description=text, completed=run["rounds"])
-        elif run["status"] in FINAL or time.monotonic() - self._said_s >= LINE_EVERY_S:
-            self._said_s = time.monotonic()
+        elif run["status"] in TERMINAL_STATUSES or time.monotonic() - self._printed_s >= LINE_INTERVAL_S:
+            self._printed_s = time.monotonic()
             click.echo(text, err=True)
 
 
-def _line(run: Json, goal: int | None) -> str:
+def _format_line(run: Json, goal: int | None) -> str:
     accuracy = "" if run["accuracy"] is None else f", accuracy {run['accuracy']:.4f}"
-    of = f" of {goal}" if goal else ""
-    return f"{run['name']} {run['status']}: round {run['rounds']}{of}{accuracy}"
+    goal_text = f" of {goal}" if goal else ""
+    return f"{run['name']} {run['status']}: round {run['rounds']}{goal_text}{accuracy}"
 
 
-def _operator(url: str | None) -> Any:
-    from edgefl.client import Operator  # noqa: PLC0415 fast start
+def _make_client(url: str | None) -> Any:
+    from edgefl.system.api_client import CoordinatorClient  # noqa: PLC0415 fast start
 
-    return Operator.from_options(url)
+    return CoordinatorClient.from_options(url)
 
 
-def _path(run: str) -> str:
-    from edgefl.client import named_path  # noqa: PLC0415 fast start
+def _make_path(run: str) -> str:
+    from edgefl.system.api_client import format_resource_path  # noqa: PLC0415 fast start
 
-    return named_path("runs", run)
+    return format_resource_path("runs", run)

@@ -1,4 +1,4 @@
-"""`edgefl signing`: make a key, sign releases and task packs, look at a bundle. On the operator's own machine."""
+"""`edgefl signing`: makes keys, signs bundles, inspects them; on the operator's own machine."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 import click
 
-from edgefl.cli.listing import ListedGroup
+from edgefl.cli.command_group import FullHelpGroup
 from edgefl.cli.render import format_option, print_rows
-from edgefl.errors import BundleError
+from edgefl.core.errors import BundleError
 
-PASSPHRASE = "EDGEFL_SIGNING_PASSPHRASE"  # noqa: S105 the name of a variable, no secret
+PASSPHRASE_VARIABLE = "EDGEFL_SIGNING_PASSPHRASE"  # noqa: S105 the name of a variable, no secret
 COLUMNS = ("kind", "name", "version", "serial", "key", "allow_downgrade", "bytes", "sha256", "trusted")
 WHEEL_COLUMNS = ("file", "bytes", "sha256")
-SHOWN_DIGITS = 12
+SHORT_HASH_DIGITS = 12
 
 folder_option = click.option(
     "--keys",
@@ -27,7 +27,7 @@ folder_option = click.option(
 )
 
 
-@click.group("signing", cls=ListedGroup)
+@click.group("signing", cls=FullHelpGroup)
 def command() -> None:
     """Sign releases and task packs for the boards, with a key that no coordinator has."""
 
@@ -40,17 +40,17 @@ def init(*, folder: Path | None, no_passphrase: bool) -> None:
 
     The passphrase is asked for, or taken from EDGEFL_SIGNING_PASSPHRASE.
     """
-    from edgefl.bundles.keys import PRIVATE_NAME, PUBLIC_NAME, make_key  # noqa: PLC0415 fast start
+    from edgefl.bundles.keys import PRIVATE_KEY_FILE, PUBLIC_KEY_FILE, create_key_pair  # noqa: PLC0415 fast start
 
     folder = folder or _default_folder()
     passphrase = None
     if not no_passphrase:
-        passphrase = os.environ.get(PASSPHRASE) or click.prompt(
+        passphrase = os.environ.get(PASSPHRASE_VARIABLE) or click.prompt(
             "Passphrase for the new key", hide_input=True, confirmation_prompt=True, err=True
         )
-    made = make_key(folder, passphrase)
-    click.echo(f"key {made}: {folder / PRIVATE_NAME} signs; keep it off the coordinator, and keep a copy")
-    click.echo(f"boards trust it with: edgefl device trust {folder / PUBLIC_NAME}")
+    key_id = create_key_pair(folder, passphrase)
+    click.echo(f"key {key_id}: {folder / PRIVATE_KEY_FILE} signs; keep it off the coordinator, and keep a copy")
+    click.echo(f"boards trust it with: edgefl device trust {folder / PUBLIC_KEY_FILE}")
 
 
 @command.command()
@@ -90,15 +90,17 @@ def sign(  # noqa: PLR0913 one argument per option
 
     A removal has none: sign --kind removal --name PACK --version VERSION --out FILE.
     """
-    from edgefl.bundles.making import BundleWish, make_bundle  # noqa: PLC0415 fast start
-    from edgefl.bundles.manifest import Kind  # noqa: PLC0415 likewise
+    from edgefl.bundles.build import BundleSpec, make_bundle  # noqa: PLC0415 fast start
+    from edgefl.bundles.manifest import BundleKind  # noqa: PLC0415 likewise
 
-    # The clock of the signer alone decides what is newer; boards compare serials, never times.
-    wish = BundleWish(
-        kind=Kind(kind), version=version, name=name, serial=int(time.time()), allow_downgrade=allow_downgrade
+    # Only the signer's clock decides which one is newer; devices compare serials, never times.
+    spec = BundleSpec(
+        kind=BundleKind(kind), version=version, name=name, serial=int(time.time()), allow_downgrade=allow_downgrade
     )
-    made = make_bundle(wish, wheels, _private_key(folder or _default_folder()), out)
-    click.echo(f"{made.kind} {made.name} {made.version}, {len(made.wheels)} wheels, signed by {made.key}: {out}")
+    bundle = make_bundle(spec, wheels, _load_private_key(folder or _default_folder()), out)
+    click.echo(
+        f"{bundle.kind} {bundle.name} {bundle.version}, {len(bundle.wheels)} wheels, signed by {bundle.key}: {out}"
+    )
 
 
 @command.command()
@@ -113,30 +115,34 @@ def sign(  # noqa: PLR0913 one argument per option
 def show(*, bundle: Path, signers: Path | None, folder: Path | None, fmt: str) -> None:
     """Tell what a bundle is, who signed it, and which wheels it holds; exit code 51 when it cannot be trusted."""
     from edgefl.bundles.archive import read_bundle  # noqa: PLC0415 fast start
-    from edgefl.bundles.keys import Signers  # noqa: PLC0415 likewise
-    from edgefl.files import sha256_of_file  # noqa: PLC0415 likewise
+    from edgefl.bundles.keys import TrustedKeys  # noqa: PLC0415 likewise
+    from edgefl.system.atomic_files import compute_sha256  # noqa: PLC0415 likewise
 
     with bundle.open("rb") as file:
-        found = read_bundle(file)
-        manifest = found.manifest
-        own = folder or _default_folder()
-        fault = _fault(lambda: (Signers.load(signers) if signers else Signers.own(own)).verify(found))
+        bundle_file = read_bundle(file)
+        manifest = bundle_file.manifest
+        own_folder = folder or _default_folder()
+        fault = _find_fault(
+            lambda: (TrustedKeys.load(signers) if signers else TrustedKeys.from_key_pair(own_folder)).verify(
+                bundle_file
+            )
+        )
     row = {
         "kind": str(manifest.kind), "name": manifest.name, "version": manifest.version, "serial": manifest.serial,
         "key": manifest.key, "allow_downgrade": manifest.allow_downgrade, "bytes": bundle.stat().st_size,
-        "sha256": sha256_of_file(bundle), "trusted": fault is None,
+        "sha256": compute_sha256(bundle), "trusted": fault is None,
     }  # fmt: skip
-    wheels = [{"file": one.file, "bytes": one.num_bytes, "sha256": one.sha256} for one in manifest.wheels]
+    wheels = [{"file": wheel.file, "bytes": wheel.num_bytes, "sha256": wheel.sha256} for wheel in manifest.wheels]
     if fmt == "table":
         print_rows([{"fact": name, "value": value} for name, value in row.items()], ("fact", "value"))
-        print_rows([{**one, "sha256": str(one["sha256"])[:SHOWN_DIGITS]} for one in wheels], WHEEL_COLUMNS)
+        print_rows([{**wheel, "sha256": str(wheel["sha256"])[:SHORT_HASH_DIGITS]} for wheel in wheels], WHEEL_COLUMNS)
     else:
         print_rows([{**row, "wheels": wheels}], (*COLUMNS, "wheels"), fmt, kind="bundles")
     if fault is not None:
         raise fault
 
 
-def _fault(verify: Callable[[], object]) -> BundleError | None:
+def _find_fault(verify: Callable[[], object]) -> BundleError | None:
     try:
         verify()
     except BundleError as error:
@@ -144,17 +150,19 @@ def _fault(verify: Callable[[], object]) -> BundleError | None:
     return None
 
 
-def _private_key(folder: Path) -> Any:
-    from edgefl.bundles.keys import PRIVATE_NAME, is_encrypted, load_private  # noqa: PLC0415 fast start
+def _load_private_key(folder: Path) -> Any:
+    from edgefl.bundles.keys import PRIVATE_KEY_FILE, is_encrypted, load_private_key  # noqa: PLC0415 fast start
 
-    path = folder / PRIVATE_NAME
+    path = folder / PRIVATE_KEY_FILE
     passphrase = None
     if is_encrypted(path):
-        passphrase = os.environ.get(PASSPHRASE) or click.prompt(f"Passphrase of {path}", hide_input=True, err=True)
-    return load_private(path, passphrase)
+        passphrase = os.environ.get(PASSPHRASE_VARIABLE) or click.prompt(
+            f"Passphrase of {path}", hide_input=True, err=True
+        )
+    return load_private_key(path, passphrase)
 
 
 def _default_folder() -> Path:
-    from edgefl.client import operator_path  # noqa: PLC0415 fast start
+    from edgefl.system.api_client import get_operator_path  # noqa: PLC0415 fast start
 
-    return operator_path().parent / "signing"
+    return get_operator_path().parent / "signing"

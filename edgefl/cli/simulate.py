@@ -1,4 +1,4 @@
-"""`edgefl simulate`: a run on a virtual fleet, in virtual time."""
+"""`edgefl simulate`: a run on a simulated fleet, in virtual time."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from edgefl.cli.render import format_option, known_columns, print_rows
-from edgefl.errors import UsageError
-from edgefl.storage.columns import OF_NODES
-from edgefl.summary import accuracy_in_words, node_figures
+from edgefl.cli.render import format_option, print_rows, select_known_columns
+from edgefl.core.errors import UsageError
+from edgefl.engine.run_summary import format_accuracy, select_device_metrics
+from edgefl.storage.queries.columns import DEVICE_MODEL_COLUMNS
 
 if TYPE_CHECKING:
-    from edgefl.config import RunConfig
-    from edgefl.types import Json
+    from edgefl.core.config import RunConfig
+    from edgefl.core.types import Json
 
 ROUND_COLUMNS = (
     "round", "num_updates", "accuracy", "node_accuracy", "worst_node_accuracy", "disagreement", "loss", "bytes_up",
@@ -29,8 +29,8 @@ ROUND_COLUMNS = (
 PROFILE_COLUMNS = (
     "name", "model", "speed", "up_bytes_per_s", "down_bytes_per_s", "latency_s", "memory_bytes", "source",
 )  # fmt: skip
-SHOWN_ROUNDS = 50
-ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+MAX_SHOWN_ROUNDS = 50
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 @click.command("simulate")
@@ -85,12 +85,12 @@ def command(  # noqa: PLR0913 one per option
     if file is None:
         raise UsageError("a simulation needs a run file: edgefl simulate FILE.toml")
     _use_one_thread()
-    from edgefl.cli.run import RunProgress  # noqa: PLC0415 fast start
-    from edgefl.config import load_run  # noqa: PLC0415 likewise
-    from edgefl.simulated_run import simulate  # noqa: PLC0415 likewise
+    from edgefl.cli.run import RunProgressBar  # noqa: PLC0415 fast start
+    from edgefl.core.config import load_run  # noqa: PLC0415 likewise
+    from edgefl.simulation.simulated_run import simulate  # noqa: PLC0415 likewise
 
-    config = _with(load_run(file), seed, faults, workers)
-    with _quiet_recorder(), RunProgress() as progress:
+    config = _apply_options(load_run(file), seed, faults, workers)
+    with _silence_recorder(), RunProgressBar() as progress:
         result = simulate(
             config,
             devices=devices,
@@ -99,57 +99,57 @@ def command(  # noqa: PLR0913 one per option
             scheme=scheme,
             root=root,
             bookkeeping_only=bookkeeping_only,
-            on_change=progress.show,
+            on_change=progress.update,
         )
-    rows = _with_times(result.rounds)
-    if fmt == "table" and len(rows) > SHOWN_ROUNDS:
-        click.echo(f"only the newest {SHOWN_ROUNDS} of {len(rows)} rounds are shown", err=True)
-        rows = rows[-SHOWN_ROUNDS:]
-    columns = known_columns(rows, ROUND_COLUMNS, OF_NODES)
+    rows = _add_times(result.rounds)
+    if fmt == "table" and len(rows) > MAX_SHOWN_ROUNDS:
+        click.echo(f"only the newest {MAX_SHOWN_ROUNDS} of {len(rows)} rounds are shown", err=True)
+        rows = rows[-MAX_SHOWN_ROUNDS:]
+    columns = select_known_columns(rows, ROUND_COLUMNS, DEVICE_MODEL_COLUMNS)
     print_rows(rows, columns, fmt, title=f"run {result.run_id} ({result.reason})", kind="rounds")
     if fmt == "table":
-        if words := accuracy_in_words(result.metrics):
+        if words := format_accuracy(result.metrics):
             click.echo(words)
         click.echo(f"virtual time: {result.metrics['seconds']:.1f} s; database: {result.root / 'edgefl.db'}")
         click.echo(f"query it: edgefl history updates --dir {result.root} --run {result.run_id}")
 
 
 @contextlib.contextmanager
-def _quiet_recorder() -> Iterator[None]:
-    """Keeps lost assignments and evaluations off stderr: they are rows, and virtual fleets have thousands of them."""
-    log = logging.getLogger("edgefl.coordinator.runs.recorder")
-    before = log.level
+def _silence_recorder() -> Iterator[None]:
+    """Keeps lost instructions and evaluations off stderr: they are rows, thousands in simulated fleets."""
+    log = logging.getLogger("edgefl.coordinator.runs.history_recorder")
+    original_level = log.level
     if logging.getLogger().level > logging.DEBUG:
         log.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        log.setLevel(before)
+        log.setLevel(original_level)
 
 
-def _with(config: RunConfig, seed: int | None, faults: Path | None, workers: int | None) -> RunConfig:
-    """Returns the run file with what the command line says in its place."""
+def _apply_options(config: RunConfig, seed: int | None, faults: Path | None, workers: int | None) -> RunConfig:
+    """Returns the run file with the command-line options applied."""
     section = config.simulation
-    changed = replace(
+    simulation = replace(
         section,
         faults=section.faults if faults is None else str(faults.absolute()),
         workers=section.workers if workers is None else workers,
     )
     return replace(
-        config, simulation=changed, run=replace(config.run, seed=config.run.seed if seed is None else seed)
+        config, simulation=simulation, run=replace(config.run, seed=config.run.seed if seed is None else seed)
     )
 
 
-def _with_times(rounds: Sequence[Json]) -> list[Json]:
-    """Returns rounds with the virtual seconds that each took, and at which it ended since the first began."""
-    begun = rounds[0]["started_at"] if rounds else 0.0
+def _add_times(rounds: Sequence[Json]) -> list[Json]:
+    """Returns rounds with their virtual seconds, and their end since the start of the first."""
+    start = rounds[0]["started_at"] if rounds else 0.0
     closed = [row for row in rounds if row["closed_at"] is not None]
     return [
         {
             **row,
-            **node_figures(row),
+            **select_device_metrics(row),
             "seconds": row["closed_at"] - row["started_at"],
-            "ended_s": row["closed_at"] - begun,
+            "ended_s": row["closed_at"] - start,
         }
         for row in closed
     ]
@@ -162,15 +162,15 @@ def _print_profiles(paths: Sequence[str], fmt: str) -> None:
     rows = [
         {
             **{name: getattr(profile, name) for name in PROFILE_COLUMNS if name != "source"},
-            "source": dict(profile.sources) if fmt != "table" else _kinds(profile.sources),
+            "source": dict(profile.sources) if fmt != "table" else _format_sources(profile.sources),
         }
         for profile in catalogue.profiles.values()
     ]
     print_rows(rows, PROFILE_COLUMNS, fmt, kind="profiles")
 
 
-def _kinds(sources: Mapping[str, str]) -> str:
-    """Returns which numbers are measured, given by the vendor, or estimated."""
+def _format_sources(sources: Mapping[str, str]) -> str:
+    """Returns the origin of the profiles' numbers: measured, vendor or estimated."""
     kinds: dict[str, list[str]] = {}
     for name, text in sources.items():
         kinds.setdefault(text.partition(":")[0], []).append(name)
@@ -178,6 +178,6 @@ def _kinds(sources: Mapping[str, str]) -> str:
 
 
 def _use_one_thread() -> None:
-    """Keeps BLAS to one thread, so that a job gives the same bits here and in a process of its own."""
+    """Limits BLAS to one thread, for equal bits here and in a worker process."""
     if "numpy" not in sys.modules:
-        os.environ.update(dict.fromkeys(ONE_THREAD, "1"))
+        os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))

@@ -1,4 +1,4 @@
-"""`edgefl strategies`: what a run file may name, and how to begin one of your own."""
+"""`edgefl strategies`: lists strategies, and creates one from a template."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgefl.cli.listing import ListedGroup
+from edgefl.cli.command_group import FullHelpGroup
 from edgefl.cli.render import format_option, print_rows
-from edgefl.errors import DataError, EdgeflError, UsageError
+from edgefl.core.errors import DataError, EdgeflError, UsageError
 
 if TYPE_CHECKING:
-    from edgefl.types import Json
+    from edgefl.core.types import Json
 
 COLUMNS = ("name", "kind", "summary", "settings")
-FLOWER = "flwr:NAME"
-NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
-TEMPLATE = {"{}.py": "strategy.py.txt", "test_{}.py": "test_strategy.py.txt"}
+FLOWER_NAME = "flwr:NAME"
+NAME_PATTERN = re.compile(r"[a-z][a-z0-9_]*\Z")
+TEMPLATES = {"{}.py": "strategy.py.txt", "test_{}.py": "test_strategy.py.txt"}
 
 
-@click.group("strategies", cls=ListedGroup)
+@click.group("strategies", cls=FullHelpGroup)
 def command() -> None:
     """List the strategies, begin one of your own."""
 
@@ -36,15 +36,15 @@ def list_(*, fmt: str) -> None:
 
     The table shows a strategy's own settings, and below it those that most share; JSON and CSV have all with each.
     """
-    from edgefl.strategies.registry import strategy_names  # noqa: PLC0415 fast start
+    from edgefl.strategies.registry import list_strategy_names  # noqa: PLC0415 fast start
 
-    rows = [_row(name) for name in strategy_names()] + [_flower_row()]
+    rows = [_make_row(name) for name in list_strategy_names()] + [_make_flower_row()]
     if fmt != "table":
         print_rows(rows, COLUMNS, fmt, kind="strategies")
         return
-    shared = _shared()
-    print_rows([{**row, "settings": _own(row["settings"], shared)} for row in rows], COLUMNS, fmt)
-    click.echo("\nShared by most: " + " ".join(f"{name}={_shown(value)}" for name, value in shared.items()))
+    shared = _list_shared_settings()
+    print_rows([{**row, "settings": _format_own_settings(row["settings"], shared)} for row in rows], COLUMNS, fmt)
+    click.echo("\nShared by most: " + " ".join(f"{name}={_format_value(value)}" for name, value in shared.items()))
     click.echo("Your own: module:Class, see `edgefl strategies new`.")
 
 
@@ -61,99 +61,107 @@ def new(*, name: str, out: Path) -> None:
     from importlib.resources import files  # noqa: PLC0415 fast start
 
     _check_name(name)
-    values = {"NAME": name, "TITLE": name.replace("_", " ").capitalize(), "CLASS": _class_of(name)}
+    values = {"NAME": name, "TITLE": name.replace("_", " ").capitalize(), "CLASS": _make_class_name(name)}
     texts = {}
-    for pattern, template in TEMPLATE.items():
+    for pattern, template in TEMPLATES.items():
         text = files("edgefl.strategies").joinpath("template", template).read_text(encoding="utf-8")
-        texts[out / pattern.format(name)] = re.sub(r"@([A-Z]+)@", lambda found: values[found[1]], text)
+        texts[out / pattern.format(name)] = re.sub(r"@([A-Z]+)@", lambda match: values[match[1]], text)
     for path in texts:
         if path.exists():
             raise UsageError(f"{path} exists; choose another name, or another folder with --out")
     for path, text in texts.items():
-        _write(path, text)
+        _write_file(path, text)
         click.echo(path)
     click.echo(
-        f'Try it with `pytest {out / f"test_{name}.py"}`, then in a run file: name = "{name}:{_class_of(name)}"'
+        f"Try it with `pytest {out / f'test_{name}.py'}`, "
+        f'then in a run file: name = "{name}:{_make_class_name(name)}"'
     )
 
 
-def _row(name: str) -> Json:
-    from edgefl.strategies.registry import find_strategy, settings_of  # noqa: PLC0415 fast start
+def _make_row(name: str) -> Json:
+    from edgefl.strategies.registry import find_strategy, get_settings  # noqa: PLC0415 fast start
 
     try:
-        found, settings = find_strategy(name), settings_of(name)
-    except EdgeflError as error:  # a package that is broken must not hide the others
+        strategy, settings = find_strategy(name), get_settings(name)
+    except EdgeflError as error:  # a broken package must not hide the others
         return {"name": name, "kind": None, "summary": str(error), "settings": {}}
-    text = getattr(found, "summary", "") or sys.modules[found.__module__].__doc__ or found.__doc__ or ""
+    text = getattr(strategy, "summary", "") or sys.modules[strategy.__module__].__doc__ or strategy.__doc__ or ""
     summary = " ".join(text.strip().partition("\n\n")[0].split())
-    return {"name": name, "kind": _kind(name, settings), "summary": summary, "settings": _plain(settings)}
+    return {
+        "name": name,
+        "kind": _find_kind(name, settings),
+        "summary": summary,
+        "settings": _format_settings(settings),
+    }
 
 
-def _flower_row() -> Json:
-    from edgefl.adapters.flower_options import flower_names  # noqa: PLC0415 slow: Flower
+def _make_flower_row() -> Json:
+    from edgefl.flower.strategy_options import list_flower_strategies  # noqa: PLC0415 slow: Flower
 
-    names = ", ".join(name.removeprefix("flwr:") for name in flower_names())
-    return {"name": FLOWER, "kind": "synchronous", "summary": f"Flower's strategies: {names}", "settings": {}}
+    names = ", ".join(name.removeprefix("flwr:") for name in list_flower_strategies())
+    return {"name": FLOWER_NAME, "kind": "synchronous", "summary": f"Flower's strategies: {names}", "settings": {}}
 
 
-def _kind(name: str, settings: Mapping[str, Any]) -> str | None:
-    """Returns synchronous, asynchronous or decentralised: what the class says, or what its template is."""
-    from edgefl.strategies.asynchronous import Asynchronous  # noqa: PLC0415 fast start
+def _find_kind(name: str, settings: Mapping[str, Any]) -> str | None:
+    """Returns synchronous, asynchronous or decentralised: declared by the class, or its template's."""
+    from edgefl.strategies.asynchronous.strategy import AsynchronousStrategy  # noqa: PLC0415 fast start
     from edgefl.strategies.registry import REQUIRED, find_strategy, make_strategy  # noqa: PLC0415 likewise
-    from edgefl.strategies.rounds import RoundRules, Synchronous  # noqa: PLC0415 likewise
+    from edgefl.strategies.synchronous.strategy import RoundRules, SynchronousStrategy  # noqa: PLC0415 likewise
 
-    declared: str | None = getattr(find_strategy(name), "kind", None)
-    if declared is not None or REQUIRED in settings.values():
-        return declared
+    kind: str | None = getattr(find_strategy(name), "kind", None)
+    if kind is not None or REQUIRED in settings.values():
+        return kind
     try:
         strategy = make_strategy(name, {}, RoundRules())
     except EdgeflError:
         return None
-    if isinstance(strategy, Synchronous | Asynchronous):
-        return "synchronous" if isinstance(strategy, Synchronous) else "asynchronous"
+    if isinstance(strategy, SynchronousStrategy | AsynchronousStrategy):
+        return "synchronous" if isinstance(strategy, SynchronousStrategy) else "asynchronous"
     return "synchronous" if getattr(strategy, "versions_per_round", 1) == 1 else "asynchronous"
 
 
-def _plain(settings: Mapping[str, Any]) -> Json:
+def _format_settings(settings: Mapping[str, Any]) -> Json:
     from edgefl.strategies.registry import REQUIRED  # noqa: PLC0415 fast start
 
-    return {name: "required" if default is REQUIRED else _value(default) for name, default in settings.items()}
+    return {
+        name: "required" if default is REQUIRED else _format_default(default) for name, default in settings.items()
+    }
 
 
-def _value(default: Any) -> Any:
-    plain = default is None or isinstance(default, bool | int | float | str)
-    return (str(default) if isinstance(default, str) else default) if plain else repr(default)
+def _format_default(default: Any) -> Any:
+    is_scalar = default is None or isinstance(default, bool | int | float | str)
+    return (str(default) if isinstance(default, str) else default) if is_scalar else repr(default)
 
 
-def _shared() -> Json:
+def _list_shared_settings() -> Json:
     from dataclasses import fields  # noqa: PLC0415 fast start
 
-    from edgefl.strategies.settings import TrainingSettings  # noqa: PLC0415 likewise
+    from edgefl.strategies.strategy_config import StrategyConfig  # noqa: PLC0415 likewise
 
-    return {item.name: _value(item.default) for item in fields(TrainingSettings)}
+    return {item.name: _format_default(item.default) for item in fields(StrategyConfig)}
 
 
-def _own(settings: Json, shared: Json) -> str:
+def _format_own_settings(settings: Json, shared: Json) -> str:
     """Returns the settings that are not shared, or that differ in their default."""
-    own = {name: value for name, value in settings.items() if name not in shared or shared[name] != value}
-    return " ".join(f"{name}={_shown(value)}" for name, value in own.items()) or "-"
+    own_settings = {name: value for name, value in settings.items() if name not in shared or shared[name] != value}
+    return " ".join(f"{name}={_format_value(value)}" for name, value in own_settings.items()) or "-"
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _class_of(name: str) -> str:
+def _make_class_name(name: str) -> str:
     return "".join(part.capitalize() for part in name.split("_"))
 
 
 def _check_name(name: str) -> None:
-    """Refuses what cannot be a module of the user's own.
+    """Rejects a name that is invalid for a module of the user's own.
 
     Raises:
-        UsageError: say why.
+        UsageError: with the reason.
     """
-    if not NAME.match(name) or keyword.iskeyword(name) or name.endswith("_"):
+    if not NAME_PATTERN.match(name) or keyword.iskeyword(name) or name.endswith("_"):
         raise UsageError(
             f"a strategy's name is a module's: small letters, digits and _, as trimmed_mean; got {name!r}"
         )
@@ -161,7 +169,7 @@ def _check_name(name: str) -> None:
         raise UsageError(f"there is a module {name!r} that everybody imports; choose another name")
 
 
-def _write(path: Path, text: str) -> None:
+def _write_file(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

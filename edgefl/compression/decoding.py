@@ -1,19 +1,19 @@
-"""Any body for the tensors of a task, whoever chose its codec: the header says which stages wrote it."""
+"""Decoding of any body for a task's tensors: the header names the stages that wrote it."""
 
 from __future__ import annotations
 
-from edgefl.compression.registry import LAYERS, STAGES, arrange, stage_by_id
-from edgefl.compression.specs import DELTA
-from edgefl.compression.stages import shared_shapes
-from edgefl.compression.wire import MAX_PAYLOAD_BYTES, Frame, Reader, read_frame
-from edgefl.errors import CodecError
-from edgefl.types import Shapes, Tensor
+from edgefl.compression.registry import LAYERS, STAGES, find_stage_by_id, make_pipeline
+from edgefl.compression.specs import DELTA_PREFIX
+from edgefl.compression.stages import select_shared_tensors
+from edgefl.compression.wire import MAX_PAYLOAD_BYTES, CodecFrame, PayloadReader, read_frame
+from edgefl.core.errors import CodecError
+from edgefl.core.types import ModelSpec, Tensor
 
 
-def decode_body(body: bytes | memoryview, shapes: Shapes, *, epoch: int = 0) -> dict[str, Tensor]:
-    """Returns the shared tensors of `shapes`; the header says which codec reads them.
+def decode_body(body: bytes | memoryview, shapes: ModelSpec, *, epoch: int = 0) -> dict[str, Tensor]:
+    """Returns the shared tensors of `shapes`; the header determines the codec.
 
-    Arrays are read-only views of `body` where possible: copy what is to be written to.
+    Arrays are read-only views of `body` where possible: copy before writing.
 
     Raises:
         CodecError: the body is damaged, of an unknown codec, of another epoch or of another task; or it is a delta,
@@ -25,25 +25,25 @@ def decode_body(body: bytes | memoryview, shapes: Shapes, *, epoch: int = 0) -> 
     return decode_frame(frame, shapes, epoch=epoch)
 
 
-def decode_frame(frame: Frame, shapes: Shapes, *, epoch: int = 0) -> dict[str, Tensor]:
-    """Returns what `decode_body` does, of a body whose header was read."""
-    shared = shared_shapes(shapes)
+def decode_frame(frame: CodecFrame, shapes: ModelSpec, *, epoch: int = 0) -> dict[str, Tensor]:
+    """Returns the shared tensors, as `decode_body`, of a body whose header was read."""
+    shared = select_shared_tensors(shapes)
     if frame.num_tensors != len(shared):
         raise CodecError(f"body holds {frame.num_tensors} tensors, the task shares {len(shared)}")
     if frame.epoch != epoch:
         raise CodecError(f"body is of epoch {frame.epoch}, expected {epoch}")
-    stages = arrange([stage_by_id(stage) for stage in frame.stages], "body")
+    stages = make_pipeline([find_stage_by_id(stage) for stage in frame.stages], "body")
     payload = frame.payload
-    if stages.lossless is not None:
-        payload = stages.lossless.decode(payload, most_bytes(shared))
-    reader = Reader(payload)
-    decoded = stages.tensors.decode(reader, shared, stages.values)
-    reader.finish()
+    if stages.lossless_stage is not None:
+        payload = stages.lossless_stage.decode(payload, compute_max_payload_bytes(shared))
+    reader = PayloadReader(payload)
+    decoded = stages.tensor_stage.decode(reader, shared, stages.value_stage)
+    reader.require_end()
     return decoded
 
 
-def decode_group(body: memoryview, shapes: Shapes) -> dict[str, Tensor]:
-    """Returns the tensors of one group of `Layers`, whose body may hold no more layers.
+def decode_layer_group(body: memoryview, shapes: ModelSpec) -> dict[str, Tensor]:
+    """Returns the tensors of one group of `PerLayerStage`; its body must not contain layers.
 
     Raises:
         CodecError: as `decode_body`.
@@ -54,11 +54,11 @@ def decode_group(body: memoryview, shapes: Shapes) -> dict[str, Tensor]:
     return decode_frame(frame, shapes)
 
 
-def is_delta_frame(frame: Frame) -> bool:
-    """Says whether a body tells only what changed in a model."""
-    return frame.stages[0] == STAGES[DELTA][0]
+def is_delta_frame(frame: CodecFrame) -> bool:
+    """Returns whether a body contains only a model's changed entries."""
+    return frame.stages[0] == STAGES[DELTA_PREFIX][0]
 
 
-def most_bytes(shared: Shapes) -> int:
-    """Returns how long an unpacked payload may be: none of our stages takes a third of it."""
+def compute_max_payload_bytes(shared: ModelSpec) -> int:
+    """Returns the maximum length of an unpacked payload: edgefl's stages need less than a third of it."""
     return min(MAX_PAYLOAD_BYTES, 4 * sum(spec.nbytes for spec in shared) + 256 * len(shared) + 4096)

@@ -1,6 +1,6 @@
-"""One file with all that a coordinator is: store, journals, checkpoints, models, keys, certificates, settings.
+"""Backup of a coordinator in one file: store, journals, checkpoints, models, keys, certificates, settings.
 
-Consistent while the coordinator runs. Everything is first held still in a folder inside the directory, by hard links:
+Consistent while the coordinator runs. Everything is first staged by hard links in a folder inside the directory:
 files that are replaced meanwhile keep their old content there, journals only grow, and the store is copied by
 SQLite's own online backup. The manifest with the SHA-256 of each file is the archive's last member, so a torn archive
 has none.
@@ -24,22 +24,24 @@ from typing import IO, Any
 
 from edgefl import __version__
 from edgefl.coordinator.directory import CoordinatorDirectory
-from edgefl.errors import StoreError, UsageError
-from edgefl.files import TEMPORARY_SUFFIX, open_whole, store_error
-from edgefl.storage.snapshot import check_database, copy_database
-from edgefl.types import Json
+from edgefl.core.errors import StoreError, UsageError
+from edgefl.core.types import Json
+from edgefl.storage.sqlite_backup import check_database, copy_database
+from edgefl.system.atomic_files import TEMPORARY_SUFFIX, make_store_error, open_atomic
 
-FORMAT = 1
+FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
-NOTICE = "This archive holds the fleet's keys: who has it can be the coordinator. Keep it as safe as the coordinator."
+SECRETS_NOTICE = (
+    "This archive holds the fleet's keys: who has it can be the coordinator. Keep it as safe as the coordinator."
+)
 _STAGE_PREFIX = ".backup-"
-_LEFT_OUT = frozenset({"lock", "broker.lock", "backup.lock", "broker"})
-"""Locks, and what a broker makes anew at each start."""
-_TRIES = 50
+_EXCLUDED_NAMES = frozenset({"lock", "broker.lock", "backup.lock", "broker"})
+"""Locks, and files that a broker makes anew at each start."""
+_MAX_ATTEMPTS = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BackedUpFile:
+class BackupFile:
     """One file of a backup."""
 
     sha256: str
@@ -47,30 +49,30 @@ class BackedUpFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """What a backup says of itself; `revision` is that of the store's schema, None for a store that is not in it."""
+class BackupManifest:
+    """Manifest of a backup; `revision` is that of the store's schema, None if the store is not included."""
 
     fleet: str
     version: str
     created_at: float
     revision: str | None
     has_models: bool
-    files: dict[str, BackedUpFile] = field(default_factory=dict)
+    files: dict[str, BackupFile] = field(default_factory=dict)
 
     def to_json(self) -> Json:
-        return {"v": FORMAT, "notice": NOTICE, "holds_keys": True, **asdict(self)}
+        return {"v": FORMAT_VERSION, "notice": SECRETS_NOTICE, "holds_keys": True, **asdict(self)}
 
 
-def back_up(
+def create_backup(
     directory: CoordinatorDirectory, target: Path, *, store: Path | None, with_models: bool = True
-) -> Manifest:
-    """Returns what was written to `target`, a new .tar.gz of mode 0600; the coordinator may be running or not.
+) -> BackupManifest:
+    """Writes a backup to `target`, a new .tar.gz of mode 0600; the coordinator may be running or not.
 
     Args:
-        directory: what is backed up.
-        target: must not exist; there whole or not at all.
-        store: the SQLite database; None leaves it out, since it is kept elsewhere.
-        with_models: else the models of finished runs stay out; checkpoints never do.
+        directory: to be backed up.
+        target: must not exist; written atomically.
+        store: the SQLite database; None if the store is elsewhere.
+        with_models: include the models of finished runs; checkpoints always are.
 
     Raises:
         UsageError: the target exists, or lies in the directory.
@@ -83,19 +85,19 @@ def back_up(
         raise UsageError(f"{target} lies in the directory that is backed up; name a file elsewhere")
     try:
         with _stage(directory) as stage:
-            # Before the store: rows are in it before a checkpoint is written, so its copy has all that these know of.
-            _hold_runs(directory.runs, stage / "runs")
-            if with_models:  # before and after: a model that the copied store names was there at one of the two times
-                _hold(directory.models, stage / "models")
-            revision = None if store is None else _copied(store, stage / directory.database.name)
-            _hold_rest(directory, stage, with_models=with_models)
-            return _pack(stage, target, directory.fleet, revision=revision, has_models=with_models)
+            # Before the store: rows are written before their checkpoint, so the copied store has those of these.
+            _link_runs(directory.runs, stage / "runs")
+            if with_models:  # before and after: a model that the copied store names existed at one of the two times
+                _link_tree(directory.models, stage / "models")
+            revision = None if store is None else _copy_store(store, stage / directory.database.name)
+            _link_rest(directory, stage, with_models=with_models)
+            return _write_archive(stage, target, directory.fleet, revision=revision, has_models=with_models)
     except OSError as error:
-        raise store_error(target, error) from None
+        raise make_store_error(target, error) from None
 
 
-def _copied(store: Path, copy: Path) -> str:
-    """Returns the revision of the copy once it is known to be sound: a damaged one would only be found too late."""
+def _copy_store(store: Path, copy: Path) -> str:
+    """Copies the store, checks the copy, and returns its revision: later damage would be found too late."""
     copy_database(store, copy)
     report = check_database(copy)
     if report.problems:
@@ -105,14 +107,14 @@ def _copied(store: Path, copy: Path) -> str:
 
 @contextlib.contextmanager
 def _stage(directory: CoordinatorDirectory) -> Iterator[Path]:
-    """Gives an empty folder on the directory's own disk; what a killed backup left goes first."""
+    """Yields an empty folder on the directory's own disk, after removing those of killed backups."""
     with (directory.root / "backup.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise StoreError(f"another backup of {directory.root} is under way; wait for it") from None
-        for left in directory.root.glob(f"{_STAGE_PREFIX}*"):
-            shutil.rmtree(left)
+        for stale in directory.root.glob(f"{_STAGE_PREFIX}*"):
+            shutil.rmtree(stale)
         stage = Path(tempfile.mkdtemp(prefix=_STAGE_PREFIX, dir=directory.root))
         try:
             yield stage
@@ -120,96 +122,98 @@ def _stage(directory: CoordinatorDirectory) -> Iterator[Path]:
             shutil.rmtree(stage, ignore_errors=True)
 
 
-def _hold_runs(runs: Path, held: Path) -> None:
-    """Holds each run's journal together with its checkpoints: pruned in between, they would not fit each other."""
+def _link_runs(runs: Path, destination: Path) -> None:
+    """Links each run's journal with its checkpoints: pruned in between, they would not match."""
     for run in sorted(path for path in runs.iterdir() if path.is_dir()) if runs.is_dir() else []:
-        for _ in range(_TRIES):
-            before = _names(run)
-            _hold(run, held / run.name)
-            if before == _names(run):
+        for _ in range(_MAX_ATTEMPTS):
+            files_before = _list_files(run)
+            _link_tree(run, destination / run.name)
+            if files_before == _list_files(run):
                 break
-            shutil.rmtree(held / run.name, ignore_errors=True)
+            shutil.rmtree(destination / run.name, ignore_errors=True)
         else:
             raise StoreError(f"run {run.name} changes too fast to be backed up; try again")
 
 
-def _hold_rest(directory: CoordinatorDirectory, stage: Path, *, with_models: bool) -> None:
-    done = {directory.runs.name, *(directory.database.name + end for end in ("", "-wal", "-shm", "-journal"))}
-    left_out = done | _LEFT_OUT | (set() if with_models else {directory.models.name})
+def _link_rest(directory: CoordinatorDirectory, stage: Path, *, with_models: bool) -> None:
+    handled = {directory.runs.name, *(directory.database.name + end for end in ("", "-wal", "-shm", "-journal"))}
+    excluded = handled | _EXCLUDED_NAMES | (set() if with_models else {directory.models.name})
     for path in sorted(directory.root.iterdir()):
-        if path.name not in left_out and not path.name.startswith("."):
-            _hold(path, stage / path.name)
+        if path.name not in excluded and not path.name.startswith("."):
+            _link_tree(path, stage / path.name)
     # Empty folders are part of a directory that is set up; an archive has only files.
     for name in (directory.models, directory.runs):
         (stage / name.name).mkdir(exist_ok=True)
 
 
-def _hold(source: Path, held: Path) -> None:
-    """Links a file, or a folder's files, to `held`; what vanishes meanwhile was not to stay."""
+def _link_tree(source: Path, destination: Path) -> None:
+    """Links a file, or a folder's files, to `destination`; skips files that vanish meanwhile."""
     if source.is_symlink() or source.name.endswith((TEMPORARY_SUFFIX, ".log", ".log.1")) or source.name == "lock":
         return
     if source.is_dir():
-        held.mkdir(mode=0o700, exist_ok=True, parents=True)
+        destination.mkdir(mode=0o700, exist_ok=True, parents=True)
         for path in sorted(source.iterdir()):
-            _hold(path, held / path.name)
-    elif source.is_file() and not held.exists():
+            _link_tree(path, destination / path.name)
+    elif source.is_file() and not destination.exists():
         with contextlib.suppress(FileNotFoundError):
-            held.parent.mkdir(mode=0o700, exist_ok=True, parents=True)
-            _link(source, held)
+            destination.parent.mkdir(mode=0o700, exist_ok=True, parents=True)
+            _link_file(source, destination)
 
 
-def _link(source: Path, held: Path) -> None:
+def _link_file(source: Path, destination: Path) -> None:
     try:
-        held.hardlink_to(source)
+        destination.hardlink_to(source)
     except FileNotFoundError:
         raise
     except OSError:  # a disk without hard links, or a folder on another one
-        shutil.copyfile(source, held)
+        shutil.copyfile(source, destination)
 
 
-def _names(folder: Path) -> set[tuple[str, int]]:
+def _list_files(folder: Path) -> set[tuple[str, int]]:
     """Returns a folder's files with their identity, which changes when a file is replaced."""
-    found = set()
+    files = set()
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
             if path.is_file() and not path.name.endswith((TEMPORARY_SUFFIX, ".log")) and path.name != "lock":
-                found.add((str(path.relative_to(folder)), path.stat().st_ino))
-    return found
+                files.add((str(path.relative_to(folder)), path.stat().st_ino))
+    return files
 
 
-def _pack(stage: Path, target: Path, fleet: str, *, revision: str | None, has_models: bool) -> Manifest:
-    manifest = Manifest(
+def _write_archive(
+    stage: Path, target: Path, fleet: str, *, revision: str | None, has_models: bool
+) -> BackupManifest:
+    manifest = BackupManifest(
         fleet=fleet, version=__version__, created_at=time.time(), revision=revision, has_models=has_models
     )
-    with open_whole(target) as file, tarfile.open(fileobj=file, mode="w:gz", compresslevel=1) as archive:
+    with open_atomic(target) as file, tarfile.open(fileobj=file, mode="w:gz", compresslevel=1) as archive:
         for path in sorted(path for path in stage.rglob("*") if path.is_file()):
             name = path.relative_to(stage).as_posix()
-            manifest.files[name] = _add(archive, name, path)
+            manifest.files[name] = _add_file(archive, name, path)
         content = json.dumps(manifest.to_json(), indent=1).encode()
         with tempfile.SpooledTemporaryFile() as text:
             text.write(content)
             text.seek(0)
-            archive.addfile(_member(MANIFEST, len(content)), text)
+            archive.addfile(_make_member(MANIFEST, len(content)), text)
     return manifest
 
 
-def _add(archive: tarfile.TarFile, name: str, path: Path) -> BackedUpFile:
-    """Adds what a file holds now; a journal that grows meanwhile is a good one up to there, too."""
+def _add_file(archive: tarfile.TarFile, name: str, path: Path) -> BackupFile:
+    """Adds the present content of a file; a journal that grows meanwhile is valid up to there."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        reader = _Hashing(file)
-        archive.addfile(_member(name, size), reader)  # type: ignore[arg-type]  # it only calls read
-    return BackedUpFile(sha256=reader.digest.hexdigest(), num_bytes=size)
+        reader = _HashingReader(file)
+        archive.addfile(_make_member(name, size), reader)  # type: ignore[arg-type]  # it only calls read
+    return BackupFile(sha256=reader.digest.hexdigest(), num_bytes=size)
 
 
-def _member(name: str, size: int) -> tarfile.TarInfo:
+def _make_member(name: str, size: int) -> tarfile.TarInfo:
     member = tarfile.TarInfo(name)
     member.size, member.mode, member.mtime = size, 0o600, int(time.time())
     return member
 
 
-class _Hashing:
-    """Reads a file and remembers the hash of what was read."""
+class _HashingReader:
+    """Reads a file and hashes what was read."""
 
     def __init__(self, file: IO[Any]) -> None:
         self._file, self.digest = file, hashlib.sha256()

@@ -1,7 +1,7 @@
 """The coordinator's state directory: keys, settings and access tokens; private, and written atomically.
 
-A directory counts as set up when `settings.toml` is there, and that file is written last: a setup that was cut off
-is simply made again.
+A directory counts as set up when `settings.toml` exists, and that file is written last: an interrupted setup is
+repeated.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from edgefl.config import AlertSettings, CertificateSettings, from_mapping
 from edgefl.coordinator import pki
-from edgefl.coordinator.local_addresses import local_addresses
-from edgefl.errors import ConfigError, NotJoinedError, StoreError
-from edgefl.files import DATABASE_NAME, forget_halves, make_private_directory, write_whole
-from edgefl.protocol import COORDINATOR_NAME, certificate_fingerprint, checked_slug
-from edgefl.untrusted import parse_toml
+from edgefl.coordinator.local_addresses import list_local_addresses
+from edgefl.core.config import AlertSettings, CertificateSettings, from_mapping
+from edgefl.core.errors import ConfigError, NotJoinedError, StoreError
+from edgefl.core.protocol import COORDINATOR_NAME, certificate_fingerprint, validate_slug
+from edgefl.core.safe_parsing import parse_toml
+from edgefl.system.atomic_files import DATABASE_NAME, make_private_directory, remove_temporary_files, write_atomic
 
 DEFAULT_FLEET = "fleet"
 DEFAULT_PORT = 8000
@@ -35,11 +35,11 @@ Settings = TypeVar("Settings", AlertSettings, CertificateSettings)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorDirectory:
-    """One coordinator's directory and what its settings say.
+    """One coordinator's directory and its settings.
 
     `hosts` are the names and addresses under which devices find the coordinator, best first. Of the access tokens
-    only SHA-256 hashes are kept. `store` is the URL of a database server, perhaps with a password; None for SQLite in
-    the directory.
+    only SHA-256 hashes are stored. `store` is the URL of a database server, perhaps with a password; None for SQLite
+    in the directory.
     """
 
     root: Path
@@ -86,7 +86,7 @@ class CoordinatorDirectory:
 
     @property
     def store_url(self) -> str | Path:
-        """Where the store is: what `Store.open` takes."""
+        """Location of the store, for `Store.open`."""
         return self.store or self.database
 
     @property
@@ -107,52 +107,52 @@ class CoordinatorDirectory:
         return tuple(f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}" for host in self.hosts)
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Holds the directory for one running coordinator; the lock goes when the process does.
+    def lock(self) -> Iterator[None]:
+        """Locks the directory for one running coordinator; the lock ends with the process.
 
         Raises:
             StoreError: another coordinator runs on this directory, or it cannot be written.
         """
-        otherwise = f"another coordinator runs on {self.root}; stop it first, or take another --dir"
-        with _held(self.root / "lock", otherwise):
-            forget_halves(self.root)
+        error_message = f"another coordinator runs on {self.root}; stop it first, or take another --dir"
+        with _lock_file(self.root / "lock", error_message):
+            remove_temporary_files(self.root)
             yield
 
-    def broker_locked(self) -> contextlib.AbstractContextManager[None]:
-        """Holds the directory for one running broker, whether a coordinator has started it or not.
+    def lock_broker(self) -> contextlib.AbstractContextManager[None]:
+        """Locks the directory for one running broker, whether a coordinator has started it or not.
 
         Raises:
             StoreError: another broker runs on this directory, or it cannot be written.
         """
-        return _held(
+        return _lock_file(
             self.root / "broker.lock",
             f"a broker runs on {self.root} already; stop it first, or let the coordinator use it: "
             "edgefl coordinator start --broker mqtts://HOST:PORT",
         )
 
-    def authority(self) -> pki.KeyPair:
+    def load_authority(self) -> pki.KeyPair:
         """Returns the CA with its key."""
         return pki.KeyPair(key_pem=self.ca_key.read_bytes(), cert_pem=self.ca_cert.read_bytes())
 
-    def ca_fingerprint(self) -> str:
+    def compute_ca_fingerprint(self) -> str:
         return certificate_fingerprint(self.ca_cert.read_bytes())
 
 
 @contextlib.contextmanager
-def _held(path: Path, otherwise: str) -> Iterator[None]:
+def _lock_file(path: Path, error_message: str) -> Iterator[None]:
     with contextlib.ExitStack() as closers:
         try:
             file = closers.enter_context(path.open("w"))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise StoreError(otherwise) from None
+            raise StoreError(error_message) from None
         except OSError as error:
             raise StoreError(f"{path} cannot be locked: {error.strerror or error}") from None
         yield
 
 
 def default_directory() -> Path:
-    """Returns `~/.local/share/edgefl/coordinator`, or its place under `XDG_DATA_HOME`."""
+    """Returns `~/.local/share/edgefl/coordinator`, or its counterpart under `XDG_DATA_HOME`."""
     data = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
     return Path(data) / "edgefl" / "coordinator"
 
@@ -166,18 +166,18 @@ def init_directory(
 
     Raises:
         ConfigError: it is set up for another fleet or port, or holds a database without settings.
-        UsageError: the fleet's name or a host is none.
+        UsageError: the fleet's name or a host is invalid.
     """
-    bare = CoordinatorDirectory(root=root, fleet=checked_slug(fleet or DEFAULT_FLEET, "fleet name"), hosts=())
-    if bare.settings.exists():
-        return _init_again(load_directory(root), hosts, fleet, port)
-    if bare.database.exists():
+    template = CoordinatorDirectory(root=root, fleet=validate_slug(fleet or DEFAULT_FLEET, "fleet name"), hosts=())
+    if template.settings.exists():
+        return _update_directory(load_directory(root), hosts, fleet, port)
+    if template.database.exists():
         raise ConfigError(f"{root} holds a database but no settings.toml; restore a backup or take another --dir")
-    directory = replace(bare, hosts=_announced(hosts), port=port or DEFAULT_PORT)
+    directory = replace(template, hosts=_advertised_hosts(hosts), port=port or DEFAULT_PORT)
     make_private_directory(root)
     authority = pki.create_authority(directory.fleet)
-    server = pki.issue_server(authority, _names(directory.hosts))
-    client = pki.issue_client(authority, COORDINATOR_NAME, days=directory.certificates.server_days)
+    server = pki.issue_server_certificate(authority, _certificate_hosts(directory.hosts))
+    client = pki.issue_client_certificate(authority, COORDINATOR_NAME, days=directory.certificates.server_days)
     _write_pair(directory.ca_cert, directory.ca_key, authority)
     _write_pair(directory.client_cert, directory.client_key, client)
     _write_pair(directory.server_cert, directory.server_key, server)
@@ -191,21 +191,21 @@ def load_directory(root: Path) -> CoordinatorDirectory:
     """Returns a directory that was set up before.
 
     Raises:
-        NotJoinedError: it was not.
+        NotJoinedError: it is not set up.
         ConfigError: its settings are damaged, or a key is missing.
     """
     value = _read_settings(root)
     if value is None:
         raise NotJoinedError(f"{root} is no coordinator directory; run: edgefl coordinator init --dir {root}")
-    directory = _from_settings(root, value)
+    directory = _parse_settings(root, value)
     for file in (directory.ca_cert, directory.ca_key, directory.server_cert, directory.server_key):
         if not file.exists():
             raise ConfigError(f"{file} is missing; restore it from a backup of {root}")
     return directory
 
 
-def store_of(root: Path) -> str | Path:
-    """Returns where the store of a coordinator or a simulation in this directory is: what `Store.open` takes.
+def find_store(root: Path) -> str | Path:
+    """Returns the location of a coordinator's or simulation's store, for `Store.open`.
 
     Raises:
         ConfigError: the settings there are damaged.
@@ -214,46 +214,46 @@ def store_of(root: Path) -> str | Path:
     return str(value["store"]) if "store" in value else root / DATABASE_NAME
 
 
-def readdress(root: Path, hosts: Sequence[str], *, port: int | None = None) -> CoordinatorDirectory:
-    """Returns the directory after it got a new server certificate and address list; the CA stays.
+def change_addresses(root: Path, hosts: Sequence[str], *, port: int | None = None) -> CoordinatorDirectory:
+    """Returns the directory with a new server certificate and address list; the CA stays.
 
-    Devices that joined keep trusting it; the new addresses reach them when they next connect. Without `hosts` the
-    names and addresses of this machine are taken.
+    Devices that joined keep trusting it; they get the new addresses when they next connect. Without `hosts` the names
+    and addresses of this machine are used.
     """
     directory = load_directory(root)
-    changed = replace(directory, hosts=_announced(hosts), port=port or directory.port)
-    _issue_server(changed)
+    changed = replace(directory, hosts=_advertised_hosts(hosts), port=port or directory.port)
+    _issue_server_certificate(changed)
     _write_settings(changed)
     return changed
 
 
-def issue_own(directory: CoordinatorDirectory) -> None:
-    """Makes the server's certificate and the coordinator's own one anew, with new keys."""
+def issue_own_certificates(directory: CoordinatorDirectory) -> None:
+    """Issues new certificates of the server and the coordinator's MQTT client, with new keys."""
     days = directory.certificates.server_days
-    client = pki.issue_client(directory.authority(), COORDINATOR_NAME, days=days)
+    client = pki.issue_client_certificate(directory.load_authority(), COORDINATOR_NAME, days=days)
     _write_pair(directory.client_cert, directory.client_key, client)
-    _issue_server(directory)
+    _issue_server_certificate(directory)
 
 
-def add_access(directory: CoordinatorDirectory) -> tuple[CoordinatorDirectory, str, str]:
+def add_access_tokens(directory: CoordinatorDirectory) -> tuple[CoordinatorDirectory, str, str]:
     """Returns the directory with one more operator and one more viewer token, and these two as plain text."""
     operator, viewer = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
     changed = replace(
         directory,
-        operator_sha256=(*directory.operator_sha256, token_hash(operator)),
-        viewer_sha256=(*directory.viewer_sha256, token_hash(viewer)),
+        operator_sha256=(*directory.operator_sha256, hash_token(operator)),
+        viewer_sha256=(*directory.viewer_sha256, hash_token(viewer)),
     )
     _write_settings(changed)
     return changed, operator, viewer
 
 
-def with_store(directory: CoordinatorDirectory, url: str | None) -> CoordinatorDirectory:
-    """Returns the directory with its store at this URL, which its settings remember; None changes nothing.
+def set_store(directory: CoordinatorDirectory, url: str | None) -> CoordinatorDirectory:
+    """Returns the directory with its store at this URL, saved in its settings; None changes nothing.
 
-    What the former store holds stays where it is.
+    The content of the former store stays where it is.
 
     Raises:
-        StoreError: no store can be opened there; the settings are as before.
+        StoreError: no store can be opened there; the settings are unchanged.
         MissingPackageError: its database driver is not installed.
     """
     from edgefl.storage.store import Store  # noqa: PLC0415 SQLAlchemy is slow to load
@@ -266,12 +266,12 @@ def with_store(directory: CoordinatorDirectory, url: str | None) -> CoordinatorD
     return changed
 
 
-def token_hash(token: str) -> str:
-    """Returns the SHA-256 of a token, as the settings and the store keep it."""
+def hash_token(token: str) -> str:
+    """Returns the SHA-256 of a token, as stored in settings and store."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-def _init_again(
+def _update_directory(
     directory: CoordinatorDirectory, hosts: Sequence[str], fleet: str | None, port: int | None
 ) -> CoordinatorDirectory:
     if fleet is not None and fleet != directory.fleet:
@@ -284,27 +284,27 @@ def _init_again(
     new = [host for host in hosts if host not in directory.hosts]
     if not new:
         return directory
-    return readdress(directory.root, [*new, *directory.hosts])
+    return change_addresses(directory.root, [*new, *directory.hosts])
 
 
-def _issue_server(directory: CoordinatorDirectory) -> None:
+def _issue_server_certificate(directory: CoordinatorDirectory) -> None:
     days = directory.certificates.server_days
-    server = pki.issue_server(directory.authority(), _names(directory.hosts), days=days)
+    server = pki.issue_server_certificate(directory.load_authority(), _certificate_hosts(directory.hosts), days=days)
     _write_pair(directory.server_cert, directory.server_key, server)
 
 
-def _announced(hosts: Sequence[str]) -> tuple[str, ...]:
-    """What tokens carry: what the user named, else this machine's own name and addresses."""
+def _advertised_hosts(hosts: Sequence[str]) -> tuple[str, ...]:
+    """Returns the hosts for join tokens: those given, else this machine's name and addresses."""
     if hosts:
         return tuple(dict.fromkeys(hosts))
-    own = [name for name in [_mdns_name()] if pki.HOST_NAME.match(name)]
-    return (*own, *local_addresses()) if local_addresses() else ("127.0.0.1",)
+    names = [name for name in [_mdns_name()] if pki.HOST_NAME.match(name)]
+    return (*names, *list_local_addresses()) if list_local_addresses() else ("127.0.0.1",)
 
 
-def _names(hosts: Sequence[str]) -> list[str]:
-    """What the certificate is good for: more than is announced, since a name more does no harm."""
-    own = [name for name in (socket.gethostname().lower(), _mdns_name()) if pki.HOST_NAME.match(name)]
-    return list(dict.fromkeys([*hosts, *own, *local_addresses(), *LOOPBACK]))
+def _certificate_hosts(hosts: Sequence[str]) -> list[str]:
+    """Returns the hosts for the certificate: more than advertised, since an extra name does no harm."""
+    names = [name for name in (socket.gethostname().lower(), _mdns_name()) if pki.HOST_NAME.match(name)]
+    return list(dict.fromkeys([*hosts, *names, *list_local_addresses(), *LOOPBACK]))
 
 
 def _mdns_name() -> str:
@@ -312,8 +312,8 @@ def _mdns_name() -> str:
 
 
 def _write_pair(cert: Path, key: Path, pair: pki.KeyPair) -> None:
-    write_whole(key, pair.key_pem)
-    write_whole(cert, pair.cert_pem)
+    write_atomic(key, pair.key_pem)
+    write_atomic(cert, pair.cert_pem)
 
 
 def _write_settings(directory: CoordinatorDirectory) -> None:
@@ -326,19 +326,19 @@ def _write_settings(directory: CoordinatorDirectory) -> None:
         "viewer_sha256": list(directory.viewer_sha256),
     } | ({} if directory.store is None else {"store": directory.store})
     tables: dict[str, Any] = {"alerts": directory.alerts, "certificates": directory.certificates}
-    text = _toml(values) + "".join(
-        _table(name, asdict(table), asdict(type(table)())) for name, table in tables.items()
+    text = _format_toml(values) + "".join(
+        _format_table(name, asdict(table), asdict(type(table)())) for name, table in tables.items()
     )
-    write_whole(directory.settings, text.encode())
+    write_atomic(directory.settings, text.encode())
 
 
-def _table(name: str, values: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
-    """Returns a TOML table of what is not as usual, nothing where all is."""
-    changed = {key: value for key, value in values.items() if value != usual[key]}
-    return f"\n[{name}]\n{_toml(changed)}" if changed else ""
+def _format_table(name: str, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
+    """Returns a TOML table of the values that differ from their defaults; empty if none does."""
+    changed = {key: value for key, value in values.items() if value != defaults[key]}
+    return f"\n[{name}]\n{_format_toml(changed)}" if changed else ""
 
 
-def _toml(values: Mapping[str, Any]) -> str:
+def _format_toml(values: Mapping[str, Any]) -> str:
     return "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())
 
 
@@ -352,13 +352,15 @@ def _read_settings(root: Path) -> dict[str, Any] | None:
         raise ConfigError(f"{path} cannot be read: {error}") from None
 
 
-def _from_settings(root: Path, value: Mapping[str, Any]) -> CoordinatorDirectory:
-    known = {"fleet": str, "hosts": list, "port": int, "operator_sha256": list, "viewer_sha256": list}
-    for key, kind in [*known.items(), *([("store", str)] if "store" in value else [])]:
+def _parse_settings(root: Path, value: Mapping[str, Any]) -> CoordinatorDirectory:
+    types_by_key = {"fleet": str, "hosts": list, "port": int, "operator_sha256": list, "viewer_sha256": list}
+    for key, kind in [*types_by_key.items(), *([("store", str)] if "store" in value else [])]:
         if not isinstance(value.get(key), kind):
             raise ConfigError(f"{root / 'settings.toml'}: {key} must be a {kind.__name__}, got {value.get(key)!r}")
-    if unknown := sorted(set(value) - set(known) - {"store", "alerts", "certificates"}):
-        raise ConfigError(f"{root / 'settings.toml'}: unknown key {unknown[0]!r}, known are {', '.join(known)}")
+    if unknown := sorted(set(value) - set(types_by_key) - {"store", "alerts", "certificates"}):
+        raise ConfigError(
+            f"{root / 'settings.toml'}: unknown key {unknown[0]!r}, known are {', '.join(types_by_key)}"
+        )
     return CoordinatorDirectory(
         root=root,
         fleet=value["fleet"],
@@ -366,13 +368,13 @@ def _from_settings(root: Path, value: Mapping[str, Any]) -> CoordinatorDirectory
         port=value["port"],
         operator_sha256=tuple(value["operator_sha256"]),
         viewer_sha256=tuple(value["viewer_sha256"]),
-        alerts=_section(root, AlertSettings, value.get("alerts", {}), "alerts"),
-        certificates=_section(root, CertificateSettings, value.get("certificates", {}), "certificates"),
+        alerts=_parse_section(root, AlertSettings, value.get("alerts", {}), "alerts"),
+        certificates=_parse_section(root, CertificateSettings, value.get("certificates", {}), "certificates"),
         store=value.get("store"),
     )
 
 
-def _section(root: Path, kind: type[Settings], value: Any, name: str) -> Settings:
+def _parse_section(root: Path, kind: type[Settings], value: Any, name: str) -> Settings:
     try:
         return from_mapping(kind, value, name)
     except ConfigError as error:

@@ -5,8 +5,8 @@ basicConstraints and keyUsage and a key identifier, every leaf names the CA's ke
 
 Dates: certificates are valid from 1970-01-01. A board without a clock battery starts there (or at the build date of
 its system) and must still be able to join, and a certificate that is valid from its making would lock out every
-board whose clock is a little behind. The CA ends in 20 years and gets a new end, with the same key, long before; what
-it signs ends in days (`[certificates]`), never after it, and is renewed long before, by whoever holds it.
+board whose clock is a little behind. The CA ends in 20 years and is renewed, with the same key, long before; what it
+signs ends in days (`[certificates]`), never after it, and is renewed long before, by its holder.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from edgefl.errors import ConfigError, JoinError, UsageError
-from edgefl.protocol import certificate_fingerprint
+from edgefl.core.errors import ConfigError, JoinError, UsageError
+from edgefl.core.protocol import certificate_fingerprint
 
 VALID_FROM = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 CA_YEARS = 20
@@ -35,8 +35,8 @@ EARLIEST_NOW = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
 CRL_EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 MAX_CN = 64
 HOST_NAME = re.compile(r"[a-z0-9_](?:[a-z0-9_.-]{0,251}[a-z0-9_])?\Z")
-DAMAGED = (ValueError, TypeError, KeyError, UnsupportedAlgorithm, x509.InvalidVersion)
-"""What the parser makes of bytes that are no certificate, request, list or key."""
+PARSE_ERRORS = (ValueError, TypeError, KeyError, UnsupportedAlgorithm, x509.InvalidVersion)
+"""Errors of the parser for bytes that are no certificate, request, list or key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,20 +49,20 @@ class KeyPair:
 
 def create_authority(fleet: str) -> KeyPair:
     """Returns a new self-signed CA (EC P-256) for a fleet."""
-    return _authority(ec.generate_private_key(ec.SECP256R1()), _name(f"edgefl {fleet} CA"))
+    return _make_authority(ec.generate_private_key(ec.SECP256R1()), _make_name(f"edgefl {fleet} CA"))
 
 
-def renewed_authority(authority: KeyPair) -> KeyPair:
-    """Returns the CA with the same key and name, and its full life before it.
+def renew_authority(authority: KeyPair) -> KeyPair:
+    """Returns the CA with the same key and name, and a full validity period.
 
-    Whoever trusts the former certificate trusts what the new one signs, and the other way round: fingerprints in
-    tokens and state directories are the key's.
+    Trust in the former certificate covers what the new one signs, and the other way round: fingerprints in tokens
+    and state directories are the key's.
     """
-    return _authority(_load_key(authority.key_pem), _load_certificate(authority.cert_pem).subject)
+    return _make_authority(_load_key(authority.key_pem), _load_certificate(authority.cert_pem).subject)
 
 
-def issue_server(authority: KeyPair, hosts: Sequence[str], *, days: float = SERVER_DAYS) -> KeyPair:
-    """Returns a server certificate that is good for every name and address in `hosts`, for so many days.
+def issue_server_certificate(authority: KeyPair, hosts: Sequence[str], *, days: float = SERVER_DAYS) -> KeyPair:
+    """Returns a server certificate for every name and address in `hosts`, valid for `days`.
 
     Raises:
         UsageError: `hosts` is empty or holds something that is neither a name nor an address.
@@ -70,34 +70,36 @@ def issue_server(authority: KeyPair, hosts: Sequence[str], *, days: float = SERV
     if not hosts:
         raise UsageError("a server certificate needs at least one host name or address, got none")
     key = ec.generate_private_key(ec.SECP256R1())
-    alternatives = x509.SubjectAlternativeName([_general_name(host) for host in dict.fromkeys(hosts)])
-    leaf = _Leaf(name=hosts[0], alternatives=alternatives, usage=ExtendedKeyUsageOID.SERVER_AUTH, days=days)
-    return _pair(key, _sign_leaf(authority, key.public_key(), leaf))
+    alternatives = x509.SubjectAlternativeName([_parse_general_name(host) for host in dict.fromkeys(hosts)])
+    leaf = _LeafProfile(
+        common_name=hosts[0], alternative_names=alternatives, usage=ExtendedKeyUsageOID.SERVER_AUTH, days=days
+    )
+    return _make_key_pair(key, _sign_leaf(authority, key.public_key(), leaf))
 
 
-def issue_client(authority: KeyPair, name: str, *, days: float = CLIENT_DAYS) -> KeyPair:
-    """Returns a client certificate whose common name is `name`: what both brokers take as the identity."""
+def issue_client_certificate(authority: KeyPair, name: str, *, days: float = CLIENT_DAYS) -> KeyPair:
+    """Returns a client certificate whose common name is `name`, the identity for both brokers."""
     key = ec.generate_private_key(ec.SECP256R1())
-    return _pair(key, _sign_client(authority, key.public_key(), name, days))
+    return _make_key_pair(key, _sign_client(authority, key.public_key(), name, days))
 
 
 def sign_request(authority: KeyPair, csr_pem: bytes, name: str, *, days: float = CLIENT_DAYS) -> bytes:
-    """Returns a client certificate (PEM) for the key of a certificate request, for so many days.
+    """Returns a client certificate (PEM) for the key of a certificate request, valid for `days`.
 
-    Of the request only the key is used; its subject and wishes are ignored.
+    Only the key of the request is used; its subject and extensions are ignored.
 
     Raises:
         JoinError: the request is damaged, its signature does not prove that the sender has the key, or the key is
             not EC P-256 or P-384.
     """
-    return _pem(_sign_client(authority, request_key(csr_pem), name, days))
+    return _encode_certificate(_sign_client(authority, verify_request(csr_pem), name, days))
 
 
-def revocation_list(authority: KeyPair, serials: Iterable[str], *, number: int) -> bytes:
-    """Returns the list (CRL, PEM) of certificates that count no more, by their serials in hexadecimal.
+def make_revocation_list(authority: KeyPair, serials: Iterable[str], *, number: int) -> bytes:
+    """Returns the revocation list (CRL, PEM) of certificates, by their serials in hexadecimal.
 
-    Of two lists OpenSSL believes the one of the later date, and none of a date to come; so the `number` is the date,
-    in seconds from 1970: whatever the clocks do, the higher number is the newer list.
+    Of two lists OpenSSL uses the one of the later date, and none of a future date; so the `number` is the date, in
+    seconds from 1970: whatever the clocks do, the higher number is the newer list.
     """
     issuer, key = _load_certificate(authority.cert_pem), _load_key(authority.key_pem)
     identifier = issuer.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
@@ -115,81 +117,81 @@ def revocation_list(authority: KeyPair, serials: Iterable[str], *, number: int) 
     return builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
 
-def revocation_number(crl_pem: bytes) -> int:
-    """Returns the number of a revocation list, 0 for what is none."""
+def parse_revocation_number(crl_pem: bytes) -> int:
+    """Returns the number of a revocation list, 0 for anything else."""
     try:
         crl = x509.load_pem_x509_crl(crl_pem)
         return int(crl.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number)
-    except (*DAMAGED, x509.ExtensionNotFound):
+    except (*PARSE_ERRORS, x509.ExtensionNotFound):
         return 0
 
 
-def request_key(csr_pem: bytes) -> ec.EllipticCurvePublicKey:
+def verify_request(csr_pem: bytes) -> ec.EllipticCurvePublicKey:
     """Returns the public key of a certificate request after proof of possession; raises as `sign_request`."""
     try:
         request = x509.load_pem_x509_csr(csr_pem)
         key = request.public_key()
-        proven = request.is_signature_valid
-    except (*DAMAGED, InvalidSignature) as error:
+        is_signature_valid = request.is_signature_valid
+    except (*PARSE_ERRORS, InvalidSignature) as error:
         raise JoinError(f"the certificate request cannot be read: {error}") from None
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1 | ec.SECP384R1):
         raise JoinError("the key of the certificate request must be EC P-256 or P-384")
-    if not proven:
+    if not is_signature_valid:
         raise JoinError("the certificate request is not signed by its own key")
     return key
 
 
-def fingerprint(cert_pem: bytes) -> str:
+def compute_fingerprint(cert_pem: bytes) -> str:
     """Returns the SHA-256 of the certificate's public key (SubjectPublicKeyInfo), 64 hexadecimal digits."""
     return certificate_fingerprint(cert_pem)
 
 
-def serial(cert_pem: bytes) -> str:
+def get_serial(cert_pem: bytes) -> str:
     """Returns the certificate's serial number in hexadecimal."""
     return f"{_load_certificate(cert_pem).serial_number:x}"
 
 
-def expires_at(cert_pem: bytes) -> float:
-    """Returns when a certificate ends, in unix seconds."""
+def get_expiry(cert_pem: bytes) -> float:
+    """Returns the end of a certificate's validity, in Unix seconds."""
     return _load_certificate(cert_pem).not_valid_after_utc.timestamp()
 
 
-def issuing_time(now: float) -> float:
-    """Returns `now` (unix seconds) as certificates are dated: a clock that stands in 1970 is not believed."""
+def clamp_issue_time(now: float) -> float:
+    """Returns `now` (Unix seconds), at least `EARLIEST_NOW`: a clock may stand in 1970."""
     return max(now, EARLIEST_NOW.timestamp())
 
 
-def belong_together(cert_pem: bytes, key_pem: bytes) -> bool:
+def is_key_pair(cert_pem: bytes, key_pem: bytes) -> bool:
     """Returns whether a certificate is for this private key; False also when one of them cannot be read."""
     try:
         return _load_certificate(cert_pem).public_key() == _load_key(key_pem).public_key()
-    except (ConfigError, *DAMAGED):  # a certificate is read when it is opened, its key only when it is asked for
+    except (ConfigError, *PARSE_ERRORS):  # the certificate is parsed on loading, its key only on access
         return False
 
 
-def server_hosts(cert_pem: bytes) -> tuple[str, ...]:
-    """Returns the names and addresses that a server certificate is good for."""
+def get_server_hosts(cert_pem: bytes) -> tuple[str, ...]:
+    """Returns the names and addresses of a server certificate."""
     names = _load_certificate(cert_pem).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     return tuple(str(name.value) for name in names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Leaf:
-    """What a certificate that is no CA says, besides its key."""
+class _LeafProfile:
+    """Fields of a leaf certificate, without its key."""
 
-    name: str
-    alternatives: x509.SubjectAlternativeName
+    common_name: str
+    alternative_names: x509.SubjectAlternativeName
     usage: x509.ObjectIdentifier
     days: float
 
 
-def _authority(key: ec.EllipticCurvePrivateKey, name: x509.Name) -> KeyPair:
+def _make_authority(key: ec.EllipticCurvePrivateKey, name: x509.Name) -> KeyPair:
     builder = (
-        _builder(name, name, key.public_key(), _now() + dt.timedelta(days=CA_YEARS * 365 + 5))
+        _make_builder(name, name, key.public_key(), _now() + dt.timedelta(days=CA_YEARS * 365 + 5))
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_key_usage(key_cert_sign=True, crl_sign=True), critical=True)
+        .add_extension(_make_key_usage(key_cert_sign=True, crl_sign=True), critical=True)
     )
-    return _pair(key, builder.sign(key, hashes.SHA256()))
+    return _make_key_pair(key, builder.sign(key, hashes.SHA256()))
 
 
 def _sign_client(authority: KeyPair, key: ec.EllipticCurvePublicKey, name: str, days: float) -> x509.Certificate:
@@ -197,20 +199,22 @@ def _sign_client(authority: KeyPair, key: ec.EllipticCurvePublicKey, name: str, 
         raise UsageError(f"a certificate name must have 1 to {MAX_CN} characters, got {len(name)}")
     alternatives = x509.SubjectAlternativeName([x509.DNSName(name)])
     usage = ExtendedKeyUsageOID.CLIENT_AUTH
-    return _sign_leaf(authority, key, _Leaf(name=name, alternatives=alternatives, usage=usage, days=days))
+    return _sign_leaf(
+        authority, key, _LeafProfile(common_name=name, alternative_names=alternatives, usage=usage, days=days)
+    )
 
 
-def _sign_leaf(authority: KeyPair, key: ec.EllipticCurvePublicKey, leaf: _Leaf) -> x509.Certificate:
+def _sign_leaf(authority: KeyPair, key: ec.EllipticCurvePublicKey, profile: _LeafProfile) -> x509.Certificate:
     issuer = _load_certificate(authority.cert_pem)
     issuer_key = _load_key(authority.key_pem)
     identifier = issuer.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
-    valid_to = min(_now() + dt.timedelta(days=leaf.days), issuer.not_valid_after_utc)
+    valid_to = min(_now() + dt.timedelta(days=profile.days), issuer.not_valid_after_utc)
     builder = (
-        _builder(_name(leaf.name), issuer.subject, key, valid_to)
+        _make_builder(_make_name(profile.common_name), issuer.subject, key, valid_to)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_key_usage(digital_signature=True), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([leaf.usage]), critical=False)
-        .add_extension(leaf.alternatives, critical=False)
+        .add_extension(_make_key_usage(digital_signature=True), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([profile.usage]), critical=False)
+        .add_extension(profile.alternative_names, critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False)
     )
     return builder.sign(issuer_key, hashes.SHA256())
@@ -220,7 +224,7 @@ def _now() -> dt.datetime:
     return max(dt.datetime.now(dt.UTC), EARLIEST_NOW).replace(microsecond=0)
 
 
-def _builder(
+def _make_builder(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, valid_to: dt.datetime
 ) -> x509.CertificateBuilder:
     return (
@@ -235,7 +239,7 @@ def _builder(
     )
 
 
-def _key_usage(
+def _make_key_usage(
     *, digital_signature: bool = False, key_cert_sign: bool = False, crl_sign: bool = False
 ) -> x509.KeyUsage:
     return x509.KeyUsage(
@@ -251,11 +255,11 @@ def _key_usage(
     )
 
 
-def _name(common_name: str) -> x509.Name:
+def _make_name(common_name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name[:MAX_CN])])
 
 
-def _general_name(host: str) -> x509.GeneralName:
+def _parse_general_name(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host.partition("%")[0]))
     except ValueError:
@@ -272,26 +276,26 @@ def _general_name(host: str) -> x509.GeneralName:
 def _load_certificate(cert_pem: bytes) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificate(cert_pem)
-    except DAMAGED as error:
+    except PARSE_ERRORS as error:
         raise ConfigError(f"the certificate cannot be read: {error}") from None
 
 
 def _load_key(key_pem: bytes) -> ec.EllipticCurvePrivateKey:
     try:
         key = serialization.load_pem_private_key(key_pem, password=None)
-    except DAMAGED as error:
+    except PARSE_ERRORS as error:
         raise ConfigError(f"the private key cannot be read: {error}") from None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise ConfigError("the private key must be an EC key")
     return key
 
 
-def _pem(certificate: x509.Certificate) -> bytes:
+def _encode_certificate(certificate: x509.Certificate) -> bytes:
     return certificate.public_bytes(serialization.Encoding.PEM)
 
 
-def _pair(key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> KeyPair:
+def _make_key_pair(key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> KeyPair:
     key_pem = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    return KeyPair(key_pem=key_pem, cert_pem=_pem(certificate))
+    return KeyPair(key_pem=key_pem, cert_pem=_encode_certificate(certificate))

@@ -1,4 +1,4 @@
-"""The coordinator process: puts all its parts together, runs until it is told to stop, and closes them in order."""
+"""Coordinator process: assembles its services, runs until it is stopped, and closes them in order."""
 
 from __future__ import annotations
 
@@ -15,83 +15,88 @@ from typing import Self
 
 from starlette.requests import Request
 
-from edgefl.coordinator.access import Watch
-from edgefl.coordinator.askers import Askers
-from edgefl.coordinator.attempts import Attempts, network_of
-from edgefl.coordinator.brokers.broker import connect_host
-from edgefl.coordinator.brokers.mqtt_side import MqttSide
+from edgefl.coordinator.api.routes import ApiContext, make_routers
+from edgefl.coordinator.api.server import WebServer, make_app, open_listener
+from edgefl.coordinator.auth import AuthFailurePolicy
+from edgefl.coordinator.brokers.broker import get_connect_host
+from edgefl.coordinator.brokers.mqtt_service import MqttService
+from edgefl.coordinator.central_evaluator import CentralEvaluator
+from edgefl.coordinator.degraded_mode import StoreOutageGuard
+from edgefl.coordinator.device_clients import DeviceClients
 from edgefl.coordinator.directory import CoordinatorDirectory
-from edgefl.coordinator.evaluator import OwnEvaluator
-from edgefl.coordinator.fleet.diary import Diary
-from edgefl.coordinator.fleet.draining import Draining
+from edgefl.coordinator.enrolment.enrolment_service import BrokerEndpoint, EnrolmentService
+from edgefl.coordinator.enrolment.reenrolment import ReenrolmentService
+from edgefl.coordinator.enrolment.renewal import RenewalService
+from edgefl.coordinator.enrolment.rotation import CertificateRotation, get_own_serial, record_own_certificate
+from edgefl.coordinator.enrolment.server_certificates import renew_ca, renew_own_certificates
+from edgefl.coordinator.fleet.clone_detection import CloneDetected, CloneRejected
+from edgefl.coordinator.fleet.draining import DrainController
 from edgefl.coordinator.fleet.membership import Membership
-from edgefl.coordinator.fleet.presence import Presence
-from edgefl.coordinator.fleet.roster import Roster, RosterEvent
-from edgefl.coordinator.fleet.twins import Cloned, TwinTried
-from edgefl.coordinator.hindrance import Hindrance
-from edgefl.coordinator.joining.enrolment import BrokerSite, EnrolmentService
-from edgefl.coordinator.joining.own_certificates import renew_ca, renew_own
-from edgefl.coordinator.joining.readmission import ReadmissionService
-from edgefl.coordinator.joining.renewal import RenewalService
-from edgefl.coordinator.joining.rotation import Rotation, note_own, own_serial
-from edgefl.coordinator.monitoring.monitoring import Monitoring, Watched
-from edgefl.coordinator.rollouts.deployment_files import Export
-from edgefl.coordinator.runs.kept_models import sweep_models
-from edgefl.coordinator.runs.pauses import Pauses
-from edgefl.coordinator.runs.vetting import Vetting
-from edgefl.coordinator.runs.worker import Assemble, RunSite
+from edgefl.coordinator.fleet.presence import PresenceTracker
+from edgefl.coordinator.fleet.registry import DeviceRegistry, RegistryEvent
+from edgefl.coordinator.fleet.telemetry_writer import TelemetryWriter
+from edgefl.coordinator.flower.superlink import SuperLink
+from edgefl.coordinator.message_router import DeviceMessageRouter
+from edgefl.coordinator.monitoring.monitoring import Monitoring, MonitoringInputs
+from edgefl.coordinator.rejected_requests import RejectedRequestLog, get_client_network
+from edgefl.coordinator.rollouts.deployment_files import ExportModel
+from edgefl.coordinator.runs.model_retention import remove_orphans
+from edgefl.coordinator.runs.scheduler import BuildRun, RunContext
+from edgefl.coordinator.runs.storage_backoff import PausedRuns
+from edgefl.coordinator.runs.validation import RunValidator
 from edgefl.coordinator.start_options import StartOptions
-from edgefl.coordinator.superlink import SuperLink
-from edgefl.coordinator.switchboard import Switchboard
 from edgefl.coordinator.web.feed import Feed
 from edgefl.coordinator.web.feed_state import FeedState
-from edgefl.coordinator.web.https_port import WebServer, listen, make_app
-from edgefl.coordinator.web.routes import Answering, all_routers
-from edgefl.errors import EdgeflError, TaskError
-from edgefl.processes import on_stop_signal, open_many_files
-from edgefl.protocol import Command, CommandKind, Topic, checked_address
-from edgefl.storage.news import last_seen
+from edgefl.core.errors import EdgeflError, TaskError
+from edgefl.core.protocol import Command, CommandKind, Topic, validate_address
+from edgefl.storage.queries.changes import get_last_seen_times
 from edgefl.storage.store import Store
-from edgefl.watchdog import LoopLife, Notifier, watched
+from edgefl.system.process_control import on_stop_signal, raise_file_limit
+from edgefl.system.systemd import LivenessMonitor, SystemdNotifier, run_watchdog
 
 log = logging.getLogger(__name__)
 
-FLUSH_EVERY_S = 0.5
+FLUSH_INTERVAL_S = 0.5
 
 
-Settle = Callable[[CoordinatorDirectory], CoordinatorDirectory]
+PrepareDirectory = Callable[[CoordinatorDirectory], CoordinatorDirectory]
 
 
-def _as_it_is(directory: CoordinatorDirectory) -> CoordinatorDirectory:
+def _keep_unchanged(directory: CoordinatorDirectory) -> CoordinatorDirectory:
     return directory
 
 
 class Coordinator:
-    """All parts of a running coordinator. Use it as a context manager: it closes what it has opened.
+    """A running coordinator with all its services. A context manager, which closes what it has opened.
 
     Args:
-        directory: held for this coordinator alone while it runs.
-        options: how it was called.
-        assemble: makes the parts of a run.
-        settle: called when the directory is held and the port listened on; returns the directory, possibly changed.
-        export: makes the file of a model that devices deploy.
+        directory: locked for this coordinator while it runs.
+        options: of its start.
+        build_run: builds the objects of a run.
+        prepare_directory: called with the directory locked and the port open; may return a changed directory.
+        export: exports a model to the file that devices deploy.
     """
 
     def __init__(
         self,
         directory: CoordinatorDirectory,
         options: StartOptions,
-        assemble: Assemble,
-        settle: Settle = _as_it_is,
-        export: Export | None = None,
+        build_run: BuildRun,
+        prepare_directory: PrepareDirectory = _keep_unchanged,
+        export: ExportModel | None = None,
     ) -> None:
-        self._directory, self._options, self._assemble, self._settle = directory, options, assemble, settle
-        self._export = export or _no_export
+        self._directory, self._options, self._build_run, self._prepare_directory = (
+            directory,
+            options,
+            build_run,
+            prepare_directory,
+        )
+        self._export = export or _reject_export
         self._stopping = threading.Event()
-        self.life = LoopLife()
+        self.liveness = LivenessMonitor()
         self._fatal: EdgeflError | None = None
-        self._switchboard = Switchboard()
-        self._pauses = Pauses()
+        self._router = DeviceMessageRouter()
+        self._paused_runs = PausedRuns()
         self._web: WebServer | None = None
         self._closers = contextlib.ExitStack()
 
@@ -111,273 +116,279 @@ class Coordinator:
         self._stopping.set()
 
     def wait(self) -> None:
-        """Keeps the fleet's diary until somebody stops the coordinator.
+        """Flushes periodically until the coordinator is stopped.
 
         Raises:
-            EdgeflError: it cannot go on (the store is damaged, or gone).
+            EdgeflError: it cannot go on (the store is damaged or missing).
         """
-        turns = -1
-        while not self._stopping.wait(FLUSH_EVERY_S):
-            # A coordinator that writes its diary and answers nobody is as good as dead.
-            if self._web is not None and self._web.turns != turns:
-                turns = self._web.turns
-                self.life.beat()
-            self._roster.tick()
-            self._hindrance.attempt(self._keep_account)
+        num_ticks = -1
+        while not self._stopping.wait(FLUSH_INTERVAL_S):
+            # A coordinator that flushes and answers no request counts as dead.
+            if self._web is not None and self._web.num_ticks != num_ticks:
+                num_ticks = self._web.num_ticks
+                self.liveness.record_progress()
+            self._registry.tick()
+            self._store_guard.run(self._flush)
         if self._fatal is not None:
             raise self._fatal
 
-    def _keep_account(self) -> None:
-        """Writes what has gathered, and shows what is new."""
-        self._diary.flush()
-        self._attempts.flush()
+    def _flush(self) -> None:
+        """Writes buffered rows, and updates broker, certificates and feed."""
+        self._telemetry.flush()
+        self._rejections.flush()
         self._mqtt.update()
-        self._rotation.look()
-        self._askers.worker.flush()
+        self._rotation.poll()
+        self._clients.run_scheduler.flush()
         self._feed.update()
 
     def _open(self) -> None:
         """Opens everything in order; the closers run in the opposite one.
 
-        So at the end the evaluator says goodbye first, the active run recalls what is out, and only then bus, broker
+        So at the end the evaluator stops first, then the active run is interrupted, and only then MQTT client, broker
         and store close.
         """
-        listener = self._hold_directory()
+        listener = self._lock_directory()
         self._open_store()
         self._open_fleet()
         self._open_mqtt()
-        self._askers = askers = self._make_askers()
-        self._switchboard.open(askers)
-        askers.worker.recover()
-        self._open_web(listener, askers)
-        self._start(askers)
+        self._clients = clients = self._make_clients()
+        self._router.open(clients)
+        clients.run_scheduler.recover()
+        self._open_web(listener, clients)
+        self._start(clients)
         log.info("fleet %s at https://%s:%d", self._directory.fleet, self._options.host, self._options.port)
 
-    def _hold_directory(self) -> socket.socket:
-        """Takes directory and port for this coordinator alone, and returns the socket that it listens on."""
-        self._closers.enter_context(self._directory.locked())
-        listener = listen(self._options.host, self._options.port)
+    def _lock_directory(self) -> socket.socket:
+        """Locks the directory, opens the port, and returns the listening socket."""
+        self._closers.enter_context(self._directory.lock())
+        listener = open_listener(self._options.host, self._options.port)
         self._closers.callback(listener.close)
-        self._directory = self._settle(self._directory)
+        self._directory = self._prepare_directory(self._directory)
         if renew_ca(self._directory, now=time.time()):
             log.info("the certificate of the fleet's CA is renewed, with the same key")
         return listener
 
     def _open_store(self) -> None:
         directory = self._directory
-        former = own_serial(directory)
-        has_renewed = renew_own(directory, now=time.time())
+        previous_serial = get_own_serial(directory)
+        has_renewed = renew_own_certificates(directory, now=time.time())
         self._store = Store.open(self._directory.store_url)
         self._closers.callback(self._store.close)
-        self._hindrance = Hindrance(record=lambda kind, told, at: self._store.record_event(kind, told, at=at))
+        self._store_guard = StoreOutageGuard(
+            record=lambda kind, told, at: self._store.record_event(kind, told, at=at)
+        )
         if has_renewed:
-            note_own(directory, self._store, former=former, now=time.time())
-        sweep_models(directory.models, self._store, now=time.time())
+            record_own_certificate(directory, self._store, previous_serial=previous_serial, now=time.time())
+        remove_orphans(directory.models, self._store, now=time.time())
 
     def _open_fleet(self) -> None:
-        """Brings back the devices that the store knows, with all that keeps account of them."""
+        """Restores the devices of the store, and opens the services that track them."""
         options = self._options
-        self._roster = Roster(Presence(heartbeat_s=options.heartbeat_s), time.monotonic)
-        self._diary = Diary(
+        self._registry = DeviceRegistry(PresenceTracker(heartbeat_s=options.heartbeat_s), time.monotonic)
+        self._telemetry = TelemetryWriter(
             store=self._store,
-            roster=self._roster,
+            registry=self._registry,
             clock=time.time,
-            on_progress=self._switchboard.post,
-            on_heartbeat=self._switchboard.heartbeat,
+            on_progress=self._router.route_reply,
+            on_heartbeat=self._router.on_heartbeat,
             keep_history_days=options.keep_history_days,
         )
-        self._closers.callback(self._last_flush)
-        self._attempts = Attempts(
+        self._closers.callback(self._flush_last)
+        self._rejections = RejectedRequestLog(
             store=self._store,
             clock=time.time,
             monotonic=time.monotonic,
-            is_device=lambda name: self._roster.info(name) is not None,
+            is_device=lambda name: self._registry.get_device(name) is not None,
         )
         self._superlink = SuperLink(
-            on_reply=self._switchboard.post,
-            watcher=self._roster,
-            on_refused=self._note_refused,
+            on_reply=self._router.route_reply,
+            observer=self._registry,
+            on_rejected=self._record_rejection,
             folder=self._directory.root,
         )
-        self._members = Membership(self._store, self._superlink, self._roster)
+        self._members = Membership(self._store, self._superlink, self._registry)
         self._members.restore()
-        self._evaluator = OwnEvaluator(self._directory, self._store, self._members)
-        self._draining = Draining(self._store, self._roster, self._send_command, time.time)
-        self._draining.restore()
+        self._evaluator = CentralEvaluator(self._directory, self._store, self._members)
+        self._drain_controller = DrainController(self._store, self._registry, self._send_command, time.time)
+        self._drain_controller.restore()
         self._feed = Feed(
-            FeedState(store=self._store, roster=self._roster, pauses=self._pauses),
-            last_seen=lambda: last_seen(self._store),
+            FeedState(store=self._store, registry=self._registry, paused_runs=self._paused_runs),
+            last_seen=lambda: get_last_seen_times(self._store),
         )
-        self._roster.listen(self._feed.heard)
+        self._registry.subscribe(self._feed.on_registry_event)
 
     def _open_mqtt(self) -> None:
-        """Opens the broker and the connection to it, and what sends commands when devices come."""
-        self._mqtt = MqttSide(
+        """Opens broker and MQTT client, and the services that send commands to arriving devices."""
+        self._mqtt = MqttService(
             directory=self._directory,
             options=self._options,
             store=self._store,
-            roster=self._roster,
-            note=self._attempts.note,
-            on_message=self._heard,
+            registry=self._registry,
+            record_rejection=self._rejections.record,
+            on_message=self._on_message,
             closers=self._closers,
         )
-        self._draining.listen()
-        self._roster.listen(self._turn_away)
-        self._rotation = Rotation(
+        self._drain_controller.subscribe()
+        self._registry.subscribe(self._notify_clone)
+        self._rotation = CertificateRotation(
             directory=self._directory,
             store=self._store,
-            roster=self._roster,
-            send=self._send_command,
-            on_own=self._take_own,
+            registry=self._registry,
+            send_command=self._send_command,
+            on_own_renewed=self._reload_certificates,
         )
-        self._rotation.listen()
+        self._rotation.subscribe()
 
-    def _make_askers(self) -> Askers:
-        """Returns what asks devices for something, not yet started, and watched."""
-        bus, store, roster = self._mqtt.bus, self._store, self._roster
-        watched = Watched(
+    def _make_clients(self) -> DeviceClients:
+        """Returns the services that send instructions, not yet started, and opens monitoring."""
+        mqtt_client, store, registry = self._mqtt.client, self._store, self._registry
+        inputs = MonitoringInputs(
             directory=self._directory,
             store=store,
-            roster=roster,
-            is_broker_connected=bus.is_connected,
-            num_dropped=lambda: sum(bus.malformed_counts().values()),
+            registry=registry,
+            is_broker_connected=mqtt_client.is_connected,
+            num_dropped=lambda: sum(mqtt_client.malformed_counts().values()),
         )
-        self._monitoring = Monitoring(watched, max_devices=self._options.device_metrics)
-        site = RunSite(
+        self._monitoring = Monitoring(inputs, max_devices=self._options.device_metrics)
+        context = RunContext(
             directory=self._directory,
             store=store,
-            roster=roster,
+            roster=registry,
             superlink=self._superlink,
-            bell=bus,
-            assemble=self._assemble,
-            meter=self._monitoring.meter,
-            pauses=self._pauses,
+            notifier=mqtt_client,
+            build_run=self._build_run,
+            metrics=self._monitoring.run_metrics,
+            paused_runs=self._paused_runs,
         )
-        return Askers.at(site, export=self._export, on_fatal=self._die)
+        return DeviceClients.create(context, export=self._export, on_fatal=self._fail)
 
-    def _open_web(self, listener: socket.socket, askers: Askers) -> None:
-        routers = all_routers(self._answering(askers))
-        app = make_app(self._superlink.api, routers, note=self._attempts.note)
-        self._web = web = WebServer(self._monitoring.metrics.counting(app), self._directory, listener)
+    def _open_web(self, listener: socket.socket, clients: DeviceClients) -> None:
+        routers = make_routers(self._make_api_context(clients))
+        app = make_app(self._superlink.api, routers, record_rejection=self._rejections.record)
+        self._web = web = WebServer(self._monitoring.metrics.count_responses(app), self._directory, listener)
         web.start()
         self._closers.callback(web.stop)
-        self._closers.callback(self._feed.close)  # first: open feeds would hold up the server's end
+        self._closers.callback(self._feed.close)  # first: open feeds would delay the server's end
 
-    def _answering(self, askers: Askers) -> Answering:
-        """Returns the parts that answer over HTTPS."""
+    def _make_api_context(self, clients: DeviceClients) -> ApiContext:
+        """Returns the services of the HTTPS API."""
         directory, store = self._directory, self._store
-        vetting = Vetting(self._assemble, self._roster, store)
-        return Answering(
+        validator = RunValidator(self._build_run, self._registry, store)
+        return ApiContext(
             host=self._options.host,
             directory=directory,
             store=store,
-            roster=self._roster,
+            registry=self._registry,
             members=self._members,
-            worker=askers.worker,
-            questions=askers.questions,
-            deployments=askers.deployments,
-            installations=askers.installations,
-            draining=self._draining,
+            run_scheduler=clients.run_scheduler,
+            device_rpc=clients.device_rpc,
+            deployments=clients.deployments,
+            installations=clients.installations,
+            drain_controller=self._drain_controller,
             feed=self._feed,
             metrics=self._monitoring.metrics,
             enrolment=EnrolmentService(
                 directory=directory,
                 store=store,
-                on_enrolled=self._members.enrolled,
-                broker=BrokerSite(port=self._mqtt.address.port, host=self._mqtt.outside_host()),
+                on_enrolled=self._members.add,
+                broker=BrokerEndpoint(port=self._mqtt.address.port, host=self._mqtt.get_advertised_host()),
                 evaluator_token=lambda: self._evaluator.token_id,
             ),
-            renewal=RenewalService(directory=directory, store=store, on_renewed=self._renewed, clock=time.time),
-            readmission=ReadmissionService(
-                directory=directory, store=store, on_readmitted=self._members.rekeyed, clock=time.time
+            renewal=RenewalService(directory=directory, store=store, on_renewed=self._on_renewed, clock=time.time),
+            reenrolment=ReenrolmentService(
+                directory=directory, store=store, on_reenrolled=self._members.update_key, clock=time.time
             ),
             rotation=self._rotation,
             remove=self._remove,
-            watch=Watch(note=self._attempts.note),
-            check=vetting.check,
-            plan=vetting.plan,
+            auth_failures=AuthFailurePolicy(record_rejection=self._rejections.record),
+            check=validator.check,
+            plan=validator.plan,
         )
 
-    def _start(self, askers: Askers) -> None:
-        """Sets everything going that has a thread or a process of its own."""
-        alerts = self._monitoring.alert_watch(self._options.alerts or self._directory.alerts)
-        for part in (alerts, askers.deployments, askers.installations, askers.worker):
-            if part is not None:
-                part.start()
-                self._closers.callback(part.stop)
+    def _start(self, clients: DeviceClients) -> None:
+        """Starts every service with a thread or a process of its own."""
+        alerts = self._monitoring.make_alert_monitor(self._options.alerts or self._directory.alerts)
+        for service in (alerts, clients.deployments, clients.installations, clients.run_scheduler):
+            if service is not None:
+                service.start()
+                self._closers.callback(service.stop)
         if self._options.test_shards:
-            address = checked_address(connect_host(self._options.host), self._options.port)
-            self._closers.callback(self._evaluator.started(self._options.test_shards, address).stop)
+            address = validate_address(get_connect_host(self._options.host), self._options.port)
+            self._closers.callback(self._evaluator.start(self._options.test_shards, address).stop)
 
-    def _heard(self, device_id: str, kind: Topic, payload: bytes) -> None:
-        """Takes an MQTT message."""
+    def _on_message(self, device_id: str, kind: Topic, payload: bytes) -> None:
+        """Handles an MQTT message."""
         if kind is Topic.ANSWER:
-            self._switchboard.answer(device_id, payload)
+            self._router.on_command_reply(device_id, payload)
         else:
-            self._diary.message(device_id, kind, payload)
+            self._telemetry.on_message(device_id, kind, payload)
 
-    def _note_refused(self, what: str, request: Request, node_id: int | None, detail: str) -> None:
-        device_id = None if node_id is None else self._roster.device_of(node_id)
-        self._attempts.note(what, device_id or network_of(request.client.host if request.client else None), detail)
+    def _record_rejection(self, kind: str, request: Request, node_id: int | None, detail: str) -> None:
+        device_id = None if node_id is None else self._registry.get_device_id(node_id)
+        self._rejections.record(
+            kind, device_id or get_client_network(request.client.host if request.client else None), detail
+        )
 
-    def _renewed(self, device_id: str, public_key: bytes) -> None:
-        self._members.rekeyed(device_id, public_key)
-        self._rotation.renewed(device_id)
+    def _on_renewed(self, device_id: str, public_key: bytes) -> None:
+        self._members.update_key(device_id, public_key)
+        self._rotation.mark_renewed(device_id)
 
     def _remove(self, device_id: str) -> None:
-        """Takes a device out everywhere: Flower at once, and the broker, which is told with the next flush."""
+        """Removes a device: from Flower at once, from the broker with the next flush."""
         self._members.remove(device_id)
-        self._mqtt.bus.forget(device_id)
+        self._mqtt.client.clear_retained(device_id)
         log.info("%s was removed from the fleet", device_id)
 
-    def _turn_away(self, event: RosterEvent) -> None:
-        """Tells an agent that it is a copy, and is not wanted; on the topic of the device whose copy it is."""
-        if isinstance(event, Cloned | TwinTried):
-            told = json.dumps({"boot_id": event.refused, "reason": event.reason})
-            command = Command(id=uuid.uuid4().hex, kind=CommandKind.REFUSED, argument=told)
+    def _notify_clone(self, event: RegistryEvent) -> None:
+        """Notifies a clone that it is rejected, on the topic of its device."""
+        if isinstance(event, CloneDetected | CloneRejected):
+            argument = json.dumps({"boot_id": event.rejected_boot_id, "reason": event.reason})
+            command = Command(id=uuid.uuid4().hex, kind=CommandKind.REFUSED, argument=argument)
             self._send_command(event.device_id, command)
 
-    def _take_own(self) -> None:
-        """Takes up certificates of the coordinator that are new."""
+    def _reload_certificates(self) -> None:
+        """Reloads the coordinator's renewed certificates."""
         self._mqtt.reload()
         if self._web is not None:
             self._web.reload()
 
     def _send_command(self, device_id: str, command: Command) -> None:
-        self._mqtt.bus.command(device_id, command)
+        self._mqtt.client.send_command(device_id, command)
 
-    def _last_flush(self) -> None:
+    def _flush_last(self) -> None:
         try:
-            self._diary.flush()
-            self._attempts.flush(is_last=True)
+            self._telemetry.flush()
+            self._rejections.flush(is_last=True)
         except EdgeflError as error:
             log.warning("the last heartbeats were not kept: %s", error)
 
-    def _die(self, error: EdgeflError) -> None:
+    def _fail(self, error: EdgeflError) -> None:
         self._fatal = error
         self.stop()
 
 
-def _no_export(task: str, _options: object, _model: Path, _out: Path) -> None:
+def _reject_export(task: str, _options: object, _model: Path, _out: Path) -> None:
     raise TaskError(f"this coordinator cannot export models of task {task}")
 
 
 def serve(
     directory: CoordinatorDirectory,
     options: StartOptions,
-    assemble: Assemble,
-    settle: Settle = _as_it_is,
-    export: Export | None = None,
+    build_run: BuildRun,
+    prepare_directory: PrepareDirectory = _keep_unchanged,
+    export: ExportModel | None = None,
 ) -> None:
     """Runs a coordinator until SIGTERM or SIGINT; the arguments are those of `Coordinator`.
 
     Raises:
         EdgeflError: it could not start, or cannot go on.
     """
-    log.info("up to %d files and connections at a time", open_many_files())
-    coordinator = Coordinator(directory, options, assemble, settle, export)
-    notifier = Notifier.from_environment()  # before there are children, who must not speak for us
+    log.info("up to %d files and connections at a time", raise_file_limit())
+    coordinator = Coordinator(directory, options, build_run, prepare_directory, export)
+    notifier = (
+        SystemdNotifier.from_environment()
+    )  # before there are child processes, which must not notify in our name
     with on_stop_signal(coordinator.stop), coordinator:
-        with watched(notifier, coordinator.life):
+        with run_watchdog(notifier, coordinator.liveness):
             coordinator.wait()
         log.info("stopping")

@@ -1,4 +1,4 @@
-"""How a coordinator is started: what `edgefl coordinator start` was called with."""
+"""Start options of a coordinator."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from edgefl.config import AlertSettings, CoordinatorSettings
+from edgefl.core.config import AlertSettings, CoordinatorSettings
 
 _DEFAULTS = CoordinatorSettings()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartOptions:
-    """How `edgefl coordinator start` was called."""
+    """Options of `edgefl coordinator start`."""
 
     host: str = _DEFAULTS.host
     port: int = _DEFAULTS.port

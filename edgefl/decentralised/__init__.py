@@ -1,4 +1,4 @@
-"""Learning without a server: who is whose neighbour, when an edge fires, what a node sends and what it makes of mail.
+"""Decentralised learning: topologies, edge schedules, and gossip algorithms with their messages.
 
-Pure: no clock, no network, NumPy only. Who carries the messages, and whether time is real, is up to others.
+Pure: no clock, no network, NumPy only. Message transport and time, real or simulated, belong to the caller.
 """

@@ -1,1 +1,1 @@
-"""The agent on a board: Flower connection, trainer, heartbeat, enrolment."""
+"""Device agent: Flower connection, trainer, heartbeat, enrolment."""

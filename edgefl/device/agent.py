@@ -1,7 +1,7 @@
-"""The agent: one warm process that waits for the bell, works, answers, and comes back for ever.
+"""Device agent: a long-running process that waits for work, executes it, and always reconnects.
 
-The main thread asks for work and trains. MQTT and the heartbeat have threads of their own, so that a board is heard
-while it trains, and so have its answers.
+The main thread pulls work and trains. MQTT, the heartbeat and the upload of replies have threads of their own, so
+that a board stays reachable while it trains.
 """
 
 from __future__ import annotations
@@ -12,410 +12,419 @@ import threading
 import time
 import uuid
 
-from edgefl.device.bell import Bell
-from edgefl.device.board.accelerator import chosen_accelerator
-from edgefl.device.board.assignment_vitals import AssignmentVitals
-from edgefl.device.board.pacing import board_pacer
-from edgefl.device.board.speed_book import SpeedBook
-from edgefl.device.board.vitals import Vitals
-from edgefl.device.commands import Commands
-from edgefl.device.coordinator_line import CoordinatorLine
-from edgefl.device.heartbeat import Activity, Heart
-from edgefl.device.inference.model_fetch import Source
-from edgefl.device.inference.model_updates import ModelUpdates
-from edgefl.device.install_facts import Site, own_site
-from edgefl.device.installations import Installations
-from edgefl.device.joining.renewal import Renewal
-from edgefl.device.link import LinkCallbacks
-from edgefl.device.logbook import Logbook
-from edgefl.device.moving_link import MovingLink
-from edgefl.device.neighbours.carriers import Carriers
-from edgefl.device.polling import PollPace
-from edgefl.device.refusal import check_welcome, keep_refusal, refusal_in
-from edgefl.device.self_report import SelfReport
-from edgefl.device.state import DeviceState
-from edgefl.device.supernode import UnauthorisedError, signed_headers
-from edgefl.device.telling import LOGS
-from edgefl.device.trainer import AbandonedError, Trainer
-from edgefl.device.trust import pinned_context
-from edgefl.device.workbench import Workbench
-from edgefl.errors import ClonedError, NetworkError, StoreError
-from edgefl.processes import on_stop_signal
-from edgefl.protocol import HEARTBEAT_S, POLL_S, Command, ProgressReport
-from edgefl.types import derived_rng
-from edgefl.watchdog import LoopLife, Notifier, watched
+from edgefl.core.errors import ClonedError, NetworkError, StoreError
+from edgefl.core.protocol import HEARTBEAT_S, POLL_S, Command, ProgressReport
+from edgefl.core.types import derive_rng
+from edgefl.device.capability_report import CapabilityReporter
+from edgefl.device.commands import CommandDispatcher
+from edgefl.device.coordinator_endpoint import CoordinatorEndpoint
+from edgefl.device.diagnostics.json_log import JsonLogHandler
+from edgefl.device.diagnostics.log_requests import LOG_FOLDER
+from edgefl.device.enrolment.renewal import CertificateRenewal
+from edgefl.device.flower.poll_backoff import PollBackoff
+from edgefl.device.flower.supernode import UnauthorisedError, create_auth_headers
+from edgefl.device.flower.work_loop import WorkLoop
+from edgefl.device.hardware.accelerator import select_accelerator
+from edgefl.device.hardware.health import HealthReader
+from edgefl.device.hardware.health_sampler import HealthSampler
+from edgefl.device.hardware.step_rate import StepRateCache
+from edgefl.device.hardware.thermal_pacing import create_thermal_pacer
+from edgefl.device.identity_lockout import check_not_locked_out, parse_lockout, save_lockout
+from edgefl.device.inference.deployments import DeploymentClient
+from edgefl.device.inference.model_download import DownloadSource
+from edgefl.device.mqtt.connection import MqttCallbacks
+from edgefl.device.mqtt.heartbeat import DeviceActivity, HeartbeatPublisher
+from edgefl.device.mqtt.relocatable_connection import RelocatableConnection
+from edgefl.device.mqtt.wake_up import WakeUpSignal
+from edgefl.device.peers.transport_factory import PeerTransportFactory
+from edgefl.device.state_dir import DeviceStateDir
+from edgefl.device.training.trainer import DeviceTrainer, TrainingAbortedError
+from edgefl.device.updates.installation_client import InstallationClient
+from edgefl.device.updates.update_config import SoftwareUpdateConfig, load_update_config
+from edgefl.system.https_client import create_pinned_context
+from edgefl.system.process_control import on_stop_signal
+from edgefl.system.systemd import LivenessMonitor, SystemdNotifier, run_watchdog
 
 log = logging.getLogger(__name__)
 
-FIRST_BACKOFF_S = 0.25
+INITIAL_BACKOFF_S = 0.25
 MAX_BACKOFF_S = 30.0
-SEND_WITHIN_S = 3.0
-"""An agent that is told to stop still sends the answer that is under way, for so long."""
-LEAVE_WITHIN_S = 5.0
-"""An agent that is told to stop is gone after so long, also in the middle of an iteration that takes minutes."""
+UPLOAD_TIMEOUT_S = 3.0
+"""Time that a stopping agent has to send the reply under way."""
+SHUTDOWN_TIMEOUT_S = 5.0
+"""Time after which a stopping agent has exited, even in an iteration that takes minutes."""
 
 
 class Agent:
-    """One device at work; `run` returns after `stop`.
+    """Agent of one device; `run` returns after `stop`.
 
     Attributes:
-        life: beats while the main loop goes on.
-        refused, refusal: whether and why the coordinator has told this agent, over MQTT, that it is a copy.
+        liveness: records progress of the main loop.
+        locked_out, lockout_reason: whether and why the coordinator has rejected this agent, over MQTT, as a clone.
     """
 
     def __init__(
         self,
-        state: DeviceState,
+        state: DeviceStateDir,
         *,
         heartbeat_s: float = HEARTBEAT_S,
         poll_s: float = POLL_S,
-        site: Site | None = None,
+        update_config: SoftwareUpdateConfig | None = None,
     ) -> None:
-        self._state, self._pace = state, PollPace(poll_s)
-        self.life = LoopLife()
-        self._stopping, self._ended, self._bell = threading.Event(), threading.Event(), Bell()
-        self._backoff_s = FIRST_BACKOFF_S
+        self._state, self._poll_backoff = state, PollBackoff(poll_s)
+        self.liveness = LivenessMonitor()
+        self._stopping, self._has_stopped, self._wake_up = threading.Event(), threading.Event(), WakeUpSignal()
+        self._backoff_s = INITIAL_BACKOFF_S
         self._boot_id = uuid.uuid4().hex
-        self.refusal: str | None = None
-        self.refused = threading.Event()
-        self._rng = derived_rng("agent", state.device_id, time.time_ns())
-        self._trust = pinned_context(state.ca.read_bytes())
-        self._accelerator = chosen_accelerator(state.device.accelerator)
-        self._carriers = Carriers(state, lambda: self._link.now)
-        self._renewal = Renewal(state, self._trust, sign=self._signed)
-        self._link = MovingLink(
+        self.lockout_reason: str | None = None
+        self.locked_out = threading.Event()
+        self._rng = derive_rng("agent", state.device_id, time.time_ns())
+        self._tls_context = create_pinned_context(state.ca.read_bytes())
+        self._accelerator = select_accelerator(state.settings.accelerator)
+        self._transports = PeerTransportFactory(state, lambda: self._connection.current)
+        self._renewal = CertificateRenewal(state, self._tls_context, sign=self._sign_headers)
+        self._connection = RelocatableConnection(
             state,
             self._boot_id,
-            LinkCallbacks(
-                on_bell=self._bell.ring,
-                on_command=self._obey,
-                on_connection=self._link_changed,
-                on_peer=self._carriers.hear,
+            MqttCallbacks(
+                on_wake_up=self._wake_up.notify,
+                on_command=self._on_command,
+                on_connection=self._on_connection_change,
+                on_peer_message=self._transports.receive,
             ),
         )
-        self._line = CoordinatorLine(
+        self._endpoint = CoordinatorEndpoint(
             state,
-            self._trust,
-            on_hello=self._renewal.heard,
-            enter=self._activate,
-            on_try=self.life.beat,
+            self._tls_context,
+            on_info=self._renewal.on_coordinator_info,
+            activate=self._activate_node,
+            on_attempt=self.liveness.record_progress,
         )
         self._trainer = self._make_trainer()
-        self._speeds = SpeedBook(state.root, on_measured=self._bell.ring)
-        self._bench = Workbench(
+        self._step_rates = StepRateCache(state.root, on_measured=self._wake_up.notify)
+        self._work_loop = WorkLoop(
             state,
-            trust=self._trust,
+            tls_context=self._tls_context,
             trainer=self._trainer,
-            clock=self._line.clock,
+            clock=self._endpoint.clock,
             instance=self._boot_id,
-            on_work=self._speeds.busy,
-            on_failure=self._bell.ring,
+            on_work=self._step_rates.on_work,
+            on_failure=self._wake_up.notify,
         )
-        self._models, self._installations = self._make_updates(site or own_site())
-        self._report = self._make_report()
-        self._heart = Heart(
-            self._link.publish_heartbeat,
-            Vitals(state.root).read,
-            self._activity,
+        self._models, self._installations = self._make_updates(update_config or load_update_config())
+        self._capability_reporter = self._make_capability_reporter()
+        self._heartbeat = HeartbeatPublisher(
+            self._connection.publish_heartbeat,
+            HealthReader(state.root).read,
+            self._get_activity,
             interval_s=heartbeat_s,
             seed=state.device_id,
         )
         self._commands = self._make_commands()
 
-    def keep_log(self) -> None:
-        """Writes the log of this process into the state directory too, for the coordinator to ask for."""
+    def start_logging(self) -> None:
+        """Adds a log in the state directory, which the coordinator can request."""
         try:
-            book = Logbook(self._state.root / LOGS, now=self._bench.log_tag, clock=self._line.clock)
+            handler = JsonLogHandler(
+                self._state.root / LOG_FOLDER,
+                get_current_work=self._work_loop.get_log_context,
+                clock=self._endpoint.clock,
+            )
         except OSError as error:
             log.warning("keeps no log of its own: %s", error)
             return
-        logging.getLogger().addHandler(book)
+        logging.getLogger().addHandler(handler)
 
     def stop(self) -> None:
-        """Ends the agent soon; what it is training is abandoned."""
+        """Stops the agent soon; training under way is abandoned."""
         self._stopping.set()
-        self._trainer.abandon()
-        self._bell.ring()
+        self._trainer.abort()
+        self._wake_up.notify()
 
-    def leave(self, within_s: float) -> bool:
-        """Returns whether `run` has ended in time after `stop`; if not, the goodbye has been said all the same."""
-        if self._ended.wait(within_s):
+    def wait_or_disconnect(self, timeout_s: float) -> bool:
+        """Returns whether `run` ended in time after `stop`; if not, disconnects from the broker."""
+        if self._has_stopped.wait(timeout_s):
             return True
-        self._heart.stop()
-        self._link.stop()
+        self._heartbeat.stop()
+        self._connection.stop()
         return False
 
     def run(self) -> None:
-        """Works until `stop`; survives every loss of the coordinator and of the broker.
+        """Runs until `stop`; survives every loss of the coordinator and of the broker.
 
         Raises:
-            ClonedError: another agent of the same identity was there before, and the coordinator refuses this one.
+            ClonedError: another agent has the same identity, and the coordinator rejects this one.
         """
-        self._link.start()
-        self._heart.start()
+        self._connection.start()
+        self._heartbeat.start()
         self._models.start()
         self._installations.start()
-        with self.life.working():
-            self._trainer.go_on()
+        with self.liveness.track_work():
+            self._trainer.resume()
         try:
             while not self._stopping.is_set():
-                self.life.beat()
+                self.liveness.record_progress()
                 try:
                     self._connect()
-                    self._tell()
-                    self._serve()
-                except AbandonedError:
+                    self._publish_capabilities()
+                    self._run_work_loop()
+                except TrainingAbortedError:
                     break
                 except (NetworkError, StoreError) as error:
-                    self._line.drop()
+                    self._endpoint.disconnect()
                     if not self._stopping.is_set():
                         log.warning("%s; trying again", error)
-                    # A coordinator that is back rings for work that waits, by a broker that was never away.
-                    self._bell.wait(self._backoff_s * self._rng.uniform(0.5, 1.0))
+                    # A coordinator that is back sends wake-ups for waiting work by a broker that stayed up.
+                    self._wake_up.wait(self._backoff_s * self._rng.uniform(0.5, 1.0))
                     self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
         finally:
             self._models.stop()
             self._installations.stop()
-            self._speeds.close()
-            self._bench.outbox.close(SEND_WITHIN_S)
+            self._step_rates.close()
+            self._work_loop.uploader.close(UPLOAD_TIMEOUT_S)
             self._trainer.close()
-            self._heart.stop()
-            self._link.stop()
-            self._bench.supernode.close()
-            self._ended.set()
-        if self.refusal is not None:
-            raise ClonedError(self.refusal)
+            self._heartbeat.stop()
+            self._connection.stop()
+            self._work_loop.supernode.close()
+            self._has_stopped.set()
+        if self.lockout_reason is not None:
+            raise ClonedError(self.lockout_reason)
 
     def _connect(self) -> None:
-        """Finds the coordinator, unless it is at hand, and follows the broker where that has moved with it."""
-        if self._line.address is not None:
+        """Connects to the coordinator unless connected, and to the broker where that has moved."""
+        if self._endpoint.address is not None:
             return
-        self._pause_outbox()  # what is under way uses the connection that goes now
-        before = set(self._link.brokers())
-        self._line.connect()
-        if set(self._link.brokers()) != before:
-            self._link.follow()
-            self._report.forget()
-            self._carriers.moved()
-        self._installations.connected()
-        self._bell.doubt()
-        self._bell.ring()  # work may be waiting
+        self._pause_uploads()  # uploads under way use the connection that is closed now
+        former_brokers = set(self._connection.list_brokers())
+        self._endpoint.connect()
+        if set(self._connection.list_brokers()) != former_brokers:
+            self._connection.reconnect()
+            self._capability_reporter.invalidate()
+            self._transports.on_link_changed()
+        self._installations.record_coordinator_connected()
+        self._wake_up.record_possible_loss()
+        self._wake_up.notify()  # work may be waiting
 
-    def _activate(self, address: str) -> None:
-        """Takes its place in Flower; where its key does not count, by what the renewal can do about that."""
+    def _activate_node(self, address: str) -> None:
+        """Activates the node in Flower; recovers by the certificate renewal where its key is rejected."""
         try:
-            self._bench.supernode.connect(address)
+            self._work_loop.supernode.connect(address)
         except UnauthorisedError:
             if not self._renewal.recover(address):
                 raise
-            self._take_certificate()
-            self._bench.supernode.connect(address)
+            self._apply_certificate()
+            self._work_loop.supernode.connect(address)
 
-    def _renew(self, address: str) -> bool:
-        """Returns whether it has renewed its certificate, since that was time, and has to connect anew."""
-        self._renewal.look(address, is_link_up=self._link.now.is_connected())
+    def _renew_if_due(self, address: str) -> bool:
+        """Returns whether a due renewal replaced the certificate, so that it must reconnect."""
+        self._renewal.poll(address, is_connected=self._connection.current.is_connected())
         if not self._renewal.is_due():
             return False
-        self._pause_outbox()  # what is under way is signed with the old key
+        self._pause_uploads()  # uploads under way are signed with the old key
         if not self._renewal.renew(address):
-            self._bench.outbox.open()
+            self._work_loop.uploader.resume()
             return False
-        self._take_certificate()
-        self._line.drop()
+        self._apply_certificate()
+        self._endpoint.disconnect()
         return True
 
-    def _pause_outbox(self) -> None:
-        with self.life.working():  # an answer on a slow link takes minutes
-            self._bench.outbox.pause()
+    def _pause_uploads(self) -> None:
+        with self.liveness.track_work():  # a reply on a slow link takes minutes
+            self._work_loop.uploader.pause()
 
-    def _take_certificate(self) -> None:
-        self._bench.supernode.use_key(self._state.key.read_bytes())
-        self._link.renew()
+    def _apply_certificate(self) -> None:
+        self._work_loop.supernode.update_key(self._state.key.read_bytes())
+        self._connection.renew()
 
-    def _serve(self) -> None:
-        """Pulls and works until there is an error or the agent stops."""
-        self._bench.outbox.open()
+    def _run_work_loop(self) -> None:
+        """Runs the work loop until there is an error or the agent stops."""
+        self._work_loop.uploader.resume()
         while not self._stopping.is_set():
-            self._bell.wait(self._pace.next_s(hears_bells=self._link.now.is_connected()))
-            self.life.beat()
-            self._bench.outbox.check()
-            self._trainer.tidy()
-            if self._line.address is not None and self._renew(self._line.address):
+            self._wake_up.wait(
+                self._poll_backoff.compute_interval_s(is_connected=self._connection.current.is_connected())
+            )
+            self.liveness.record_progress()
+            self._work_loop.uploader.check()
+            self._trainer.remove_expired()
+            if self._endpoint.address is not None and self._renew_if_due(self._endpoint.address):
                 return
             if not self._stopping.is_set():
-                self._look_for_work()
+                self._poll_work()
 
-    def _look_for_work(self) -> None:
-        is_doubted = self._bell.take_doubt()
-        with self.life.working():
-            had_work = self._bench.work_once()
-        if self._bench.outbox.is_flowing():  # a coordinator may greet, have work, and then fail, of too many boards
-            self._backoff_s = FIRST_BACKOFF_S
-        if not had_work:
-            self._tell()
-            self._report.measure_speeds()
+    def _poll_work(self) -> None:
+        may_have_lost_wake_up = self._wake_up.pop_possible_loss()
+        with self.liveness.track_work():
+            did_work = self._work_loop.run_once()
+        # Not before: a coordinator may accept connections, have work, and then fail under too many boards.
+        if self._work_loop.uploader.has_progressed():
+            self._backoff_s = INITIAL_BACKOFF_S
+        if not did_work:
+            self._publish_capabilities()
+            self._capability_reporter.measure_step_rates()
             return
-        self._pace.had_work()
-        if is_doubted:
-            self._bell.doubt()
-            self._bell.ring()  # more may be waiting, whose bells nobody heard
+        self._poll_backoff.on_work()
+        if may_have_lost_wake_up:
+            self._wake_up.record_possible_loss()
+            self._wake_up.notify()  # more may be waiting, whose wake-ups were lost
 
-    def _tell(self) -> None:
-        with self.life.working():  # shards are read from the beginning to the end
-            self._report.tell()
+    def _publish_capabilities(self) -> None:
+        with self.liveness.track_work():  # shards are read completely
+            self._capability_reporter.publish()
 
-    def _news(self) -> None:
-        """Tells the fleet, and looks after the coordinator: it may have moved while a model was fetched."""
-        self._heart.beat_now()
-        self._bell.ring()
+    def _on_update_status(self) -> None:
+        """Publishes a heartbeat and wakes the main loop: the coordinator may have moved during a download."""
+        self._heartbeat.publish_now()
+        self._wake_up.notify()
 
-    def _link_changed(self, is_connected: bool) -> None:
-        """Looks after the coordinator at once when the broker is lost: both may be gone, and come back elsewhere."""
-        self._heart.beat_now()
+    def _on_connection_change(self, is_connected: bool) -> None:
+        """Wakes the main loop when the broker is lost: the coordinator may have moved with it."""
+        self._heartbeat.publish_now()
         if is_connected:
-            self._installations.linked()
-            self._bell.doubt()  # the link itself rings
+            self._installations.record_broker_connected()
+            self._wake_up.record_possible_loss()  # the connection itself sends a wake-up
         else:
-            self._bell.ring()
+            self._wake_up.notify()
 
-    def _source(self) -> Source:
-        """Returns where files are fetched now, signed with the coordinator's time.
+    def _get_download_source(self) -> DownloadSource:
+        """Returns the present download source, signed with the coordinator's time.
 
         Raises:
-            NetworkError: the coordinator is away.
+            NetworkError: the coordinator is unreachable.
         """
-        address = self._line.address
+        address = self._endpoint.address
         if address is None:
             raise NetworkError("the coordinator is away")
-        return Source(address=address, trust=self._trust, headers=self._bench.supernode.signed_headers())
+        return DownloadSource(
+            address=address, tls_context=self._tls_context, headers=self._work_loop.supernode.create_auth_headers()
+        )
 
-    def _activity(self) -> Activity:
-        run, assignment, iteration = self._trainer.now or (None, None, None)
-        return Activity(
+    def _get_activity(self) -> DeviceActivity:
+        run, assignment, iteration = self._trainer.current or (None, None, None)
+        return DeviceActivity(
             run=run,
             assignment=assignment or None,
             iteration=iteration,
-            holding=self._bench.holding(),
-            clock_skew_s=round(self._line.skew_s, 3),
+            held_assignments=self._work_loop.list_held_assignments(),
+            clock_skew_s=round(self._endpoint.skew_s, 3),
             model=self._models.model,
             deployment=self._models.report,
             installation=self._installations.report,
         )
 
-    def _signed(self, key_pem: bytes) -> dict[str, str]:
-        return signed_headers(key_pem, self._line.clock, self._boot_id)
+    def _sign_headers(self, key_pem: bytes) -> dict[str, str]:
+        return create_auth_headers(key_pem, self._endpoint.clock, self._boot_id)
 
-    def _refused(self, told: str) -> None:
-        """Ends this agent if it is the one that is refused: its twin hears the same topic."""
+    def _on_lockout(self, payload: str) -> None:
+        """Stops this agent if it is the rejected one: its clone receives the same topic."""
         try:
-            reason = refusal_in(told, self._boot_id)
+            reason = parse_lockout(payload, self._boot_id)
         except ValueError as error:
             log.warning("ignored: %s", error)
             return
         if reason is not None:
-            self.refusal = f"the coordinator refuses this agent, a copy: {reason}"
+            self.lockout_reason = f"the coordinator refuses this agent, a copy: {reason}"
             self.stop()
-            self.refused.set()
+            self.locked_out.set()
 
-    def _obey(self, command: Command) -> None:
-        self._commands.obey(command)
+    def _on_command(self, command: Command) -> None:
+        self._commands.dispatch(command)
 
-    def _report_progress(self, assignment_id: str, iteration: int, seconds_per_iteration: float) -> None:
-        self._link.publish_progress(
+    def _publish_progress(self, assignment_id: str, iteration: int, seconds_per_iteration: float) -> None:
+        self._connection.publish_progress(
             ProgressReport(assignment=assignment_id, iteration=iteration, seconds_per_iteration=seconds_per_iteration)
         )
 
-    def _make_trainer(self) -> Trainer:
+    def _make_trainer(self) -> DeviceTrainer:
         state = self._state
-        return Trainer(
+        return DeviceTrainer(
             device_id=state.device_id,
-            role=state.device.role,
-            shards=lambda: state.device.shards,
+            role=state.settings.role,
+            shards=lambda: state.settings.shards,
             accelerator=self._accelerator,
-            threads=state.device.threads,
+            threads=state.settings.threads,
             state_dir=state.root,
-            life=state.next_session_no(),
-            on_progress=self._report_progress,
-            make_carrier=self._carriers.make,
-            board=AssignmentVitals(),
-            pacer=board_pacer(lambda: state.device.max_temperature_c),
-            on_life=self.life.beat,
+            incarnation=state.next_session_no(),
+            on_progress=self._publish_progress,
+            make_transport=self._transports.make,
+            health_sampler=HealthSampler(),
+            thermal_pacer=create_thermal_pacer(lambda: state.settings.max_temperature_c),
+            on_alive=self.liveness.record_progress,
         )
 
-    def _make_updates(self, site: Site) -> tuple[ModelUpdates, Installations]:
+    def _make_updates(self, update_config: SoftwareUpdateConfig) -> tuple[DeploymentClient, InstallationClient]:
         state = self._state
-        models = ModelUpdates(
+        models = DeploymentClient(
             state,
-            source=self._source,
-            on_change=self._news,
-            rng=derived_rng("models", state.device_id, time.time_ns()),
+            source=self._get_download_source,
+            on_change=self._on_update_status,
+            rng=derive_rng("models", state.device_id, time.time_ns()),
         )
-        installations = Installations(
+        installations = InstallationClient(
             state,
-            site=site,
+            config=update_config,
             boot_id=self._boot_id,
-            source=self._source,
-            on_change=self._news,
-            rng=derived_rng("installations", state.device_id, time.time_ns()),
+            get_source=self._get_download_source,
+            on_change=self._on_update_status,
+            rng=derive_rng("installations", state.device_id, time.time_ns()),
         )
         return models, installations
 
-    def _make_report(self) -> SelfReport:
-        return SelfReport(
+    def _make_capability_reporter(self) -> CapabilityReporter:
+        return CapabilityReporter(
             self._state,
             trainer=self._trainer,
-            speeds=self._speeds,
+            step_rates=self._step_rates,
             accelerator=self._accelerator,
-            software=self._installations.facts,
-            address=lambda: self._line.address,
-            publish=self._link.publish_capabilities,
+            get_software_facts=self._installations.get_facts,
+            get_address=lambda: self._endpoint.address,
+            publish=self._connection.publish_capabilities,
         )
 
-    def _make_commands(self) -> Commands:
-        return Commands(
+    def _make_commands(self) -> CommandDispatcher:
+        return CommandDispatcher(
             state=self._state,
             trainer=self._trainer,
             models=self._models,
             installations=self._installations,
             renewal=self._renewal,
-            report=self._report,
-            heart=self._heart,
-            bell=self._bell,
-            link=self._link,
-            on_refused=self._refused,
+            capability_reporter=self._capability_reporter,
+            heartbeat=self._heartbeat,
+            wake_up=self._wake_up,
+            connection=self._connection,
+            on_lockout=self._on_lockout,
         )
 
 
-def run_agent(state: DeviceState, site: Site | None = None) -> None:
-    """Runs the agent of a joined device until SIGTERM or SIGINT.
+def run_agent(state: DeviceStateDir, update_config: SoftwareUpdateConfig | None = None) -> None:
+    """Runs the agent of an enrolled device until SIGTERM or SIGINT.
 
     Raises:
-        ClonedError: this is the copy of a device that is at work, also when that was found out before.
+        ClonedError: this is the clone of an active device, also when detected before.
     """
-    check_welcome(state.root)
-    agent = Agent(state, site=site)
-    agent.keep_log()
+    check_not_locked_out(state.root)
+    agent = Agent(state, update_config=update_config)
+    agent.start_logging()
 
     def stop() -> None:
         agent.stop()
-        if not agent.leave(LEAVE_WITHIN_S):
+        if not agent.wait_or_disconnect(SHUTDOWN_TIMEOUT_S):
             log.warning("what is under way takes too long; leaving without it")
             logging.shutdown()
-            os._exit(0)  # what lies on disk is whole at any time, and nothing can end a thread that computes
+            os._exit(0)  # files on disk are consistent at any time, and a computing thread cannot be interrupted
 
-    def stop_when_refused() -> None:
-        agent.refused.wait()
-        if not agent.leave(LEAVE_WITHIN_S):  # in the middle of an iteration that takes minutes
-            log.error("%s", agent.refusal)
-            keep_refusal(state.root, agent.refusal or "")
+    def stop_when_locked_out() -> None:
+        agent.locked_out.wait()
+        if not agent.wait_or_disconnect(SHUTDOWN_TIMEOUT_S):  # in an iteration that takes minutes
+            log.error("%s", agent.lockout_reason)
+            save_lockout(state.root, agent.lockout_reason or "")
             logging.shutdown()
             os._exit(ClonedError.exit_code)
 
-    threading.Thread(target=stop_when_refused, name="refused", daemon=True).start()
-    with on_stop_signal(stop), watched(Notifier.from_environment(), agent.life):
+    threading.Thread(target=stop_when_locked_out, name="refused", daemon=True).start()
+    with on_stop_signal(stop), run_watchdog(SystemdNotifier.from_environment(), agent.liveness):
         try:
             agent.run()
         except ClonedError as error:
-            keep_refusal(state.root, str(error))
+            save_lockout(state.root, str(error))
             raise
     log.info("%s has left the fleet for now", state.device_id)

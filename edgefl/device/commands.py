@@ -1,4 +1,4 @@
-"""What the coordinator commands over MQTT, done by whom it concerns."""
+"""Dispatch of the coordinator's MQTT commands to the components that execute them."""
 
 from __future__ import annotations
 
@@ -6,63 +6,63 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from edgefl.device.bell import Bell
-from edgefl.device.heartbeat import Heart
-from edgefl.device.inference.model_updates import ModelUpdates
-from edgefl.device.installations import Installations
-from edgefl.device.joining.renewal import Renewal
-from edgefl.device.moving_link import MovingLink
-from edgefl.device.self_report import SelfReport
-from edgefl.device.state import DeviceState
-from edgefl.device.telling import tell_logs
-from edgefl.device.trainer import Trainer
-from edgefl.protocol import Command, CommandKind
+from edgefl.core.protocol import Command, CommandKind
+from edgefl.device.capability_report import CapabilityReporter
+from edgefl.device.diagnostics.log_requests import publish_logs
+from edgefl.device.enrolment.renewal import CertificateRenewal
+from edgefl.device.inference.deployments import DeploymentClient
+from edgefl.device.mqtt.heartbeat import HeartbeatPublisher
+from edgefl.device.mqtt.relocatable_connection import RelocatableConnection
+from edgefl.device.mqtt.wake_up import WakeUpSignal
+from edgefl.device.state_dir import DeviceStateDir
+from edgefl.device.training.trainer import DeviceTrainer
+from edgefl.device.updates.installation_client import InstallationClient
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Commands:
-    """Whom commands concern."""
+class CommandDispatcher:
+    """Dispatcher of commands to the agent's components."""
 
-    state: DeviceState
-    trainer: Trainer
-    models: ModelUpdates
-    installations: Installations
-    renewal: Renewal
-    report: SelfReport
-    heart: Heart
-    bell: Bell
-    link: MovingLink
-    on_refused: Callable[[str], None]
+    state: DeviceStateDir
+    trainer: DeviceTrainer
+    models: DeploymentClient
+    installations: InstallationClient
+    renewal: CertificateRenewal
+    capability_reporter: CapabilityReporter
+    heartbeat: HeartbeatPublisher
+    wake_up: WakeUpSignal
+    connection: RelocatableConnection
+    on_lockout: Callable[[str], None]
 
-    def obey(self, command: Command) -> None:
-        """Does one command, in the link's thread; one that is unknown here is logged."""
-        of_something = {
-            CommandKind.RECALL: self.trainer.recall,
-            CommandKind.END: self.trainer.end_run,
+    def dispatch(self, command: Command) -> None:
+        """Executes one command, in the MQTT thread; unknown ones are logged."""
+        argument_handlers = {
+            CommandKind.RECALL: self.trainer.finish_early,
+            CommandKind.END: self.trainer.complete_run,
             CommandKind.DEPLOY: self.models.deploy,
             CommandKind.ROLLBACK: self.models.roll_back,
             CommandKind.INSTALL: self.installations.install,
-            CommandKind.REFUSED: self.on_refused,
+            CommandKind.REFUSED: self.on_lockout,
         }
         match command.kind:
-            case kind if kind in of_something and command.argument:
-                of_something[CommandKind(kind)](command.argument)
+            case kind if kind in argument_handlers and command.argument:
+                argument_handlers[CommandKind(kind)](command.argument)
             case CommandKind.DRAIN | CommandKind.RESUME:
-                self.link.set_draining(draining=command.kind == CommandKind.DRAIN)
+                self.connection.set_draining(draining=command.kind == CommandKind.DRAIN)
                 if command.kind == CommandKind.DRAIN:
-                    self.trainer.rest()
+                    self.trainer.pause()
             case CommandKind.RENEW:
-                self.renewal.ask()
-                self.bell.ring()
+                self.renewal.request()
+                self.wake_up.notify()
             case CommandKind.BEAT:
-                self.heart.beat_now()
+                self.heartbeat.publish_now()
             case CommandKind.LOGS:
-                tell_logs(self.state.root, command, self.link.publish_answer)
+                publish_logs(self.state.root, command, self.connection.publish_reply)
             case CommandKind.RELOAD:
-                self.report.forget()
-                self.bell.ring()
+                self.capability_reporter.invalidate()
+                self.wake_up.notify()
             case CommandKind.LOG_LEVEL if command.argument in logging.getLevelNamesMapping():
                 logging.getLogger().setLevel(command.argument)
             case _:

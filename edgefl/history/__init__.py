@@ -1,1 +1,1 @@
-"""Questions to the store in words, and its history as files."""
+"""History of a store in words, as plots and as files."""

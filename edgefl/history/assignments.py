@@ -1,4 +1,4 @@
-"""Assignments of a run as arrays: who computed, sent and waited, when and for how long."""
+"""Assignments of a run as arrays: computing, sending and waiting times by device."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from itertools import pairwise
 
 import numpy as np
 
-from edgefl.history.series import RoundRange, RoundSeries, Source, column
-from edgefl.types import Array, Json, Outcome
+from edgefl.core.types import Array, Json, UpdateStatus
+from edgefl.history.series import HistoryReader, RoundRange, RoundSeries, make_column_array
 
-ROWS_AT_ONCE = 50_000
-"""A run of a million assignments is read in parts: an answer over HTTPS has an end."""
-_NUMBERS = (
+READ_BATCH_ROWS = 50_000
+"""A run of a million assignments is read in batches: HTTPS answers are limited."""
+_NUMBER_COLUMNS = (
     "round", "dispatched_at", "received_at", "compute_s", "send_s", "wait_s", "iterations", "staleness", "bytes_up",
     "bytes_down",
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Assignments:
-    """Each array is [assignments]; numbers are float64, NaN where nothing is known, times unix seconds."""
+class AssignmentArrays:
+    """Arrays of [assignments]; numbers are float64, NaN where unknown, times unix seconds."""
 
     device: Array
     is_used: Array
@@ -39,50 +39,53 @@ class Assignments:
     def __len__(self) -> int:
         return len(self.device)
 
-    def where(self, kept: Array) -> Assignments:
-        """Returns some of them; `kept` is a mask or places."""
-        return Assignments(**{name: getattr(self, name)[kept] for name in self.__dataclass_fields__})
+    def select(self, mask: Array) -> AssignmentArrays:
+        """Returns a selection; `mask` is a boolean mask or indices."""
+        return AssignmentArrays(**{name: getattr(self, name)[mask] for name in self.__dataclass_fields__})
 
 
-def read_assignments(source: Source, series: RoundSeries, wanted: RoundRange | None = None) -> Assignments:
-    """Returns the assignments that belong to the wanted rounds of a run, all when None.
+def read_assignments(
+    source: HistoryReader, series: RoundSeries, round_range: RoundRange | None = None
+) -> AssignmentArrays:
+    """Returns the assignments of the selected rounds of a run, all when None.
 
-    An update of an asynchronous run belongs to the round in which it was applied, and may have gone out long before.
+    An update of an asynchronous run belongs to the round in which it was applied, and may have been dispatched long
+    before.
 
     Args:
-        source: where they are read.
+        source: to read from.
         series: all closed rounds of the run.
-        wanted: which rounds.
+        round_range: which rounds.
     """
     parts = []
-    for since, until in _spans(series):
-        part = _arrays(source.rows("updates", run=series.head.run_id, since=since, until=until))
-        parts.append(part if wanted is None else part.where(wanted.holds(part.round)))
-    return _joined(parts)
+    for since, until in _split_time(series):
+        part = _to_arrays(source.read_rows("updates", run=series.head.run_id, since=since, until=until))
+        parts.append(part if round_range is None else part.select(round_range.contains(part.round)))
+    return _concatenate(parts)
 
 
-def read_between(source: Source, run_id: str, since: float, until: float) -> Assignments:
-    """Returns the assignments that went out in this time, unix seconds."""
-    return _arrays(source.rows("updates", run=run_id, since=since, until=until))
+def read_assignments_between(source: HistoryReader, run_id: str, since: float, until: float) -> AssignmentArrays:
+    """Returns the assignments dispatched in this time, unix seconds."""
+    return _to_arrays(source.read_rows("updates", run=run_id, since=since, until=until))
 
 
-def _spans(series: RoundSeries) -> Iterator[tuple[float | None, float | None]]:
-    """Yields spans of time with about `ROWS_AT_ONCE` assignments each; the first and the last are open."""
+def _split_time(series: RoundSeries) -> Iterator[tuple[float | None, float | None]]:
+    """Yields time spans with about `READ_BATCH_ROWS` assignments each; the first and the last are open."""
     counts = np.fmax(series.num_devices, series.num_updates)
-    parts = np.nancumsum(counts) // ROWS_AT_ONCE
-    starts = [float(series.started_s[place]) for place in 1 + np.flatnonzero(np.diff(parts))]
+    parts = np.nancumsum(counts) // READ_BATCH_ROWS
+    starts = [float(series.started_s[index]) for index in 1 + np.flatnonzero(np.diff(parts))]
     bounds = [None, *sorted(set(starts)), None]
     yield from pairwise(bounds)
 
 
-def _arrays(rows: Sequence[Json]) -> Assignments:
-    return Assignments(
+def _to_arrays(rows: Sequence[Json]) -> AssignmentArrays:
+    return AssignmentArrays(
         device=np.array([row["device_id"] for row in rows], dtype=object),
-        is_used=np.array([row["outcome"] == str(Outcome.USED) for row in rows], dtype=bool),
-        **{name: column(rows, name) for name in _NUMBERS},
+        is_used=np.array([row["outcome"] == str(UpdateStatus.USED) for row in rows], dtype=bool),
+        **{name: make_column_array(rows, name) for name in _NUMBER_COLUMNS},
     )
 
 
-def _joined(parts: Sequence[Assignments]) -> Assignments:
-    names = Assignments.__dataclass_fields__
-    return Assignments(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
+def _concatenate(parts: Sequence[AssignmentArrays]) -> AssignmentArrays:
+    names = AssignmentArrays.__dataclass_fields__
+    return AssignmentArrays(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})

@@ -1,4 +1,4 @@
-"""Rounds of runs as arrays, from wherever the rows of the history are read."""
+"""Rounds of runs as arrays, from any history reader."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from edgefl.errors import NotFoundError, UsageError
-from edgefl.types import Array, Json
+from edgefl.core.errors import NotFoundError, UsageError
+from edgefl.core.types import Array, Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunHead:
-    """Which run it is; `batch_size` is None where nobody knows it."""
+class RunInfo:
+    """A run; `batch_size` is None where unknown."""
 
     run_id: str
     name: str
@@ -23,11 +23,11 @@ class RunHead:
     batch_size: int | None = None
 
 
-class Source(Protocol):
-    """Where rows come from: a store, or a coordinator that is asked."""
+class HistoryReader(Protocol):
+    """Source of history rows: a store, or a remote coordinator."""
 
-    def run(self, text: str) -> RunHead: ...
-    def rows(
+    def find_run(self, text: str) -> RunInfo: ...
+    def read_rows(
         self,
         kind: str,
         *,
@@ -45,8 +45,8 @@ class RoundRange:
     first: int | None = None
     last: int | None = None
 
-    def holds(self, numbers: Array) -> Array:
-        """Returns which of the rounds are in it."""
+    def contains(self, numbers: Array) -> Array:
+        """Returns a mask of the rounds in the range."""
         low, high = self.first or 0, np.inf if self.last is None else self.last
         return np.asarray((numbers >= low) & (numbers <= high))
 
@@ -54,11 +54,11 @@ class RoundRange:
         return f"{self.first or ''}:{self.last or ''}"
 
 
-def parse_range(text: str) -> RoundRange:
-    """Returns the rounds that `10:40`, `10:`, `:40` or `17` means.
+def parse_round_range(text: str) -> RoundRange:
+    """Returns the range of `10:40`, `10:`, `:40` or `17`.
 
     Raises:
-        UsageError: it is none of these, or ends before it begins.
+        UsageError: not a range, or it ends before it begins.
     """
     first, colon, last = text.strip().partition(":")
     ends = (first, last if colon else first)
@@ -72,19 +72,19 @@ def parse_range(text: str) -> RoundRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundSeries:
-    """The closed rounds of a run, in order; each array is [rounds] float64, NaN where nothing is known.
+    """The closed rounds of a run, in order; each array is [rounds] float64, NaN where unknown.
 
-    `elapsed_s` is the time from the start of the run's first round to the end of this one, `moved_bytes` what crossed
-    the network until then in both directions. `started_s` and `closed_s` are unix seconds.
+    `elapsed_s` is the time from the start of the run's first round to the end of this one, `transferred_bytes` what
+    crossed the network until then in both directions. `started_s` and `closed_s` are unix seconds.
     """
 
-    head: RunHead
+    head: RunInfo
     label: str
     round: Array
     started_s: Array
     closed_s: Array
     elapsed_s: Array
-    moved_bytes: Array
+    transferred_bytes: Array
     bytes_up: Array
     bytes_down: Array
     num_devices: Array
@@ -104,47 +104,49 @@ class RoundSeries:
         """Seconds from the start of the first of these rounds to the end of the last."""
         return float(np.max(self.closed_s) - np.min(self.started_s))
 
-    def has(self, name: str) -> bool:
-        """Says whether anything is known of a column."""
+    def has_values(self, name: str) -> bool:
+        """Returns whether a column has any value."""
         return bool(np.isfinite(getattr(self, name)).any())
 
-    def within(self, wanted: RoundRange) -> RoundSeries:
-        """Returns the wanted rounds alone.
+    def select_rounds(self, round_range: RoundRange) -> RoundSeries:
+        """Returns the rounds in a range.
 
         Raises:
             NotFoundError: there are none.
         """
-        kept = wanted.holds(self.round)
-        if not kept.any():
-            known = f"{self.round[0]:.0f} to {self.round[-1]:.0f}"
-            raise NotFoundError(f"run {self.label} has rounds {known}, none in {wanted}")
+        mask = round_range.contains(self.round)
+        if not mask.any():
+            available = f"{self.round[0]:.0f} to {self.round[-1]:.0f}"
+            raise NotFoundError(f"run {self.label} has rounds {available}, none in {round_range}")
         arrays = [item.name for item in fields(self) if item.name not in {"head", "label"}]
-        return replace(self, **{name: getattr(self, name)[kept] for name in arrays})
+        return replace(self, **{name: getattr(self, name)[mask] for name in arrays})
 
 
-def read_rounds(source: Source, head: RunHead, *, label: str = "", newest: int | None = None) -> RoundSeries:
+def read_rounds(
+    source: HistoryReader, run_info: RunInfo, *, label: str = "", newest: int | None = None
+) -> RoundSeries:
     """Returns the closed rounds of a run.
 
     Args:
-        source: where they are read.
-        head: which run.
-        label: what it is called on a sheet; its name when empty.
-        newest: so many rounds at most; times and bytes then count from the first of them.
+        source: to read from.
+        run_info: the run.
+        label: of the run on a sheet; its name when empty.
+        newest: maximum number of rounds; times and bytes then count from the first of them.
 
     Raises:
         NotFoundError: no round has closed yet.
     """
-    rows = source.rows("rounds", run=head.run_id, limit=None if newest is None else newest + 1)
-    closed = sorted((row for row in rows if row["closed_at"] is not None), key=lambda row: row["round"])
-    if not closed:
-        raise NotFoundError(f"run {label or head.name} has no closed round yet, so there is nothing to draw")
-    return _series(head, label or head.name, closed if newest is None else closed[-newest:])
+    rows = source.read_rows("rounds", run=run_info.run_id, limit=None if newest is None else newest + 1)
+    closed_rows = sorted((row for row in rows if row["closed_at"] is not None), key=lambda row: row["round"])
+    if not closed_rows:
+        raise NotFoundError(f"run {label or run_info.name} has no closed round yet, so there is nothing to draw")
+    return _make_series(run_info, label or run_info.name, closed_rows if newest is None else closed_rows[-newest:])
 
 
-def _series(head: RunHead, label: str, rows: Sequence[Json]) -> RoundSeries:
-    up, down = column(rows, "bytes_up"), column(rows, "bytes_down")
-    started, closed = column(rows, "started_at"), column(rows, "closed_at")
-    same = (
+def _make_series(run_info: RunInfo, label: str, rows: Sequence[Json]) -> RoundSeries:
+    up, down = make_column_array(rows, "bytes_up"), make_column_array(rows, "bytes_down")
+    started_s, closed_s = make_column_array(rows, "started_at"), make_column_array(rows, "closed_at")
+    same_names = (
         "round",
         "num_devices",
         "num_updates",
@@ -156,27 +158,27 @@ def _series(head: RunHead, label: str, rows: Sequence[Json]) -> RoundSeries:
     )
     facts = [row.get("facts") or {} for row in rows]
     return RoundSeries(
-        head=head,
+        head=run_info,
         label=label,
-        started_s=started,
-        closed_s=closed,
-        elapsed_s=closed - np.min(started),
-        moved_bytes=np.cumsum(np.nan_to_num(up) + np.nan_to_num(down)),
+        started_s=started_s,
+        closed_s=closed_s,
+        elapsed_s=closed_s - np.min(started_s),
+        transferred_bytes=np.cumsum(np.nan_to_num(up) + np.nan_to_num(down)),
         bytes_up=up,
         bytes_down=down,
-        disagreement=column(facts, "disagreement"),
-        **{name: column(rows, name) for name in same},
+        disagreement=make_column_array(facts, "disagreement"),
+        **{name: make_column_array(rows, name) for name in same_names},
     )
 
 
-def column(rows: Sequence[Json], name: str) -> Array:
+def make_column_array(rows: Sequence[Json], name: str) -> Array:
     """Returns one column as [rows] float64, NaN where it is missing."""
     values: list[Any] = [row.get(name) for row in rows]
     return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
 
 
-def find_runs(source: Source, texts: Sequence[str]) -> dict[str, RunHead]:
-    """Returns the runs that are meant, each once, by what to call them: the name, with the id where two are alike."""
-    heads = list({head.run_id: head for head in map(source.run, texts)}.values())
-    alike = Counter(head.name for head in heads)
-    return {head.name if alike[head.name] == 1 else f"{head.name} {head.run_id}": head for head in heads}
+def find_runs(source: HistoryReader, texts: Sequence[str]) -> dict[str, RunInfo]:
+    """Returns the identified runs, each once, by label: the name, with the id for duplicate names."""
+    runs = list({run.run_id: run for run in map(source.find_run, texts)}.values())
+    name_counts = Counter(run.name for run in runs)
+    return {run.name if name_counts[run.name] == 1 else f"{run.name} {run.run_id}": run for run in runs}

@@ -1,1 +1,1 @@
-"""From a blank card to a joined board: renders what lies in `provisioning/`."""
+"""Provisioning of devices: renders the files of `provisioning/` for cards, images and hosts."""

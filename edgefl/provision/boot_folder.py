@@ -1,4 +1,4 @@
-"""A boot partition that is mounted, or a folder that will be copied onto one."""
+"""A mounted boot partition, or a folder that will be copied onto one."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from edgefl.errors import ConfigError, StoreError, StoreFullError
-from edgefl.files import store_error, sync_directory
-from edgefl.provision.payload import FOLDER
+from edgefl.core.errors import ConfigError, StoreError, StoreFullError
+from edgefl.provision.payload import PAYLOAD_FOLDER
+from edgefl.system.atomic_files import make_store_error, sync_directory
 
-NEW = f"{FOLDER}.new"
-MARGIN_BYTES = 4 << 20
-"""What is left free for the board's log and the rounding of a FAT."""
+STAGING_FOLDER = f"{PAYLOAD_FOLDER}.new"
+FREE_MARGIN_BYTES = 4 << 20
+"""Reserve for the device's log and the rounding of a FAT."""
 
 
 class BootFolder:
-    """Writes so that a power cut leaves a card that boots: the payload first, what starts it last."""
+    """Writes a boot partition; a power cut leaves a bootable card: payload first, its start last."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -34,7 +34,7 @@ class BootFolder:
             )
 
     def read(self, name: str) -> bytes | None:
-        """Returns the content of a file, None where there is none."""
+        """Returns the content of a file; None where there is none."""
         try:
             return (self.root / name).read_bytes()
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -42,9 +42,9 @@ class BootFolder:
         except OSError as error:
             raise StoreError(f"{self.root / name} cannot be read: {error.strerror}") from None
 
-    def free_bytes(self) -> int:
-        """Returns the room that is left, what an earlier payload takes included."""
-        old = sum(path.stat().st_size for path in (self.root / FOLDER).rglob("*") if path.is_file())
+    def count_free_bytes(self) -> int:
+        """Returns the free space, including that of an earlier payload."""
+        old = sum(path.stat().st_size for path in (self.root / PAYLOAD_FOLDER).rglob("*") if path.is_file())
         return shutil.disk_usage(self.root).free + old
 
     def write(self, files: Mapping[str, bytes | Path]) -> None:
@@ -54,27 +54,29 @@ class BootFolder:
             StoreFullError: there is no room; nothing was written.
             StoreError: the partition cannot be written.
         """
-        check_room(files, self.free_bytes(), str(self.root))
+        check_free_space(files, self.count_free_bytes(), str(self.root))
         try:
-            self._forget(NEW)
-            inside = {name: body for name, body in files.items() if name.startswith(f"{FOLDER}/")}
-            if shutil.disk_usage(self.root).free < num_bytes(inside) + MARGIN_BYTES:
-                self._forget(FOLDER)  # both do not fit; the card has no payload until the new one is whole
+            self._remove_folder(STAGING_FOLDER)
+            inside = {name: body for name, body in files.items() if name.startswith(f"{PAYLOAD_FOLDER}/")}
+            if shutil.disk_usage(self.root).free < count_bytes(inside) + FREE_MARGIN_BYTES:
+                self._remove_folder(
+                    PAYLOAD_FOLDER
+                )  # both do not fit; the card has no payload until the new one is whole
             for name, body in inside.items():
-                self._write(f"{NEW}/{name.removeprefix(f'{FOLDER}/')}", body)
+                self._write_file(f"{STAGING_FOLDER}/{name.removeprefix(f'{PAYLOAD_FOLDER}/')}", body)
             if inside:
-                self._forget(FOLDER)
-                (self.root / NEW).rename(self.root / FOLDER)
+                self._remove_folder(PAYLOAD_FOLDER)
+                (self.root / STAGING_FOLDER).rename(self.root / PAYLOAD_FOLDER)
             for name in files.keys() - inside.keys():
                 if name != "cmdline.txt":
-                    self._write(name, files[name])
+                    self._write_file(name, files[name])
             if "cmdline.txt" in files:
-                self._write("cmdline.txt", files["cmdline.txt"])
+                self._write_file("cmdline.txt", files["cmdline.txt"])
             sync_directory(self.root)
         except OSError as error:
-            raise store_error(self.root, error) from None
+            raise make_store_error(self.root, error) from None
 
-    def _write(self, name: str, body: bytes | Path) -> None:
+    def _write_file(self, name: str, body: bytes | Path) -> None:
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         # Without a change of mode: a FAT has none, and refuses.
@@ -93,7 +95,7 @@ class BootFolder:
             Path(temporary).unlink(missing_ok=True)
             raise
 
-    def _forget(self, folder: str) -> None:
+    def _remove_folder(self, folder: str) -> None:
         old = self.root / folder
         secret = old / "join.json"
         if secret.is_file():
@@ -102,16 +104,16 @@ class BootFolder:
             shutil.rmtree(old)
 
 
-def num_bytes(files: Mapping[str, bytes | Path]) -> int:
-    """Returns the bytes of all files together."""
+def count_bytes(files: Mapping[str, bytes | Path]) -> int:
+    """Returns the total size of all files."""
     return sum(len(body) if isinstance(body, bytes) else body.stat().st_size for body in files.values())
 
 
-def check_room(files: Mapping[str, bytes | Path], free_bytes: int, place: str) -> None:
+def check_free_space(files: Mapping[str, bytes | Path], free_bytes: int, location: str) -> None:
     """Raises `StoreFullError` where the files do not fit."""
-    needed = num_bytes(files) + MARGIN_BYTES
-    if needed > free_bytes:
+    required_bytes = count_bytes(files) + FREE_MARGIN_BYTES
+    if required_bytes > free_bytes:
         raise StoreFullError(
-            f"{place} has {free_bytes / 1e6:.0f} MB free and {needed / 1e6:.0f} MB are needed; nothing was written. "
-            "Without --wheels the board installs from the network"
+            f"{location} has {free_bytes / 1e6:.0f} MB free and {required_bytes / 1e6:.0f} MB are needed; "
+            "nothing was written. Without --wheels the board installs from the network"
         )

@@ -1,4 +1,4 @@
-"""The boot partition inside a copy of an image, written by mtools: no root, no mount, never a device."""
+"""Boot partition inside a copy of an image, written by mtools: no root, no mount, never a device."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, cast
 
-from edgefl.errors import ConfigError, NotFoundError, StoreError
-from edgefl.files import store_error
-from edgefl.provision.boot_folder import check_room
-from edgefl.provision.payload import FOLDER
+from edgefl.core.errors import ConfigError, NotFoundError, StoreError
+from edgefl.provision.boot_folder import check_free_space
+from edgefl.provision.payload import PAYLOAD_FOLDER
+from edgefl.system.atomic_files import make_store_error
 
 SECTOR_BYTES = 512
 FAT_TYPES = frozenset({0x01, 0x04, 0x06, 0x0B, 0x0C, 0x0E})
-GPT_TYPE = 0xEE
+PROTECTIVE_MBR_TYPE = 0xEE
 MAX_GPT_ENTRIES = 128
 # EBD0A0A2-… (basic data) and C12A7328-… (EFI system), as they lie on the disk.
-GPT_FAT = frozenset(
+GPT_FAT_GUIDS = frozenset(
     {bytes.fromhex("a2a0d0ebe5b9334487c068b6b72699c7"), bytes.fromhex("28732ac11ff8d211ba4b00a0c93ec93b")}
 )
 CHUNK_BYTES = 1 << 20
-TIMEOUT_S = 600.0
+MTOOLS_TIMEOUT_S = 600.0
 
 
 class BootImage:
-    """The FAT partition at an offset of an image file that is ours to change."""
+    """The FAT partition at an offset of an image file owned by edgefl."""
 
     def __init__(self, image: Path) -> None:
         if shutil.which("mcopy") is None:
@@ -43,7 +43,7 @@ class BootImage:
         if not image.is_file():
             raise ConfigError(f"{image} is no file; devices are never written: --boot writes onto a mounted card")
         self.image = image
-        self.offset = fat_offset(image)
+        self.offset = find_fat_offset(image)
 
     def check(self, *, force: bool) -> None:
         """Raises `ConfigError` for a partition that is no Raspberry Pi's."""
@@ -54,23 +54,23 @@ class BootImage:
             )
 
     def read(self, name: str) -> bytes | None:
-        """Returns the content of a file, None where there is none."""
-        done = self._mtools("mtype", f"::{name}", may_fail=True)
-        return done.stdout if done.returncode == 0 else None
+        """Returns the content of a file; None where there is none."""
+        process = self._run_mtools("mtype", f"::{name}", may_fail=True)
+        return process.stdout if process.returncode == 0 else None
 
-    def free_bytes(self) -> int:
-        """Returns the room that is left."""
-        told = self._mtools("mdir", "::").stdout.decode("ascii", errors="replace")
-        found = re.search(r"([\d ]+) bytes free", told)
-        if not found:
+    def count_free_bytes(self) -> int:
+        """Returns the free space."""
+        listing = self._run_mtools("mdir", "::").stdout.decode("ascii", errors="replace")
+        match = re.search(r"([\d ]+) bytes free", listing)
+        if not match:
             raise StoreError(f"{self.image} has a boot partition that mtools cannot read")
-        return int(found[1].replace(" ", ""))
+        return int(match[1].replace(" ", ""))
 
     def write(self, files: Mapping[str, bytes | Path]) -> None:
         """Writes the files; an earlier payload goes first. Raises `StoreFullError` and `StoreError`."""
-        for old in (FOLDER, f"{FOLDER}.new"):
-            self._mtools("mdeltree", f"::{old}", may_fail=True)
-        check_room(files, self.free_bytes(), f"the boot partition of {self.image.name}")
+        for old in (PAYLOAD_FOLDER, f"{PAYLOAD_FOLDER}.new"):
+            self._run_mtools("mdeltree", f"::{old}", may_fail=True)
+        check_free_space(files, self.count_free_bytes(), f"the boot partition of {self.image.name}")
         with tempfile.TemporaryDirectory() as folder:
             tree = Path(folder)
             for name, body in files.items():
@@ -81,28 +81,32 @@ class BootImage:
                 else:
                     path.symlink_to(body.resolve())
             # -s with folders, -o overwrites.
-            self._mtools("mcopy", "-s", "-o", *map(str, sorted(tree.iterdir())), "::")
+            self._run_mtools("mcopy", "-s", "-o", *map(str, sorted(tree.iterdir())), "::")
 
-    def _mtools(self, program: str, *arguments: str, may_fail: bool = False) -> subprocess.CompletedProcess[bytes]:
+    def _run_mtools(
+        self, program: str, *arguments: str, may_fail: bool = False
+    ) -> subprocess.CompletedProcess[bytes]:
         environment = {**os.environ, "MTOOLS_SKIP_CHECK": "1", "MTOOLSRC": os.devnull, "LC_ALL": "C"}
-        # Without a terminal mtools asks nothing; what it would ask is answered with no.
-        done = subprocess.run(
+        # Without a terminal mtools prompts for nothing; each prompt counts as declined.
+        process = subprocess.run(
             [program, "-i", f"{self.image}@@{self.offset}", *arguments],
             env=environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=TIMEOUT_S,
+            timeout=MTOOLS_TIMEOUT_S,
             check=False,
         )
-        if done.returncode and not may_fail:
-            told = done.stderr.decode(errors="replace").strip().splitlines()
-            raise StoreError(f"{program} cannot write {self.image.name}: {told[-1] if told else done.returncode}")
-        return done
+        if process.returncode and not may_fail:
+            error_lines = process.stderr.decode(errors="replace").strip().splitlines()
+            raise StoreError(
+                f"{program} cannot write {self.image.name}: {error_lines[-1] if error_lines else process.returncode}"
+            )
+        return process
 
 
 @contextmanager
-def copied(image: Path, out: Path) -> Iterator[BootImage]:
-    """Gives the boot partition of a copy of an image, which appears at `out` only when the block ends well.
+def open_copy(image: Path, out: Path) -> Iterator[BootImage]:
+    """Opens the boot partition of an image's copy, which appears at `out` only on success.
 
     Holes stay holes; images that end in .xz or .gz are unpacked. The copy is for its owner alone: a join token comes
     into it.
@@ -120,18 +124,18 @@ def copied(image: Path, out: Path) -> Iterator[BootImage]:
         raise ConfigError("--out must be another file than --image: the image stays as it is")
     part = out.with_name(f".{out.name}.part")
     try:
-        _copy(image, part)
+        _copy_image(image, part)
         yield BootImage(part)
         with part.open("rb") as file:
             os.fsync(file.fileno())
         part.replace(out)
     except OSError as error:
-        raise store_error(out, error) from None
+        raise make_store_error(out, error) from None
     finally:
         part.unlink(missing_ok=True)
 
 
-def fat_offset(image: Path) -> int:
+def find_fat_offset(image: Path) -> int:
     """Returns where the first FAT partition begins, in bytes; MBR, GPT, or a bare file system.
 
     Raises:
@@ -139,7 +143,7 @@ def fat_offset(image: Path) -> int:
     """
     with image.open("rb") as file:
         table = file.read(SECTOR_BYTES)
-        candidates = [0, *_mbr(table), *_gpt(file, table)]
+        candidates = [0, *_list_mbr_offsets(table), *_list_gpt_offsets(file, table)]
         for offset in candidates:
             file.seek(offset)
             boot = file.read(SECTOR_BYTES)
@@ -148,15 +152,15 @@ def fat_offset(image: Path) -> int:
     raise ConfigError(f"{image.name} has no FAT partition; is it an image of a Raspberry Pi's card?")
 
 
-def _mbr(table: bytes) -> list[int]:
+def _list_mbr_offsets(table: bytes) -> list[int]:
     if len(table) < SECTOR_BYTES or table[510:512] != b"\x55\xaa":
         return []
     entries = [table[446 + 16 * number : 462 + 16 * number] for number in range(4)]
     return [int.from_bytes(entry[8:12], "little") * SECTOR_BYTES for entry in entries if entry[4] in FAT_TYPES]
 
 
-def _gpt(file: IO[bytes], table: bytes) -> list[int]:
-    if len(table) < SECTOR_BYTES or table[450] != GPT_TYPE:
+def _list_gpt_offsets(file: IO[bytes], table: bytes) -> list[int]:
+    if len(table) < SECTOR_BYTES or table[450] != PROTECTIVE_MBR_TYPE:
         return []
     file.seek(SECTOR_BYTES)
     header = file.read(SECTOR_BYTES)
@@ -167,14 +171,14 @@ def _gpt(file: IO[bytes], table: bytes) -> list[int]:
         return []
     file.seek(start * SECTOR_BYTES)
     entries = [file.read(size) for _ in range(min(count, MAX_GPT_ENTRIES))]
-    return [int.from_bytes(entry[32:40], "little") * SECTOR_BYTES for entry in entries if entry[:16] in GPT_FAT]
+    return [int.from_bytes(entry[32:40], "little") * SECTOR_BYTES for entry in entries if entry[:16] in GPT_FAT_GUIDS]
 
 
-def _copy(image: Path, part: Path) -> None:
+def _copy_image(image: Path, part: Path) -> None:
     try:
-        # What an earlier call left half done may be for others to read, and would stay so.
+        # A partial file of an earlier call may be readable by others, and would stay so.
         part.unlink(missing_ok=True)
-        with _opened(image) as origin, open(part, "xb", opener=_for_its_owner) as copy:
+        with _open_image(image) as origin, open(part, "xb", opener=_open_private) as copy:
             while chunk := origin.read(CHUNK_BYTES):
                 if chunk.count(0) == len(chunk):
                     copy.seek(len(chunk), os.SEEK_CUR)
@@ -185,11 +189,11 @@ def _copy(image: Path, part: Path) -> None:
         raise ConfigError(f"{image} is damaged: {error}") from None
 
 
-def _for_its_owner(path: str, flags: int) -> int:
+def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def _opened(image: Path) -> IO[bytes]:
+def _open_image(image: Path) -> IO[bytes]:
     if image.suffix == ".xz":
         return cast("IO[bytes]", lzma.open(image))
     if image.suffix == ".gz":

@@ -1,4 +1,4 @@
-"""Raspberry Pi OS Bookworm: `firstrun.sh`, which the kernel's command line starts before there is a network."""
+"""Raspberry Pi OS Bookworm: `firstrun.sh`, started by the kernel's command line before there is a network."""
 
 from __future__ import annotations
 
@@ -6,18 +6,25 @@ import ipaddress
 import re
 import shlex
 
-from edgefl.errors import ConfigError
-from edgefl.provision import sources
-from edgefl.provision.card import CGROUP, Files, Network, Read, Wishes, edited_cmdline
+from edgefl.core.errors import ConfigError
+from edgefl.provision import provisioning_files
+from edgefl.provision.sd_card import (
+    MEMORY_CGROUP_ARGUMENT,
+    CardNetwork,
+    CardOptions,
+    FileContents,
+    ReadFile,
+    edit_cmdline,
+)
 
-RUN = (
+FIRSTRUN_CMDLINE_WORDS = (
     "systemd.run=/boot/firmware/firstrun.sh",
     "systemd.run_success_action=reboot",
     "systemd.unit=kernel-command-line.target",
 )
 
 
-def files(wishes: Wishes, read: Read) -> Files:
+def render_files(options: CardOptions, read: ReadFile) -> FileContents:
     """Returns `firstrun.sh` and `cmdline.txt`.
 
     Raises:
@@ -26,49 +33,49 @@ def files(wishes: Wishes, read: Read) -> Files:
     cmdline = read("cmdline.txt")
     if cmdline is None:
         raise ConfigError("Bookworm's first boot begins in cmdline.txt, and this partition has none")
-    known = read("firstrun.sh")
-    if known is not None and b"edgefl" not in known:
+    existing = read("firstrun.sh")
+    if existing is not None and b"edgefl" not in existing:
         raise ConfigError(
             "the card has a firstrun.sh already, written by Raspberry Pi Imager: write the card without Imager's "
             "settings and say them here (--user, --ssh-key, --wifi-ssid), or remove firstrun.sh"
         )
-    edited = edited_cmdline(
+    edited_cmdline = edit_cmdline(
         cmdline.decode("utf-8", errors="replace"),
-        add=[CGROUP, *RUN],
-        drop=lambda word: word.startswith("systemd.run"),
+        add=[MEMORY_CGROUP_ARGUMENT, *FIRSTRUN_CMDLINE_WORDS],
+        should_drop=lambda word: word.startswith("systemd.run"),
     )
-    return {"firstrun.sh": firstrun(wishes), "cmdline.txt": edited}
+    return {"firstrun.sh": render_script(options), "cmdline.txt": edited_cmdline}
 
 
-def firstrun(wishes: Wishes) -> bytes:
-    """Returns the script, with the wishes as quoted words."""
-    network = wishes.network
+def render_script(options: CardOptions) -> bytes:
+    """Returns the script with the options as quoted words."""
+    network = options.network
     words = {
-        "HOSTNAME": wishes.hostname or wishes.name,
-        "USER": wishes.user or ("pi" if wishes.ssh_keys else ""),
-        "SSH_KEY": "\n".join(wishes.ssh_keys),
+        "HOSTNAME": options.hostname or options.name,
+        "USER": options.user or ("pi" if options.ssh_keys else ""),
+        "SSH_KEY": "\n".join(options.ssh_keys),
         "SSID": network.ssid or "",
-        # A profile of NetworkManager's takes a name as bytes as well, whatever it holds.
+        # NetworkManager's profiles accept a name as bytes, whatever it contains.
         "SSID_BYTES": "".join(f"{byte};" for byte in (network.ssid or "").encode()),
         "PSK": network.psk or "",
         "COUNTRY": network.country or "",
-        "HIDDEN": "true" if network.hidden else "",
+        "HIDDEN": "true" if network.is_hidden else "",
         "INTERFACE": network.interface,
-        "ADDRESSES": _addresses(network),
+        "ADDRESSES": _render_addresses(network),
     }
-    template = sources.text("raspberry-pi/firstrun.sh")
-    return re.sub(r"@([A-Z_]+)@", lambda found: shlex.quote(words[found[1]]), template).encode()
+    template = provisioning_files.load_text("raspberry-pi/firstrun.sh")
+    return re.sub(r"@([A-Z_]+)@", lambda match: shlex.quote(words[match[1]]), template).encode()
 
 
-def _addresses(network: Network) -> str:
-    """Returns a fixed address and its name servers as sections of a profile of NetworkManager's, one per family."""
+def _render_addresses(network: CardNetwork) -> str:
+    """Returns a fixed address and its name servers as NetworkManager sections, one per address family."""
     if network.address is None:
         return ""
-    fixed = ipaddress.ip_interface(network.address).version
+    fixed_version = ipaddress.ip_interface(network.address).version
     sections = []
     for version in (4, 6):
         lines = [f"[ipv{version}]", "method=auto"]
-        if version == fixed:
+        if version == fixed_version:
             lines[1:] = ["method=manual", f"address1={network.address},{network.gateway}"]
         servers = [server for server in network.dns if ipaddress.ip_address(server).version == version]
         lines += [f"dns={''.join(f'{server};' for server in servers)}"] if servers else []

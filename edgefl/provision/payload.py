@@ -1,4 +1,4 @@
-"""The payload: one folder `edgefl/` with everything that a board needs, the same for every way of bringing it."""
+"""The payload: one folder `edgefl/` with all files of a device, the same for every way of provisioning."""
 
 from __future__ import annotations
 
@@ -8,45 +8,47 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from edgefl import __version__
-from edgefl.provision import sources
-from edgefl.provision.locks import BOARDS, lock_name
+from edgefl.provision import provisioning_files
+from edgefl.provision.wheel_locks import WHEEL_PLATFORMS, get_lock_name
 
-FOLDER = "edgefl"
-MANIFEST = "manifest.json"
-LOCK = "requirements.txt"
-"""The lock that was chosen for the board; without one it takes the one of its kind, of `locks/`."""
+PAYLOAD_FOLDER = "edgefl"
+MANIFEST_NAME = "manifest.json"
+LOCK_NAME = "requirements.txt"
+"""The lock chosen for the device; without one it takes its platform's lock of `locks/`."""
 SCRIPTS = ("board/firstboot.sh", "board/install.sh", "board/edgefl-firstboot.service")
-SECRET = frozenset({"join.json"})
-"""What is not named in the manifest: it is taken away once it was used."""
+SECRET_FILES = frozenset({"join.json"})
+"""Files outside the manifest: they are removed after use."""
 
 
-def payload(join_file: str, extra: Mapping[str, bytes | Path] | None = None) -> dict[str, bytes | Path]:
+def make_payload(join_file: str, extra_files: Mapping[str, bytes | Path] | None = None) -> dict[str, bytes | Path]:
     """Returns path -> content of all files below `edgefl/`, the manifest included.
 
     Args:
         join_file: the text of `join.json`.
-        extra: more files, such as wheels, signers or drop-ins, by their path below the folder.
+        extra_files: more files, such as wheels, signers or drop-ins, by their path below the folder.
     """
-    files: dict[str, bytes | Path] = {"join.json": join_file.encode(), **(extra or {})}
-    if LOCK not in files:
-        files |= _board_locks()
+    files: dict[str, bytes | Path] = {"join.json": join_file.encode(), **(extra_files or {})}
+    if LOCK_NAME not in files:
+        files |= _list_platform_locks()
     files.setdefault("version", f"{__version__}\n".encode())
-    files |= {Path(name).name: sources.path(name) for name in SCRIPTS}
-    files |= {f"units/{unit.name}": unit for unit in sorted(sources.path("units").glob("edgefl-*"))}
-    files[MANIFEST] = manifest({name: content for name, content in files.items() if name not in SECRET})
+    files |= {Path(name).name: provisioning_files.find_path(name) for name in SCRIPTS}
+    files |= {f"units/{unit.name}": unit for unit in sorted(provisioning_files.find_path("units").glob("edgefl-*"))}
+    files[MANIFEST_NAME] = render_manifest(
+        {name: content for name, content in files.items() if name not in SECRET_FILES}
+    )
     return files
 
 
-def manifest(files: Mapping[str, bytes | Path]) -> bytes:
+def render_manifest(files: Mapping[str, bytes | Path]) -> bytes:
     """Returns the manifest: SHA-256 and size of every file, by its path below the folder."""
-    told = {}
+    entries = {}
     for name, content in sorted(files.items()):
         body = content if isinstance(content, bytes) else content.read_bytes()
-        told[name] = {"sha256": hashlib.sha256(body).hexdigest(), "bytes": len(body)}
-    return (json.dumps({"v": 1, "files": told}, indent=2) + "\n").encode()
+        entries[name] = {"sha256": hashlib.sha256(body).hexdigest(), "bytes": len(body)}
+    return (json.dumps({"v": 1, "files": entries}, indent=2) + "\n").encode()
 
 
-def _board_locks() -> dict[str, bytes | Path]:
-    """Returns the lock of every kind of board, by what `install.sh` can see of one: machine and CPython."""
-    light = {f"{family.machine}-{family.abi}": lock_name(family) for family in BOARDS.values()}
-    return {f"locks/{board}.txt": sources.path(f"locks/{name}") for board, name in light.items()}
+def _list_platform_locks() -> dict[str, bytes | Path]:
+    """Returns the lock of every platform, by the machine and CPython that `install.sh` detects."""
+    light = {f"{family.machine}-{family.abi}": get_lock_name(family) for family in WHEEL_PLATFORMS.values()}
+    return {f"locks/{board}.txt": provisioning_files.find_path(f"locks/{name}") for board, name in light.items()}

@@ -1,11 +1,11 @@
-"""The key of a Wi-Fi: computed here, so that the passphrase itself lies on no card."""
+"""Wi-Fi keys: computed here, so that no card holds the passphrase itself."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 
-from edgefl.errors import UsageError
+from edgefl.core.errors import UsageError
 
 MAX_SSID_BYTES = 32
 _KEY = re.compile(r"[0-9a-fA-F]{64}\Z")
@@ -13,8 +13,8 @@ _PASSPHRASE = re.compile(r"[ -~]{8,63}\Z")
 _COUNTRY = re.compile(r"[A-Z]{2}\Z")
 
 
-def pre_shared_key(ssid: str, passphrase: str) -> str:
-    """Returns the 64 hexadecimal digits that WPA2 makes of a passphrase; a key passes as it is.
+def compute_pre_shared_key(ssid: str, passphrase: str) -> str:
+    """Returns WPA2's 64 hexadecimal digits of a passphrase; a key passes unchanged.
 
     Raises:
         UsageError: it is neither; the message does not show it.
@@ -31,15 +31,15 @@ def pre_shared_key(ssid: str, passphrase: str) -> str:
     return hashlib.pbkdf2_hmac("sha1", passphrase.encode(), ssid.encode(), 4096, 32).hex()
 
 
-def checked_ssid(ssid: str) -> str:
-    """Returns a network's name that can be one; raises `UsageError`."""
+def validate_ssid(ssid: str) -> str:
+    """Returns a valid network name; raises `UsageError`."""
     if not 1 <= len(ssid.encode()) <= MAX_SSID_BYTES or not ssid.isprintable():
         raise UsageError(f"a Wi-Fi name has 1 to {MAX_SSID_BYTES} printable bytes, got {ssid!r}")
     return ssid
 
 
-def checked_country(country: str) -> str:
-    """Returns a country code, which the radio's rules follow; raises `UsageError`."""
+def validate_country(country: str) -> str:
+    """Returns a valid country code, for the radio's rules; raises `UsageError`."""
     if not _COUNTRY.match(country.upper()):
         raise UsageError(f"a Wi-Fi country has two letters, such as DE or GB, got {country!r}")
     return country.upper()

@@ -1,1 +1,1 @@
-"""The virtual fleet: the loop's other fleet, on an event heap, with real training mathematics."""
+"""The simulated fleet: real training mathematics on a discrete-event queue."""

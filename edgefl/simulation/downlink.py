@@ -1,68 +1,70 @@
-"""The model on its way down: encoded once for all boards, and counted as what each of them is sent."""
+"""The model's downlink: encoded once for all devices, counted as each device's transfer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from edgefl.simulation.boards import Board
-from edgefl.simulation.training import Sent
-from edgefl.types import Assignment, Indices, ModelSource, Tensors
+from edgefl.core.types import Indices, ModelProvider, Tensors, TrainInstruction
+from edgefl.simulation.backends.backend import EncodedModel
+from edgefl.simulation.device import SimulatedDevice
 
-Encode = Callable[[Tensors, int], bytes]
+EncodeModel = Callable[[Tensors, int], bytes]
 EncodeChanges = Callable[[Tensors, Indices, int], bytes | None]
 
 
-class Downlink:
+class SimulatedDownlink:
     """Encodes models.
 
     Args:
         encode: (model, version) -> the whole model as a body.
-        encode_changes: (model, what changed, version) -> a body for boards that hold an older model, None where the
-            whole one is hardly larger; None where whole models are always sent.
+        encode_changes: (model, changed entries, version) -> a body for devices with an older model, None where
+            the whole one is hardly larger; None where whole models are always sent.
     """
 
-    def __init__(self, encode: Encode, encode_changes: EncodeChanges | None = None) -> None:
+    def __init__(self, encode: EncodeModel, encode_changes: EncodeChanges | None = None) -> None:
         self._encode, self._encode_changes = encode, encode_changes
-        self._newest: Sent | None = None
-        self._of_device: Sent | None = None
+        self._global_model: EncodedModel | None = None
+        self._device_model: EncodedModel | None = None
         self._delta_bytes: dict[int, int | None] = {}
 
-    def of(self, subject: str, source: ModelSource) -> Sent:
-        """Returns the whole model of one device as it is now; the global one for an empty subject."""
-        if not subject:
-            return self.newest(source)
-        # Only the last one is kept, since all who evaluate it are asked at once.
-        if self._of_device is None or self._of_device.key != (source.version, subject):
-            body = self._encode(source.model_of(subject), source.version)
-            self._of_device = Sent(version=source.version, body=body, subject=subject)
-        return self._of_device
+    def get_model(self, owner: str, provider: ModelProvider) -> EncodedModel:
+        """Returns one device's current full model; the global one for an empty subject."""
+        if not owner:
+            return self.get_global_model(provider)
+        # Only the last one is cached, since all evaluators of it are asked at once.
+        if self._device_model is None or self._device_model.key != (provider.version, owner):
+            body = self._encode(provider.device_model(owner), provider.version)
+            self._device_model = EncodedModel(version=provider.version, body=body, owner=owner)
+        return self._device_model
 
-    def newest(self, source: ModelSource) -> Sent:
-        """Returns the whole model as it is now."""
-        if self._newest is None or self._newest.version != source.version:
-            self._newest = Sent(version=source.version, body=self._encode(source.model(), source.version))
+    def get_global_model(self, provider: ModelProvider) -> EncodedModel:
+        """Returns the current full global model."""
+        if self._global_model is None or self._global_model.version != provider.version:
+            self._global_model = EncodedModel(
+                version=provider.version, body=self._encode(provider.model(), provider.version)
+            )
             self._delta_bytes = {}
-        return self._newest
+        return self._global_model
 
-    def num_bytes(self, board: Board, source: ModelSource) -> int:
-        """Returns how many bytes the newest model takes to a board, which holds it from then on.
+    def start_download(self, device: SimulatedDevice, provider: ModelProvider) -> int:
+        """Returns the download size of the newest model for a device, which holds it from then on.
 
-        A board that is sent changes ends up with the very model that the others got, so only the bytes differ.
+        A device that is sent a delta ends up with the same model as the others, so only the bytes differ.
         """
-        whole = self.newest(source)
-        base, board.held_version = board.held_version, whole.version
-        delta = None if base is None or self._encode_changes is None else self._delta(base, source)
-        return len(whole.body) if delta is None else delta
+        encoded = self.get_global_model(provider)
+        base, device.model_version = device.model_version, encoded.version
+        delta = None if base is None or self._encode_changes is None else self._compute_delta_bytes(base, provider)
+        return len(encoded.body) if delta is None else delta
 
-    def num_bytes_for_node(self, order: Assignment, source: ModelSource) -> int:
-        """Returns how many bytes the messages of a node's neighbours take, and the model where it needs one."""
-        messages = sum(len(message.body) for message in order.plan.inbox)
-        return messages + (len(self.newest(source).body) if order.sends_model else 0)
+    def count_peer_download_bytes(self, instruction: TrainInstruction, provider: ModelProvider) -> int:
+        """Returns the bytes of a node's peer messages, and of the model where needed."""
+        messages = sum(len(message.body) for message in instruction.plan.inbox)
+        return messages + (len(self.get_global_model(provider).body) if instruction.sends_model else 0)
 
-    def _delta(self, base: int, source: ModelSource) -> int | None:
-        if base not in self._delta_bytes:
-            changed = {} if base == source.version else source.changed(base)
+    def _compute_delta_bytes(self, base_version: int, provider: ModelProvider) -> int | None:
+        if base_version not in self._delta_bytes:
+            changes = {} if base_version == provider.version else provider.changed(base_version)
             encode = self._encode_changes
-            body = None if changed is None or encode is None else encode(source.model(), changed, source.version)
-            self._delta_bytes[base] = None if body is None else len(body)
-        return self._delta_bytes[base]
+            body = None if changes is None or encode is None else encode(provider.model(), changes, provider.version)
+            self._delta_bytes[base_version] = None if body is None else len(body)
+        return self._delta_bytes[base_version]

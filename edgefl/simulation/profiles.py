@@ -1,6 +1,6 @@
-"""What kinds of board there are: how fast they compute and talk, what they have, and when they are away.
+"""Device profiles: speeds of computing and transfer, capabilities, and absences.
 
-`profiles.toml` has those that ship; `edgefl device probe --profile FILE` writes one of a real board.
+`profiles.toml` has the built-in ones; `edgefl device probe --profile FILE` writes one of a real device.
 """
 
 from __future__ import annotations
@@ -14,49 +14,49 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from edgefl.errors import ConfigError
-from edgefl.simulation.traces import Absences, Steps, merged
-from edgefl.untrusted import parse_toml
+from edgefl.core.errors import ConfigError
+from edgefl.core.safe_parsing import parse_toml
+from edgefl.simulation.traces import Absences, StepTrace, merge_absences
 
 BUILT_IN_FILE = "profiles.toml"
-SOURCES = ("measured", "vendor", "estimated")
+SOURCE_KINDS = ("measured", "vendor", "estimated")
 MAX_JITTER = 2.0
-"""As of `simulation.jitter`: the times of iterations would be too large for numbers."""
+"""As of `simulation.jitter`: beyond it the times of iterations would overflow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationCost:
-    """Seconds of one iteration: `fixed_s` and, for each example of the batch, `example_s`."""
+    """Seconds of one iteration: `fixed_s`, plus `example_s` per example of the batch."""
 
     fixed_s: float = 0.0
     example_s: float = 0.0
 
-    def seconds(self, batch_size: int) -> float:
+    def compute_seconds(self, batch_size: int) -> float:
         return self.fixed_s + batch_size * self.example_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Profile:
-    """One kind of board.
+class DeviceProfile:
+    """One kind of device.
 
     Attributes:
-        name: what it is called on the command line.
-        model: what it is.
-        speed: how fast it trains, the reference machine being 1.
-        iterations: what an iteration costs, by task or by `task/model`; goes before what `speed` says.
+        name: its name on the command line.
+        model: its hardware model.
+        speed: training speed relative to the reference machine.
+        iterations: cost of an iteration, by task or by `task/model`; overrides `speed`.
         jitter: deviation of the logarithm of an iteration's time; None leaves it to the run.
         up_bytes_per_s, down_bytes_per_s: its own link.
-        latency_s: what a message takes besides its bytes, either way.
-        memory_bytes: what training may use.
+        latency_s: latency of a message, either way.
+        memory_bytes: memory available to training.
         accelerators: kinds, such as cuda.
         groups: as in the run file's `devices.groups`.
-        offline: when it is away: (from second, to second).
-        mtbf_s, mttr_s: mean seconds until it fails and until it is back, both exponential; None: it does not fail.
-        throttling: (from second, factor): iterations take so many times longer from then on.
+        offline: absences: (from second, to second).
+        mtbf_s, mttr_s: mean seconds to failure and to recovery, both exponential; None: it does not fail.
+        throttling: (from second, factor): slowdown of iterations from then on.
         congestion: likewise for transfers.
-        delays: (from second, seconds): every message takes so much longer from then on.
-        temperature_c, battery: (from second, value): what its heartbeats would say.
-        sources: by field, where a number is from: measured, vendor or estimated, and how.
+        delays: (from second, seconds): added latency of every message from then on.
+        temperature_c, battery: (from second, value): values of its heartbeats.
+        sources: origin of each number, by field: measured, vendor or estimated, and how.
     """
 
     name: str
@@ -73,26 +73,26 @@ class Profile:
     offline: Absences = ()
     mtbf_s: float | None = None
     mttr_s: float | None = None
-    throttling: Steps = ()
-    congestion: Steps = ()
-    delays: Steps = ()
-    temperature_c: Steps = ()
-    battery: Steps = ()
+    throttling: StepTrace = ()
+    congestion: StepTrace = ()
+    delays: StepTrace = ()
+    temperature_c: StepTrace = ()
+    battery: StepTrace = ()
     sources: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Catalogue:
-    """Profiles by name, and what an iteration costs on the reference machine, by task or `task/model`."""
+class ProfileCatalogue:
+    """Profiles by name, and costs of an iteration on the reference machine, by task or `task/model`."""
 
-    profiles: Mapping[str, Profile]
-    reference: Mapping[str, IterationCost]
+    profiles: Mapping[str, DeviceProfile]
+    reference_costs: Mapping[str, IterationCost]
 
-    def named(self, name: str) -> Profile:
-        """Returns one profile.
+    def get(self, name: str) -> DeviceProfile:
+        """Returns one profile by name.
 
         Raises:
-            ConfigError: there is none of this name.
+            ConfigError: there is no such profile.
         """
         if name not in self.profiles:
             close = get_close_matches(name, self.profiles, n=1)
@@ -100,93 +100,101 @@ class Catalogue:
             raise ConfigError(f"no profile {name!r}: {hint}")
         return self.profiles[name]
 
-    def fleet(self, specs: Sequence[str], num_devices: int) -> list[Profile]:
-        """Returns so many profiles: `NAME` or `NAME:COUNT` each, given round and round.
+    def assign_profiles(self, specs: Sequence[str], num_devices: int) -> list[DeviceProfile]:
+        """Returns `count` profiles for `NAME` or `NAME:COUNT` specs, repeated in turn.
 
         Raises:
             ConfigError: a name is unknown, or a count is no number above 0.
         """
         if not specs:
             raise ConfigError("simulation.profiles must name at least one profile")
-        pack = [profile for spec in specs for profile in self._counted(spec, num_devices)]
+        pack = [profile for spec in specs for profile in self._parse_spec(spec, num_devices)]
         return list(islice(cycle(pack), num_devices))
 
-    def _counted(self, spec: str, at_most: int) -> list[Profile]:
-        name, mark, count = spec.partition(":")
-        if mark and not (count.isdecimal() and int(count) > 0):
+    def _parse_spec(self, spec: str, max_count: int) -> list[DeviceProfile]:
+        name, separator, count = spec.partition(":")
+        if separator and not (count.isdecimal() and int(count) > 0):
             raise ConfigError(f"a profile is NAME or NAME:COUNT with a count above 0, got {spec!r}")
-        return [self.named(name)] * (min(int(count), at_most) if mark else 1)
+        return [self.get(name)] * (min(int(count), max_count) if separator else 1)
 
 
-def load_catalogue(paths: Sequence[str | Path] = ()) -> Catalogue:
-    """Returns the built-in profiles and those of the files; a later one of the same name replaces the earlier.
+def load_catalogue(paths: Sequence[str | Path] = ()) -> ProfileCatalogue:
+    """Returns the built-in profiles and those of the files; later ones replace earlier ones of the same name.
 
     Raises:
-        ConfigError: a file is missing, no TOML, or holds what makes no sense.
+        ConfigError: a file is missing, no TOML, or invalid.
     """
-    catalogue = _built_in()
+    catalogue = _load_built_in()
     for path in paths:
-        more = parse_catalogue(_table_of(Path(path)), str(path))
-        profiles, reference = {**catalogue.profiles, **more.profiles}, {**catalogue.reference, **more.reference}
-        catalogue = Catalogue(profiles=profiles, reference=reference)
+        more = parse_catalogue(_load_table(Path(path)), str(path))
+        profiles, reference = (
+            {**catalogue.profiles, **more.profiles},
+            {**catalogue.reference_costs, **more.reference_costs},
+        )
+        catalogue = ProfileCatalogue(profiles=profiles, reference_costs=reference)
     return catalogue
 
 
 @cache
-def _built_in() -> Catalogue:
+def _load_built_in() -> ProfileCatalogue:
     text = (files("edgefl.simulation") / BUILT_IN_FILE).read_text(encoding="utf-8")
     return parse_catalogue(parse_toml(text), BUILT_IN_FILE)
 
 
-def profile_names(path: str | Path) -> list[str]:
+def list_profile_names(path: str | Path) -> list[str]:
     """Returns the names of the profiles in a file; raises as `load_catalogue`."""
-    return list(parse_catalogue(_table_of(Path(path)), str(path)).profiles)
+    return list(parse_catalogue(_load_table(Path(path)), str(path)).profiles)
 
 
-def parse_catalogue(table: Mapping[str, Any], where: str) -> Catalogue:
-    """Returns what a profile file's tables say.
+def parse_catalogue(table: Mapping[str, Any], location: str) -> ProfileCatalogue:
+    """Returns the catalogue in a profile file's tables.
 
     Raises:
-        ConfigError: something makes no sense; the text names the place and the key.
+        ConfigError: something is invalid; the text names the place and the key.
     """
     if unknown := set(table) - {"profile", "reference", "v"}:
-        raise ConfigError(f"{where}: unknown table [{min(unknown)}]; a profile is [profile.NAME]")
-    profiles = _checked_table(table.get("profile", {}), f"{where}: profile")
-    reference = _checked_table(table.get("reference", {}), f"{where}: reference")
-    return Catalogue(
-        profiles={name: _Fields(entry, f"{where}: profile.{name}").profile(name) for name, entry in profiles.items()},
-        reference=_Fields({"iterations": reference}, f"{where}: reference").iterations() if reference else {},
+        raise ConfigError(f"{location}: unknown table [{min(unknown)}]; a profile is [profile.NAME]")
+    profiles = _require_table(table.get("profile", {}), f"{location}: profile")
+    reference = _require_table(table.get("reference", {}), f"{location}: reference")
+    return ProfileCatalogue(
+        profiles={
+            name: _ProfileReader(entry, f"{location}: profile.{name}").read_profile(name)
+            for name, entry in profiles.items()
+        },
+        reference_costs=_ProfileReader({"iterations": reference}, f"{location}: reference").read_iteration_costs()
+        if reference
+        else {},
     )
 
 
-class _Fields:
-    """One table of a profile file, taken apart field by field."""
+class _ProfileReader:
+    """Parser of one table of a profile file, field by field."""
 
-    def __init__(self, table: object, where: str) -> None:
-        self._table, self._where = _checked_table(table, where), where
+    def __init__(self, table: object, location: str) -> None:
+        self._table, self._location = _require_table(table, location), location
 
-    def profile(self, name: str) -> Profile:
-        known = set(Profile.__dataclass_fields__) - {"name", "sources"} | {"source"}
-        if unknown := sorted(set(self._table) - known):
-            close = get_close_matches(unknown[0], known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(known))}"
-            raise ConfigError(f"{self._where}: unknown key {unknown[0]!r}: {hint}")
+    def read_profile(self, name: str) -> DeviceProfile:
+        known_keys = set(DeviceProfile.__dataclass_fields__) - {"name", "sources"} | {"source"}
+        if unknown := sorted(set(self._table) - known_keys):
+            close = get_close_matches(unknown[0], known_keys, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(known_keys))}"
+            raise ConfigError(f"{self._location}: unknown key {unknown[0]!r}: {hint}")
         optional = {"jitter": 0.0, "mtbf_s": 1e-9, "mttr_s": 1e-9}
         numbers = {"speed": 1e-12, "up_bytes_per_s": 1e-9, "down_bytes_per_s": 1e-9, "latency_s": 0.0, **optional}
         values: dict[str, Any] = {
-            key: self._number(key, self._table[key], at_least)
+            key: self._parse_number(key, self._table[key], at_least)
             for key, at_least in numbers.items()
             if key in self._table
         }
         if values.get("jitter", 0.0) > MAX_JITTER:
             raise ConfigError(
-                f"{self._where}: jitter must be a number of 0 or more and at most {MAX_JITTER:g}, "
+                f"{self._location}: jitter must be a number of 0 or more and at most {MAX_JITTER:g}, "
                 f"got {self._table['jitter']!r}"
             )
         if (values.get("mtbf_s") is None) is not (values.get("mttr_s") is None):
-            raise ConfigError(f"{self._where}: mtbf_s and mttr_s go together")
+            raise ConfigError(f"{self._location}: mtbf_s and mttr_s go together")
         if "memory_bytes" in self._table:
-            values["memory_bytes"] = int(self._number("memory_bytes", self._table["memory_bytes"], 0))
+            values["memory_bytes"] = int(self._parse_number("memory_bytes", self._table["memory_bytes"], 0))
         traces = {
             "offline": 0.0,
             "throttling": 1e-9,
@@ -195,76 +203,78 @@ class _Fields:
             "temperature_c": -273.0,
             "battery": 0.0,
         }
-        values |= {key: self._pairs(key, least) for key, least in traces.items() if key in self._table}
-        values["offline"] = merged(values.get("offline", ()))
-        return Profile(
+        values |= {key: self._read_pairs(key, minimum) for key, minimum in traces.items() if key in self._table}
+        values["offline"] = merge_absences(values.get("offline", ()))
+        return DeviceProfile(
             name=name,
             model=str(self._table.get("model", "")),
-            iterations=self.iterations(),
-            accelerators=self._texts("accelerators"),
-            groups=self._texts("groups"),
-            sources=self._sources(),
+            iterations=self.read_iteration_costs(),
+            accelerators=self._read_strings("accelerators"),
+            groups=self._read_strings("groups"),
+            sources=self._read_sources(),
             **values,
         )
 
-    def iterations(self) -> dict[str, IterationCost]:
-        """Reads costs: a number of seconds whatever the batch, or a table of `fixed_s` and `example_s`."""
-        table = _checked_table(self._table.get("iterations", {}), f"{self._where}.iterations")
-        return {task: self._cost(f"iterations.{task}", cost) for task, cost in table.items()}
+    def read_iteration_costs(self) -> dict[str, IterationCost]:
+        """Reads costs: constant seconds, or a table of `fixed_s` and `example_s`."""
+        table = _require_table(self._table.get("iterations", {}), f"{self._location}.iterations")
+        return {task: self._parse_cost(f"iterations.{task}", cost) for task, cost in table.items()}
 
-    def _cost(self, key: str, cost: object) -> IterationCost:
+    def _parse_cost(self, key: str, cost: object) -> IterationCost:
         if not isinstance(cost, Mapping):
-            return IterationCost(fixed_s=self._number(key, cost, 1e-12))
+            return IterationCost(fixed_s=self._parse_number(key, cost, 1e-12))
         names = ("fixed_s", "example_s")
         if set(cost) - {*names, "source"} or not any(cost.get(name) for name in names):
-            raise ConfigError(f"{self._where}: {key} must be seconds, or fixed_s and example_s, got {dict(cost)}")
-        numbers = {name: self._number(f"{key}.{name}", cost[name], 0) for name in names if name in cost}
+            raise ConfigError(f"{self._location}: {key} must be seconds, or fixed_s and example_s, got {dict(cost)}")
+        numbers = {name: self._parse_number(f"{key}.{name}", cost[name], 0) for name in names if name in cost}
         return IterationCost(**numbers)
 
-    def _number(self, key: str, value: object, at_least: float) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not at_least <= value < float("inf"):
-            limit = "of 0 or more" if at_least == 0 else ("above 0" if at_least > 0 else f"of at least {at_least:g}")
-            raise ConfigError(f"{self._where}: {key} must be a number {limit}, got {value!r}")
+    def _parse_number(self, key: str, value: object, minimum: float) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value < float("inf"):
+            limit = "of 0 or more" if minimum == 0 else ("above 0" if minimum > 0 else f"of at least {minimum:g}")
+            raise ConfigError(f"{self._location}: {key} must be a number {limit}, got {value!r}")
         return float(value)
 
-    def _pairs(self, key: str, at_least: float) -> tuple[tuple[float, float], ...]:
-        return tuple(sorted(self._pair(key, pair, at_least) for pair in self._list(key)))
+    def _read_pairs(self, key: str, minimum: float) -> tuple[tuple[float, float], ...]:
+        return tuple(sorted(self._parse_pair(key, pair, minimum) for pair in self._read_list(key)))
 
-    def _pair(self, key: str, pair: object, at_least: float) -> tuple[float, float]:
+    def _parse_pair(self, key: str, pair: object, minimum: float) -> tuple[float, float]:
         if not isinstance(pair, list) or len(pair) != 2:
-            raise ConfigError(f"{self._where}: {key} must be a list of pairs such as [60, 2], got {pair!r}")
-        start_s = self._number(key, pair[0], 0.0)
+            raise ConfigError(f"{self._location}: {key} must be a list of pairs such as [60, 2], got {pair!r}")
+        start_s = self._parse_number(key, pair[0], 0.0)
         if key == "offline" and pair[1] == float("inf"):
             return start_s, float("inf")
-        return start_s, self._number(key, pair[1], start_s + 1e-9 if key == "offline" else at_least)
+        return start_s, self._parse_number(key, pair[1], start_s + 1e-9 if key == "offline" else minimum)
 
-    def _texts(self, key: str) -> tuple[str, ...]:
-        texts = self._list(key)
+    def _read_strings(self, key: str) -> tuple[str, ...]:
+        texts = self._read_list(key)
         if not all(isinstance(text, str) for text in texts):
-            raise ConfigError(f"{self._where}: {key} must be a list of texts, got {texts!r}")
+            raise ConfigError(f"{self._location}: {key} must be a list of texts, got {texts!r}")
         return tuple(texts)
 
-    def _list(self, key: str) -> list[Any]:
+    def _read_list(self, key: str) -> list[Any]:
         value = self._table.get(key, [])
         if not isinstance(value, list):
-            raise ConfigError(f"{self._where}: {key} must be a list, got {value!r}")
+            raise ConfigError(f"{self._location}: {key} must be a list, got {value!r}")
         return value
 
-    def _sources(self) -> dict[str, str]:
-        sources = _checked_table(self._table.get("source", {}), f"{self._where}.source")
+    def _read_sources(self) -> dict[str, str]:
+        sources = _require_table(self._table.get("source", {}), f"{self._location}.source")
         for key, text in sources.items():
-            if not isinstance(text, str) or text.partition(":")[0] not in SOURCES:
-                raise ConfigError(f"{self._where}: source.{key} must begin with {', '.join(SOURCES)}, got {text!r}")
+            if not isinstance(text, str) or text.partition(":")[0] not in SOURCE_KINDS:
+                raise ConfigError(
+                    f"{self._location}: source.{key} must begin with {', '.join(SOURCE_KINDS)}, got {text!r}"
+                )
         return dict(sources)
 
 
-def _checked_table(value: object, where: str) -> Mapping[str, Any]:
+def _require_table(value: object, location: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{where} must be a table, got {value!r}")
+        raise ConfigError(f"{location} must be a table, got {value!r}")
     return value
 
 
-def _table_of(path: Path) -> dict[str, Any]:
+def _load_table(path: Path) -> dict[str, Any]:
     try:
         return parse_toml(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,1 +1,1 @@
-"""The store of runs, rounds, updates, devices and models; the only room that knows SQL."""
+"""The store of runs, rounds, updates, devices and models; the only package with SQL."""

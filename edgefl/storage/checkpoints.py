@@ -1,7 +1,7 @@
-"""Checkpoints: a state in a file named by its SHA-256, and a small note that names it.
+"""Checkpoints: a state in a file named by its SHA-256, and a small manifest that names it.
 
-The note is written after the file is durable, so a crash leaves the checkpoint before. Model files (the product of
-a run, without its strategy's state) lie beside them under their own SHA-256.
+The manifest is written after the file is durable, so a crash leaves the checkpoint before. Model files (the product
+of a run, without its strategy's state) lie beside them under their own SHA-256.
 """
 
 from __future__ import annotations
@@ -16,28 +16,34 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from edgefl.errors import JournalError, NotFoundError, NotKeptError, StoreTooNewError
-from edgefl.files import TEMPORARY_SUFFIX, make_private_directory, sha256_of_file, sync_directory, write_whole
-from edgefl.storage.formats import check_format
-from edgefl.storage.state_files import pack_model, pack_state, unpack_model, unpack_state
-from edgefl.types import Array, Tensors
-from edgefl.untrusted import parse_json
+from edgefl.core.errors import JournalError, NotFoundError, NotKeptError, StoreTooNewError
+from edgefl.core.safe_parsing import parse_json
+from edgefl.core.types import Array, Tensors
+from edgefl.storage.format_version import check_format_version
+from edgefl.storage.state_serialisation import decode_model, decode_state, encode_model, encode_state
+from edgefl.system.atomic_files import (
+    TEMPORARY_SUFFIX,
+    compute_sha256,
+    make_private_directory,
+    sync_directory,
+    write_atomic,
+)
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-FORMAT = 1
+FORMAT_VERSION = 1
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 _STATE_SUFFIX = ".safetensors"
-_NOTE_SUFFIX = ".checkpoint.json"
+_MANIFEST_SUFFIX = ".checkpoint.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
     """A saved state; it contains the journal up to `last_record`.
 
-    `standing` names a second file beside it, with what else a run needs to go on exactly there; empty for none.
+    `standing` names a second file beside it, the run snapshot needed to resume exactly there; empty for none.
     """
 
     sha256: str
@@ -46,30 +52,30 @@ class Checkpoint:
     standing: str = ""
 
 
-def save_state(directory: Path, state: Any, last_record: int, standing: Any = None) -> Checkpoint:
-    """Returns the new checkpoint once it is durable; `standing` is another dataclass, saved beside the state.
+def save_state(directory: Path, state: Any, last_record: int, run_snapshot: Any = None) -> Checkpoint:
+    """Returns the new checkpoint once it is durable; `run_snapshot` is a dataclass saved beside the state.
 
-    A standing that would not come back the same is left out: the run goes on from its state alone.
+    A snapshot that does not round-trip is left out: the run resumes from its state alone.
 
     Raises:
-        NotKeptError: the state holds something that would not come back the same.
+        NotKeptError: the state does not round-trip.
         StoreFullError: no room; the checkpoints before are untouched.
     """
-    content, beside = pack_state(state), _packed_standing(standing)
-    saved = Checkpoint(
-        sha256=_write_named(directory, content),
+    content, snapshot_content = encode_state(state), _encode_run_snapshot(run_snapshot)
+    checkpoint = Checkpoint(
+        sha256=_write_content_file(directory, content),
         last_record=last_record,
         bytes_file=len(content),
-        standing="" if beside is None else _write_named(directory, beside),
+        standing="" if snapshot_content is None else _write_content_file(directory, snapshot_content),
     )
-    note = json.dumps({"v": FORMAT, **asdict(saved)}).encode()
-    write_whole(directory / f"{last_record:020d}{_NOTE_SUFFIX}", note)
-    return saved
+    manifest = json.dumps({"v": FORMAT_VERSION, **asdict(checkpoint)}).encode()
+    write_atomic(directory / f"{last_record:020d}{_MANIFEST_SUFFIX}", manifest)
+    return checkpoint
 
 
-def _packed_standing(standing: Any) -> bytes | None:
+def _encode_run_snapshot(run_snapshot: Any) -> bytes | None:
     try:
-        return None if standing is None else pack_state(standing)
+        return None if run_snapshot is None else encode_state(run_snapshot)
     except NotKeptError as error:
         log.error("a checkpoint has its state alone: %s", error)  # noqa: TRY400 a line for the operator
         return None
@@ -84,73 +90,73 @@ def load_state(directory: Path, cls: type[T], checkpoint: Checkpoint | None = No
         StoreTooNewError: a newer edgefl wrote it.
     """
     if checkpoint is None:
-        saved = checkpoints(directory)
-        if not saved:
+        checkpoints = list_checkpoints(directory)
+        if not checkpoints:
             raise NotFoundError(f"no checkpoint in {directory}")
-        checkpoint = saved[0]
-    path = _named(directory, checkpoint.sha256)
-    content = _read_named(path, f"checkpoint of record {checkpoint.last_record}")
-    with _named_in_errors(f"checkpoint {path}"):
-        return unpack_state(content, cls)
+        checkpoint = checkpoints[0]
+    path = _content_path(directory, checkpoint.sha256)
+    content = _read_content_file(path, f"checkpoint of record {checkpoint.last_record}")
+    with _prefix_errors(f"checkpoint {path}"):
+        return decode_state(content, cls)
 
 
-def load_standing(directory: Path, cls: type[T], checkpoint: Checkpoint) -> T:
-    """Returns what was saved beside a state.
+def load_run_snapshot(directory: Path, cls: type[T], checkpoint: Checkpoint) -> T:
+    """Returns the run snapshot of a checkpoint.
 
     Raises:
         JournalError: its file is missing or damaged, or holds another class.
     """
-    path = _named(directory, checkpoint.standing)
-    content = _read_named(path, f"standing of record {checkpoint.last_record}")
-    with _named_in_errors(f"checkpoint {path}"):
-        return unpack_state(content, cls)
+    path = _content_path(directory, checkpoint.standing)
+    content = _read_content_file(path, f"standing of record {checkpoint.last_record}")
+    with _prefix_errors(f"checkpoint {path}"):
+        return decode_state(content, cls)
 
 
-def checkpoints(directory: Path) -> list[Checkpoint]:
-    """Returns the checkpoints of a run, newest first; a damaged one is left out, with a warning.
+def list_checkpoints(directory: Path) -> list[Checkpoint]:
+    """Returns the checkpoints of a run, newest first; a damaged one is skipped, with a warning.
 
     Raises:
         StoreTooNewError: a newer edgefl wrote one of them.
     """
-    notes = sorted(directory.glob(f"*{_NOTE_SUFFIX}"), reverse=True) if directory.is_dir() else []
-    return [checkpoint for path in notes if (checkpoint := _read_note(path)) is not None]
+    notes = sorted(directory.glob(f"*{_MANIFEST_SUFFIX}"), reverse=True) if directory.is_dir() else []
+    return [checkpoint for path in notes if (checkpoint := _read_manifest(path)) is not None]
 
 
-def checkpoint_files(directory: Path, checkpoint: Checkpoint) -> list[Path]:
-    """Returns the files of a checkpoint, whether they are there or not."""
-    return [_named(directory, name) for name in (checkpoint.sha256, checkpoint.standing) if name]
+def list_checkpoint_files(directory: Path, checkpoint: Checkpoint) -> list[Path]:
+    """Returns the paths of a checkpoint's files, whether they exist or not."""
+    return [_content_path(directory, name) for name in (checkpoint.sha256, checkpoint.standing) if name]
 
 
-def is_whole(path: Path) -> bool:
-    """Returns whether a file that is named by its SHA-256 is there and holds that."""
-    return path.is_file() and sha256_of_file(path) == path.stem
+def is_intact(path: Path) -> bool:
+    """Returns whether a file named by its SHA-256 exists and matches it."""
+    return path.is_file() and compute_sha256(path) == path.stem
 
 
 def prune_checkpoints(directory: Path, *, keep: int = 2) -> list[Checkpoint]:
-    """Returns the checkpoints that stay: the newest `keep`.
+    """Prunes all but the newest `keep` checkpoints, and returns these.
 
-    Files that no note names go; models that shall stay belong into a directory of their own.
+    Files that no manifest names are deleted; models to retain belong in a directory of their own.
     """
-    saved = checkpoints(directory)
-    kept, old = saved[:keep], saved[keep:]
+    checkpoints = list_checkpoints(directory)
+    retained, old = checkpoints[:keep], checkpoints[keep:]
     for checkpoint in old:
-        (directory / f"{checkpoint.last_record:020d}{_NOTE_SUFFIX}").unlink()
+        (directory / f"{checkpoint.last_record:020d}{_MANIFEST_SUFFIX}").unlink()
     sync_directory(directory)
-    named = {name for checkpoint in kept for name in (checkpoint.sha256, checkpoint.standing)}
+    retained_hashes = {name for checkpoint in retained for name in (checkpoint.sha256, checkpoint.standing)}
     for path in directory.iterdir():
-        if path.suffix == TEMPORARY_SUFFIX or (path.suffix == _STATE_SUFFIX and path.stem not in named):
+        if path.suffix == TEMPORARY_SUFFIX or (path.suffix == _STATE_SUFFIX and path.stem not in retained_hashes):
             path.unlink()
-    return kept
+    return retained
 
 
 def save_model(directory: Path, model: Tensors) -> tuple[str, Path]:
-    """Returns SHA-256 and path of the model's file, once it is durable: plain safetensors, for any program."""
-    sha256 = _write_named(directory, pack_model(model))
-    return sha256, _named(directory, sha256)
+    """Returns SHA-256 and path of the model's file, once it is durable: plain safetensors."""
+    sha256 = _write_content_file(directory, encode_model(model))
+    return sha256, _content_path(directory, sha256)
 
 
 def load_model_file(path: str | Path) -> dict[str, Array]:
-    """Returns the tensors of a safetensors file by name; a file of ours has them in the task's order.
+    """Returns the tensors of a safetensors file by name; a file by edgefl has them in the task's order.
 
     Raises:
         NotFoundError: there is no such file.
@@ -159,51 +165,56 @@ def load_model_file(path: str | Path) -> dict[str, Array]:
     path = Path(path)
     if not path.is_file():
         raise NotFoundError(f"no model file {path}")
-    content = _read_named(path, "model") if _SHA256.match(path.stem) else path.read_bytes()
-    with _named_in_errors(f"model {path}"):
-        return unpack_model(content)
+    content = _read_content_file(path, "model") if _SHA256.match(path.stem) else path.read_bytes()
+    with _prefix_errors(f"model {path}"):
+        return decode_model(content)
 
 
 @contextlib.contextmanager
-def _named_in_errors(what: str) -> Iterator[None]:
+def _prefix_errors(description: str) -> Iterator[None]:
     try:
         yield
     except (JournalError, StoreTooNewError) as error:
-        raise type(error)(f"{what}: {error}") from error
+        raise type(error)(f"{description}: {error}") from error
 
 
-def _named(directory: Path, sha256: str) -> Path:
+def _content_path(directory: Path, sha256: str) -> Path:
     return directory / f"{sha256}{_STATE_SUFFIX}"
 
 
-def _write_named(directory: Path, content: bytes) -> str:
+def _write_content_file(directory: Path, content: bytes) -> str:
     make_private_directory(directory)
     sha256 = hashlib.sha256(content).hexdigest()
-    path = _named(directory, sha256)
-    if not (path.is_file() and sha256_of_file(path) == sha256):
-        write_whole(path, content)
+    path = _content_path(directory, sha256)
+    if not (path.is_file() and compute_sha256(path) == sha256):
+        write_atomic(path, content)
     return sha256
 
 
-def _read_named(path: Path, what: str) -> bytes:
+def _read_content_file(path: Path, description: str) -> bytes:
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        raise JournalError(f"the file of the {what} is missing: {path}") from None
-    found = hashlib.sha256(content).hexdigest()
-    if found != path.stem:
-        raise JournalError(f"the file of the {what} is damaged: {path} has SHA-256 {found[:12]}…, not its name")
+        raise JournalError(f"the file of the {description} is missing: {path}") from None
+    sha256 = hashlib.sha256(content).hexdigest()
+    if sha256 != path.stem:
+        raise JournalError(
+            f"the file of the {description} is damaged: {path} has SHA-256 {sha256[:12]}…, not its name"
+        )
     return content
 
 
-def _read_note(path: Path) -> Checkpoint | None:
+def _read_manifest(path: Path) -> Checkpoint | None:
     try:
-        note = parse_json(path.read_bytes())
-        version = note.pop("v")
-        check_format(f"checkpoint note {path}", version, FORMAT)
-        checkpoint = Checkpoint(**note)
+        manifest = parse_json(path.read_bytes())
+        version = manifest.pop("v")
+        check_format_version(f"checkpoint note {path}", version, FORMAT_VERSION)
+        checkpoint = Checkpoint(**manifest)
         names = (checkpoint.sha256, *(() if checkpoint.standing == "" else (checkpoint.standing,)))
-        if all(_SHA256.match(name) for name in names) and f"{checkpoint.last_record:020d}{_NOTE_SUFFIX}" == path.name:
+        if (
+            all(_SHA256.match(name) for name in names)
+            and f"{checkpoint.last_record:020d}{_MANIFEST_SUFFIX}" == path.name
+        ):
             return checkpoint
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         log.warning("checkpoint note %s is damaged and left out: %r", path, error)

@@ -1,4 +1,4 @@
-"""One database: opening and upgrading it, and its transactions.
+"""A database connection: opening, upgrading, and transactions.
 
 Writes run one at a time. Those that no journal could rebuild (devices, tokens, runs) are durable when they
 return; the others are so at the latest with the next durable one (SQLite's synchronous FULL and NORMAL), or when
@@ -19,56 +19,56 @@ from sqlalchemy import Connection, Engine, create_engine, event, inspect, make_u
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 
-from edgefl.errors import MissingPackageError, StoreError, StoreTooNewError, install_line
-from edgefl.files import store_error
-from edgefl.storage.failures import explained
-from edgefl.storage.rebuilding import rebuild_derived
+from edgefl.core.errors import MissingPackageError, StoreError, StoreTooNewError, format_install_command
+from edgefl.storage.derived_tables import rebuild_derived_tables
+from edgefl.storage.error_translation import translate_errors
+from edgefl.system.atomic_files import make_store_error
 
 SCHEMA_REVISION = "0008"
 """The newest revision in `migrations/`; a test compares them."""
 BUSY_TIMEOUT_S = 10.0
-POSTGRES = "postgresql+psycopg"
+POSTGRES_DRIVER = "postgresql+psycopg"
 CONNECT_TIMEOUT_S = 10
-"""For each address of a database server."""
-SWITCH_PAUSE_S = 0.02
+"""Per address of a database server."""
+WAL_RETRY_S = 0.02
 _VERSION_TABLE = "alembic_version"
-_FIRST_WITH_SUMS = "0004"
+_FIRST_REVISION_WITH_TOTALS = "0004"
 
 
 class Database:
     """An open database. Thread-safe; `batch` makes one transaction of the calls inside it."""
 
-    def __init__(self, engine: Engine, *, where: str, read_only: bool) -> None:
+    def __init__(self, engine: Engine, *, location: str, read_only: bool) -> None:
         self.engine = engine
-        self.where = where
+        self.location = location
         self.read_only = read_only
-        self._writers = {
+        self._write_engines = {
             durable: engine.execution_options(edgefl_writes=True, edgefl_durable=durable) for durable in (False, True)
         }
-        self._writing = threading.RLock()
-        self._batch = threading.local()
+        self._write_lock = threading.RLock()
+        self._thread_batch = threading.local()
 
     @classmethod
     def open(cls, url_or_path: str | Path, *, read_only: bool = False) -> Self:
-        """Returns the database, created or upgraded when that is needed.
+        """Returns the database, created or upgraded when needed.
 
         Args:
             url_or_path: a file (SQLite), or an SQLAlchemy URL.
-            read_only: reads an existing store, also while somebody writes it; never upgrades.
+            read_only: reads an existing store, also during concurrent writes; never upgrades.
 
         Raises:
             StoreTooNewError: a newer edgefl wrote it.
-            StoreError: it cannot be opened, or is no store of ours.
+            StoreError: it cannot be opened, or is not an edgefl store.
         """
-        url = _as_url(url_or_path)
+        url = _parse_url(url_or_path)
         is_sqlite = url.get_backend_name() == "sqlite"
-        where = str(url.database) if is_sqlite else url.render_as_string(hide_password=True)
+        location = str(url.database) if is_sqlite else url.render_as_string(hide_password=True)
         if is_sqlite:
-            _prepare_file(Path(where), read_only=read_only)
-        database = cls(_make_engine(url, read_only=read_only), where=where, read_only=read_only)
+            _prepare_file(Path(location), read_only=read_only)
+        database = cls(_make_engine(url, read_only=read_only), location=location, read_only=read_only)
         try:
-            with explained(where):
-                database._bring_up_to_date()
+            with translate_errors(location):
+                database._upgrade_if_needed()
         except BaseException:
             database.close()
             raise
@@ -79,42 +79,42 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """Yields a connection that sees one state of the database throughout."""
-        current = self._current
+        """Yields a connection with one snapshot of the database throughout."""
+        current = self._current_connection
         if current is not None:
             yield current
             return
-        with explained(self.where), self.engine.connect() as connection:
+        with translate_errors(self.location), self.engine.connect() as connection:
             yield connection
 
     @contextmanager
     def write(self, *, durable: bool = False) -> Iterator[Connection]:
-        """Yields a connection whose changes are all kept or, after an exception, all undone.
+        """Yields a connection whose changes are all committed or, after an exception, all rolled back.
 
-        Inside a `batch` they are kept with the batch, and as durable as it.
+        Inside a `batch` they are committed with the batch, and as durable as it.
         """
         if self.read_only:
-            raise StoreError(f"store {self.where} is open for reading only")
-        current = self._current
+            raise StoreError(f"store {self.location} is open for reading only")
+        current = self._current_connection
         if current is not None:
-            with explained(self.where), current.begin_nested():
+            with translate_errors(self.location), current.begin_nested():
                 yield current
             return
-        with self._writing, explained(self.where), self._writers[durable].begin() as connection:
+        with self._write_lock, translate_errors(self.location), self._write_engines[durable].begin() as connection:
             yield connection
 
     @contextmanager
     def batch(self, *, durable: bool = False) -> Iterator[None]:
-        """Makes one transaction of this thread's calls; other writers wait."""
+        """Groups this thread's calls in one transaction; other writers wait."""
         with self.write(durable=durable) as connection:
-            before, self._batch.connection = self._current, connection
+            outer_connection, self._thread_batch.connection = self._current_connection, connection
             try:
                 yield
             finally:
-                self._batch.connection = before
+                self._thread_batch.connection = outer_connection
 
     def sync(self) -> None:
-        """Returns when everything that was committed is durable, whoever committed it: one fsync, and no lock.
+        """Returns when every committed transaction is durable: one fsync, and no lock.
 
         A database server makes each commit durable itself.
 
@@ -124,68 +124,68 @@ class Database:
         """
         if self.engine.dialect.name != "sqlite":
             return
-        # What the WAL no longer holds is durable in the database: SQLite sees to that before it reuses the WAL.
-        # Its locks are on the other two files, so closing this one lets none go.
-        wal = Path(f"{Path(self.where).resolve()}-wal")
+        # What the WAL no longer holds is durable in the database: SQLite ensures that before it reuses the WAL.
+        # SQLite's locks are on the other two files, so closing this one releases none.
+        wal = Path(f"{Path(self.location).resolve()}-wal")
         try:
             handle = os.open(wal, os.O_RDWR | os.O_CLOEXEC)
             try:
                 os.fdatasync(handle)
             finally:
                 os.close(handle)
-        except FileNotFoundError:  # nobody has the database open any more, and it has all
+        except FileNotFoundError:  # no connection is open any more, and the database has all
             return
         except OSError as error:
-            raise store_error(wal, error) from error
+            raise make_store_error(wal, error) from error
 
     @property
-    def _current(self) -> Connection | None:
-        return getattr(self._batch, "connection", None)
+    def _current_connection(self) -> Connection | None:
+        return getattr(self._thread_batch, "connection", None)
 
-    def _bring_up_to_date(self) -> None:
+    def _upgrade_if_needed(self) -> None:
         with self.engine.connect() as connection:
-            revision = _revision(connection, self.where)
+            revision = _read_revision(connection, self.location)
         if revision == SCHEMA_REVISION:
             return
         if self.read_only:
             raise StoreError(
-                f"store {self.where} is of revision {revision}, this program reads {SCHEMA_REVISION}; "
+                f"store {self.location} is of revision {revision}, this program reads {SCHEMA_REVISION}; "
                 "start its coordinator once to upgrade it"
             )
-        with self._writers[True].begin() as connection:
-            # Another process may have upgraded it while we waited for the lock; Alembic then finds nothing to do.
-            before = _revision(connection, self.where)
+        with self._write_engines[True].begin() as connection:
+            # Another process may have upgraded it during the wait for the lock; Alembic then finds nothing to do.
+            revision_before = _read_revision(connection, self.location)
             _upgrade(connection)
-            if before is not None and before < _FIRST_WITH_SUMS:
-                rebuild_derived(connection)
+            if revision_before is not None and revision_before < _FIRST_REVISION_WITH_TOTALS:
+                rebuild_derived_tables(connection)
 
 
-def sqlite_file(url_or_path: str | Path) -> Path | None:
+def get_sqlite_path(url_or_path: str | Path) -> Path | None:
     """Returns the file of a SQLite store, None for a store on a database server; raises as `Database.open`."""
-    url = _as_url(url_or_path)
+    url = _parse_url(url_or_path)
     return Path(str(url.database)) if url.get_backend_name() == "sqlite" else None
 
 
 def has_password(url_or_path: str) -> bool:
-    """Returns whether an address of a store has a password in it; raises as `Database.open`."""
-    return _as_url(url_or_path).password is not None
+    """Returns whether a store's address contains a password; raises as `Database.open`."""
+    return _parse_url(url_or_path).password is not None
 
 
-def _as_url(url_or_path: str | Path) -> URL:
+def _parse_url(url_or_path: str | Path) -> URL:
     if isinstance(url_or_path, Path) or "://" not in url_or_path:
         return URL.create("sqlite", database=str(url_or_path))
     try:
         url = make_url(url_or_path)
-        known = url.get_backend_name()
+        backend = url.get_backend_name()
     except (ArgumentError, NoSuchModuleError):
         raise StoreError("store URL is malformed; expected a path or postgresql://user@host/database") from None
-    if known == "sqlite" and url.database in {None, "", ":memory:"}:
+    if backend == "sqlite" and url.database in {None, "", ":memory:"}:
         raise StoreError("the store needs a file, an SQLite database in memory is not shared between threads")
-    if known != "sqlite" and url.drivername not in {"postgresql", POSTGRES}:
+    if backend != "sqlite" and url.drivername not in {"postgresql", POSTGRES_DRIVER}:
         raise StoreError(
             f"store URL begins with {url.drivername}; expected a path or postgresql://user@host/database"
         )
-    return url if known == "sqlite" else url.set(drivername=POSTGRES)
+    return url if backend == "sqlite" else url.set(drivername=POSTGRES_DRIVER)
 
 
 def _prepare_file(path: Path, *, read_only: bool) -> None:
@@ -196,7 +196,7 @@ def _prepare_file(path: Path, *, read_only: bool) -> None:
             raise StoreError(f"no store at {path}; start a coordinator there first, or name another --dir")
         return
     try:
-        # Made before SQLite opens it: its -wal and -shm files take over this mode.
+        # Created before SQLite opens it: its -wal and -shm files inherit this mode.
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
     except OSError as error:
         raise StoreError(f"store {path} cannot be opened: {error.strerror}") from error
@@ -209,12 +209,12 @@ def _make_engine(url: URL, *, read_only: bool) -> Engine:
         except ImportError as error:
             raise MissingPackageError(
                 f"a store in PostgreSQL needs psycopg, which cannot be imported ({error}); "
-                f"install it with: {install_line('psycopg')}"
+                f"install it with: {format_install_command('psycopg')}"
             ) from None
         return engine.execution_options(postgresql_readonly=True) if read_only else engine
     if read_only:
-        quoted = Path(str(url.database)).absolute().as_uri()
-        url = URL.create("sqlite", database=quoted, query={"mode": "ro", "uri": "true"})
+        uri = Path(str(url.database)).absolute().as_uri()
+        url = URL.create("sqlite", database=uri, query={"mode": "ro", "uri": "true"})
     engine = create_engine(url, connect_args={"timeout": BUSY_TIMEOUT_S})
     event.listen(engine, "connect", _on_connect_read_only if read_only else _on_connect)
     event.listen(engine, "begin", _on_begin)
@@ -222,22 +222,22 @@ def _make_engine(url: URL, *, read_only: bool) -> Engine:
 
 
 def _on_connect(connection: Any, _record: object) -> None:
-    # The driver's own BEGIN comes too late for DDL and reads; `_on_begin` says it.
+    # The driver's own BEGIN comes too late for DDL and reads; `_on_begin` sends it.
     connection.isolation_level = None
-    _switch_to_wal(connection)
+    _enable_wal(connection)
     connection.execute("PRAGMA foreign_keys = ON")
 
 
-def _switch_to_wal(connection: Any) -> None:
-    """Waits as every other statement does: here SQLite itself gives up at once when another program switches too."""
+def _enable_wal(connection: Any) -> None:
+    """Switches to WAL mode, with retries: SQLite itself does not wait when another program switches too."""
     pause = threading.Event()
-    for _ in range(int(BUSY_TIMEOUT_S / SWITCH_PAUSE_S)):
+    for _ in range(int(BUSY_TIMEOUT_S / WAL_RETRY_S)):
         try:
             connection.execute("PRAGMA journal_mode = WAL")
         except sqlite3.OperationalError as error:
             if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
                 raise
-            pause.wait(SWITCH_PAUSE_S)
+            pause.wait(WAL_RETRY_S)
         else:
             return
     connection.execute("PRAGMA journal_mode = WAL")
@@ -255,26 +255,28 @@ def _on_begin(connection: Connection) -> None:
         return
     # In WAL mode FULL costs one fsync a commit and NORMAL none; both survive a crash of the process.
     connection.exec_driver_sql(f"PRAGMA synchronous = {'FULL' if options.get('edgefl_durable') else 'NORMAL'}")
-    # IMMEDIATE: two readers that both become writers could only fail.
+    # IMMEDIATE: two readers that both became writers would deadlock.
     connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
-def _revision(connection: Connection, where: str) -> str | None:
+def _read_revision(connection: Connection, location: str) -> str | None:
     """Returns the schema's revision, None for an empty database."""
     tables = set(inspect(connection).get_table_names())
     if not tables:
         return None
-    found = None
+    revision = None
     if _VERSION_TABLE in tables:
-        found = connection.execute(text(f"SELECT version_num FROM {_VERSION_TABLE}")).scalar()  # noqa: S608 a constant
-    if found is None or not str(found).isdigit():
-        raise StoreError(f"{where} is a database, but not of edgefl: its tables are {', '.join(sorted(tables)[:5])}")
-    if int(found) > int(SCHEMA_REVISION):
+        revision = connection.execute(text(f"SELECT version_num FROM {_VERSION_TABLE}")).scalar()  # noqa: S608 a constant
+    if revision is None or not str(revision).isdigit():
+        raise StoreError(
+            f"{location} is a database, but not of edgefl: its tables are {', '.join(sorted(tables)[:5])}"
+        )
+    if int(revision) > int(SCHEMA_REVISION):
         raise StoreTooNewError(
-            f"store {where} was written by a newer edgefl (revision {found}, this program knows "
+            f"store {location} was written by a newer edgefl (revision {revision}, this program knows "
             f"{SCHEMA_REVISION}); update edgefl"
         )
-    return str(found)
+    return str(revision)
 
 
 def _upgrade(connection: Connection) -> None:

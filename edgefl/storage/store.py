@@ -8,16 +8,18 @@ from types import TracebackType
 from typing import Self
 
 from edgefl.storage.database import Database
-from edgefl.storage.deployment_rows import DeploymentRows
-from edgefl.storage.fleet_rows import FleetRows
-from edgefl.storage.heartbeat_rows import HeartbeatRows
-from edgefl.storage.installation_rows import InstallationRows
+from edgefl.storage.repositories.deployments import DeploymentRepository
+from edgefl.storage.repositories.fleet import FleetRepository
+from edgefl.storage.repositories.heartbeats import HeartbeatRepository
+from edgefl.storage.repositories.installations import InstallationRepository
+from edgefl.storage.repositories.runs import RunRepository
 from edgefl.storage.retention import Retention
-from edgefl.storage.run_rows import RunRows
 
 
-class Store(FleetRows, RunRows, HeartbeatRows, DeploymentRows, InstallationRows, Retention):
-    """Everything that is remembered; safe to use from several threads and next to other processes."""
+class Store(
+    FleetRepository, RunRepository, HeartbeatRepository, DeploymentRepository, InstallationRepository, Retention
+):
+    """Store of a coordinator; safe to use from several threads and next to other processes."""
 
     def __init__(self, database: Database) -> None:
         super().__init__(database)
@@ -40,9 +42,9 @@ class Store(FleetRows, RunRows, HeartbeatRows, DeploymentRows, InstallationRows,
         self.close()
 
     def batch(self, *, durable: bool = False) -> AbstractContextManager[None]:
-        """Makes one transaction of the calls inside the `with` block: all are kept, or none."""
+        """Groups the calls inside the `with` block in one transaction: all are committed, or none."""
         return self.database.batch(durable=durable)
 
     def sync(self) -> None:
-        """Returns when everything that was written is durable; see `Database.sync`."""
+        """Returns when every write is durable; see `Database.sync`."""
         self.database.sync()

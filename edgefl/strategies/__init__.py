@@ -1,1 +1,1 @@
-"""Who trains, on how much, and how updates become the next model. Pure."""
+"""Federated algorithms: who trains, how much, and how updates become the next model. Pure."""

@@ -1,4 +1,4 @@
-"""Who evaluates which models, and when. Evaluation never blocks a round: it is just more work given out."""
+"""Evaluation schedule: which devices evaluate which models, and when. Evaluation never blocks a round."""
 
 from __future__ import annotations
 
@@ -6,71 +6,71 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from edgefl.types import DeviceInfo, Evaluation, FleetView, Role
+from edgefl.core.types import DeviceInfo, EvaluateInstruction, FleetView, Role
 
 Evaluators = Literal["auto", "coordinator", "evaluator", "devices", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSchedule:
-    """Asks for evaluations after every `every` rounds and after the last one.
+    """Schedules evaluations after every `every` rounds and after the last one.
 
-    `who` is one source, or `auto`: every evaluator there is (the coordinator's own shard, devices with the role
-    evaluator), and when there is none, the devices' local test splits. Where devices have models of their own, an
-    evaluator is asked for the global model and for each of them, a device for the global one and its own.
+    `evaluate_on` is one source, or `auto`: every evaluator (the coordinator's own shard, devices with the role
+    evaluator), and without any, the devices' local test splits. Where devices have models of their own, an evaluator
+    evaluates the global model and each of them, a device the global one and its own.
     """
 
     every: int = 1
-    who: Evaluators = "auto"
+    evaluate_on: Evaluators = "auto"
 
     def __call__(
-        self, version: int, number: int, view: FleetView, is_last: bool, subjects: Collection[str] = ()
-    ) -> Sequence[Evaluation]:
-        """Returns the evaluations of `version`, which ended round `number`.
+        self, version: int, round_number: int, view: FleetView, is_last: bool, model_owners: Collection[str] = ()
+    ) -> Sequence[EvaluateInstruction]:
+        """Returns the evaluations of `version`, which ended round `round_number`.
 
         Args:
             version: of the model.
-            number: of the round.
+            round_number: of the round.
             view: the fleet.
             is_last: whether the run ends with this version.
-            subjects: the devices that have models of their own.
+            model_owners: the devices that have models of their own.
         """
-        if self.who == "none" or (not is_last and number % self.every):
+        if self.evaluate_on == "none" or (not is_last and round_number % self.every):
             return ()
-        asked = self._evaluators(view)
-        pairs = [*((info.device_id, "") for info in asked), *_of_devices(asked, subjects)]
+        evaluators = self._find_evaluators(view)
+        pairs = [*((info.device_id, "") for info in evaluators), *_pair_with_models(evaluators, model_owners)]
         return tuple(
-            Evaluation(
-                assignment_id=_assignment_id(version, device_id, subject),
+            EvaluateInstruction(
+                assignment_id=_format_assignment_id(version, device_id, subject),
                 device_id=device_id,
                 version=version,
-                round=number,
+                round=round_number,
                 subject=subject,
             )
             for device_id, subject in pairs
         )
 
-    def _evaluators(self, view: FleetView) -> list[DeviceInfo]:
-        present = [view.devices[device_id] for device_id in sorted(view.devices)]
-        evaluators = [info for info in present if info.role == Role.EVALUATOR]
-        match self.who:
+    def _find_evaluators(self, view: FleetView) -> list[DeviceInfo]:
+        devices = [view.devices[device_id] for device_id in sorted(view.devices)]
+        evaluators = [info for info in devices if info.role == Role.EVALUATOR]
+        match self.evaluate_on:
             case "coordinator" | "evaluator":
-                return [info for info in evaluators if info.source == self.who]
+                return [info for info in evaluators if info.source == self.evaluate_on]
             case "devices":
-                return [info for info in present if info.role == Role.TRAINER]
+                return [info for info in devices if info.role == Role.TRAINER]
             case _:
-                return evaluators or [info for info in present if info.role == Role.TRAINER]
+                return evaluators or [info for info in devices if info.role == Role.TRAINER]
 
 
-def _of_devices(asked: Sequence[DeviceInfo], subjects: Collection[str]) -> list[tuple[str, str]]:
-    """Returns who evaluates whose own model; those of one subject stand together, for it is encoded once."""
-    known = set(subjects)
-    evaluators = [info.device_id for info in asked if info.role == Role.EVALUATOR]
-    trainers = [info.device_id for info in asked if info.role == Role.TRAINER and info.device_id in known]
-    by_others = [(device_id, subject) for subject in sorted(known) for device_id in evaluators]
-    return [*by_others, *((device_id, device_id) for device_id in trainers)]
+def _pair_with_models(devices: Sequence[DeviceInfo], model_owners: Collection[str]) -> list[tuple[str, str]]:
+    """Returns pairs of evaluator and model owner, grouped by owner, as each model is encoded once."""
+    owners = set(model_owners)
+    evaluators = [info.device_id for info in devices if info.role == Role.EVALUATOR]
+    trainers = [info.device_id for info in devices if info.role == Role.TRAINER and info.device_id in owners]
+    evaluator_pairs = [(device_id, subject) for subject in sorted(owners) for device_id in evaluators]
+    return [*evaluator_pairs, *((device_id, device_id) for device_id in trainers)]
 
 
-def _assignment_id(version: int, device_id: str, subject: str) -> str:
-    # Hyphens stand in names, colons do not: two names with something between them could be another device's.
-    return f"e{version}-{device_id}:{subject}" if subject else f"e{version}-{device_id}"
+def _format_assignment_id(version: int, device_id: str, model_owner: str) -> str:
+    # Names may contain hyphens, but no colons, so the separator keeps the id unambiguous.
+    return f"e{version}-{device_id}:{model_owner}" if model_owner else f"e{version}-{device_id}"

@@ -1,7 +1,7 @@
-"""Finds a strategy by name: built in, installed by a package (`edgefl.strategies`), or `module:Class`.
+"""Finds strategies by name: built in, installed by a package (`edgefl.strategies`), or `module:Class`.
 
-What is found is a class whose keyword arguments are the settings of the run file. Either it is a Strategy itself,
-or it has `build(rules)` and gives one.
+The result is a class whose keyword arguments are the settings of the run file. Either it is a Strategy itself,
+or its `build(rules)` returns one.
 """
 
 from __future__ import annotations
@@ -13,71 +13,73 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from edgefl.errors import ConfigError, StrategyError
-from edgefl.strategies.rounds import RoundRules
-from edgefl.types import Scalar, Strategy
+from edgefl.core.errors import ConfigError, StrategyError
+from edgefl.core.types import Scalar, Strategy
+from edgefl.strategies.synchronous.strategy import RoundRules
 
-BUILT_IN = {
-    "ad-psgd": "edgefl.strategies.gossip:AdPsgd",
-    "adacomp": "edgefl.strategies.adacomp:AdaComp",
-    "admm-isvr": "edgefl.strategies.gossip:AdmmIsvr",
-    "asgd": "edgefl.strategies.asgd:ASGD",
-    "bounded": "edgefl.strategies.bounded:BoundedStaleness",
-    "d2": "edgefl.strategies.gossip:D2",
-    "dc-asgd": "edgefl.strategies.dc_asgd:DCASGD",
-    "dsgd": "edgefl.strategies.gossip:Dsgd",
-    "esync": "edgefl.strategies.esync:ESync",
-    "fedasync": "edgefl.strategies.fedasync:FedAsync",
-    "fedavg": "edgefl.strategies.fedavg:FedAvg",
-    "fedbuff": "edgefl.strategies.fedbuff:FedBuff",
-    "fednova": "edgefl.strategies.fednova:FedNova",
-    "fedprox": "edgefl.strategies.fedprox:FedProx",
-    "gradient-tracking": "edgefl.strategies.gossip:GradientTracking",
-    "k-gt": "edgefl.strategies.gossip:KGradientTracking",
-    "local": "edgefl.strategies.local:Local",
-    "pdmm-isvr": "edgefl.strategies.gossip:PdmmIsvr",
-    "redundant": "edgefl.strategies.redundancy:Redundant",
-    "scaffold": "edgefl.strategies.scaffold:Scaffold",
-    "signsgd": "edgefl.strategies.signsgd:SignSGD",
-    "ssgd": "edgefl.strategies.ssgd:SSGD",
+BUILT_IN_STRATEGIES = {
+    "ad-psgd": "edgefl.strategies.decentralised.method_configs:AdPsgdConfig",
+    "adacomp": "edgefl.strategies.asynchronous.adacomp:AdaCompConfig",
+    "admm-isvr": "edgefl.strategies.decentralised.method_configs:AdmmIsvrConfig",
+    "asgd": "edgefl.strategies.asynchronous.asgd:ASGDConfig",
+    "bounded": "edgefl.strategies.asynchronous.ssp:SSPConfig",
+    "d2": "edgefl.strategies.decentralised.method_configs:D2Config",
+    "dc-asgd": "edgefl.strategies.asynchronous.dc_asgd:DCASGDConfig",
+    "dsgd": "edgefl.strategies.decentralised.method_configs:DsgdConfig",
+    "esync": "edgefl.strategies.synchronous.esync:ESyncConfig",
+    "fedasync": "edgefl.strategies.asynchronous.fedasync:FedAsyncConfig",
+    "fedavg": "edgefl.strategies.synchronous.fedavg:FedAvgConfig",
+    "fedbuff": "edgefl.strategies.asynchronous.fedbuff:FedBuffConfig",
+    "fednova": "edgefl.strategies.synchronous.fednova:FedNovaConfig",
+    "fedprox": "edgefl.strategies.synchronous.fedprox:FedProxConfig",
+    "gradient-tracking": "edgefl.strategies.decentralised.method_configs:GradientTrackingConfig",
+    "k-gt": "edgefl.strategies.decentralised.method_configs:KGradientTrackingConfig",
+    "local": "edgefl.strategies.synchronous.single_device:SingleDeviceConfig",
+    "pdmm-isvr": "edgefl.strategies.decentralised.method_configs:PdmmIsvrConfig",
+    "redundant": "edgefl.strategies.robust.redundant_shards:RedundantShardsConfig",
+    "scaffold": "edgefl.strategies.synchronous.scaffold:ScaffoldConfig",
+    "signsgd": "edgefl.strategies.robust.signsgd:SignSGDConfig",
+    "ssgd": "edgefl.strategies.synchronous.ssgd:SSGDConfig",
 }
-ENTRY_POINTS = "edgefl.strategies"
+ENTRY_POINT_GROUP = "edgefl.strategies"
 REQUIRED = inspect.Parameter.empty
 
 
-def strategy_names() -> list[str]:
-    """Returns every name that a run file may use, sorted."""
-    return sorted(BUILT_IN) + sorted(point.name for point in importlib.metadata.entry_points(group=ENTRY_POINTS))
+def list_strategy_names() -> list[str]:
+    """Returns every strategy name for a run file, sorted."""
+    return sorted(BUILT_IN_STRATEGIES) + sorted(
+        point.name for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+    )
 
 
 def find_strategy(name: str) -> type[Any]:
-    """Returns the class behind a name.
+    """Returns the class of a strategy name.
 
     Raises:
-        StrategyError: there is no such strategy, or it cannot be imported.
+        StrategyError: no such strategy, or it cannot be imported.
     """
-    path = BUILT_IN.get(name)
+    path = BUILT_IN_STRATEGIES.get(name)
     if path is None:
-        points = importlib.metadata.entry_points(group=ENTRY_POINTS, name=name)
+        points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=name)
         path = next((point.value for point in points), name)
     module_name, _, class_name = path.partition(":")
     if not class_name:
-        raise StrategyError(f"unknown strategy {name!r}; known: {', '.join(strategy_names())}, or module:Class")
+        raise StrategyError(f"unknown strategy {name!r}; known: {', '.join(list_strategy_names())}, or module:Class")
     try:
-        found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:  # the last two: no name of a module
+        strategy_class = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:  # the last two: not a module name
         raise StrategyError(f"strategy {name!r} cannot be imported: {error}") from error
-    except (Exception, SystemExit) as error:  # importing what somebody else wrote may raise anything
+    except (Exception, SystemExit) as error:  # importing user code may raise anything
         raise StrategyError(f"strategy {name!r} cannot be imported: {type(error).__name__}: {error}") from error
-    if not inspect.isclass(found):
-        raise StrategyError(f"strategy {name!r} must be a class, got {type(found).__name__}")
-    return found
+    if not inspect.isclass(strategy_class):
+        raise StrategyError(f"strategy {name!r} must be a class, got {type(strategy_class).__name__}")
+    return strategy_class
 
 
-def settings_of(name: str) -> dict[str, Any]:
-    """Returns the settings of a strategy with their defaults, `REQUIRED` for those that have none."""
+def get_settings(name: str) -> dict[str, Any]:
+    """Returns the settings of a strategy with their defaults, `REQUIRED` for those without one."""
     parameters = inspect.signature(find_strategy(name)).parameters.values()
-    # A class that names `Strategy` as its base has the signature of a Protocol, which is (*args, **kwargs).
+    # A subclass of the Protocol `Strategy` has the signature (*args, **kwargs).
     return {p.name: p.default for p in parameters if p.kind not in {p.VAR_POSITIONAL, p.VAR_KEYWORD}}
 
 
@@ -87,34 +89,36 @@ def make_strategy(name: str, options: Mapping[str, Scalar], rules: RoundRules) -
     Args:
         name: as in `[strategy] name`.
         options: the other keys of `[strategy]`.
-        rules: what the run file says about every round.
+        rules: of every round, from the run file.
 
     Raises:
-        StrategyError: there is no such strategy.
-        ConfigError: an option is unknown or missing, or its value has the wrong type or makes no sense.
+        StrategyError: no such strategy.
+        ConfigError: an option is unknown or missing, or its value has the wrong type or is invalid.
     """
-    found, known = find_strategy(name), settings_of(name)
+    strategy_class, settings = find_strategy(name), get_settings(name)
     for option, value in options.items():
-        if option not in known:
-            raise ConfigError(f"strategy.{option}: {name} has no such setting; known: {', '.join(known) or 'none'}")
-        _check_type(found, option, value)
-    missing = [name for name, default in known.items() if default is REQUIRED and name not in options]
+        if option not in settings:
+            raise ConfigError(
+                f"strategy.{option}: {name} has no such setting; known: {', '.join(settings) or 'none'}"
+            )
+        _check_type(strategy_class, option, value)
+    missing = [name for name, default in settings.items() if default is REQUIRED and name not in options]
     if missing:
         raise ConfigError(f"strategy.{missing[0]} is missing: {name} cannot do without")
-    made: Any = found(**options)
-    strategy: Strategy[Any] = made.build(rules) if hasattr(made, "build") else made
+    instance: Any = strategy_class(**options)
+    strategy: Strategy[Any] = instance.build(rules) if hasattr(instance, "build") else instance
     return strategy
 
 
-def _check_type(found: type[Any], option: str, value: Scalar) -> None:
-    """Refuses a value of the wrong kind; numbers may be written without a point."""
-    if not is_dataclass(found):
+def _check_type(strategy_class: type[Any], option: str, value: Scalar) -> None:
+    """Checks the type of a value; a float may be written without a point."""
+    if not is_dataclass(strategy_class):
         return
-    # A type where the module has no postponed annotations, else its text.
-    annotation: Any = {field.name: field.type for field in fields(found)}.get(option, "Any")
+    # A type, or its text where the module postpones annotations.
+    annotation: Any = {field.name: field.type for field in fields(strategy_class)}.get(option, "Any")
     kind = annotation.__name__ if isinstance(annotation, type) else str(annotation).removesuffix(" | None")
-    allowed = {"float": (int, float), "int": (int,), "str": (str,), "bool": (bool,)}.get(kind)
-    wrong = allowed is not None and not isinstance(value, allowed)
-    if wrong or (isinstance(value, bool) and kind != "bool"):
-        words = {"float": "a number", "int": "a whole number", "str": "a text", "bool": "true or false"}
-        raise ConfigError(f"strategy.{option} must be {words.get(kind, kind)}, got {value!r}")
+    types = {"float": (int, float), "int": (int,), "str": (str,), "bool": (bool,)}.get(kind)
+    is_wrong_type = types is not None and not isinstance(value, types)
+    if is_wrong_type or (isinstance(value, bool) and kind != "bool"):
+        descriptions = {"float": "a number", "int": "a whole number", "str": "a text", "bool": "true or false"}
+        raise ConfigError(f"strategy.{option} must be {descriptions.get(kind, kind)}, got {value!r}")

@@ -1,4 +1,4 @@
-"""What a run file says about every round, whatever the strategy."""
+"""Round rules of a run file, independent of the strategy."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from typing import Literal
 from edgefl.strategies.server_optimizers import ServerOptimizer
 
 Rescue = Literal["go-on", "ask-again", "none"]
-"""Close the round with those that answered (k of n), ask those that did not once more, or do nothing."""
+"""Close the round with the received updates (k of n), ask the missing devices again, or do nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundRules:
-    """What a run file says about every round.
+    """Round rules of a run file.
 
     Attributes:
-        min_devices: the first round opens when so many devices are idle; later ones go on with those that are left.
-        max_devices: at most so many are asked, None for all; who it is changes from round to round.
-        fraction: likewise, as a fraction of those that are idle, rounded up.
-        min_updates: k of n: the round closes when k updates are in, or with fewer when nobody is left to ask; None
-            waits for all that are alive.
+        min_devices: idle devices needed to open the first round; later ones continue with those that are left.
+        max_devices: maximum of asked devices, None for all; drawn anew each round.
+        fraction: likewise, as a fraction of the idle ones, rounded up.
+        min_updates: k of n: the round closes when k updates are in, or with fewer when no device is left to ask; None
+            waits for all live devices.
         deadline_s: an assignment that takes longer is given up; None for never.
-        barrier_s: so long a round waits for those that were asked; then `rescue` is tried once, and after the same
-            time again the run ends and says whom it waited for. None waits without end.
-        rescue: what is tried; see `Rescue`.
+        barrier_s: time that a round waits for the asked devices; then `rescue` is tried once, and after the same
+            time again the run ends and names the missing ones. None waits without end.
+        rescue: recovery from a passed barrier; see `Rescue`.
         codec: spec of the codec for updates.
         task: the task's name, under which devices list the blocks of their shards.
-        updates_per_round: so many updates are a round of an asynchronous run, by which learning rates change; None
-            for the number of devices that are asked first.
-        rounds: after so many the run ends; None where something else decides.
-        server: turns the mean displacement into the model's step.
-        seed: decides who is asked where not all are.
+        updates_per_round: updates per round of an asynchronous run, by which learning rates change; None for the
+            number of devices in the first dispatch.
+        rounds: number of rounds of the run; None where another criterion ends it.
+        server: optimiser from the mean displacement to the model's step.
+        seed: of the selection of devices.
     """
 
     min_devices: int = 1

@@ -1,4 +1,4 @@
-"""The base for strategies of your own: a synchronous round of which you write only how updates become one.
+"""Base of user strategies: a synchronous round with a user-defined combination of updates.
 
 ```python
 @dataclass(frozen=True, kw_only=True)
@@ -7,9 +7,9 @@ class Median(RoundStrategy):
         return {name: np.median([u.tensors[name] for u in updates], axis=0) for name in updates[0].tensors}
 ```
 
-Choosing devices, dead and slow ones, k of n, barriers, schedules, the server optimiser and checkpoints are taken care
-of. All updates of a round are in memory while `combine` runs; a mean of very many devices is better made as `fedavg`
-makes it, one by one.
+Device selection, dead and slow devices, k of n, barriers, schedules, the server optimiser and checkpoints are
+handled. All updates of a round are in memory while `combine` runs; for a mean over very many devices use streaming,
+as `fedavg` does.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from typing import Any
 
 import numpy as np
 
-from edgefl.errors import StrategyError
-from edgefl.strategies.fold import dense_tensor, release
-from edgefl.strategies.open_round import OpenRound, RoundState
-from edgefl.strategies.rounds import RoundRules, Synchronous
-from edgefl.strategies.settings import TrainingSettings
-from edgefl.strategies.ssgd import equally
-from edgefl.types import Array, FleetView, LocalPlan, Tensor, Update
+from edgefl.core.errors import StrategyError
+from edgefl.core.types import Array, FleetView, Tensor, TrainConfig, Update
+from edgefl.strategies.strategy_config import StrategyConfig
+from edgefl.strategies.synchronous.round_state import OpenRound, RoundState
+from edgefl.strategies.synchronous.ssgd import weight_uniformly
+from edgefl.strategies.synchronous.strategy import RoundRules, SynchronousStrategy
+from edgefl.strategies.synchronous.streaming_mean import dense_tensor, unload_tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundStrategy(TrainingSettings):
-    """Settings of a strategy in rounds; subclasses are frozen dataclasses, their fields settings of the run file."""
+class RoundStrategy(StrategyConfig):
+    """Settings of a strategy in rounds; subclasses are frozen dataclasses with settings as fields."""
 
     def combine(self, updates: Sequence[Update]) -> Mapping[str, Array]:
-        """Returns what the model moves by, for every tensor of it.
+        """Returns the model's displacement, for every tensor of it.
 
         Args:
             updates: of one round, at least one, in the order in which the devices were asked; `update.tensors[name]`
@@ -42,18 +42,26 @@ class RoundStrategy(TrainingSettings):
         """
         raise NotImplementedError
 
-    def plan_for(self, plan: LocalPlan, device_id: str, view: FleetView) -> LocalPlan:  # noqa: ARG002 for subclasses
-        """Returns what one device does in this round; `plan` is what the settings say."""
+    def plan_for(self, plan: TrainConfig, device_id: str, view: FleetView) -> TrainConfig:  # noqa: ARG002 for subclasses
+        """Returns one device's local training in this round; `plan` is that of the settings."""
         return plan
 
-    def build(self, rules: RoundRules) -> Synchronous[RoundState]:
+    def build(self, rules: RoundRules) -> SynchronousStrategy[RoundState]:
         if type(self).combine is RoundStrategy.combine:
-            raise StrategyError(f"strategy {named(self)} has no method combine(updates), which a RoundStrategy needs")
-        return CombinedRounds(plan=self.plan(), weigh=equally, rules=rules, rate=self.rate(), author=self)
+            raise StrategyError(
+                f"strategy {format_strategy_name(self)} has no method combine(updates), which a RoundStrategy needs"
+            )
+        return CombinedRoundStrategy(
+            plan=self.plan(),
+            compute_weight=weight_uniformly,
+            rules=rules,
+            lr_schedule=self.make_schedule(),
+            user_strategy=self,
+        )
 
 
 class DenseTensors(Mapping[str, Tensor]):
-    """The tensors of an update, dense, each of the shape that the model has."""
+    """The tensors of an update, dense, each in the model's shape."""
 
     __slots__ = ("_model", "_update")
 
@@ -71,77 +79,83 @@ class DenseTensors(Mapping[str, Tensor]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CombinedRounds(Synchronous[RoundState]):
-    """Rounds whose updates are handed to their author's `combine`."""
+class CombinedRoundStrategy(SynchronousStrategy[RoundState]):
+    """Rounds whose updates are combined by the user's `combine`."""
 
-    author: RoundStrategy
+    user_strategy: RoundStrategy
 
-    collects = True
+    should_keep_updates = True
 
-    def plans(
+    def make_plans(
         self,
         state: RoundState,  # noqa: ARG002 the author's hook does not look into it
-        plan: LocalPlan,
+        plan: TrainConfig,
         devices: Sequence[str],
         view: FleetView,
-    ) -> Mapping[str, LocalPlan]:
-        return {device_id: self._plan_for(plan, device_id, view) for device_id in devices}
+    ) -> Mapping[str, TrainConfig]:
+        return {device_id: self._call_plan_for(plan, device_id, view) for device_id in devices}
 
-    def displacement(self, state: RoundState, opened: OpenRound) -> Mapping[str, Array]:
-        fold = opened.fold
-        slots = [slot for slot in fold.expected if slot in fold.waiting]
-        updates = [fold.waiting[slot] for slot in slots]
-        dense = [replace(each, tensors=DenseTensors(each, state.model)) for each in updates]
-        moved = self._checked(self._call("combine", lambda: self.author.combine(dense)), state.model)
-        fold.used = {slot: each.assignment_id for slot, each in zip(slots, updates, strict=True)}
-        fold.waiting.clear()
-        for each in updates:
-            release(each.tensors)
-        return moved
+    def compute_displacement(self, state: RoundState, current_round: OpenRound) -> Mapping[str, Array]:
+        mean = current_round.fold
+        slots = [slot for slot in mean.expected if slot in mean.waiting]
+        updates = [mean.waiting[slot] for slot in slots]
+        dense_updates = [replace(update, tensors=DenseTensors(update, state.model)) for update in updates]
+        displacement = self._validate_displacement(
+            self._call("combine", lambda: self.user_strategy.combine(dense_updates)), state.model
+        )
+        mean.used = {slot: update.assignment_id for slot, update in zip(slots, updates, strict=True)}
+        mean.waiting.clear()
+        for update in updates:
+            unload_tensors(update.tensors)
+        return displacement
 
-    def _plan_for(self, plan: LocalPlan, device_id: str, view: FleetView) -> LocalPlan:
-        made = self._call("plan_for", lambda: self.author.plan_for(plan, device_id, view))
-        if not isinstance(made, LocalPlan):
-            raise self._wrong("plan_for", f"must return a LocalPlan, got {type(made).__name__}")
-        return made
+    def _call_plan_for(self, plan: TrainConfig, device_id: str, view: FleetView) -> TrainConfig:
+        device_plan = self._call("plan_for", lambda: self.user_strategy.plan_for(plan, device_id, view))
+        if not isinstance(device_plan, TrainConfig):
+            raise self._make_error("plan_for", f"must return a TrainConfig, got {type(device_plan).__name__}")
+        return device_plan
 
-    def _checked(self, moved: Any, model: Mapping[str, Array]) -> dict[str, Array]:
-        if not isinstance(moved, Mapping):
-            raise self._wrong("combine", f"must return a mapping of tensors by name, got {type(moved).__name__}")
-        for name in moved:
+    def _validate_displacement(self, displacement: Any, model: Mapping[str, Array]) -> dict[str, Array]:
+        if not isinstance(displacement, Mapping):
+            raise self._make_error(
+                "combine", f"must return a mapping of tensors by name, got {type(displacement).__name__}"
+            )
+        for name in displacement:
             if name not in model:
-                raise self._wrong("combine", f"returned a tensor {name!r} that the model does not have")
-        return {name: self._fitted(moved, name, like) for name, like in model.items()}
+                raise self._make_error("combine", f"returned a tensor {name!r} that the model does not have")
+        return {name: self._to_model_tensor(displacement, name, like) for name, like in model.items()}
 
-    def _fitted(self, moved: Mapping[str, Any], name: str, like: Array) -> Array:
+    def _to_model_tensor(self, displacement: Mapping[str, Any], name: str, like: Array) -> Array:
         """Returns one tensor in the model's type; a copy, since it may be a tensor of an update."""
-        if name not in moved:
-            raise self._wrong("combine", f"returned no tensor {name!r}; all of the model's are needed")
-        tensor = self._call("combine", lambda: np.asarray(moved[name]))
+        if name not in displacement:
+            raise self._make_error("combine", f"returned no tensor {name!r}; all of the model's are needed")
+        tensor = self._call("combine", lambda: np.asarray(displacement[name]))
         if tensor.dtype.kind not in "biuf":
-            raise self._wrong(
-                "combine", f"returned {name!r} as {type(moved[name]).__name__}, needed is an array of numbers"
+            raise self._make_error(
+                "combine", f"returned {name!r} as {type(displacement[name]).__name__}, needed is an array of numbers"
             )
         if tensor.shape != like.shape:
-            raise self._wrong("combine", f"returned {name!r} with shape {tensor.shape}, the model's is {like.shape}")
+            raise self._make_error(
+                "combine", f"returned {name!r} with shape {tensor.shape}, the model's is {like.shape}"
+            )
         is_counter = like.dtype.kind in "iu" and tensor.dtype.kind == "f"
-        with np.errstate(over="ignore", invalid="ignore"):  # what does not fit the type is told below
-            fitted = np.array(np.rint(tensor) if is_counter else tensor, dtype=like.dtype)
-        if not (np.isfinite(tensor).all() and np.isfinite(fitted).all()):
-            raise self._wrong("combine", f"returned a NaN or an infinity in {name!r}")
-        return fitted
+        with np.errstate(over="ignore", invalid="ignore"):  # overflow is reported below
+            converted = np.array(np.rint(tensor) if is_counter else tensor, dtype=like.dtype)
+        if not (np.isfinite(tensor).all() and np.isfinite(converted).all()):
+            raise self._make_error("combine", f"returned a NaN or an infinity in {name!r}")
+        return converted
 
     def _call(self, method: str, work: Callable[[], Any]) -> Any:
         try:
             return work()
         except StrategyError:
             raise
-        except (Exception, SystemExit) as error:  # the author's code may raise anything
-            raise self._wrong(method, f"raised {type(error).__name__}: {error}") from error
+        except (Exception, SystemExit) as error:  # user code may raise anything
+            raise self._make_error(method, f"raised {type(error).__name__}: {error}") from error
 
-    def _wrong(self, method: str, what: str) -> StrategyError:
-        return StrategyError(f"strategy {named(self.author)}: {method} {what}")
+    def _make_error(self, method: str, fault: str) -> StrategyError:
+        return StrategyError(f"strategy {format_strategy_name(self.user_strategy)}: {method} {fault}")
 
 
-def named(author: RoundStrategy) -> str:
-    return f"{type(author).__module__}:{type(author).__qualname__}"
+def format_strategy_name(strategy: RoundStrategy) -> str:
+    return f"{type(strategy).__module__}:{type(strategy).__qualname__}"

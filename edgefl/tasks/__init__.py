@@ -1,1 +1,1 @@
-"""Built-in tasks: a model, a loss, and how to read a shard."""
+"""Built-in tasks: a model, a loss, and a shard reader each."""

@@ -1,4 +1,4 @@
-"""A classification task: a model, how to read its shards, and the plan that suits it."""
+"""A classification task: a model, a shard reader, and a default plan."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from edgefl.errors import ConfigError
-from edgefl.tasks.shards import read_shard
-from edgefl.types import Array, Dataset, Learner, Scalar, Shapes
+from edgefl.core.errors import ConfigError
+from edgefl.core.types import Array, Dataset, Learner, ModelSpec, Scalar
+from edgefl.tasks.sharding.shard_files import read_shard
 
 
-class Model(Protocol):
-    """What a task trains: tensors, their first values, and a learner; NumPy and torch models both are one."""
+class TrainableModel(Protocol):
+    """A task's model: tensors, first weights, and a learner; implemented in NumPy and torch."""
 
-    def shapes(self) -> Shapes: ...
+    def shapes(self) -> ModelSpec: ...
     def init(self, seed: int) -> dict[str, Array]: ...
     def learner(self, *, accelerator: str = "cpu", threads: int | None = None) -> Learner: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassificationTask:
-    """A built-in task. `input_shape` is that of one example in a shard, `labels` names the classes in order."""
+    """A built-in task. `input_shape` is that of one shard example, `labels` names the classes in order."""
 
     name: str
-    model: Model
+    model: TrainableModel
     input_shape: tuple[int, ...]
     labels: tuple[str, ...]
     defaults: Mapping[str, Scalar]
@@ -33,7 +33,7 @@ class ClassificationTask:
     def num_classes(self) -> int:
         return len(self.labels)
 
-    def shapes(self) -> Shapes:
+    def shapes(self) -> ModelSpec:
         return self.model.shapes()
 
     def init(self, seed: int) -> dict[str, Array]:
@@ -46,14 +46,13 @@ class ClassificationTask:
         return self.model.learner(accelerator=accelerator, threads=threads)
 
 
-def checked_choice(task: str, option: str, value: object, choices: tuple[str, ...], other: str = "") -> str:
-    """Returns `value` if it is one of the choices; `other` is what the message names beside them.
+def validate_choice(task: str, option: str, value: object, choices: tuple[str, ...], extra_choice: str = "") -> str:
+    """Returns `value` if it is one of the choices; the message also names `extra_choice`.
 
     Raises:
         ConfigError: it is not.
     """
     if not isinstance(value, str) or value not in choices:
-        raise ConfigError(
-            f"{option} of task {task} must be {' or '.join([*choices, *([other] if other else [])])}, got {value!r}"
-        )
+        listing = [*choices, *([extra_choice] if extra_choice else [])]
+        raise ConfigError(f"{option} of task {task} must be {' or '.join(listing)}, got {value!r}")
     return value

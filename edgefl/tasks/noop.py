@@ -1,4 +1,4 @@
-"""A task that costs nothing: what remains of a round is the machinery, which benchmarks measure."""
+"""A task without cost, for benchmarks of the machinery of a round."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from edgefl.errors import ConfigError
-from edgefl.tasks.accelerators import checked_accelerator
-from edgefl.tasks.numpy_learner import Prepare, copy_checked
-from edgefl.tasks.onnx_steps import Graph
-from edgefl.types import Array, Dataset, Learner, Scalar, Shapes, Tensors, TensorSpec, derived_rng
+from edgefl.core.errors import ConfigError
+from edgefl.core.types import Array, Dataset, Learner, ModelSpec, Scalar, Tensors, TensorSpec, derive_rng
+from edgefl.tasks.export.onnx_graph import OnnxGraph
+from edgefl.tasks.learners.accelerators import validate_accelerator
+from edgefl.tasks.learners.numpy_learner import Prepare, copy_tensor
 
-DEFAULT_SIZE_BYTES = 1_000_000
+DEFAULT_MODEL_BYTES = 1_000_000
 NUM_EXAMPLES = 64
 FLOAT_BYTES = 4
 
@@ -26,30 +26,30 @@ class NoopTask:
     input_shape = (1,)
     defaults: Mapping[str, Scalar] = {"learning_rate": 0.1, "batch_size": NUM_EXAMPLES, "epochs": 1.0}
 
-    def __init__(self, *, size_bytes: int = DEFAULT_SIZE_BYTES) -> None:
+    def __init__(self, *, size_bytes: int = DEFAULT_MODEL_BYTES) -> None:
         if isinstance(size_bytes, bool) or not isinstance(size_bytes, int) or size_bytes < FLOAT_BYTES:
             raise ConfigError(f"size_bytes of task noop must be a whole number of 4 or more, got {size_bytes!r}")
-        self._shapes: Shapes = (TensorSpec(name="weights", shape=(size_bytes // FLOAT_BYTES,)),)
+        self._shapes: ModelSpec = (TensorSpec(name="weights", shape=(size_bytes // FLOAT_BYTES,)),)
 
-    def shapes(self) -> Shapes:
+    def shapes(self) -> ModelSpec:
         return self._shapes
 
     def init(self, seed: int) -> dict[str, Array]:
-        rng = derived_rng(seed, "initial-weights")
+        rng = derive_rng(seed, "initial-weights")
         return {spec.name: rng.standard_normal(spec.shape).astype(np.float32) for spec in self._shapes}
 
-    def read(self, path: str) -> Dataset:  # noqa: ARG002 whatever lies there, there is nothing to learn from it
-        return noop_data()
+    def read(self, path: str) -> Dataset:  # noqa: ARG002 the shard is not used
+        return make_noop_data()
 
     def learner(self, *, accelerator: str = "cpu", threads: int | None = None) -> Learner:  # noqa: ARG002 nothing to compute
-        checked_accelerator(accelerator)
+        validate_accelerator(accelerator)
         return NoopLearner(self._shapes)
 
 
 class NoopLearner:
-    """Holds the model and leaves it as it is."""
+    """Holds the model and leaves it unchanged."""
 
-    def __init__(self, shapes: Shapes) -> None:
+    def __init__(self, shapes: ModelSpec) -> None:
         self._parameters = {spec.name: np.zeros(spec.shape, np.float32) for spec in shapes}
         self._gradients = {name: np.zeros_like(value) for name, value in self._parameters.items()}
 
@@ -63,33 +63,33 @@ class NoopLearner:
 
     def load(self, tensors: Tensors) -> None:
         for name, tensor in tensors.items():
-            copy_checked(name, tensor if isinstance(tensor, np.ndarray) else tensor.dense(), self._parameters)
+            copy_tensor(name, tensor if isinstance(tensor, np.ndarray) else tensor.dense(), self._parameters)
 
     def read(self) -> dict[str, Array]:
         return {name: value.copy() for name, value in self._parameters.items()}
 
     @property
     def prepare(self) -> Prepare:
-        """What leaves raw inputs as they are."""
+        """The identity on raw inputs."""
         return lambda inputs: inputs.astype(np.float32)
 
     def logits(self, inputs: Array) -> Array:
         """Returns zeros, [n, 1]."""
         return np.zeros((len(inputs), 1), np.float32)
 
-    def draw(self, graph: Graph, features: str, example: Array) -> str:  # noqa: ARG002 the shapes are known
+    def draw(self, graph: OnnxGraph, features: str, example: Array) -> str:  # noqa: ARG002 the shapes are known
         """Adds the model to an ONNX graph and returns the name of its logits."""
-        return graph.add("Mul", features, graph.constant(np.float32(0.0)))
+        return graph.add("Mul", features, graph.add_constant(np.float32(0.0)))
 
     def gradient(self, batch: Dataset) -> float:  # noqa: ARG002 the gradients are zero and stay so
         return 0.0
 
-    def evaluate(self, data: Dataset) -> tuple[float, float]:  # noqa: ARG002 nothing is predicted, nothing is right
+    def evaluate(self, data: Dataset) -> tuple[float, float]:  # noqa: ARG002 there are no predictions
         return 0.0, 0.0
 
 
-def noop_data() -> Dataset:
-    """Returns a few different examples, enough that a split leaves some on either side."""
+def make_noop_data() -> Dataset:
+    """Returns a few different examples, enough for both parts of a split."""
     return Dataset(
         inputs=np.arange(NUM_EXAMPLES, dtype=np.uint8).reshape(-1, 1), labels=np.zeros(NUM_EXAMPLES, np.int64)
     )

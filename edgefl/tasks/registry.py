@@ -1,4 +1,4 @@
-"""Tasks by name: built in, from installed packages, or from a user's own module."""
+"""Registry of tasks: built in, from installed packages, or from a user's own module."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
-from edgefl.errors import ConfigError, TaskError
-from edgefl.types import Scalar, Task
+from edgefl.core.errors import ConfigError, TaskError
+from edgefl.core.types import Scalar, Task
 
 ENTRY_POINT_GROUP = "edgefl.tasks"
 
@@ -30,49 +30,51 @@ def make_task(name: str, options: Mapping[str, Scalar] | None = None) -> Task:
         options: keyword arguments of the task.
 
     Raises:
-        TaskError: there is no such task, its module cannot be imported, or what it names is no task's class.
-        ConfigError: an option that the task does not have, or a value that it refuses.
+        TaskError: there is no such task, its module cannot be imported, or its object is no task's class.
+        ConfigError: an option that the task does not have, or a value that it rejects.
     """
-    return _make(name, _factory(name), dict(options or {}))
+    return _create_task(name, _find_factory(name), dict(options or {}))
 
 
-def task_names() -> tuple[str, ...]:
+def list_task_names() -> tuple[str, ...]:
     """Returns the names of the built-in and the installed tasks."""
-    return tuple(sorted({*BUILT_IN, *(found.name for found in entry_points(group=ENTRY_POINT_GROUP))}))
+    return tuple(sorted({*BUILT_IN, *(entry_point.name for entry_point in entry_points(group=ENTRY_POINT_GROUP))}))
 
 
-def _factory(name: str) -> Callable[..., Task]:
+def _find_factory(name: str) -> Callable[..., Task]:
     if name in BUILT_IN:
-        return _loaded(name, BUILT_IN[name])
-    for found in entry_points(group=ENTRY_POINT_GROUP, name=name):
-        return _loaded(name, found.value)
+        return _load_target(name, BUILT_IN[name])
+    for entry_point in entry_points(group=ENTRY_POINT_GROUP, name=name):
+        return _load_target(name, entry_point.value)
     if ":" in name:
-        return _checked_class(name, _loaded(name, name))
+        return _validate_task_class(name, _load_target(name, name))
     raise TaskError(
-        f"there is no task {name!r}; choose one of {', '.join(task_names())}, or module:Class of your own"
+        f"there is no task {name!r}; choose one of {', '.join(list_task_names())}, or module:Class of your own"
     )
 
 
-def _loaded(name: str, target: str) -> Callable[..., Task]:
+def _load_target(name: str, target: str) -> Callable[..., Task]:
     module, _, attribute = target.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        target_object: Any = importlib.import_module(module)
         for part in attribute.split("."):
-            found = getattr(found, part)
+            target_object = getattr(target_object, part)
     except (ImportError, AttributeError, ValueError) as error:
         raise TaskError(
             f"task {name!r} cannot be loaded: {error}; it must be module:Class, importable here"
         ) from None
-    if not callable(found):
-        raise TaskError(f"task {name!r} is a {type(found).__name__}, it must be a class or a function that makes one")
-    factory: Callable[..., Task] = found
+    if not callable(target_object):
+        raise TaskError(
+            f"task {name!r} is a {type(target_object).__name__}, it must be a class or a function that makes one"
+        )
+    factory: Callable[..., Task] = target_object
     return factory
 
 
-def _checked_class(name: str, found: Any) -> Callable[..., Task]:
-    """Refuses what is no task before it is called: the name may come from elsewhere, and `os:system` is callable too.
+def _validate_task_class(name: str, found: Any) -> Callable[..., Task]:
+    """Rejects a non-task before it is called: names may come from elsewhere, and `os:system` is callable too.
 
-    Only `read` is asked for, since a task may take over shapes, init and learner from its model in `__init__`.
+    Only `read` is required, since a task may take over shapes, init and learner from its model in `__init__`.
     """
     factory: Callable[..., Task] = found
     if not inspect.isclass(found):
@@ -83,11 +85,11 @@ def _checked_class(name: str, found: Any) -> Callable[..., Task]:
     return factory
 
 
-def _make(name: str, factory: Callable[..., Task], options: dict[str, Scalar]) -> Task:
+def _create_task(name: str, factory: Callable[..., Task], options: dict[str, Scalar]) -> Task:
     signature = inspect.signature(factory)
     try:
         signature.bind(**options)
     except TypeError as error:
-        allowed = ", ".join(signature.parameters) or "none"
-        raise ConfigError(f"options of task {name}: {error}; it has these: {allowed}") from None
+        option_names = ", ".join(signature.parameters) or "none"
+        raise ConfigError(f"options of task {name}: {error}; it has these: {option_names}") from None
     return factory(**options)

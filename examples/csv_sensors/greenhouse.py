@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from edgefl.tasks.numpy_learner import DenseModel
-from edgefl.types import Dataset
+from edgefl.core.types import Dataset
+from edgefl.tasks.learners.numpy_learner import DenseModel
 
 COLUMNS = ("indoor_c", "outdoor_c", "humidity_percent", "light_lux", "is_open")
 MEAN = np.array([22.0, 15.0, 60.0, 20_000.0], np.float32)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from edgefl.core.types import Array, Update
 from edgefl.strategies.round_strategy import RoundStrategy
-from edgefl.types import Array, Update
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from torch import nn
 
-from edgefl.tasks.module_models import ModuleModel
-from edgefl.types import Dataset
+from edgefl.core.types import Dataset
+from edgefl.tasks.learners.torch_factory import TorchFactoryModel
 
 SIDE = 16
 LABELS = ("disc", "square", "cross")
@@ -36,7 +36,7 @@ class Shapes:
     defaults = {"learning_rate": 0.1, "batch_size": 16, "epochs": 1.0}  # noqa: RUF012 read only
 
     def __init__(self) -> None:
-        model = ModuleModel(
+        model = TorchFactoryModel(
             target="shapes:Network", num_classes=len(LABELS), input_shape=(1, SIDE, SIDE), prepare=grey
         )
         self.shapes, self.init, self.learner = model.shapes, model.init, model.learner

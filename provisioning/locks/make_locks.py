@@ -21,7 +21,14 @@ from packaging.tags import Tag, compatible_tags, cpython_tags
 from packaging.utils import parse_wheel_filename
 from uv import find_uv_bin
 
-from edgefl.provision.locks import BOARDS, LOCKED_EXTRAS, BoardFamily, LockedWheel, board_family, lock_name
+from edgefl.provision.wheel_locks import (
+    LOCK_SUFFIXES,
+    WHEEL_PLATFORMS,
+    PinnedWheel,
+    WheelPlatform,
+    get_lock_name,
+    get_platform,
+)
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -31,15 +38,15 @@ def main() -> int:
     """Returns the exit code: 1 when `--check` found a stale lock."""
     options = argparse.ArgumentParser(description="Make the locks in provisioning/locks.")
     options.add_argument("--check", action="store_true", help="only say which locks are stale")
-    options.add_argument("boards", nargs="*", metavar="BOARD", help=f"of {', '.join(BOARDS)} [default: all]")
+    options.add_argument("boards", nargs="*", metavar="BOARD", help=f"of {', '.join(WHEEL_PLATFORMS)} [default: all]")
     asked = options.parse_args()
     check: bool = asked.check
     stale = []
-    for family in map(board_family, asked.boards or BOARDS):
-        for extra in LOCKED_EXTRAS:
-            if extra == "train" and not family.with_torch:
+    for family in map(get_platform, asked.boards or WHEEL_PLATFORMS):
+        for extra in LOCK_SUFFIXES:
+            if extra == "train" and not family.has_torch:
                 continue
-            path = HERE / lock_name(family, extra)
+            path = HERE / get_lock_name(family, extra)
             text = made_lock(family, extra)
             if not path.exists() or path.read_text(encoding="utf-8") != text:
                 stale.append(path.name)
@@ -49,7 +56,7 @@ def main() -> int:
     return int(check and bool(stale))
 
 
-def made_lock(family: BoardFamily, extra: str) -> str:
+def made_lock(family: WheelPlatform, extra: str) -> str:
     """Returns the text of one lock."""
     tags = _tags(family)
     chosen = [_chosen(package, tags) for package in _resolved(family, extra)]
@@ -60,12 +67,12 @@ def made_lock(family: BoardFamily, extra: str) -> str:
         f"# {family.title}: CPython {family.python_version}, {family.machine}, glibc 2.{family.glibc}; {what}.",
         f"# {len(wheels)} wheels, {megabytes:.0f} MB. Made by provisioning/locks/make_locks.py; do not edit.",
         "--only-binary :all:",
-        *(wheel.line() for wheel in wheels),
+        *(wheel.format_requirement() for wheel in wheels),
         "",
     ])  # fmt: skip
 
 
-def _resolved(family: BoardFamily, extra: str) -> list[dict[str, Any]]:
+def _resolved(family: WheelPlatform, extra: str) -> list[dict[str, Any]]:
     """Returns the packages that uv resolves for the board, each with all of its wheels."""
     words = [
         find_uv_bin(), "pip", "compile", "pyproject.toml", "--no-config", "--quiet",
@@ -83,15 +90,15 @@ def _resolved(family: BoardFamily, extra: str) -> list[dict[str, Any]]:
     return packages
 
 
-def _tags(family: BoardFamily) -> list[Tag]:
+def _tags(family: WheelPlatform) -> list[Tag]:
     """Returns what the board installs, the best first, as pip on it would rank."""
-    platforms = family.platforms()
+    platforms = family.list_platform_tags()
     native = cpython_tags(python_version=family.python, abis=[family.abi], platforms=platforms)
     pure = compatible_tags(python_version=family.python, interpreter=family.abi, platforms=platforms)
     return [*native, *pure]
 
 
-def _chosen(package: Mapping[str, Any], tags: list[Tag]) -> tuple[LockedWheel, int]:
+def _chosen(package: Mapping[str, Any], tags: list[Tag]) -> tuple[PinnedWheel, int]:
     """Returns the best wheel of a package for these tags, and its bytes."""
     ranks = {tag: rank for rank, tag in enumerate(tags)}
     fitting = []
@@ -104,7 +111,7 @@ def _chosen(package: Mapping[str, Any], tags: list[Tag]) -> tuple[LockedWheel, i
     if not fitting:
         sys.exit(f"{package['name']} {package['version']} has no wheel for {tags[0]}")
     _, _, file, wheel = min(fitting, key=lambda each: each[:3])
-    locked = LockedWheel(
+    locked = PinnedWheel(
         name=package["name"], version=package["version"], sha256=wheel["hashes"]["sha256"], file=file
     )
     return locked, int(wheel["size"])

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from edgefl.decentralised.methods import METHODS
+from edgefl.core.types import Dataset
+from edgefl.decentralised.registry import ALGORITHMS
 from edgefl.tasks.registry import make_task
-from edgefl.types import Dataset
 
 STEP_BY_STEP = ("d2", "gradient-tracking")
 AT_RANDOM = ("pdmm-isvr", "admm-isvr", "ad-psgd")
@@ -38,10 +38,10 @@ def ran(network, images):
     return run
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ALGORITHMS)
 def test_every_node_does_its_iterations_and_the_codec_dense_changes_nothing(ran, method):
     plain, encoded = ran(method), ran(method, codec="dense")
-    assert {engine.node.iterations for engine in plain.engines.values()} == {16}
+    assert {engine.algorithm.iterations for engine in plain.engines.values()} == {16}
     assert plain.num_bytes == pytest.approx(encoded.num_bytes, rel=1e-4)
     for name, tensor in plain.mean_model().items():
         assert np.array_equal(tensor, encoded.mean_model()[name])

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from edgefl.local_fleet import free_port
+from edgefl.simulation.local_fleet import find_free_port
 
 HOST = "127.0.0.1"
 
@@ -53,7 +53,11 @@ def sent(port, num_bytes):
 
 @pytest.mark.extended
 def test_a_payload_arrives_no_sooner_than_rate_and_delay_say_and_each_device_has_the_rate_for_itself(links):
-    link, nears, sinks = links.Link(delay_s=0.1, bits_per_s=4e6), [free_port(), free_port()], [Sink(), Sink()]
+    link, nears, sinks = (
+        links.Link(delay_s=0.1, bits_per_s=4e6),
+        [find_free_port(), find_free_port()],
+        [Sink(), Sink()],
+    )
     first, second = ([((HOST, near), (HOST, sink.port))] for near, sink in zip(nears, sinks, strict=True))
     computed_s = 0.1 + 250_000 * 8 / 4e6
     with links.linked(link, first), links.linked(link, second), ThreadPoolExecutor() as pool:

@@ -8,7 +8,7 @@ from urllib.error import URLError
 
 import pytest
 
-from edgefl.local_fleet import free_port
+from edgefl.simulation.local_fleet import find_free_port
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -41,7 +41,7 @@ def test_the_application_hears_of_every_request_as_before(log, tmp_path):
 
 @pytest.mark.extended
 def test_a_stock_superlink_notes_what_it_is_asked(log, tmp_path):
-    port, out = free_port(), tmp_path / "log"
+    port, out = find_free_port(), tmp_path / "log"
     environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS), "FLWR_HOME": str(tmp_path / "home")}
     process = subprocess.Popen(
         [*log.program(out, "flower-superlink"), "--insecure", "--port", str(port), "--isolation", "process"],

@@ -3,7 +3,7 @@ from contextlib import closing
 
 import pytest
 
-from edgefl.storage.records import HeartbeatRow
+from edgefl.storage.repositories.records import HeartbeatRow
 from edgefl.storage.store import Store
 
 NUM_BEATS = 4000

@@ -8,9 +8,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from edgefl.provision.locks import BoardFamily, lock_name, lock_text, parse_lock
-from edgefl.provision.sources import path as source
-from edgefl.provision.wheel_folder import fill_wheel_folder
+from edgefl.provision.provisioning_files import find_path as source
+from edgefl.provision.wheel_locks import WheelPlatform, get_lock_name, load_lock_text, parse_lock
+from edgefl.provision.wheelhouse import fill_wheelhouse
 
 HERE = Path(__file__).parent
 
@@ -43,16 +43,16 @@ def why_no_image(arch: str) -> str | None:
 
 
 @functools.cache
-def wheels(family: BoardFamily, *, with_torch: bool = False) -> Path:
+def wheels(family: WheelPlatform, *, with_torch: bool = False) -> Path:
     """Returns the wheels that a board installs, with edgefl's as it was when this process asked first."""
-    kept = folder() / f"wheels-{lock_name(family, _extra(with_torch)).removesuffix('.txt')}"
-    fill_wheel_folder(kept, family, parse_lock(lock_text(family, _extra(with_torch))))
+    kept = folder() / f"wheels-{get_lock_name(family, _extra(with_torch)).removesuffix('.txt')}"
+    fill_wheelhouse(kept, family, parse_lock(load_lock_text(family, _extra(with_torch))))
     return kept
 
 
-def lock(family: BoardFamily) -> Path:
+def lock(family: WheelPlatform) -> Path:
     """Returns the lock that goes with the wheels."""
-    return source(f"locks/{lock_name(family)}")
+    return source(f"locks/{get_lock_name(family)}")
 
 
 def _extra(with_torch: bool) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from boards import cache
 from boards.site import Site
 
-from edgefl.provision.locks import BoardFamily
+from edgefl.provision.wheel_locks import WheelPlatform
 
 # Below /home, which the units hide: the card's drop-in has to show it.
 SHARD_ON_BOARD = "/home/data/digits.npz"
@@ -31,7 +31,7 @@ class Card:
     name: str
     token: str
     coordinator: str
-    family: BoardFamily
+    family: WheelPlatform
     static: tuple[str, str] | None = None
     signer: Path | None = None
 
@@ -39,7 +39,7 @@ class Card:
         """Writes it where `--boot DIR` or `--image FILE --out FILE` says."""
         static = ["--ip", f"{self.static[0]}/24", "--gateway", self.static[1]] if self.static else []
         signer = ["--signer", str(self.signer)] if self.signer else []
-        site.fleet.command(
+        site.fleet.run_command(
             "provision", "raspberry-pi", *place, "--token", self.token, "--name", self.name,
             "--address", self.coordinator, "--shard", f"digits={SHARD_ON_BOARD}", *static, *signer,
             "--wheels", str(cache.wheels(self.family)), "--lock", str(cache.lock(self.family)),

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from boards import cache
 
-from edgefl.provision.locks import BoardFamily, LockedWheel, board_family, lock_text, parse_lock
+from edgefl.provision.wheel_locks import PinnedWheel, WheelPlatform, get_platform, load_lock_text, parse_lock
 
 SIGILL = -4
 # What a wheel brings besides packages, and modules that are meant for other systems or to be run.
@@ -67,8 +67,8 @@ def main() -> int:
     asked = _asked()
     if reason := cache.why_no_image("arm64"):
         sys.exit(f"check_wheels.py: {reason}")
-    family = board_family(asked.board)
-    lock = parse_lock(lock_text(family, "" if asked.without_torch else "train"))
+    family = get_platform(asked.board)
+    lock = parse_lock(load_lock_text(family, "" if asked.without_torch else "train"))
     root, wheels = cache.image("arm64"), cache.wheels(family, with_torch=not asked.without_torch)
     chosen = [wheel for wheel in lock if not asked.only or wheel.name in asked.only]
     with tempfile.TemporaryDirectory() as scratch:
@@ -86,11 +86,11 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def cross_install(family: BoardFamily, lock: Sequence[LockedWheel], wheels: Path, site: Path) -> None:
+def cross_install(family: WheelPlatform, lock: Sequence[PinnedWheel], wheels: Path, site: Path) -> None:
     """Unpacks the lock's wheels for another machine and Python than this one's."""
     requirements = site.with_suffix(".txt")
-    requirements.write_text("\n".join(wheel.line() for wheel in lock) + "\n")
-    platforms = [word for tag in family.platforms() for word in ("--platform", tag)]
+    requirements.write_text("\n".join(wheel.format_requirement() for wheel in lock) + "\n")
+    platforms = [word for tag in family.list_platform_tags() for word in ("--platform", tag)]
     abis = [word for abi in (family.abi, "abi3", "none") for word in ("--abi", abi)]
     words = [
         sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--target", str(site),
@@ -102,7 +102,7 @@ def cross_install(family: BoardFamily, lock: Sequence[LockedWheel], wheels: Path
     subprocess.run(words, check=True, env={**os.environ, "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": ""})
 
 
-def tried(wheel: LockedWheel, wheels: Path, root: Path, site: Path, cpu: str) -> Outcome:
+def tried(wheel: PinnedWheel, wheels: Path, root: Path, site: Path, cpu: str) -> Outcome:
     """Imports one wheel on a processor."""
     with zipfile.ZipFile(wheels / wheel.file) as packed:
         names = packed.namelist()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from boards.time_line import TimeLine
 
-from edgefl.tasks.cutting import cut_shards
+from edgefl.tasks.sharding.shard_creation import create_shards
 
 TIME_LINES = pytest.StashKey[list[TimeLine]]()
 
@@ -31,4 +31,4 @@ def time_lines(request: pytest.FixtureRequest) -> list[TimeLine]:
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The data of two boards, cut as `edgefl data shard` cuts it."""
-    return list(cut_shards("digits", "iid", 2, tmp_path_factory.mktemp("shards")))
+    return list(create_shards("digits", "iid", 2, tmp_path_factory.mktemp("shards")))

@@ -16,7 +16,7 @@ from typing import Self
 
 from requirements import missing
 
-from edgefl.local_fleet import PROGRAM
+from edgefl.simulation.local_fleet import EDGEFL_COMMAND
 
 # Sends what it is asked for to this machine and waits for the one byte of thanks.
 _SEND = """
@@ -55,8 +55,8 @@ class BoardNetwork:
         """The board's address on the switch."""
         return f"{self._net}.{11 + list(self.boards).index(board)}"
 
-    def program(self, board: str, program: Sequence[str] = PROGRAM) -> tuple[str, ...]:
-        """Returns the `edgefl` of a board, for `LocalDevice.program`."""
+    def program(self, board: str, program: Sequence[str] = EDGEFL_COMMAND) -> tuple[str, ...]:
+        """Returns the `edgefl` of a board, for `LocalDeviceSpec.program`."""
         return ("ip", "netns", "exec", self._space(board), *program)
 
     def __enter__(self) -> Self:

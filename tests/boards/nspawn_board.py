@@ -15,7 +15,7 @@ from pathlib import Path
 
 from boards.console import Console
 
-from edgefl.processes import end_with_parent
+from edgefl.system.process_control import exit_with_parent
 
 PROGRAMS = ("systemd-nspawn", "nsenter", "ip")
 STOP_S = 60.0
@@ -100,7 +100,7 @@ class NspawnBoard:
             stdout=its,
             stderr=its,
             start_new_session=True,
-            preexec_fn=end_with_parent,  # noqa: PLW1509 one system call, no locks
+            preexec_fn=exit_with_parent,  # noqa: PLW1509 one system call, no locks
         )
         os.close(its)
         self.console.follow(ours)

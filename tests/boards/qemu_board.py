@@ -19,7 +19,7 @@ from boards import cache
 from boards.card import put_shard, put_stock
 from boards.console import Console
 
-from edgefl.processes import end_with_parent
+from edgefl.system.process_control import exit_with_parent
 
 PROGRAMS = {
     "qemu-system-aarch64": "qemu-system-arm",
@@ -109,7 +109,7 @@ class QemuBoard:
             stdout=inwards,
             stderr=inwards,
             pass_fds=[its.fileno()],
-            preexec_fn=end_with_parent,  # noqa: PLW1509 one system call, no locks
+            preexec_fn=exit_with_parent,  # noqa: PLW1509 one system call, no locks
         )
         os.close(inwards)
         its.close()

@@ -15,7 +15,7 @@ from edgefl import __version__
 
 MAJOR, MINOR, PATCH = (int(part) for part in __version__.split("."))
 NOT_SHIPPED = shutil.ignore_patterns("__pycache__")
-STARTS = ('"""Works until `stop`;', 'raise RuntimeError("broken on purpose")\n        """')
+STARTS = ("self._connection.start()", 'raise RuntimeError("broken on purpose")')
 BREAKS: Mapping[str, tuple[str, str]] = {"edgefl/device/agent.py": STARTS}
 """An edgefl that imports, says its version and never starts as an agent."""
 
@@ -57,7 +57,7 @@ def release(signer: Signer, folder: Path, version: str, changes: Mapping[str, tu
 
 def update(site: Site, device: str, bundle: Path, version: str) -> tuple[int, str]:
     """Runs `edgefl devices update` for one board to its end; returns the exit code and what it printed."""
-    process = site.fleet.popen(
+    process = site.fleet.start_command(
         ["devices", "update", device, "--to", version, "--bundle", str(bundle), "--wait", "--format", "json"]
     )
     output, _ = process.communicate(timeout=600)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgefl.config import parse_run
-from edgefl.errors import NetworkError
-from edgefl.local_fleet import LocalFleet
+from edgefl.core.config import parse_run
+from edgefl.core.errors import NetworkError
+from edgefl.simulation.local_fleet import LocalFleet
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,7 +31,7 @@ class Site:
 
     def token(self) -> str:
         """Returns a token that one board may use once."""
-        return str(self.fleet.operator().post("/edgefl/v1/tokens", {"uses": 1})["token"])
+        return str(self.fleet.make_client().post("/edgefl/v1/tokens", {"uses": 1})["token"])
 
     def device(self, name: str) -> dict[str, Any]:
         """Returns what `edgefl devices show` says, capabilities included."""
@@ -52,7 +52,7 @@ class Site:
         devices = {"min": 1, "ready_s": 600.0}
         config = {"run": {"task": "digits", "rounds": rounds, "evaluate_on": "none"}, "devices": devices}
         run = self.fleet.submit(parse_run(config))
-        assert self.fleet.wait_run(run)["status"] == "finished"
+        assert self.fleet.wait_for_run(run)["status"] == "finished"
         return run
 
     def wait_online(self, name: str, *, timeout_s: float) -> float:
@@ -67,12 +67,12 @@ class Site:
     def _presence(self, name: str) -> str | None:
         """Returns what the coordinator thinks of a device; asked without a process of its own for each time."""
         try:
-            return self.fleet.presence().get(name)
+            return self.fleet.get_presence().get(name)
         except NetworkError:
             return None
 
     def _rows(self, *words: str) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = json.loads(self.fleet.command(*words, "--format", "json"))["rows"]
+        rows: list[dict[str, Any]] = json.loads(self.fleet.run_command(*words, "--format", "json"))["rows"]
         return rows
 
 

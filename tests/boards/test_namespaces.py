@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from boards.namespaces import BoardNetwork, why_not
 
-from edgefl.config import parse_run
-from edgefl.local_fleet import LocalDevice, LocalFleet
-from edgefl.tasks.cutting import cut_shards
+from edgefl.core.config import parse_run
+from edgefl.simulation.local_fleet import LocalDeviceSpec, LocalFleet
+from edgefl.tasks.sharding.shard_creation import create_shards
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,9 +31,9 @@ def network(reason: str | None) -> Iterator[BoardNetwork]:
 
 @pytest.fixture
 def fleet(network: BoardNetwork, tmp_path: Path) -> Iterator[LocalFleet]:
-    shards = cut_shards("digits", "iid", 2, tmp_path / "shards")
+    shards = create_shards("digits", "iid", 2, tmp_path / "shards")
     devices = [
-        LocalDevice(name=name, shards={"digits": str(shard)}, program=network.program(name))
+        LocalDeviceSpec(name=name, shards={"digits": str(shard)}, program=network.program(name))
         for name, shard in zip(network.boards, shards, strict=True)
     ]
     network.limit("far", megabits_per_s=4)
@@ -54,8 +54,8 @@ def test_a_limited_wire_is_as_slow_as_it_says(network: BoardNetwork) -> None:
 def test_boards_on_slow_and_lossy_wires_join_and_train(fleet: LocalFleet, network: BoardNetwork) -> None:
     before = {board: network.num_bytes_sent(board) for board in network.boards}
     run = fleet.submit(parse_run({"run": {"task": "digits", "rounds": 3}, "devices": {"min": 2}}))
-    assert fleet.wait_run(run)["status"] == "finished"
-    updates = [row for row in fleet.history("updates", run=run) if row["outcome"] == "used"]
+    assert fleet.wait_for_run(run)["status"] == "finished"
+    updates = [row for row in fleet.list_history("updates", run=run) if row["outcome"] == "used"]
     assert sorted(row["device_id"] for row in updates) == ["far"] * 3 + ["near"] * 3
     for board in network.boards:
         told = sum(row["bytes_up"] for row in updates if row["device_id"] == board)
@@ -69,10 +69,10 @@ def test_a_board_whose_cable_is_pulled_is_missed_and_comes_back_by_itself(
 ) -> None:
     network.cut("far")
     _wait_for(fleet, "far", {"gone", "offline"})
-    assert fleet.presence()["near"] == "online"
+    assert fleet.get_presence()["near"] == "online"
     network.mend("far")
     _wait_for(fleet, "far", {"online"})
 
 
 def _wait_for(fleet: LocalFleet, board: str, presences: set[str]) -> None:
-    fleet._wait(lambda: fleet.presence()[board] in presences, f"{board} to be {' or '.join(presences)}", 90)
+    fleet._wait_until(lambda: fleet.get_presence()[board] in presences, f"{board} to be {' or '.join(presences)}", 90)

@@ -17,12 +17,12 @@ from boards.site import Site, eventually
 from boards.time_line import TimeLine
 from wheel_files import Signer
 
-from edgefl.bundles.keys import PUBLIC_NAME
-from edgefl.provision.locks import board_family
+from edgefl.bundles.keys import PUBLIC_KEY_FILE
+from edgefl.provision.wheel_locks import get_platform
 
 pytestmark = [pytest.mark.board, pytest.mark.timeout(900)]
 
-FAMILY = board_family("pc-cp313")
+FAMILY = get_platform("pc-cp313")
 FIRST_BOOT_S = 300.0
 BOOT_S = 90.0
 NUM_BOARDS = 4
@@ -55,7 +55,7 @@ class Bench:
             coordinator=f"{board.host_address}:{self.site.fleet.port}",
             family=FAMILY,
             static=(board.address, board.host_address),
-            signer=self.signer.folder / PUBLIC_NAME,
+            signer=self.signer.folder / PUBLIC_KEY_FILE,
         )
         card.write(self.site, "--boot", str(board.boot))
         return board, card.token
@@ -171,7 +171,7 @@ def test_the_second_boot_comes_back_by_itself(
 
 def test_a_board_waits_for_its_coordinator_and_joins_once_it_is_there(bench: Bench) -> None:
     board, token = bench.new_board("cellar")
-    bench.site.fleet.end("coordinator")
+    bench.site.fleet.terminate("coordinator")
     board.start()
     board.console.wait_for("not joined yet: ", timeout_s=FIRST_BOOT_S)
     assert all(path.startswith("/etc/edgefl/") for path in board.files_with(token))
@@ -251,7 +251,7 @@ def test_a_power_cut_after_a_new_agent_has_come_up_loses_nothing(
     status, health = board.root / "opt/edgefl/update/status.json", board.root / "var/lib/edgefl/health.json"
     version = later(4)
     bundle = release(bench.signer, bench.folder / "cut", version)
-    bench.site.fleet.command("devices", "update", "kitchen", "--to", version, "--bundle", str(bundle))
+    bench.site.fleet.run_command("devices", "update", "kitchen", "--to", version, "--bundle", str(bundle))
 
     def is_proven() -> bool:
         trial, said = json.loads(status.read_bytes()).get("trial") or {}, json.loads(health.read_bytes())

@@ -13,7 +13,7 @@ from boards.qemu_board import COORDINATOR, CPU, MEMORY_MB, QemuBoard, stock_card
 from boards.site import Site, eventually
 from boards.time_line import TimeLine
 
-from edgefl.provision.locks import board_family
+from edgefl.provision.wheel_locks import get_platform
 
 pytestmark = [pytest.mark.board, pytest.mark.timeout(3600)]
 
@@ -49,7 +49,7 @@ def field(
     with site.fleet:
         token, image = site.token(), folder / "field.img"
         card = Card(
-            name=NAME, token=token, coordinator=f"{COORDINATOR}:{site.fleet.port}", family=board_family("pi-cp313")
+            name=NAME, token=token, coordinator=f"{COORDINATOR}:{site.fleet.port}", family=get_platform("pi-cp313")
         )
         card.write(site, "--image", str(stock_card(shards[0])), "--out", str(image))
         ports = (site.fleet.port, site.fleet.broker_port)

@@ -12,7 +12,7 @@ import pytest
 from wheel_files import Signer, make_wheel
 
 from edgefl.bundles.archive import Bundle, read_bundle
-from edgefl.errors import BundleError
+from edgefl.core.errors import BundleError
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_what_was_written_is_read_wheel_by_wheel(bundle: Path, tmp_path: Path) -
         found = read_bundle(file)
         assert [wheel.project for wheel in found.manifest.wheels] == ["gulls", "terns"]
         for entry in reversed(found.manifest.wheels):
-            found.unpack(entry, tmp_path / "out.whl")
+            found.extract_wheel(entry, tmp_path / "out.whl")
             assert (tmp_path / "out.whl").read_bytes() == (tmp_path / "w" / entry.file).read_bytes()
     with tarfile.open(bundle, "r:") as tar:  # any tar can list it
         wheels = ("wheels/gulls-1.0-py3-none-any.whl", "wheels/terns-2.0-py3-none-any.whl")
@@ -60,7 +60,7 @@ def test_a_wheel_that_was_changed_is_not_unpacked(bundle: Path, tmp_path: Path) 
     with bundle.open("rb") as file:
         found = read_bundle(file)
         with pytest.raises(BundleError, match=r"terns-2\.0.*is not what was signed"):
-            found.unpack(found.manifest.wheels[1], tmp_path / "out.whl")
+            found.extract_wheel(found.manifest.wheels[1], tmp_path / "out.whl")
     assert not (tmp_path / "out.whl").exists()
 
 

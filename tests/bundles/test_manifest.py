@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from edgefl.bundles.manifest import MAX_MANIFEST_BYTES, Kind, Manifest, WheelEntry, later
-from edgefl.errors import BundleError
+from edgefl.bundles.manifest import MAX_MANIFEST_BYTES, BundleKind, BundleManifest, WheelEntry, is_newer
+from edgefl.core.errors import BundleError
 
 WHEEL = {"file": "edgefl_fleet-1.2.0-py3-none-any.whl", "sha256": "ab" * 32, "bytes": 10}
 GOOD = {
@@ -22,14 +22,14 @@ GOOD = {
 }
 
 
-def load(**changes: Any) -> Manifest:
-    return Manifest.load(json.dumps({**GOOD, **changes}).encode())
+def load(**changes: Any) -> BundleManifest:
+    return BundleManifest.decode(json.dumps({**GOOD, **changes}).encode())
 
 
 def test_what_is_dumped_is_loaded() -> None:
     wheels = (WheelEntry(file=WHEEL["file"], sha256=WHEEL["sha256"], num_bytes=10),)  # type: ignore[arg-type]
-    manifest = Manifest(
-        kind=Kind.RELEASE,
+    manifest = BundleManifest(
+        kind=BundleKind.RELEASE,
         name="edgefl-fleet",
         version="1.2.0",
         serial=7,
@@ -37,14 +37,14 @@ def test_what_is_dumped_is_loaded() -> None:
         wheels=wheels,
         allow_downgrade=True,
     )
-    assert Manifest.load(manifest.dump()) == manifest
+    assert BundleManifest.decode(manifest.encode()) == manifest
     removal = load(kind="removal", name="gulls", wheels=[])
-    assert (removal.kind, removal.name, removal.version, removal.wheels) == (Kind.REMOVAL, "gulls", "1.2.0", ())
-    assert Manifest.load(removal.dump()) == removal
+    assert (removal.kind, removal.name, removal.version, removal.wheels) == (BundleKind.REMOVAL, "gulls", "1.2.0", ())
+    assert BundleManifest.decode(removal.encode()) == removal
     entry = WheelEntry(file="Sea_Gulls-1.0-cp311-cp311-manylinux_2_17_aarch64.whl", sha256="", num_bytes=1)
     assert (entry.project, entry.version) == ("sea-gulls", "1.0")
     assert [str(tag) for tag in entry.tags] == ["cp311-cp311-manylinux_2_17_aarch64"]
-    assert (later("1.10.0", "1.9.0"), later("1.9.0", "1.9"), later("1.0", "1.0rc1")) == (True, False, True)
+    assert (is_newer("1.10.0", "1.9.0"), is_newer("1.9.0", "1.9"), is_newer("1.0", "1.0rc1")) == (True, False, True)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_nonsense_is_refused(changes: dict[str, Any], line: str) -> None:
 
 def test_no_more_than_the_cap_is_parsed() -> None:
     with pytest.raises(BundleError, match="its manifest has"):
-        Manifest.load(b" " * (MAX_MANIFEST_BYTES + 1))
+        BundleManifest.decode(b" " * (MAX_MANIFEST_BYTES + 1))
     for text in (b"\xff", b"[" * 200_000):
         with pytest.raises(BundleError, match="is not JSON"):
-            Manifest.load(text)
+            BundleManifest.decode(text)

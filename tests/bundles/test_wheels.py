@@ -12,17 +12,17 @@ from packaging.tags import Tag
 from wheel_files import make_wheel
 
 from edgefl.bundles import wheels
-from edgefl.bundles.manifest import Kind, WheelEntry
-from edgefl.bundles.wheels import fitting, wheel_names
-from edgefl.errors import BundleError
+from edgefl.bundles.manifest import BundleKind, WheelEntry
+from edgefl.bundles.wheels import check_wheel, select_compatible_wheels
+from edgefl.core.errors import BundleError
 
 
 def entry(path: Path) -> WheelEntry:
     return WheelEntry(file=path.name, sha256="ab" * 32, num_bytes=path.stat().st_size)
 
 
-def names(path: Path, kind: Kind = Kind.PACK) -> list[str]:
-    return wheel_names(path, entry(path), kind)
+def names(path: Path, kind: BundleKind = BundleKind.PACK) -> list[str]:
+    return check_wheel(path, entry(path), kind)
 
 
 def test_a_path_that_leads_out_or_is_spelled_in_a_roundabout_way_is_refused(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_pack_must_not_bring_what_runs_by_itself_or_is_edgefls_own(tmp_path: P
     path = make_wheel(tmp_path, "gulls", "1.0", {name: "x"})
     with pytest.raises(BundleError, match=line):
         names(path)
-    assert names(path, Kind.RELEASE)
+    assert names(path, BundleKind.RELEASE)
 
 
 def test_a_bomb_is_refused_by_what_it_announces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ PI = [Tag("cp311", "cp311", "manylinux_2_31_aarch64"), Tag("cp311", "cp311", "ma
 
 
 def chosen(tags: Any, *files: str) -> list[str]:
-    return [one.file for one in fitting(listed(*files), tags)]
+    return [one.file for one in select_compatible_wheels(listed(*files), tags)]
 
 
 def test_of_every_project_the_best_wheel_for_the_board_is_chosen() -> None:

@@ -106,23 +106,23 @@ def _note_syncs(notes: Path, control: mmap.mmap) -> None:
 
 
 def _keep_journals(kept: Path) -> None:
-    from edgefl.storage import journal  # noqa: PLC0415 see `main`
+    from edgefl.storage.journal import wal_journal  # noqa: PLC0415 see `main`
 
-    prune = journal.WalJournal.prune
+    prune = wal_journal.WalJournal.prune
 
     def pruned(self: Any, through: int) -> None:
         folder = kept / self._directory.parent.name
         folder.mkdir(parents=True, exist_ok=True)
-        for path in journal.journal_files(self._directory):
+        for path in wal_journal.list_journal_files(self._directory):
             shutil.copyfile(path, folder / path.name)
         prune(self, through)
 
-    journal.WalJournal.prune = pruned  # type: ignore[method-assign]
+    wal_journal.WalJournal.prune = pruned  # type: ignore[method-assign]
 
 
 def _note_answers(notes: Path) -> None:
-    from edgefl.device import supernode  # noqa: PLC0415 see `main`
-    from edgefl.protocol import FIELD_BYTES, FIELD_JSON, RECORD_BODY, RECORD_HEADER  # noqa: PLC0415 likewise
+    from edgefl.core.protocol import FIELD_BYTES, FIELD_JSON, RECORD_BODY, RECORD_HEADER  # noqa: PLC0415 likewise
+    from edgefl.device.flower import supernode  # noqa: PLC0415 see `main`
 
     log = os.open(notes / "answers", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     push = supernode.SuperNode.push
@@ -145,7 +145,7 @@ def _note_answers(notes: Path) -> None:
         note("sending")
         try:
             push(self, reply)
-        except supernode.RefusedError:
+        except supernode.ReplyRejectedError:
             note("refused")
             raise
         note("taken")

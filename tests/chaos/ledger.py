@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from edgefl.storage.journal import journal_entries
-from edgefl.storage.journal_records import Aggregated
-from edgefl.types import Assignment, Decision, Lost, Update
+from edgefl.core.types import Decision, InstructionFailed, TrainInstruction, Update
+from edgefl.storage.journal.record_encoding import Aggregation
+from edgefl.storage.journal.wal_journal import load_journal_entries
 
 SHOWN = 5
 
@@ -185,7 +185,7 @@ def read_journal_entries(folders: Sequence[Path]) -> list[Noted]:
         for folder in folders:
             for path in sorted(folder.glob("*.wal")):
                 shutil.copyfile(path, whole / path.name)
-        return [entry for _, found in journal_entries(whole, _digest) if (entry := _entry(found)) is not None]
+        return [entry for _, found in load_journal_entries(whole, _digest) if (entry := _entry(found)) is not None]
 
 
 def read_answers(file: Path, device: str, run_id: str) -> list[Answer]:
@@ -208,12 +208,12 @@ def _digest(body: bytes) -> Any:
 def _entry(found: object) -> Noted | None:
     match found:
         case Decision():
-            return Given(assignments=tuple(o.assignment_id for o in found.orders if isinstance(o, Assignment)))
+            return Given(assignments=tuple(o.assignment_id for o in found.orders if isinstance(o, TrainInstruction)))
         case Update():
             sha256 = str(found.tensors["sha256"])
             return Received(device=found.device_id, assignment=found.assignment_id, sha256=sha256)
-        case Aggregated():
+        case Aggregation():
             return Applied(version=found.version, assignments=found.assignment_ids)
-        case Lost():
+        case InstructionFailed():
             return found.assignment_id
     return None

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from chaos.ledger import Answer, Audit, Books, audit, forgotten, read_answers, read_journal_entries
 from chaos.processes import Site
 
-from edgefl.config import RunConfig
-from edgefl.errors import EdgeflError
+from edgefl.core.config import RunConfig
+from edgefl.core.errors import EdgeflError
+from edgefl.core.types import Json
 from edgefl.simulation.faults import Fault
-from edgefl.types import Json
 
 POLL_S = 0.1
 OVER = frozenset({"finished", "stopped", "failed"})
@@ -86,7 +86,7 @@ class Play:
     def finish(self, within_s: float) -> Json:
         """Waits for the end of the run and returns it."""
         self._until(lambda: self._status in OVER, within_s, "the run to end")
-        return self.site.fleet.operator().get(f"/edgefl/v1/runs/{self.site.run_id}")
+        return self.site.fleet.make_client().get(f"/edgefl/v1/runs/{self.site.run_id}")
 
     def audit(self) -> Audit:
         """Compares what was written down of the run, once it is over."""
@@ -95,8 +95,8 @@ class Play:
             Books(
                 entries=read_journal_entries(site.journal_folders()),
                 answers=self._answers(),
-                rows=site.fleet.history("updates", run=run_id),
-                rounds=sorted(site.fleet.history("rounds", run=run_id), key=lambda row: row["round"]),
+                rows=site.fleet.list_history("updates", run=run_id),
+                rounds=sorted(site.fleet.list_history("rounds", run=run_id), key=lambda row: row["round"]),
             )
         )
 
@@ -154,7 +154,7 @@ class Play:
         if run["status"] == "interrupted":
             self.num_interventions += 1
             with contextlib.suppress(EdgeflError):
-                self.site.fleet.operator().post(f"/edgefl/v1/runs/{self.site.run_id}/resume")
+                self.site.fleet.make_client().post(f"/edgefl/v1/runs/{self.site.run_id}/resume")
 
 
 def table(recoveries: Sequence[Recovery]) -> str:

@@ -29,13 +29,13 @@ from boards.namespaces import BoardNetwork
 from chaos.doctored import Control
 from chaos.wire import EVERYBODY, Proxy, Weather
 
-from edgefl.coordinator.brokers.choice import mosquitto_path
-from edgefl.device.trust import pinned_context, request
-from edgefl.errors import NetworkError
-from edgefl.local_fleet import COORDINATOR, LOOPBACK, LocalDevice, LocalFleet
+from edgefl.coordinator.brokers.factory import find_mosquitto
+from edgefl.core.errors import NetworkError
+from edgefl.core.types import Json
 from edgefl.simulation.faults import Fault
-from edgefl.storage.wal import journal_files
-from edgefl.types import Json
+from edgefl.simulation.local_fleet import COORDINATOR, LOOPBACK, LocalDeviceSpec, LocalFleet
+from edgefl.storage.journal.file_format import list_journal_files
+from edgefl.system.https_client import create_pinned_context, request
 
 HERE = Path(__file__).parent
 BROKER = "broker"
@@ -56,18 +56,18 @@ class ChaosFleet(LocalFleet):
 
     def start_coordinator(self) -> None:
         self.launch()
-        self._wait(self._answers, "the coordinator to answer")
+        self._wait_until(self._is_answering, "the coordinator to answer")
 
     def launch(self) -> None:
         """Starts the coordinator and does not wait for it."""
-        self._start(
+        self._start_process(
             COORDINATOR, self.program, "coordinator", "start", "--dir", str(self.directory), "--host", LOOPBACK,
             "--broker", self.broker, "--broker-port", str(self.broker_port),
         )  # fmt: skip
 
     def launch_broker(self, program: Sequence[str]) -> None:
         """Starts the broker's unit and does not wait for it."""
-        self._start(
+        self._start_process(
             BROKER, program, "coordinator", "broker", "--dir", str(self.directory), "--host", LOOPBACK,
             "--port", str(self.broker_port),
         )  # fmt: skip
@@ -130,7 +130,7 @@ class Site:
         self.root.mkdir(parents=True, exist_ok=True)
         for name in (*self.names, COORDINATOR, BROKER):
             Control(self.notes(name)).prepare()
-        if mosquitto_path() is None:
+        if find_mosquitto() is None:
             self.lacks["mosquitto"] = "mosquitto is not installed: the broker is the embedded one"
         address = self._lay_wires()
         self._mount()
@@ -138,7 +138,7 @@ class Site:
         self.fleet = ChaosFleet(
             root=self.root,
             devices=[
-                LocalDevice(name=name, shards={self.task: str(shard)}, program=self._program(name))
+                LocalDeviceSpec(name=name, shards={self.task: str(shard)}, program=self._program(name))
                 for name, shard in zip(self.names, self.shards, strict=True)
             ],
             hosts=[address],
@@ -149,7 +149,7 @@ class Site:
         fleet.broker = f"mqtts://{LOOPBACK}:{fleet.broker_port}"
         for port in (fleet.port, fleet.broker_port):
             self._closers.enter_context(Proxy((address, port), (LOOPBACK, port), self.weather))
-        fleet.command(
+        fleet.run_command(
             "coordinator", "init", "--dir", str(fleet.directory), "--port", str(fleet.port), "--host", address
         )
         self._closers.callback(self._end_broker)
@@ -191,8 +191,8 @@ class Site:
 
     def get(self, path: str) -> Json | None:
         """Returns what the coordinator's API says, None when it does not answer soon: it may stand still."""
-        operator = self.fleet.operator()
-        address, trust = f"{LOOPBACK}:{self.fleet.port}", pinned_context(operator.ca_pem.encode())
+        operator = self.fleet.make_client()
+        address, trust = f"{LOOPBACK}:{self.fleet.port}", create_pinned_context(operator.ca_pem.encode())
         headers = {"Authorization": f"Bearer {operator.token}"}
         try:
             status, body = request(address, trust, "GET", path, headers=headers, timeout_s=ANSWERS_WITHIN_S)
@@ -341,7 +341,7 @@ class Site:
             process.wait(DIES_WITHIN_S)
         self._kill(COORDINATOR)
         control.die_at_next_sync(shall=False)
-        if not (files := journal_files(self._journal)):
+        if not (files := list_journal_files(self._journal)):
             return
         durable, size = self._durable_bytes(files[-1]), files[-1].stat().st_size
         # Where nothing is unsynced: room that was made for a record whose bytes never came.
@@ -370,7 +370,7 @@ class Site:
         if len(notes) < 2:
             return
         named = [folder / f"{value}.safetensors" for value in json.loads(notes[-1].read_bytes()).values()]
-        path, before = rng.choice([file for file in named if file.is_file()]), journal_files(self._journal)[:-1]
+        path, before = rng.choice([file for file in named if file.is_file()]), list_journal_files(self._journal)[:-1]
         if before and rng.random() < 1 / 3:
             path = rng.choice(before)
             self._pristine.mkdir(parents=True, exist_ok=True)

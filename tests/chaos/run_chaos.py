@@ -20,8 +20,8 @@ from chaos.processes import Site
 from chaos.runs import NAMES, NUM_DEVICES, PYTHON_PATH, TASK, accuracy, config
 from chaos.schedule import EVERYTHING, each_once, random_kills
 
-from edgefl.simulation.faults import Fault, load_faults, script_of
-from edgefl.tasks.cutting import cut_shards
+from edgefl.simulation.faults import Fault, load_faults, render_fault_script
+from edgefl.tasks.sharding.shard_creation import create_shards
 
 TOLERANCE = 0.03
 """So much worse a model may be that differs from the undisturbed one, since a device was dropped from a round."""
@@ -44,7 +44,7 @@ def main() -> None:
     root = options.root or Path(tempfile.mkdtemp(prefix="edgefl-chaos-"))
     faults = _faults(options)
     if options.save_script:
-        options.save_script.write_text(script_of(faults))
+        options.save_script.write_text(render_fault_script(faults))
     print(f"seed {options.seed}: {len(faults)} faults; everything lies in {root}")
     sys.exit(1 if _play(options, root, faults) else 0)
 
@@ -64,7 +64,7 @@ def _play(options: argparse.Namespace, root: Path, faults: tuple[Fault, ...]) ->
     def say(line: str) -> None:
         print(f"[{time.monotonic() - began_s:7.1f} s] {line}", flush=True)
 
-    shards = [path.resolve() for path in cut_shards("digits", "dirichlet:0.5", NUM_DEVICES, root / "shards")]
+    shards = [path.resolve() for path in create_shards("digits", "dirichlet:0.5", NUM_DEVICES, root / "shards")]
     with Site(root=root / "site", shards=shards, task=TASK, python_path=PYTHON_PATH) as site:
         for what, reason in site.lacks.items():
             say(f"{what}: {reason}")
@@ -77,9 +77,9 @@ def _play(options: argparse.Namespace, root: Path, faults: tuple[Fault, ...]) ->
         run = play.finish(600 + 2.0 * options.rounds)
         found = play.audit()
         say("and once more, undisturbed")
-        undisturbed = site.fleet.wait_run(site.fleet.submit(config(options.strategy, options.rounds, pace=pace)))
+        undisturbed = site.fleet.wait_for_run(site.fleet.submit(config(options.strategy, options.rounds, pace=pace)))
         test = root / "shards" / "test.npz"
-        reached, without = (accuracy(site.fleet.model_file(each["model"]), test) for each in (run, undisturbed))
+        reached, without = (accuracy(site.fleet.get_model_path(each["model"]), test) for each in (run, undisturbed))
         problems = [*play.problems, *found.problems]
         if play.num_interventions:
             problems.append(f"{play.num_interventions} times somebody had to resume the run")

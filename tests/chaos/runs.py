@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from edgefl.config import RunConfig, parse_run
+from edgefl.core.config import RunConfig, parse_run
 from edgefl.storage.checkpoints import load_model_file
 from edgefl.tasks.registry import make_task
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
-from edgefl.local_fleet import COORDINATOR
-from edgefl.simulation.faults import Fault, Kind
+from edgefl.simulation.faults import Fault, FaultKind
+from edgefl.simulation.local_fleet import COORDINATOR
 
 BROKER = "broker"
-KILLS: Mapping[tuple[str, Kind], float] = {(COORDINATOR, "kill"): 2.0, (BROKER, "kill"): 1.0, ("device", "kill"): 3.0}
+KILLS: Mapping[tuple[str, FaultKind], float] = {
+    (COORDINATOR, "kill"): 2.0,
+    (BROKER, "kill"): 1.0,
+    ("device", "kill"): 3.0,
+}
 """Who is killed how often: of six, two coordinators, one broker, three devices."""
-HARMLESS: Sequence[tuple[str, Kind]] = (
+HARMLESS: Sequence[tuple[str, FaultKind]] = (
     (COORDINATOR, "kill"),
     (COORDINATOR, "freeze"),
     (COORDINATOR, "torn-tail"),
@@ -28,7 +32,7 @@ HARMLESS: Sequence[tuple[str, Kind]] = (
     ("device", "clock"),
 )
 """What costs no device its place in a round, as long as it is short."""
-GRAVE: Sequence[tuple[str, Kind]] = (
+GRAVE: Sequence[tuple[str, FaultKind]] = (
     ("device", "kill"),
     ("device", "kill"),
     ("device", "cut"),
@@ -39,14 +43,14 @@ GRAVE: Sequence[tuple[str, Kind]] = (
     ("device", "freeze"),
 )
 """What may cost a device its place, and what most shakes a run that applies each update as it comes."""
-EVERYTHING: Sequence[tuple[str, Kind]] = (*HARMLESS, ("device", "kill"), ("device", "cut"))
-AMOUNTS: Mapping[Kind, Sequence[float]] = {
+EVERYTHING: Sequence[tuple[str, FaultKind]] = (*HARMLESS, ("device", "kill"), ("device", "cut"))
+AMOUNTS: Mapping[FaultKind, Sequence[float]] = {
     "loss": (0.05,),
     "delay": (0.3,),
     "rate": (8_000.0,),
     "clock": (3_600.0, -3_600.0, 86_400.0, -86_400.0),
 }
-FOR_S: Mapping[Kind, tuple[float, float]] = {
+FOR_S: Mapping[FaultKind, tuple[float, float]] = {
     "kill": (0.2, 1.0),
     "torn-tail": (0.2, 1.0),
     "damage": (0.2, 1.0),
@@ -61,7 +65,7 @@ FOR_S: Mapping[Kind, tuple[float, float]] = {
 GAP_S = (0.1, 2.0)
 
 
-def each_once(seed: int, kinds: Sequence[tuple[str, Kind]], devices: Sequence[str]) -> tuple[Fault, ...]:
+def each_once(seed: int, kinds: Sequence[tuple[str, FaultKind]], devices: Sequence[str]) -> tuple[Fault, ...]:
     """Returns a script with one fault of every kind, in a random order."""
     rng = random.Random(seed)
     return _at_random_times(rng, rng.sample(kinds, len(kinds)), devices)
@@ -74,7 +78,7 @@ def random_kills(seed: int, number: int, devices: Sequence[str]) -> tuple[Fault,
 
 
 def _at_random_times(
-    rng: random.Random, chosen: Sequence[tuple[str, Kind]], devices: Sequence[str]
+    rng: random.Random, chosen: Sequence[tuple[str, FaultKind]], devices: Sequence[str]
 ) -> tuple[Fault, ...]:
     faults, at_s = [], 0.0
     for who, kind in chosen:

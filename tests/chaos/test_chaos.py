@@ -17,10 +17,10 @@ from chaos.processes import Site
 from chaos.runs import NAMES, NUM_DEVICES, PYTHON_PATH, TASK, accuracy, config
 from chaos.schedule import GRAVE, HARMLESS, each_once
 
-from edgefl.config import RunConfig
-from edgefl.simulation.faults import Kind
-from edgefl.tasks.cutting import cut_shards
-from edgefl.types import Json
+from edgefl.core.config import RunConfig
+from edgefl.core.types import Json
+from edgefl.simulation.faults import FaultKind
+from edgefl.tasks.sharding.shard_creation import create_shards
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
@@ -34,7 +34,7 @@ ROUNDS = {"ssgd": 250, "asgd": 150}
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     out = tmp_path_factory.mktemp("digits")
-    paths = cut_shards("digits", "dirichlet:0.5", NUM_DEVICES, out)
+    paths = create_shards("digits", "dirichlet:0.5", NUM_DEVICES, out)
     return [path.resolve() for path in (*paths, out / "test.npz")]
 
 
@@ -47,7 +47,9 @@ def site(shards: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterat
     assert tracebacks == []
 
 
-def _disturbed(play: Play, run_file: RunConfig, pace: Path, kinds: Sequence[tuple[str, Kind]]) -> tuple[Json, Audit]:
+def _disturbed(
+    play: Play, run_file: RunConfig, pace: Path, kinds: Sequence[tuple[str, FaultKind]]
+) -> tuple[Json, Audit]:
     pace.write_text(str(PACE_S))
     play.submit(run_file)
     play.disturb(each_once(SEED, kinds, NAMES))
@@ -65,7 +67,7 @@ def test_what_drops_no_device_leaves_a_synchronous_run_the_same_bit_for_bit(site
     assert (play.num_interventions, found.num_dropped) == (0, 0)
     assert found.num_aggregated == ROUNDS["ssgd"] * NUM_DEVICES
     assert all(path.name in site.log("coordinator") for path in site.damaged), "damage is named"
-    undisturbed = site.fleet.wait_run(site.fleet.submit(run_file))
+    undisturbed = site.fleet.wait_for_run(site.fleet.submit(run_file))
     assert run["model"] == undisturbed["model"]
 
 
@@ -76,6 +78,6 @@ def test_an_asynchronous_run_ends_as_good_as_an_undisturbed_one(
     run, found = _disturbed(play, run_file, tmp_path / "pace", GRAVE)
     assert run["status"] == "finished"
     assert (play.problems, found.problems, play.num_interventions) == ([], [], 0)
-    undisturbed = site.fleet.wait_run(site.fleet.submit(run_file))
-    reached, without = (accuracy(site.fleet.model_file(each["model"]), shards[-1]) for each in (run, undisturbed))
+    undisturbed = site.fleet.wait_for_run(site.fleet.submit(run_file))
+    reached, without = (accuracy(site.fleet.get_model_path(each["model"]), shards[-1]) for each in (run, undisturbed))
     assert reached > without - TOLERANCE

@@ -12,7 +12,7 @@ import pytest
 from chaos import doctored
 from chaos.doctored import Control
 
-from edgefl.storage.journal import WalJournal
+from edgefl.storage.journal.wal_journal import WalJournal
 
 FOLDER = Path(doctored.__file__).parent
 CLOCK = """
@@ -22,12 +22,12 @@ print(time.time(), time.time_ns(), datetime.datetime.now(datetime.UTC).timestamp
 JOURNAL = """
 import sys
 from pathlib import Path
-from edgefl.storage.journal import WalJournal
+from edgefl.storage.journal.wal_journal import WalJournal
 journal = WalJournal(Path(sys.argv.pop(1)), lambda _: {})
-journal.aggregated(1, ["a"])
+journal.record_aggregation(1, ["a"])
 journal.commit()
 print("kept", flush=True)
-journal.aggregated(2, ["b"])
+journal.record_aggregation(2, ["b"])
 if len(sys.argv) > 1:
     print("waits", flush=True)
     sys.stdin.readline()

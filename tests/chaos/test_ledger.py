@@ -22,8 +22,17 @@ from chaos.ledger import (
     read_journal_entries,
 )
 
-from edgefl.storage.journal import WalJournal
-from edgefl.types import Assignment, Decision, LazyTensors, LocalPlan, Lost, Outcome, Update, UpdateMetrics
+from edgefl.core.types import (
+    Decision,
+    InstructionFailed,
+    LazyTensors,
+    TrainConfig,
+    TrainInstruction,
+    Update,
+    UpdateMetrics,
+    UpdateStatus,
+)
+from edgefl.storage.journal.wal_journal import WalJournal
 
 DEVICES = ("d1", "d2")
 
@@ -133,12 +142,14 @@ def test_journals_and_notes_are_read_as_they_were_written(tmp_path: Path) -> Non
     )  # fmt: skip
     kept, there = tmp_path / "kept", tmp_path / "there"
     with WalJournal(there, lambda _: {}, max_file_bytes=0) as journal:
-        plan = LocalPlan(iterations=1)
-        orders = [Assignment(assignment_id="a1-d1", device_id="d1", base_version=0, plan=plan)]
-        journal.decided(Decision(orders=orders))
-        journal.received([update])
-        journal.aggregated(1, ["a1-d1"])
-        journal.received([Lost(device_id="d2", assignment_id="a1-d2", outcome=Outcome.LOST, reason="gone")])
+        plan = TrainConfig(iterations=1)
+        orders = [TrainInstruction(assignment_id="a1-d1", device_id="d1", base_version=0, plan=plan)]
+        journal.record_decision(Decision(orders=orders))
+        journal.record_events([update])
+        journal.record_aggregation(1, ["a1-d1"])
+        journal.record_events(
+            [InstructionFailed(device_id="d2", assignment_id="a1-d2", outcome=UpdateStatus.LOST, reason="gone")]
+        )
     kept.mkdir()
     first = min(there.glob("*.wal"))
     first.rename(kept / first.name)

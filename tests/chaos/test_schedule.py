@@ -9,7 +9,7 @@ import pytest
 from chaos.schedule import EVERYTHING, each_once, random_kills
 
 import edgefl
-from edgefl.simulation.faults import load_faults, script_of
+from edgefl.simulation.faults import load_faults, render_fault_script
 
 NAMES = [f"device-{number:02}" for number in range(1, 6)]
 
@@ -34,7 +34,7 @@ def test_random_kills_hit_everybody() -> None:
 def test_the_script_of_the_real_fleet_drives_the_virtual_one(tmp_path: Path) -> None:
     faults = each_once(5, EVERYTHING, NAMES)
     script = tmp_path / "faults.toml"
-    script.write_text(script_of(faults))
+    script.write_text(render_fault_script(faults))
     assert load_faults(script) == faults
     settings = {
         "run": {"task": "digits", "rounds": 60, "seed": 7},

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from chaos.wire import EVERYBODY, Proxy, Weather
 
-from edgefl.local_fleet import free_port
+from edgefl.simulation.local_fleet import find_free_port
 
 HOST = "127.0.0.1"
 CONTENT = bytes(range(256)) * 400
@@ -48,7 +48,7 @@ def weather() -> dict[str, Weather]:
 
 @pytest.fixture
 def port(weather: dict[str, Weather]) -> Iterator[int]:
-    echo, port = Echo(), free_port()
+    echo, port = Echo(), find_free_port()
     with Proxy((HOST, port), (HOST, echo.port), weather):
         yield port
     echo.close()
@@ -110,7 +110,7 @@ def test_a_connection_is_there_after_a_round_trip(port: int, weather: dict[str, 
 def test_connections_over_one_wire_share_its_rate(port: int, weather: dict[str, Weather]) -> None:
     with contextlib.ExitStack() as stack:
         # Another proxy to the same echo, as a device has one for each server.
-        other = free_port()
+        other = find_free_port()
         stack.enter_context(Proxy((HOST, other), (HOST, port), {HOST: weather[HOST]}))
         weather[HOST].bytes_per_s = len(CONTENT)
         started_s = time.monotonic()
@@ -136,7 +136,7 @@ def test_nothing_passes_a_cut_wire_and_nothing_is_lost_when_it_is_mended(
 
 
 def test_who_asks_a_server_that_is_gone_hears_it_at_once(weather: dict[str, Weather]) -> None:
-    port, gone = free_port(), free_port()
+    port, gone = find_free_port(), find_free_port()
     with (
         Proxy((HOST, port), (HOST, gone), weather),
         pytest.raises(ConnectionResetError),  # while it connects, or later

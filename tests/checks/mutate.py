@@ -42,8 +42,8 @@ from coverage import Coverage
 ROOMS: dict[str, tuple[str, list[str]]] = {
     "compression": ("edgefl/compression/**/*.py", ["tests/compression"]),
     "decentralised": ("edgefl/decentralised/**/*.py", ["tests/decentralised"]),
-    "journal": ("edgefl/storage/[jw]*al*.py", ["tests/storage"]),
-    "protocol": ("edgefl/protocol.py", ["tests/test_protocol.py"]),
+    "journal": ("edgefl/storage/journal/**/*.py", ["tests/storage"]),
+    "protocol": ("edgefl/core/protocol.py", ["tests/core/test_protocol.py"]),
     "simulation": ("edgefl/simulation/**/*.py", ["tests/simulation"]),
     "storage": ("edgefl/storage/**/*.py", ["tests/storage"]),
     "strategies": ("edgefl/strategies/**/*.py", ["tests/strategies"]),

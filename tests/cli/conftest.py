@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from edgefl.cli.main import main
-from edgefl.tasks.cards import ShardCard
-from edgefl.tasks.shards import write_shard
-from edgefl.types import Dataset
+from edgefl.core.types import Dataset
+from edgefl.tasks.sharding.shard_files import write_shard
+from edgefl.tasks.sharding.shard_metadata import ShardMetadata
 
 OF_A_FLEET = ("EDGEFL_URL", "EDGEFL_TOKEN", "EDGEFL_JOIN_TOKEN")
 
@@ -76,5 +76,5 @@ def shard(tmp_path):
     rows = np.arange(12)
     inputs = np.zeros((12, 8, 8), dtype=np.uint8)
     inputs[:, 0, 0] = rows
-    write_shard(path, Dataset(inputs=inputs, labels=rows % 3), ShardCard(task="digits"))
+    write_shard(path, Dataset(inputs=inputs, labels=rows % 3), ShardMetadata(task="digits"))
     return path

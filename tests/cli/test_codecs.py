@@ -8,7 +8,7 @@ import pytest
 from edgefl.compression.registry import STAGES
 
 PACKAGE = '''"""A codec of somebody else's."""
-from edgefl.compression.values.floats import Float16
+from edgefl.compression.quantisation.floats import Float16
 
 
 class Half(Float16):

@@ -4,11 +4,11 @@ import socket
 import pytest
 from webhook_receiver import Receiver
 
-from edgefl.client import load_operator_file, operator_path
 from edgefl.coordinator.directory import load_directory
-from edgefl.local_fleet import free_port
-from edgefl.protocol import JoinToken
+from edgefl.core.protocol import JoinToken
+from edgefl.simulation.local_fleet import find_free_port
 from edgefl.storage.store import Store
+from edgefl.system.api_client import get_operator_path, load_operator_file
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def kept(root):
 
 def test_init_makes_the_directory_and_the_operator_file_and_again_changes_nothing(coordinator, refused, root):
     assert load_directory(root).fleet == "lab"
-    assert load_operator_file(operator_path()).url == "https://127.0.0.1:9000"
+    assert load_operator_file(get_operator_path()).url == "https://127.0.0.1:9000"
     before = kept(root)
     assert coordinator("init", "--dir", root).code == 0
     refused(["coordinator", "init", "--dir", root, "--fleet", "other"], 3, "other")
@@ -43,7 +43,7 @@ def test_init_without_a_directory_takes_the_users_own_and_keeps_the_operator_fil
 ):
     out = coordinator("init", "--fleet", "beta").out
     assert load_directory(tmp_path / "data" / "edgefl" / "coordinator").fleet == "beta"
-    (first_one_s,) = operator_path().parent.glob("operator.lab-*.toml")
+    (first_one_s,) = get_operator_path().parent.glob("operator.lab-*.toml")
     assert str(first_one_s) in out
 
 
@@ -53,7 +53,7 @@ def test_token_prints_the_token_and_the_line_to_type(coordinator, root):
     assert JoinToken.parse(token).addresses == ("pi.local:9000",)
     assert line == f"edgefl device join pi.local:9000 --token {token} --shard PATH"
     with Store.open(root / "edgefl.db") as store:  # as a running coordinator has it
-        (record,) = store.tokens()
+        (record,) = store.list_tokens()
         value = json.loads(coordinator("token", "--dir", root, "--format", "json", "--role", "evaluator").out)
     assert (record.uses_left, record.groups, record.expires_at - record.created_at) == (4, ("roof",), 1800)
     assert (value["v"], value["role"], value["uses"]) == (1, "evaluator", 1)
@@ -72,24 +72,24 @@ def test_readdress_changes_what_tokens_and_the_operator_file_say(coordinator, ro
     assert coordinator("readdress", "--dir", root, "--port", "9001", "new.lan", "10.0.0.9").code == 0
     token = JoinToken.parse(coordinator("token", "--dir", root).out.splitlines()[0])
     assert token.addresses == ("new.lan:9001", "10.0.0.9:9001")
-    assert load_operator_file(operator_path()).url == "https://127.0.0.1:9001"
+    assert load_operator_file(get_operator_path()).url == "https://127.0.0.1:9001"
 
 
 def test_a_start_that_cannot_be_changes_no_settings_and_one_that_listens_remembers_its_port(
     coordinator, refused, root, tmp_path
 ):
-    before, operator, port = kept(root), operator_path().read_bytes(), free_port()
+    before, operator, port = kept(root), get_operator_path().read_bytes(), find_free_port()
     start = ["coordinator", "start", "--dir", root, "--host", "127.0.0.1", "--port"]
     refused([*start, port, "--test-shard", f"digits={tmp_path / 'nope.npz'}"], 4, "nope.npz")
     assert not (root / "lock").exists()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         refused([*start, taken.getsockname()[1]], 21, str(taken.getsockname()[1]))
-        with load_directory(root).locked():
+        with load_directory(root).lock():
             refused([*start, port], 10, "another coordinator runs on")
-        assert (kept(root), operator_path().read_bytes()) == (before, operator)
+        assert (kept(root), get_operator_path().read_bytes()) == (before, operator)
         refused([*start, port, "--broker-port", taken.getsockname()[1]], 21, str(taken.getsockname()[1]))
     assert load_directory(root).port == port
-    assert load_operator_file(operator_path()).url == f"https://127.0.0.1:{port}"
+    assert load_operator_file(get_operator_path()).url == f"https://127.0.0.1:{port}"
 
 
 def test_backup_and_restore_say_what_they_did_and_what_is_next(coordinator, refused, root, tmp_path):
@@ -115,7 +115,7 @@ def test_a_store_on_a_database_server_has_to_be_dumped_by_its_own_tools(coordina
 
 @pytest.mark.parametrize("verb", ["init", "start"])
 def test_a_store_that_does_not_answer_is_not_remembered(refused, root, verb):
-    port = ["--port", free_port()] if verb == "start" else []
+    port = ["--port", find_free_port()] if verb == "start" else []
     refused(
         ["coordinator", verb, "--dir", root, *port, "--store", "postgresql://u@127.0.0.1:1/x"], 10, "127.0.0.1:1/x"
     )

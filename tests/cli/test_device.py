@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from edgefl.device.state import DeviceState
+from edgefl.device.state_dir import DeviceStateDir
 
 
 @pytest.fixture
@@ -17,11 +17,11 @@ def joined(run, front_door, shard, tmp_path):
 
 
 def limit(state):
-    return DeviceState.load(state).device.max_temperature_c
+    return DeviceStateDir.load(state).settings.max_temperature_c
 
 
 def test_a_join_takes_the_task_from_the_shard_s_card_and_tells_the_coordinator(joined, front_door, shard):
-    device, told = DeviceState.load(joined).device, front_door.store.capabilities()["pi-1"]
+    device, told = DeviceStateDir.load(joined).settings, front_door.store.get_all_capabilities()["pi-1"]
     assert (device.shards, device.accelerator, device.threads) == ({"digits": str(shard)}, "cuda:1", 1)
     assert (told.shards, told.facts["cores"] >= 1) == ({"digits": 12}, True)
 

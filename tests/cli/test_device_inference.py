@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from onnx_graphs import constant_model
 
-from edgefl.device.inference.model_store import DeployedModel, ModelStore, Note
+from edgefl.device.inference.model_store import DeployedModel, DeploymentState, ModelStore
 
 
 @pytest.fixture
@@ -18,11 +18,11 @@ def state(tmp_path):
     """A board on which a model is deployed that answers 4 to everything."""
     store = ModelStore(tmp_path / "pi")
     store.folder.parent.mkdir()
-    store.write(Note())
+    store.save(DeploymentState())
     sha256 = constant_model(tmp_path / "made.onnx", 4)
     current = DeployedModel(deployment="d1", sha256=sha256, model="ab" * 32, task="digits")
     (tmp_path / "made.onnx").rename(store.path(current))
-    store.write(Note(current=current))
+    store.save(DeploymentState(current=current))
     return tmp_path / "pi"
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from edgefl.coordinator.directory import init_directory
-from edgefl.coordinator.joining.tokens import TokenTerms, make_token
-from edgefl.device.joining.join_file import JoinFile
-from edgefl.device.state import DeviceState
-from edgefl.local_fleet import free_port
-from edgefl.protocol import JoinToken
-from edgefl.storage.queries import history
+from edgefl.coordinator.enrolment.tokens import JoinTokenSpec, make_token
+from edgefl.core.protocol import JoinToken
+from edgefl.device.enrolment.join_file import JoinFile
+from edgefl.device.state_dir import DeviceStateDir
+from edgefl.simulation.local_fleet import find_free_port
+from edgefl.storage.queries.history import read_history
 from edgefl.storage.store import Store
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +27,7 @@ TOKEN = JoinToken(ca_fingerprint="a" * 64, token_id="t", secret="s", fleet="lab"
 def written(tmp_path):
     def write(token, **changes):
         path = tmp_path / "join.json"
-        path.write_text(JoinFile(**{"token": token.text(), "name": "pi-1", **changes}).text())
+        path.write_text(JoinFile(**{"token": token.text(), "name": "pi-1", **changes}).to_text())
         return path
 
     return write
@@ -39,8 +39,8 @@ def test_a_file_says_it_all_and_is_gone_after_the_join(run, front_door, written,
     ran = run("device", "join", "--file", file, "--until-joined", "--delete-file", "--state", tmp_path / "d")
     assert ran.code == 0, ran.err
     assert "joined fleet lab as pi-1 (evaluator)" in ran.out
-    assert DeviceState.load(tmp_path / "d").device.shards == {"digits": str(shard)}
-    assert front_door.store.capabilities()["pi-1"].shards == {"digits": 12}
+    assert DeviceStateDir.load(tmp_path / "d").settings.shards == {"digits": str(shard)}
+    assert front_door.store.get_all_capabilities()["pi-1"].shards == {"digits": 12}
     assert not file.exists()
 
 
@@ -52,11 +52,11 @@ def test_data_that_is_missing_holds_up_no_join_is_told_and_is_used_when_it_comes
         monkeypatch.setattr(sys, "stdin", stream)
         ran = run("device", "join", "--file", "-", "--until-joined", "--state", tmp_path / "d")
     assert ran.code == 0, ran.err
-    assert DeviceState.load(tmp_path / "d").device.shards == shards
+    assert DeviceStateDir.load(tmp_path / "d").settings.shards == shards
     assert all(f"joining without data for {task}" in caplog.text for task in shards)
-    told = front_door.store.capabilities()["pi-1"]
+    told = front_door.store.get_all_capabilities()["pi-1"]
     assert (told.shards, set(told.facts["shard_errors"])) == ({}, set(shards))
-    found = [row for row in history(front_door.store, "events") if row["kind"] == "shard-unreadable"]
+    found = [row for row in read_history(front_door.store, "events") if row["kind"] == "shard-unreadable"]
     assert {(row["device_id"], row["message"].split(":")[0]) for row in found} == {("pi-1", task) for task in shards}
 
 
@@ -102,19 +102,19 @@ def test_a_board_that_was_switched_on_first_joins_when_its_coordinator_comes(wri
         started.callback(process.terminate)
         return process
 
-    directory = init_directory(tmp_path / "coordinator", hosts=["127.0.0.1"], fleet="lab", port=free_port())
+    directory = init_directory(tmp_path / "coordinator", hosts=["127.0.0.1"], fleet="lab", port=find_free_port())
     with Store.open(directory.database) as store:
-        file = written(make_token(store, directory, TokenTerms(), now=time.time()))
+        file = written(make_token(store, directory, JoinTokenSpec(), now=time.time()))
     with ExitStack() as started:
         board = start("device", "join", "--file", file, "--until-joined", "--delete-file", "--state", tmp_path / "d")
         seen = ""
         for line in board.stdout:
             if "not joined yet" in line and "not joined yet" not in seen:
                 start("-q", "coordinator", "start", "--dir", directory.root, "--host", "127.0.0.1",
-                      "--broker-port", free_port())  # fmt: skip
+                      "--broker-port", find_free_port())  # fmt: skip
             seen += line
         assert board.wait(60) == 0, seen
     assert "not joined yet" in seen
     assert "joined fleet lab as pi-1" in seen
     assert not file.exists()
-    assert DeviceState.load(tmp_path / "d").device_id == "pi-1"
+    assert DeviceStateDir.load(tmp_path / "d").device_id == "pi-1"

@@ -12,20 +12,20 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from edgefl.assembly import assemble
 from edgefl.coordinator import pki
-from edgefl.coordinator.brokers.choice import mosquitto_path
+from edgefl.coordinator.brokers.factory import find_mosquitto
 from edgefl.coordinator.directory import load_directory
 from edgefl.coordinator.service import Coordinator
 from edgefl.coordinator.start_options import StartOptions
-from edgefl.device.state import DeviceState
-from edgefl.local_fleet import free_port
+from edgefl.device.state_dir import DeviceStateDir
+from edgefl.engine.build import build_run
+from edgefl.simulation.local_fleet import find_free_port
 from edgefl.storage.checkpoints import save_model, save_state
-from edgefl.storage.journal import WalJournal
-from edgefl.storage.records import CheckpointRow
+from edgefl.storage.journal.wal_journal import WalJournal
+from edgefl.storage.repositories.records import SavedModelRow
 from edgefl.storage.store import Store
 
-NO_MOSQUITTO = [] if mosquitto_path() else ["mosquitto is not installed"]
+NO_MOSQUITTO = [] if find_mosquitto() else ["mosquitto is not installed"]
 
 
 class Said:
@@ -72,19 +72,19 @@ def test_a_foreign_edgefl_is_a_problem_before_anything_is_set_up(doctor, tmp_pat
 
 @pytest.fixture
 def directory(run, tmp_path):
-    assert run("coordinator", "init", "--host", "127.0.0.1", "--port", free_port()).code == 0
+    assert run("coordinator", "init", "--host", "127.0.0.1", "--port", find_free_port()).code == 0
     return load_directory(tmp_path / "data" / "edgefl" / "coordinator")
 
 
 @pytest.fixture
 def joined(run, directory, shard):
-    options = StartOptions(host="127.0.0.1", port=directory.port, broker_port=free_port())
-    with Coordinator(directory, options, assemble):
+    options = StartOptions(host="127.0.0.1", port=directory.port, broker_port=find_free_port())
+    with Coordinator(directory, options, build_run):
         token = json.loads(run("coordinator", "token", "--format", "json").out)["token"]
         ran = run("device", "join", f"127.0.0.1:{directory.port}", "--token", token, "--shard", shard,
                   "--name", "pi-1", "--accelerator", "cpu")  # fmt: skip
         assert ran.code == 0, ran.err
-        yield DeviceState.load()
+        yield DeviceStateDir.load()
 
 
 def test_it_finds_out_where_it_is_and_all_is_well(doctor, joined, directory, monkeypatch):
@@ -99,7 +99,7 @@ def test_it_finds_out_where_it_is_and_all_is_well(doctor, joined, directory, mon
     assert tried == ["coordinator", "device"]
     assert said.of("shards", "ok")[0]["text"].startswith("digits: 12 examples")
     assert "is sound" in said.of("database", "ok")[0]["text"]
-    with joined.locked():
+    with joined.lock():
         said = doctor("--state", joined.root)
     assert said.problems == said.warnings == []
     (broker,) = said.of("broker", "ok")
@@ -108,7 +108,7 @@ def test_it_finds_out_where_it_is_and_all_is_well(doctor, joined, directory, mon
     assert {row["where"] for row in doctor(*operator).rows} == {"software", "operator"}
     monkeypatch.setenv("EDGEFL_TOKEN", "wrong")
     assert doctor(*operator).code == 0, "on loopback everybody may read"
-    assert doctor("--url", f"https://127.0.0.1:{free_port()}").of("coordinator", "problem")
+    assert doctor("--url", f"https://127.0.0.1:{find_free_port()}").of("coordinator", "problem")
 
 
 def test_nothing_set_up_is_one_line_and_people_get_a_line_for_each_finding_and_its_remedy(run, refused, request):
@@ -141,18 +141,18 @@ def test_it_changes_nothing_and_a_coordinator_that_does_not_run_is_a_warning_unl
 
 def test_damage_in_a_coordinator_s_directory_is_found_piece_by_piece(doctor, directory):
     def row(version, **facts):
-        return CheckpointRow(version=version, round=version, last_record=version, at=1.0, **facts)
+        return SavedModelRow(version=version, round=version, last_record=version, at=1.0, **facts)
 
     with Store.open(directory.database) as store, store.batch():
         store.add_run(run_id="r1", name="n", task="digits", strategy="fedavg", config={}, seed=7, submitted_at=1.0)
         kept = [save_model(directory.models, {"w": np.full(3, value, np.float32)}) for value in (1.0, 2.0, 3.0)]
         for version, (sha256, path) in enumerate(kept):
-            store.record_checkpoint("r1", row(version, sha256=sha256, bytes_file=path.stat().st_size))
+            store.record_saved_model("r1", row(version, sha256=sha256, bytes_file=path.stat().st_size))
     journal, checkpoints = directory.runs / "r1" / "journal", directory.runs / "r1" / "checkpoints"
     (directory.runs / "r1").mkdir(mode=0o700)
     with WalJournal(journal, lambda body: {}) as wal:
         for version in range(1, 30):
-            wal.aggregated(version, [f"a{version}"])
+            wal.record_aggregation(version, [f"a{version}"])
             wal.commit()
         saved = save_state(checkpoints, row(1, sha256="0", bytes_file=1), 29)
     assert doctor("--dir", directory.root).problems == []
@@ -193,12 +193,12 @@ def test_certificates_that_have_ended_are_of_another_ca_or_for_other_names_are_p
     with monkeypatch.context() as clock:
         clock.setattr(time, "time", lambda: real_time() + 21 * 366 * 86_400.0)
         assert sum(" ended on " in text for text in doctor("--dir", directory.root).problems) == 3
-    server = pki.issue_server(directory.authority(), ["elsewhere.lan"])
+    server = pki.issue_server_certificate(directory.load_authority(), ["elsewhere.lan"])
     directory.server_cert.write_bytes(server.cert_pem)
     directory.server_key.write_bytes(server.key_pem)
     (wrong_name,) = doctor("--dir", directory.root).problems
     assert "is not for 127.0.0.1" in wrong_name
-    stranger = pki.issue_client(pki.create_authority("fleet"), "coordinator")
+    stranger = pki.issue_client_certificate(pki.create_authority("fleet"), "coordinator")
     directory.client_cert.write_bytes(stranger.cert_pem)
     directory.client_key.write_bytes(stranger.key_pem)
     assert "the coordinator's own certificate is not from this fleet's CA" in doctor("--dir", directory.root).problems
@@ -226,10 +226,10 @@ def test_a_board_whose_clock_is_wrong_is_told_and_works_all_the_same(joined):
 
 
 def test_a_device_whose_fleet_is_away_or_whose_files_are_damaged_says_so(doctor, joined, directory, shard):
-    nobody = f"127.0.0.1:{free_port()}"
-    joined.change(addresses=(nobody,), broker_port=free_port())
+    nobody = f"127.0.0.1:{find_free_port()}"
+    joined.update(addresses=(nobody,), broker_port=find_free_port())
     assert doctor("--state", joined.root).checks_with_problems == ["coordinator", "broker"]
-    joined.change(addresses=(nobody, f"127.0.0.1:{directory.port}"))
+    joined.update(addresses=(nobody, f"127.0.0.1:{directory.port}"))
     assert doctor("--state", joined.root).problems == [], "the coordinator says where the broker is"
     shard.write_bytes(b"no shard")
     joined.key.chmod(0o604)

@@ -4,7 +4,7 @@ import tomllib
 
 import pytest
 
-from edgefl.config import load_run
+from edgefl.core.config import load_run
 
 RUN = '[run]\ntask = "digits"\nrounds = 4\n[strategy]\nname = "fedavg"\nlearning_rate = 0.5\n'
 

@@ -10,13 +10,13 @@ from datetime import UTC, datetime
 import pytest
 
 from edgefl.cli.history import parse_time
-from edgefl.cli.render import human, human_bytes, print_pages, print_rows
-from edgefl.errors import UsageError
-from edgefl.storage import queries
-from edgefl.storage.columns import COLUMNS, OF_NODES, columns_of
-from edgefl.storage.records import EvaluationRow, UpdateRow
+from edgefl.cli.render import format_bytes, format_value, print_pages, print_rows
+from edgefl.core.errors import UsageError
+from edgefl.core.types import UpdateStatus
+from edgefl.storage.queries import history
+from edgefl.storage.queries.columns import COLUMNS, DEVICE_MODEL_COLUMNS, get_columns
+from edgefl.storage.repositories.records import EvaluationRow, UpdateRow
 from edgefl.storage.store import Store
-from edgefl.types import Outcome
 
 
 def evaluation(key, accuracy, at, subject=""):
@@ -32,7 +32,7 @@ def directory(tmp_path):
             store.add_run(run_id=run_id, submitted_at=float(number), **facts)
             store.open_round(run_id, 1, started_at=1000.0 * number)
             update = UpdateRow(
-                assignment_id="a", device_id="pi-1", round=1, base_version=0, outcome=Outcome.USED,
+                assignment_id="a", device_id="pi-1", round=1, base_version=0, outcome=UpdateStatus.USED,
                 bytes_up=1_234_567, bytes_down=5, loss=0.25, num_examples=4, metrics={"grad": 1.5},
                 received_at=1000.0 * number,
             )  # fmt: skip
@@ -87,7 +87,8 @@ def test_every_kind_has_the_same_columns_as_csv_and_as_json(rows, lines):
         found = rows(kind)
         assert [tuple(line) for line in lines(kind)] == [tuple(row) for row in found], kind
         assert all(
-            list(row) == [name for name in columns_of(kind, "device") if name not in OF_NODES] for row in found
+            list(row) == [name for name in get_columns(kind, "device") if name not in DEVICE_MODEL_COLUMNS]
+            for row in found
         )
 
 
@@ -160,7 +161,7 @@ def test_without_options_and_operator_file_the_default_directory_is_read(run, di
 
 
 def test_programs_get_every_row_in_order_and_a_table_says_that_it_was_cut(ask, rows, lines, events, monkeypatch):
-    monkeypatch.setattr(queries, "PAGE_ROWS", 40)
+    monkeypatch.setattr(history, "PAGE_ROWS", 40)
     messages = events(150)
     assert [row["message"] for row in rows("events")[1:]] == messages
     assert [line["message"] for line in lines("events")[1:]] == messages
@@ -196,11 +197,11 @@ def test_ages_and_dates_are_times():
     ],
 )
 def test_a_person_reads_units(name, value, text):
-    assert human(name, value) == text
+    assert format_value(name, value) == text
 
 
 def test_sizes_change_their_unit_before_they_need_four_digits():
-    shown = [human_bytes(size) for size in (999, 1000, 999_400, 999_600, 10**9)]
+    shown = [format_bytes(size) for size in (999, 1000, 999_400, 999_600, 10**9)]
     assert shown == ["999 B", "1 kB", "999 kB", "1 MB", "1 GB"]
 
 
@@ -220,13 +221,13 @@ def test_json_that_is_printed_as_it_comes_is_the_json_of_all_at_once(capsys, row
 def test_only_runs_whose_devices_have_models_of_their_own_have_columns_for_them(ask, rows, lines, directory):
     with Store.open(directory / "edgefl.db") as store:
         facts = {"disagreement": 0.0625, "spread": 2.0}
-        store.set_round_figures("run-2", 1, {"node_accuracy": 0.5, "worst_node_accuracy": 0.0, "facts": facts})
+        store.set_round_metrics("run-2", 1, {"node_accuracy": 0.5, "worst_node_accuracy": 0.0, "facts": facts})
         store.record_evaluations("run-2", [evaluation("e:pi-1", 0.0, 2003.0, "pi-1")])
     plain, (heading, line) = (ask("rounds", "--run", run).out.splitlines() for run in ("run-1", "run-2"))
     assert {"accuracy", "node", "disagreement"} - set(plain[0].split()) == {"node", "disagreement"}
     assert "node accuracy  worst node accuracy  disagreement  bytes up" in heading
     assert line.split()[-9:] == ["0.875", "device", "0.5", "0", "0.0625", "1.23", "MB", "5", "B"]
-    assert [{name: row[name] for name in row if name in OF_NODES} for row in rows("rounds")] == [
+    assert [{name: row[name] for name in row if name in DEVICE_MODEL_COLUMNS} for row in rows("rounds")] == [
         {"node_accuracy": None, "worst_node_accuracy": None, "facts": None, "disagreement": None},
         {"node_accuracy": 0.5, "worst_node_accuracy": 0.0, "facts": facts, "disagreement": 0.0625},
     ]

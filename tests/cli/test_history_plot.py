@@ -5,11 +5,11 @@ import sys
 
 import pytest
 
-from edgefl.cli.history_plot import OperatorSource, batch_size
-from edgefl.cli.history_source import Source
-from edgefl.errors import NetworkError
-from edgefl.history.plots.names import KINDS
-from edgefl.simulated_run import simulate
+from edgefl.cli.history_plot import ApiHistoryReader, find_batch_size
+from edgefl.cli.history_source import HistorySource
+from edgefl.core.errors import NetworkError
+from edgefl.history.plots.options import PLOT_KINDS
+from edgefl.simulation.simulated_run import simulate
 
 RUNS = {"fedavg": {}, "asgd": {}, "dsgd": {"graph": "ring"}}
 
@@ -37,7 +37,7 @@ def plot(run, simulated):
 @pytest.mark.extended
 def test_every_kind_is_drawn_from_simulated_runs(plot, tmp_path):
     out = tmp_path / "sheet.svg"
-    for kind in KINDS:
+    for kind in PLOT_KINDS:
         names = ["dsgd"] if kind in {"timeline", "disagreement"} else RUNS
         done = plot(kind, *(word for name in names for word in ("--run", name)), "--out", out)
         assert (done.code, done.out) == (0, f"{kind} of {', '.join(names)}: {out}\n"), done.err
@@ -105,12 +105,12 @@ class Pages:
 
 
 def test_a_coordinator_that_gives_pages_is_asked_until_the_last(monkeypatch):
-    monkeypatch.setattr("edgefl.client.Operator.from_options", lambda _url: Pages(1, 2, 3, 4, 5))
-    source = OperatorSource(Source(directory=None, url="https://localhost:9443"))
-    assert [row["round"] for row in source.rows("updates", run="r")] == [1, 2, 3, 4, 5]
-    assert [row["round"] for row in source.rows("updates", run="r", limit=3)] == [3, 4, 5]
+    monkeypatch.setattr("edgefl.system.api_client.CoordinatorClient.from_options", lambda _url: Pages(1, 2, 3, 4, 5))
+    source = ApiHistoryReader(HistorySource(directory=None, url="https://localhost:9443"))
+    assert [row["round"] for row in source.read_rows("updates", run="r")] == [1, 2, 3, 4, 5]
+    assert [row["round"] for row in source.read_rows("updates", run="r", limit=3)] == [3, 4, 5]
     with pytest.raises(NetworkError, match="answered without rows"):
-        source.rows("rounds", run="r")
+        source.read_rows("rounds", run="r")
 
 
 @pytest.mark.parametrize(
@@ -127,5 +127,5 @@ def test_a_coordinator_that_gives_pages_is_asked_until_the_last(monkeypatch):
 def test_the_batch_size_is_the_run_file_s_else_the_task_s_and_nobody_s_code_is_imported_for_it(
     task, strategy, config, expected
 ):
-    assert batch_size(task, strategy, config) == expected
+    assert find_batch_size(task, strategy, config) == expected
     assert "this" not in sys.modules

@@ -14,10 +14,10 @@ from safetensors.numpy import load_file
 from edgefl.cli.model import COLUMNS as MODEL_COLUMNS
 from edgefl.cli.run import COLUMNS
 from edgefl.coordinator import pki
-from edgefl.errors import NetworkError, NotFoundError, StoreError, WrongCaError
-from edgefl.files import sha256_of_file
-from edgefl.local_fleet import LocalFleet
-from edgefl.local_run import cut_devices
+from edgefl.core.errors import NetworkError, NotFoundError, StoreError, WrongCaError
+from edgefl.simulation.local_fleet import LocalFleet
+from edgefl.simulation.local_run import partition_devices
+from edgefl.system.atomic_files import compute_sha256
 from edgefl.tasks.registry import make_task
 
 pytestmark = pytest.mark.extended
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.extended
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
-    cut = cut_devices("digits", "iid", 2, root / "shards", None, 7)
+    cut = partition_devices("digits", "iid", 2, root / "shards", None, 7)
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PYTHONPATH", str(apart_strategy.TESTS), prepend=":")
         with LocalFleet(root=root, devices=cut.devices, test_shards=cut.test_shards) as running:
@@ -77,7 +77,7 @@ def test_devices_are_listed_for_people_and_programs_and_shown_with_what_they_can
 def test_a_device_is_drained_and_resumed(edgefl, fleet):
     for word, presence in (("drain", "draining"), ("resume", "online")):
         assert "device-01" in edgefl("devices", word, "device-01").out
-        fleet._wait(lambda presence=presence: fleet.presence()["device-01"] == presence, presence)
+        fleet._wait_until(lambda presence=presence: fleet.get_presence()["device-01"] == presence, presence)
         (row,) = edgefl("devices", "show", "device-01", "--format", "json").rows
         assert row["drained"] is (word == "drain")
 
@@ -94,17 +94,17 @@ def test_a_name_of_no_device_or_run_is_one_line(edgefl, words):
 @pytest.fixture(scope="module")
 def six(fleet, tmp_path_factory):
     """The id of a run of six rounds that were all evaluated."""
-    from edgefl.config import parse_run  # noqa: PLC0415 only here
+    from edgefl.core.config import parse_run  # noqa: PLC0415 only here
 
     run = {"task": "digits", "name": "six", "rounds": 6, "evaluate_on": "coordinator"}
     run_id = fleet.submit(parse_run({"run": run, "devices": {"min": 2}, "models": {"keep_every": 2}}))
-    fleet.wait_run(run_id)
+    fleet.wait_for_run(run_id)
     return run_id
 
 
 @pytest.fixture
 def best(fleet, six):
-    scored = [row for row in fleet.history("rounds", run=six) if row["accuracy"] is not None]
+    scored = [row for row in fleet.list_history("rounds", run=six) if row["accuracy"] is not None]
     return max(scored, key=lambda row: (row["accuracy"], row["round"]))
 
 
@@ -112,7 +112,7 @@ def test_models_are_those_that_the_rule_keeps_with_the_history_s_accuracies(edge
     rows = edgefl("model", "list", "--run", "six", "--format", "json").rows
     assert list(rows[0]) == list(MODEL_COLUMNS)
     assert [row["round"] for row in rows] == sorted({2, 4, 5, 6} | {best["round"]})
-    known = {row["round"]: row["accuracy"] for row in fleet.history("rounds", run=six)}
+    known = {row["round"]: row["accuracy"] for row in fleet.list_history("rounds", run=six)}
     assert [row["accuracy"] for row in rows] == [pytest.approx(known[row["round"]]) for row in rows]
     assert [row["round"] for row in rows if row["best"]] == [best["round"]]
     assert [row["round"] for row in rows if row["latest"]] == [6]
@@ -133,7 +133,7 @@ def test_a_model_is_shown_and_exported_alike_from_a_coordinator_and_from_its_dir
         assert where("model", "export", "six:6", "--out", out).code == 0
         assert list(torch.load(out, weights_only=True)) == names
         assert where("model", "export", "--run", "six", "--out", out.with_suffix(".safetensors")).code == 0
-        assert sha256_of_file(out.with_suffix(".safetensors")) == row["sha256"]
+        assert compute_sha256(out.with_suffix(".safetensors")) == row["sha256"]
     assert set(load_file(first.with_suffix(".safetensors"))) == set(names)
 
 
@@ -199,7 +199,7 @@ def test_a_mistake_with_models_is_one_line_and_its_exit_code(edgefl, six, words,
 
 def test_a_damaged_model_is_noticed_before_anything_is_written(offline, fleet, six, tmp_path):
     (row,) = offline("model", "show", "six:2", "--format", "json").rows
-    path = fleet.model_file(row["sha256"])
+    path = fleet.get_model_path(row["sha256"])
     whole = path.read_bytes()
     path.write_bytes(whole[:-1] + b"\xff")
     try:
@@ -212,7 +212,7 @@ def test_a_damaged_model_is_noticed_before_anything_is_written(offline, fleet, s
 
 
 def test_a_download_names_what_is_wrong(fleet, six, tmp_path):
-    operator, other_ca = fleet.operator(), pki.create_authority("another").cert_pem.decode()
+    operator, other_ca = fleet.make_client(), pki.create_authority("another").cert_pem.decode()
     with (tmp_path / "file").open("wb") as into:
         with pytest.raises(NotFoundError, match="no kept model begins with 'beef'"):
             operator.download("/edgefl/v1/models/beef/file", into)
@@ -242,7 +242,7 @@ def test_submit_prints_the_id_watch_stays_to_the_end_and_show_names_every_settin
     assert set(row) == {*COLUMNS, "priority", "resumes", "config"}
     assert (row["status"], row["rounds"], row["reason"]) == ("finished", 3, "rounds reached 3")
     assert row["config"]["run"]["rounds"] == 3
-    assert fleet.model_file(fleet.operator().get(f"/edgefl/v1/runs/{run_id}")["model"]).stat().st_size > 19_000
+    assert fleet.get_model_path(fleet.make_client().get(f"/edgefl/v1/runs/{run_id}")["model"]).stat().st_size > 19_000
     table = edgefl("run", "show", "first").out
     assert "run.evaluate_on" in table
     assert "strategy.name" in table
@@ -255,23 +255,25 @@ def test_runs_wait_for_each_other_and_are_listed_oldest_first(edgefl, run_file, 
         for name, rounds in (("q-1", 20), ("q-2", 1))
     )
     assert [row["run_id"] for row in edgefl("run", "list", "--format", "json").rows][-2:] == [first, second]
-    ended = fleet.wait_run(second)
+    ended = fleet.wait_for_run(second)
     assert ended["status"] == "finished"
-    assert fleet.wait_run(first)["finished_at"] <= ended["started_at"]
+    assert fleet.wait_for_run(first)["finished_at"] <= ended["started_at"]
 
 
 def test_stop_ends_a_run_after_what_is_in_flight_and_keeps_its_model(edgefl, run_file, fleet):
     run_id = edgefl("run", "submit", run_file("endless", rounds=1_000_000)).out.strip()
-    while len(fleet.history("rounds", run=run_id)) < 3:
+    while len(fleet.list_history("rounds", run=run_id)) < 3:
         threading.Event().wait(0.05)
     assert edgefl("run", "stop", run_id).out == f"{run_id} stopping\n"
     watched = edgefl("run", "watch", run_id)
     assert watched.code == 0
     assert watched.err.splitlines()[-1].startswith("endless stopped: round ")
-    ended = fleet.wait_run(run_id)
+    ended = fleet.wait_for_run(run_id)
     assert (ended["status"], ended["reason"]) == ("stopped", "stopped by the operator")
-    assert fleet.model_file(ended["model"]).exists()
-    assert all(row["outcome"] is not None for row in fleet.history("updates", run=run_id, limit=10)), "none is open"
+    assert fleet.get_model_path(ended["model"]).exists()
+    assert all(row["outcome"] is not None for row in fleet.list_history("updates", run=run_id, limit=10)), (
+        "none is open"
+    )
     again = edgefl("run", "stop", run_id)
     assert (again.code, "is stopped already" in again.err) == (2, True)
 
@@ -281,9 +283,9 @@ def test_stop_takes_a_waiting_run_out_of_the_queue(edgefl, run_file, fleet):
     second = edgefl("run", "submit", run_file("waits", rounds=1)).out.strip()
     assert edgefl("run", "stop", second).out == f"{second} stopped\n"
     assert edgefl("run", "stop", first).code == 0
-    assert fleet.wait_run(first)["status"] == "stopped"
-    assert fleet.history("rounds", run=second) == []
-    assert fleet.operator().get(f"/edgefl/v1/runs/{second}")["started_at"] is None
+    assert fleet.wait_for_run(first)["status"] == "stopped"
+    assert fleet.list_history("rounds", run=second) == []
+    assert fleet.make_client().get(f"/edgefl/v1/runs/{second}")["started_at"] is None
 
 
 def test_a_run_that_fails_says_why_and_watch_ends_with_41(edgefl, run_file):
@@ -314,12 +316,12 @@ def test_the_end_of_a_run_with_models_of_single_devices_tells_the_average_and_th
     assert edgefl("run", "show", "apart").out.splitlines()[-1] == words
     (row,) = edgefl("run", "show", "apart", "--format", "json").rows
     assert (row["node_accuracy"], row["disagreement"]) == (pytest.approx(nodes, abs=1e-4), 0.75)
-    rounds = fleet.history("rounds", run=row["run_id"])
+    rounds = fleet.list_history("rounds", run=row["run_id"])
     assert [one["facts"]["disagreement"] for one in rounds] == [0.25, 0.5, 0.75]
     assert all(one["node_accuracy"] is not None for one in rounds)
 
 
 def test_a_device_that_leaves_is_offline_at_once(edgefl, fleet):
-    assert fleet.end("device-01") == 0
+    assert fleet.terminate("device-01") == 0
     rows = {row["device_id"]: row for row in edgefl("devices", "list", "--format", "json").rows}
     assert rows["device-01"]["presence"] == "offline"

@@ -6,8 +6,9 @@ import click
 import click.testing
 import pytest
 
-from edgefl import __version__, errors
+from edgefl import __version__
 from edgefl.cli.main import COMMANDS, main
+from edgefl.core import errors
 
 CLI = Path(importlib.import_module("edgefl.cli").__file__).parent
 

@@ -12,14 +12,14 @@ from made_wheels import make_wheel
 from requirements import PARTS, needs
 
 from edgefl import DISTRIBUTION, __version__
-from edgefl.assembly import assemble
-from edgefl.cli.operator import grant_access
+from edgefl.cli.operator_file import grant_access
 from edgefl.coordinator.directory import init_directory
 from edgefl.coordinator.service import Coordinator
 from edgefl.coordinator.start_options import StartOptions
-from edgefl.device.joining.join_file import JoinFile
-from edgefl.local_fleet import free_port
-from edgefl.protocol import JoinToken
+from edgefl.core.protocol import JoinToken
+from edgefl.device.enrolment.join_file import JoinFile
+from edgefl.engine.build import build_run
+from edgefl.simulation.local_fleet import find_free_port
 from edgefl.storage.store import Store
 
 TOKEN = JoinToken(ca_fingerprint="a" * 64, token_id="t1", secret="s3cret", fleet="lab", addresses=("pc:8000",)).text()
@@ -55,15 +55,15 @@ def coordinator(tmp_path_factory):
     root = tmp_path_factory.mktemp("fleet")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("XDG_CONFIG_HOME", str(root / "config"))
-        directory = init_directory(root / "coordinator", hosts=["127.0.0.1"], fleet="lab", port=free_port())
+        directory = init_directory(root / "coordinator", hosts=["127.0.0.1"], fleet="lab", port=find_free_port())
         directory, _ = grant_access(directory)
 
     def tokens():
         with Store.open(directory.database, read_only=True) as store:
-            return {each.token_id: each for each in store.tokens()}
+            return {each.token_id: each for each in store.list_tokens()}
 
-    options = StartOptions(host="127.0.0.1", port=directory.port, broker_port=free_port())
-    with Coordinator(directory, options, assemble):
+    options = StartOptions(host="127.0.0.1", port=directory.port, broker_port=find_free_port())
+    with Coordinator(directory, options, build_run):
         yield SimpleNamespace(config=root / "config", tokens=tokens)
 
 

@@ -5,14 +5,14 @@ import sys
 import pytest
 from requirements import needs
 
-from edgefl.errors import NotAllowedError
-from edgefl.provision import systemd as units
+from edgefl.core.errors import NotAllowedError
+from edgefl.provision import systemd_units as units
 
 
 @pytest.fixture
 def provision(run):
     def call(*words):
-        ran = run("provision", "systemd", "--python", units.PROGRAM, *words)
+        ran = run("provision", "systemd", "--python", units.DEFAULT_PYTHON, *words)
         assert ran.code == 0, ran.err
         return ran.out
 
@@ -23,7 +23,7 @@ def test_a_devices_units_have_the_paths_of_this_installation_and_show_its_data(p
     told = provision("--out", tmp_path, "--python", "/opt/mine/bin/python", "--shard", "digits=/home/pi/digits.npz")
     device = (tmp_path / "edgefl-device.service").read_text()
     assert "ExecStart=/opt/mine/bin/python -m edgefl device start" in device
-    assert units.PROGRAM not in "".join(path.read_text() for path in tmp_path.rglob("*.*") if path.is_file())
+    assert units.DEFAULT_PYTHON not in "".join(path.read_text() for path in tmp_path.rglob("*.*") if path.is_file())
     assert "BindReadOnlyPaths=-/home/pi\n" in (tmp_path / "edgefl-join.service.d" / "20-shards.conf").read_text()
     assert "systemctl enable --now edgefl-join.service edgefl-device.service" in told
     assert "join.json" in told
@@ -51,7 +51,7 @@ def test_a_coordinator_with_its_broker_apart_is_written_once(provision, tmp_path
     ],
 )
 def test_what_makes_no_sense_is_told(refused, words, told):
-    refused(["provision", "systemd", "--python", units.PROGRAM, *words.split()], 2, told)
+    refused(["provision", "systemd", "--python", units.DEFAULT_PYTHON, *words.split()], 2, told)
 
 
 @needs("root")  # it puts another folder over /etc for a while
@@ -64,8 +64,8 @@ def test_install_puts_units_and_user_in_place_and_enables_them(tmp_path):
     overlay = f"lowerdir=/etc,upperdir={tmp_path / 'upper'},workdir={tmp_path / 'work'}"
     script = (
         f"mount -t overlay overlay -o {overlay} /etc && for i in 1 2; do "
-        f"{sys.executable} -m edgefl provision systemd --python {units.PROGRAM} --coordinator --install || exit; "
-        "done; id edgefl-coordinator"
+        f"{sys.executable} -m edgefl provision systemd --python {units.DEFAULT_PYTHON} --coordinator --install "
+        "|| exit; done; id edgefl-coordinator"
     )
     environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
     command = ["unshare", "--mount", "sh", "-c", script]
@@ -80,4 +80,4 @@ def test_install_puts_units_and_user_in_place_and_enables_them(tmp_path):
 def test_install_needs_root(monkeypatch):
     monkeypatch.setattr(units.os, "geteuid", lambda: 1000)
     with pytest.raises(NotAllowedError, match="by root"):
-        units.install(units.Installation())
+        units.install_units(units.SystemdInstallation())

@@ -7,7 +7,7 @@ from click.testing import CliRunner
 from wheel_files import make_wheel
 
 from edgefl.cli.main import edgefl
-from edgefl.errors import ConfigError
+from edgefl.core.errors import ConfigError
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from edgefl.decentralised.methods import METHODS
-from edgefl.strategies.registry import BUILT_IN, make_strategy, settings_of
-from edgefl.strategies.rounds import RoundRules
+from edgefl.decentralised.registry import ALGORITHMS
+from edgefl.strategies.registry import BUILT_IN_STRATEGIES, get_settings, make_strategy
+from edgefl.strategies.synchronous.strategy import RoundRules
 
 ROOT = Path(__file__).parents[2]
 HOPPING = '''"""Hops: goes on one leg."""
@@ -32,13 +32,13 @@ def new(run, tmp_path):
 
 def test_every_strategy_is_listed_with_its_kind_its_settings_and_what_it_is(listed, run):
     rows = listed()
-    assert list(rows) == [*sorted(BUILT_IN), "flwr:NAME"]
+    assert list(rows) == [*sorted(BUILT_IN_STRATEGIES), "flwr:NAME"]
     for name, row in rows.items():
-        kind = "decentralised" if name in METHODS else "asynchronous" if name in ASYNCHRONOUS else "synchronous"
+        kind = "decentralised" if name in ALGORITHMS else "asynchronous" if name in ASYNCHRONOUS else "synchronous"
         assert row["kind"] == kind, name
         assert row["summary"], name
-    for name in BUILT_IN:
-        assert rows[name]["settings"] == json.loads(json.dumps(settings_of(name))), name
+    for name in BUILT_IN_STRATEGIES:
+        assert rows[name]["settings"] == json.loads(json.dumps(get_settings(name))), name
     table = run("strategies", "list").out
     (line,) = [line for line in table.splitlines() if line.startswith("fedbuff")]
     assert ("buffer_size=10" in line, "weight_decay" in line) == (True, False), "only what is its own"

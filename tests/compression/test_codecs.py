@@ -29,17 +29,17 @@ from codec_examples import (
     small_tensors,
 )
 
-from edgefl.compression.catalogue import listed
+from edgefl.compression.catalogue import list_stages
 from edgefl.compression.codec import Codec, make_codec
 from edgefl.compression.decoding import decode_body
-from edgefl.compression.registry import STAGES, stage_names
-from edgefl.compression.tensors.atomo import Atomo
-from edgefl.compression.tensors.dense import Dense
-from edgefl.compression.tensors.sparse import RandK, Threshold, TopK
-from edgefl.compression.tensors.spectral import AtomoSvd
-from edgefl.compression.wire import BY_NAME, read_frame, varint, write_frame
-from edgefl.errors import CodecError
-from edgefl.types import Array, Shapes, SparseTensor, Tensor, TensorKind, Tensors, TensorSpec
+from edgefl.compression.lowrank.atomo_svd import AtomoSvd
+from edgefl.compression.registry import STAGES, list_stage_names
+from edgefl.compression.sparsification.atomo import Atomo
+from edgefl.compression.sparsification.dense import Dense
+from edgefl.compression.sparsification.sparsifiers import RandK, Threshold, TopK
+from edgefl.compression.wire import NAMED_STAGE_ID, encode_varint, read_frame, write_frame
+from edgefl.core.errors import CodecError
+from edgefl.core.types import Array, ModelSpec, SparseTensor, Tensor, TensorKind, Tensors, TensorSpec
 
 # Every number that was ever given out. Lines are added here, and none is ever changed or removed.
 NUMBERS_GIVEN = {
@@ -68,7 +68,7 @@ NUMBERS_GIVEN = {
 
 def is_unbiased(spec: str) -> bool:
     codec = make_codec(spec, SHAPES)
-    return codec.tensors.is_unbiased and codec.values.is_unbiased
+    return codec.tensor_stage.is_unbiased and codec.value_stage.is_unbiased
 
 
 UNBIASED = tuple(spec for spec in EXAMPLES if is_unbiased(spec))
@@ -83,7 +83,7 @@ def decoded_from(codec: Codec, tensors: Tensors) -> dict[str, Array]:
     return arrays(codec.decode(codec.encode(tensors, rng())))
 
 
-def one(values: Array) -> tuple[Shapes, dict[str, Array]]:
+def one(values: Array) -> tuple[ModelSpec, dict[str, Array]]:
     return (TensorSpec(name="w", shape=values.shape),), {"w": values}
 
 
@@ -98,7 +98,7 @@ def test_the_specs_under_contract_use_every_stage_of_our_own() -> None:
 def test_numbers_once_given_are_never_given_again() -> None:
     assert {number: name for name, (number, _) in STAGES.items()} == NUMBERS_GIVEN
     assert len(NUMBERS_GIVEN) == len(STAGES)
-    assert all(0 < number < BY_NAME for number in NUMBERS_GIVEN)
+    assert all(0 < number < NAMED_STAGE_ID for number in NUMBERS_GIVEN)
 
 
 def test_parameters_come_back_within_the_stated_error_and_the_rest_bit_for_bit(codec: Codec) -> None:
@@ -118,7 +118,7 @@ def test_parameters_come_back_within_the_stated_error_and_the_rest_bit_for_bit(c
     for name in set(SHARED) - set(LOSSY):
         assert arrays(decoded)[name].tobytes() == tensors[name].tobytes(), name
     for name, tensor in decoded.items():
-        stage = part_for(codec, name).tensors
+        stage = part_for(codec, name).tensor_stage
         # Where triples are larger or worse it writes a tensor whole, or entries.
         assert isinstance(stage, AtomoSvd) or isinstance(tensor, SparseTensor) == (
             name in (*LOSSY, "empty") and isinstance(stage, Atomo | TopK | Threshold | RandK)
@@ -144,22 +144,22 @@ def test_what_is_no_float32_comes_back_bit_for_bit_as_parameter_and_as_buffer(co
 
 def assert_within_the_error(codec: Codec, name: str, decoded: Tensor, tensor: Array) -> None:
     part = part_for(codec, name)
-    if not isinstance(part.tensors, Dense | TopK | Threshold | RandK):
+    if not isinstance(part.tensor_stage, Dense | TopK | Threshold | RandK):
         # Its entries are not those that went in, and how far off they may be is a matter of its own tests.
         assert np.all(np.isfinite(arrays({name: decoded})[name])), name
         return
     found, sent = travelled(part, decoded, tensor)
     error = np.abs(found.astype(np.float64) - sent.astype(np.float64))
-    assert np.all(error <= part.values.error_bound(sent)), name
+    assert np.all(error <= part.value_stage.error_bound(sent)), name
 
 
 def travelled(part: Codec, decoded: Tensor, tensor: Array) -> tuple[Array, Array]:
     """The decoded entries that travelled, and what the value stage was given for them."""
     if not isinstance(decoded, SparseTensor):
-        assert isinstance(part.tensors, Dense)
+        assert isinstance(part.tensor_stage, Dense)
         return decoded, tensor
     sent = tensor.reshape(-1)[decoded.indices]
-    scale = tensor.size / len(sent) if isinstance(part.tensors, RandK) and len(sent) else 1
+    scale = tensor.size / len(sent) if isinstance(part.tensor_stage, RandK) and len(sent) else 1
     return decoded.values, sent * np.float32(scale)
 
 
@@ -193,7 +193,7 @@ def test_a_number_that_is_none_is_refused_by_name_or_preserved_as_the_stages_say
     for value in (np.nan, np.inf, -np.inf):
         tensors = small_tensors()
         tensors["weight"][1, 2] = value
-        if part.values.refuses_non_finite or not isinstance(part.tensors, Dense):
+        if part.value_stage.is_finite_only or not isinstance(part.tensor_stage, Dense):
             with pytest.raises(CodecError, match=r"tensor 'weight': .* carries finite numbers, got"):
                 codec.encode(tensors, rng())
         else:
@@ -299,7 +299,7 @@ def test_a_tensor_that_does_not_fit_its_spec_is_refused(change: Tensors, message
         (SHAPES, 0, "epoch 4, expected 0"),
     ],
 )
-def test_a_body_of_another_task_or_epoch_is_refused(shapes: Shapes, epoch: int, message: str) -> None:
+def test_a_body_of_another_task_or_epoch_is_refused(shapes: ModelSpec, epoch: int, message: str) -> None:
     body = make_codec("dense|fp16", SHAPES).encode(small_tensors(), rng(), epoch=4)
     assert decode_body(body, SHAPES, epoch=4)
     with pytest.raises(CodecError, match=message):
@@ -447,7 +447,7 @@ class Steps:
     kind = "values"
     is_unbiased = False
     is_contraction = True
-    refuses_non_finite = False
+    is_finite_only = False
 
     def error_bound(self, values):
         return np.full(values.shape, self.step / 2)
@@ -465,7 +465,7 @@ class Steps:
 
     @staticmethod
     def decode(reader, size):
-        return reader.array(np.dtype("<f4"), 1) * reader.array(np.dtype(np.int8), size)
+        return reader.read_array(np.dtype("<f4"), 1) * reader.read_array(np.dtype(np.int8), size)
 """
 
 
@@ -485,7 +485,7 @@ def acme_codecs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 @pytest.mark.usefixtures("acme_codecs")
 def test_a_stage_of_another_package_is_found_and_travels_by_name() -> None:
     shapes, tensors = one(np.array([1, -2, 0.5], dtype=np.float32))
-    assert "acme-steps" in stage_names()
+    assert "acme-steps" in list_stage_names()
     body = make_codec("dense|acme-steps:0.5", shapes).encode(tensors, rng())
     assert read_frame(body).stages == (1, "acme-steps")
     assert arrays(decode_body(body, shapes))["w"].tolist() == [1, -2, 0.5]
@@ -498,14 +498,14 @@ def test_a_package_that_cannot_be_imported_costs_its_own_stage_alone(acme_codecs
         make_codec("acme-steps:0.5", SHAPES)
     with pytest.raises(CodecError, match=message):
         decode_body(write_frame([1, "acme-steps"], len(SHARED), []), SHAPES)
-    (row,) = [row for row in listed() if row.name == "acme-steps"]
+    (row,) = [row for row in list_stages() if row.name == "acme-steps"]
     assert message in row.summary.replace("codec stage ", "")
-    assert len(listed()) > 10
+    assert len(list_stages()) > 10
 
 
 def test_an_int8_step_that_nobody_writes_is_damage() -> None:
     shapes, _ = one(np.zeros(2, dtype=np.float32))
-    parts = [varint(1), np.full(1, 3.4028235e38, dtype="<f4"), np.array([-128, 1], dtype=np.int8)]
+    parts = [encode_varint(1), np.full(1, 3.4028235e38, dtype="<f4"), np.array([-128, 1], dtype=np.int8)]
     with pytest.raises(CodecError, match="holds the step -128, at least -127 is right"):
         decode_body(write_frame([1, 4], 1, parts), shapes)
 

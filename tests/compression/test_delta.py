@@ -8,13 +8,13 @@ from hypothesis import given, settings, strategies
 
 from edgefl.compression.codec import Codec, make_codec
 from edgefl.compression.decoding import decode_body
-from edgefl.compression.delta import apply_delta, encode_delta, parse_down
+from edgefl.compression.delta import apply_delta, encode_delta, parse_downlink_codec
 from edgefl.compression.wire import read_frame, write_frame
-from edgefl.errors import CodecError
-from edgefl.types import Array, Shapes, TensorKind, TensorSpec
+from edgefl.core.errors import CodecError
+from edgefl.core.types import Array, ModelSpec, TensorKind, TensorSpec
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-SHAPES: Shapes = (
+SHAPES: ModelSpec = (
     TensorSpec(name="weight", shape=(20, 30)),
     TensorSpec(name="bias", shape=(20,)),
     TensorSpec(name="scale", shape=()),
@@ -164,7 +164,7 @@ def test_a_delta_of_another_epoch_is_refused() -> None:
     ],
 )
 def test_a_line_for_the_downlink_is_taken_apart(spec: str, found: tuple[bool, str]) -> None:
-    assert parse_down(spec) == found
+    assert parse_downlink_codec(spec) == found
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_a_line_for_the_downlink_is_taken_apart(spec: str, found: tuple[bool, st
 )
 def test_a_line_that_makes_no_downlink_is_refused(spec: str, message: str) -> None:
     with pytest.raises(CodecError, match=message):
-        parse_down(spec)
+        parse_downlink_codec(spec)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

@@ -10,7 +10,7 @@ from codec_examples import EXAMPLES, SHAPES, assert_declared, encoded, sealed
 from damaged_bodies import all_surfaces, damaged, decode_damaged, surfaces_of
 
 from edgefl.compression.decoding import decode_body
-from edgefl.errors import CodecError
+from edgefl.core.errors import CodecError
 
 NUM_MUTATIONS = 6_400
 MOST_BYTES = 1 << 20

@@ -2,7 +2,7 @@
 
 import pytest
 
-from edgefl.compression.specs import split_spec
+from edgefl.compression.specs import parse_spec
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,6 @@ from edgefl.compression.specs import split_spec
 def test_a_line_is_a_prefix_and_stages(
     text: str, prefix: str, stages: tuple[tuple[str, str], ...], codec: str
 ) -> None:
-    found = split_spec(text)
+    found = parse_spec(text)
     assert (found.text, found.prefix, found.stages) == (text, prefix, stages)
-    assert found.codec == codec
+    assert found.line == codec

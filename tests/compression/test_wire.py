@@ -12,11 +12,11 @@ from edgefl.compression.wire import (
     MAX_PAYLOAD_BYTES,
     MAX_STAGES,
     MAX_TENSORS,
-    Reader,
+    PayloadReader,
     read_frame,
     write_frame,
 )
-from edgefl.errors import CodecError
+from edgefl.core.errors import CodecError
 
 PARTS = (np.array([1, 2, 3], dtype=np.uint8), np.array([[1.5]], dtype=np.float32), np.zeros((0, 4)))
 PAYLOAD = b"\x01\x02\x03" + struct.pack("<f", 1.5)
@@ -107,13 +107,13 @@ def test_what_could_not_be_read_is_not_written(write: Callable[[], bytes]) -> No
 
 
 def test_a_reader_gives_no_more_than_there_is() -> None:
-    reader = Reader(memoryview(b"abcd"))
-    assert bytes(reader.take(3)) == b"abc"
+    reader = PayloadReader(memoryview(b"abcd"))
+    assert bytes(reader.read_bytes(3)) == b"abc"
     with pytest.raises(CodecError, match="2 bytes wanted at 3, 4 are there"):
-        reader.take(2)
+        reader.read_bytes(2)
     with pytest.raises(CodecError):
-        reader.take(-1)
+        reader.read_bytes(-1)
     with pytest.raises(CodecError, match="1 bytes too many"):
-        reader.finish()
+        reader.require_end()
     with pytest.raises(CodecError, match="ends early"):
-        Reader(memoryview(b"abcd")).array(np.dtype("<f8"), 2**60)
+        PayloadReader(memoryview(b"abcd")).read_array(np.dtype("<f8"), 2**60)

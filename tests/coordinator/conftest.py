@@ -18,10 +18,10 @@ import pytest
 from paho.mqtt.enums import CallbackAPIVersion
 from requirements import require
 
-from edgefl import local_fleet
 from edgefl.coordinator import pki
-from edgefl.coordinator.brokers.broker import Broker, BrokerAddress, BrokerTls, client_context
-from edgefl.coordinator.brokers.choice import make_broker
+from edgefl.coordinator.brokers.broker import Broker, BrokerAddress, BrokerTls, make_client_context
+from edgefl.coordinator.brokers.factory import make_broker
+from edgefl.simulation import local_fleet
 
 FLEET = "lab"
 
@@ -43,12 +43,14 @@ class Certificates:
     def of(self, name: str, authority: pki.KeyPair | None = None) -> BrokerTls:
         """The files of a client; trusting our CA, whoever signed its own certificate."""
         if name not in self.made:
-            self.made[name] = self._write(name, pki.issue_client(authority or self.authority, name))
+            self.made[name] = self._write(name, pki.issue_client_certificate(authority or self.authority, name))
         return self.made[name]
 
     def server(self) -> BrokerTls:
         if "" not in self.made:
-            self.made[""] = self._write("server", pki.issue_server(self.authority, ["127.0.0.1", "localhost"]))
+            self.made[""] = self._write(
+                "server", pki.issue_server_certificate(self.authority, ["127.0.0.1", "localhost"])
+            )
         return self.made[""]
 
     def _write(self, name: str, pair: pki.KeyPair) -> BrokerTls:
@@ -66,7 +68,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 @pytest.fixture
 def free_port() -> int:
-    return local_fleet.free_port()
+    return local_fleet.find_free_port()
 
 
 @dataclass
@@ -80,7 +82,7 @@ class RunningBroker:
         return self.clients.enter_context(MqttClient(self.address, self.certificates.of(name), name, **options))
 
     def raw(self, name: str) -> ssl.SSLSocket:
-        context = client_context(self.certificates.of(name))
+        context = make_client_context(self.certificates.of(name))
         plain = socket.create_connection((self.address.host, self.address.port), timeout=10)
         return self.clients.enter_context(context.wrap_socket(plain, server_hostname=self.address.host))
 
@@ -132,7 +134,7 @@ class MqttClient:
         self.connected = False
         self.drops = 0
         self._paho = mqtt.Client(CallbackAPIVersion.VERSION2, client_id=client_id or name, reconnect_on_failure=False)
-        self._paho.tls_set_context(client_context(tls))
+        self._paho.tls_set_context(make_client_context(tls))
         self._paho.on_connect = self._on_connect
         self._paho.on_disconnect = self._on_disconnect
         self._paho.on_subscribe = lambda _c, _d, _m, codes, _p: self.granted.extend(code.value for code in codes)

@@ -12,9 +12,9 @@ import threading
 import uuid
 from pathlib import Path
 
-from edgefl.device.board.vitals import Vitals
-from edgefl.device.heartbeat import Heart
-from edgefl.device.link import Link, LinkCallbacks, LinkIdentity, LinkPace, LinkTls
+from edgefl.device.hardware.health import HealthReader
+from edgefl.device.mqtt.connection import MqttCallbacks, MqttConnection, MqttIdentity, MqttTlsFiles, ReconnectPolicy
+from edgefl.device.mqtt.heartbeat import HeartbeatPublisher
 
 
 def main() -> None:
@@ -32,19 +32,21 @@ def main() -> None:
         counter.write_text(str(number))
         return number
 
-    link = Link(
+    link = MqttConnection(
         [tuple(address) for address in settings["addresses"]],
-        LinkTls(**{name: Path(path) for name, path in settings["tls"].items()}),
-        LinkIdentity(fleet=settings["fleet"], device_id=settings["device"], boot_id=uuid.uuid4().hex),
-        LinkCallbacks(
-            on_bell=lambda: say("bell"),
+        MqttTlsFiles(**{name: Path(path) for name, path in settings["tls"].items()}),
+        MqttIdentity(fleet=settings["fleet"], device_id=settings["device"], boot_id=uuid.uuid4().hex),
+        MqttCallbacks(
+            on_wake_up=lambda: say("bell"),
             on_command=lambda command: say(f"command {command.kind}"),
             on_connection=lambda up: say("up" if up else "down"),
         ),
         next_session_no=next_session_no,
-        pace=LinkPace(max_backoff_s=settings["max_backoff_s"]),
+        policy=ReconnectPolicy(max_backoff_s=settings["max_backoff_s"]),
     )
-    heart = Heart(link.publish_heartbeat, Vitals(counter.parent).read, interval_s=settings["heartbeat_s"])
+    heart = HeartbeatPublisher(
+        link.publish_heartbeat, HealthReader(counter.parent).read, interval_s=settings["heartbeat_s"]
+    )
     link.start()
     heart.start()
     stopping.wait()

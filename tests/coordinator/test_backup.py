@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 
 from edgefl.coordinator import backup as backups
-from edgefl.coordinator.backup import MANIFEST, back_up
+from edgefl.coordinator.backup import MANIFEST, create_backup
 from edgefl.coordinator.directory import CoordinatorDirectory, init_directory
-from edgefl.coordinator.restore import restore
-from edgefl.errors import NotFoundError, StoreError, StoreTooNewError, UsageError
-from edgefl.storage.checkpoints import checkpoints, load_state, prune_checkpoints, save_state
-from edgefl.storage.journal import WalJournal
-from edgefl.storage.journal_reader import read_journal
-from edgefl.storage.journal_records import CheckpointMark
+from edgefl.coordinator.restore import restore_backup
+from edgefl.core.errors import NotFoundError, StoreError, StoreTooNewError, UsageError
+from edgefl.storage.checkpoints import list_checkpoints, load_state, prune_checkpoints, save_state
+from edgefl.storage.journal.reader import read_records
+from edgefl.storage.journal.record_encoding import CheckpointMark
+from edgefl.storage.journal.wal_journal import WalJournal
 from edgefl.storage.store import Store
 
 
@@ -38,7 +38,7 @@ def directory(tmp_path: Path) -> CoordinatorDirectory:
     folder.parent.mkdir(mode=0o700)
     with WalJournal(folder, lambda body: {}) as wal:
         for version in range(1, 4):
-            wal.aggregated(version, [f"a{version}"])
+            wal.record_aggregation(version, [f"a{version}"])
     (made.broker / "mosquitto.conf").write_text("made anew")
     (made.root / "evaluator").mkdir()
     (made.root / "evaluator" / "device.json").write_text("{}")
@@ -61,13 +61,13 @@ def repack(archive: Path, files: dict[str, bytes]) -> None:
 
 def test_what_was_backed_up_comes_back_and_nothing_else(directory: CoordinatorDirectory, tmp_path: Path) -> None:
     archive = tmp_path / "b.tar.gz"
-    back_up(directory, archive, store=directory.database)
+    create_backup(directory, archive, store=directory.database)
     assert stat.S_IMODE(archive.stat().st_mode) == 0o600
-    restored, manifest = restore(archive, tmp_path / "new")
+    restored, manifest = restore_backup(archive, tmp_path / "new")
     assert (restored.fleet, restored.hosts, restored.port) == ("lab", ("pi.lan",), 8123)
     for name in ("ca.pem", "ca.key", "server.key", "coordinator.key", "settings.toml", "models/a.safetensors"):
         assert (restored.root / name).read_bytes() == (directory.root / name).read_bytes(), name
-    assert [r.number for r in read_journal(restored.runs / "r1" / "journal")] == [1, 2, 3]
+    assert [r.number for r in read_records(restored.runs / "r1" / "journal")] == [1, 2, 3]
     with closing(sqlite3.connect(restored.database)) as connection:
         assert connection.execute("SELECT message FROM events").fetchall() == [("kept",)]
     names = {path.relative_to(restored.root).as_posix() for path in restored.root.rglob("*") if path.is_file()}
@@ -84,7 +84,7 @@ def test_what_was_backed_up_comes_back_and_nothing_else(directory: CoordinatorDi
 def test_the_archive_says_what_it_holds_and_that_keys_are_in_it(
     directory: CoordinatorDirectory, tmp_path: Path
 ) -> None:
-    back_up(directory, tmp_path / "b.tar.gz", store=directory.database)
+    create_backup(directory, tmp_path / "b.tar.gz", store=directory.database)
     files = content(tmp_path / "b.tar.gz")
     manifest = json.loads(files[MANIFEST])
     assert list(files)[-1] == MANIFEST
@@ -95,20 +95,20 @@ def test_the_archive_says_what_it_holds_and_that_keys_are_in_it(
 
 
 def test_models_can_be_left_out_and_checkpoints_cannot(directory: CoordinatorDirectory, tmp_path: Path) -> None:
-    save_state(directory.runs / "r1" / "checkpoints", backups.Manifest(
+    save_state(directory.runs / "r1" / "checkpoints", backups.BackupManifest(
         fleet="f", version="1", created_at=1.0, revision="1", has_models=True), 2)  # fmt: skip
-    back_up(directory, tmp_path / "b.tar.gz", store=directory.database, with_models=False)
-    restored, manifest = restore(tmp_path / "b.tar.gz", tmp_path / "new")
+    create_backup(directory, tmp_path / "b.tar.gz", store=directory.database, with_models=False)
+    restored, manifest = restore_backup(tmp_path / "b.tar.gz", tmp_path / "new")
     assert not manifest.has_models
     assert list(restored.models.iterdir()) == []
-    assert load_state(restored.runs / "r1" / "checkpoints", backups.Manifest).fleet == "f"
+    assert load_state(restored.runs / "r1" / "checkpoints", backups.BackupManifest).fleet == "f"
 
 
 def test_a_store_on_a_server_is_left_out_and_restored_without(
     directory: CoordinatorDirectory, tmp_path: Path
 ) -> None:
-    assert back_up(directory, tmp_path / "b.tar.gz", store=None).revision is None
-    restored, manifest = restore(tmp_path / "b.tar.gz", tmp_path / "new")
+    assert create_backup(directory, tmp_path / "b.tar.gz", store=None).revision is None
+    restored, manifest = restore_backup(tmp_path / "b.tar.gz", tmp_path / "new")
     assert manifest.revision is None
     assert not restored.database.exists()
 
@@ -118,24 +118,24 @@ def test_a_backup_overwrites_nothing_and_does_not_lie_in_the_directory(
 ) -> None:
     (tmp_path / "b.tar.gz").write_text("precious")
     with pytest.raises(UsageError, match="exists already"):
-        back_up(directory, tmp_path / "b.tar.gz", store=directory.database)
+        create_backup(directory, tmp_path / "b.tar.gz", store=directory.database)
     with pytest.raises(UsageError, match="elsewhere"):
-        back_up(directory, directory.root / "models" / "b.tar.gz", store=directory.database)
+        create_backup(directory, directory.root / "models" / "b.tar.gz", store=directory.database)
     assert (tmp_path / "b.tar.gz").read_text() == "precious"
 
 
 def test_a_restore_wants_an_empty_place(directory: CoordinatorDirectory, tmp_path: Path) -> None:
-    back_up(directory, tmp_path / "b.tar.gz", store=directory.database)
+    create_backup(directory, tmp_path / "b.tar.gz", store=directory.database)
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "file").write_text("mine")
     with pytest.raises(UsageError, match="not empty"):
-        restore(tmp_path / "b.tar.gz", tmp_path / "used")
+        restore_backup(tmp_path / "b.tar.gz", tmp_path / "used")
     assert [path.name for path in (tmp_path / "used").iterdir()] == ["file"]
     (tmp_path / "empty").mkdir(mode=0o755)
-    restore(tmp_path / "b.tar.gz", tmp_path / "empty")
+    restore_backup(tmp_path / "b.tar.gz", tmp_path / "empty")
     assert stat.S_IMODE((tmp_path / "empty").stat().st_mode) == 0o700
     with pytest.raises(NotFoundError):
-        restore(tmp_path / "none.tar.gz", tmp_path / "other")
+        restore_backup(tmp_path / "none.tar.gz", tmp_path / "other")
 
 
 def _drop(name: str) -> Callable[[dict[str, bytes]], None]:
@@ -181,7 +181,7 @@ def test_a_backup_that_is_not_right_is_refused_and_leaves_nothing(
     directory: CoordinatorDirectory, tmp_path: Path, damage: Any, kind: type[Exception], told: str
 ) -> None:
     archive = tmp_path / "b.tar.gz"
-    back_up(directory, archive, store=directory.database)
+    create_backup(directory, archive, store=directory.database)
     files = content(archive)
     damage(files)
     if MANIFEST in files:
@@ -189,19 +189,19 @@ def test_a_backup_that_is_not_right_is_refused_and_leaves_nothing(
     repack(archive, files)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(kind, match=told):
-        restore(archive, tmp_path / "new")
+        restore_backup(archive, tmp_path / "new")
     assert sorted(tmp_path.iterdir()) == before
 
 
 def test_a_backup_that_was_cut_off_anywhere_is_refused(directory: CoordinatorDirectory, tmp_path: Path) -> None:
     archive = tmp_path / "b.tar.gz"
-    back_up(directory, archive, store=directory.database)
+    create_backup(directory, archive, store=directory.database)
     whole = archive.read_bytes()
     # The archive's own end is 10 kB of zeros, 60 bytes when they are packed: nothing is lost with them.
     for length in [0, 1, 20, *range(200, len(whole) - 100, len(whole) // 15), len(whole) - 100]:
         archive.write_bytes(whole[:length])
         with pytest.raises(StoreError):
-            restore(archive, tmp_path / "new")
+            restore_backup(archive, tmp_path / "new")
         assert not (tmp_path / "new").exists(), length
 
 
@@ -210,7 +210,7 @@ def test_a_store_whose_pages_are_damaged_is_not_backed_up(directory: Coordinator
     body[4096 * 3 : 4096 * 3 + 2000] = os.urandom(2000)
     directory.database.write_bytes(body)
     with pytest.raises(StoreError, match=r"damaged|malformed"):
-        back_up(directory, tmp_path / "b.tar.gz", store=directory.database)
+        create_backup(directory, tmp_path / "b.tar.gz", store=directory.database)
     assert not (tmp_path / "b.tar.gz").exists()
 
 
@@ -218,7 +218,7 @@ def test_what_a_killed_backup_left_goes_with_the_next(directory: CoordinatorDire
     left = directory.root / ".backup-old"
     left.mkdir()
     (left / "ca.key").write_bytes(b"k")
-    manifest = back_up(directory, tmp_path / "b.tar.gz", store=directory.database)
+    manifest = create_backup(directory, tmp_path / "b.tar.gz", store=directory.database)
     assert not left.exists()
     assert not any("backup-old" in name for name in manifest.files)
 
@@ -228,7 +228,7 @@ def test_two_backups_at_a_time_are_one_too_many(directory: CoordinatorDirectory,
         backups._stage(directory),
         pytest.raises(StoreError, match="another backup"),
     ):
-        back_up(directory, tmp_path / "b.tar.gz", store=directory.database)
+        create_backup(directory, tmp_path / "b.tar.gz", store=directory.database)
 
 
 def test_store_journal_and_checkpoints_fit_each_other_while_a_run_writes_and_prunes_all(
@@ -248,14 +248,14 @@ def test_store_journal_and_checkpoints_fit_each_other_while_a_run_writes_and_pru
                 while not stop.is_set():
                     for _ in range(20):
                         version += 1
-                        wal.aggregated(version, [f"a{version}"])
+                        wal.record_aggregation(version, [f"a{version}"])
                     wal.commit()
                     store.record_event("version", str(version), at=float(version))
-                    state = backups.Manifest(
+                    state = backups.BackupManifest(
                         fleet="f", version=str(version), created_at=1.0, revision="1", has_models=True
                     )
                     saved = save_state(folder / "checkpoints", state, wal.last_record)
-                    wal.checkpointed(CheckpointMark(sha256=saved.sha256, last_record=saved.last_record))
+                    wal.record_checkpoint(CheckpointMark(sha256=saved.sha256, last_record=saved.last_record))
                     wal.prune(prune_checkpoints(folder / "checkpoints")[-1].last_record)
         except Exception as error:  # noqa: BLE001 the test's thread has to hear of it
             errors.append(error)
@@ -265,16 +265,16 @@ def test_store_journal_and_checkpoints_fit_each_other_while_a_run_writes_and_pru
     try:
         for number in range(16):
             archive = tmp_path / f"{number}.tar.gz"
-            back_up(directory, archive, store=directory.database)
-            restored, _ = restore(archive, tmp_path / f"new-{number}")
+            create_backup(directory, archive, store=directory.database)
+            restored, _ = restore_backup(archive, tmp_path / f"new-{number}")
             kept = restored.runs / "busy"
             with closing(sqlite3.connect(restored.database)) as connection:
                 versions = "SELECT coalesce(max(CAST(message AS INTEGER)), 0) FROM events WHERE kind = 'version'"
                 (known,) = connection.execute(versions).fetchone()
-            for checkpoint in checkpoints(kept / "checkpoints"):
-                state = load_state(kept / "checkpoints", backups.Manifest, checkpoint)
+            for checkpoint in list_checkpoints(kept / "checkpoints"):
+                state = load_state(kept / "checkpoints", backups.BackupManifest, checkpoint)
                 assert int(state.version) <= known, "the store knows of what the run goes on from"
-                behind = [record.number for record in read_journal(kept / "journal", after=checkpoint.last_record)]
+                behind = [record.number for record in read_records(kept / "journal", after=checkpoint.last_record)]
                 first = checkpoint.last_record + 1
                 assert behind == list(range(first, first + len(behind)))
     finally:

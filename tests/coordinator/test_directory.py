@@ -10,14 +10,14 @@ from requirements import needs
 
 from edgefl.coordinator import pki
 from edgefl.coordinator.directory import (
-    add_access,
+    add_access_tokens,
+    change_addresses,
+    hash_token,
     init_directory,
     load_directory,
-    readdress,
-    token_hash,
 )
-from edgefl.errors import ConfigError, NotJoinedError, StoreError, UsageError
-from edgefl.files import write_whole
+from edgefl.core.errors import ConfigError, NotJoinedError, StoreError, UsageError
+from edgefl.system.atomic_files import write_atomic
 
 
 def test_a_directory_that_was_made_can_be_loaded_again(tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_only_the_owner_can_read_it(tmp_path: Path) -> None:
 
 def test_the_server_certificate_names_this_machine_and_the_given_hosts(tmp_path: Path) -> None:
     directory = init_directory(tmp_path / "c", hosts=["board.lan"])
-    names = pki.server_hosts(directory.server_cert.read_bytes())
+    names = pki.get_server_hosts(directory.server_cert.read_bytes())
     assert names[0] == "board.lan"
     assert {"localhost", "127.0.0.1", "::1"} <= set(names)
     assert any(name.endswith(".local") for name in names)
@@ -44,16 +44,16 @@ def test_the_server_certificate_names_this_machine_and_the_given_hosts(tmp_path:
 def test_the_coordinator_s_mqtt_certificate_is_called_coordinator(tmp_path: Path) -> None:
     directory = init_directory(tmp_path / "c")
     assert b"BEGIN CERTIFICATE" in directory.client_cert.read_bytes()
-    assert "coordinator" in pki.server_hosts(directory.client_cert.read_bytes())
+    assert "coordinator" in pki.get_server_hosts(directory.client_cert.read_bytes())
 
 
 def test_init_again_keeps_the_ca_and_adds_hosts(tmp_path: Path) -> None:
     first = init_directory(tmp_path / "c", hosts=["a.lan"], fleet="lab")
-    granted, operator, _ = add_access(first)
+    granted, operator, _ = add_access_tokens(first)
     again = init_directory(tmp_path / "c", hosts=["b.lan"])
-    assert again.ca_fingerprint() == first.ca_fingerprint()
+    assert again.compute_ca_fingerprint() == first.compute_ca_fingerprint()
     assert again.hosts == ("b.lan", "a.lan")
-    assert token_hash(operator) in again.operator_sha256 == granted.operator_sha256
+    assert hash_token(operator) in again.operator_sha256 == granted.operator_sha256
 
 
 @pytest.mark.parametrize(
@@ -81,12 +81,12 @@ def test_a_setup_that_was_cut_off_is_made_again(tmp_path: Path) -> None:
 
 def test_readdress_keeps_the_ca_and_changes_the_server_certificate(tmp_path: Path) -> None:
     before = init_directory(tmp_path / "c", hosts=["a.lan"])
-    after = readdress(tmp_path / "c", ["10.1.2.3"], port=9443)
+    after = change_addresses(tmp_path / "c", ["10.1.2.3"], port=9443)
     assert after.addresses == ("10.1.2.3:9443",)
-    names = pki.server_hosts(after.server_cert.read_bytes())
+    names = pki.get_server_hosts(after.server_cert.read_bytes())
     assert "10.1.2.3" in names
     assert "a.lan" not in names
-    assert after.ca_fingerprint() == before.ca_fingerprint()
+    assert after.compute_ca_fingerprint() == before.compute_ca_fingerprint()
     assert load_directory(tmp_path / "c") == after
 
 
@@ -124,24 +124,24 @@ def test_a_fleet_name_that_cannot_be_a_topic_is_refused(tmp_path: Path) -> None:
 
 
 def test_access_tokens_are_kept_as_hashes_only(tmp_path: Path) -> None:
-    directory, operator, viewer = add_access(init_directory(tmp_path / "c"))
+    directory, operator, viewer = add_access_tokens(init_directory(tmp_path / "c"))
     text = directory.settings.read_text()
     assert operator not in text
     assert viewer not in text
-    assert token_hash(viewer) in text
+    assert hash_token(viewer) in text
 
 
 def test_a_full_disk_leaves_the_old_file_whole(tmp_path: Path) -> None:
     path = tmp_path / "settings.toml"
-    write_whole(path, b"old")
+    write_atomic(path, b"old")
     # A limit on file sizes is the nearest thing to a full disk that needs no mount; only a child may have it.
     code = (
         "import resource, signal, sys, pathlib\n"
-        "from edgefl.files import write_whole\n"
-        "from edgefl.errors import StoreError\n"
+        "from edgefl.system.atomic_files import write_atomic\n"
+        "from edgefl.core.errors import StoreError\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))\n"
-        "try:\n    write_whole(pathlib.Path(sys.argv[1]), b'x' * 100)\n"
+        "try:\n    write_atomic(pathlib.Path(sys.argv[1]), b'x' * 100)\n"
         "except StoreError as error:\n    print(error)\n"
     )
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
@@ -170,5 +170,5 @@ def test_a_coordinator_begins_without_what_a_power_cut_left_half_written(tmp_pat
     left = directory.root / "runs" / ".r.npz.abcd_123.tmp"
     left.parent.mkdir(exist_ok=True)
     left.write_bytes(b"PK")
-    with directory.locked():
+    with directory.lock():
         assert not left.exists()

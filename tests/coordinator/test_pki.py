@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import NameOID
 
 from edgefl.coordinator import pki
-from edgefl.errors import ConfigError, JoinError, UsageError
+from edgefl.core.errors import ConfigError, JoinError, UsageError
 
 STRICT = ssl.VERIFY_X509_STRICT | ssl.VERIFY_X509_PARTIAL_CHAIN
 
@@ -49,20 +49,20 @@ def _handshake(client: ssl.SSLContext, server: ssl.SSLContext, host: str) -> tup
 def test_a_renewed_ca_and_its_former_certificate_vouch_for_each_other_s_leaves(
     authority: pki.KeyPair, tmp_path: Path
 ) -> None:
-    renewed = pki.renewed_authority(authority)
+    renewed = pki.renew_authority(authority)
     assert renewed.cert_pem != authority.cert_pem
     for trusted, signer in ((authority, renewed), (renewed, authority)):
-        server = pki.issue_server(signer, ["localhost"])
-        client = pki.issue_client(signer, "pi-1")
+        server = pki.issue_server_certificate(signer, ["localhost"])
+        client = pki.issue_client_certificate(signer, "pi-1")
         ends = _handshake(
             _context(ssl.PROTOCOL_TLS_CLIENT, trusted, client, tmp_path),
             _context(ssl.PROTOCOL_TLS_SERVER, trusted, server, tmp_path),
             "localhost",
         )
         assert all(end.version() for end in ends)
-    stranger = pki.issue_server(pki.create_authority("lab"), ["localhost"])
+    stranger = pki.issue_server_certificate(pki.create_authority("lab"), ["localhost"])
     ends = [
-        _context(ssl.PROTOCOL_TLS_CLIENT, renewed, pki.issue_client(renewed, "pi-1"), tmp_path),
+        _context(ssl.PROTOCOL_TLS_CLIENT, renewed, pki.issue_client_certificate(renewed, "pi-1"), tmp_path),
         _context(ssl.PROTOCOL_TLS_SERVER, renewed, stranger, tmp_path),
     ]
     with pytest.raises(ssl.SSLCertVerificationError):
@@ -80,29 +80,31 @@ def test_server_and_client_verify_each_other_under_strict_rules(
     authority: pki.KeyPair, tmp_path: Path, host: str
 ) -> None:
     hosts = ["pi.local", "192.168.1.10", "fd00::2", "127.0.0.1"]
-    server = _context(ssl.PROTOCOL_TLS_SERVER, authority, pki.issue_server(authority, hosts), tmp_path)
-    client = _context(ssl.PROTOCOL_TLS_CLIENT, authority, pki.issue_client(authority, "pi-1"), tmp_path)
+    server = _context(ssl.PROTOCOL_TLS_SERVER, authority, pki.issue_server_certificate(authority, hosts), tmp_path)
+    client = _context(ssl.PROTOCOL_TLS_CLIENT, authority, pki.issue_client_certificate(authority, "pi-1"), tmp_path)
     ours, theirs = _handshake(client, server, host)
     assert ours.version() == "TLSv1.3"
     assert theirs.getpeercert()["subject"] == ((("commonName", "pi-1"),),)  # type: ignore[index]
 
 
 def test_a_server_certificate_is_no_good_for_other_hosts(authority: pki.KeyPair, tmp_path: Path) -> None:
-    server = _context(ssl.PROTOCOL_TLS_SERVER, authority, pki.issue_server(authority, ["pi.local"]), tmp_path)
-    client = _context(ssl.PROTOCOL_TLS_CLIENT, authority, pki.issue_client(authority, "pi-1"), tmp_path)
+    server = _context(
+        ssl.PROTOCOL_TLS_SERVER, authority, pki.issue_server_certificate(authority, ["pi.local"]), tmp_path
+    )
+    client = _context(ssl.PROTOCOL_TLS_CLIENT, authority, pki.issue_client_certificate(authority, "pi-1"), tmp_path)
     with pytest.raises(ssl.SSLCertVerificationError, match="Hostname mismatch"):
         _handshake(client, server, "other.local")
 
 
 def test_a_device_certificate_cannot_serve(authority: pki.KeyPair, tmp_path: Path) -> None:
-    server = _context(ssl.PROTOCOL_TLS_SERVER, authority, pki.issue_client(authority, "pi-1"), tmp_path)
-    client = _context(ssl.PROTOCOL_TLS_CLIENT, authority, pki.issue_client(authority, "pi-2"), tmp_path)
+    server = _context(ssl.PROTOCOL_TLS_SERVER, authority, pki.issue_client_certificate(authority, "pi-1"), tmp_path)
+    client = _context(ssl.PROTOCOL_TLS_CLIENT, authority, pki.issue_client_certificate(authority, "pi-2"), tmp_path)
     with pytest.raises(ssl.SSLCertVerificationError, match="purpose"):
         _handshake(client, server, "pi-1")
 
 
 def test_certificates_are_valid_for_a_board_whose_clock_starts_in_1970(authority: pki.KeyPair) -> None:
-    for pem in (authority.cert_pem, pki.issue_client(authority, "pi-1").cert_pem):
+    for pem in (authority.cert_pem, pki.issue_client_certificate(authority, "pi-1").cert_pem):
         certificate = x509.load_pem_x509_certificate(pem)
         assert certificate.not_valid_before_utc.year == 1970
         assert certificate.not_valid_after_utc.year >= 2026
@@ -143,14 +145,14 @@ def test_a_request_that_is_none_is_refused(authority: pki.KeyPair, body: bytes) 
 @pytest.mark.parametrize("host", ["", "pi.local:8000", "https://pi.local", "a b", "x" * 300])
 def test_a_host_that_is_neither_name_nor_address_is_refused(authority: pki.KeyPair, host: str) -> None:
     with pytest.raises(UsageError, match="host"):
-        pki.issue_server(authority, [host])
+        pki.issue_server_certificate(authority, [host])
 
 
 def test_fingerprint_is_the_key_s_and_serials_differ(authority: pki.KeyPair) -> None:
-    first, second = pki.issue_client(authority, "a"), pki.issue_client(authority, "a")
-    assert len(pki.fingerprint(authority.cert_pem)) == 64
-    assert pki.fingerprint(first.cert_pem) != pki.fingerprint(second.cert_pem)
-    assert pki.serial(first.cert_pem) != pki.serial(second.cert_pem)
+    first, second = pki.issue_client_certificate(authority, "a"), pki.issue_client_certificate(authority, "a")
+    assert len(pki.compute_fingerprint(authority.cert_pem)) == 64
+    assert pki.compute_fingerprint(first.cert_pem) != pki.compute_fingerprint(second.cert_pem)
+    assert pki.get_serial(first.cert_pem) != pki.get_serial(second.cert_pem)
 
 
 def test_private_keys_stay_out_of_the_repr(authority: pki.KeyPair) -> None:
@@ -160,19 +162,21 @@ def test_private_keys_stay_out_of_the_repr(authority: pki.KeyPair) -> None:
 def test_a_damaged_authority_is_named(authority: pki.KeyPair) -> None:
     broken = pki.KeyPair(key_pem=b"-----BEGIN", cert_pem=authority.cert_pem)
     with pytest.raises(ConfigError, match="private key cannot be read"):
-        pki.issue_client(broken, "pi-1")
+        pki.issue_client_certificate(broken, "pi-1")
 
 
 def test_a_revoked_certificate_is_refused_under_strict_rules_and_the_newer_list_counts(
     authority: pki.KeyPair, tmp_path: Path
 ) -> None:
-    revoked, other = pki.issue_client(authority, "pi-1"), pki.issue_client(authority, "pi-2")
-    server = _context(ssl.PROTOCOL_TLS_SERVER, authority, pki.issue_server(authority, ["pi.local"]), tmp_path)
+    revoked, other = pki.issue_client_certificate(authority, "pi-1"), pki.issue_client_certificate(authority, "pi-2")
+    server = _context(
+        ssl.PROTOCOL_TLS_SERVER, authority, pki.issue_server_certificate(authority, ["pi.local"]), tmp_path
+    )
     lists = [
-        pki.revocation_list(authority, serials, number=number)
-        for number, serials in ((1, []), (2, [pki.serial(revoked.cert_pem)]))
+        pki.make_revocation_list(authority, serials, number=number)
+        for number, serials in ((1, []), (2, [pki.get_serial(revoked.cert_pem)]))
     ]
-    assert [pki.revocation_number(crl) for crl in (*lists, b"none")] == [1, 2, 0]
+    assert [pki.parse_revocation_number(crl) for crl in (*lists, b"none")] == [1, 2, 0]
     for crl in lists:
         (tmp_path / "crl.pem").write_bytes(crl)
         server.load_verify_locations(tmp_path / "crl.pem")
@@ -192,8 +196,8 @@ def test_a_certificate_lives_as_long_as_is_wanted_and_no_longer_than_the_ca(
 ) -> None:
     key = ec.generate_private_key(ec.SECP256R1())
     pem = pki.sign_request(authority, _request(key), "pi-1", days=days)
-    left_days = (pki.expires_at(pem) - time.time()) / 86_400
-    wanted = min(days, (pki.expires_at(authority.cert_pem) - time.time()) / 86_400)
+    left_days = (pki.get_expiry(pem) - time.time()) / 86_400
+    wanted = min(days, (pki.get_expiry(authority.cert_pem) - time.time()) / 86_400)
     assert left_days == pytest.approx(wanted, abs=0.01)
     pair = pki.KeyPair(
         key_pem=key.private_bytes(
@@ -202,6 +206,6 @@ def test_a_certificate_lives_as_long_as_is_wanted_and_no_longer_than_the_ca(
         cert_pem=pem,
     )
     server = _context(
-        ssl.PROTOCOL_TLS_SERVER, authority, pki.issue_server(authority, ["pi.local"], days=days), tmp_path
+        ssl.PROTOCOL_TLS_SERVER, authority, pki.issue_server_certificate(authority, ["pi.local"], days=days), tmp_path
     )
     _handshake(_context(ssl.PROTOCOL_TLS_CLIENT, authority, pair, tmp_path), server, "pi.local")

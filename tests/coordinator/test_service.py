@@ -11,24 +11,24 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from requirements import require
 
-from edgefl.assembly import assemble
+from edgefl.coordinator.api.server import WebServer
 from edgefl.coordinator.directory import CoordinatorDirectory, init_directory
 from edgefl.coordinator.service import Coordinator
 from edgefl.coordinator.start_options import StartOptions
-from edgefl.coordinator.web.https_port import WebServer
-from edgefl.errors import PortInUseError, StoreError
-from edgefl.local_fleet import free_port
-from edgefl.storage.records import RunStatus
+from edgefl.core.errors import PortInUseError, StoreError
+from edgefl.engine.build import build_run
+from edgefl.simulation.local_fleet import find_free_port
+from edgefl.storage.repositories.records import RunStatus
 from edgefl.storage.store import Store
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> CoordinatorDirectory:
-    return init_directory(tmp_path / "c", hosts=["127.0.0.1"], fleet="lab", port=free_port())
+    return init_directory(tmp_path / "c", hosts=["127.0.0.1"], fleet="lab", port=find_free_port())
 
 
 def _options(directory: CoordinatorDirectory, **options: object) -> StartOptions:
-    usual = {"host": "127.0.0.1", "port": directory.port, "broker_port": free_port(), "broker": "embedded"}
+    usual = {"host": "127.0.0.1", "port": directory.port, "broker_port": find_free_port(), "broker": "embedded"}
     return StartOptions(**{**usual, **options})
 
 
@@ -37,7 +37,7 @@ def test_closing_leaves_no_thread_and_no_open_database(directory: CoordinatorDir
     if broker == "mosquitto":
         require("mosquitto")
     before = set(threading.enumerate())
-    with Coordinator(directory, _options(directory, broker=broker), assemble) as coordinator:
+    with Coordinator(directory, _options(directory, broker=broker), build_run) as coordinator:
         coordinator.stop()
         coordinator.wait()
     # The web server's worker threads notice a moment later that it is over.
@@ -50,15 +50,15 @@ def test_closing_leaves_no_thread_and_no_open_database(directory: CoordinatorDir
 
 def test_a_failed_start_closes_what_was_opened(directory: CoordinatorDirectory) -> None:
     before = set(threading.enumerate())
-    taken = free_port()
+    taken = find_free_port()
     with (
         socket.create_server(("127.0.0.1", taken)),
         pytest.raises(PortInUseError),
-        Coordinator(directory, _options(directory, broker_port=taken), assemble),
+        Coordinator(directory, _options(directory, broker_port=taken), build_run),
     ):
         pass
     assert set(threading.enumerate()) - before == set()
-    with Coordinator(directory, _options(directory), assemble):
+    with Coordinator(directory, _options(directory), build_run):
         pass
 
 
@@ -71,12 +71,12 @@ def test_a_second_coordinator_on_the_same_directory_is_refused_and_changes_nothi
         settled.append(held)
         return held
 
-    with Coordinator(directory, _options(directory), assemble):
-        second = Coordinator(directory, _options(directory, port=free_port()), assemble, settle)
+    with Coordinator(directory, _options(directory), build_run):
+        second = Coordinator(directory, _options(directory, port=find_free_port()), build_run, settle)
         with pytest.raises(StoreError, match="another coordinator runs on") as refused, second:
             pass
     assert (refused.value.exit_code, settled) == (10, [])
-    with Coordinator(directory, _options(directory), assemble, settle):
+    with Coordinator(directory, _options(directory), build_run, settle):
         pass
     assert settled == [directory]
 
@@ -88,7 +88,7 @@ def test_a_run_that_an_earlier_coordinator_left_is_interrupted_before_anybody_ca
 
     def start(server: WebServer) -> None:
         with Store.open(directory.database, read_only=True) as store:
-            seen.append(store.run("r1").status)
+            seen.append(store.get_run("r1").status)
         opened(server)
 
     monkeypatch.setattr(WebServer, "start", start)
@@ -98,7 +98,7 @@ def test_a_run_that_an_earlier_coordinator_left_is_interrupted_before_anybody_ca
             submitted_at=1.0,
         )  # fmt: skip
         store.set_run_status("r1", RunStatus.RUNNING, at=2.0)
-    with Coordinator(directory, _options(directory), assemble):
+    with Coordinator(directory, _options(directory), build_run):
         pass
     assert seen == [RunStatus.INTERRUPTED]
     connection = sqlite3.connect(directory.database)
@@ -118,12 +118,12 @@ def test_a_run_whose_first_model_is_gone_fails_and_the_coordinator_goes_on(
                 submitted_at=1.0,
             )  # fmt: skip
         (tmp_path / "damaged.safetensors").write_bytes(b"no model")
-        with Coordinator(directory, _options(directory), assemble):
+        with Coordinator(directory, _options(directory), build_run):
             until_s = time.monotonic() + 60
-            while any(record.status is not RunStatus.FAILED for record in store.runs()):
+            while any(record.status is not RunStatus.FAILED for record in store.list_runs()):
                 assert time.monotonic() < until_s
                 time.sleep(0.02)
-        assert all("safetensors" in (record.reason or "") for record in store.runs())
+        assert all("safetensors" in (record.reason or "") for record in store.list_runs())
 
 
 def test_a_join_that_was_cut_off_is_finished_at_the_next_start_and_told_once(directory: CoordinatorDirectory) -> None:
@@ -135,12 +135,12 @@ def test_a_join_that_was_cut_off_is_finished_at_the_next_start_and_told_once(dir
         )
         store.enroll_device(
             token_id="t", secret_sha256="0" * 64, now=2.0, device_id="pi", public_key=pem, role="trainer",
-            certificate=lambda: "1", version="0.1.0",
+            issue_certificate=lambda: "1", version="0.1.0",
         )  # fmt: skip
         for _ in range(2):
-            with Coordinator(directory, _options(directory), assemble):
+            with Coordinator(directory, _options(directory), build_run):
                 pass
-        assert store.device("pi").node_id is not None
+        assert store.get_device("pi").node_id is not None
     connection = sqlite3.connect(directory.database)
     assert connection.execute("SELECT kind FROM events").fetchall() == [("device-joined",)]
     connection.close()
@@ -160,13 +160,13 @@ def test_the_coordinator_s_own_broker_refuses_removed_devices_from_the_start_and
                 token_id="t", secret_sha256="0" * 64, now=2.0, device_id=name, public_key=pem, role="trainer"
             )
         store.remove_device("pi-1", at=3.0)
-        with Coordinator(directory, _options(directory), assemble) as coordinator:
-            assert coordinator._mqtt.broker._refused[0] == {"pi-1"}
+        with Coordinator(directory, _options(directory), build_run) as coordinator:
+            assert coordinator._mqtt.broker._revoked[0] == {"pi-1"}
             waiting = threading.Thread(target=coordinator.wait)
             waiting.start()
             store.remove_device("pi-2", at=4.0)
             until_s = time.monotonic() + 60
-            while coordinator._mqtt.broker._refused[0] != {"pi-1", "pi-2"}:
+            while coordinator._mqtt.broker._revoked[0] != {"pi-1", "pi-2"}:
                 assert time.monotonic() < until_s
                 time.sleep(0.02)
             coordinator.stop()

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from node_network import Network, Quadratics
 
-from edgefl.decentralised.graph import Graph, make_graph
+from edgefl.core.errors import ConfigError
+from edgefl.decentralised.algorithm import GossipMessage
 from edgefl.decentralised.isvr import AdmmIsvr, Isvr, PdmmIsvr
-from edgefl.decentralised.node import Mail
-from edgefl.errors import ConfigError
+from edgefl.decentralised.topology import Topology, make_topology
 
 NAMES = tuple(f"n{place}" for place in range(8))
 METHODS = ("pdmm-isvr", "admm-isvr")
@@ -18,22 +18,22 @@ RATE = 0.2 / QUADRATICS.smoothness
 
 
 def network(method: str, spec: str = "ring", **options: object) -> Network:
-    graph = make_graph(spec, NAMES)
+    graph = make_topology(spec, NAMES)
     return Network.of(method, graph, QUADRATICS.gradients(), start=np.zeros(10), rate=RATE, period=8, **options)
 
 
 class TwoScalars:
     """f₁ = (w - 1)²/2, f₂ = 3(w - 5)²/2, whose sum is least at 4; μ = 0.1, K = 2 and the paper's own step size."""
 
-    graph = Graph.of(("a", "b"), [("a", "b")])
+    graph = Topology.from_edges(("a", "b"), [("a", "b")])
 
     def __init__(self, kind: type[Isvr]) -> None:
         self.nodes = {
-            name: kind(name, self.graph.sides(name, 2), learning_rate=0.1, period=2, step_size="node")
+            name: kind(name, self.graph.make_link_configs(name, 2), learning_rate=0.1, period=2, step_size="node")
             for name in self.graph.nodes
         }
         for node in self.nodes.values():
-            node.begin({"w": np.zeros(1)})
+            node.start({"w": np.zeros(1)})
         gradients = {"a": lambda w: w - 1, "b": lambda w: 3 * (w - 5)}
         self.network = Network(
             graph=self.graph, gradients=gradients, nodes=dict(self.nodes), learning_rate=0.1, period=2
@@ -47,7 +47,9 @@ class TwoScalars:
             for node in self.nodes.values():
                 self.network.train(node, 1)
             if self.steps % 2 == 0:
-                self.network.deliver([mail for node in self.nodes.values() for mail in node.post(node.neighbours)])
+                self.network.deliver(
+                    [mail for node in self.nodes.values() for mail in node.make_messages(node.neighbours)]
+                )
         return [float(node.weights["w"][0]) for node in self.nodes.values()]
 
     def duals(self) -> list[float]:
@@ -101,12 +103,13 @@ def test_all_schedules_and_graphs_reach_the_optimum(method: str, spec: str, sche
 
 
 def test_with_a_step_size_of_each_node_its_degree_counts() -> None:
-    graph = make_graph("paper-random", NAMES)
+    graph = make_topology("paper-random", NAMES)
     nodes = {
-        name: PdmmIsvr(name, graph.sides(name, 8), learning_rate=RATE, period=8, step_size="node") for name in NAMES
+        name: PdmmIsvr(name, graph.make_link_configs(name, 8), learning_rate=RATE, period=8, step_size="node")
+        for name in NAMES
     }
     for node in nodes.values():
-        node.begin({"w": np.zeros(10)})
+        node.start({"w": np.zeros(10)})
     gradients = dict(zip(NAMES, QUADRATICS.gradients(), strict=True))
     run = Network(graph=graph, gradients=gradients, nodes=dict(nodes), learning_rate=RATE, period=8).run(4000)
     assert run.error(QUADRATICS.optimum()) > 0.05
@@ -136,11 +139,11 @@ def test_mail_that_comes_twice_changes_nothing(method: str) -> None:
 
 
 def test_older_mail_and_mail_of_strangers_is_dropped() -> None:
-    node = AdmmIsvr("n1", make_graph("ring", NAMES).sides("n1", 8), learning_rate=RATE, period=8)
-    node.begin({"w": np.ones(3)})
+    node = AdmmIsvr("n1", make_topology("ring", NAMES).make_link_configs("n1", 8), learning_rate=RATE, period=8)
+    node.start({"w": np.ones(3)})
     value = {"w": np.full(3, 7.0)}
-    news = Mail(sender="n0", receiver="n1", step=8, parts={"y": value})
-    node.take(news)
+    news = GossipMessage(sender="n0", receiver="n1", step=8, parts={"y": value})
+    node.receive(news)
     before = node.state()
     for mail in (
         replace(news, step=7),
@@ -148,7 +151,7 @@ def test_older_mail_and_mail_of_strangers_is_dropped() -> None:
         replace(news, sender="n4", step=99),
         replace(news, receiver="n2", step=99),
     ):
-        node.take(mail)
+        node.receive(mail)
     assert {name: array.tolist() for name, array in node.state().items()} == {
         name: array.tolist() for name, array in before.items()
     }
@@ -172,7 +175,7 @@ def test_survivors_reach_the_survivors_optimum(method: str) -> None:
     run = network(method, "multiplex:2").run(800)
     del run.nodes["n5"]
     for node in run.nodes.values():
-        node.left("n5")
+        node.remove_neighbour("n5")
     run.run(4000)
     assert run.error(QUADRATICS.optimum([name != "n5" for name in NAMES])) < 1e-9
 
@@ -181,13 +184,13 @@ def test_a_node_that_joins_is_learnt_from() -> None:
     run = network("admm-isvr", "multiplex:2")
     newcomer = run.nodes.pop("n5")
     for node in run.nodes.values():
-        node.left("n5")
+        node.remove_neighbour("n5")
     run.run(800)
     run.nodes["n5"] = newcomer
-    newcomer.begin({"w": run.nodes["n4"].weights["w"]})
+    newcomer.start({"w": run.nodes["n4"].weights["w"]})
     for other in newcomer.neighbours:
-        (side,) = (side for side in run.graph.sides(other, 8) if side.neighbour == "n5")
-        run.nodes[other].joined(side)
+        (side,) = (side for side in run.graph.make_link_configs(other, 8) if side.neighbour == "n5")
+        run.nodes[other].add_neighbour(side)
     run.run(4000)
     assert run.error(QUADRATICS.optimum()) < 1e-9
 
@@ -206,27 +209,27 @@ def test_a_learning_rate_may_decay_and_step_sizes_may_be_changed_at_both_ends() 
 def test_a_node_goes_on_from_its_state_to_the_bit(method: str) -> None:
     whole, parted = network(method, "paper-random").run(160), network(method, "paper-random").run(80)
     for name, node in parted.nodes.items():
-        again = type(node)(name, parted.graph.sides(name, 8), learning_rate=RATE, period=8)
-        again.begin({"w": np.full(10, 9.0)})
+        again = type(node)(name, parted.graph.make_link_configs(name, 8), learning_rate=RATE, period=8)
+        again.start({"w": np.full(10, 9.0)})
         again.restore(node.state())
         parted.nodes[name] = again
     assert np.array_equal(parted.run(80).weights(), whole.weights())
 
 
 def test_single_precision_stays_single() -> None:
-    graph = make_graph("ring", NAMES)
-    node = AdmmIsvr("n0", graph.sides("n0", 8), learning_rate=0.1, period=8)
-    node.begin({"w": np.ones(4, dtype=np.float32)})
-    (mail, _) = node.post(node.neighbours)
+    graph = make_topology("ring", NAMES)
+    node = AdmmIsvr("n0", graph.make_link_configs("n0", 8), learning_rate=0.1, period=8)
+    node.start({"w": np.ones(4, dtype=np.float32)})
+    (mail, _) = node.make_messages(node.neighbours)
     assert mail.parts["y"]["w"].dtype == np.float32
-    node.take(Mail(sender="n1", receiver="n0", step=3, parts=mail.parts))
+    node.receive(GossipMessage(sender="n1", receiver="n0", step=3, parts=mail.parts))
     assert node.correction().correction["w"].dtype == np.float32
     assert {array.dtype for name, array in node.state().items() if "/w" in name} == {np.dtype(np.float32)}
 
 
 def test_what_makes_no_sense_is_refused() -> None:
-    graph = make_graph("ring", NAMES)
+    graph = make_topology("ring", NAMES)
     with pytest.raises(ConfigError, match="learning rate above 0 and a period of 1 or more, got 0 and 8"):
-        PdmmIsvr("n0", graph.sides("n0", 8), learning_rate=0, period=8)
+        PdmmIsvr("n0", graph.make_link_configs("n0", 8), learning_rate=0, period=8)
     with pytest.raises(ConfigError, match="step_size must be edge or node, got 'mine'"):
-        PdmmIsvr("n0", graph.sides("n0", 8), learning_rate=0.1, period=8, step_size="mine")
+        PdmmIsvr("n0", graph.make_link_configs("n0", 8), learning_rate=0.1, period=8, step_size="mine")

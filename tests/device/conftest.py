@@ -7,27 +7,27 @@ import pytest
 from peer_boards import PeerFleet, direct_threads, eventually
 
 from edgefl.coordinator import pki
-from edgefl.device.joining.enrolment import JoinWishes, join
-from edgefl.device.state import JoinedDevice, save_joined
+from edgefl.device.enrolment.enroll import EnrolmentOptions, enroll
+from edgefl.device.state_dir import DeviceSettings, save_enrolment
 
 
 @pytest.fixture(scope="session")
 def joined(tmp_path_factory):
     """A fleet's authority and the certificate of a device."""
     authority = pki.create_authority("lab")
-    return authority, pki.issue_client(authority, "pi-1")
+    return authority, pki.issue_client_certificate(authority, "pi-1")
 
 
 @pytest.fixture
 def state(joined, tmp_path):
     """That of a device which has joined a fleet whose coordinator is away."""
     authority, pair = joined
-    device = JoinedDevice(
-        device_id="pi-1", fleet="lab", role="trainer", ca_fingerprint=pki.fingerprint(authority.cert_pem),
+    device = DeviceSettings(
+        device_id="pi-1", fleet="lab", role="trainer", ca_fingerprint=pki.compute_fingerprint(authority.cert_pem),
         addresses=("127.0.0.1:9",), broker_port=9, accelerator="cpu", threads=1,
     )  # fmt: skip
     (tmp_path / "device").mkdir(mode=0o700)
-    return save_joined(
+    return save_enrolment(
         tmp_path / "device", device, key_pem=pair.key_pem, cert_pem=pair.cert_pem, ca_pem=authority.cert_pem
     )
 
@@ -35,8 +35,10 @@ def state(joined, tmp_path):
 @pytest.fixture
 def joined_state(front_door, tmp_path):
     """That of a device which has joined the coordinator of the front door."""
-    wishes = JoinWishes(name="pi-1", role="trainer", shards={}, examples={}, accelerator="cpu", threads=1, facts={})
-    return join(front_door.token(), wishes, root=tmp_path / "device", addresses=[front_door.address])
+    wishes = EnrolmentOptions(
+        name="pi-1", role="trainer", shards={}, examples={}, accelerator="cpu", threads=1, facts={}
+    )
+    return enroll(front_door.token(), wishes, root=tmp_path / "device", addresses=[front_door.address])
 
 
 @pytest.fixture

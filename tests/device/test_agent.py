@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 from peer_boards import eventually
 
-from edgefl.device import bell
-from edgefl.device.agent import FIRST_BACKOFF_S, MAX_BACKOFF_S, Agent
-from edgefl.errors import NetworkError
+from edgefl.core.errors import NetworkError
+from edgefl.device.agent import INITIAL_BACKOFF_S, MAX_BACKOFF_S, Agent
+from edgefl.device.mqtt import wake_up
 
 
 class SlowNetwork:
@@ -24,7 +24,7 @@ class SlowNetwork:
     def pull(self):
         return SimpleNamespace(header={"assignment": self.work.pop(0)}) if self.work else None
 
-    def answer(self, instruction):
+    def run_app(self, instruction):
         name = instruction.header["assignment"]
         if name == "a-2":
             self.second_began.set()
@@ -38,20 +38,20 @@ class SlowNetwork:
 
 def test_a_device_trains_on_while_its_last_answer_is_sent(state):
     agent, network = Agent(state), SlowNetwork()
-    agent._bench.supernode = network
-    serving = threading.Thread(target=agent._serve)
+    agent._work_loop.supernode = network
+    serving = threading.Thread(target=agent._run_work_loop)
     serving.start()
     for _ in range(2):
-        agent._bell.ring()
+        agent._wake_up.notify()
     eventually(lambda: len(network.sent) == 2)
     agent.stop()
     serving.join(60)
-    agent._bench.outbox.close(20)
+    agent._work_loop.uploader.close(20)
     assert network.trained == ["a-1", "a-2"]
     assert network.sent == ["answer to a-1", "answer to a-2"]
 
 
-class Bell(bell.Bell):
+class Bell(wake_up.WakeUpSignal):
     """Notes for how long it was waited, and rings after a thousandth of that."""
 
     def __init__(self):
@@ -65,7 +65,7 @@ class Bell(bell.Bell):
 
 @pytest.mark.parametrize("fails", ["to greet", "to give work", "to take an answer"])
 def test_a_coordinator_that_fails_is_asked_ever_more_seldom(state, monkeypatch, fails):
-    monkeypatch.setattr("edgefl.device.agent.Bell", Bell)
+    monkeypatch.setattr("edgefl.device.agent.WakeUpSignal", Bell)
     agent, work, tries, enough = Agent(state, poll_s=0.001), ["a-1"], [], threading.Event()
 
     def attempt(what, answer=None):
@@ -81,12 +81,12 @@ def test_a_coordinator_that_fails_is_asked_ever_more_seldom(state, monkeypatch, 
 
     def connect():
         attempt("to greet")
-        agent._line.address = "127.0.0.1:9"
+        agent._endpoint.address = "127.0.0.1:9"
 
-    agent._line.connect = connect
-    agent._bench.supernode = SimpleNamespace(
-        pull=pull, answer=lambda _instruction: "44 MB", push=lambda _reply: attempt("to take an answer"),
-        close=lambda: None, arriving=None,
+    agent._endpoint.connect = connect
+    agent._work_loop.supernode = SimpleNamespace(
+        pull=pull, run_app=lambda _instruction: "44 MB", push=lambda _reply: attempt("to take an answer"),
+        close=lambda: None, incoming_assignment=None,
     )  # fmt: skip
     running = threading.Thread(target=agent.run)
     running.start()
@@ -94,10 +94,10 @@ def test_a_coordinator_that_fails_is_asked_ever_more_seldom(state, monkeypatch, 
     agent.stop()
     running.join(30)
     assert not running.is_alive()
-    backoffs_s = [wait_s for wait_s in agent._bell.waits_s if wait_s > 0.01]
+    backoffs_s = [wait_s for wait_s in agent._wake_up.waits_s if wait_s > 0.01]
     assert len(backoffs_s) >= 8
     for number, backoff_s in enumerate(backoffs_s[:8]):
-        longest_s = min(FIRST_BACKOFF_S * 2**number, MAX_BACKOFF_S)
+        longest_s = min(INITIAL_BACKOFF_S * 2**number, MAX_BACKOFF_S)
         assert longest_s / 2 <= backoff_s <= longest_s
 
 
@@ -108,17 +108,17 @@ def test_an_answer_that_takes_minutes_is_no_dead_loop_for_the_watchdog(state):
         began.set()
         assert may_end.wait(60)
 
-    agent._bench.supernode = SimpleNamespace(push=push)
-    agent._line.connect = lambda: None
-    agent._bench.outbox.open()
-    agent._bench.outbox.put(("a-1", "44 MB"))
+    agent._work_loop.supernode = SimpleNamespace(push=push)
+    agent._endpoint.connect = lambda: None
+    agent._work_loop.uploader.resume()
+    agent._work_loop.uploader.add(("a-1", "44 MB"))
     assert began.wait(30)
     connecting = threading.Thread(target=agent._connect)
     connecting.start()
-    eventually(lambda: agent.life._works)
-    agent.life.clock = lambda: time.monotonic() + 300
-    assert agent.life.is_alive(within_s=90)
+    eventually(lambda: agent.liveness._num_working)
+    agent.liveness.clock = lambda: time.monotonic() + 300
+    assert agent.liveness.is_alive(timeout_s=90)
     may_end.set()
     connecting.join(30)
-    assert not agent.life._works
-    agent._bench.outbox.close(20)
+    assert not agent.liveness._num_working
+    agent._work_loop.uploader.close(20)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from peer_boards import eventually
 
-from edgefl.device.commands import Commands
-from edgefl.protocol import Command, CommandKind
+from edgefl.core.protocol import Command, CommandKind
+from edgefl.device.commands import CommandDispatcher
 
 
 class Board:
@@ -18,21 +18,21 @@ class Board:
         self.calls = []
         parts: Any = {
             "state": SimpleNamespace(root=root),
-            "trainer": self._part("trainer", "recall", "end_run", "rest"),
+            "trainer": self._part("trainer", "finish_early", "complete_run", "pause"),
             "models": self._part("models", "deploy", "roll_back"),
             "installations": self._part("installations", "install"),
-            "renewal": self._part("renewal", "ask"),
-            "report": self._part("report", "forget"),
-            "heart": self._part("heart", "beat_now"),
-            "bell": self._part("bell", "ring"),
-            "link": self._part("link", "set_draining", "publish_answer"),
-            "on_refused": lambda told: self.calls.append(("refused", told)),
+            "renewal": self._part("renewal", "request"),
+            "capability_reporter": self._part("capability_reporter", "invalidate"),
+            "heartbeat": self._part("heartbeat", "publish_now"),
+            "wake_up": self._part("wake_up", "notify"),
+            "connection": self._part("connection", "set_draining", "publish_reply"),
+            "on_lockout": lambda told: self.calls.append(("refused", told)),
         }
-        self.commands = Commands(**parts)
+        self.commands = CommandDispatcher(**parts)
 
     def obey(self, kind, argument=None):
         self.calls.clear()
-        self.commands.obey(Command(id="1", kind=kind, argument=argument))
+        self.commands.dispatch(Command(id="1", kind=kind, argument=argument))
         return list(self.calls)
 
     def _part(self, name, *methods):
@@ -48,17 +48,17 @@ def board(tmp_path):
 
 
 DONE = [
-    (CommandKind.RECALL, "a-1", [("trainer.recall", "a-1")]),
-    (CommandKind.END, "r-1", [("trainer.end_run", "r-1")]),
+    (CommandKind.RECALL, "a-1", [("trainer.finish_early", "a-1")]),
+    (CommandKind.END, "r-1", [("trainer.complete_run", "r-1")]),
     (CommandKind.DEPLOY, "d-1", [("models.deploy", "d-1")]),
     (CommandKind.ROLLBACK, "d-1", [("models.roll_back", "d-1")]),
     (CommandKind.INSTALL, "i-1", [("installations.install", "i-1")]),
     (CommandKind.REFUSED, "{}", [("refused", "{}")]),
-    (CommandKind.DRAIN, None, [("link.set_draining", True), ("trainer.rest",)]),
-    (CommandKind.RESUME, None, [("link.set_draining", False)]),
-    (CommandKind.RENEW, None, [("renewal.ask",), ("bell.ring",)]),
-    (CommandKind.BEAT, None, [("heart.beat_now",)]),
-    (CommandKind.RELOAD, None, [("report.forget",), ("bell.ring",)]),
+    (CommandKind.DRAIN, None, [("connection.set_draining", True), ("trainer.pause",)]),
+    (CommandKind.RESUME, None, [("connection.set_draining", False)]),
+    (CommandKind.RENEW, None, [("renewal.request",), ("wake_up.notify",)]),
+    (CommandKind.BEAT, None, [("heartbeat.publish_now",)]),
+    (CommandKind.RELOAD, None, [("capability_reporter.invalidate",), ("wake_up.notify",)]),
     (CommandKind.LOG_LEVEL, "ERROR", []),
 ]
 
@@ -73,7 +73,7 @@ def test_a_command_is_done_by_whom_it_concerns(board, caplog):
         logging.getLogger().setLevel(before)
     assert {kind for kind, *_ in DONE} == {*CommandKind} - {CommandKind.LOGS}
     board.obey(CommandKind.LOGS, "{}")  # a thread reads them
-    eventually(lambda: [name for name, *_ in board.calls] == ["link.publish_answer"])
+    eventually(lambda: [name for name, *_ in board.calls] == ["connection.publish_reply"])
     assert "unknown" not in caplog.text
 
 

@@ -19,10 +19,10 @@ from chaos.wire import EVERYBODY, Proxy, Weather
 from prometheus_client.parser import text_string_to_metric_families
 
 from edgefl.cli.main import main
-from edgefl.config import RunConfig, parse_run
-from edgefl.device.trust import pinned_context, request
-from edgefl.local_fleet import LocalDevice, LocalFleet, free_port
-from edgefl.tasks.cutting import cut_shards
+from edgefl.core.config import RunConfig, parse_run
+from edgefl.simulation.local_fleet import LocalDeviceSpec, LocalFleet, find_free_port
+from edgefl.system.https_client import create_pinned_context, request
+from edgefl.tasks.sharding.shard_creation import create_shards
 
 HERE = Path(__file__).parent
 PACKAGE_ROOT = HERE.parents[1]
@@ -94,15 +94,15 @@ def typed(*words: object, **variables: str) -> Ended:
 class QuickFleet(LocalFleet):
     """A fleet that is set up in this process; its coordinator and devices are processes as ever."""
 
-    def command(self, *arguments: str) -> str:
+    def run_command(self, *arguments: str) -> str:
         ended = as_operator(self, *arguments)
         assert ended.code == 0, ended.err
         return ended.out
 
-    def _join(self, devices: Sequence[LocalDevice]) -> None:
-        token = self.operator().post("/edgefl/v1/tokens", {"uses": len(devices)})["token"] if devices else ""
+    def _join_devices(self, devices: Sequence[LocalDeviceSpec]) -> None:
+        token = self.make_client().post("/edgefl/v1/tokens", {"uses": len(devices)})["token"] if devices else ""
         for device in devices:
-            ended = typed(*self._join_words(device, token))
+            ended = typed(*self._make_join_arguments(device, token))
             assert ended.code == 0, ended.err
 
 
@@ -127,17 +127,17 @@ class Tools:
         default_factory=lambda: {**os.environ, "PYTHONPATH": f"{PACKAGE_ROOT}{os.pathsep}{HERE}"}
     )
 
-    def devices(self, number: int, *tasks: str, start: int = 1) -> list[LocalDevice]:
+    def devices(self, number: int, *tasks: str, start: int = 1) -> list[LocalDeviceSpec]:
         """The first devices of the fleet, each with its shard for every one of the tasks."""
         return [
-            LocalDevice(
+            LocalDeviceSpec(
                 name=f"device-{n:02}",
                 shards=dict.fromkeys(tasks or ("digits",), str(self.shards[(n - 1) % len(self.shards)])),
             )
             for n in range(start, start + number)
         ]
 
-    def own_devices(self, root: Path, number: int, *tasks: str) -> list[LocalDevice]:
+    def own_devices(self, root: Path, number: int, *tasks: str) -> list[LocalDeviceSpec]:
         """The same, each with a copy of its shard, which a test may damage and slow down: see `gated_task`."""
         root.mkdir(parents=True)
         devices = []
@@ -152,7 +152,7 @@ class Tools:
     def fleet(
         self,
         root: Path,
-        devices: Sequence[LocalDevice],
+        devices: Sequence[LocalDeviceSpec],
         *,
         scored: bool = False,
         also_importable: Sequence[Path] = (),
@@ -170,14 +170,14 @@ class Tools:
 
     @contextlib.contextmanager
     def fleet_beside_broker(
-        self, root: Path, devices: Sequence[LocalDevice], *, broker: str = "auto", **options: Any
+        self, root: Path, devices: Sequence[LocalDeviceSpec], *, broker: str = "auto", **options: Any
     ) -> Iterator[tuple[LocalFleet, subprocess.Popen[bytes]]]:
         """A fleet whose broker is a unit of its own, which outlives the coordinator."""
-        bare, port = LocalFleet(root=root, devices=[]), free_port()
+        bare, port = LocalFleet(root=root, devices=[]), find_free_port()
         root.mkdir()
         where = ("--dir", str(bare.directory), "--host", "127.0.0.1", "--port")
         assert as_operator(bare, "coordinator", "init", *where, bare.port).code == 0
-        process = bare.popen(["coordinator", "broker", *where, str(port), "--kind", broker])
+        process = bare.start_command(["coordinator", "broker", *where, str(port), "--kind", broker])
         try:
             address = f"mqtts://127.0.0.1:{port}"
             with self.fleet(root, devices, broker=address, port=bare.port, **options) as fleet:
@@ -192,14 +192,14 @@ class Tools:
     @contextlib.contextmanager
     def led_by(self, fleet: LocalFleet, device: str) -> Iterator[Weather]:
         """Leads one device to the coordinator by a wire of its own, which the test may make slow."""
-        weather, port = Weather(), free_port()
-        fleet.end(device)
+        weather, port = Weather(), find_free_port()
+        fleet.terminate(device)
         note = fleet.root / device / "device.json"
         before = json.loads(note.read_text())
         note.write_text(json.dumps({**before, "addresses": [f"127.0.0.1:{port}", *before["addresses"]]}))
         with Proxy(("127.0.0.1", port), ("127.0.0.1", fleet.port), {EVERYBODY: weather}):
             fleet.start_device(device)
-            fleet.wait_present(len(fleet.devices))
+            fleet.wait_for_devices(len(fleet.devices))
             yield weather
 
     def gate(self, folder: Path) -> Gate:
@@ -224,7 +224,7 @@ class Tools:
 
     @staticmethod
     def run(fleet: LocalFleet, run_id: str) -> Any:
-        return fleet.operator().get(f"/edgefl/v1/runs/{run_id}")
+        return fleet.make_client().get(f"/edgefl/v1/runs/{run_id}")
 
     def status(self, fleet: LocalFleet, run_id: str) -> Any:
         return self.run(fleet, run_id)["status"]
@@ -239,24 +239,24 @@ class Tools:
 
     def stop(self, fleet: LocalFleet, run_id: str) -> Any:
         """Stops a run and returns its row."""
-        fleet.operator().post(f"/edgefl/v1/runs/{run_id}/stop")
+        fleet.make_client().post(f"/edgefl/v1/runs/{run_id}/stop")
         eventually(lambda: self.status(fleet, run_id) == "stopped", what="the run to be stopped")
         return self.run(fleet, run_id)
 
     @staticmethod
     def used(fleet: LocalFleet, run_id: str, device: str | None = None) -> list[Any]:
-        rows = fleet.history("updates", run=run_id, device=device)
+        rows = fleet.list_history("updates", run=run_id, device=device)
         return [row for row in rows if row["outcome"] == "used"]
 
     @staticmethod
     def events(fleet: LocalFleet, kind: str, **filters: Any) -> list[Any]:
-        return [row for row in fleet.history("events", **filters) if row["kind"] == kind]
+        return [row for row in fleet.list_history("events", **filters) if row["kind"] == kind]
 
     @staticmethod
     def metrics(fleet: LocalFleet) -> dict[str, float]:
         """What a scrape gets, by name; labels without the device's are left out."""
-        operator = fleet.operator()
-        address, trust = f"127.0.0.1:{fleet.port}", pinned_context(operator.ca_pem.encode())
+        operator = fleet.make_client()
+        address, trust = f"127.0.0.1:{fleet.port}", create_pinned_context(operator.ca_pem.encode())
         status, text = request(address, trust, "GET", "/metrics", max_bytes=10**7)
         assert status == 200
         families = text_string_to_metric_families(text.decode())
@@ -279,7 +279,7 @@ def check_logs(root: Path) -> None:
 @pytest.fixture(scope="session")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Tools:
     out = tmp_path_factory.mktemp("digits")
-    paths = cut_shards("digits", "dirichlet:0.5", 3, out)
+    paths = create_shards("digits", "dirichlet:0.5", 3, out)
     return Tools(shards=[path.resolve() for path in paths], test_shard=(out / "test.npz").resolve())
 
 
@@ -301,13 +301,15 @@ def fleet(module_fleet: LocalFleet, tools: Tools) -> Iterator[LocalFleet]:
         process = module_fleet.processes[device.name]
         if process.poll() is not None:
             module_fleet.start_device(device.name)
-    module_fleet.wait_present(len(module_fleet.devices) + bool(module_fleet.test_shards))
+    module_fleet.wait_for_devices(len(module_fleet.devices) + bool(module_fleet.test_shards))
     yield module_fleet
     while tools.gates:
         tools.gates.pop().open()
     left = [
-        row["run_id"] for row in module_fleet.operator().get("/edgefl/v1/runs")["rows"] if row["status"] in UNDER_WAY
+        row["run_id"]
+        for row in module_fleet.make_client().get("/edgefl/v1/runs")["rows"]
+        if row["status"] in UNDER_WAY
     ]
     for run_id in left:
-        module_fleet.operator().post(f"/edgefl/v1/runs/{run_id}/stop")
+        module_fleet.make_client().post(f"/edgefl/v1/runs/{run_id}/stop")
     eventually(lambda: not {tools.status(module_fleet, run_id) for run_id in left} & UNDER_WAY)

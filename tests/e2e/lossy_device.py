@@ -4,16 +4,16 @@ import random
 import sys
 
 from edgefl.cli.main import main
-from edgefl.device.neighbours.broker_carrier import BrokerCarrier
+from edgefl.device.peers.mqtt_transport import MqttPeerTransport
 
 LOSS = 0.3
 _draw = random.Random(5).random
-_send = BrokerCarrier.send
+_send = MqttPeerTransport.send
 
 
-def _lossy(self: BrokerCarrier, receiver: str, payload: bytes, *, keep_all: bool = False) -> bool:
-    return True if _draw() < LOSS else _send(self, receiver, payload, keep_all=keep_all)
+def _lossy(self: MqttPeerTransport, receiver: str, payload: bytes, *, is_reply: bool = False) -> bool:
+    return True if _draw() < LOSS else _send(self, receiver, payload, is_reply=is_reply)
 
 
-BrokerCarrier.send = _lossy  # type: ignore[method-assign]
+MqttPeerTransport.send = _lossy  # type: ignore[method-assign]
 sys.exit(main())

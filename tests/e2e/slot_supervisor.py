@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 from types import FrameType
 
-from edgefl.processes import end_with_parent
+from edgefl.system.process_control import exit_with_parent
 
 RESTART_S = 0.3
 LOOK_S = 0.2
@@ -37,7 +37,7 @@ class Supervisor:
             signal.signal(number, self.heard)
         threading.Thread(target=self.watch, daemon=True).start()
         while not self.stopping.is_set():
-            self.agent = subprocess.Popen(self.start, preexec_fn=end_with_parent)  # noqa: PLW1509 no locks
+            self.agent = subprocess.Popen(self.start, preexec_fn=exit_with_parent)  # noqa: PLW1509 no locks
             self.agent.wait()
             self.stopping.wait(RESTART_S)
 
@@ -54,7 +54,7 @@ class Supervisor:
             now = self.request.stat().st_ino if self.request.exists() else None
             if now != seen:
                 seen = now
-                subprocess.run(self.update, check=False, preexec_fn=end_with_parent)
+                subprocess.run(self.update, check=False, preexec_fn=exit_with_parent)
 
 
 if __name__ == "__main__":

@@ -24,18 +24,13 @@ from requirements import needs
 
 from edgefl import __version__
 from edgefl.compression.wire import write_frame
-from edgefl.config import parse_run
 from edgefl.coordinator import pki
-from edgefl.coordinator.brokers.broker import BrokerTls, client_context
+from edgefl.coordinator.brokers.broker import BrokerTls, make_client_context
 from edgefl.coordinator.directory import init_directory, load_directory
-from edgefl.coordinator.joining.tokens import TokenTerms, make_token
-from edgefl.coordinator.throttle import TRIES
-from edgefl.device.joining.enrolment import JoinWishes, join
-from edgefl.device.joining.keys import new_key, public_pem, request_pem
-from edgefl.device.state import DeviceState
-from edgefl.device.supernode import RefusedError, SuperNode, UnauthorisedError, signed_headers
-from edgefl.device.trust import pinned_context, request
-from edgefl.errors import (
+from edgefl.coordinator.enrolment.tokens import JoinTokenSpec, make_token
+from edgefl.coordinator.rate_limit import MAX_FAILURES
+from edgefl.core.config import parse_run
+from edgefl.core.errors import (
     ConfigError,
     EdgeflError,
     NameTakenError,
@@ -46,9 +41,14 @@ from edgefl.errors import (
     UsageError,
     WrongCaError,
 )
-from edgefl.local_fleet import LocalFleet
-from edgefl.protocol import MAX_REQUEST_BYTES, JoinToken, error_from_code
+from edgefl.core.protocol import MAX_REQUEST_BYTES, JoinToken, error_from_code
+from edgefl.device.enrolment.enroll import EnrolmentOptions, enroll
+from edgefl.device.enrolment.keys import create_key, create_signing_request, export_public_key
+from edgefl.device.flower.supernode import ReplyRejectedError, SuperNode, UnauthorisedError, create_auth_headers
+from edgefl.device.state_dir import DeviceStateDir
+from edgefl.simulation.local_fleet import LocalFleet
 from edgefl.storage.store import Store
+from edgefl.system.https_client import create_pinned_context, request
 
 pytestmark = pytest.mark.timeout(120)
 INJECTION = "pi-1'); DROP TABLE devices; --"
@@ -68,21 +68,21 @@ class Scene:
 
     @property
     def trust(self) -> ssl.SSLContext:
-        return pinned_context((self.fleet.directory / "ca.pem").read_bytes())
+        return create_pinned_context((self.fleet.directory / "ca.pem").read_bytes())
 
     def token(self, **terms: Any) -> JoinToken:
         with Store.open(self.fleet.database) as store:
             now = terms.pop("now", time.time())
-            return make_token(store, load_directory(self.fleet.directory), TokenTerms(**terms), now=now)
+            return make_token(store, load_directory(self.fleet.directory), JoinTokenSpec(**terms), now=now)
 
     def ask_to_join(
         self, token: JoinToken, *, host: str = "127.0.0.1", key: bytes | None = None, **changes: Any
     ) -> Any:
         """Asks as a board does, from this address of this machine: events tell addresses apart."""
-        key = key or new_key()
+        key = key or create_key()
         body = {
             "v": 1, "token_id": token.token_id, "secret": token.secret, "name": "intruder", "role": "trainer",
-            "csr": request_pem(key, "intruder").decode(), "public_key": public_pem(key).decode(),
+            "csr": create_signing_request(key, "intruder").decode(), "public_key": export_public_key(key).decode(),
             "capabilities": {}, "version": __version__, **changes,
         }  # fmt: skip
         status, answer = self.call("POST", "/edgefl/v1/enroll", json.dumps(body).encode(), host=host)
@@ -92,7 +92,7 @@ class Scene:
 
     def let_in(self, name: str) -> tuple[Path, Path]:
         """Lets a stranger's device join, and returns the files of its certificate and key."""
-        key, folder = new_key(), self.fleet.root / name
+        key, folder = create_key(), self.fleet.root / name
         folder.mkdir()
         (folder / "key.pem").write_bytes(key)
         (folder / "cert.pem").write_text(self.ask_to_join(self.token(), name=name, key=key)["certificate"])
@@ -110,20 +110,20 @@ class Scene:
             answer = connection.getresponse()
             return answer.status, json.loads(answer.read())
 
-    def state(self, name: str) -> DeviceState:
-        return DeviceState.load(self.fleet.root / name)
+    def state(self, name: str) -> DeviceStateDir:
+        return DeviceStateDir.load(self.fleet.root / name)
 
     def node(self, name: str) -> SuperNode:
         """Speaks to Flower as this device, with its own key."""
         node = SuperNode(
-            private_key_pem=self.state(name).key.read_bytes(), trust=self.trust, clock=time.time,
+            private_key_pem=self.state(name).key.read_bytes(), tls_context=self.trust, clock=time.time,
             train=lambda header, body: ({}, b""), evaluate=lambda header, body: ({}, b""),
         )  # fmt: skip
         node.connect(self.address)
         return node
 
     def refused(self) -> list[Any]:
-        return [row for row in self.fleet.history("events") if row["kind"] == "refused"]
+        return [row for row in self.fleet.list_history("events") if row["kind"] == "refused"]
 
     def is_recorded(self, *words: str, device: str | None = None) -> None:
         """Waits for an event that says all of these."""
@@ -165,7 +165,7 @@ def scene(request: pytest.FixtureRequest, tools: Any, tmp_path_factory: pytest.T
 def test_a_join_is_refused(
     scene: Scene, terms: dict[str, Any], changes: dict[str, Any], error: type[EdgeflError], words: str
 ) -> None:
-    before = scene.fleet.presence()
+    before = scene.fleet.get_presence()
     token = scene.token(**{**terms, "uses": 1, "now": time.time() + terms.get("now", 0.0)}, ttl_s=3600.0)
     if "uses" in terms:
         scene.ask_to_join(token, name="guest-1")
@@ -173,15 +173,15 @@ def test_a_join_is_refused(
     with pytest.raises(error):
         scene.ask_to_join(token, host="127.0.0.11", **changes)
     scene.is_recorded(words, "127.0.0.11")
-    assert set(scene.fleet.presence()) == set(before)
+    assert set(scene.fleet.get_presence()) == set(before)
 
 
 def test_a_replayed_join_with_the_key_of_another_is_refused(scene: Scene) -> None:
-    token, key = scene.token(uses=2), new_key()
+    token, key = scene.token(uses=2), create_key()
     scene.ask_to_join(token, name="guest-3", key=key)
     with pytest.raises(NameTakenError, match="already joined as 'guest-3'"):
         scene.ask_to_join(token, name="guest-4", key=key, host="127.0.0.12")
-    seen = {"csr": request_pem(key, "guest-3").decode()}
+    seen = {"csr": create_signing_request(key, "guest-3").decode()}
     with pytest.raises(EdgeflError, match="not the one of the certificate request"):
         scene.ask_to_join(token, name="guest-5", host="127.0.0.12", **seen)
     scene.is_recorded("join (name-taken)", "guest-3")
@@ -194,12 +194,12 @@ def test_guessed_tokens_are_slowed_down_and_an_honest_board_gets_in_meanwhile(sc
         ca_fingerprint=token.ca_fingerprint, token_id=token.token_id, secret="guessed", fleet=token.fleet
     )
     told = []
-    for _ in range(3 * TRIES):
+    for _ in range(3 * MAX_FAILURES):
         with pytest.raises((TokenInvalidError, TooManyTriesError)) as refused:
             scene.ask_to_join(guess, host="127.0.0.66")
         told.append(refused.type)
-    assert told[: TRIES - 1] == [TokenInvalidError] * (TRIES - 1)
-    assert told.count(TooManyTriesError) >= TRIES
+    assert told[: MAX_FAILURES - 1] == [TokenInvalidError] * (MAX_FAILURES - 1)
+    assert told.count(TooManyTriesError) >= MAX_FAILURES
     # From where it was guessed not even the right one is looked at; from elsewhere it is.
     with pytest.raises(TooManyTriesError):
         scene.ask_to_join(token, host="127.0.0.66")
@@ -214,11 +214,11 @@ def test_a_guessed_access_token_is_refused_and_the_right_one_still_works(scene: 
     headers = {"Authorization": "Bearer guessed"}
     asked = [
         request(scene.address, scene.trust, "POST", "/edgefl/v1/tokens", body=b"{}", headers=headers)[0]
-        for _ in range(2 * TRIES)
+        for _ in range(2 * MAX_FAILURES)
     ]
     assert set(asked) == {401, 429}
     assert request(scene.address, scene.trust, "POST", "/edgefl/v1/runs/latest/stop", body=b"{}")[0] == 401
-    assert scene.fleet.operator().post("/edgefl/v1/tokens")["token"]
+    assert scene.fleet.make_client().post("/edgefl/v1/tokens")["token"]
     scene.is_recorded("access token from 127.0.0.1", "/edgefl/v1/tokens")
     scene.is_recorded("action without access token", "/edgefl/v1/runs/latest/stop")
 
@@ -227,11 +227,11 @@ def test_a_board_with_a_token_of_another_ca_sends_nothing_and_says_so(scene: Sce
     other = init_directory(tmp_path / "other", hosts=["127.0.0.1"], fleet="fleet", port=scene.fleet.port)
     token = scene.token()
     forged = JoinToken(
-        ca_fingerprint=other.ca_fingerprint(), token_id=token.token_id, secret=token.secret, fleet=token.fleet,
-        addresses=(scene.address,),
+        ca_fingerprint=other.compute_ca_fingerprint(), token_id=token.token_id, secret=token.secret,
+        fleet=token.fleet, addresses=(scene.address,),
     )  # fmt: skip
     with pytest.raises(WrongCaError, match="nothing was sent"):
-        join(forged, JoinWishes(name="fooled"), root=tmp_path / "fooled")
+        enroll(forged, EnrolmentOptions(name="fooled"), root=tmp_path / "fooled")
     # The coordinator cannot know of it: what tells is the board's own line and exit code.
     words = ("device", "join", scene.address, "--token", forged.text(), "--name", "fooled", "--state")
     ended = scene.tools.typed(*words, tmp_path / "fooled")
@@ -244,7 +244,7 @@ class Client:
 
     def __init__(self, scene: Scene, name: str, cert: Path | None = None, key: Path | None = None) -> None:
         state = scene.state(name)
-        context = client_context(BrokerTls(ca=state.ca, cert=cert or state.cert, key=key or state.key))
+        context = make_client_context(BrokerTls(ca=state.ca, cert=cert or state.cert, key=key or state.key))
         self.is_in, self.is_out = False, False
         self.paho = mqtt.Client(CallbackAPIVersion.VERSION2, client_id=name, reconnect_on_failure=False)
         self.paho.tls_set_context(context)
@@ -288,13 +288,13 @@ def test_another_device_s_topics_are_refused(scene: Scene) -> None:
         scene.is_recorded("mqtt from spy", "PUBLISH", "device-01/status", device="spy")
         scene.tools.pause(1.0)
         assert spy.heard == []
-        assert scene.fleet.presence()["device-01"] == "online"
+        assert scene.fleet.get_presence()["device-01"] == "online"
     finally:
         spy.close()
 
 
 def test_a_certificate_of_another_ca_is_refused_by_the_broker(scene: Scene, tmp_path: Path) -> None:
-    stranger = pki.issue_client(pki.create_authority("fleet"), "device-01")
+    stranger = pki.issue_client_certificate(pki.create_authority("fleet"), "device-01")
     (tmp_path / "c.pem").write_bytes(stranger.cert_pem)
     (tmp_path / "k.pem").write_bytes(stranger.key_pem)
     assert not is_let_in(scene, tmp_path / "c.pem", tmp_path / "k.pem")
@@ -303,7 +303,7 @@ def test_a_certificate_of_another_ca_is_refused_by_the_broker(scene: Scene, tmp_
 
 def test_an_unknown_key_and_another_device_s_node_are_refused_by_flower(scene: Scene) -> None:
     unknown = SuperNode(
-        private_key_pem=new_key(), trust=scene.trust, clock=time.time, train=lambda h, b: ({}, b""),
+        private_key_pem=create_key(), tls_context=scene.trust, clock=time.time, train=lambda h, b: ({}, b""),
         evaluate=lambda h, b: ({}, b""),
     )  # fmt: skip
     with pytest.raises(UnauthorisedError):
@@ -321,19 +321,22 @@ def test_a_removed_device_s_key_and_certificate_are_refused_everywhere(scene: Sc
     key = own[1].read_bytes()
     client = Client(scene, "device-01", *own)
     assert client.is_in
-    scene.fleet.operator().post("/edgefl/v1/devices/leaver/remove")
+    scene.fleet.make_client().post("/edgefl/v1/devices/leaver/remove")
     since = time.monotonic()
     scene.tools.eventually(lambda: client.is_out, 5.0, "the connection to be cut")
     assert time.monotonic() - since < 5.0
     client.close()
     assert not is_let_in(scene, *own)
-    renewal, signed = {"csr": request_pem(new_key(), "leaver").decode()}, signed_headers(key, time.time)
+    renewal, signed = (
+        {"csr": create_signing_request(create_key(), "leaver").decode()},
+        create_auth_headers(key, time.time),
+    )
     body = json.dumps({"v": 1, **renewal}).encode()
     assert scene.call("POST", "/edgefl/v1/renew", body, headers=signed, host="127.0.0.13")[0] == 401
     assert scene.call("POST", "/v1/fleet/pull-messages", headers=signed, host="127.0.0.14")[0] == 401
     scene.is_recorded("signature from 127.0.0.13", "/edgefl/v1/renew")
     scene.is_recorded("signature from 127.0.0.14", "pull-messages")
-    shown = {"csr": request_pem(key, "leaver").decode(), "certificate": own[0].read_text()}
+    shown = {"csr": create_signing_request(key, "leaver").decode(), "certificate": own[0].read_text()}
     readmission = json.dumps({"v": 1, **shown}).encode()
     assert scene.call("POST", "/edgefl/v1/readmit", readmission, host="127.0.0.15")[0] == 401
     # The name is free again, and its former holder stays out.
@@ -348,7 +351,7 @@ def test_a_removed_device_s_key_and_certificate_are_refused_everywhere(scene: Sc
 def test_an_update_of_two_gigabytes_is_cut_off_in_little_memory(scene: Scene, declared: bool) -> None:
     # Of the two gigabytes a quarter is really sent: what comes after the answer is thrown away unread.
     before = scene.rss_bytes()
-    headers = signed_headers(scene.state("device-02").key.read_bytes(), time.time)
+    headers = create_auth_headers(scene.state("device-02").key.read_bytes(), time.time)
     connection = http.client.HTTPSConnection("127.0.0.1", scene.fleet.port, context=scene.trust, timeout=30)
     most, sent, piece = before, 0, bytes(1 << 20)
     with closing(connection):
@@ -379,7 +382,7 @@ class Rogue:
     def __init__(self, scene: Scene, name: str) -> None:
         self.scene, self.name = scene, name
         self.runs: list[str] = []
-        scene.fleet.end(name)
+        scene.fleet.terminate(name)
         self.link = Client(scene, name)
         root = f"edgefl/v1/fleet/{name}"
         session = scene.state(name).next_session_no()
@@ -403,17 +406,17 @@ class Rogue:
         for phase in ("can", "prepare"):
             asked = self.work(phase)
             ready = {"v": 1, "assignment": asked.header["assignment"], "ready": True}
-            self.node.push(self.node.reply_to(asked, (ready, b"")))
+            self.node.push(self.node.create_reply(asked, (ready, b"")))
         return self.work(None)
 
     def close(self) -> None:
         self.node.close()
         self.link.close()
         self.scene.fleet.start_device(self.name)
-        self.scene.fleet.wait_present(2)
+        self.scene.fleet.wait_for_devices(2)
         for run_id in self.runs:
-            self.scene.fleet.operator().post(f"/edgefl/v1/runs/{run_id}/stop")
-            self.scene.fleet.wait_run(run_id)
+            self.scene.fleet.make_client().post(f"/edgefl/v1/runs/{run_id}/stop")
+            self.scene.fleet.wait_for_run(run_id)
 
     def run_of_two(self) -> str:
         devices = {"min": 2, "names": ["device-01", "device-02"]}
@@ -442,29 +445,29 @@ def test_a_zip_bomb_is_refused_in_little_memory(scene: Scene, rogue: Rogue) -> N
     work = rogue.first_work()
     before = scene.rss_bytes()
     told = {"v": 1, "assignment": work.header["assignment"], "metrics": METRICS}
-    rogue.node.push(rogue.node.reply_to(work, (told, bomb())))
+    rogue.node.push(rogue.node.create_reply(work, (told, bomb())))
     scene.is_recorded("unusable reply", "unpacks to over", device="device-02")
     assert scene.rss_bytes() - before < 64 << 20
-    rows = scene.fleet.history("updates", run=run_id, device="device-02")
+    rows = scene.fleet.list_history("updates", run=run_id, device="device-02")
     assert [row["outcome"] for row in rows] == ["refused"]
 
 
 def test_an_update_for_another_device_s_assignment_is_refused(scene: Scene, rogue: Rogue) -> None:
     run_id = rogue.run_of_two()
     work = rogue.first_work()
-    rows = scene.tools.eventually(lambda: scene.fleet.history("updates", run=run_id, device="device-01"))
+    rows = scene.tools.eventually(lambda: scene.fleet.list_history("updates", run=run_id, device="device-01"))
     name = rows[0]["assignment_id"]
     foreign = name if "/" in name else f"{run_id}/{name}"
     told = {"v": 1, "assignment": foreign, "metrics": METRICS}
     # As a reply to its own instruction that names the other's work ...
-    rogue.node.push(rogue.node.reply_to(work, (told, b"")))
+    rogue.node.push(rogue.node.create_reply(work, (told, b"")))
     scene.is_recorded("unusable reply", "it names", device="device-02")
     # ... and as a reply that says it comes from the other device.
     with closing(scene.node("device-01")) as other:
         number = other._node.node_id
-    forged = rogue.node.reply_to(work, (told, b""))
+    forged = rogue.node.create_reply(work, (told, b""))
     forged.metadata._src_node_id = number
-    with pytest.raises((UnauthorisedError, RefusedError)):
+    with pytest.raises((UnauthorisedError, ReplyRejectedError)):
         rogue.node.push(forged)
     scene.is_recorded("reply from device-02", "another device", device="device-02")
 
@@ -475,7 +478,7 @@ def test_path_characters_in_a_run_s_name_are_refused(scene: Scene) -> None:
     for name in ("../../etc/passwd", "a/b", "a\\b", "..", "x\n[run]", "\x00"):
         config["run"]["name"] = name
         with pytest.raises(ConfigError, match=r"run\.name"):
-            scene.fleet.operator().post("/edgefl/v1/runs", {"config": config})
+            scene.fleet.make_client().post("/edgefl/v1/runs", {"config": config})
     scene.is_recorded("run file from 127.0.0.1", "run.name")
     assert {path.name for path in scene.fleet.directory.rglob("*")} - before <= {"edgefl.db-wal", "edgefl.db-shm"}
 
@@ -483,4 +486,4 @@ def test_path_characters_in_a_run_s_name_are_refused(scene: Scene) -> None:
 def test_what_was_refused_is_in_the_history_that_operators_read(scene: Scene) -> None:
     told = scene.tools.as_operator(scene.fleet, "history", "events", "--format", "json", "--where", "kind=refused")
     assert len(told.rows) == len(scene.refused())
-    assert scene.fleet.operator().token not in told.out
+    assert scene.fleet.make_client().token not in told.out

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from edgefl.compression.auto import CANDIDATES
+from edgefl.compression.codec_selection import CANDIDATES
 
 
 @pytest.mark.slow
@@ -20,9 +20,9 @@ def test_a_device_with_a_slow_uplink_gets_a_harder_codec_and_the_history_tells_w
         options = {"iterations": 4, "learning_rate": 0.2}
         run = tools.gated_run(pace_s=0.1, rounds=10, min=2, strategy=options, compression={"up": "auto"})
         run_id = fleet.submit(run)
-        assert fleet.wait_run(run_id)["status"] == "finished"
+        assert fleet.wait_for_run(run_id)["status"] == "finished"
         chosen = {
-            name: [CANDIDATES.index(row["codec"]) for row in fleet.history("updates", run=run_id, device=name)]
+            name: [CANDIDATES.index(row["codec"]) for row in fleet.list_history("updates", run=run_id, device=name)]
             for name in ("device-01", "device-02")
         }
     assert [len(places) for places in chosen.values()] == [10, 10]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from edgefl.local_fleet import LocalFleet, free_port
+from edgefl.simulation.local_fleet import LocalFleet, find_free_port
 
 GOOD = '[run]\ntask = "digits"\n'
 RUN_FILES = [
@@ -83,7 +83,7 @@ def test_a_run_file_that_makes_no_sense_is_refused_and_nothing_of_it_queued(
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 def test_what_is_not_there_is_told(fleet: LocalFleet, tools: Any, folder: Path, command: Any) -> None:
     words, variables, code, told = command
-    places = {"folder": str(folder), "port": free_port()}
+    places = {"folder": str(folder), "port": find_free_port()}
     own = {name: value.format(**places) for name, value in variables.items()}
     ended = tools.as_operator(fleet, *words.format(**places).split(), **own)
     assert (ended.code, told.format(**places) in ended.line) == (code, True), ended.err
@@ -125,19 +125,19 @@ def test_a_shard_that_cannot_be_used_does_not_join(
     whole = tools.shards[0]
     (folder / "half.npz").write_bytes(whole.read_bytes()[:5000])
     (folder / "half.json").write_bytes(whole.with_suffix(".json").read_bytes())
-    token = fleet.operator().post("/edgefl/v1/tokens")["token"]
+    token = fleet.make_client().post("/edgefl/v1/tokens")["token"]
     given = shard.format(half=folder / "half.npz", whole=whole)
     state = ("--shard", given, "--state", folder / "state")
     ended = tools.typed("device", "join", f"127.0.0.1:{fleet.port}", "--token", token, *state)
     assert (ended.code, words in ended.line) == (4, True), ended.err
     assert not (folder / "state").exists(), "nothing was written"
-    assert fleet.presence() == {}, "nobody has joined"
+    assert fleet.get_presence() == {}, "nobody has joined"
 
 
 @pytest.fixture
 def start(tools: Any, folder: Path) -> Callable[..., Any]:
     """Types the start of a coordinator that was set up in `c` and has a database."""
-    for words in (("init", "--port", free_port()), ("token",)):
+    for words in (("init", "--port", find_free_port()), ("token",)):
         ended = tools.typed("coordinator", words[0], "--dir", "c", *words[1:], XDG_CONFIG_HOME=str(folder))
         assert ended.code == 0, ended.err
     return lambda *words: tools.typed("coordinator", "start", "--dir", "c", "--host", "127.0.0.1", *words)
@@ -184,7 +184,7 @@ def test_a_database_that_is_not_ours_or_of_a_newer_program_is_left_alone(
 
 @pytest.mark.extended
 def test_a_coordinator_waits_for_a_broker_that_is_down(tools: Any, folder: Path) -> None:
-    with tools.fleet(folder, [], broker=f"mqtts://127.0.0.1:{free_port()}") as fleet:
-        assert fleet.operator().get("/healthz")["status"] == "ok"
+    with tools.fleet(folder, [], broker=f"mqtts://127.0.0.1:{find_free_port()}") as fleet:
+        assert fleet.make_client().get("/healthz")["status"] == "ok"
         assert "the broker does not answer yet" in (folder / "coordinator.log").read_text()
-        assert fleet.end("coordinator") == 0
+        assert fleet.terminate("coordinator") == 0

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from edgefl.config import parse_run
-from edgefl.local_fleet import PROGRAM, LocalFleet
+from edgefl.core.config import parse_run
+from edgefl.simulation.local_fleet import EDGEFL_COMMAND, LocalFleet
 
 pytestmark = pytest.mark.extended
 
@@ -23,13 +23,17 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT)
 def test_it_joins_trains_and_is_looked_at(tools: Any, tmp_path: Path) -> None:
     (device,) = tools.devices(1)
     path = os.pathsep.join([str(HERE), tools.environment["PYTHONPATH"]])
-    board = type(device)(name=device.name, shards=device.shards, program=("env", f"PYTHONPATH={path}", *PROGRAM))
+    board = type(device)(
+        name=device.name, shards=device.shards, program=("env", f"PYTHONPATH={path}", *EDGEFL_COMMAND)
+    )
     with LocalFleet(root=tmp_path / "fleet", devices=[board]) as fleet:
-        run = fleet.wait_run(fleet.submit(parse_run({"run": {"task": "digits", "rounds": 3}})))
+        run = fleet.wait_for_run(fleet.submit(parse_run({"run": {"task": "digits", "rounds": 3}})))
         assert (run["status"], run["rounds"]) == ("finished", 3)
         state = ["--state", str(tmp_path / "fleet" / board.name)]
         for words in (["doctor", *state], ["device", "status", *state], ["device", "probe"]):
-            done = subprocess.run([*PROGRAM, *words], env=ENVIRONMENT, capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                [*EDGEFL_COMMAND, *words], env=ENVIRONMENT, capture_output=True, text=True, check=False
+            )
             assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -47,9 +51,11 @@ def test_a_command_of_an_extra_names_it_in_one_line(words: list[str], extra: str
     own = {**ENVIRONMENT, "XDG_DATA_HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path), "HOME": str(tmp_path)}
     if words[1:] == ["start"]:
         whole = {**own, "PYTHONPATH": str(ROOT)}
-        subprocess.run([*PROGRAM, "coordinator", "init"], env=whole, check=True, capture_output=True)
+        subprocess.run([*EDGEFL_COMMAND, "coordinator", "init"], env=whole, check=True, capture_output=True)
     words = [str(tmp_path / "run.toml") if word == "RUN" else word for word in words]
-    done = subprocess.run([*PROGRAM, *words], env=own, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*EDGEFL_COMMAND, *words], env=own, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 8, done.stderr
     assert done.stderr.count("\n") == 1
     assert f"pip install 'edgefl-fleet[{extra}]' -c constraints.txt" in done.stderr

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from requirements import needs
 
-from edgefl.config import parse_run
 from edgefl.coordinator import pki
 from edgefl.coordinator.directory import load_directory
-from edgefl.device.link import Link, LinkCallbacks, LinkIdentity, LinkTls
-from edgefl.local_fleet import LocalFleet
+from edgefl.core.config import parse_run
+from edgefl.device.mqtt.connection import MqttCallbacks, MqttConnection, MqttIdentity, MqttTlsFiles
+from edgefl.simulation.local_fleet import LocalFleet
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(240)]
 
@@ -27,7 +27,7 @@ class Talker:
 
     def __init__(self, fleet: LocalFleet, name: str, other: str, port: int) -> None:
         directory = load_directory(fleet.directory)
-        pair = pki.issue_client(directory.authority(), name)
+        pair = pki.issue_client_certificate(directory.load_authority(), name)
         files = {kind: fleet.root / f"{name}.{kind}" for kind in ("cert", "key")}
         files["cert"].write_bytes(pair.cert_pem)
         files["key"].write_bytes(pair.key_pem)
@@ -36,14 +36,14 @@ class Talker:
         self.said = 0
         self.sessions = 0
         self._stopping = threading.Event()
-        self.link = Link(
+        self.link = MqttConnection(
             [("127.0.0.1", port)],
-            LinkTls(ca=directory.ca_cert, **files),
-            LinkIdentity(fleet=directory.fleet, device_id=name, boot_id="boot"),
-            LinkCallbacks(on_bell=lambda: None, on_command=lambda _: None, on_peer=self._hear),
+            MqttTlsFiles(ca=directory.ca_cert, **files),
+            MqttIdentity(fleet=directory.fleet, device_id=name, boot_id="boot"),
+            MqttCallbacks(on_wake_up=lambda: None, on_command=lambda _: None, on_peer_message=self._hear),
             next_session_no=self._next_session,
         )
-        self.link.listen_to_peers()
+        self.link.subscribe_to_peers()
         self.link.start()
         assert self.link.wait_connected(60)
         self._thread = threading.Thread(target=self._talk, name=f"talker-{name}")
@@ -61,7 +61,7 @@ class Talker:
     def _talk(self) -> None:
         while not self._stopping.wait(BETWEEN_S):
             self.said += 1
-            assert self.link.publish_peer(self.other, self.said.to_bytes(4, "big"))
+            assert self.link.publish_to_peer(self.other, self.said.to_bytes(4, "big"))
 
     def _hear(self, sender: str, payload: bytes) -> None:
         assert sender == self.other
@@ -80,9 +80,9 @@ def site(request: Any, tools: Any, tmp_path: Path) -> Iterator[tuple[LocalFleet,
 
 
 def _works(fleet: LocalFleet) -> None:
-    fleet.wait_present(1)
+    fleet.wait_for_devices(1)
     run_id = fleet.submit(parse_run({"run": {"task": "digits", "rounds": 2, "evaluate_on": "none"}}))
-    assert fleet.wait_run(run_id)["status"] == "finished"
+    assert fleet.wait_for_run(run_id)["status"] == "finished"
 
 
 def test_devices_talk_on_while_the_coordinator_is_killed_and_it_finds_everything_again(
@@ -90,12 +90,12 @@ def test_devices_talk_on_while_the_coordinator_is_killed_and_it_finds_everything
 ) -> None:
     fleet, port = site
     _works(fleet)
-    assert tools.eventually(lambda: fleet.history("heartbeats")), "the agent has found the broker"
+    assert tools.eventually(lambda: fleet.list_history("heartbeats")), "the agent has found the broker"
     talkers = [Talker(fleet, "pi-1", "pi-2", port), Talker(fleet, "pi-2", "pi-1", port)]
     one, two = talkers
     try:
         tools.eventually(lambda: len(one.heard) > 5 and len(two.heard) > 5, what="they talk")
-        one.link.publish_peer("pi-9", KEPT.to_bytes(4, "big"))
+        one.link.publish_to_peer("pi-9", KEPT.to_bytes(4, "big"))
         fleet.kill("coordinator")
         before = len(one.heard), len(two.heard)
         tools.eventually(

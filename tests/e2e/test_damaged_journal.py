@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from edgefl.local_fleet import LocalFleet
-from edgefl.storage.wal import HEADER_BYTES
+from edgefl.simulation.local_fleet import LocalFleet
+from edgefl.storage.journal.file_format import HEADER_BYTES
 
 pytestmark = pytest.mark.extended
 
@@ -42,7 +42,7 @@ def _goes_on_after_damage(fleet: LocalFleet, tools: Any, run: str, at: float) ->
     fleet.start_coordinator()
     tools.eventually(lambda: tools.status(fleet, run) == "finished", what="it goes on by itself")
     used = [row["assignment_id"] for row in tools.used(fleet, run)]
-    counts = [row["num_updates"] for row in fleet.history("rounds", run=run)]
+    counts = [row["num_updates"] for row in fleet.list_history("rounds", run=run)]
     assert counts[:ROUNDS] == [2] * ROUNDS
     assert sum(counts) <= 2 * ROUNDS + 2, "what came after the goal was reached is a round of its own"
     assert len(used) == len(set(used)) == sum(counts)
@@ -51,7 +51,7 @@ def _goes_on_after_damage(fleet: LocalFleet, tools: Any, run: str, at: float) ->
 
 def _has_the_model_of_an_undisturbed_run(fleet: LocalFleet, tools: Any, run: str) -> bool:
     again = fleet.submit(tools.gated_run(rounds=ROUNDS, min=2, iterations=2))
-    return bool(fleet.wait_run(again)["model"] == tools.run(fleet, run)["model"])
+    return bool(fleet.wait_for_run(again)["model"] == tools.run(fleet, run)["model"])
 
 
 @pytest.mark.parametrize("has_checkpoint", [pytest.param(False, marks=pytest.mark.slow), True])

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgefl.config import parse_run
-from edgefl.errors import NotAllowedError
-from edgefl.local_fleet import LocalDevice, LocalFleet
+from edgefl.core.config import parse_run
+from edgefl.core.errors import NotAllowedError
+from edgefl.simulation.local_fleet import LocalDeviceSpec, LocalFleet
 
 pytestmark = pytest.mark.extended
 
@@ -41,12 +41,12 @@ class Models:
     ids: list[str] = field(default_factory=list)
 
     def deploy(self, run: str, **wish: Any) -> str:
-        found = self.fleet.operator().post("/edgefl/v1/deployments", {"model": run, **wish})
+        found = self.fleet.make_client().post("/edgefl/v1/deployments", {"model": run, **wish})
         self.ids.append(found["deployment_id"])
         return self.ids[-1]
 
     def show(self, deployment: str) -> Any:
-        return self.fleet.operator().get(f"/edgefl/v1/deployments/{deployment}")
+        return self.fleet.make_client().get(f"/edgefl/v1/deployments/{deployment}")
 
     def stages(self, deployment: str) -> dict[str, str]:
         return {row["device_id"]: row["state"] for row in self.show(deployment)["each"]}
@@ -59,11 +59,11 @@ class Models:
         )
 
     def runs(self) -> dict[str, str]:
-        rows = self.fleet.operator().get("/edgefl/v1/devices")["rows"]
+        rows = self.fleet.make_client().get("/edgefl/v1/devices")["rows"]
         return {row["device_id"]: row["model"] for row in rows}
 
     def model(self, run: str) -> str:
-        return str(self.fleet.operator().get(f"/edgefl/v1/runs/{run}")["model"])
+        return str(self.fleet.make_client().get(f"/edgefl/v1/runs/{run}")["model"])
 
     def until_all_run(self, run: str) -> None:
         model = self.model(run)
@@ -88,7 +88,7 @@ def models(tools: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mod
             "worse": run_file(1, learning_rate=1e-9),
         }.items():
             made[name] = fleet.submit(config)
-            fleet.wait_run(made[name])
+            fleet.wait_for_run(made[name])
         yield Models(fleet, tools, **made)
 
 
@@ -153,7 +153,7 @@ def test_a_canary_that_says_nothing_takes_the_others_back_and_gives_up_itself_la
 
 
 def test_a_device_that_was_away_gets_it_when_it_returns(settled: Models) -> None:
-    settled.fleet.end("device-03")
+    settled.fleet.terminate("device-03")
     deployment = settled.deploy(settled.better, tolerance=1.0)
     others = {"device-01": "running", "device-02": "running", "device-03": "told"}
     settled.tools.eventually(lambda: settled.stages(deployment) == others)
@@ -173,7 +173,7 @@ def test_a_coordinator_that_is_killed_in_the_middle_goes_on_with_it(settled: Mod
 
 @pytest.mark.slow
 def test_a_newer_deployment_takes_the_place_of_one_that_waits(settled: Models) -> None:
-    settled.fleet.end("device-03")
+    settled.fleet.terminate("device-03")
     first = settled.deploy(settled.better, tolerance=1.0)
     settled.tools.eventually(lambda: list(settled.stages(first).values()).count("running") == 2)
     second = settled.deploy(settled.good, tolerance=1.0, devices=["device-03"])
@@ -188,7 +188,7 @@ def test_a_newer_deployment_takes_the_place_of_one_that_waits(settled: Models) -
 def test_a_server_answers_every_request_while_models_change(settled: Models) -> None:
     state = settled.fleet.root / "device-01"
     arguments = ["device", "serve", "--state", str(state), "--port", "0"]
-    process = settled.fleet.popen(arguments, stderr=subprocess.DEVNULL)
+    process = settled.fleet.start_command(arguments, stderr=subprocess.DEVNULL)
     assert process.stdout is not None
     port = int(process.stdout.readline().decode().rsplit(":", 1)[1])
     stopping, seen, failures = threading.Event(), set(), []
@@ -221,13 +221,13 @@ def test_a_server_answers_every_request_while_models_change(settled: Models) -> 
 def test_what_only_devices_may_fetch_is_refused_to_others(settled: Models) -> None:
     for path in ("offer", "model"):
         with pytest.raises(NotAllowedError, match="only a device that has joined"):
-            settled.fleet.operator().get(f"/edgefl/v1/deployments/{settled.ids[-1]}/{path}")
+            settled.fleet.make_client().get(f"/edgefl/v1/deployments/{settled.ids[-1]}/{path}")
 
 
 def test_a_run_that_asks_for_it_deploys_its_model_when_it_has_finished(models: Models) -> None:
     run = models.fleet.submit(run_file(4, models={"auto_deploy": True, "canary": 1}))
-    models.fleet.wait_run(run)
-    rows = models.fleet.operator().get("/edgefl/v1/deployments")["rows"]
+    models.fleet.wait_for_run(run)
+    rows = models.fleet.make_client().get("/edgefl/v1/deployments")["rows"]
     (row,) = [row for row in rows if row["run_id"] == run]
     assert (row["canary"], row["model"]) == (1, models.model(run))
     assert models.wait(row["deployment_id"])["status"] in {"done", "failed"}
@@ -238,7 +238,7 @@ def test_a_device_that_is_killed_while_it_fetches_goes_on_when_it_starts_again(s
     fleet = settled.fleet
     with settled.tools.led_by(fleet, "device-02") as weather:
         fresh = fleet.submit(run_file(5))  # no board has this model yet
-        fleet.wait_run(fresh)
+        fleet.wait_for_run(fresh)
         weather.bytes_per_s = 4000
         deployment = settled.deploy(fresh, tolerance=1.0, devices=["device-02"])
         folder = fleet.root / "device-02" / "models"
@@ -272,17 +272,17 @@ def test_a_device_that_is_killed_while_it_checks_decides_when_it_starts_again(se
 
 @pytest.mark.slow
 def test_a_device_that_joins_later_gets_the_model_of_the_fleet(settled: Models) -> None:
-    late = LocalDevice(name="late", shards={"digits": str(settled.tools.shards[0])})
+    late = LocalDeviceSpec(name="late", shards={"digits": str(settled.tools.shards[0])})
     settled.fleet.add_device(late)
     good = settled.model(settled.good)
     settled.tools.eventually(lambda: settled.runs().get("late") == good)
-    settled.fleet.end("late")
+    settled.fleet.terminate("late")
 
 
-def without_torch(tools: Any, shards: Path) -> LocalDevice:
+def without_torch(tools: Any, shards: Path) -> LocalDeviceSpec:
     blocked = f"{HERE / 'without_torch'}{os.pathsep}{tools.environment['PYTHONPATH']}"
     program = ("env", f"PYTHONPATH={blocked}", sys.executable, "-m", "edgefl.cli.main")
-    return LocalDevice(name="small", shards={"mnist": str(shards)}, program=program)
+    return LocalDeviceSpec(name="small", shards={"mnist": str(shards)}, program=program)
 
 
 @pytest.mark.slow
@@ -290,7 +290,7 @@ def test_boards_without_torch_say_so_and_get_no_training_of_a_task_that_needs_it
     shards = tmp_path / "images"
     write_images(shards)
     with tools.fleet(tmp_path / "fleet", [without_torch(tools, shards)]) as fleet:
-        facts = fleet.operator().get("/edgefl/v1/devices/small")["capabilities"]
+        facts = fleet.make_client().get("/edgefl/v1/devices/small")["capabilities"]
         assert (facts["trains"], facts["backends"]) == (False, ["numpy"])
         assert facts["trains_reason"].startswith("torch is not installed, and mnist needs it")
         (tmp_path / "cnn.toml").write_text('[run]\ntask = "mnist"\nrounds = 1\n')
@@ -298,23 +298,23 @@ def test_boards_without_torch_say_so_and_get_no_training_of_a_task_that_needs_it
         assert (ended.code, "no device can train task mnist: small have no torch" in ended.line) == (5, True)
         config = {"run": {"task": "mnist", "rounds": 1, "evaluate_on": "none"}, "task": {"model": "logistic"}}
         run = fleet.submit(parse_run(config))  # what needs no torch it trains
-        assert fleet.wait_run(run)["rounds"] == 1
+        assert fleet.wait_for_run(run)["rounds"] == 1
 
 
 @pytest.mark.slow
 def test_a_board_without_torch_judges_and_runs_a_model_that_needed_torch(tools: Any, tmp_path: Path) -> None:
     shards = tmp_path / "images"
     write_images(shards)
-    large = LocalDevice(name="large", shards={"mnist": str(shards)})
+    large = LocalDeviceSpec(name="large", shards={"mnist": str(shards)})
     with tools.fleet(tmp_path / "fleet", [without_torch(tools, shards), large]) as fleet:
         run = fleet.submit(parse_run({"run": {"task": "mnist", "rounds": 2}, "task": {"model": "cnn-small"}}))
-        fleet.wait_run(run)
-        assert {row["device_id"] for row in fleet.history("updates", run=run)} == {"large"}
-        assert {row["device_id"] for row in fleet.history("evaluations", run=run)} == {"large"}
-        fleet.command("model", "deploy", run, "--watch")
+        fleet.wait_for_run(run)
+        assert {row["device_id"] for row in fleet.list_history("updates", run=run)} == {"large"}
+        assert {row["device_id"] for row in fleet.list_history("evaluations", run=run)} == {"large"}
+        fleet.run_command("model", "deploy", run, "--watch")
         state = str(tmp_path / "fleet" / "small")
         infer = ("device", "infer", "--state", state, "--input", str(shards), "--format", "json")
-        assert '"class"' in fleet.command(*infer)
+        assert '"class"' in fleet.run_command(*infer)
 
 
 def write_images(folder: Path) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from requirements import require
 
-from edgefl.config import parse_run
-from edgefl.local_fleet import LocalDevice, LocalFleet
+from edgefl.core.config import parse_run
+from edgefl.simulation.local_fleet import LocalDeviceSpec, LocalFleet
 
 ROUNDS = 20
 TRAINERS = [f"device-{n:02}" for n in range(1, 4)]
@@ -44,7 +44,7 @@ class Job:
 def job(request: pytest.FixtureRequest, tools: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     if request.param == "embedded":
         require("mosquitto")  # else it is what the other one runs on
-    judge = LocalDevice(name="judge", shards={"digits": str(tools.test_shard)}, role="evaluator")
+    judge = LocalDeviceSpec(name="judge", shards={"digits": str(tools.test_shard)}, role="evaluator")
     devices = [*tools.devices(3, "digits", tools.gated), judge]
     with tools.fleet(
         tmp_path_factory.mktemp("job"), devices, scored=True, broker=request.param, kind=LocalFleet
@@ -53,7 +53,7 @@ def job(request: pytest.FixtureRequest, tools: Any, tmp_path_factory: pytest.Tem
         on_devices = {"task": "digits", "name": "local", "rounds": 2, "evaluate_on": "devices"}
         ids = [fleet.submit(parse_run({"run": run, "devices": {"min": 3}})) for run in (main, on_devices)]
         for waiting in ids:
-            assert fleet.wait_run(waiting)["status"] == "finished"
+            assert fleet.wait_for_run(waiting)["status"] == "finished"
         yield Job(fleet, *ids)
 
 
@@ -94,7 +94,7 @@ def test_the_history_is_what_the_database_says_over_the_api_and_from_the_folder(
         ("evaluations", "evaluations", "at, id"),
         ("events", "events", "at, id"),
     ):
-        told = job.fleet.history(kind, run=job.run_id)
+        told = job.fleet.list_history(kind, run=job.run_id)
         rows = job.sql(f"SELECT * FROM {table} WHERE run_id = '{job.run_id}' ORDER BY {order}")
         assert rows
         for shown, stored in zip(told, rows, strict=True):
@@ -105,13 +105,13 @@ def test_the_history_is_what_the_database_says_over_the_api_and_from_the_folder(
     asked = tools.as_operator(job.fleet, *words).out
     assert len(list(csv.DictReader(io.StringIO(asked)))) == 3 * ROUNDS
     assert tools.as_operator(job.fleet, *words, "--dir", job.fleet.directory).out == asked
-    why = job.fleet.operator().get("/edgefl/v1/history/why", {"run": "main", "round": 3})
+    why = job.fleet.make_client().get("/edgefl/v1/history/why", {"run": "main", "round": 3})
     assert why["sentence"].startswith("Round 3 waited ")
     assert sorted(row["device_id"] for row in why["devices"]) == TRAINERS
-    (slowest,) = job.fleet.history("slow", run=job.run_id, limit=1)
-    assert slowest["seconds"] == max(row["seconds"] for row in job.fleet.history("rounds", run=job.run_id))
+    (slowest,) = job.fleet.list_history("slow", run=job.run_id, limit=1)
+    assert slowest["seconds"] == max(row["seconds"] for row in job.fleet.list_history("rounds", run=job.run_id))
     sums = job.sql(f"SELECT device_id, sum(bytes_up) FROM updates WHERE run_id = '{job.run_id}' GROUP BY device_id")
-    traffic = job.fleet.history("traffic", run=job.run_id)
+    traffic = job.fleet.list_history("traffic", run=job.run_id)
     assert [(row["device_id"], row["bytes_up"]) for row in traffic] == [tuple(row) for row in sums]
 
 
@@ -129,7 +129,8 @@ def test_another_seed_gives_another_model_and_a_coordinator_killed_in_the_middle
     """The run goes on by itself, in the round that it was in, and nothing is given out or counted twice."""
     fleet = job.fleet
     undisturbed, other = (
-        fleet.wait_run(fleet.submit(tools.gated_run(iterations=4, rounds=10, min=3, seed=seed))) for seed in (7, 8)
+        fleet.wait_for_run(fleet.submit(tools.gated_run(iterations=4, rounds=10, min=3, seed=seed)))
+        for seed in (7, 8)
     )
     run_id = fleet.submit(tools.gated_run(pace_s=0.03, iterations=4, rounds=10, min=3, seed=7))
     tools.wait_rounds(fleet, run_id, 3)
@@ -137,9 +138,9 @@ def test_another_seed_gives_another_model_and_a_coordinator_killed_in_the_middle
     query = f"SELECT started_at FROM rounds WHERE run_id = '{run_id}' AND closed_at > 0 ORDER BY round"
     before = [row["started_at"] for row in job.sql(query)]
     fleet.start_coordinator()
-    run = fleet.wait_run(run_id)
+    run = fleet.wait_for_run(run_id)
     assert (run["status"], run["resumes"]) == ("finished", 0)
-    rounds = fleet.history("rounds", run=run_id)
+    rounds = fleet.list_history("rounds", run=run_id)
     assert [(row["round"], row["version"], row["num_updates"]) for row in rounds] == [(n, n, 3) for n in range(1, 11)]
     assert [row["started_at"] for row in rounds][: len(before)] == before, "nothing is done again"
     used = tools.used(fleet, run_id)
@@ -158,14 +159,16 @@ def test_a_killed_device_costs_its_update_alone_and_trains_again_when_it_is_back
     tools.in_the_middle(fleet, gate, *TRAINERS)
     fleet.kill("device-03")
     gate.open()
-    tools.eventually(lambda: len(fleet.history("rounds", run=run_id)) > 3, what="two devices go on")
-    (lost,) = [row for row in fleet.history("updates", run=run_id) if row["outcome"] == "lost"]
+    tools.eventually(lambda: len(fleet.list_history("rounds", run=run_id)) > 3, what="two devices go on")
+    (lost,) = [row for row in fleet.list_history("updates", run=run_id) if row["outcome"] == "lost"]
     assert (lost["device_id"], lost["round"]) == ("device-03", 1)
     assert "gone" in lost["reason"]
-    first = fleet.history("rounds", run=run_id)[0]
+    first = fleet.list_history("rounds", run=run_id)[0]
     assert (first["num_updates"], first["num_devices"]) == (2, 3)
     fleet.start_device("device-03")
     tools.eventually(lambda: tools.used(fleet, run_id, "device-03"), what="the device that came back trains")
     run = tools.stop(fleet, run_id)
-    counted = sum(row["num_updates"] for row in fleet.history("rounds", run=run_id, limit=10_000) if row["closed_at"])
+    counted = sum(
+        row["num_updates"] for row in fleet.list_history("rounds", run=run_id, limit=10_000) if row["closed_at"]
+    )
     assert counted == len(tools.used(fleet, run_id)), run

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from requirements import needs
 
-from edgefl.errors import RunFailedError
-from edgefl.local_fleet import LocalFleet
+from edgefl.core.errors import RunFailedError
+from edgefl.simulation.local_fleet import LocalFleet
 
 pytestmark = [pytest.mark.extended, needs("root")]
 
@@ -64,10 +64,10 @@ def test_a_full_disk_pauses_the_run_which_goes_on_by_itself_and_ends_with_the_sa
     assert "no room" in reason or "cannot be written" in reason
     assert str(fleet.directory) in reason
     assert "paused" in tools.as_operator(fleet, "run", "list").out
-    assert set(fleet.presence().values()) == {"online"}
+    assert set(fleet.get_presence().values()) == {"online"}
 
     filler.unlink()
-    assert fleet.wait_run(run)["status"] == "finished"
+    assert fleet.wait_for_run(run)["status"] == "finished"
     used = tools.used(fleet, run)
     assert (len(used), len({row["assignment_id"] for row in used})) == (80, 80)
     assert kept <= {row["assignment_id"] for row in used}
@@ -82,14 +82,14 @@ def test_a_full_disk_pauses_the_run_which_goes_on_by_itself_and_ends_with_the_sa
     assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     connection.close()
     again = fleet.submit(tools.gated_run(rounds=40, min=2, iterations=2))
-    assert fleet.wait_run(again)["model"] == tools.run(fleet, run)["model"]
+    assert fleet.wait_for_run(again)["model"] == tools.run(fleet, run)["model"]
 
 
 def test_a_full_disk_without_a_run_is_said_and_devices_are_heard_meanwhile(fleet: LocalFleet, tools: Any) -> None:
     filler, log = _fill(fleet), fleet.root / "coordinator.log"
     seen = len(log.read_text())
     tools.eventually(lambda: "what there is to write waits" in log.read_text()[seen:])
-    assert set(fleet.presence().values()) == {"online"}
+    assert set(fleet.get_presence().values()) == {"online"}
     filler.unlink()
     tools.eventually(lambda: tools.events(fleet, "store-hindered"))
     assert fleet.processes["coordinator"].poll() is None
@@ -102,7 +102,7 @@ def test_a_coordinator_that_is_stopped_while_its_run_is_paused_starts_on_no_full
     tools.eventually(lambda: len(tools.used(fleet, run)) > 4)
     _fill(fleet)
     tools.eventually(lambda: tools.status(fleet, run) == "paused")
-    assert fleet.end("coordinator") == 0
+    assert fleet.terminate("coordinator") == 0
     filler = _fill(fleet)  # what it has left at its end is filled, too
     with pytest.raises(RunFailedError, match=r"no room|No space left on device; free some space"):
         fleet.start_coordinator()
@@ -122,7 +122,7 @@ def test_a_store_that_another_program_holds_ends_nothing(fleet: LocalFleet, tool
     tools.eventually(lambda: "is in use by another program" in log.read_text())
     other.execute("ROLLBACK")
     other.close()
-    assert fleet.wait_run(run)["status"] == "finished"
+    assert fleet.wait_for_run(run)["status"] == "finished"
     used = tools.used(fleet, run)
     assert len({row["assignment_id"] for row in used}) == len(used) == 120
     assert tools.events(fleet, "store-hindered") or tools.events(fleet, "run-paused", run=run)

@@ -9,25 +9,25 @@ from typing import Any
 import pytest
 from log_secrets import leaks, secrets_of, written_below
 
-from edgefl.config import parse_run
-from edgefl.errors import EdgeflError
-from edgefl.local_fleet import LocalDevice, LocalFleet
-from edgefl.protocol import JoinToken
+from edgefl.core.config import parse_run
+from edgefl.core.errors import EdgeflError
+from edgefl.core.protocol import JoinToken
+from edgefl.simulation.local_fleet import LocalDeviceSpec, LocalFleet
 
 LOUD = (sys.executable, "-m", "edgefl.cli.main", "-vv")
 
 
 @pytest.mark.extended  # and a part of `make check`
 def test_a_fleet_that_says_all_it_can_writes_down_no_secret(tools: Any, tmp_path: Path) -> None:
-    devices = [LocalDevice(name=device.name, shards=device.shards, program=LOUD) for device in tools.devices(2)]
+    devices = [LocalDeviceSpec(name=device.name, shards=device.shards, program=LOUD) for device in tools.devices(2)]
     with tools.fleet(tmp_path, devices, program=LOUD, kind=LocalFleet) as fleet:
-        token = fleet.operator().post("/edgefl/v1/tokens", {"uses": 1})["token"]
+        token = fleet.make_client().post("/edgefl/v1/tokens", {"uses": 1})["token"]
         printed = [_join(fleet, token, "late"), _join(fleet, token, "later"), _join(fleet, token, "Bad Name")]
         run_id = fleet.submit(parse_run({"run": {"task": "digits", "rounds": 2}}))
-        fleet.wait_run(run_id)
+        fleet.wait_for_run(run_id)
         with pytest.raises(EdgeflError):
-            fleet.operator().get("/edgefl/v1/devices/nobody")
-        printed += [fleet.command("devices", "logs", "device-01", "--run", run_id), fleet.command("doctor")]
+            fleet.make_client().get("/edgefl/v1/devices/nobody")
+        printed += [fleet.run_command("devices", "logs", "device-01", "--run", run_id), fleet.run_command("doctor")]
     secrets = secrets_of(tmp_path) | {JoinToken.parse(token).secret.encode(): "the secret of a join token"}
     assert len(secrets) > 20, "the scan knows too little to find anything"
     texts = written_below(tmp_path) | {f"output {n}": text.encode() for n, text in enumerate(printed)}
@@ -52,6 +52,6 @@ def test_the_scan_finds_a_key_that_was_written(tmp_path: Path) -> None:
 
 def _join(fleet: Any, token: str, name: str) -> str:
     state = str(fleet.root / name.replace(" ", "-"))
-    process = fleet.popen(["device", "join", "--token", token, "--name", name, "--state", state], LOUD)
+    process = fleet.start_command(["device", "join", "--token", token, "--name", name, "--state", state], LOUD)
     output, _ = process.communicate(timeout=60)
     return str(output.decode())

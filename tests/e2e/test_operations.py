@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from webhook_receiver import Receiver
 
-from edgefl.config import parse_run
 from edgefl.coordinator import pki
-from edgefl.device.state import DeviceState
-from edgefl.local_fleet import LocalFleet
+from edgefl.core.config import parse_run
+from edgefl.device.state_dir import DeviceStateDir
+from edgefl.simulation.local_fleet import LocalFleet
 
 pytestmark = pytest.mark.extended
 
@@ -27,7 +27,7 @@ def make_fleet(tools: Any, root: Path) -> Iterator[LocalFleet]:
     """A fleet whose coordinator tells its alerts to a receiver of this process."""
     with Receiver() as receiver, tools.fleet(root, tools.devices(2, "digits", tools.gated), scored=True) as running:
         RECEIVERS[:] = [receiver]
-        assert running.end("coordinator") == 0
+        assert running.terminate("coordinator") == 0
         with (running.directory / "settings.toml").open("a") as settings:
             settings.write(f'\n[alerts]\nwebhook = "{receiver.url}"\ndevice_gone_s = 0.5\ncheck_s = 0.1\n')
         running.start_coordinator()
@@ -39,20 +39,20 @@ def digits(rounds: int) -> Any:
 
 
 def closed_rounds(fleet: LocalFleet, run_id: str) -> dict[int, Any]:
-    return {row["round"]: row for row in fleet.history("rounds", run=run_id, limit=10_000) if row["closed_at"]}
+    return {row["round"]: row for row in fleet.list_history("rounds", run=run_id, limit=10_000) if row["closed_at"]}
 
 
 def certificate_of(fleet: LocalFleet, name: str) -> str:
-    return pki.serial(DeviceState.load(fleet.root / name).cert.read_bytes())
+    return pki.get_serial(DeviceStateDir.load(fleet.root / name).cert.read_bytes())
 
 
 def test_the_metrics_of_a_run_are_those_of_its_history(fleet: LocalFleet, tools: Any) -> None:
     before = tools.metrics(fleet)
     run_id = fleet.submit(digits(3))
-    fleet.wait_run(run_id)
+    fleet.wait_for_run(run_id)
     now = tools.metrics(fleet)
     gained = {name: now[name] - before.get(name, 0.0) for name in now}
-    updates, scores = fleet.history("updates", run=run_id), fleet.history("evaluations", run=run_id)
+    updates, scores = fleet.list_history("updates", run=run_id), fleet.list_history("evaluations", run=run_id)
     assert (gained["edgefl_rounds_closed_total"], gained["edgefl_round_duration_seconds_count"]) == (3, 3)
     assert gained["edgefl_updates_totalused"] == gained["edgefl_assignments_total"] == 6
     for direction, name in (("up", "edgefl_uplink_bytes_total"), ("down", "edgefl_downlink_bytes_total")):
@@ -82,7 +82,7 @@ def test_a_lost_coordinator_comes_back_with_its_history_and_its_devices(
     fleet: LocalFleet, tools: Any, tmp_path: Path
 ) -> None:
     done, busy = fleet.submit(digits(3)), fleet.submit(tools.gated_run(rounds=4000, pace_s=0.05, min=2))
-    fleet.wait_run(done)
+    fleet.wait_for_run(done)
     tools.wait_rounds(fleet, busy, 10)
     archive = tmp_path / "fleet.tar.gz"
     at_backup = len(closed_rounds(fleet, busy))
@@ -90,7 +90,7 @@ def test_a_lost_coordinator_comes_back_with_its_history_and_its_devices(
     tools.eventually(lambda: len(closed_rounds(fleet, busy)) > at_backup + 2, what="the run goes on")
     before = {run_id: closed_rounds(fleet, run_id) for run_id in (done, busy)}
     used = {row["assignment_id"]: row for row in tools.used(fleet, busy)}
-    runs = {row["run_id"]: row for row in fleet.operator().get("/edgefl/v1/runs")["rows"]}
+    runs = {row["run_id"]: row for row in fleet.make_client().get("/edgefl/v1/runs")["rows"]}
     certificates = {name: certificate_of(fleet, name) for name in NAMES}
     tools.as_operator(fleet, "coordinator", "rotate")
     tools.eventually(lambda: all(certificate_of(fleet, name) != certificates[name] for name in NAMES))
@@ -100,7 +100,7 @@ def test_a_lost_coordinator_comes_back_with_its_history_and_its_devices(
 
     assert tools.typed("coordinator", "restore", archive, "--dir", fleet.directory).code == 0
     fleet.start_coordinator()
-    fleet.wait_present(3)
+    fleet.wait_for_devices(3)
     after = {run_id: closed_rounds(fleet, run_id) for run_id in (done, busy)}
     assert after[done] == before[done]
     settled = max(after[busy]) - 3  # the newest rounds may have grown after the backup
@@ -109,13 +109,13 @@ def test_a_lost_coordinator_comes_back_with_its_history_and_its_devices(
     restored = [row for row in tools.used(fleet, busy) if row["round"] < settled]
     assert [used[row["assignment_id"]] for row in restored] == restored
     assert len(restored) == 2 * (settled - 1)
-    rows = {row["run_id"]: row for row in fleet.operator().get("/edgefl/v1/runs")["rows"]}
+    rows = {row["run_id"]: row for row in fleet.make_client().get("/edgefl/v1/runs")["rows"]}
     assert rows[done] == runs[done]
     assert (rows[busy]["status"], set(rows)) == ("interrupted", set(runs))
-    assert tools.eventually(lambda: fleet.model_file(tools.run(fleet, done)["model"]).exists())
+    assert tools.eventually(lambda: fleet.get_model_path(tools.run(fleet, done)["model"]).exists())
     assert len(tools.events(fleet, "device-joined")) == 3, "nobody joined again"
     assert certificates == {name: certificate_of(fleet, name) for name in NAMES}
     again = fleet.submit(digits(2))
-    assert fleet.wait_run(again)["status"] == "finished"
-    assert [row["num_updates"] for row in fleet.history("rounds", run=again)] == [2, 2]
+    assert fleet.wait_for_run(again)["status"] == "finished"
+    assert [row["num_updates"] for row in fleet.list_history("rounds", run=again)] == [2, 2]
     assert "problem" not in tools.as_operator(fleet, "doctor", "--dir", fleet.directory).out

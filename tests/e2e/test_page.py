@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from requirements import PARTS, needs
 
-from edgefl.client import load_operator_file
-from edgefl.config import RunConfig, parse_run
-from edgefl.local_fleet import LocalFleet
+from edgefl.core.config import RunConfig, parse_run
+from edgefl.simulation.local_fleet import LocalFleet
 from edgefl.storage.store import Store
+from edgefl.system.api_client import load_operator_file
 
 ARGUMENTS = (
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -65,7 +65,7 @@ class House:
 
     @property
     def token(self) -> str:
-        return str(self.fleet.operator().token)
+        return str(self.fleet.make_client().token)
 
     def screen(self, width: int = 1280, height: int = 800, port: int | None = None, **options: Any) -> Screen:
         context = self.browser.new_context(
@@ -115,7 +115,7 @@ def test_a_run_is_started_watched_and_read_on_the_page(screens: House) -> None:
     page.get_by_role("heading", name="from the page finished").wait_for(timeout=60_000)
     page.locator("dt", has_text="Rounds").locator("+ dd", has_text="12 of 12").wait_for()
     (run,) = [
-        row for row in screens.fleet.operator().get("/edgefl/v1/runs")["rows"] if row["name"] == "from the page"
+        row for row in screens.fleet.make_client().get("/edgefl/v1/runs")["rows"] if row["name"] == "from the page"
     ]
     assert page.locator("dt", has_text="Accuracy").locator("+ dd").inner_text() == f"{run['accuracy']:.4f}"
     assert run["accuracy"] > 0.8
@@ -177,7 +177,7 @@ def test_a_token_is_shown_once_with_its_command_and_a_qr_code(screens: House) ->
     assert page.locator(".join-line").inner_text().startswith("edgefl device join 127.0.0.1:")
     page.wait_for_function("() => document.querySelector('img.qr').naturalWidth > 100")
     with Store.open(screens.fleet.database, read_only=True) as store:
-        assert 3 in {token.uses_left for token in store.tokens()}
+        assert 3 in {token.uses_left for token in store.list_tokens()}
     assert screen.complaints == []
 
 
@@ -188,13 +188,13 @@ def test_a_device_is_drained_and_given_work_again(screens: House) -> None:
     page = screen.page
     page.get_by_role("button", name="Drain").click()
     page.get_by_role("heading", name="device-02 draining").wait_for()
-    assert screens.fleet.presence()["device-02"] == "draining"
+    assert screens.fleet.get_presence()["device-02"] == "draining"
     run_id = screens.fleet.submit(parse_run({"run": {"task": "digits", "rounds": 2}}))
-    screens.fleet.wait_run(run_id)
-    assert {row["device_id"] for row in screens.fleet.history("updates", run=run_id)} == {"device-01"}
+    screens.fleet.wait_for_run(run_id)
+    assert {row["device_id"] for row in screens.fleet.list_history("updates", run=run_id)} == {"device-01"}
     page.get_by_role("button", name="Give it work again").click()
     page.get_by_role("heading", name="device-02 online").wait_for()
-    assert screens.fleet.presence()["device-02"] == "online"
+    assert screens.fleet.get_presence()["device-02"] == "online"
     assert screen.complaints == []
 
 
@@ -207,7 +207,7 @@ def test_a_run_is_stopped_after_a_question(screens: House) -> None:
     page.get_by_role("button", name="Stop", exact=True).click()
     page.get_by_role("dialog").get_by_role("button", name="Stop the run").click()
     page.get_by_role("heading", name="endless stopped").wait_for(timeout=30_000)
-    assert screens.fleet.operator().get(f"/edgefl/v1/runs/{run_id}")["status"] == "stopped"
+    assert screens.fleet.make_client().get(f"/edgefl/v1/runs/{run_id}")["status"] == "stopped"
 
 
 def test_what_is_called_like_markup_stays_text_and_what_a_device_says_of_itself_does_too(screens: House) -> None:
@@ -216,9 +216,12 @@ def test_what_is_called_like_markup_stays_text_and_what_a_device_says_of_itself_
             run_id="z-evil", name=EVIL, task=EVIL, strategy=EVIL, config={"run": {"name": EVIL}}, seed=1,
             submitted_at=1.0,
         )  # fmt: skip
-        store.set_run_status("z-evil", store.run("z-evil").status.FAILED, at=2.0, reason=EVIL)
+        store.set_run_status("z-evil", store.get_run("z-evil").status.FAILED, at=2.0, reason=EVIL)
         store.record_event("device-gone", EVIL, at=9e9, device_id=EVIL_DEVICE)
-        told, shards = store.capabilities()["device-01"].facts, dict(store.capabilities()["device-01"].shards)
+        told, shards = (
+            store.get_all_capabilities()["device-01"].facts,
+            dict(store.get_all_capabilities()["device-01"].shards),
+        )
         store.record_capabilities("device-01", {**told, "model": EVIL, EVIL: "javascript:alert(1)"}, shards, at=9e9)
         store.record_event("refused", f"mqtt from {EVIL}: PUBLISH to {EVIL!r}", at=9e9, device_id="device-01")
     screen = screens.screen()
@@ -317,11 +320,11 @@ def test_the_page_comes_back_after_its_coordinator(screens: House) -> None:
     screen = screens.screen()
     screen.open("fleet")
     screen.page.locator(".link.live").wait_for()
-    screens.fleet.end("coordinator")
+    screens.fleet.terminate("coordinator")
     screen.page.locator(".link.reconnecting").wait_for()
     screens.fleet.start_coordinator()
     screen.page.locator(".link.live").wait_for(timeout=40_000)
-    screens.fleet.wait_present(2)
+    screens.fleet.wait_for_devices(2)
     screen.page.get_by_role("row", name=re.compile("device-01 online")).wait_for(timeout=30_000)
 
 
@@ -335,12 +338,12 @@ def test_beyond_loopback_the_page_asks_for_a_token_before_it_shows_anything(
         tools.as_operator(fleet, "coordinator", "init", *where, "--host", "127.0.0.1", "--port", fleet.port).code == 0
     )
     known = load_operator_file(root / "config" / "edgefl" / "operator.toml")
-    process = fleet.popen(
+    process = fleet.start_command(
         ["coordinator", "start", *where, "--host", "0.0.0.0", "--broker-port", str(fleet.broker_port)],
         stdout=subprocess.DEVNULL,
     )
     try:
-        fleet._wait(fleet._answers, "the coordinator to answer")
+        fleet._wait_until(fleet._is_answering, "the coordinator to answer")
         screen = screens.screen(port=fleet.port)
         screen.open("fleet")
         screen.page.get_by_text("needs a viewer or operator token").wait_for()

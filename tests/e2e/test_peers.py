@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 from requirements import needs
 
-from edgefl.config import RunConfig, parse_run
-from edgefl.local_fleet import LocalDevice, LocalFleet, free_port
+from edgefl.core.config import RunConfig, parse_run
+from edgefl.core.types import Array
+from edgefl.simulation.local_fleet import LocalDeviceSpec, LocalFleet, find_free_port
 from edgefl.storage.checkpoints import load_model_file
-from edgefl.tasks.cutting import cut_shards
 from edgefl.tasks.registry import make_task
-from edgefl.types import Array
+from edgefl.tasks.sharding.shard_creation import create_shards
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(400)]
 
@@ -37,9 +37,9 @@ LOSSY_PROGRAM = (sys.executable, str(HERE / "lossy_device.py"))
 @contextmanager
 def site(tools: Any, root: Path, *, num: int = 5, program: Sequence[str] = PROGRAM) -> Iterator[LocalFleet]:
     """A broker in a process of its own, a coordinator, and devices that share the ten classes."""
-    paths = cut_shards("digits", "by-class", num, root / "classes")
+    paths = create_shards("digits", "by-class", num, root / "classes")
     devices = [
-        LocalDevice(name=name, shards=dict.fromkeys(("digits", tools.gated), str(path)), program=program)
+        LocalDeviceSpec(name=name, shards=dict.fromkeys(("digits", tools.gated), str(path)), program=program)
         for name, path in zip(NAMES, paths, strict=False)
     ]
     with tools.fleet_beside_broker(root / "fleet", devices) as (fleet, _):
@@ -66,7 +66,7 @@ def run_file(rounds: int = 100_000, *, task: str = "digits", **options: Any) -> 
     )
 
 
-def optimum(devices: Sequence[LocalDevice]) -> dict[str, Array]:
+def optimum(devices: Sequence[LocalDeviceSpec]) -> dict[str, Array]:
     """Returns the least sum of the shards' losses, each with its decay, by gradient descent."""
     task = make_task("digits", {"model": "logistic"})
     learner, data = task.learner(), [task.read(device.shards["digits"]) for device in devices]
@@ -88,7 +88,7 @@ def distance(one: dict[str, Array], other: dict[str, Array]) -> float:
 
 
 def closed(fleet: LocalFleet, run_id: str) -> list[Any]:
-    rows = [row for row in fleet.history("rounds", run=run_id, limit=1000) if row["closed_at"]]
+    rows = [row for row in fleet.list_history("rounds", run=run_id, limit=1000) if row["closed_at"]]
     return sorted(rows, key=lambda row: row["round"])
 
 
@@ -99,7 +99,9 @@ def apart(fleet: LocalFleet, run_id: str) -> float:
 
 def furthest(fleet: LocalFleet, run_id: str) -> int:
     """Returns how many local iterations the node that is furthest has told of."""
-    rows = [row["metrics"].get("iterations_in_all", 0) for row in fleet.history("updates", run=run_id, limit=1000)]
+    rows = [
+        row["metrics"].get("iterations_in_all", 0) for row in fleet.list_history("updates", run=run_id, limit=1000)
+    ]
     return int(max(rows, default=0))
 
 
@@ -119,16 +121,16 @@ def test_devices_come_to_a_good_model_under_a_coordinator_that_is_killed_and_sto
         tools.eventually(lambda: closed(fleet, run_id), 60, "a round")
         fleet.kill("coordinator")
         fleet.start_coordinator()
-        run = fleet.wait_run(run_id)
+        run = fleet.wait_for_run(run_id)
         assert (run["status"], run["reason"]) == ("finished", "rounds reached 6")
         rounds = closed(fleet, run_id)
         assert [row["round"] for row in rounds] == list(range(1, 7))
         assert [row["facts"]["nodes"] for row in rounds] == [3] * 6
         task = make_task("digits")
         learner = task.learner()
-        learner.load(load_model_file(fleet.model_file(run["model"])))
+        learner.load(load_model_file(fleet.get_model_path(run["model"])))
         assert learner.evaluate(task.read(str(tools.test_shard)))[1] > 0.6
-        late = [row["bytes_down"] for row in fleet.history("updates", run=run_id) if row["round"] > 3]
+        late = [row["bytes_down"] for row in fleet.list_history("updates", run=run_id) if row["round"] > 3]
         assert max(late) < 4000, "no models come down"
         tools.eventually(lambda: not list(fleet.root.glob("device-*/node.json")), 20, "all have stopped")
 
@@ -179,7 +181,7 @@ def test_three_devices_train_in_step_over_direct_links_and_go_on_where_they_were
     tools: Any, tmp_path: Path
 ) -> None:
     """Board to board over TLS: no broker and no coordinator in between."""
-    hosts = [{"name": name, "addr": "127.0.0.1", "port": free_port()} for name in NAMES[:3]]
+    hosts = [{"name": name, "addr": "127.0.0.1", "port": find_free_port()} for name in NAMES[:3]]
     (tmp_path / "hosts.json").write_text(json.dumps({"hosts": hosts}))
 
     def direct(rounds: int, exchanges: int) -> RunConfig:
@@ -191,7 +193,7 @@ def test_three_devices_train_in_step_over_direct_links_and_go_on_where_they_were
 
     with tools.fleet(tmp_path / "fleet", tools.devices(3), scored=True) as fleet:
         run_id = fleet.submit(direct(3, 5))
-        assert fleet.wait_run(run_id)["status"] == "finished"
+        assert fleet.wait_for_run(run_id)["status"] == "finished"
         rounds = closed(fleet, run_id)
         assert len(rounds) == 3
         # In step: nobody goes on before it has heard of both neighbours, whichever way the messages take.
@@ -201,7 +203,7 @@ def test_three_devices_train_in_step_over_direct_links_and_go_on_where_they_were
         run_id = fleet.submit(direct(8, 40))
         tools.wait_rounds(fleet, run_id, 2)
         assert tools.stop(fleet, run_id)["rounds"] < 8
-        fleet.operator().post(f"/edgefl/v1/runs/{run_id}/resume")
-        assert fleet.wait_run(run_id)["status"] == "finished"
+        fleet.make_client().post(f"/edgefl/v1/runs/{run_id}/resume")
+        assert fleet.wait_for_run(run_id)["status"] == "finished"
         assert [row["round"] for row in closed(fleet, run_id)] == list(range(1, 9))
         assert not tools.events(fleet, "assignment-lost", run=run_id)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from postgres_server import PASSWORD, PostgresServer, running_postgres
 
-from edgefl.config import parse_run
-from edgefl.local_fleet import LocalFleet
+from edgefl.core.config import parse_run
+from edgefl.simulation.local_fleet import LocalFleet
 
 pytestmark = pytest.mark.extended
 
@@ -39,8 +39,8 @@ def fleet(tools: Any, server: PostgresServer, tmp_path_factory: pytest.TempPathF
 
 
 def test_a_token_made_without_being_told_lets_a_board_in(fleet: LocalFleet, tools: Any) -> None:
-    token = fleet.command("coordinator", "token", "--dir", str(fleet.directory)).splitlines()[0]
-    told = fleet.command(
+    token = fleet.run_command("coordinator", "token", "--dir", str(fleet.directory)).splitlines()[0]
+    told = fleet.run_command(
         "device", "join", f"127.0.0.1:{fleet.port}", "--token", token, "--name", "late",
         "--state", str(fleet.root / "late"),
         "--shard", f"digits={tools.devices(1)[0].shards['digits']}",
@@ -54,32 +54,32 @@ def test_rounds_outlive_the_death_of_the_coordinator_and_of_the_server(
 ) -> None:
     run_id = fleet.submit(parse_run({"run": {"task": "digits", "rounds": ROUNDS}, "devices": {"min": 2}}))
     deadline = time.monotonic() + 60
-    while fleet.operator().get(f"/edgefl/v1/runs/{run_id}")["rounds"] < 3:
+    while fleet.make_client().get(f"/edgefl/v1/runs/{run_id}")["rounds"] < 3:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     server.restart()
     fleet.kill("coordinator")
     fleet.start_coordinator()
-    run = fleet.wait_run(run_id)
+    run = fleet.wait_for_run(run_id)
     assert (run["status"], run["rounds"]) == ("finished", ROUNDS)
-    rows = fleet.history("updates", run=run_id, limit=10_000)
+    rows = fleet.list_history("updates", run=run_id, limit=10_000)
     used = [(row["round"], row["device_id"]) for row in rows if row["outcome"] == "used"]
     assert sorted(used) == [(number, f"device-0{k}") for number in range(1, ROUNDS + 1) for k in (1, 2)]
 
 
 def test_commands_that_read_the_directory_find_the_store(fleet: LocalFleet) -> None:
     place = ("--dir", str(fleet.directory))
-    assert fleet.command("history", "rounds", "--run", "latest", *place).count("\n") > ROUNDS
-    assert "revision" in fleet.command("doctor", *place, "--format", "json")
-    assert "pg_dump" in fleet.command("coordinator", "backup", *place, str(fleet.root / "backup.tar.gz"))
+    assert fleet.run_command("history", "rounds", "--run", "latest", *place).count("\n") > ROUNDS
+    assert "revision" in fleet.run_command("doctor", *place, "--format", "json")
+    assert "pg_dump" in fleet.run_command("coordinator", "backup", *place, str(fleet.root / "backup.tar.gz"))
 
 
 def test_a_password_is_kept_for_its_owner_alone_and_shown_nowhere(server: PostgresServer, fleet: LocalFleet) -> None:
     place = fleet.root / "second"
     fleet.environment = {"EDGEFL_STORE": server.url(server.new_database())}
-    said = fleet.command("coordinator", "init", "--dir", str(place))
+    said = fleet.run_command("coordinator", "init", "--dir", str(place))
     fleet.environment = {}
-    said += fleet.command("doctor", "--dir", str(place), "--format", "json")
+    said += fleet.run_command("doctor", "--dir", str(place), "--format", "json")
     assert '"level": "problem"' not in said
     assert PASSWORD not in said
     assert stat.S_IMODE((place / "settings.toml").stat().st_mode) == 0o600

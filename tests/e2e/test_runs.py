@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from edgefl.config import RunConfig, parse_run
-from edgefl.errors import RunFailedError
-from edgefl.local_fleet import LocalFleet
+from edgefl.core.config import RunConfig, parse_run
+from edgefl.core.errors import RunFailedError
+from edgefl.simulation.local_fleet import LocalFleet
 
 pytestmark = pytest.mark.extended
 
@@ -49,10 +49,10 @@ def test_who_cannot_take_part_is_named_and_ends_only_a_run_that_requires_it(
     run_id = fleet.submit(digits(devices={**devices, "ready_s": 2}))
     if reason:
         with pytest.raises(RunFailedError, match=reason):
-            fleet.wait_run(run_id)
-        assert fleet.history("updates", run=run_id) == fleet.history("rounds", run=run_id) == []
+            fleet.wait_for_run(run_id)
+        assert fleet.list_history("updates", run=run_id) == fleet.list_history("rounds", run=run_id) == []
         return
-    assert fleet.wait_run(run_id)["status"] == "finished"
+    assert fleet.wait_for_run(run_id)["status"] == "finished"
     left_out = {row["device_id"]: row["message"] for row in tools.events(fleet, "device-left-out", run=run_id)}
     assert [*left_out] == [name for name in devices["names"] if name not in BOTH]
     assert all(NO_SHARD in message for message in left_out.values())
@@ -66,15 +66,15 @@ def test_a_stopped_run_waits_for_boards_that_it_requires_loses_nothing_and_a_fin
     run_id = fleet.submit(tools.gated_run(pace_s=0.05, iterations=2, rounds=20, min=2, devices=devices))
     tools.wait_rounds(fleet, run_id, 2)
     tools.stop(fleet, run_id)
-    assert fleet.end("device-02") == 0
+    assert fleet.terminate("device-02") == 0
     assert tools.as_operator(fleet, "run", "resume", run_id).code == 0
     tools.eventually(lambda: tools.status(fleet, run_id) == "interrupted", what="it is not let in")
     assert "device-02: it is offline" in tools.run(fleet, run_id)["reason"]
     fleet.start_device("device-02")
-    fleet.wait_present(3)
+    fleet.wait_for_devices(3)
     assert tools.as_operator(fleet, "run", "resume", run_id).code == 0
-    assert fleet.wait_run(run_id)["status"] == "finished"
-    assert [row["round"] for row in fleet.history("rounds", run=run_id)] == list(range(1, 21))
+    assert fleet.wait_for_run(run_id)["status"] == "finished"
+    assert [row["round"] for row in fleet.list_history("rounds", run=run_id)] == list(range(1, 21))
     ended = tools.as_operator(fleet, "run", "resume", run_id)
     assert ended.code == 2
     assert "only a run that was interrupted or stopped can be resumed" in ended.line
@@ -85,7 +85,7 @@ def test_wait_ends_with_the_run_and_its_exit_code_says_how(fleet: LocalFleet, to
     file.write_text('[run]\ntask = "digits"\nrounds = 2\n[devices]\nnames = ["device-01"]\n')
     ended = tools.as_operator(fleet, "-q", "run", "submit", file, "--wait")
     assert ended.code == 0
-    assert fleet.wait_run(ended.out.strip())["status"] == "finished"
+    assert fleet.wait_for_run(ended.out.strip())["status"] == "finished"
     file.write_text('[run]\ntask = "digits"\n[devices]\nnames = ["device-03"]\nrequire = "all"\n')
     ended = tools.as_operator(fleet, "run", "submit", file, "--wait")
     assert ended.code == 41
@@ -106,14 +106,14 @@ def test_of_the_runs_that_wait_the_highest_priority_begins_first(
     positions = {row["run_id"]: row["queue_position"] for row in rows}
     assert [positions[run_id] for run_id in (first, *ids)] == [None, 3, 1, 4, 2]
     gate.open()
-    began = [fleet.wait_run(run_id)["started_at"] for run_id in ids]
+    began = [fleet.wait_for_run(run_id)["started_at"] for run_id in ids]
     assert sorted(range(4), key=lambda place: began[place]) == [1, 3, 0, 2]
 
 
 def test_a_dry_run_queues_nothing_says_who_takes_part_and_foretells_the_bytes_of_a_round(
     fleet: LocalFleet, tools: Any, tmp_path: Path
 ) -> None:
-    before = len(fleet.operator().get("/edgefl/v1/runs")["rows"])
+    before = len(fleet.make_client().get("/edgefl/v1/runs")["rows"])
     file = tmp_path / "run.toml"
     file.write_text('[run]\ntask = "digits"\nrounds = 2\nevaluate_on = "none"\n[compression]\nup = "dense|fp16"\n')
     ended = tools.as_operator(fleet, "run", "submit", file, "--dry-run", "--format", "json")
@@ -122,10 +122,10 @@ def test_a_dry_run_queues_nothing_says_who_takes_part_and_foretells_the_bytes_of
     rows = {row["device_id"]: row for row in plan["rows"]}
     assert [rows[name]["takes_part"] for name in ALL] == [True, True, False]
     assert rows["device-03"]["reason"] == NO_SHARD
-    assert len(fleet.operator().get("/edgefl/v1/runs")["rows"]) == before
+    assert len(fleet.make_client().get("/edgefl/v1/runs")["rows"]) == before
     run_id = tools.as_operator(fleet, "run", "submit", file).out.strip()
-    fleet.wait_run(run_id)
-    second = fleet.history("rounds", run=run_id)[1]
+    fleet.wait_for_run(run_id)
+    second = fleet.list_history("rounds", run=run_id)[1]
     for name in ("bytes_up", "bytes_down"):
         assert plan[name] <= second[name] <= 1.25 * plan[name]
     file.write_text('[run]\ntask = "digits"\nmax_state_bytes = 9\n[strategy]\nname = "dc-asgd"\n')
@@ -138,7 +138,7 @@ def test_the_log_of_a_run_is_fetched_from_the_board_also_while_it_trains_and_not
     fleet: LocalFleet, tools: Any, tmp_path: Path
 ) -> None:
     done = fleet.submit(digits(devices={"names": ["device-01"]}))
-    fleet.wait_run(done)
+    fleet.wait_for_run(done)
     gate = tools.gate(tmp_path / "gate")
     fleet.submit(tools.gated_run(gate, rounds=1))
     tools.in_the_middle(fleet, gate, *ALL)
@@ -152,7 +152,7 @@ def test_the_log_of_a_run_is_fetched_from_the_board_also_while_it_trains_and_not
     gate.open()
     ended = tools.as_operator(fleet, "devices", "logs", "pi-99")
     assert (ended.code, "no device 'pi-99'" in ended.line) == (40, True)
-    assert fleet.end("device-03") == 0
-    tools.eventually(lambda: fleet.presence()["device-03"] == "offline")
+    assert fleet.terminate("device-03") == 0
+    tools.eventually(lambda: fleet.get_presence()["device-03"] == "offline")
     ended = tools.as_operator(fleet, "devices", "logs", "device-03")
     assert (ended.code, "device-03 is offline" in ended.line) == (20, True)

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from edgefl.config import RunConfig, parse_run
-from edgefl.local_fleet import LocalFleet
-from edgefl.strategies.registry import BUILT_IN
-from edgefl.tasks.cutting import cut_shards
+from edgefl.core.config import RunConfig, parse_run
+from edgefl.simulation.local_fleet import LocalFleet
+from edgefl.strategies.registry import BUILT_IN_STRATEGIES
+from edgefl.tasks.sharding.shard_creation import create_shards
 
 pytestmark = pytest.mark.extended
 
@@ -52,7 +52,7 @@ KNOWN_FROM = 3
 @contextmanager
 def make_fleet(tools: Any, root: Path) -> Iterator[LocalFleet]:
     """Three devices with redundant shards of the digits, which serve every strategy, and own ones of another task."""
-    blocks = cut_shards("digits", "redundant:2", len(NAMES), root / "blocks")
+    blocks = create_shards("digits", "redundant:2", len(NAMES), root / "blocks")
     devices = [
         replace(
             device,
@@ -85,8 +85,8 @@ def run_of(name: str, *, down: str = "dense", options: dict[str, Any] | None = N
 
 def check_history(fleet: LocalFleet, tools: Any, run_id: str) -> list[Any]:
     """Returns the used updates: every assignment has one row, versions are met in order by as many as are told."""
-    rows, used = fleet.history("updates", run=run_id), tools.used(fleet, run_id)
-    closed = [row for row in fleet.history("rounds", run=run_id) if row["closed_at"] is not None]
+    rows, used = fleet.list_history("updates", run=run_id), tools.used(fleet, run_id)
+    closed = [row for row in fleet.list_history("rounds", run=run_id) if row["closed_at"] is not None]
     assert len({row["assignment_id"] for row in rows}) == len(rows)
     assert sum(row["num_updates"] for row in closed) == len(used)
     assert [row["version"] for row in closed] == sorted(row["version"] for row in closed)
@@ -95,9 +95,9 @@ def check_history(fleet: LocalFleet, tools: Any, run_id: str) -> list[Any]:
     return used
 
 
-@pytest.mark.parametrize("name", sorted(BUILT_IN))
+@pytest.mark.parametrize("name", sorted(BUILT_IN_STRATEGIES))
 def test_a_run_ends_with_every_update_counted_once(fleet: LocalFleet, tools: Any, name: str) -> None:
-    run = fleet.wait_run(fleet.submit(run_of(name)))
+    run = fleet.wait_for_run(fleet.submit(run_of(name)))
     assert (run["status"], run["reason"]) == ("finished", f"rounds reached {ROUNDS}")
     used = check_history(fleet, tools, run["run_id"])
     assert {row["device_id"] for row in used} == ({"device-01"} if name == "local" else set(NAMES))
@@ -107,12 +107,12 @@ def test_a_run_ends_with_every_update_counted_once(fleet: LocalFleet, tools: Any
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(set(BUILT_IN) - {"redundant"}))
+@pytest.mark.parametrize("name", sorted(set(BUILT_IN_STRATEGIES) - {"redundant"}))
 def test_a_killed_device_stops_no_run(fleet: LocalFleet, tools: Any, name: str) -> None:
     run_id = fleet.submit(run_of(name, task=tools.gated, of_task={"pace_s": 0.3}, rounds=8, evaluate_on="none"))
     tools.eventually(lambda: tools.used(fleet, run_id), what="the first update is in")
     fleet.kill("device-03")
-    run = fleet.wait_run(run_id)
+    run = fleet.wait_for_run(run_id)
     assert (run["status"], run["reason"]) == ("finished", "rounds reached 8")
     check_history(fleet, tools, run_id)
 
@@ -122,7 +122,7 @@ def test_their_clocks_skew_is_reported(fleet: LocalFleet, tools: Any) -> None:
         told = tools.eventually(
             lambda name=name: [
                 row["clock_skew_s"]
-                for row in fleet.history("heartbeats", device=name)
+                for row in fleet.list_history("heartbeats", device=name)
                 if row["clock_skew_s"] is not None
             ]
         )
@@ -134,7 +134,7 @@ def test_a_sparse_downlink_sends_a_fraction_and_changes_nothing_of_the_result(fl
     models, bytes_down = [], []
     for down in ("dense", "delta|dense"):
         run_id = fleet.submit(run_of("adacomp", down=down, rounds=30, evaluate_on="none", names=NAMES[:1]))
-        models.append(fleet.wait_run(run_id)["model"])
+        models.append(fleet.wait_for_run(run_id)["model"])
         rows = sorted(tools.used(fleet, run_id), key=lambda row: row["base_version"])
         assert len(rows) == 30
         bytes_down.append([row["bytes_down"] for row in rows])
@@ -158,8 +158,8 @@ def test_a_new_agent_in_the_middle_of_work_is_sent_a_whole_model_and_nothing_is_
     fleet.kill("device-02")
     fleet.start_device("device-02")
     gate.open()
-    assert fleet.wait_run(run_id)["status"] == "finished"
-    assert {row["outcome"] for row in fleet.history("updates", run=run_id)} == {"used"}
+    assert fleet.wait_for_run(run_id)["status"] == "finished"
+    assert {row["outcome"] for row in fleet.list_history("updates", run=run_id)} == {"used"}
 
 
 def test_redundant_shards_give_the_same_model_bit_for_bit_when_a_holder_of_its_blocks_is_gone(
@@ -168,9 +168,9 @@ def test_redundant_shards_give_the_same_model_bit_for_bit_when_a_holder_of_its_b
     models, used = [], []
     for names in (NAMES, ("device-01", "device-03")):
         if "device-02" not in names:
-            fleet.end("device-02")
-            tools.eventually(lambda: fleet.presence()["device-02"] == "offline", what="it has left")
-        run = fleet.wait_run(fleet.submit(run_of("redundant", rounds=3, evaluate_on="none", names=names)))
+            fleet.terminate("device-02")
+            tools.eventually(lambda: fleet.get_presence()["device-02"] == "offline", what="it has left")
+        run = fleet.wait_for_run(fleet.submit(run_of("redundant", rounds=3, evaluate_on="none", names=names)))
         assert run["status"] == "finished"
         models.append(run["model"])
         used.append(tools.used(fleet, run["run_id"]))
@@ -194,7 +194,7 @@ def paced_updates(paced: LocalFleet, tools: Any, name: str, **options: Any) -> l
     """Returns the used updates of a run of eight rounds."""
     run = {"task": tools.gated, "rounds": PACED_ROUNDS, "evaluate_on": "none"}
     run_id = paced.submit(run_of(name, options={"iterations": 1, **options}, **run))
-    assert paced.wait_run(run_id)["status"] == "finished"
+    assert paced.wait_for_run(run_id)["status"] == "finished"
     return sorted(tools.used(paced, run_id), key=lambda row: (row["round"], row["device_id"]))
 
 
@@ -226,7 +226,7 @@ def test_with_double_buffering_a_device_has_its_next_work_before_the_round_is_cl
 ) -> None:
     rows = paced_updates(paced, tools, "ssgd", double_buffering=True)
     assert [row["staleness"] for row in rows] == [0] * 3 + [1] * (len(rows) - 3), "the gradients of one model before"
-    closed_at = {row["round"]: row["closed_at"] for row in paced.history("rounds", run=rows[0]["run_id"])}
+    closed_at = {row["round"]: row["closed_at"] for row in paced.list_history("rounds", run=rows[0]["run_id"])}
     for name in NAMES:
         own = [row for row in rows if row["device_id"] == name]
         assert all(later["dispatched_at"] < closed_at[sooner["round"]] for sooner, later in pairwise(own))

@@ -13,7 +13,7 @@ import pytest
 from slot_fleet import SlotFleet, slot_fleet
 from wheel_files import Signer, make_wheel
 
-from edgefl.config import parse_run
+from edgefl.core.config import parse_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -113,13 +113,13 @@ def test_a_users_task_and_local_step_train_on_the_board_once_their_pack_is_insta
     site.tools.eventually(lambda: site.device()["examples"].get("gulls") == 400, 60, "the data of the pack's task")
 
     run = site.fleet.submit(parse_run(RUN))
-    ended = site.fleet.wait_run(run)
+    ended = site.fleet.wait_for_run(run)
     assert (ended["status"], ended["rounds"]) == ("finished", 3)
-    updates = site.fleet.history("updates", run=run)
+    updates = site.fleet.list_history("updates", run=run)
     assert [(row["device_id"], row["outcome"], row["iterations"]) for row in updates] == [("board", "used", 10)] * 3
-    losses = [row["loss"] for row in sorted(site.fleet.history("rounds", run=run), key=lambda row: row["round"])]
+    losses = [row["loss"] for row in sorted(site.fleet.list_history("rounds", run=run), key=lambda row: row["round"])]
     assert losses[-1] < 0.5 * losses[0]
-    accuracies = [row["accuracy"] for row in site.fleet.history("evaluations", run=run)]
+    accuracies = [row["accuracy"] for row in site.fleet.list_history("evaluations", run=run)]
     assert accuracies[-1] > 0.9
 
 
@@ -142,5 +142,5 @@ def test_a_pack_leaves_the_board_again_and_the_board_stays_with_its_data(packed:
 
     config = parse_run({"run": {"task": "digits", "rounds": 1, "evaluate_on": "none"}, "devices": {"min": 2}})
     run = site.fleet.submit(config)
-    assert site.fleet.wait_run(run)["status"] == "finished"
-    assert {row["device_id"] for row in site.fleet.history("updates", run=run)} == {"board", "manual"}
+    assert site.fleet.wait_for_run(run)["status"] == "finished"
+    assert {row["device_id"] for row in site.fleet.list_history("updates", run=run)} == {"board", "manual"}

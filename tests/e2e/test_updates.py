@@ -10,16 +10,14 @@ import pytest
 from slot_fleet import SlotFleet, slot_fleet
 
 from edgefl import __version__
-from edgefl.config import parse_run
+from edgefl.core.config import parse_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 MAJOR, MINOR, PATCH = (int(part) for part in __version__.split("."))
 NEXT, BROKEN, DEAF = (f"{MAJOR}.{MINOR}.{PATCH + ahead}" for ahead in (1, 2, 3))
-BREAKS = {
-    "edgefl/device/agent.py": ('"""Works until `stop`;', 'raise RuntimeError("broken on purpose")\n        """')
-}
-DEAFENS = {"edgefl/device/mqtt_session.py": ("super().do_handshake(block)", 'raise OSError("broken on purpose")')}
+BREAKS = {"edgefl/device/agent.py": ("self._connection.start()", 'raise RuntimeError("broken on purpose")')}
+DEAFENS = {"edgefl/device/mqtt/session.py": ("super().do_handshake(block)", 'raise OSError("broken on purpose")')}
 
 
 @pytest.fixture(scope="module")
@@ -39,18 +37,18 @@ def test_a_board_is_updated_trains_on_and_rolls_a_broken_release_back_by_itself(
 
     config = parse_run({"run": {"task": "digits", "rounds": 2, "evaluate_on": "none"}, "devices": {"min": 2}})
     run = updated.fleet.submit(config)
-    assert updated.fleet.wait_run(run)["rounds"] == 2
-    assert {row["device_id"] for row in updated.fleet.history("updates", run=run)} == {"board", "manual"}
+    assert updated.fleet.wait_for_run(run)["rounds"] == 2
+    assert {row["device_id"] for row in updated.fleet.list_history("updates", run=run)} == {"board", "manual"}
 
     broken = updated.release(BROKEN, BREAKS)
     code, output = updated.run("devices", "update", "--to", BROKEN, "--bundle", broken, "board", "--wait")
     assert code == 41, output
     assert f"edgefl {BROKEN} is not everywhere: board rolled-back: its agent did not come up within 40 s" in output
-    updated.tools.eventually(lambda: updated.fleet.presence()["board"] == "online")
+    updated.tools.eventually(lambda: updated.fleet.get_presence()["board"] == "online")
     updated.tools.eventually(lambda: updated.device()["version"] == NEXT)
     assert (updated.root / "current").readlink() == Path("b")
     assert updated.events()[-2:] == ["update-requested", "update-rolled-back"]
-    table = updated.fleet.command("devices", "updates")
+    table = updated.fleet.run_command("devices", "updates")
     assert "done" in table
     assert "failed" in table
 
@@ -63,7 +61,7 @@ def test_a_release_that_is_deaf_to_the_broker_is_left_and_the_next_order_reaches
     code, output = updated.run("devices", "update", "--to", DEAF, "--bundle", deaf, "board", "--wait")
     assert code == 41, output
     assert "its agent does not reach the broker within 40 s, and the version before does" in output
-    updated.tools.eventually(lambda: updated.fleet.presence()["board"] == "online")
+    updated.tools.eventually(lambda: updated.fleet.get_presence()["board"] == "online")
     updated.tools.eventually(lambda: updated.device()["version"] == before)
 
 
@@ -80,10 +78,10 @@ def test_a_version_that_this_coordinator_cannot_talk_to_is_refused(updated: Slot
 
 
 def test_only_an_operator_may_bring_a_bundle(updated: SlotFleet) -> None:
-    from edgefl.client import Operator  # noqa: PLC0415 only here
-    from edgefl.errors import NotAllowedError  # noqa: PLC0415 likewise
+    from edgefl.core.errors import NotAllowedError  # noqa: PLC0415 likewise
+    from edgefl.system.api_client import CoordinatorClient  # noqa: PLC0415 only here
 
-    known = updated.fleet.operator()
-    stranger = Operator(url=known.url, ca_pem=known.ca_pem, token="wrong")
+    known = updated.fleet.make_client()
+    stranger = CoordinatorClient(url=known.url, ca_pem=known.ca_pem, token="wrong")
     with (updated.folder / f"{NEXT}.bundle").open("rb") as file, pytest.raises(NotAllowedError):
         stranger.upload("/edgefl/v1/bundles", file)

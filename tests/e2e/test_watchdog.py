@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from edgefl.local_fleet import LocalDevice, LocalFleet
+from edgefl.simulation.local_fleet import LocalDeviceSpec, LocalFleet
 
 WATCHDOG_S = 2.0
 
@@ -96,10 +96,10 @@ def test_a_device_beats_while_it_works_and_not_when_its_main_loop_is_stuck(
     gate = tools.gate(tmp_path / "gate")
     with tools.fleet(tmp_path / "fleet", []) as fleet:
         fleet.environment = {**fleet.environment, **manager.environment}
-        device = LocalDevice(name="device-01", shards={tools.gated: str(tools.shards[0])}, program=program)
+        device = LocalDeviceSpec(name="device-01", shards={tools.gated: str(tools.shards[0])}, program=program)
         fleet.add_device(device)
         assert manager.hears("READY=1", within_s=30)
-        fleet.wait_present(1)
+        fleet.wait_for_devices(1)
         assert manager.goes_on(), "an agent at leisure passed for a stuck one"
 
         # An iteration that takes many times WatchdogSec / 2, without a word: that is work.
@@ -107,11 +107,11 @@ def test_a_device_beats_while_it_works_and_not_when_its_main_loop_is_stuck(
         tools.eventually(gate.entered)
         assert manager.goes_on(), "work of a few seconds passed for a stuck loop"
         gate.open()
-        fleet.wait_run(run)
+        fleet.wait_for_run(run)
 
         fleet.processes["device-01"].send_signal(signal.SIGUSR1)
         assert manager.falls_silent()
-        assert fleet.presence()["device-01"] == "online", "only the main loop is stuck: heartbeats go on"
+        assert fleet.get_presence()["device-01"] == "online", "only the main loop is stuck: heartbeats go on"
         fleet.kill("device-01")
 
 
@@ -119,9 +119,9 @@ def test_a_device_beats_while_it_works_and_not_when_its_main_loop_is_stuck(
 def test_a_device_that_is_stopped_says_so(tools: Any, manager: Manager, tmp_path: Path) -> None:
     with tools.fleet(tmp_path / "fleet", []) as fleet:
         fleet.environment = {**fleet.environment, **manager.environment}
-        fleet.add_device(LocalDevice(name="device-01", shards={"digits": str(tools.shards[0])}))
-        fleet.wait_present(1)
-        assert fleet.end("device-01") == 0
+        fleet.add_device(LocalDeviceSpec(name="device-01", shards={"digits": str(tools.shards[0])}))
+        fleet.wait_for_devices(1)
+        assert fleet.terminate("device-01") == 0
         assert manager.hears("STOPPING=1", within_s=10)
 
 
@@ -146,15 +146,15 @@ def test_a_coordinator_beats_until_its_main_loop_or_its_web_server_is_stuck(
 STUCK_WEB = textwrap.dedent(
     """
     import asyncio, signal, sys, threading
-    from edgefl.coordinator.web import https_port as web
+    from edgefl.coordinator.api import server as web
     servers = []
     def hold(_number, _frame):
         servers[0].call_soon_threadsafe(threading.Event().wait, 600)
-    turn = web._Server.on_tick
+    turn = web._HttpsServer.on_tick
     async def on_tick(self, counter):
         servers.append(asyncio.get_running_loop())
         return await turn(self, counter)
-    web._Server.on_tick = on_tick
+    web._HttpsServer.on_tick = on_tick
     signal.signal(signal.SIGUSR1, hold)
     from edgefl.cli.main import main
     main(sys.argv[1:])

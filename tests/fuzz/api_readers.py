@@ -31,23 +31,32 @@ from flwr.supercore.primitives.asymmetric import bytes_to_private_key, sign_mess
 from fuzz.reader import MIB, Form, Reader, Seed
 from noted_calls import NotedCalls
 
-from edgefl.assembly import assemble
 from edgefl.compression.codec import make_codec
 from edgefl.compression.decoding import decode_body
-from edgefl.coordinator.directory import add_access, init_directory
-from edgefl.coordinator.dispatch.live_fleet import FleetRun, LiveFleet
-from edgefl.coordinator.fleet.presence import Presence
-from edgefl.coordinator.fleet.roster import Roster
+from edgefl.coordinator.api.server import make_app
+from edgefl.coordinator.directory import add_access_tokens, init_directory
+from edgefl.coordinator.execution.live_fleet import LiveFleet, RunSpec
+from edgefl.coordinator.fleet.presence import PresenceTracker
+from edgefl.coordinator.fleet.registry import DeviceRegistry
+from edgefl.coordinator.flower.superlink import Reply, SuperLink, prepare_body
 from edgefl.coordinator.service import Coordinator, StartOptions
-from edgefl.coordinator.superlink import Reply, SuperLink, prepare_body
-from edgefl.coordinator.web.https_port import make_app
-from edgefl.device.jobs import job_of
-from edgefl.device.supernode import SuperNode
-from edgefl.errors import EdgeflError
-from edgefl.local_fleet import free_port
-from edgefl.protocol import Status
+from edgefl.core.errors import EdgeflError
+from edgefl.core.protocol import StatusMessage
+from edgefl.core.types import (
+    EvaluateInstruction,
+    GossipConfig,
+    InstructionFailed,
+    PeerLinkConfig,
+    TensorSpec,
+    TrainConfig,
+    TrainInstruction,
+    derive_rng,
+)
+from edgefl.device.flower.supernode import SuperNode
+from edgefl.device.training.instruction import parse_instruction
+from edgefl.engine.build import build_run
+from edgefl.simulation.local_fleet import find_free_port
 from edgefl.storage.checkpoints import save_model
-from edgefl.types import Assignment, EdgeSide, Evaluation, LocalPlan, Lost, NodePlan, TensorSpec, derived_rng
 
 SHAPES = (TensorSpec(name="w", shape=(3,)),)
 RUN_FILE = {"run": {"task": "digits", "rounds": 3, "seed": 7}, "strategy": {"name": "fedavg"}}
@@ -108,17 +117,17 @@ def open_coordinator(folder: Path) -> tuple[Coordinator, str]:
 
     Its run worker is stopped: runs that are submitted wait in the queue.
     """
-    bare = init_directory(folder / "c", hosts=["127.0.0.1"], fleet="lab", port=free_port())
-    directory, operator, _viewer = add_access(bare)
-    options = StartOptions(host="127.0.0.1", port=directory.port, broker="embedded", broker_port=free_port())
-    coordinator = Coordinator(directory, options, assemble)
+    bare = init_directory(folder / "c", hosts=["127.0.0.1"], fleet="lab", port=find_free_port())
+    directory, operator, _viewer = add_access_tokens(bare)
+    options = StartOptions(host="127.0.0.1", port=directory.port, broker="embedded", broker_port=find_free_port())
+    coordinator = Coordinator(directory, options, build_run)
     coordinator.__enter__()
-    worker: Any = coordinator._askers.worker
+    worker: Any = coordinator._clients.run_scheduler
     worker.stop()
     store = coordinator._store
     store.add_token(token_id="t", secret_sha256="ab" * 32, expires_at=2e9, uses=9, groups=())
     store.enroll_device(token_id="t", secret_sha256="ab" * 32, now=1e9, device_id="pi", public_key=b"k")
-    coordinator._roster.add("pi", node_id=5, role="trainer", groups=(), examples={"digits": 9})
+    coordinator._registry.add("pi", node_id=5, role="trainer", groups=(), examples={"digits": 9})
     store.add_run(
         run_id="run-1", name="first", task="digits", strategy="fedavg", config=RUN_FILE, seed=7, submitted_at=1e9
     )
@@ -227,7 +236,7 @@ class _Nodes:
 
     def __init__(self) -> None:
         self.replies: list[Reply] = []
-        self.superlink = SuperLink(on_reply=self.replies.append, watcher=NotedCalls())
+        self.superlink = SuperLink(on_reply=self.replies.append, observer=NotedCalls())
         key = ec.generate_private_key(ec.SECP256R1())
         self.pem = key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
@@ -359,33 +368,35 @@ class _Mail:
 def replies(_folder: Path) -> Reader:
     """Headers and bodies of replies to an assignment, an evaluation and a node's order; the first byte says which."""
     codec = make_codec("dense", SHAPES)
-    roster = Roster(Presence(), lambda: 5.0)
-    roster.note_bus(connected=True)
+    roster = DeviceRegistry(PresenceTracker(), lambda: 5.0)
+    roster.record_broker_link(connected=True)
     roster.add("pi", node_id=7, role="trainer", groups=(), examples={"digits": 9})
-    roster.note_status("pi", Status(state="online", boot_id="b", session_no=1))
-    run = FleetRun(
+    roster.record_status("pi", StatusMessage(state="online", boot_id="b", session_no=1))
+    run = RunSpec(
         run_id="r", task="digits", header={"v": 1, "run": "r", "task": "digits"}, groups=(), names=(),
         join_at_start=False,
-        encode=lambda model, version: codec.encode(model, derived_rng(version)),
+        encode=lambda model, version: codec.encode(model, derive_rng(version)),
         decode=lambda body: decode_body(body, SHAPES), encode_changes=None,
     )  # fmt: skip
     source: Any = SimpleNamespace(
-        version=0, model=lambda: {"w": np.zeros(3, np.float32)}, model_of=lambda _: {"w": np.zeros(3, np.float32)},
-        changed=lambda _: None,
+        version=0, model=lambda: {"w": np.zeros(3, np.float32)},
+        device_model=lambda _: {"w": np.zeros(3, np.float32)}, changed=lambda _: None,
     )  # fmt: skip
-    bell: Any = SimpleNamespace(ring=lambda _: None, command=lambda *_: None)
+    bell: Any = SimpleNamespace(notify=lambda _: None, send_command=lambda *_: None)
     mail: Any = _Mail()
-    node = NodePlan(
-        method="gossip", edges=(EdgeSide(neighbour="b", sign=1.0, degree=1, weight=0.5, period=1),),
+    node = GossipConfig(
+        method="gossip", edges=(PeerLinkConfig(neighbour="b", sign=1.0, degree=1, weight=0.5, period=1),),
         learning_rate=0.1,
         period=1, codec="dense", carrier="relay", reports=True,
     )  # fmt: skip
-    plain = Assignment(assignment_id="a", device_id="pi", base_version=0, plan=LocalPlan(iterations=3))
+    plain = TrainInstruction(assignment_id="a", device_id="pi", base_version=0, plan=TrainConfig(iterations=3))
     orders = {
-        b"u": plain, b"e": Evaluation(assignment_id="a", device_id="pi", version=0, round=0),
-        b"n": Assignment(assignment_id="a", device_id="pi", base_version=0, plan=LocalPlan(iterations=3, node=node)),
+        b"u": plain, b"e": EvaluateInstruction(assignment_id="a", device_id="pi", version=0, round=0),
+        b"n": TrainInstruction(
+            assignment_id="a", device_id="pi", base_version=0, plan=TrainConfig(iterations=3, node=node)
+        ),
     }  # fmt: skip
-    update = codec.encode({"w": np.ones(3, np.float32)}, derived_rng(1))
+    update = codec.encode({"w": np.ones(3, np.float32)}, derive_rng(1))
 
     def feed(data: bytes) -> None:
         kind, header, body = _parted(data)
@@ -395,13 +406,13 @@ def replies(_folder: Path) -> Reader:
             return  # never comes so far: see fleet_api
         if not isinstance(value, dict):
             return
-        fleet = LiveFleet(run=run, link=mail, roster=roster, bell=bell, clock=lambda: 5.0)
+        fleet = LiveFleet(run=run, transport=mail, roster=roster, notifier=bell, clock=lambda: 5.0)
         fleet.dispatch([orders.get(kind, plain)], source)
         fleet.post(Reply(node_id=7, instruction_id="i1", header=value, body=body, bytes_up=5, bytes_down=5))
         events = fleet.wait(5.0)
         json.dumps([str(event) for event in events])
         for event in events:
-            assert not isinstance(event, Lost) or len(event.reason) <= 1000
+            assert not isinstance(event, InstructionFailed) or len(event.reason) <= 1000
         fleet.close()
 
     metrics = {
@@ -427,7 +438,7 @@ def instructions(_folder: Path) -> Reader:
     """What a device pulls: Flower's answer, its header, and the job that it is made into."""
     nodes = _Nodes()
     node = SuperNode(
-        private_key_pem=nodes.pem, trust=None, clock=time.time, train=lambda header, body: (header, body),  # type: ignore[arg-type]
+        private_key_pem=nodes.pem, tls_context=None, clock=time.time, train=lambda header, body: (header, body),  # type: ignore[arg-type]
         evaluate=lambda header, body: (header, body),
     )  # fmt: skip
     header = {
@@ -444,7 +455,7 @@ def instructions(_folder: Path) -> Reader:
         node._client = SimpleNamespace(PullMessages=lambda _request: answer)  # type: ignore[assignment]
         pulled = node.pull()
         if pulled is not None:
-            job_of("pi", pulled.header)
+            parse_instruction("pi", pulled.header)
 
     def pulled(text: bytes) -> bytes:
         message = nodes.reply("cd" * 32, {}, b"model")

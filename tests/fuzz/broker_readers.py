@@ -12,7 +12,7 @@ from fuzz.reader import Reader, Seed
 from edgefl.coordinator.brokers.mqtt.connection import ClientConnection
 from edgefl.coordinator.brokers.mqtt.packets import PacketReader, PublishPacket, _encode_length
 from edgefl.coordinator.brokers.mqtt.router import TopicRouter
-from edgefl.errors import NetworkError
+from edgefl.core.errors import NetworkError
 
 ROOT = b"edgefl/v1/lab/pi-1/"
 WORDS = (b"edgefl/v1/lab/", b"/peer/", b"status", b"+", b"#", b"$SYS", b"MQTT", b"\x00\x04MQTT\x04", b"\x00\x00")
@@ -94,13 +94,13 @@ def connections(_folder: Path) -> Reader:
         for piece in (data[:middle], data[middle:]):
             connection.data_received(piece)
             await asyncio.sleep(0)
-        connection.end()
+        connection.abort()
         connection.connection_lost(None)
         assert not opened
         assert all(topic.startswith(ROOT.decode()) for topic in coordinator.topics), coordinator.topics
         coordinator.topics.clear()
-        router.refuse({"pi-1"}, ())
-        router.refuse((), ())
+        router.revoke({"pi-1"}, ())
+        router.revoke((), ())
         assert router._retained.children.keys() | router._sessions.keys() == {"coordinator"}
 
     runner = asyncio.Runner()
@@ -118,7 +118,7 @@ class _Coordinator:
     def deliver(self, message: PublishPacket, _qos: int, *, is_retained: bool) -> None:
         self.topics.append(message.topic)
 
-    def end(self) -> None: ...
+    def abort(self) -> None: ...
 
 
 class _Transport:

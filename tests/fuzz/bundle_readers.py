@@ -14,9 +14,9 @@ from fuzz.storage_readers import _tar_sealed
 from made_wheels import make_wheel
 
 from edgefl.bundles.archive import read_bundle, write_bundle
-from edgefl.bundles.keys import Signers, key_id, load_public, make_key, sign
-from edgefl.bundles.manifest import Kind, Manifest, WheelEntry
-from edgefl.bundles.wheels import fitting, wheel_names
+from edgefl.bundles.keys import TrustedKeys, compute_key_id, create_key_pair, load_public_key, sign_manifest
+from edgefl.bundles.manifest import BundleKind, BundleManifest, WheelEntry
+from edgefl.bundles.wheels import check_wheel, select_compatible_wheels
 
 
 class Workshop:
@@ -26,24 +26,24 @@ class Workshop:
         self.folder = folder
         self.wheel = make_wheel(folder / "wheels", "mytask", "1.0", {"mytask.py": b"x = 1\n"})
         self.key = Ed25519PrivateKey.generate()
-        self.signers = Signers(folder=folder, keys={key_id(self.key.public_key()): self.key.public_key()})
+        self.signers = TrustedKeys(folder=folder, keys={compute_key_id(self.key.public_key()): self.key.public_key()})
         content = self.wheel.read_bytes()
         self.entry = WheelEntry(
             file=self.wheel.name, sha256=hashlib.sha256(content).hexdigest(), num_bytes=len(content)
         )
-        self.manifest = Manifest(
-            kind=Kind.PACK,
+        self.manifest = BundleManifest(
+            kind=BundleKind.PACK,
             name="mytask",
             version="1.0",
             serial=5,
-            key=key_id(self.key.public_key()),
+            key=compute_key_id(self.key.public_key()),
             wheels=(self.entry,),
         )
 
     def bundle(self, text: bytes | None = None) -> bytes:
-        text = self.manifest.dump() if text is None else text
+        text = self.manifest.encode() if text is None else text
         out = self.folder / "made.bundle"
-        write_bundle(out, text=text, signature=sign(self.key, text), wheels=[self.wheel])
+        write_bundle(out, manifest_bytes=text, signature=sign_manifest(self.key, text), wheels=[self.wheel])
         return out.read_bytes()
 
 
@@ -58,8 +58,8 @@ def bundles(folder: Path) -> Reader:
             opened = read_bundle(file)
             shop.signers.verify(opened)
             for entry in opened.manifest.wheels:
-                opened.unpack(entry, folder / "unpacked.whl")
-            assert opened.text == shop.manifest.dump(), "a text that was not signed"
+                opened.extract_wheel(entry, folder / "unpacked.whl")
+            assert opened.manifest_bytes == shop.manifest.encode(), "a text that was not signed"
 
     def with_header(place: int):
         return lambda found: whole[:place] + _tar_sealed(found[:512].ljust(512, b"\0")) + whole[place + 512 :]
@@ -85,12 +85,12 @@ def manifests(folder: Path) -> Reader:
     }  # fmt: skip
 
     def feed(data: bytes) -> None:
-        manifest = Manifest.load(data)
-        assert Manifest.load(manifest.dump()) == manifest
-        fitting(manifest.wheels, [tag for wheel in manifest.wheels for tag in wheel.tags])
+        manifest = BundleManifest.decode(data)
+        assert BundleManifest.decode(manifest.encode()) == manifest
+        select_compatible_wheels(manifest.wheels, [tag for wheel in manifest.wheels for tag in wheel.tags])
 
     seeds = [
-        Seed(content=shop.manifest.dump(), form=Form.JSON),
+        Seed(content=shop.manifest.encode(), form=Form.JSON),
         Seed(content=json.dumps(release).encode(), form=Form.JSON),
     ]
     return Reader(feed=feed, seeds=tuple(seeds))
@@ -103,7 +103,7 @@ def wheels(folder: Path) -> Reader:
 
     def feed(data: bytes) -> None:
         path.write_bytes(data)
-        wheel_names(path, shop.entry, Kind.PACK)
+        check_wheel(path, shop.entry, BundleKind.PACK)
 
     def with_metadata(found: bytes) -> bytes:
         out = io.BytesIO()
@@ -122,13 +122,13 @@ def wheels(folder: Path) -> Reader:
 
 def signing_keys(folder: Path) -> Reader:
     """The public keys in a board's folder."""
-    make_key(folder / "keys", None)
+    create_key_pair(folder / "keys", None)
     public = (folder / "keys" / "signing.pub.pem").read_bytes()
     path = folder / "trusted.pem"
 
     def feed(data: bytes) -> None:
         path.write_bytes(data)
-        load_public(path)
+        load_public_key(path)
 
     return Reader(feed=feed, seeds=tuple(pem_seeds(public)))
 

@@ -15,13 +15,13 @@ from fuzz.reader import MIB, Reader, Seed
 from edgefl.compression.codec import make_codec
 from edgefl.compression.decoding import decode_body
 from edgefl.compression.delta import apply_delta, encode_delta
-from edgefl.compression.edges import EdgeCodec
-from edgefl.compression.feedback import ErrorFeedback
-from edgefl.compression.stages import shared_shapes
-from edgefl.compression.wire import EdgeFrame, read_edge_frame, write_edge_frame
-from edgefl.device.run_files import load_arrays
-from edgefl.tasks.variates import OwnVariate, kept_variate
-from edgefl.types import TensorSpec
+from edgefl.compression.error_feedback import ErrorFeedback
+from edgefl.compression.peer_codec import PeerCodec
+from edgefl.compression.stages import select_shared_tensors
+from edgefl.compression.wire import PeerModelFrame, read_peer_frame, write_peer_frame
+from edgefl.core.types import TensorSpec
+from edgefl.device.training.run_arrays import load_arrays
+from edgefl.tasks.local_algorithms.control_variates import ClientControlVariate, restore_variate
 
 EDGE_SHAPES = (TensorSpec(name="w", shape=(40,)), TensorSpec(name="b", shape=(3,)))
 
@@ -56,7 +56,9 @@ def deltas(_folder: Path) -> Reader:
     for spec in ("dense", "dense|fp16", "dense|bf16|zstd"):
         body = encode_delta(model, changed, SHAPES, spec, rng())
         assert body is not None
-        seeds += [Seed(content=content, close=close) for content, close in opened(body, shared_shapes(SHAPES))]
+        seeds += [
+            Seed(content=content, close=close) for content, close in opened(body, select_shared_tensors(SHAPES))
+        ]
 
     def feed(data: bytes) -> None:
         found = apply_delta(model, data, SHAPES)
@@ -72,28 +74,28 @@ def edge_bodies(_folder: Path) -> Reader:
     def parts() -> dict[str, dict[str, np.ndarray]]:
         return {"y": {one.name: draw.normal(size=one.shape).astype(np.float32) for one in EDGE_SHAPES}}
 
-    one, other = (EdgeCodec("int8", EDGE_SHAPES, epoch=1) for _ in range(2))
+    one, other = (PeerCodec("int8", EDGE_SHAPES, epoch=1) for _ in range(2))
     bodies = []
     for _ in range(3):
         bodies.append(one.encode("b", parts(), rng()))
         other.decode("a", bodies[-1])
         one.decode("b", other.encode("a", parts(), rng()))
-    exact = EdgeCodec("", EDGE_SHAPES, epoch=1).encode("b", parts(), rng())
+    exact = PeerCodec("", EDGE_SHAPES, epoch=1).encode("b", parts(), rng())
 
     def feed(data: bytes) -> None:
-        held = EdgeCodec("int8", EDGE_SHAPES, epoch=1)
+        held = PeerCodec("int8", EDGE_SHAPES, epoch=1)
         held.decode("a", bodies[0])
         decoded = held.decode("a", data)
         assert all(array.dtype == np.float32 for part in decoded.values() for array in part.values())
 
     seeds = [Seed(content=body) for body in (*bodies[:2], exact)]
     for body in (bodies[1], exact):
-        frame = read_edge_frame(body)
+        frame = read_peer_frame(body)
         seeds += [Seed(content=bytes(part), close=_in_edge(frame, name)) for name, part in frame.parts.items()]
         seeds += [
             Seed(content=content, close=lambda found, f=frame, n=name, c=close: _in_edge(f, n)(c(found)))
             for name, part in frame.parts.items()
-            for content, close in opened(bytes(part), shared_shapes(EDGE_SHAPES))
+            for content, close in opened(bytes(part), select_shared_tensors(EDGE_SHAPES))
         ]
     return Reader(feed=feed, seeds=tuple(seeds), most_bytes=MIB)
 
@@ -122,9 +124,9 @@ def kept_residuals(folder: Path) -> Reader:
 def kept_variates(folder: Path) -> Reader:
     """The control variate that a device keeps of a run, and an assignment that goes on from it."""
     after = {name: array for name, array in small_tensors().items() if array.dtype.kind == "f"}
-    kept = OwnVariate().at(0, ()).moved("a1", after).at(0, ["a1"]).moved("a2", after)
+    kept = ClientControlVariate().apply_used(0, ()).add_move("a1", after).apply_used(0, ["a1"]).add_move("a2", after)
     packed = io.BytesIO()
-    np.savez(packed, **kept.arrays())
+    np.savez(packed, **kept.to_arrays())
     place = folder / "variates"
     place.mkdir()
 
@@ -132,11 +134,11 @@ def kept_variates(folder: Path) -> Reader:
         (place / "run.npz").write_bytes(data)
         arrays = load_arrays(place, "run")
         if arrays is not None:
-            found = kept_variate(arrays).at(0, ["a1", "a2"]).moved("a3", after)
-            assert kept_variate(found.arrays()).moves.keys() == found.moves.keys()
+            found = restore_variate(arrays).apply_used(0, ["a1", "a2"]).add_move("a3", after)
+            assert restore_variate(found.to_arrays()).pending_moves.keys() == found.pending_moves.keys()
 
     return Reader(
-        feed=feed, seeds=(Seed(content=packed.getvalue()), *npz_seeds(kept.arrays())), refuses=(ValueError,)
+        feed=feed, seeds=(Seed(content=packed.getvalue()), *npz_seeds(kept.to_arrays())), refuses=(ValueError,)
     )
 
 
@@ -166,12 +168,12 @@ def _numbered(surfaces: tuple[Surface, ...]) -> Iterator[Seed]:
         yield Seed(content=surface.content, close=lambda content, mark=mark: mark + content)
 
 
-def _in_edge(frame: EdgeFrame, name: str):
+def _in_edge(frame: PeerModelFrame, name: str):
     def close(content: bytes) -> bytes:
-        return write_edge_frame(
-            EdgeFrame(
-                epoch=frame.epoch, number=frame.number, base=frame.base, heard_epoch=frame.heard_epoch,
-                heard_number=frame.heard_number, parts={**frame.parts, name: memoryview(content)},
+        return write_peer_frame(
+            PeerModelFrame(
+                epoch=frame.epoch, number=frame.number, base_number=frame.base_number, ack_epoch=frame.ack_epoch,
+                ack_number=frame.ack_number, parts={**frame.parts, name: memoryview(content)},
             )
         )  # fmt: skip
 

@@ -16,31 +16,37 @@ import numpy as np
 from fuzz.reader import MIB, Form, Reader, Seed
 from onnx_graphs import constant_model
 
-from edgefl.device.board.speed_book import _load
-from edgefl.device.inference.inference_server import InferenceServer, Served, _Handler
-from edgefl.device.inference.model_store import DeployedModel, ModelStore, Note, Report
+from edgefl.core.errors import ClonedError
+from edgefl.device.diagnostics.json_log import read_page
+from edgefl.device.diagnostics.report_archive import format_summary, read_report
+from edgefl.device.enrolment.keys import create_key
+from edgefl.device.hardware.step_rate import _load
+from edgefl.device.identity_lockout import check_not_locked_out
+from edgefl.device.inference.model_store import DeployedModel, DeploymentReport, DeploymentState, ModelStore
 from edgefl.device.inference.onnx_model import OnnxModel
-from edgefl.device.installations import Installations
-from edgefl.device.joining.keys import new_key
-from edgefl.device.logbook import page
-from edgefl.device.neighbours.node_runner import NodeRunner
-from edgefl.device.refusal import check_welcome
-from edgefl.device.report.report_archive import read_report, summary
-from edgefl.device.slots.health import Health, read_health
-from edgefl.device.slots.inbox import read_request
-from edgefl.device.slots.layout import Slots
-from edgefl.device.slots.status import Outcome, Step, Trial, read_status
-from edgefl.device.state import REFUSED, DeviceState, JoinedDevice, _dump, load_pending
-from edgefl.errors import ClonedError
+from edgefl.device.inference.server import InferenceServer, ServedModel, _RequestHandler
+from edgefl.device.peers.gossip_runner import GossipRunner
+from edgefl.device.state_dir import (
+    LOCKOUT_FILE,
+    DeviceSettings,
+    DeviceStateDir,
+    _encode_settings,
+    load_pending_enrolment,
+)
+from edgefl.device.updates.health import AgentHealth, read_health
+from edgefl.device.updates.install_request import read_request
+from edgefl.device.updates.installation_client import InstallationClient
+from edgefl.device.updates.slots import Slots
+from edgefl.device.updates.status import InstallAttempt, InstallPhase, InstallResult, read_status
 
 
 def states(folder: Path) -> Reader:
     """`device.json`, the counter of sessions, and what is left of a join that was cut off."""
-    device = JoinedDevice(
+    device = DeviceSettings(
         device_id="pi-1", fleet="lab", role="trainer", ca_fingerprint="ab" * 32, addresses=("pi.local:8000",),
         broker_port=8883, shards={"digits": "/srv/digits"}, threads=2, max_temperature_c=75.0,
     )  # fmt: skip
-    pending = {"key": new_key().decode(), "name": "pi-1", "ca": "ab" * 32}
+    pending = {"key": create_key().decode(), "name": "pi-1", "ca": "ab" * 32}
     names = {b"d": "device.json", b"s": "session", b"p": ".pending"}
 
     def feed(data: bytes) -> None:
@@ -49,16 +55,16 @@ def states(folder: Path) -> Reader:
         kind = data[:1]
         (folder / names.get(kind, "device.json")).write_bytes(data[1:])
         if kind == b"s":
-            assert DeviceState(folder, device).next_session_no() > 0
+            assert DeviceStateDir(folder, device).next_session_no() > 0
         elif kind == b"p":
-            load_pending(folder)
+            load_pending_enrolment(folder)
         else:
-            state = DeviceState.load(folder)
-            state.change(threads=1)
-            _used(state.device)
+            state = DeviceStateDir.load(folder)
+            state.update(threads=1)
+            _used(state.settings)
 
     seeds = (
-        Seed(content=_dump(device), form=Form.JSON, close=lambda found: b"d" + found),
+        Seed(content=_encode_settings(device), form=Form.JSON, close=lambda found: b"d" + found),
         Seed(content=b"17\n", form=Form.TEXT, close=lambda found: b"s" + found),
         Seed(content=json.dumps(pending).encode(), form=Form.JSON, close=lambda found: b"p" + found),
     )
@@ -68,7 +74,7 @@ def states(folder: Path) -> Reader:
 def notes(folder: Path) -> Reader:
     """Small notes of agent and updater; the first byte says which. Most count as missing when they are damaged."""
     slots = Slots(folder / "opt")
-    for place in (slots.work, slots.path("a"), folder / "models", folder / "updates"):
+    for place in (slots.work_dir, slots.path("a"), folder / "models", folder / "updates"):
         place.mkdir(parents=True, exist_ok=True)
     store = ModelStore(folder)
     runner: Any = SimpleNamespace(_path=folder / "node.json")
@@ -76,13 +82,16 @@ def notes(folder: Path) -> Reader:
     places: dict[bytes, tuple[Path, Callable[[], object]]] = {
         b"h": (folder / "health.json", lambda: read_health(folder)),
         b"r": (folder / "updates" / "request.json", lambda: read_request(folder)),
-        b"s": (slots.work / "status.json", lambda: hash(read_status(slots))),
-        b"l": (next(slots.path("a").glob("*.json"), slots.path("a") / _record_name()), lambda: slots.record("a")),
-        b"m": (store.note_path, store.read),
+        b"s": (slots.work_dir / "status.json", lambda: hash(read_status(slots))),
+        b"l": (
+            next(slots.path("a").glob("*.json"), slots.path("a") / _record_name()),
+            lambda: slots.load_record("a"),
+        ),
+        b"m": (store.state_path, store.load),
         b"b": (folder / "speeds.json", lambda: _load(folder / "speeds.json")),
-        b"n": (folder / "node.json", lambda: NodeRunner.kept_order(runner)),
-        b"w": (folder / REFUSED, lambda: _welcomed(folder)),
-        b"i": (folder / "updates" / _install_note_name(), lambda: Installations._read_note(installs)),
+        b"n": (folder / "node.json", lambda: GossipRunner.load_instruction(runner)),
+        b"w": (folder / LOCKOUT_FILE, lambda: _welcomed(folder)),
+        b"i": (folder / "updates" / _install_note_name(), lambda: InstallationClient._load_report(installs)),
     }
 
     def feed(data: bytes) -> None:
@@ -91,14 +100,14 @@ def notes(folder: Path) -> Reader:
         read()
 
     model = DeployedModel(deployment="d1", sha256="ab" * 32, model="cd" * 32, task="digits")
-    trial = Trial(id="i1", sha256="ab" * 32, step=Step.TRIAL, old="a", new="b", token="t")
+    trial = InstallAttempt(id="i1", sha256="ab" * 32, step=InstallPhase.TRIAL, old="a", new="b", token="t")
     values: dict[bytes, Any] = {
-        b"h": {"v": 1, **asdict(Health(boot_id="b", version="0.9.1", packs={"p": "1"}))},
+        b"h": {"v": 1, **asdict(AgentHealth(boot_id="b", version="0.9.1", packs={"p": "1"}))},
         b"r": {"v": 1, "id": "i1", "bundle": "ab" * 32},
-        b"s": {"v": 1, "trial": asdict(trial), "outcome": asdict(Outcome(id="i0", state="running"))},
+        b"s": {"v": 1, "trial": asdict(trial), "outcome": asdict(InstallResult(id="i0", state="running"))},
         b"l": {"v": 1, "packs": {"p": {"version": "1", "projects": ["p", "q"]}}, "serials": {"k": 5}},
-        b"m": {"v": 1, **asdict(Note(current=model, former=model, report=Report(id="d1", state="running"),
-        pending="d2"))},
+        b"m": {"v": 1, **asdict(DeploymentState(current=model, former=model,
+        report=DeploymentReport(id="d1", state="running"), pending="d2"))},
         b"b": {"v": 1, "speeds": {"digits": {"steps_per_s": 5.0, "batch_size": 4, "backend": "numpy",
         "stamp": ["x"]}}},
         b"n": {"run": "r", "plan": {}},
@@ -114,7 +123,7 @@ def notes(folder: Path) -> Reader:
 
 def _welcomed(folder: Path) -> None:
     with suppress(ClonedError):
-        check_welcome(folder)
+        check_not_locked_out(folder)
 
 
 def logbooks(folder: Path) -> Reader:
@@ -124,7 +133,7 @@ def logbooks(folder: Path) -> Reader:
 
     def feed(data: bytes) -> None:
         (folder / _log_name()).write_bytes(data)
-        json.dumps(page(folder, {"after": 1, "since": 2.0})).encode()
+        json.dumps(read_page(folder, {"after": 1, "since": 2.0})).encode()
 
     one = Seed(
         content=json.dumps(rows[1]).encode(),
@@ -149,7 +158,7 @@ def reports(folder: Path) -> Reader:
     def feed(data: bytes) -> None:
         path = folder / "report.tar.gz"
         path.write_bytes(data)
-        summary(read_report(path)).encode(errors="replace")
+        format_summary(read_report(path)).encode(errors="replace")
 
     text = json.dumps(facts).encode()
     seeds = (Seed(content=packed(text)), Seed(content=text, form=Form.JSON, close=packed))
@@ -178,13 +187,13 @@ class _Wire:
 def inference_requests(folder: Path) -> Reader:
     """Whole requests to a board's inference server; none may end in its log as an internal error."""
     constant_model(folder / "m.onnx", 3)
-    served = Served(file=folder / "m.onnx")
+    served = ServedModel(file=folder / "m.onnx")
     server = InferenceServer(served, "127.0.0.1", 0)
     inner: Any = server._server
 
     def feed(data: bytes) -> None:
         wire: Any = _Wire(data)
-        _Handler(wire, ("127.0.0.1", 5), inner)
+        _RequestHandler(wire, ("127.0.0.1", 5), inner)
         assert b" 500 " not in bytes(wire.sent[:20]), bytes(wire.sent[:400])
 
     array = io.BytesIO()
@@ -237,31 +246,31 @@ def model_facts(folder: Path) -> Reader:
     )  # fmt: skip
 
 
-def _used(device: JoinedDevice) -> None:
+def _used(device: DeviceSettings) -> None:
     """Looks at every field as an agent does that starts."""
     assert device.device_id
     hash((device.device_id, device.role, device.addresses, device.threads, device.peer_port, device.broker_port))
 
 
 def _record_name() -> str:
-    from edgefl.device.slots import layout  # noqa: PLC0415 a name of that file
+    from edgefl.device.updates import slots  # noqa: PLC0415 a name of that file
 
-    return layout.RECORD
+    return slots.RECORD_FILE
 
 
 def _install_note_name() -> str:
-    from edgefl.device import installations  # noqa: PLC0415 a name of that file
+    from edgefl.device.updates import installation_client  # noqa: PLC0415 a name of that file
 
-    return installations.NOTE
+    return installation_client.REPORT_FILE
 
 
 def _log_name() -> str:
-    from edgefl.device import logbook  # noqa: PLC0415 a name of that file
+    from edgefl.device.diagnostics import json_log  # noqa: PLC0415 a name of that file
 
-    return logbook.FILE_NAME
+    return json_log.FILE_NAME
 
 
 def _report_name() -> str:
-    from edgefl.device.report import report_archive  # noqa: PLC0415 a name of that file
+    from edgefl.device.diagnostics import report_archive  # noqa: PLC0415 a name of that file
 
-    return report_archive.REPORT
+    return report_archive.REPORT_FILE

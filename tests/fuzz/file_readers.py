@@ -12,21 +12,21 @@ from typing import Any
 import yaml
 from fuzz.reader import Form, Reader, Seed
 
-from edgefl.client import OperatorFile, _answer, load_operator_file
-from edgefl.config import load_run, parse_run_text
 from edgefl.coordinator.directory import init_directory, load_directory
-from edgefl.decentralised.graph_files import read_graph, read_hosts
-from edgefl.device.joining.join_file import JoinFile
-from edgefl.protocol import JoinToken
-from edgefl.provision.card import Wishes
-from edgefl.provision.cloud_init import _network, user_data
+from edgefl.core.config import load_run, parse_run_text
+from edgefl.core.protocol import JoinToken
+from edgefl.decentralised.topology_files import read_hosts, read_topology
+from edgefl.device.enrolment.join_file import JoinFile
+from edgefl.provision.cloud_init import _parse_network, render_user_data
 from edgefl.provision.hosts_file import parse_hosts
-from edgefl.provision.preseed import preseed
-from edgefl.provision.ssh import Told
-from edgefl.provision.ssh_facts import BoardFacts
-from edgefl.simulation.faults import load_faults, with_faults
+from edgefl.provision.preseed import render_preseed
+from edgefl.provision.sd_card import CardOptions
+from edgefl.provision.ssh_connection import CommandResult
+from edgefl.provision.ssh_host_facts import HostFacts
+from edgefl.simulation.faults import apply_faults, load_faults
 from edgefl.simulation.profiles import load_catalogue
-from edgefl.storage.wanted import parse_place, place_text
+from edgefl.storage.queries.filters import decode_cursor, encode_cursor
+from edgefl.system.api_client import OperatorFile, _parse_reply, load_operator_file
 
 RUN = b"""[run]
 task = "digits"
@@ -180,7 +180,7 @@ def run_files(folder: Path) -> Reader:
 def fault_scripts(folder: Path) -> Reader:
     def read(path: Path) -> None:
         faults = load_faults(path)
-        with_faults("pi-2", next(iter(catalogue.profiles.values())), faults)
+        apply_faults("pi-2", next(iter(catalogue.profiles.values())), faults)
 
     catalogue = load_catalogue()
     return Reader(feed=_of_file(folder, "faults.toml", read), seeds=(Seed(content=FAULTS, form=Form.TOML),))
@@ -192,7 +192,7 @@ def profiles(folder: Path) -> Reader:
 
 
 def graphs(folder: Path) -> Reader:
-    read = _of_file(folder, "node_list.json", read_graph)
+    read = _of_file(folder, "node_list.json", read_topology)
     listed = {"nodes": {name: {"edges": list(node["edges"])} for name, node in GRAPH["nodes"].items()}}
     return Reader(feed=read, seeds=tuple(_json_seeds(GRAPH, listed)))
 
@@ -210,7 +210,7 @@ def ssh_hosts(_folder: Path) -> Reader:
 
 def join_files(_folder: Path) -> Reader:
     file = JoinFile(token=TOKEN.text(), name="pi-1", shards={"digits": "/srv/digits"}, addresses=("a:1",))
-    seeds = (Seed(content=file.text().encode(), form=Form.JSON),)
+    seeds = (Seed(content=file.to_text().encode(), form=Form.JSON),)
     return Reader(feed=lambda data: JoinFile.parse(_text(data)), seeds=seeds)
 
 
@@ -240,7 +240,7 @@ def operator_files(folder: Path) -> Reader:
         url="https://pi:8000", fleet="lab", ca_fingerprint="ab" * 32, ca_pem="-----BEGIN\nX\n", operator_token="t"
     )
     read = _of_file(folder, "operator.toml", load_operator_file)
-    return Reader(feed=read, seeds=(Seed(content=file.text().encode(), form=Form.TOML),))
+    return Reader(feed=read, seeds=(Seed(content=file.to_toml().encode(), form=Form.TOML),))
 
 
 def coordinator_files(folder: Path) -> Reader:
@@ -266,7 +266,7 @@ def operator_answers(_folder: Path) -> Reader:
     statuses = (200, 400, 401, 404, 500)
 
     def feed(data: bytes) -> None:
-        _answer("https://pi:8000", statuses[data[0] % len(statuses)] if data else 200, data[1:])
+        _parse_reply("https://pi:8000", statuses[data[0] % len(statuses)] if data else 200, data[1:])
 
     value = {"v": 1, "rows": [{"run_id": "r", "name": "x"}], "error": "token-invalid", "message": "no"}
     content = json.dumps(value).encode()
@@ -280,15 +280,15 @@ def operator_answers(_folder: Path) -> Reader:
 def cards_user_data(_folder: Path) -> Reader:
     """What lies on a card already: user-data and network-config of cloud-init."""
 
-    wishes = Wishes(name="pi-01", ssh_keys=("ssh-ed25519 AAAA me",))
+    wishes = CardOptions(name="pi-01", ssh_keys=("ssh-ed25519 AAAA me",))
     fast = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
     def feed(data: bytes) -> None:
         text = data[1:].decode(errors="replace")
         if data[:1] == b"n":
-            _network(text)
+            _parse_network(text)
             return
-        made = user_data(wishes, text)
+        made = render_user_data(wishes, text)
         # What reads it on a board is the parser in Python, which takes ten times longer.
         yaml.load(made, yaml.SafeLoader if zlib.crc32(data) % READ_AS_ON_BOARDS_EVERY == 0 else fast)
 
@@ -305,10 +305,10 @@ def cards_user_data(_folder: Path) -> Reader:
 
 def cards_preseed(_folder: Path) -> Reader:
     """The settings of Raspberry Pi OS that lie on a card already."""
-    wishes = Wishes(name="pi-01", ssh_keys=("ssh-ed25519 AAAA me",))
+    wishes = CardOptions(name="pi-01", ssh_keys=("ssh-ed25519 AAAA me",))
 
     def feed(data: bytes) -> None:
-        tomllib.loads(preseed(wishes, data.decode(errors="replace")).decode())
+        tomllib.loads(render_preseed(wishes, data.decode(errors="replace")).decode())
 
     return Reader(feed=feed, seeds=(Seed(content=PRESEED, form=Form.TOML),))
 
@@ -317,8 +317,8 @@ def board_facts(_folder: Path) -> Reader:
     """What a board that is reached by ssh says of itself."""
 
     def feed(data: bytes) -> None:
-        facts = BoardFacts.of(Told(status=0, output=data.decode(errors="replace"), errors=""))
-        facts.skew_text(1e9)
+        facts = HostFacts.from_result(CommandResult(status=0, output=data.decode(errors="replace"), errors=""))
+        facts.format_skew(1e9)
         facts.check(now=1e9, is_offline=False, target="pi@pi")
 
     device = FACTS.split(b"device ")[1].split(b"\n")[0]
@@ -330,8 +330,11 @@ def board_facts(_folder: Path) -> Reader:
 
 def places(_folder: Path) -> Reader:
     """Places in the history, as URLs carry them."""
-    seeds = (Seed(content=place_text([5.5, "a1"]).encode(), form=Form.JSON), Seed(content=b"[1, 2]", form=Form.JSON))
-    return Reader(feed=lambda data: parse_place(data.decode(errors="replace")), seeds=seeds)
+    seeds = (
+        Seed(content=encode_cursor([5.5, "a1"]).encode(), form=Form.JSON),
+        Seed(content=b"[1, 2]", form=Form.JSON),
+    )
+    return Reader(feed=lambda data: decode_cursor(data.decode(errors="replace")), seeds=seeds)
 
 
 def _json_seeds(*values: Any) -> list[Seed]:

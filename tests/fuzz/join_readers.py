@@ -23,22 +23,23 @@ from sqlalchemy import delete, update
 from edgefl import __version__
 from edgefl.coordinator import pki
 from edgefl.coordinator.directory import init_directory
-from edgefl.coordinator.joining.enrolment import BrokerSite, EnrolmentService
-from edgefl.coordinator.joining.readmission import ReadmissionService
-from edgefl.coordinator.joining.renewal import RenewalService
-from edgefl.coordinator.joining.tokens import TokenTerms, make_token
-from edgefl.device import installations, trust
-from edgefl.device.file_fetch import Source, json_answer
-from edgefl.device.inference import model_fetch
-from edgefl.device.joining.enrolment import _joined
-from edgefl.device.joining.keys import certificate_in, new_key, public_pem, request_pem
-from edgefl.device.joining.renewal import ends_at
-from edgefl.device.supernode import _reason
-from edgefl.device.trust import _json, say_hello
-from edgefl.findings import check_certificate
-from edgefl.protocol import JoinToken, certificate_fingerprint
-from edgefl.storage.models import Device, Event
+from edgefl.coordinator.enrolment.enrolment_service import BrokerEndpoint, EnrolmentService
+from edgefl.coordinator.enrolment.reenrolment import ReenrolmentService
+from edgefl.coordinator.enrolment.renewal import RenewalService
+from edgefl.coordinator.enrolment.tokens import JoinTokenSpec, make_token
+from edgefl.core.protocol import JoinToken, certificate_fingerprint
+from edgefl.device.enrolment.enroll import _parse_settings
+from edgefl.device.enrolment.keys import create_key, create_signing_request, export_public_key, parse_certificate
+from edgefl.device.enrolment.renewal import parse_expiry
+from edgefl.device.file_download import DownloadSource, parse_json_response
+from edgefl.device.flower.supernode import _parse_clone_reason
+from edgefl.device.inference import model_download
+from edgefl.device.updates import installation_client
 from edgefl.storage.store import Store
+from edgefl.storage.tables import DeviceTable, EventTable
+from edgefl.system import https_client
+from edgefl.system.diagnostics import check_certificate
+from edgefl.system.https_client import _parse_json_response, fetch_coordinator_info
 
 KEY = ec.generate_private_key(ec.SECP256R1())
 PUBLIC = KEY.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).decode()
@@ -72,10 +73,10 @@ def enrolments(folder: Path) -> Reader:
         directory=directory,
         store=store,
         on_enrolled=lambda *_: None,
-        broker=BrokerSite(port=8883),
+        broker=BrokerEndpoint(port=8883),
         clock=lambda: 5000.0,
     )
-    token = make_token(store, directory, TokenTerms(uses=1), now=5000.0)
+    token = make_token(store, directory, JoinTokenSpec(uses=1), now=5000.0)
     value = {
         "v": 1, "token_id": token.token_id, "secret": token.secret, "name": "pi-1", "role": "trainer",
         "csr": csr_pem().decode(), "public_key": PUBLIC, "version": __version__,
@@ -130,15 +131,15 @@ def readmissions(folder: Path) -> Reader:
     store = Store.open(directory.database)
     store.add_token(token_id="t", secret_sha256="ab" * 32, expires_at=2e9, uses=100, groups=())
     store.enroll_device(token_id="t", secret_sha256="ab" * 32, now=1e9, device_id="pi-1", public_key=b"before")
-    client = pki.issue_client(directory.authority(), "pi-1")
-    service = ReadmissionService(directory=directory, store=store, on_readmitted=lambda *_: None, clock=lambda: 1e9)
-    csr, shown = request_pem(client.key_pem, "pi-1").decode(), client.cert_pem.decode()
+    client = pki.issue_client_certificate(directory.load_authority(), "pi-1")
+    service = ReenrolmentService(directory=directory, store=store, on_reenrolled=lambda *_: None, clock=lambda: 1e9)
+    csr, shown = create_signing_request(client.key_pem, "pi-1").decode(), client.cert_pem.decode()
 
     def feed(data: bytes) -> None:
-        service.readmit(data)
+        service.reenroll(data)
         with store.database.write() as connection:  # it has never heard of this one
-            connection.execute(delete(Event))
-            connection.execute(update(Device).values(certificate_serial=None))
+            connection.execute(delete(EventTable))
+            connection.execute(update(DeviceTable).values(certificate_serial=None))
 
     def closed(der: bytes) -> bytes:
         return json.dumps({"v": 1, "csr": csr, "certificate": armoured(der, "CERTIFICATE")}).encode()
@@ -153,24 +154,24 @@ def readmissions(folder: Path) -> Reader:
 def certificates(_folder: Path) -> Reader:
     """Certificates and revocation lists, wherever they are read; the first byte says what the rest is."""
     authority = pki.create_authority("lab")
-    client = pki.issue_client(authority, "pi-1")
-    revoked = pki.revocation_list(authority, ["ab"], number=7)
+    client = pki.issue_client_certificate(authority, "pi-1")
+    revoked = pki.make_revocation_list(authority, ["ab"], number=7)
 
     def feed(data: bytes) -> None:
         kind, pem = data[:1], data[1:]
         if kind == b"r":
-            assert pki.revocation_number(pem) >= 0
+            assert pki.parse_revocation_number(pem) >= 0
             return
         if kind == b"k":
-            pki.belong_together(client.cert_pem, pem)
+            pki.is_key_pair(client.cert_pem, pem)
             check_certificate("x", client.cert_pem, authority.cert_pem, key_pem=pem, now=5.0, remedy="")
             return
         check_certificate("x", pem, authority.cert_pem, now=5.0, remedy="")
-        pki.belong_together(pem, client.key_pem)
+        pki.is_key_pair(pem, client.key_pem)
         certificate_fingerprint(pem)
-        pki.serial(pem)
-        pki.expires_at(pem)
-        ends_at(pem)
+        pki.get_serial(pem)
+        pki.get_expiry(pem)
+        parse_expiry(pem)
 
     kinds = (
         (b"c", "CERTIFICATE", client.cert_pem),
@@ -188,14 +189,14 @@ def certificates(_folder: Path) -> Reader:
 
 def coordinator_answers(_folder: Path) -> Reader:
     """What a device is answered: hello, its join, its certificate, offers of files; the first byte says which."""
-    own = new_key()
+    own = create_key()
     authority = pki.create_authority("lab")
     cert_pem = pki.sign_request(authority, csr_pem(), "pi-1")
     own_cert = _own_certificate(authority, own)
     token = JoinToken(ca_fingerprint="ab" * 32, token_id="t", secret="s", fleet="lab", addresses=("b:1",))
     wishes: Any = SimpleNamespace(shards={}, accelerator="auto", threads=None, peer_port=8884)
     site: Any = SimpleNamespace(address="pi:8000")
-    source: Any = Source(address="pi:8000", trust=None, headers={})  # type: ignore[arg-type]
+    source: Any = DownloadSource(address="pi:8000", tls_context=None, headers={})  # type: ignore[arg-type]
     said = [b""]
 
     @contextmanager
@@ -228,23 +229,23 @@ def coordinator_answers(_folder: Path) -> Reader:
     }
     refused = {"v": 1, "error": "token-used", "message": "no uses left"}
     readers = {
-        b"x": lambda body: _reason(httpx.Response(409, content=body)),
-        b"h": lambda body: say_hello("pi:8000", source.trust),
-        b"j": lambda body: _joined(_json("pi:8000", 200, body), site, token, wishes),
-        b"c": lambda body: certificate_in(_json("pi:8000", 200, body), own),
-        b"o": lambda body: model_fetch.fetch_offer(source, "d1"),
-        b"b": lambda body: installations.fetch_bundle_offer(source, "i1"),
-        b"e": lambda body: _json("pi:8000", 403, body),
-        b"f": lambda body: json_answer("pi:8000", 404, body),
+        b"x": lambda body: _parse_clone_reason(httpx.Response(409, content=body)),
+        b"h": lambda body: fetch_coordinator_info("pi:8000", source.tls_context),
+        b"j": lambda body: _parse_settings(_parse_json_response("pi:8000", 200, body), site, token, wishes),
+        b"c": lambda body: parse_certificate(_parse_json_response("pi:8000", 200, body), own),
+        b"o": lambda body: model_download.fetch_model_offer(source, "d1"),
+        b"b": lambda body: installation_client.fetch_bundle_offer(source, "i1"),
+        b"e": lambda body: _parse_json_response("pi:8000", 403, body),
+        b"f": lambda body: parse_json_response("pi:8000", 404, body),
     }
 
     def feed(data: bytes) -> None:
-        said[0], real = data[1:], trust._connected
-        trust._connected = connected  # type: ignore[assignment]  # nothing listens here
+        said[0], real = data[1:], https_client._open_connection
+        https_client._open_connection = connected  # type: ignore[assignment]  # nothing listens here
         try:
             readers.get(data[:1], readers[b"h"])(data[1:])
         finally:
-            trust._connected = real
+            https_client._open_connection = real
 
     values = {
         b"h": hello, b"j": joined, b"c": {"v": 1, "certificate": own_cert.decode()}, b"o": offer, b"b": bundle,
@@ -266,5 +267,5 @@ class _Socket:
 
 
 def _own_certificate(authority: pki.KeyPair, key_pem: bytes) -> bytes:
-    assert public_pem(key_pem)
-    return pki.sign_request(authority, request_pem(key_pem, "pi-1"), "pi-1")
+    assert export_public_key(key_pem)
+    return pki.sign_request(authority, create_signing_request(key_pem, "pi-1"), "pi-1")

@@ -15,37 +15,37 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from fuzz.reader import Form, Reader, Seed
 
 from edgefl.coordinator import pki
-from edgefl.coordinator.dispatch.questions import Questions
-from edgefl.coordinator.fleet.diary import Diary
-from edgefl.coordinator.fleet.presence import Presence
-from edgefl.coordinator.fleet.roster import Roster
-from edgefl.coordinator.monitoring.device_series import device_series
-from edgefl.coordinator.rollouts.bundle_files import BundleFiles
-from edgefl.coordinator.rollouts.deployments import Deployments
-from edgefl.coordinator.rollouts.installations import Installations
-from edgefl.coordinator.web.feed_state import device_row
-from edgefl.decentralised.mailbag import pack_peer, unpack_mail, unpack_peer
-from edgefl.device.incoming import Incoming, LinkCallbacks
-from edgefl.device.logbook import page
-from edgefl.device.neighbours.peer_frames import FRAME_VERSION, HEADER, MAGIC, FrameKind, read_frame
-from edgefl.device.neighbours.peer_tls import verified_name
-from edgefl.device.refusal import refusal_in
-from edgefl.device.telling import _wanted
-from edgefl.errors import EdgeflError
-from edgefl.protocol import (
+from edgefl.coordinator.execution.rpc import DeviceRpc
+from edgefl.coordinator.fleet.presence import PresenceTracker
+from edgefl.coordinator.fleet.registry import DeviceRegistry
+from edgefl.coordinator.fleet.telemetry_writer import TelemetryWriter
+from edgefl.coordinator.monitoring.device_series import render_device_series
+from edgefl.coordinator.rollouts.bundle_store import BundleStore
+from edgefl.coordinator.rollouts.deployments import DeploymentService
+from edgefl.coordinator.rollouts.installations import InstallationService
+from edgefl.coordinator.web.feed_state import make_device_row
+from edgefl.core.errors import EdgeflError
+from edgefl.core.protocol import (
     Capabilities,
     Command,
-    CommandAnswer,
     CommandKind,
+    CommandReply,
     Heartbeat,
     ProgressReport,
-    Status,
+    StatusMessage,
     Topic,
     parse_peer_topic,
     parse_topic,
 )
+from edgefl.core.types import PeerMessage, Progress
+from edgefl.decentralised.message_bundle import decode_messages, decode_peer_message, encode_peer_message
+from edgefl.device.diagnostics.json_log import read_page
+from edgefl.device.diagnostics.log_requests import _parse_query
+from edgefl.device.identity_lockout import parse_lockout
+from edgefl.device.mqtt.dispatch import MessageDispatcher, MqttCallbacks
+from edgefl.device.peers.framing import FRAME_VERSION, HEADER, MAGIC, FrameKind, read_frame
+from edgefl.device.peers.tls import verify_certificate
 from edgefl.storage.store import Store
-from edgefl.types import EdgeMessage, Progress
 
 FLUSHED_EVERY = 8
 """Writing to the store takes a hundred times longer than hearing a message."""
@@ -57,18 +57,18 @@ class Fleet:
     def __init__(self, folder: Path) -> None:
         self.store = Store.open(folder / "fleet.db")
         self.now_s = 1000.0
-        self.roster = Roster(Presence(), lambda: self.now_s)
-        self.roster.note_bus(connected=True)
+        self.roster = DeviceRegistry(PresenceTracker(), lambda: self.now_s)
+        self.roster.record_broker_link(connected=True)
         self.progress: list[Progress] = []
         common: dict[str, Any] = {
-            "store": self.store, "roster": self.roster, "commander": SimpleNamespace(command=lambda *_: None),
-            "on_fatal": self._fatal,
+            "store": self.store, "registry": self.roster,
+            "command_sender": SimpleNamespace(send_command=lambda *_: None), "on_fatal": self._fatal,
         }  # fmt: skip
         directory: Any = SimpleNamespace(models=folder / "models", root=folder)
-        self.deployments = Deployments(directory=directory, export=lambda *_: None, **common)
-        self.installations = Installations(files=BundleFiles(folder / "bundles"), **common)
-        self.diary = Diary(
-            store=self.store, roster=self.roster, clock=lambda: 1e9 + self.now_s, on_progress=self.progress.append,
+        self.deployments = DeploymentService(directory=directory, export=lambda *_: None, **common)
+        self.installations = InstallationService(bundle_store=BundleStore(folder / "bundles"), **common)
+        self.diary = TelemetryWriter(
+            store=self.store, registry=self.roster, clock=lambda: 1e9 + self.now_s, on_progress=self.progress.append,
             on_heartbeat=self._beat,
         )  # fmt: skip
         self.store.add_token(token_id="t", secret_sha256="ab" * 32, expires_at=2e9, uses=100, groups=())
@@ -84,23 +84,23 @@ class Fleet:
         """Takes a message as the coordinator does, shows the device as the page does, and writes now and then."""
         self.now_s += 0.25
         self.progress.clear()
-        self.diary.message("pi", kind, payload)
+        self.diary.on_message("pi", kind, payload)
         self.roster.tick()
-        row = device_row(self.roster, "pi")
-        json.dumps({"row": row, "facts": self.roster.facts()}, allow_nan=False).encode()
-        device_series(self.roster, max_devices=10, now=1e9).encode()
-        dict(self.roster.vitals)
+        row = make_device_row(self.roster, "pi")
+        json.dumps({"row": row, "facts": self.roster.list_status_rows()}, allow_nan=False).encode()
+        render_device_series(self.roster, max_devices=10, now=1e9).encode()
+        dict(self.roster.health)
         if zlib.crc32(payload) % FLUSHED_EVERY == 0:
             for rollouts in (self.deployments, self.installations):
-                for device_id in rollouts._news.waiting():
-                    rollouts._news.hand_on(device_id, rollouts._take)
+                for device_id in rollouts._status_updates.list_pending():
+                    rollouts._status_updates.dispatch(device_id, rollouts._on_report)
             self.diary.flush()
         else:  # so that what breaks a flush is in the message that was flushed
-            self.diary._waiting = type(self.diary._waiting)()
+            self.diary._pending = type(self.diary._pending)()
 
     def _beat(self, device_id: str, heartbeat: Heartbeat) -> None:
-        self.deployments.heard(device_id, heartbeat)
-        self.installations.heard(device_id, heartbeat)
+        self.deployments.on_heartbeat(device_id, heartbeat)
+        self.installations.on_heartbeat(device_id, heartbeat)
 
     def _fatal(self, error: EdgeflError) -> None:
         raise AssertionError(f"the store is said to be lost: {error}")
@@ -109,9 +109,9 @@ class Fleet:
 def status(folder: Path) -> Reader:
     """`status`, as the coordinator hears it."""
     said = (
-        Status(state="online", boot_id="b1", session_no=3, version="0.9.1"),
-        Status(state="offline", boot_id="b1", session_no=3, will=True),
-        Status(state="draining", boot_id="b2", session_no=4, version="0.9.1"),
+        StatusMessage(state="online", boot_id="b1", session_no=3, version="0.9.1"),
+        StatusMessage(state="offline", boot_id="b1", session_no=3, will=True),
+        StatusMessage(state="draining", boot_id="b2", session_no=4, version="0.9.1"),
     )
     return _heard(folder, Topic.STATUS, [one.dump() for one in said])
 
@@ -147,17 +147,17 @@ def progress(folder: Path) -> Reader:
 def answer(folder: Path) -> Reader:
     """`answer` to a question of the coordinator."""
     fleet = Fleet(folder)
-    questions = Questions(SimpleNamespace(command=lambda *_: None), fleet.roster)
-    said: queue.SimpleQueue[CommandAnswer] = queue.SimpleQueue()
-    questions._waiting["c1"] = "pi", said
+    questions = DeviceRpc(SimpleNamespace(send_command=lambda *_: None), fleet.roster)
+    said: queue.SimpleQueue[CommandReply] = queue.SimpleQueue()
+    questions._pending_calls["c1"] = "pi", said
     lines = {"lines": [{"n": 1, "at": 5.0, "level": "INFO", "message": "ä"}], "has_more": False}
 
     def feed(data: bytes) -> None:
-        questions.answered("pi", data)
+        questions.on_reply("pi", data)
         while not said.empty():
             json.dumps(said.get().content, allow_nan=False).encode()
 
-    seeds = (CommandAnswer(id="c1", content=lines), CommandAnswer(id="c1", error="no"))
+    seeds = (CommandReply(id="c1", content=lines), CommandReply(id="c1", error="no"))
     seeds_of = tuple(Seed(content=one.dump(), form=Form.JSON) for one in seeds)
     return Reader(feed=feed, seeds=seeds_of, close=fleet.store.close)
 
@@ -165,11 +165,11 @@ def answer(folder: Path) -> Reader:
 def commands(folder: Path) -> Reader:
     """`command` and the device's own `status`, as the device's link takes them; and what a question asks."""
     obeyed: list[Command] = []
-    told: list[Status] = []
-    incoming: Any = Incoming(
-        LinkCallbacks(on_bell=lambda: None, on_command=obeyed.append),
-        SimpleNamespace(add=_raise_again),  # type: ignore[arg-type] # it only complains
-        listens_to_peers=lambda: False,
+    told: list[StatusMessage] = []
+    incoming: Any = MessageDispatcher(
+        MqttCallbacks(on_wake_up=lambda: None, on_command=obeyed.append),
+        SimpleNamespace(warning=_raise_again),  # type: ignore[arg-type] # it only complains
+        is_subscribed_to_peers=lambda: False,
         on_offline=lambda _session, status: told.append(status),
     )
     incoming._guard = lambda action: action()
@@ -183,16 +183,16 @@ def commands(folder: Path) -> Reader:
         message = SimpleNamespace(topic=f"edgefl/v1/lab/pi/{kind}", payload=payload)
         obeyed.clear()
         told.clear()
-        incoming._done_commands.clear()
-        incoming._received(None, session, message)
+        incoming._recent_command_ids.clear()
+        incoming._on_message(None, session, message)
         for command in obeyed:
             hash(command.id)
             assert command.argument is None or isinstance(command.argument, str)
             if command.kind == CommandKind.LOGS:
-                json.dumps(page(folder, _wanted(command)))
+                json.dumps(read_page(folder, _parse_query(command)))
             if command.kind == CommandKind.REFUSED:
                 with suppress(ValueError):
-                    refusal_in(command.argument or "", "b1")
+                    parse_lockout(command.argument or "", "b1")
 
     logs = Command(id="c1", kind="logs", argument=json.dumps({"after": 1, "since": 2.5, "run": "r"}))
     refused = Command(id="c3", kind="refused", argument=json.dumps({"boot_id": "b1", "reason": "a copy"}))
@@ -207,7 +207,7 @@ def commands(folder: Path) -> Reader:
         "argument": found.decode(errors="replace")}).encode(),
     )  # fmt: skip
     seeds = [inner, *(Seed(content=one.dump(), form=Form.JSON, close=lambda found: b"c" + found) for one in said)]
-    own = Status(state="offline", boot_id="b", session_no=1, will=True).dump()
+    own = StatusMessage(state="offline", boot_id="b", session_no=1, will=True).dump()
     return Reader(feed=feed, seeds=(*seeds, Seed(content=own, form=Form.JSON, close=lambda found: b"s" + found)))
 
 
@@ -227,15 +227,15 @@ def topics(_folder: Path) -> Reader:
 
 def neighbours(_folder: Path) -> Reader:
     """`peer` messages of other devices, and the mail beside an instruction's body."""
-    message = EdgeMessage(edge=("a", "b"), step=3, body=b"body of a codec", is_reply=False)
-    packed = pack_peer("run-1", message)
+    message = PeerMessage(edge=("a", "b"), step=3, body=b"body of a codec", is_reply=False)
+    packed = encode_peer_message("run-1", message)
     line, _, body = packed.partition(b"\n")
 
     def feed(data: bytes) -> None:
-        run, found = unpack_peer(data)
+        run, found = decode_peer_message(data)
         assert isinstance(run, str)
         hash((found.edge, found.step))
-        unpack_mail([[*found.edge, found.step, 0, len(found.body)]], found.body)
+        decode_messages([[*found.edge, found.step, 0, len(found.body)]], found.body)
 
     seeds = (Seed(content=packed), Seed(content=line, form=Form.JSON, close=lambda found: found + b"\n" + body))
     return Reader(feed=feed, seeds=seeds)
@@ -257,15 +257,15 @@ def frames(_folder: Path) -> Reader:
     def feed(data: bytes) -> None:
         connection: Any = Connection(data)
         while connection.rest:
-            read_frame(connection, silence_s=1.0)
+            read_frame(connection, idle_timeout_s=1.0)
 
     def frame(kind: FrameKind, payload: bytes = b"") -> bytes:
         return HEADER.pack(MAGIC, FRAME_VERSION, kind, len(payload), 77, 3) + payload
 
     seeds = [
         frame(FrameKind.WELCOME),
-        frame(FrameKind.MESSAGE, b"x" * 40) + frame(FrameKind.ALIVE),
-        frame(FrameKind.TAKEN),
+        frame(FrameKind.MESSAGE, b"x" * 40) + frame(FrameKind.KEEP_ALIVE),
+        frame(FrameKind.ACK),
     ]
     return Reader(feed=feed, seeds=tuple(Seed(content=one) for one in seeds), refuses=(EdgeflError, ConnectionError))
 
@@ -274,11 +274,11 @@ def shown_certificates(_folder: Path) -> Reader:
     """The certificate that another board shows."""
     authority = pki.create_authority("lab")
     ours = x509.load_pem_x509_certificate(authority.cert_pem)
-    client = x509.load_pem_x509_certificate(pki.issue_client(authority, "pi-1").cert_pem)
-    other = x509.load_pem_x509_certificate(pki.issue_client(pki.create_authority("lab"), "pi-1").cert_pem)
+    client = x509.load_pem_x509_certificate(pki.issue_client_certificate(authority, "pi-1").cert_pem)
+    other = x509.load_pem_x509_certificate(pki.issue_client_certificate(pki.create_authority("lab"), "pi-1").cert_pem)
 
     def feed(data: bytes) -> None:
-        assert verified_name(data, ours) == "pi-1"
+        assert verify_certificate(data, ours) == "pi-1"
 
     der = client.public_bytes(Encoding.DER)
     assert der != other.public_bytes(Encoding.DER)

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-from edgefl.errors import EdgeflError
+from edgefl.core.errors import EdgeflError
 
 MIB = 1 << 20
 MEASURED_EVERY = 512

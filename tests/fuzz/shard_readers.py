@@ -16,12 +16,12 @@ import numpy as np
 from fuzz.codec_readers import npz_seeds
 from fuzz.reader import MIB, Form, Reader, Seed
 
-from edgefl.device.inference.inference_inputs import read_rows
-from edgefl.tasks.gradients import read_gradient
-from edgefl.tasks.idx import MAX_BYTES, read_idx
-from edgefl.tasks.motion_windows import read_motion_windows
+from edgefl.device.inference.inputs import read_inputs
+from edgefl.tasks.datasets.idx import MAX_BYTES, read_idx
+from edgefl.tasks.datasets.motionsense_windows import read_motion_windows
+from edgefl.tasks.datasets.sample_updates import read_sample_update
 from edgefl.tasks.registry import make_task
-from edgefl.tasks.shards import check_shard
+from edgefl.tasks.sharding.shard_files import check_shard
 
 PIXELS = {"inputs": np.arange(192, dtype=np.uint8).reshape(3, 8, 8) % 17, "labels": np.array([0, 9, 3])}
 
@@ -112,7 +112,7 @@ def gradients(folder: Path) -> Reader:
     def feed(data: bytes) -> None:
         path = folder / ("g.npz" if data[:1] == b"n" else "g.safetensors")
         path.write_bytes(data[1:])
-        read_gradient(path)
+        read_sample_update(path)
 
     tensors = save(arrays)
     size = int.from_bytes(tensors[:8], "little")
@@ -139,8 +139,8 @@ def rows(folder: Path) -> Reader:
     class Model:
         task, options, preprocess, path = "digits", {}, "", folder / "m.onnx"
 
-        def batch(self, found: Any) -> Any:
-            return found
+        def to_batch(self, rows: Any) -> Any:
+            return rows
 
     model: Any = Model()
     names = {b"y": "r.npy", b"z": "r.npz", b"c": "r.csv", b"i": "r-idx"}
@@ -148,7 +148,7 @@ def rows(folder: Path) -> Reader:
     def feed(data: bytes) -> None:
         path = folder / names.get(data[:1], "r.csv")
         path.write_bytes(data[1:])
-        read_rows(path, model)
+        read_inputs(path, model)
 
     def closed(mark: bytes, close: Callable[[bytes], bytes] = lambda found: found) -> Callable[[bytes], bytes]:
         return lambda found: mark + close(found)

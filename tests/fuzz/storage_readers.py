@@ -17,38 +17,45 @@ from fuzz.reader import MIB, Form, Reader, Seed
 
 from edgefl.compression.codec import make_codec
 from edgefl.compression.decoding import decode_body
-from edgefl.coordinator.restore import _checked, _unpacked
-from edgefl.storage.checkpoints import load_state, prune_checkpoints, save_state
-from edgefl.storage.journal import WalJournal
-from edgefl.storage.journal_reader import read_journal
-from edgefl.storage.journal_records import entry_of, pack_decision, pack_event
-from edgefl.storage.state_files import (
-    pack_model,
-    pack_state,
-    pack_tensors,
-    unpack_model,
-    unpack_state,
-    unpack_tensors,
-)
-from edgefl.storage.wal import HEADER_BYTES, RECORD_HEADER_BYTES, Record, RecordKind, journal_files, read_header
-from edgefl.types import (
+from edgefl.coordinator.restore import _check_manifest, _extract_archive
+from edgefl.core.types import (
     Array,
-    Assignment,
     Decision,
-    EdgeMessage,
-    EdgeSide,
-    Evaluated,
-    Evaluation,
-    LocalPlan,
-    Lost,
-    NodePlan,
-    Outcome,
-    Recall,
+    EvaluateInstruction,
+    EvaluateResult,
+    FinishEarlyInstruction,
+    GossipConfig,
+    InstructionFailed,
+    PeerLinkConfig,
+    PeerMessage,
     SparseTensor,
-    Stop,
+    StopRequested,
     TensorSpec,
+    TrainConfig,
+    TrainInstruction,
     Update,
     UpdateMetrics,
+    UpdateStatus,
+)
+from edgefl.storage.checkpoints import load_state, prune_checkpoints, save_state
+from edgefl.storage.journal.file_format import (
+    HEADER_BYTES,
+    RECORD_HEADER_BYTES,
+    JournalRecord,
+    RecordKind,
+    list_journal_files,
+    read_header,
+)
+from edgefl.storage.journal.reader import read_records
+from edgefl.storage.journal.record_encoding import decode_record, encode_decision, encode_event
+from edgefl.storage.journal.wal_journal import WalJournal
+from edgefl.storage.state_serialisation import (
+    decode_model,
+    decode_state,
+    decode_tensors,
+    encode_model,
+    encode_state,
+    encode_tensors,
 )
 
 SHAPES = (TensorSpec(name="w", shape=(4,)),)
@@ -59,9 +66,9 @@ def _decode(body: bytes) -> dict[str, Array]:
     return dict(decode_body(body, SHAPES))  # type: ignore[arg-type]
 
 
-def events() -> tuple[Update | Evaluated | Lost | Stop, ...]:
+def events() -> tuple[Update | EvaluateResult | InstructionFailed | StopRequested, ...]:
     metrics = UpdateMetrics(iterations=5, num_examples=9, loss=0.5, extra={"a": 1.0})
-    message = EdgeMessage(edge=("a", "b"), step=1, body=b"mail")
+    message = PeerMessage(edge=("a", "b"), step=1, body=b"mail")
     update = Update(
         assignment_id="a1", device_id="pi", base_version=3, tensors={}, metrics=metrics, body=BODY, outbox=(message,),
         received_s=2.5,
@@ -70,61 +77,64 @@ def events() -> tuple[Update | Evaluated | Lost | Stop, ...]:
         assignment_id="a2", device_id="pi", base_version=3, metrics=metrics, body=None,
         tensors={"w": SparseTensor(indices=np.array([1]), values=np.ones(1, np.float32), shape=(4,))},
     )  # fmt: skip
-    scores = Evaluated(
+    scores = EvaluateResult(
         assignment_id="e1", device_id="pi", version=1, round=1, source="device", num_examples=3, loss=0.1,
         accuracy=0.5,
         subject="",
     )  # fmt: skip
-    lost = Lost(device_id="pi", assignment_id="a3", outcome=Outcome.LOST, reason="silent")
-    return update, plain, scores, lost, Stop(reason="enough")
+    lost = InstructionFailed(device_id="pi", assignment_id="a3", outcome=UpdateStatus.LOST, reason="silent")
+    return update, plain, scores, lost, StopRequested(reason="enough")
 
 
 def decision() -> Decision:
-    node = NodePlan(
-        method="gossip", edges=(EdgeSide(neighbour="b", sign=1.0, degree=2, weight=0.5, period=1),),
+    node = GossipConfig(
+        method="gossip", edges=(PeerLinkConfig(neighbour="b", sign=1.0, degree=2, weight=0.5, period=1),),
         learning_rate=0.1,
         period=1, codec="int8", carrier="relay",
     )  # fmt: skip
-    inbox = (EdgeMessage(edge=("b", "a"), step=1, body=b"in"),)
-    plans = (LocalPlan(iterations=3), LocalPlan(epochs=1.0, inbox=inbox, node=node))
+    inbox = (PeerMessage(edge=("b", "a"), step=1, body=b"in"),)
+    plans = (TrainConfig(iterations=3), TrainConfig(epochs=1.0, inbox=inbox, node=node))
     orders = [
-        Assignment(assignment_id=f"a{n}", device_id="pi", base_version=0, plan=plan) for n, plan in enumerate(plans)
+        TrainInstruction(assignment_id=f"a{n}", device_id="pi", base_version=0, plan=plan)
+        for n, plan in enumerate(plans)
     ]
-    evaluation = Evaluation(assignment_id="e1", device_id="pi", version=0, round=0)
-    return Decision(orders=(*orders, evaluation, Recall(assignment_id="a0", device_id="pi")), next_wake_s=5.0)
+    evaluation = EvaluateInstruction(assignment_id="e1", device_id="pi", version=0, round=0)
+    return Decision(
+        orders=(*orders, evaluation, FinishEarlyInstruction(assignment_id="a0", device_id="pi")), next_wake_s=5.0
+    )
 
 
 def journals(folder: Path) -> Reader:
     """A journal's file, read as a coordinator does that starts again."""
     place = folder / "journal"
     with WalJournal(place, _decode) as journal:
-        journal.received(events())
-        journal.decided(decision())
+        journal.record_events(events())
+        journal.record_decision(decision())
         journal.commit()
-        journal.aggregated(1, ["a1", "a2"])
+        journal.record_aggregation(1, ["a1", "a2"])
         journal.commit()
-    path = journal_files(place)[0]
+    path = list_journal_files(place)[0]
     content = path.read_bytes()
     header = read_header(path)
     assert header is not None
-    last = [record.offset for record in read_journal(place)][-1]
+    last = [record.offset for record in read_records(place)][-1]
 
     def sealed(found: bytes) -> bytes:
         """The same file with another last record, whose checksum is right."""
         start = last - RECORD_HEADER_BYTES
         head = struct.pack("<4sI", b"\xe5WR\x01", len(found))
-        rest = struct.pack("<BBHQ", RecordKind.AGGREGATED, 0, 0, HEADER_BYTES)
+        rest = struct.pack("<BBHQ", RecordKind.AGGREGATION, 0, 0, HEADER_BYTES)
         crc = zlib.crc32(found, zlib.crc32(rest, zlib.crc32(head, header.salt)))
         return content[:start] + head + struct.pack("<I", crc) + rest + found
 
     def feed(data: bytes) -> None:
         path.write_bytes(data)
         read = lambda start, length: data[start : start + length]  # noqa: E731 as long as its name
-        for record in read_journal(place):
-            entry = entry_of(record, _decode, read)
+        for record in read_records(place):
+            entry = decode_record(record, _decode, read)
             assert entry is not None
         with WalJournal(place, _decode) as opened:
-            opened.aggregated(2, ["a9"])
+            opened.record_aggregation(2, ["a9"])
 
     seeds = (Seed(content=content), Seed(content=content[:HEADER_BYTES]), Seed(content=content[last:], close=sealed))
     return Reader(feed=feed, seeds=seeds)
@@ -132,7 +142,7 @@ def journals(folder: Path) -> Reader:
 
 def records(_folder: Path) -> Reader:
     """The body of a record that is whole, as an older version might have written it; its kind comes first."""
-    packed = [one for event in events() if (one := pack_event(event)) is not None] + [pack_decision(decision())]
+    packed = [one for event in events() if (one := encode_event(event)) is not None] + [encode_decision(decision())]
     seeds = []
     for one in packed:
         body, mark = b"".join(one.parts), bytes([one.kind])
@@ -149,8 +159,8 @@ def records(_folder: Path) -> Reader:
     def feed(data: bytes) -> None:
         kind = RecordKind(1 + (data[0] - 1) % len(RecordKind)) if data else RecordKind.STOP
         body = data[1:]
-        record = Record(number=1, kind=kind, assignment_id="a1", body=body, path=Path("000001.wal"), offset=0)
-        entry = entry_of(record, _decode, lambda start, length: body[start : start + length])
+        record = JournalRecord(number=1, kind=kind, assignment_id="a1", body=body, path=Path("000001.wal"), offset=0)
+        entry = decode_record(record, _decode, lambda start, length: body[start : start + length])
         if isinstance(entry, Update):
             dict(entry.tensors)
 
@@ -183,14 +193,17 @@ def states(_folder: Path) -> Reader:
         inner=Inner(weight=np.zeros((2, 2)), sparse=SparseTensor(indices=np.array([1]), values=np.ones(1), shape=(4,
         ))),
     )  # fmt: skip
-    content = pack_state(state)
-    return Reader(feed=lambda data: unpack_state(data, State), seeds=tuple(_safetensors_seeds(content)))
+    content = encode_state(state)
+    return Reader(feed=lambda data: decode_state(data, State), seeds=tuple(_safetensors_seeds(content)))
 
 
 def tensors(_folder: Path) -> Reader:
     """Tensors of an update that came without a codec, and whole models; the first byte says which."""
     sparse = SparseTensor(indices=np.array([1]), values=np.ones(1, np.float32), shape=(4,))
-    update, model = pack_tensors({"w": np.ones(3), "s": sparse}), pack_model({"w": np.ones(3), "v": np.zeros((2, 2))})
+    update, model = (
+        encode_tensors({"w": np.ones(3), "s": sparse}),
+        encode_model({"w": np.ones(3), "v": np.zeros((2, 2))}),
+    )
     seeds = [
         Seed(
             content=seed.content, form=seed.form, close=lambda found, mark=mark, close=seed.close: mark + close(found)
@@ -198,7 +211,7 @@ def tensors(_folder: Path) -> Reader:
         for mark, content in ((b"u", update), (b"m", model))
         for seed in _safetensors_seeds(content)
     ]
-    feed = lambda data: (unpack_tensors if data[:1] == b"u" else unpack_model)(data[1:])  # noqa: E731 as long as its name
+    feed = lambda data: (decode_tensors if data[:1] == b"u" else decode_model)(data[1:])  # noqa: E731 as long as its name
     return Reader(feed=feed, seeds=tuple(seeds))
 
 
@@ -244,7 +257,7 @@ def backups(folder: Path) -> Reader:
         path.write_bytes(data)
         stage.mkdir()
         try:
-            _checked(path, _unpacked(path, stage))
+            _check_manifest(path, _extract_archive(path, stage))
         finally:
             _remove(stage)
 

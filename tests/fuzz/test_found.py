@@ -23,9 +23,9 @@ from fuzz.reader import Reader
 from fuzz.shard_readers import bomb, pickled
 from made_wheels import make_wheel
 
-from edgefl.coordinator.web.https_port import make_app
-from edgefl.errors import EdgeflError
-from edgefl.protocol import Topic
+from edgefl.coordinator.api.server import make_app
+from edgefl.core.errors import EdgeflError
+from edgefl.core.protocol import Topic
 
 DEEP = b"[" * 5000 + b"]" * 5000
 FAR = "nested deeper than 100"
@@ -184,11 +184,11 @@ def test_a_wheel_whose_metadata_are_no_text_is_refused(made: Callable[[str], Rea
 def test_a_version_of_half_a_character_does_not_end_the_coordinator(tmp_path: Path) -> None:
     """It was written to the store with the next flush, in the loop that keeps the coordinator alive."""
     fleet = Fleet(tmp_path)
-    fleet.diary.message(
+    fleet.diary.on_message(
         "pi", Topic.STATUS, b'{"v":1,"state":"online","boot_id":"b","session_no":1,"version":"1\\ud800"}'
     )
     fleet.diary.flush()
-    found = fleet.store.device("pi").version
+    found = fleet.store.get_device("pi").version
     fleet.store.close()
     assert found == "1?"
 

@@ -5,13 +5,13 @@ import json
 
 import pytest
 
-from edgefl.errors import DataError, StoreError, UsageError
+from edgefl.core.errors import DataError, StoreError, UsageError
+from edgefl.core.types import UpdateStatus
 from edgefl.history import export as export_module
-from edgefl.history.export import OF_DEVICE, export_history
-from edgefl.storage.queries import history, history_pages
-from edgefl.storage.records import HeartbeatRow, UpdateRow
+from edgefl.history.export import DEVICE_FILE_COLUMNS, export_history
+from edgefl.storage.queries.history import read_history, read_history_pages
+from edgefl.storage.repositories.records import HeartbeatRow, UpdateRow
 from edgefl.storage.store import Store
-from edgefl.types import Outcome
 
 
 @pytest.fixture
@@ -26,8 +26,8 @@ def store(tmp_path):
                 rows = [
                     UpdateRow(
                         assignment_id=f"{round_number}-{device}", device_id=device, round=round_number,
-                        base_version=0, outcome=Outcome.USED, applied_version=0, staleness=0, bytes_up=10 * number,
-                        compute_s=0.5, received_at=at, metrics={"norm": 1.5},
+                        base_version=0, outcome=UpdateStatus.USED, applied_version=0, staleness=0,
+                        bytes_up=10 * number, compute_s=0.5, received_at=at, metrics={"norm": 1.5},
                     )
                     for device in ("pi-1", "pi-2")
                 ]  # fmt: skip
@@ -42,7 +42,7 @@ def store(tmp_path):
 
 @pytest.fixture
 def pages(store):
-    return lambda kind, filters: history_pages(store, kind, **filters)
+    return lambda kind, filters: read_history_pages(store, kind, **filters)
 
 
 @pytest.fixture
@@ -62,12 +62,12 @@ def test_every_device_of_a_run_has_a_file_with_a_row_per_assignment(store, pages
         assert sorted(path.name for path in devices.iterdir()) == ["pi-1.csv", "pi-2.csv"]
         for device in ("pi-1", "pi-2"):
             rows = read(devices / f"{device}.csv")
-            assert tuple(rows[0]) == OF_DEVICE
-            kept = history(store, "updates", run=run_id, device=device)
+            assert tuple(rows[0]) == DEVICE_FILE_COLUMNS
+            kept = read_history(store, "updates", run=run_id, device=device)
             assert [(row["round"], float(row["compute_s"]), json.loads(row["metrics"])) for row in rows] == [
                 (str(row["round"]), row["compute_s"], row["metrics"]) for row in kept
             ]
-    monkeypatch.setattr(export_module, "BUFFERED_ROWS", 2)
+    monkeypatch.setattr(export_module, "MAX_BUFFERED_ROWS", 2)
     single = lambda kind, filters: ([row] for page in pages(kind, filters) for row in page)  # noqa: E731
     export_history(single, out, run="run-1", replace=True)
     assert [row["round"] for row in read(out / "run-1/devices/pi-2.csv")] == ["1", "2", "3"], "of many pages"

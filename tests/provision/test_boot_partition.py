@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from requirements import require
 
-from edgefl.errors import ConfigError, StoreError, StoreFullError
+from edgefl.core.errors import ConfigError, StoreError, StoreFullError
 from edgefl.provision.boot_folder import BootFolder
-from edgefl.provision.boot_image import BootImage, copied, fat_offset
+from edgefl.provision.boot_image import BootImage, find_fat_offset, open_copy
 
 MIB = 1 << 20
 START = 1 * MIB
@@ -52,9 +52,9 @@ def test_files_are_written_and_an_earlier_payload_is_gone(card, tmp_path):
 
 def test_what_starts_the_payload_is_written_after_it(card, monkeypatch):
     order = []
-    real = BootFolder._write
+    real = BootFolder._write_file
     monkeypatch.setattr(
-        BootFolder, "_write", lambda self, name, body: (order.append(name), real(self, name, body))[1]
+        BootFolder, "_write_file", lambda self, name, body: (order.append(name), real(self, name, body))[1]
     )
     BootFolder(card).write({"cmdline.txt": b"x\n", **NEW})
     assert [name.startswith("edgefl.new/") for name in order] == [True, True, False, False]
@@ -147,7 +147,7 @@ def test_a_copy_of_the_image_holds_the_files_and_its_fat_is_sound(image, tmp_pat
         place.chmod(0o644)
     (tmp_path / "a-wheel-with-a-long-name-1.0-cp313-cp313-manylinux_2_28_aarch64.whl").write_bytes(os.urandom(MIB))
     wheel = next(tmp_path.glob("*.whl"))
-    with copied(image, tmp_path / "out.img") as boot:
+    with open_copy(image, tmp_path / "out.img") as boot:
         boot.check(force=False)
         assert boot.read("config.txt") == b"arm_64bit=1\n"
         assert boot.read("none") is None
@@ -176,17 +176,17 @@ def test_a_packed_image_is_unpacked(image, tmp_path, kind):
     packed = tmp_path / f"raspios.img.{kind}"
     content = image.read_bytes()
     packed.write_bytes(lzma.compress(content, preset=0) if kind == "xz" else gzip.compress(content, 1))
-    with copied(packed, tmp_path / "out.img") as boot:
+    with open_copy(packed, tmp_path / "out.img") as boot:
         assert boot.read("cmdline.txt") == b"root=x\n"
     packed.write_bytes(packed.read_bytes()[:-40])
-    with pytest.raises(ConfigError, match="is damaged"), copied(packed, tmp_path / "second.img"):
+    with pytest.raises(ConfigError, match="is damaged"), open_copy(packed, tmp_path / "second.img"):
         pass
     assert {path.name for path in tmp_path.iterdir()} == {packed.name, "out.img"}
 
 
 def test_an_image_without_room_and_a_machine_without_mtools_are_told(image, tmp_path, monkeypatch):
     (tmp_path / "big.whl").write_bytes(b"x" * (FAT_BYTES + 1))
-    with pytest.raises(StoreFullError, match="MB free"), copied(image, tmp_path / "out.img") as boot:
+    with pytest.raises(StoreFullError, match="MB free"), open_copy(image, tmp_path / "out.img") as boot:
         boot.write({**NEW, "edgefl/wheels/big.whl": tmp_path / "big.whl"})
     assert {path.name for path in tmp_path.iterdir()} == {"big.whl"}
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -197,9 +197,9 @@ def test_an_image_without_room_and_a_machine_without_mtools_are_told(image, tmp_
 def test_devices_and_the_image_itself_are_never_written(image, tmp_path):
     device = next((path for path in sorted(Path("/dev").iterdir()) if path.is_block_device()), Path("/dev/null"))
     for origin, out in ((device, tmp_path / "x"), (image, device)):
-        with pytest.raises(ConfigError, match="devices are never written"), copied(origin, out):
+        with pytest.raises(ConfigError, match="devices are never written"), open_copy(origin, out):
             pass
-    with pytest.raises(ConfigError, match="another file"), copied(image, image):
+    with pytest.raises(ConfigError, match="another file"), open_copy(image, image):
         pass
     with pytest.raises(ConfigError, match="devices are never written"):
         BootImage(device)
@@ -208,15 +208,15 @@ def test_devices_and_the_image_itself_are_never_written(image, tmp_path):
 def test_an_image_of_something_else_is_refused(tmp_path):
     (tmp_path / "x.img").write_bytes(bytes(MIB))
     with pytest.raises(ConfigError, match="no FAT partition"):
-        fat_offset(tmp_path / "x.img")
+        find_fat_offset(tmp_path / "x.img")
     (tmp_path / "x.img").write_bytes(b"short")
     with pytest.raises(ConfigError, match="no FAT partition"):
-        fat_offset(tmp_path / "x.img")
+        find_fat_offset(tmp_path / "x.img")
 
 
 def test_a_gpt_and_a_bare_file_system_are_understood(image, tmp_path):
     fat = partition(image, tmp_path / "bare.img")
-    assert fat_offset(fat) == 0
+    assert find_fat_offset(fat) == 0
     require("fdisk")
     path = tmp_path / "gpt.img"
     with path.open("wb") as file:
@@ -226,4 +226,4 @@ def test_a_gpt_and_a_bare_file_system_are_understood(image, tmp_path):
     with path.open("r+b") as file:
         file.seek(8192 * 512)
         file.write(fat.read_bytes())
-    assert fat_offset(path) == 8192 * 512
+    assert find_fat_offset(path) == 8192 * 512

@@ -10,14 +10,20 @@ import pytest
 import yaml
 from apt_packages import python_packages, unpacked
 
-from edgefl.errors import ConfigError
-from edgefl.provision.card import Network, System, Wishes
-from edgefl.provision.card_files import card_files
-from edgefl.provision.cloud_init import _cmdline, files, meta_data, network_config, user_data
+from edgefl.core.errors import ConfigError
+from edgefl.provision.cloud_init import (
+    _edit_cmdline,
+    render_files,
+    render_meta_data,
+    render_network_config,
+    render_user_data,
+)
+from edgefl.provision.sd_card import CardNetwork, CardOptions, OsFlavour
+from edgefl.provision.sd_card_files import render_card_files
 
 KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIFIp2etN me@pc"
-WIFI = Network(ssid="Lab: net 'x'", psk="ab" * 32, country="DE", hidden=True)
-STATIC = Network(address="10.0.0.7/24", gateway="10.0.0.1", dns=("10.0.0.1",))
+WIFI = CardNetwork(ssid="Lab: net 'x'", psk="ab" * 32, country="DE", is_hidden=True)
+STATIC = CardNetwork(address="10.0.0.7/24", gateway="10.0.0.1", dns=("10.0.0.1",))
 IMAGER = """#cloud-config
 hostname: kitchen
 timezone: Europe/Berlin
@@ -69,21 +75,21 @@ def schema(cloud_init, kind, content, tmp_path):
     return done
 
 
-FULL = Wishes(name="pi-01", hostname="kitchen", user="eva", ssh_keys=(KEY, KEY), network=WIFI)
+FULL = CardOptions(name="pi-01", hostname="kitchen", user="eva", ssh_keys=(KEY, KEY), network=WIFI)
 
 
 @pytest.mark.extended
 def test_cloud_init_accepts_what_it_is_told_and_would_find_a_typing_error(cloud_init, tmp_path):
-    bare = Wishes(name="pi-01")
+    bare = CardOptions(name="pi-01")
     for kind, content, code in (
-        ("cloud-config", user_data(bare, ""), 0),
-        ("cloud-config", user_data(bare, "#cloud-config\n"), 0),
-        ("cloud-config", user_data(FULL, IMAGER), 0),
-        ("cloud-config", user_data(bare).replace(b"runcmd", b"runcmmd"), 1),
-        ("network-config", network_config(Network()), 0),
-        ("network-config", network_config(Network(interface="end0")), 0),
-        ("network-config", network_config(STATIC), 0),
-        ("network-config", network_config(Network()).replace(b"ethernets", b"ethernet"), 1),
+        ("cloud-config", render_user_data(bare, ""), 0),
+        ("cloud-config", render_user_data(bare, "#cloud-config\n"), 0),
+        ("cloud-config", render_user_data(FULL, IMAGER), 0),
+        ("cloud-config", render_user_data(bare).replace(b"runcmd", b"runcmmd"), 1),
+        ("network-config", render_network_config(CardNetwork()), 0),
+        ("network-config", render_network_config(CardNetwork(interface="end0")), 0),
+        ("network-config", render_network_config(STATIC), 0),
+        ("network-config", render_network_config(CardNetwork()).replace(b"ethernets", b"ethernet"), 1),
     ):
         told = schema(cloud_init, kind, content, tmp_path)
         assert told.returncode == code, told.stdout + told.stderr
@@ -109,14 +115,14 @@ def test_netplan_makes_a_network_of_it_and_would_find_a_typing_error(tmp_path):
     known = ("libnetplan1", "libnetplan0")
     library = next((name for name in known if is_offered(name)), known[-1])
     tree = unpacked(None, "netplan.io", library)
-    for number, network in enumerate((Network(), STATIC, WIFI, replace(STATIC, ssid="open"))):
+    for number, network in enumerate((CardNetwork(), STATIC, WIFI, replace(STATIC, ssid="open"))):
         root = tmp_path / str(number)
-        told = netplan(tree, network_config(network), root)
+        told = netplan(tree, render_network_config(network), root)
         assert told.returncode == 0, told.stderr
         made = "".join(path.read_text() for path in root.rglob("*") if path.is_file() and "run/" in str(path))
         assert ("10.0.0.7/24" in made) == (network.address is not None)
         assert ("ab" * 32 in made) == (network.psk is not None)
-    wrong = network_config(WIFI).replace(b"access-points", b"acces-points")
+    wrong = render_network_config(WIFI).replace(b"access-points", b"acces-points")
     assert netplan(tree, wrong, tmp_path / "wrong").returncode != 0
 
 
@@ -130,7 +136,7 @@ def loaded(content):
 
 
 def test_a_fresh_card_gets_an_account_without_a_password_and_the_device_s_name():
-    value = loaded(user_data(Wishes(name="pi-01", ssh_keys=(KEY,))))
+    value = loaded(render_user_data(CardOptions(name="pi-01", ssh_keys=(KEY,))))
     assert value["hostname"] == "pi-01"
     assert [user["name"] for user in value["users"]] == ["pi"]
     assert value["users"][0]["lock_passwd"] is True
@@ -139,17 +145,17 @@ def test_a_fresh_card_gets_an_account_without_a_password_and_the_device_s_name()
 
 
 def test_what_imager_wrote_stays_where_nothing_else_is_wished():
-    value = loaded(user_data(Wishes(name="pi-01"), IMAGER))
+    value = loaded(render_user_data(CardOptions(name="pi-01"), IMAGER))
     assert value["hostname"] == "kitchen"
     assert value["users"] == [{"name": "eva", "passwd": "$5$abc$def", "lock_passwd": False}]
     assert value["timezone"] == "Europe/Berlin"
     assert value["runcmd"] == [["rfkill", "unblock", "wifi"], ["sh", "/boot/firmware/edgefl/firstboot.sh"]]
-    value = loaded(user_data(Wishes(name="pi-01", hostname="hall", user="kim"), IMAGER))
+    value = loaded(render_user_data(CardOptions(name="pi-01", hostname="hall", user="kim"), IMAGER))
     assert (value["hostname"], [user["name"] for user in value["users"]]) == ("hall", ["kim"])
-    once = user_data(Wishes(name="pi-01"), IMAGER).decode().replace("Written by edgefl provision", "mine")
-    again = loaded(user_data(Wishes(name="pi-01"), once))
+    once = render_user_data(CardOptions(name="pi-01"), IMAGER).decode().replace("Written by edgefl provision", "mine")
+    again = loaded(render_user_data(CardOptions(name="pi-01"), once))
     assert again["runcmd"].count(["sh", "/boot/firmware/edgefl/firstboot.sh"]) == 1
-    assert loaded(meta_data(Wishes(name="pi-01", instance_id="edgefl-pi-01-1"))) == {
+    assert loaded(render_meta_data(CardOptions(name="pi-01", instance_id="edgefl-pi-01-1"))) == {
         "dsmode": "local", "instance-id": "edgefl-pi-01-1", "local-hostname": "pi-01",
     }  # fmt: skip
 
@@ -158,26 +164,26 @@ def test_what_imager_wrote_stays_where_nothing_else_is_wished():
                                   "#cloud-config\nruncmd: reboot\n"])  # fmt: skip
 def test_user_data_that_cannot_be_kept_is_refused_not_lost(text):
     with pytest.raises(ConfigError, match="user-data"):
-        user_data(Wishes(name="pi-01"), text)
+        render_user_data(CardOptions(name="pi-01"), text)
 
 
 def test_a_wi_fi_that_imager_configured_stays_without_one_here():
     known = b"network:\n  version: 2\n  wifis:\n    wlan0:\n      access-points:\n        home: {password: x}\n"
     card = {"network-config": known}
-    assert "network-config" not in files(Wishes(name="pi-01"), card.get)
-    assert "network-config" in files(Wishes(name="pi-01", network=WIFI), card.get)
+    assert "network-config" not in render_files(CardOptions(name="pi-01"), card.get)
+    assert "network-config" in render_files(CardOptions(name="pi-01", network=WIFI), card.get)
 
 
-@pytest.mark.parametrize("network", [WIFI, STATIC, Network(interface="end0")])
+@pytest.mark.parametrize("network", [WIFI, STATIC, CardNetwork(interface="end0")])
 def test_a_network_that_an_earlier_call_said_stays_where_a_later_one_says_none(network):
-    ours = files(Wishes(name="pi-01", network=network), {}.get)["network-config"]
+    ours = render_files(CardOptions(name="pi-01", network=network), {}.get)["network-config"]
     for card in ({"network-config": ours}, {"network-config": ours, "network-config.before-edgefl": STOCK.encode()}):
-        assert "network-config" not in card_files(System.TRIXIE, Wishes(name="pi-02"), {}, card.get)
+        assert "network-config" not in render_card_files(OsFlavour.TRIXIE, CardOptions(name="pi-02"), {}, card.get)
 
 
 def test_a_fixed_address_of_the_wire_takes_no_wi_fi_away():
     known = b"network: {version: 2, wifis: {wlan0: {access-points: {home: {password: x}}}}}\n"
-    made = files(Wishes(name="pi-01", network=STATIC), {"network-config": known}.get)["network-config"]
+    made = render_files(CardOptions(name="pi-01", network=STATIC), {"network-config": known}.get)["network-config"]
     value = loaded(bytes(made))["network"]
     assert value["wifis"] == {"wlan0": {"access-points": {"home": {"password": "x"}}}}
     assert value["ethernets"]["eth0"]["addresses"] == ["10.0.0.7/24"]
@@ -188,7 +194,7 @@ STOCK = "network: {version: 2, ethernets: {eth0: {dhcp4: true, optional: true}}}
 
 @pytest.mark.parametrize("known", ["", "# only words\n", STOCK])
 def test_the_stock_network_is_replaced_by_one_that_the_first_boot_waits_for(known):
-    made = files(Wishes(name="pi-01"), {"network-config": known.encode()}.get)
+    made = render_files(CardOptions(name="pi-01"), {"network-config": known.encode()}.get)
     assert loaded(bytes(made["network-config"]))["network"]["ethernets"]["eth0"]["optional"] is False
 
 
@@ -202,4 +208,4 @@ def test_the_stock_network_is_replaced_by_one_that_the_first_boot_waits_for(know
     ],
 )
 def test_the_command_line_stays_one_line_and_names_no_older_instance(line, expected):
-    assert _cmdline(line, "new").decode() == expected
+    assert _edit_cmdline(line, "new").decode() == expected

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from edgefl.cli.main import edgefl
-from edgefl.provision.sources import path as source
+from edgefl.provision.provisioning_files import find_path as source
 
 ROOT = Path(__file__).parents[2]
 FOLDER = source("container")
@@ -175,7 +175,7 @@ def test_a_device_without_a_join_file_says_what_it_wants():
 
 @pytest.mark.extended
 def test_health_follows_a_real_coordinator_and_its_broker(tmp_path):
-    from edgefl.local_fleet import LocalFleet  # noqa: PLC0415 of this test alone
+    from edgefl.simulation.local_fleet import LocalFleet  # noqa: PLC0415 of this test alone
 
     def status(what, **ports):
         command = [sys.executable, str(FOLDER / "health.py"), what, str(fleet.directory)]

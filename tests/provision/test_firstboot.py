@@ -11,13 +11,13 @@ import pytest
 from made_wheels import make_wheel
 from requirements import require
 
-from edgefl.device.joining.join_file import JoinFile
-from edgefl.protocol import JoinToken
-from edgefl.provision import sources
-from edgefl.provision.payload import MANIFEST, manifest, payload
+from edgefl.core.protocol import JoinToken
+from edgefl.device.enrolment.join_file import JoinFile
+from edgefl.provision import provisioning_files
+from edgefl.provision.payload import MANIFEST_NAME, make_payload, render_manifest
 
 TOKEN = JoinToken(ca_fingerprint="a" * 64, token_id="t1", secret="s3cret", fleet="lab", addresses=("pc:8000",)).text()
-JOIN_FILE = JoinFile(token=TOKEN, name="pi-01").text()
+JOIN_FILE = JoinFile(token=TOKEN, name="pi-01").to_text()
 # Counts its runs, shows the token as a careless program would, and fails as long as a file asks for it.
 INSTALL = b"""#!/bin/sh
 set -eu
@@ -39,9 +39,9 @@ class Board:
         self.kept = root / "var/lib/edgefl-firstboot"
 
     def write_card(self, *, install: bytes = INSTALL, extra: dict[str, bytes | Path] | None = None) -> None:
-        files = {**payload(JOIN_FILE, extra), "install.sh": install}
-        del files[MANIFEST]
-        files[MANIFEST] = manifest({name: body for name, body in files.items() if name != "join.json"})
+        files = {**make_payload(JOIN_FILE, extra), "install.sh": install}
+        del files[MANIFEST_NAME]
+        files[MANIFEST_NAME] = render_manifest({name: body for name, body in files.items() if name != "join.json"})
         for name, body in files.items():
             path = self.card / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ def test_the_wheels_leave_the_card_when_the_installation_has_worked_and_not_befo
     ran = board.work()
     assert ran.returncode == 0, ran.stdout
     assert not (board.card / "wheels").exists()
-    assert {"firstboot.log", "install.sh", MANIFEST} <= {path.name for path in board.card.iterdir()}
+    assert {"firstboot.log", "install.sh", MANIFEST_NAME} <= {path.name for path in board.card.iterdir()}
     assert board.done.exists()
     board.write_card(extra={**WHEELS, "keep-wheels": b""})
     board.firstboot("--no-start")
@@ -109,7 +109,7 @@ def test_a_board_is_installed_once_for_each_card_and_the_token_is_left_in_the_jo
     assert ran.returncode == 0, ran.stderr
     units = board.root / "etc/systemd/system"
     unit = units / "edgefl-firstboot.service"
-    assert unit.read_text() == sources.text("board/edgefl-firstboot.service")
+    assert unit.read_text() == provisioning_files.load_text("board/edgefl-firstboot.service")
     assert unit.stat().st_mode & 0o777 == 0o644
     assert (units / "multi-user.target.wants/edgefl-firstboot.service").is_symlink(), "every boot starts it"
     assert not (board.root / "runs").exists(), "the first call only keeps the script"
@@ -175,9 +175,9 @@ def test_a_damaged_card_is_named_and_nothing_is_installed(board: Board, damage: 
     elif damage == "missing":
         unit.unlink()
     elif damage == "no-manifest":
-        (board.card / MANIFEST).unlink()
+        (board.card / MANIFEST_NAME).unlink()
     elif damage == "empty-manifest":
-        (board.card / MANIFEST).write_text('{\n  "v": 1,\n  "files": {}\n}\n')
+        (board.card / MANIFEST_NAME).write_text('{\n  "v": 1,\n  "files": {}\n}\n')
     else:
         (board.card / "join.json").unlink()
     board.firstboot("--no-start")
@@ -282,7 +282,7 @@ def test_with_the_real_installation_a_card_becomes_a_board_that_will_join(board:
         wheels, "edgefl-fleet", "1.0", {"edgefl/__init__.py": b"", "edgefl/__main__.py": main}, requires=["dep"]
     )
     make_wheel(wheels, "dep", "1.0", {"dep.py": b""})
-    install = sources.path("board/install.sh").read_bytes()
+    install = provisioning_files.find_path("board/install.sh").read_bytes()
     board.write_card(install=install, extra={f"wheels/{wheel.name}": wheel for wheel in wheels.iterdir()})
     assert board.firstboot().returncode == 0
     ran = board.work()
@@ -296,7 +296,9 @@ def test_with_the_real_installation_a_card_becomes_a_board_that_will_join(board:
     assert calls.index("--quiet enable edgefl-join.service") < calls.index("start --no-block edgefl-join.service")
 
 
-@pytest.mark.parametrize("script", sorted(sources.path("board").glob("*.sh")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "script", sorted(provisioning_files.find_path("board").glob("*.sh")), ids=lambda path: path.name
+)
 def test_the_scripts_are_posix_and_without_fault(script: Path) -> None:
     require("shellcheck", "dash")
     assert subprocess.run(["dash", "-n", script], check=False).returncode == 0
@@ -306,7 +308,7 @@ def test_the_scripts_are_posix_and_without_fault(script: Path) -> None:
 
 def test_systemd_has_nothing_to_say_against_the_unit() -> None:
     require("systemd")
-    unit = sources.path("board/edgefl-firstboot.service")
+    unit = provisioning_files.find_path("board/edgefl-firstboot.service")
     told = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, check=False)
     assert (told.returncode, told.stderr) == (0, "")
 

@@ -2,8 +2,8 @@ import pytest
 
 from edgefl.cli.main import main
 from edgefl.cli.provision_ssh import MAX_HOSTS_CHARS
-from edgefl.errors import ConfigError
-from edgefl.provision.hosts_file import BoardHost, parse_hosts
+from edgefl.core.errors import ConfigError
+from edgefl.provision.hosts_file import SshHost, parse_hosts
 
 
 def test_a_hosts_file_says_who_is_reached_how_and_what_he_is_to_be():
@@ -14,15 +14,15 @@ def test_a_hosts_file_says_who_is_reached_how_and_what_he_is_to_be():
     root@[fe80::1%eth0]:22 name=shelf-3
     """
     assert parse_hosts(text) == [
-        BoardHost(host="192.168.1.21", name="shelf-1", user="pi", shards={"digits": "/home/pi/digits.npz"}),
-        BoardHost(
+        SshHost(host="192.168.1.21", name="shelf-1", user="pi", shards={"digits": "/home/pi/digits.npz"}),
+        SshHost(
             host="shelf-2.local",
             name="shelf-2",
             port=2222,
             role="evaluator",
             shards={"digits": "/srv/data", "my.task:Mine": "/srv/mine"},
         ),
-        BoardHost(host="fe80::1%eth0", name="shelf-3", user="root", port=22),
+        SshHost(host="fe80::1%eth0", name="shelf-3", user="root", port=22),
     ]
     assert [host.label for host in parse_hosts(text)] == [
         "pi@192.168.1.21",

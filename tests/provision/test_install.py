@@ -19,12 +19,19 @@ from pathlib import Path
 import pytest
 from made_wheels import make_wheel
 
-from edgefl.device.slots.layout import Pack, SlotRecord, Slots
-from edgefl.device.slots.status import Outcome, Step, Trial, UpdaterStatus, read_status, write_status
-from edgefl.files import is_held
-from edgefl.provision.payload import payload
-from edgefl.provision.sources import path as source
-from edgefl.provision.ssh import Told
+from edgefl.device.updates.slots import InstalledPack, SlotRecord, Slots
+from edgefl.device.updates.status import (
+    InstallAttempt,
+    InstallPhase,
+    InstallResult,
+    UpdaterStatus,
+    read_status,
+    write_status,
+)
+from edgefl.provision.payload import make_payload
+from edgefl.provision.provisioning_files import find_path as source
+from edgefl.provision.ssh_connection import CommandResult
+from edgefl.system.atomic_files import is_locked
 
 SCRIPT = source("board/install.sh")
 JOIN_FILE = '{"token": "efl1.x"}'
@@ -122,7 +129,7 @@ def bare_board(tmp_path: Path) -> Board:
     made.program("systemctl", f'echo "$@" >> {made.programs}/calls')
     made.program("sync", ":")  # the real one waits for all disks of this machine
     made.program("python3", f'exec {sys.executable} "$@"')
-    for name, content in payload(JOIN_FILE).items():
+    for name, content in make_payload(JOIN_FILE).items():
         (made.folder / name).parent.mkdir(parents=True, exist_ok=True)
         (made.folder / name).write_bytes(content if isinstance(content, bytes) else content.read_bytes())
     made.release("1.0")
@@ -201,13 +208,18 @@ def test_another_version_goes_into_the_other_slot_and_keeps_what_bundles_must_no
     installed()
     slots = Slots(board.root / "opt/edgefl")
     serials = {"edgefl": 1_700_000_200, "gulls": 1_700_000_300}
-    slots.write_record("a", SlotRecord(packs={"gulls": Pack(version="0.3", projects=("gulls",))}, serials=serials))
-    write_status(slots, UpdaterStatus(trial=Trial(id="i1", sha256="0" * 64, step=Step.BUILDING, old="a", new="b")))
+    slots.write_record(
+        "a", SlotRecord(packs={"gulls": InstalledPack(version="0.3", projects=("gulls",))}, serials=serials)
+    )
+    write_status(
+        slots,
+        UpdaterStatus(trial=InstallAttempt(id="i1", sha256="0" * 64, step=InstallPhase.BUILDING, old="a", new="b")),
+    )
     slots.path("b").mkdir()
     (slots.path("b") / "half-built").touch()
     board.release("1.1")
     board.environment["EDGEFL_WAIT_S"] = "1"
-    with (slots.work / "lock").open("w") as lock:  # an updater works in it
+    with (slots.work_dir / "lock").open("w") as lock:  # an updater works in it
         fcntl.flock(lock, fcntl.LOCK_EX)
         done = board.install()
     assert done.returncode == 1
@@ -216,12 +228,12 @@ def test_another_version_goes_into_the_other_slot_and_keeps_what_bundles_must_no
 
     told = installed()
     assert (board.slot(), board.runs()) == ("b", "edgefl, version 1.1")
-    assert slots.record("b") == SlotRecord(serials=serials)
+    assert slots.load_record("b") == SlotRecord(serials=serials)
     assert "its task packs are not in this installation: gulls; bring them with edgefl devices install" in told
-    assert Told(status=0, output=told, errors="").values["packs"] == ["gulls"]
+    assert CommandResult(status=0, output=told, errors="").values["packs"] == ["gulls"]
     reason = "another edgefl was installed on the board meanwhile"
-    assert read_status(slots) == UpdaterStatus(outcome=Outcome(id="i1", state="failed", reason=reason))
-    assert not is_held(slots.work / "lock")
+    assert read_status(slots) == UpdaterStatus(outcome=InstallResult(id="i1", state="failed", reason=reason))
+    assert not is_locked(slots.work_dir / "lock")
 
     board.release("1.2")
     board.index()
@@ -233,7 +245,7 @@ def test_another_version_goes_into_the_other_slot_and_keeps_what_bundles_must_no
     (slots.path("b") / "edgefl-slot.json").write_text('{"v": 1, "packs": {}, "seri')
     board.systemctl_calls()
     assert "takes signed bundles of any age again" in installed("--no-start")
-    assert (board.slot(), board.runs(), slots.record("a")) == ("a", "edgefl, version 1.2", SlotRecord())
+    assert (board.slot(), board.runs(), slots.load_record("a")) == ("a", "edgefl, version 1.2", SlotRecord())
     assert not [call for call in board.systemctl_calls() if call.startswith(("start", "restart"))]
 
     (slots.path("a") / ".complete").unlink()  # it was cut off, and is made anew

@@ -12,17 +12,17 @@ import pytest
 from apt_packages import unpacked
 from requirements import require
 
-from edgefl.errors import ConfigError, UsageError
+from edgefl.core.errors import ConfigError, UsageError
 from edgefl.provision import firstrun, preseed
-from edgefl.provision.card import CGROUP, Network, System, Wishes, detected_system
-from edgefl.provision.card_files import card_files
+from edgefl.provision.sd_card import MEMORY_CGROUP_ARGUMENT, CardNetwork, CardOptions, OsFlavour, detect_system
+from edgefl.provision.sd_card_files import render_card_files
 
 KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIFIp2etN me@pc"
-NASTY = Wishes(
+NASTY = CardOptions(
     name="pi-01",
     user="eva",
     ssh_keys=(KEY,),
-    network=Network(ssid="a'; touch owned; '$(touch owned)", psk="ab" * 32, country="DE"),
+    network=CardNetwork(ssid="a'; touch owned; '$(touch owned)", psk="ab" * 32, country="DE"),
 )
 CMDLINE = b"console=tty1 root=PARTUUID=x rootwait quiet init=/usr/lib/raspberrypi-sys-mods/firstboot\n"
 
@@ -30,28 +30,28 @@ CMDLINE = b"console=tty1 root=PARTUUID=x rootwait quiet init=/usr/lib/raspberryp
 @pytest.mark.parametrize(
     ("files", "system"),
     [
-        ({"user-data": b"#cloud-config\n"}, System.TRIXIE),
-        ({"meta-data": b"dsmode: local\n", "cmdline.txt": CMDLINE}, System.TRIXIE),
-        ({"rpi-preseed.toml": b"", "user-data": b""}, System.PRESEED),
+        ({"user-data": b"#cloud-config\n"}, OsFlavour.TRIXIE),
+        ({"meta-data": b"dsmode: local\n", "cmdline.txt": CMDLINE}, OsFlavour.TRIXIE),
+        ({"rpi-preseed.toml": b"", "user-data": b""}, OsFlavour.PRESEED),
         ({"issue.txt": b"Raspberry Pi reference 2024-11-19\nGenerated using pi-gen", "cmdline.txt": b"x"},
-         System.BOOKWORM),
-        ({"issue.txt": b"Raspberry Pi reference 2025-10-01\n", "cmdline.txt": b"x"}, System.BOOKWORM),
-        ({"issue.txt": b"Raspberry Pi reference 2026-06-18\n", "cmdline.txt": b"x"}, System.TRIXIE),
-        ({"cmdline.txt": CMDLINE}, System.BOOKWORM),
-        ({}, System.TRIXIE),
+         OsFlavour.BOOKWORM),
+        ({"issue.txt": b"Raspberry Pi reference 2025-10-01\n", "cmdline.txt": b"x"}, OsFlavour.BOOKWORM),
+        ({"issue.txt": b"Raspberry Pi reference 2026-06-18\n", "cmdline.txt": b"x"}, OsFlavour.TRIXIE),
+        ({"cmdline.txt": CMDLINE}, OsFlavour.BOOKWORM),
+        ({}, OsFlavour.TRIXIE),
     ],
 )  # fmt: skip
 def test_the_system_is_seen_from_what_lies_on_the_card(files, system):
-    assert detected_system(files.get)[0] is system
+    assert detect_system(files.get)[0] is system
 
 
 def test_bookworm_s_command_line_runs_the_script_once_and_keeps_the_rest():
-    made = firstrun.files(Wishes(name="pi-01"), {"cmdline.txt": CMDLINE}.get)
+    made = firstrun.render_files(CardOptions(name="pi-01"), {"cmdline.txt": CMDLINE}.get)
     line = bytes(made["cmdline.txt"]).decode()
     assert line.count("\n") == 1
     assert line.startswith(CMDLINE.decode().strip())
-    assert line.split()[-4:] == ["cgroup_enable=memory", *firstrun.RUN]
-    again = firstrun.files(Wishes(name="pi-01"), {"cmdline.txt": line.encode()}.get)
+    assert line.split()[-4:] == ["cgroup_enable=memory", *firstrun.FIRSTRUN_CMDLINE_WORDS]
+    again = firstrun.render_files(CardOptions(name="pi-01"), {"cmdline.txt": line.encode()}.get)
     assert sorted(bytes(again["cmdline.txt"]).split()) == sorted(line.encode().split())
 
 
@@ -81,7 +81,7 @@ def run_firstrun(script, root):
 
 
 def test_firstrun_passes_the_wishes_as_words_whatever_they_hold(tmp_path):
-    calls = run_firstrun(firstrun.firstrun(NASTY), tmp_path)
+    calls = run_firstrun(firstrun.render_script(NASTY), tmp_path)
     assert calls == [
         *("imager_custom", "set_hostname", "pi-01"),
         *("userconf", "eva", "*"),
@@ -90,11 +90,11 @@ def test_firstrun_passes_the_wishes_as_words_whatever_they_hold(tmp_path):
         *("firstboot", "--no-start"),
     ]
     assert not (tmp_path / "owned").exists()
-    calls = run_firstrun(firstrun.firstrun(Wishes(name="pi-01")), tmp_path / "bare")
+    calls = run_firstrun(firstrun.render_script(CardOptions(name="pi-01")), tmp_path / "bare")
     assert calls == ["imager_custom", "set_hostname", "pi-01", "firstboot", "--no-start"]
 
 
-FIXED = Network(address="10.0.0.7/24", gateway="10.0.0.1", dns=("10.0.0.1", "10.0.0.2"), interface="end0")
+FIXED = CardNetwork(address="10.0.0.7/24", gateway="10.0.0.1", dns=("10.0.0.1", "10.0.0.2"), interface="end0")
 ODD_SSID = "caf\u00e9; 'x'\\s"
 
 
@@ -106,7 +106,7 @@ def test_network_manager_finds_the_fixed_address_of_bookworm_s_wi_fi_or_wire(tmp
     def profiles(network, name):
         """Runs a firstrun.sh, and returns the profiles that NetworkManager would find, each read by itself."""
         root, found = tmp_path / name, {}
-        run_firstrun(firstrun.firstrun(Wishes(name="pi-01", network=network)), root)
+        run_firstrun(firstrun.render_script(CardOptions(name="pi-01", network=network)), root)
         for path in (root / PROFILES).iterdir():
             found[path.name] = configparser.RawConfigParser()
             if not path.stat().st_size:
@@ -123,7 +123,7 @@ def test_network_manager_finds_the_fixed_address_of_bookworm_s_wi_fi_or_wire(tmp
             found[path.name].read_string(told.stdout)
         return found
 
-    wifi = replace(FIXED, ssid=ODD_SSID, psk="ab" * 32, country="DE", hidden=True)
+    wifi = replace(FIXED, ssid=ODD_SSID, psk="ab" * 32, country="DE", is_hidden=True)
     (made,) = profiles(wifi, "edgefl-wifi").values()
     assert made["connection"]["type"] == "wifi"
     assert bytes(map(int, made["wifi"]["ssid"].strip(";").split(";"))).decode() == ODD_SSID
@@ -136,23 +136,23 @@ def test_network_manager_finds_the_fixed_address_of_bookworm_s_wi_fi_or_wire(tmp
     made = found["edgefl-ethernet.nmconnection"]
     assert (made["connection"]["type"], made["connection"]["interface-name"]) == ("ethernet", "end0")
     assert made["ipv4"]["address1"] == "10.0.0.7/24,10.0.0.1"
-    both = Network(address="fd00::7/64", gateway="fd00::1", dns=("fd00::1", "10.0.0.2"))
+    both = CardNetwork(address="fd00::7/64", gateway="fd00::1", dns=("fd00::1", "10.0.0.2"))
     made = profiles(both, "both")["edgefl-ethernet.nmconnection"]
     assert (made["ipv6"]["method"], made["ipv6"]["address1"]) == ("manual", "fd00::7/64,fd00::1")
     assert (made["ipv4"]["method"], made["ipv4"]["dns"], made["ipv6"]["dns"]) == ("auto", "10.0.0.2;", "fd00::1;")
 
 
 def test_a_bookworm_script_that_was_not_run_yet_is_replaced_and_not_kept_with_its_key():
-    network = Network(ssid="lab", psk="ab" * 32, country="DE")
-    card = provisioned({"cmdline.txt": CMDLINE}, System.BOOKWORM, Wishes(name="pi-01", network=network))
-    again = provisioned(card, System.BOOKWORM, Wishes(name="pi-01"))
+    network = CardNetwork(ssid="lab", psk="ab" * 32, country="DE")
+    card = provisioned({"cmdline.txt": CMDLINE}, OsFlavour.BOOKWORM, CardOptions(name="pi-01", network=network))
+    again = provisioned(card, OsFlavour.BOOKWORM, CardOptions(name="pi-01"))
     assert not any(b"ab" * 32 in body for body in again.values())
 
 
-@pytest.mark.parametrize("wishes", [Wishes(name="pi-01"), NASTY])
+@pytest.mark.parametrize("wishes", [CardOptions(name="pi-01"), NASTY])
 def test_firstrun_is_posix_and_without_fault(wishes, tmp_path):
     require("shellcheck", "dash")
-    (tmp_path / "firstrun.sh").write_bytes(firstrun.firstrun(wishes))
+    (tmp_path / "firstrun.sh").write_bytes(firstrun.render_script(wishes))
     assert subprocess.run(["dash", "-n", tmp_path / "firstrun.sh"], check=False).returncode == 0
     # SC2016: a name of a network may well hold what looks like a command.
     command = ["shellcheck", "--shell=sh", "--exclude=SC2016,SC1003", tmp_path / "firstrun.sh"]
@@ -163,26 +163,26 @@ def test_firstrun_is_posix_and_without_fault(wishes, tmp_path):
 def test_imager_s_own_firstrun_is_not_overwritten():
     card = {"cmdline.txt": CMDLINE, "firstrun.sh": b"#!/bin/bash\nset +e\n"}
     with pytest.raises(ConfigError, match=r"firstrun\.sh"):
-        firstrun.files(Wishes(name="pi-01"), card.get)
+        firstrun.render_files(CardOptions(name="pi-01"), card.get)
 
 
 def test_preseed_is_toml_that_calls_the_payload_and_says_the_wishes():
-    value = tomllib.loads(preseed.preseed(NASTY).decode())
+    value = tomllib.loads(preseed.render_preseed(NASTY).decode())
     assert value["config_version"] == "1.1"
     assert value["runcmd"]["early"] == ["sh /boot/firmware/edgefl/firstboot.sh"]
     assert value["system"] == {"hostname": "pi-01"}
     assert value["wlan"]["ssid"] == NASTY.network.ssid
     assert value["wlan"]["password_encrypted"] is True
     assert value["ssh"]["authorized_keys"] == [KEY]
-    value = tomllib.loads(preseed.preseed(Wishes(name="pi-01", network=FIXED)).decode())
+    value = tomllib.loads(preseed.render_preseed(CardOptions(name="pi-01", network=FIXED)).decode())
     assert (value["ethernet"]["interface"], value["ethernet"]["address"]) == ("end0", "10.0.0.7/24")
     with pytest.raises(UsageError, match=r"no fixed address of a Wi-Fi.*trixie and bookworm"):
-        preseed.preseed(Wishes(name="pi-01", network=replace(FIXED, ssid="lab", country="DE")))
+        preseed.render_preseed(CardOptions(name="pi-01", network=replace(FIXED, ssid="lab", country="DE")))
 
 
 def test_preseed_keeps_what_the_card_s_own_says():
     known = 'config_version = "1.1"\n[user]\nname = "eva"\n[runcmd]\nearly = ["date"]\n[system]\nhostname = "hall"\n'
-    value = tomllib.loads(preseed.preseed(Wishes(name="pi-01"), known).decode())
+    value = tomllib.loads(preseed.render_preseed(CardOptions(name="pi-01"), known).decode())
     assert (value["user"], value["system"]) == ({"name": "eva"}, {"hostname": "hall"})
     assert value["runcmd"]["early"] == ["date", "sh /boot/firmware/edgefl/firstboot.sh"]
     for unkept in (
@@ -190,16 +190,16 @@ def test_preseed_keeps_what_the_card_s_own_says():
         "[runcmd]\nlate = [{ a = 1 }]\n",
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=r"no TOML|cannot be kept"):
-            preseed.preseed(Wishes(name="pi-01"), unkept)
+            preseed.render_preseed(CardOptions(name="pi-01"), unkept)
 
 
 def test_what_is_replaced_is_kept_beside_it_once_and_never_with_a_token():
     card = {"user-data": b"#cloud-config\nhostname: a\n", "meta-data": b"x: efl1.abc\n"}
-    made = card_files(System.TRIXIE, Wishes(name="pi-01"), {}, card.get)
+    made = render_card_files(OsFlavour.TRIXIE, CardOptions(name="pi-01"), {}, card.get)
     assert made["user-data.before-edgefl"] == card["user-data"]
     assert "meta-data.before-edgefl" not in made
     second = {**card, **{name: bytes(content) for name, content in made.items()}}
-    again = card_files(System.TRIXIE, Wishes(name="pi-02"), {}, second.get)
+    again = render_card_files(OsFlavour.TRIXIE, CardOptions(name="pi-02"), {}, second.get)
     assert "user-data.before-edgefl" not in again
     assert b"hostname: a" in bytes(again["user-data"])
 
@@ -211,7 +211,7 @@ NEW_ROOT = "console=tty1 root=PARTUUID=22222222-02"
 
 def provisioned(card, system, wishes):
     """Returns the card with what a call writes onto it."""
-    made = card_files(system, wishes, {}, card.get)
+    made = render_card_files(system, wishes, {}, card.get)
     return card | {name: content for name, content in made.items() if isinstance(content, bytes)}
 
 
@@ -225,27 +225,27 @@ def booted(card):
 @pytest.mark.parametrize(
     ("system", "line", "rest"),
     [
-        (System.TRIXIE, TRIXIE_LINE, "rootfstype=ext4 rootwait ds=nocloud;i=second"),
-        (System.BOOKWORM, BOOKWORM_LINE, "rootwait quiet"),
-        (System.PRESEED, TRIXIE_LINE, "rootfstype=ext4 rootwait ds=nocloud;i=rpi-imager-1"),
+        (OsFlavour.TRIXIE, TRIXIE_LINE, "rootfstype=ext4 rootwait ds=nocloud;i=second"),
+        (OsFlavour.BOOKWORM, BOOKWORM_LINE, "rootwait quiet"),
+        (OsFlavour.PRESEED, TRIXIE_LINE, "rootfstype=ext4 rootwait ds=nocloud;i=rpi-imager-1"),
     ],
 )  # fmt: skip
 def test_a_card_that_was_booted_keeps_the_root_partition_that_its_first_boot_named(system, line, rest):
-    card = booted(provisioned({"cmdline.txt": line.encode()}, system, Wishes(name="pi-01", instance_id="first")))
-    again = provisioned(card, system, Wishes(name="pi-01", instance_id="second"))
-    start = firstrun.RUN if system is System.BOOKWORM else ()
-    assert again["cmdline.txt"].decode() == " ".join([NEW_ROOT, rest, CGROUP, *start]) + "\n"
+    card = booted(provisioned({"cmdline.txt": line.encode()}, system, CardOptions(name="pi-01", instance_id="first")))
+    again = provisioned(card, system, CardOptions(name="pi-01", instance_id="second"))
+    start = firstrun.FIRSTRUN_CMDLINE_WORDS if system is OsFlavour.BOOKWORM else ()
+    assert again["cmdline.txt"].decode() == " ".join([NEW_ROOT, rest, MEMORY_CGROUP_ARGUMENT, *start]) + "\n"
     assert again["cmdline.txt.before-edgefl"].decode() == line
 
 
 def test_another_system_than_before_takes_the_earlier_one_s_start_out_of_the_command_line():
-    card = provisioned({"cmdline.txt": BOOKWORM_LINE.encode()}, System.BOOKWORM, Wishes(name="pi-01"))
-    again = provisioned(card, System.TRIXIE, Wishes(name="pi-01"))
-    assert again["cmdline.txt"].decode() == f"{BOOKWORM_LINE.strip()} {CGROUP}\n"
+    card = provisioned({"cmdline.txt": BOOKWORM_LINE.encode()}, OsFlavour.BOOKWORM, CardOptions(name="pi-01"))
+    again = provisioned(card, OsFlavour.TRIXIE, CardOptions(name="pi-01"))
+    assert again["cmdline.txt"].decode() == f"{BOOKWORM_LINE.strip()} {MEMORY_CGROUP_ARGUMENT}\n"
 
 
 def test_what_starts_a_script_of_somebody_else_stays_in_the_command_line():
-    line = " ".join([TRIXIE_LINE.strip(), *firstrun.RUN])
-    card = provisioned({"cmdline.txt": line.encode()}, System.TRIXIE, Wishes(name="pi-01"))
-    again = provisioned(card, System.TRIXIE, Wishes(name="pi-01"))
-    assert set(firstrun.RUN) < set(again["cmdline.txt"].decode().split())
+    line = " ".join([TRIXIE_LINE.strip(), *firstrun.FIRSTRUN_CMDLINE_WORDS])
+    card = provisioned({"cmdline.txt": line.encode()}, OsFlavour.TRIXIE, CardOptions(name="pi-01"))
+    again = provisioned(card, OsFlavour.TRIXIE, CardOptions(name="pi-01"))
+    assert set(firstrun.FIRSTRUN_CMDLINE_WORDS) < set(again["cmdline.txt"].decode().split())

@@ -20,9 +20,9 @@ from made_wheels import make_edgefl_wheels
 from requirements import require
 
 from edgefl import __version__
-from edgefl.config import parse_run
-from edgefl.local_fleet import LocalFleet, free_port
-from edgefl.tasks.cutting import cut_shards
+from edgefl.core.config import parse_run
+from edgefl.simulation.local_fleet import LocalFleet, find_free_port
+from edgefl.tasks.sharding.shard_creation import create_shards
 
 HERE = Path(__file__).parent
 SITE_PACKAGES = next(Path(path) for path in sys.path if path.endswith("site-packages"))
@@ -130,7 +130,7 @@ def _board(root: Path, name: str, shard: Path) -> SshBoard:
     systemctl = HERE / "board_systemctl.py"
     shutil.copy(root / "user.pub", folder / "authorized")
     (folder / "programs" / "systemctl").write_text(f"#!{sys.executable}\n" + systemctl.read_text())
-    port = free_port()
+    port = find_free_port()
     # Debian's own Python cannot make virtual environments everywhere; the one of these tests can.
     (folder / "sshd_config").write_text(
         f"Port {port}\nListenAddress 127.0.0.1\nHostKey {root / 'host'}\nAuthorizedKeysFile /etc/ssh/authorized\n"
@@ -146,7 +146,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
     require("root", "openssh")  # boards are made of mounts
     root = tmp_path_factory.mktemp("workshop")
     _keys(root)
-    shards = cut_shards("digits", "iid", 3, root / "shards")
+    shards = create_shards("digits", "iid", 3, root / "shards")
     boards = [_board(root, f"shelf-{number + 1}", Path(shard)) for number, shard in enumerate(shards[:3])]
     key = " ".join((root / "host.pub").read_text().split()[:2])
     (root / "known_hosts").write_text("".join(f"[127.0.0.1]:{board.port} {key}\n" for board in boards))
@@ -183,11 +183,11 @@ def test_two_boards_join_train_and_a_third_that_is_down_is_told(workshop: Worksh
     assert "Connection refused" in rows[2]["note"]
     assert code == 30
     assert "1 of 3 boards did not get through: down" in said
-    workshop.fleet.wait_present(2)
+    workshop.fleet.wait_for_devices(2)
     run = parse_run({"run": {"task": "digits", "rounds": 1, "evaluate_on": "none"}, "devices": {"min": 2}})
-    done = workshop.fleet.wait_run(workshop.fleet.submit(run))
+    done = workshop.fleet.wait_for_run(workshop.fleet.submit(run))
     assert done["status"] == "finished", done
-    used = [row["device_id"] for row in workshop.fleet.history("updates") if row["outcome"] == "used"]
+    used = [row["device_id"] for row in workshop.fleet.list_history("updates") if row["outcome"] == "used"]
     assert sorted(used) == ["shelf-1", "shelf-2"]
     for board in workshop.boards[:2]:
         assert not _inside(board, workshop, "ls /etc/edgefl/join.json /var/tmp | grep -v ':'").strip()
@@ -209,7 +209,7 @@ def test_two_boards_join_train_and_a_third_that_is_down_is_told(workshop: Worksh
     code, rows, said = workshop.provision(workshop.hosts(workshop.line(0)))
     assert [(row["result"], row["note"]) for row in rows] == [("updated", "")], said
     assert _inside(workshop.boards[0], workshop, "readlink /opt/edgefl/current").strip() == "b"
-    workshop.fleet.wait_present(2)
+    workshop.fleet.wait_for_devices(2)
 
 
 def _program(board: SshBoard, workshop: Workshop, name: str, text: str) -> None:
@@ -278,4 +278,4 @@ def test_data_that_the_device_may_not_read_is_told_before_a_token_is_made(worksh
     _inside(board, workshop, "chgrp -R edgefl /home/pi/data && chmod -R g+rX /home/pi/data")
     code, (row,), said = workshop.provision(workshop.hosts(line))
     assert (code, row["result"]) == (0, "joined"), (row, said)
-    eventually(lambda: workshop.fleet.presence()["shelf-3"] == "online", what="shelf-3 is there")
+    eventually(lambda: workshop.fleet.get_presence()["shelf-3"] == "online", what="shelf-3 is there")

@@ -8,9 +8,9 @@ import click
 import pytest
 from requirements import needs
 
-from edgefl.errors import BundleError
-from edgefl.provision.drop_ins import shard_drop_ins
-from edgefl.provision.sources import path as source
+from edgefl.core.errors import BundleError
+from edgefl.provision.drop_ins import render_shard_drop_ins
+from edgefl.provision.provisioning_files import find_path as source
 
 UNITS = sorted(path.name for path in source("units").glob("*.service"))
 # JetPack 6 has systemd 249.
@@ -36,7 +36,7 @@ def with_gpu(root):
 
 
 def with_shards(root):
-    for place, content in shard_drop_ins({"digits": "/home/pi/data/digits.npz", "x": "/root/x"}).items():
+    for place, content in render_shard_drop_ins({"digits": "/home/pi/data/digits.npz", "x": "/root/x"}).items():
         assert isinstance(content, bytes)
         _, unit, name = place.split("/")
         drop_in(root, unit.removesuffix(".d"), name, content)
@@ -123,6 +123,6 @@ def test_an_updater_that_is_killed_is_started_again_and_one_that_refused_a_bundl
 
 
 def test_the_path_watches_where_the_agent_leaves_its_requests():
-    from edgefl.device.slots.inbox import FOLDER, REQUEST  # noqa: PLC0415 only here
+    from edgefl.device.updates.install_request import REQUEST_FILE, REQUEST_FOLDER  # noqa: PLC0415 only here
 
-    assert f"PathChanged=/var/lib/edgefl/{FOLDER}/{REQUEST}\n" in PATH.read_text()
+    assert f"PathChanged=/var/lib/edgefl/{REQUEST_FOLDER}/{REQUEST_FILE}\n" in PATH.read_text()

@@ -9,30 +9,36 @@ from typing import Any
 
 import pytest
 
-from edgefl.errors import ConfigError
-from edgefl.simulation.costs import Workload, iteration_seconds, reference_cost
-from edgefl.simulation.faults import Fault, check_hits, load_faults, script_of, with_faults
-from edgefl.simulation.profiles import IterationCost, Profile, load_catalogue, parse_catalogue, profile_names
+from edgefl.core.errors import ConfigError
+from edgefl.simulation.cost_model import Workload, compute_reference_cost, make_cost_function
+from edgefl.simulation.faults import Fault, apply_faults, check_targets, load_faults, render_fault_script
+from edgefl.simulation.profiles import (
+    DeviceProfile,
+    IterationCost,
+    list_profile_names,
+    load_catalogue,
+    parse_catalogue,
+)
 from edgefl.tasks.registry import make_task
 
 BOARDS = ("pi-zero-2w", "pi-3b-plus", "pi-4", "pi-5", "jetson-nano", "jetson-orin-nano")
 NUMBERS = ("speed", "up_bytes_per_s", "down_bytes_per_s", "latency_s", "memory_bytes")
 
 
-def parsed(**fields: Any) -> Profile:
-    return parse_catalogue({"profile": {"mine": fields}}, "mine.toml").named("mine")
+def parsed(**fields: Any) -> DeviceProfile:
+    return parse_catalogue({"profile": {"mine": fields}}, "mine.toml").get("mine")
 
 
 @pytest.mark.parametrize("name", BOARDS)
 def test_every_number_of_a_built_in_board_says_where_it_is_from(name: str) -> None:
-    sources = load_catalogue().named(name).sources
+    sources = load_catalogue().get(name).sources
     assert set(NUMBERS) <= set(sources)
     assert all(text.partition(":")[2].strip() for text in sources.values())
 
 
 def test_faster_boards_are_faster() -> None:
     catalogue = load_catalogue()
-    assert sorted(BOARDS, key=lambda name: catalogue.named(name).speed) == [
+    assert sorted(BOARDS, key=lambda name: catalogue.get(name).speed) == [
         "pi-zero-2w", "pi-3b-plus", "jetson-nano", "pi-4", "pi-5", "jetson-orin-nano",
     ]  # fmt: skip
 
@@ -45,21 +51,21 @@ def test_faster_boards_are_faster() -> None:
     ],
 )
 def test_profiles_are_given_round_and_round(specs: list[str], count: int, names: list[str]) -> None:
-    assert [profile.name for profile in load_catalogue().fleet(specs, count)] == names
+    assert [profile.name for profile in load_catalogue().assign_profiles(specs, count)] == names
     with pytest.raises(ConfigError, match=r"no profile 'pi4': did you mean pi-4\?"):
-        load_catalogue().named("pi4")
+        load_catalogue().get("pi4")
 
 
 def test_the_profile_s_own_measurement_goes_before_the_speed_and_the_reference_machine() -> None:
     board = parsed(speed=2, iterations={"digits": {"fixed_s": 1.0, "example_s": 0.5}})
-    assert iteration_seconds(board, workload(), IterationCost(fixed_s=9.0))(4) == 3.0
-    assert iteration_seconds(parsed(speed=0.5), workload(), IterationCost(fixed_s=3.0))(8) == 6.0
+    assert make_cost_function(board, workload(), IterationCost(fixed_s=9.0))(4) == 3.0
+    assert make_cost_function(parsed(speed=0.5), workload(), IterationCost(fixed_s=3.0))(8) == 6.0
 
 
 @pytest.mark.parametrize("spec", ["pi-4:0", "pi-4:x", "pi-4:", "pi-4:\u00b2"])
 def test_a_count_must_be_a_number_above_zero(spec: str) -> None:
     with pytest.raises(ConfigError, match="count above 0"):
-        load_catalogue().fleet([spec], 3)
+        load_catalogue().assign_profiles([spec], 3)
 
 
 def test_a_file_adds_and_replaces(tmp_path: Path) -> None:
@@ -68,10 +74,10 @@ def test_a_file_adds_and_replaces(tmp_path: Path) -> None:
         "[profile.pi-4]\nspeed = 9\n[profile.shed]\noffline = [[5, 9], [8, inf]]\nthrottling = [[60, 2]]\n"
     )
     catalogue = load_catalogue([file])
-    assert catalogue.named("pi-4").speed == 9.0
-    assert catalogue.named("shed").offline == ((5.0, math.inf),)
-    assert catalogue.named("shed").throttling == ((60.0, 2.0),)
-    assert profile_names(file) == ["pi-4", "shed"]
+    assert catalogue.get("pi-4").speed == 9.0
+    assert catalogue.get("shed").offline == ((5.0, math.inf),)
+    assert catalogue.get("shed").throttling == ((60.0, 2.0),)
+    assert list_profile_names(file) == ["pi-4", "shed"]
 
 
 @pytest.mark.parametrize(
@@ -104,19 +110,20 @@ def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
 
 def workload(iteration_s: float | None = None, task: str = "digits", **options: Any) -> Workload:
     shapes = make_task("digits", {}).shapes()
-    return Workload(task=task, options=options, shapes=shapes, iteration_s=iteration_s)
+    return Workload(task=task, options=options, model_spec=shapes, iteration_s=iteration_s)
 
 
 def test_the_run_file_s_seconds_go_before_the_table() -> None:
-    assert reference_cost(workload(0.25), load_catalogue()).seconds(32) == 0.25
+    assert compute_reference_cost(workload(0.25), load_catalogue()).compute_seconds(32) == 0.25
     assert (
-        reference_cost(workload(model="logistic"), load_catalogue()) == load_catalogue().reference["digits/logistic"]
+        compute_reference_cost(workload(model="logistic"), load_catalogue())
+        == load_catalogue().reference_costs["digits/logistic"]
     )
 
 
 def test_an_unknown_task_is_estimated_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    cost = reference_cost(workload(task="mine:Task"), load_catalogue())
-    assert cost.seconds(64) > cost.seconds(8) > 0
+    cost = compute_reference_cost(workload(task="mine:Task"), load_catalogue())
+    assert cost.compute_seconds(64) > cost.compute_seconds(8) > 0
     assert "iteration_s" in caplog.text
 
 
@@ -127,7 +134,7 @@ def test_faults_become_part_of_those_they_hit(tmp_path: Path) -> None:
         '[[fault]]\ndevice = "device-*"\nat_s = 2\nkind = "slow"\nfactor = 4\nfor_s = 6\n'
     )
     faults = load_faults(file)
-    hit, other = (with_faults(name, parsed(throttling=[[0, 2]]), faults) for name in ("device-01", "board-1"))
+    hit, other = (apply_faults(name, parsed(throttling=[[0, 2]]), faults) for name in ("device-01", "board-1"))
     assert hit.offline == ((5.0, 8.0),)
     assert hit.throttling == ((0.0, 2.0), (2.0, 8.0), (8.0, 2.0))
     assert other == parsed(throttling=[[0, 2]])
@@ -140,7 +147,7 @@ def test_a_worse_network_becomes_slower_transfers() -> None:
         Fault(device="device-01", at_s=7.0, kind="cut", for_s=2.0),
         Fault(device="device-01", at_s=8.0, kind="delay", for_s=2.0, amount=0.3),
     ]
-    hit = with_faults("device-01", parsed(up_bytes_per_s=5e5, down_bytes_per_s=1e6), faults)
+    hit = apply_faults("device-01", parsed(up_bytes_per_s=5e5, down_bytes_per_s=1e6), faults)
     assert hit.congestion == ((1.0, 1.25), (3.0, 1.0), (4.0, 4.0), (6.0, 1.0), (7.0, math.inf), (9.0, 1.0))
     assert hit.delays == ((8.0, 0.3), (10.0, 0.0))
     assert not hit.offline
@@ -149,7 +156,7 @@ def test_a_worse_network_becomes_slower_transfers() -> None:
 
 def test_what_never_comes_back_is_gone() -> None:
     faults = [Fault(device="device-01", at_s=5.0, kind=kind) for kind in ("cut", "freeze")]
-    hit = with_faults("device-01", parsed(), faults)
+    hit = apply_faults("device-01", parsed(), faults)
     assert hit == replace(parsed(), offline=((5.0, math.inf),))
 
 
@@ -158,9 +165,9 @@ def test_virtual_time_leaves_out_what_it_has_not() -> None:
         Fault(device="coordinator", at_s=1.0, kind="kill", for_s=2.0),
         Fault(device="device-01", at_s=1.0, kind="clock", amount=-3600.0),
     ]
-    check_hits(faults, ["device-01"])
-    assert with_faults("device-01", parsed(), faults) == parsed()
-    assert with_faults("coordinator", parsed(), faults) == parsed()
+    check_targets(faults, ["device-01"])
+    assert apply_faults("device-01", parsed(), faults) == parsed()
+    assert apply_faults("coordinator", parsed(), faults) == parsed()
 
 
 def test_a_script_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -169,7 +176,7 @@ def test_a_script_is_read_as_it_was_written(tmp_path: Path) -> None:
         Fault(device="broker", at_s=12, kind="freeze", for_s=3.0),
         Fault(device="device-01", at_s=13.5, kind="slow", factor=4.0),
     )
-    (tmp_path / "faults.toml").write_text(script_of(faults))
+    (tmp_path / "faults.toml").write_text(render_fault_script(faults))
     assert load_faults(tmp_path / "faults.toml") == faults
 
 
@@ -196,4 +203,4 @@ def test_a_fault_that_makes_no_sense_is_named(text: str, message: str, tmp_path:
 def test_a_fault_that_hits_nobody_is_refused() -> None:
     fault = Fault(device="devise-*", at_s=1.0, kind="kill")
     with pytest.raises(ConfigError, match=r"'devise-\*' fits none of 2 devices"):
-        check_hits([fault], ["device-01", "device-02"])
+        check_targets([fault], ["device-01", "device-02"])

@@ -18,21 +18,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from edgefl.errors import JournalError, NotFoundError, StoreFullError, StoreTooNewError
+from edgefl.core.errors import JournalError, NotFoundError, StoreFullError, StoreTooNewError
+from edgefl.core.types import LazyTensors, SparseTensor, UpdateStatus
 from edgefl.storage.checkpoints import (
     Checkpoint,
-    checkpoint_files,
-    checkpoints,
-    is_whole,
+    is_intact,
+    list_checkpoint_files,
+    list_checkpoints,
     load_model_file,
-    load_standing,
+    load_run_snapshot,
     load_state,
     prune_checkpoints,
     save_model,
     save_state,
 )
-from edgefl.storage.state_files import pack_state, unpack_state
-from edgefl.types import LazyTensors, Outcome, SparseTensor
+from edgefl.storage.state_serialisation import decode_state, encode_state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class Name(str):
 class Phases:
     plain: Plain
     mixed: dict[Plain, Bits]
-    role: Outcome
+    role: UpdateStatus
 
 
 def same(left, right):
@@ -108,7 +108,7 @@ def state():
 
 def test_a_state_comes_back_equal_and_may_be_written_to(tmp_path):
     saved = save_state(tmp_path / "c", state(), 42)
-    assert saved == checkpoints(tmp_path / "c")[0]
+    assert saved == list_checkpoints(tmp_path / "c")[0]
     assert (saved.last_record, (tmp_path / "c" / f"{saved.sha256}.safetensors").stat().st_size) == (
         42,
         saved.bytes_file,
@@ -135,24 +135,24 @@ values = st.recursive(
 @settings(max_examples=50, deadline=None)
 @given(extra=values)
 def test_any_nest_of_plain_values_comes_back_equal(extra):
-    assert same(unpack_state(pack_state(State(extra=extra)), State).extra, extra)
+    assert same(decode_state(encode_state(State(extra=extra)), State).extra, extra)
 
 
 def test_every_kind_of_number_comes_back():
     for dtype in ("bool", "int8", "uint8", "int16", "int64", "uint64", "float16", "float32", "float64"):
         array = np.array([[0, 1], [1, 0]]).astype(dtype)
         for stored in (array, array.T, array[:, ::2], array[0, 0], np.asfortranarray(array)):
-            again = unpack_state(pack_state(State(extra=stored)), State).extra
+            again = decode_state(encode_state(State(extra=stored)), State).extra
             assert same(np.asarray(again), np.ascontiguousarray(stored).reshape(np.shape(stored))), dtype
     big_endian = np.array([1, 2], dtype=">i4")
-    assert unpack_state(pack_state(State(extra=big_endian)), State).extra.tolist() == [1, 2]
+    assert decode_state(encode_state(State(extra=big_endian)), State).extra.tolist() == [1, 2]
 
 
 def test_sparse_tensors_sets_and_enums_come_back():
     sparse = SparseTensor(indices=np.array([0, 5]), values=np.array([1.0, 2.0]), shape=(2, 3))
     lazy = LazyTensors(lambda: {"w": np.ones(2)})
-    extra = [sparse, {"b", "a"}, Outcome.USED, deque([1], maxlen=2)]
-    whole = unpack_state(pack_state(State(extra=extra, model=lazy)), State)
+    extra = [sparse, {"b", "a"}, UpdateStatus.USED, deque([1], maxlen=2)]
+    whole = decode_state(encode_state(State(extra=extra, model=lazy)), State)
     assert same(whole.model, {"w": np.ones(2)})
     again = whole.extra
     np.testing.assert_array_equal(again[0].dense(), sparse.dense())
@@ -161,14 +161,14 @@ def test_sparse_tensors_sets_and_enums_come_back():
 
 
 def test_equal_states_have_equal_bytes():
-    assert pack_state(State(extra={"b", "a", "c"})) == pack_state(State(extra={"c", "b", "a"}))
-    assert pack_state(state()) == pack_state(state())
+    assert encode_state(State(extra={"b", "a", "c"})) == encode_state(State(extra={"c", "b", "a"}))
+    assert encode_state(state()) == encode_state(state())
 
 
 @pytest.mark.parametrize("extra", [object(), Other(), np.array(["text"]), np.array([1j]), lambda: None])
 def test_what_would_not_come_back_is_refused_when_it_is_saved(extra):
     with pytest.raises(JournalError, match=r"cannot save State\.extra\[1\]"):
-        pack_state(State(extra=[1, extra]))
+        encode_state(State(extra=[1, extra]))
 
 
 @pytest.mark.parametrize(
@@ -186,20 +186,20 @@ def test_what_would_not_come_back_is_refused_when_it_is_saved(extra):
 )
 def test_what_would_come_back_as_something_else_is_refused_with_its_field_and_what_would_be_right(extra, right):
     with pytest.raises(JournalError, match=rf"cannot save State\.extra\['now'\], which is .*{right}"):
-        pack_state(State(extra={"now": extra}))
+        encode_state(State(extra={"now": extra}))
 
 
 def test_an_enum_that_the_annotations_name_comes_back_as_itself():
-    phases = Phases(plain=Plain.COLD, mixed={Plain.WARM: Bits.A | Bits.B}, role=Outcome.USED)
-    again = unpack_state(pack_state(phases), Phases)
+    phases = Phases(plain=Plain.COLD, mixed={Plain.WARM: Bits.A | Bits.B}, role=UpdateStatus.USED)
+    again = decode_state(encode_state(phases), Phases)
     assert again == phases
-    assert (again.plain, again.role) == (Plain.COLD, Outcome.USED)
-    assert (type(again.role), next(iter(again.mixed))) == (Outcome, Plain.WARM)
+    assert (again.plain, again.role) == (Plain.COLD, UpdateStatus.USED)
+    assert (type(again.role), next(iter(again.mixed))) == (UpdateStatus, Plain.WARM)
 
 
 def test_an_array_in_several_places_is_one_array_afterwards_too():
     weights = np.zeros(2)
-    again = unpack_state(pack_state(State(model={"w": weights}, extra=[weights, weights.copy(), weights.T])), State)
+    again = decode_state(encode_state(State(model={"w": weights}, extra=[weights, weights.copy(), weights.T])), State)
     again.model["w"] += 1
     assert [array.tolist() for array in again.extra] == [[1, 1], [0, 0], [0, 0]]
 
@@ -207,14 +207,14 @@ def test_an_array_in_several_places_is_one_array_afterwards_too():
 def test_a_missing_file_no_checkpoint_and_another_class_are_named(tmp_path):
     saved = save_state(tmp_path, State(), 1)
     assert saved.standing == ""
-    assert len(checkpoint_files(tmp_path, saved)) == 1
+    assert len(list_checkpoint_files(tmp_path, saved)) == 1
     (tmp_path / f"{saved.sha256}.safetensors").unlink()
     with pytest.raises(JournalError, match=f"missing.*{saved.sha256}"):
         load_state(tmp_path, State)
     with pytest.raises(NotFoundError):
         load_state(tmp_path / "nothing", State)
     with pytest.raises(JournalError, match="Other"):
-        unpack_state(pack_state(Other()), State)
+        decode_state(encode_state(Other()), State)
 
 
 def test_pruning_keeps_the_newest_which_is_loaded_and_older_ones_by_name(tmp_path):
@@ -222,7 +222,7 @@ def test_pruning_keeps_the_newest_which_is_loaded_and_older_ones_by_name(tmp_pat
     assert load_state(tmp_path, State, first).version == 1
     (tmp_path / ".left.over.tmp").write_bytes(b"half")
     assert [saved.last_record for saved in prune_checkpoints(tmp_path, keep=2)] == [300, 20]
-    assert [saved.last_record for saved in checkpoints(tmp_path)] == [300, 20]
+    assert [saved.last_record for saved in list_checkpoints(tmp_path)] == [300, 20]
     assert len(list(tmp_path.iterdir())) == 4
     assert load_state(tmp_path, State).version == 300
 
@@ -250,11 +250,11 @@ def test_any_damage_of_a_checkpoint_is_named(tmp_path_factory, data):
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_damaged_bytes_never_give_anything_but_a_journal_error(data):
-    content = bytearray(pack_state(state()))
+    content = bytearray(encode_state(state()))
     for _ in range(data.draw(st.integers(1, 3))):
         content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
     try:
-        assert isinstance(unpack_state(bytes(content), State), State)
+        assert isinstance(decode_state(bytes(content), State), State)
     except JournalError as error:
         assert "\n" not in str(error)  # noqa: PT017 damage of a value, too, is possible and no error
 
@@ -308,17 +308,19 @@ def test_a_model_of_another_program_can_be_loaded(tmp_path):
 def test_what_stands_beside_a_state_is_kept_checked_and_pruned_with_it(tmp_path):
     first = save_state(tmp_path, State(version=1), 10, PerDevice(staleness=1, moment={}))
     second = save_state(tmp_path, State(version=2), 20, PerDevice(staleness=2, moment={"w": 0.5}))
-    assert load_standing(tmp_path, PerDevice, second) == PerDevice(staleness=2, moment={"w": 0.5})
-    assert [is_whole(path) for saved in (first, second) for path in checkpoint_files(tmp_path, saved)] == [True] * 4
+    assert load_run_snapshot(tmp_path, PerDevice, second) == PerDevice(staleness=2, moment={"w": 0.5})
+    assert [is_intact(path) for saved in (first, second) for path in list_checkpoint_files(tmp_path, saved)] == [
+        True
+    ] * 4
     prune_checkpoints(tmp_path, keep=1)
     assert sorted(path.stem for path in tmp_path.glob("*.safetensors")) == sorted([second.sha256, second.standing])
-    (_, path) = checkpoint_files(tmp_path, second)
+    (_, path) = list_checkpoint_files(tmp_path, second)
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-    assert not is_whole(path)
+    assert not is_intact(path)
     with pytest.raises(JournalError, match=r"standing of record 20 is damaged"):
-        load_standing(tmp_path, PerDevice, second)
+        load_run_snapshot(tmp_path, PerDevice, second)
     path.unlink()
-    assert not is_whole(path)
+    assert not is_intact(path)
 
 
 def test_a_note_of_a_newer_format_keeps_the_one_before_from_being_used(tmp_path):
@@ -327,7 +329,7 @@ def test_a_note_of_a_newer_format_keeps_the_one_before_from_being_used(tmp_path)
     path = tmp_path / f"{42:020d}.checkpoint.json"
     path.write_text(path.read_text().replace('"v": 1', '"v": 9'))
     with pytest.raises(StoreTooNewError, match="has format 9, this program knows 1") as found:
-        checkpoints(tmp_path)
+        list_checkpoints(tmp_path)
     assert str(path) in str(found.value)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(StoreTooNewError):
@@ -341,12 +343,12 @@ def test_a_note_of_a_format_that_never_was_is_damaged_and_left_out(tmp_path, cap
     path = tmp_path / f"{42:020d}.checkpoint.json"
     for never in ("0", '"9"', "-1", "2.5"):
         path.write_text(re.sub(r'"v": [^,]+', f'"v": {never}', path.read_text()))
-        assert checkpoints(tmp_path) == [before]
+        assert list_checkpoints(tmp_path) == [before]
     assert f"checkpoint note {path} is damaged and left out" in caplog.text
 
 
 def test_a_state_of_a_newer_format_is_not_taken_for_a_damaged_one(tmp_path):
-    content = pack_state(State(version=1)).replace(rb"\"v\": 1", rb"\"v\": 7")
+    content = encode_state(State(version=1)).replace(rb"\"v\": 1", rb"\"v\": 7")
     name = hashlib.sha256(content).hexdigest()
     (tmp_path / f"{name}.safetensors").write_bytes(content)
     saved = Checkpoint(sha256=name, last_record=3, bytes_file=len(content))
@@ -363,15 +365,15 @@ def nested(levels):
 
 def test_a_state_is_refused_that_would_be_too_deep_to_be_read():
     deepest = max(levels for levels in range(60) if _is_packed(State(extra=nested(levels))))
-    content = pack_state(State(extra=nested(deepest)))
-    assert unpack_state(content, State).extra == nested(deepest)
+    content = encode_state(State(extra=nested(deepest)))
+    assert decode_state(content, State).extra == nested(deepest)
     with pytest.raises(JournalError, match="cannot save a State: as JSON it is nested deeper than 100 levels"):
-        pack_state(State(extra=nested(deepest + 1)))
+        encode_state(State(extra=nested(deepest + 1)))
 
 
 def _is_packed(state):
     try:
-        return bool(pack_state(state))
+        return bool(encode_state(state))
     except JournalError:
         return False
 

@@ -23,12 +23,12 @@ from sqlalchemy.schema import CreateTable
 from synced_wal import SyncedWal
 
 import edgefl.storage.database as database_module
-from edgefl.errors import StoreBusyError, StoreError, StoreFullError, StoreTooNewError
+from edgefl.core.errors import StoreBusyError, StoreError, StoreFullError, StoreTooNewError
 from edgefl.storage.database import SCHEMA_REVISION, Database
-from edgefl.storage.models import Base
-from edgefl.storage.queries import history
-from edgefl.storage.records import UpdateRow
+from edgefl.storage.queries.history import read_history
+from edgefl.storage.repositories.records import UpdateRow
 from edgefl.storage.store import Store
+from edgefl.storage.tables import Base
 
 
 def one_line(error):
@@ -71,11 +71,11 @@ def test_a_reader_finds_what_was_made_by_path_or_url_and_neither_writes_nor_make
     assert list(tmp_path.iterdir()) == []
     with Store.open(path) as store, store.batch():
         store.add_run(run_id="r", name="n", task="t", strategy="s", config={}, seed=1, submitted_at=1.0)
-        assert store.run("r").name == "n"
+        assert store.get_run("r").name == "n"
     with Store.open(f"sqlite:///{tmp_path}/{quote(path.name)}") as store:
-        assert store.run("r").name == "n"
+        assert store.get_run("r").name == "n"
     with Store.open(path, read_only=True) as store:
-        assert store.run("r").name == "n"
+        assert store.get_run("r").name == "n"
         with pytest.raises(StoreError, match="reading only"):
             store.record_event("test", "something", at=1.0)
 
@@ -149,7 +149,7 @@ def test_a_file_system_without_room_is_named_as_such(tmp_path):
     script = textwrap.dedent(
         """
         import sys
-        from edgefl.errors import StoreFullError
+        from edgefl.core.errors import StoreFullError
         from edgefl.storage.store import Store
         with Store.open(sys.argv[1] + "/edgefl.db") as store:
             try:
@@ -303,11 +303,11 @@ def test_a_store_of_an_earlier_revision_is_upgraded_with_its_rows(tmp_path, revi
             assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
             rows = connection.exec_driver_sql("SELECT run_name, device_id, codec, paced_s FROM v_updates").all()
         assert [tuple(row) for row in rows] == [("n", "d", None, None)]
-        (round_,), (evaluation,) = history(store, "rounds"), history(store, "evaluations")
-        traffic = [(row["day"], row["bytes_up"]) for row in history(store, "traffic", by="day")]
+        (round_,), (evaluation,) = read_history(store, "rounds"), read_history(store, "evaluations")
+        traffic = [(row["day"], row["bytes_up"]) for row in read_history(store, "traffic", by="day")]
         new = UpdateRow(assignment_id="b", device_id="d", round=1, base_version=0, paced_s=2.5, received_at=9.0)
         store.record_updates("r", [new])
-        told = [(row["assignment_id"], row["bytes_up"], row["paced_s"]) for row in history(store, "updates")]
+        told = [(row["assignment_id"], row["bytes_up"], row["paced_s"]) for row in read_history(store, "updates")]
     assert sorted(told) == [("a", 5, None), ("b", None, 2.5)]
     assert (round_["accuracy"], round_["source"], round_["bytes_up"]) == (0.75, "device", 5)
     assert (round_["node_accuracy"], round_["worst_node_accuracy"], round_["facts"]) == (None, None, None)

@@ -2,17 +2,17 @@
 
 import pytest
 
-from edgefl.coordinator.fleet.presence import DeviceState
+from edgefl.coordinator.fleet.presence import DevicePresence
 from edgefl.storage import retention
-from edgefl.storage.queries import history
-from edgefl.storage.records import HeartbeatRow, RunStatus
+from edgefl.storage.queries.history import read_history
+from edgefl.storage.repositories.records import HeartbeatRow, RunStatus
 
 DAY = 86_400.0
 
 
 @pytest.fixture
 def lived(store, monkeypatch):
-    monkeypatch.setattr(retention, "ROWS_AT_ONCE", 2)
+    monkeypatch.setattr(retention, "PRUNE_BATCH_ROWS", 2)
     for run_id, status, at in (
         ("old", RunStatus.FINISHED, 10 * DAY), ("new", RunStatus.STOPPED, 90 * DAY),
         ("cut-off", RunStatus.INTERRUPTED, 10 * DAY), ("on", RunStatus.RUNNING, 10 * DAY),
@@ -28,21 +28,21 @@ def lived(store, monkeypatch):
 
 
 def runs_of(store, kind):
-    return sorted({row["run_id"] for row in history(store, kind)})
+    return sorted({row["run_id"] for row in read_history(store, kind)})
 
 
 def test_updates_of_runs_that_ended_before_go_and_all_others_stay(lived):
     assert lived.prune_history(50 * DAY) == 3 + 1
     assert runs_of(lived, "updates") == ["cut-off", "new", "on"]
-    assert [row["at"] for row in history(lived, "heartbeats")] == [90 * DAY]
+    assert [row["at"] for row in read_history(lived, "heartbeats")] == [90 * DAY]
     assert lived.prune_history(50 * DAY) == 0
 
 
 def test_sums_rounds_and_evaluations_stay(lived):
     kinds = ("runs", "rounds", "evaluations", "accuracy", "slow", "traffic", "dropouts", "stale")
-    before = {kind: history(lived, kind, run="old") for kind in kinds}
+    before = {kind: read_history(lived, kind, run="old") for kind in kinds}
     lived.prune_history(50 * DAY)
-    after = {kind: history(lived, kind, run="old") for kind in kinds}
+    after = {kind: read_history(lived, kind, run="old") for kind in kinds}
     gone = dict.fromkeys(("outcome", "iterations", "compute_s", "send_s", "bytes_up", "bytes_down"))
     assert after.pop("slow") == [{**row, **gone} for row in before.pop("slow")]
     assert after == before
@@ -50,11 +50,11 @@ def test_sums_rounds_and_evaluations_stay(lived):
 
 def test_a_run_that_is_taken_up_again_keeps_the_sums_of_rounds_whose_updates_are_gone(lived):
     lived.prune_history(100 * DAY)
-    before = history(lived, "rounds", run="new")
-    lived.queue_again("new")
+    before = read_history(lived, "rounds", run="new")
+    lived.requeue_run("new")
     lived.record_round("new", 2, ["a", "b"], at=101 * DAY)
-    lived.sum_rounds("new")
-    first, second = history(lived, "rounds", run="new")
+    lived.update_round_sums("new")
+    first, second = read_history(lived, "rounds", run="new")
     assert [first] == before
     assert (first["num_updates"], second["num_updates"]) == (3, 2)
 
@@ -65,29 +65,29 @@ def test_of_a_run_that_is_taken_up_again_meanwhile_nothing_more_goes(lived):
 
 
 def test_who_came_and_went_long_ago_goes_and_every_other_event_stays(store, monkeypatch):
-    monkeypatch.setattr(retention, "ROWS_AT_ONCE", 2)
+    monkeypatch.setattr(retention, "PRUNE_BATCH_ROWS", 2)
     for at in (10 * DAY, 90 * DAY):
         for kind in ("device-online", "device-gone", "device-restarted", "refused", "device-joined", "drain-asked"):
             store.record_event(kind, "", at=at, device_id="a")
     assert store.prune_history(50 * DAY) == 4
-    left = [(row["kind"], row["at"] / DAY) for row in history(store, "events")]
+    left = [(row["kind"], row["at"] / DAY) for row in read_history(store, "events")]
     assert left[:2] == [("device-joined", 10), ("drain-asked", 10)]
     assert len(left) == 2 + 6
 
 
 def test_of_what_was_refused_only_the_newest_events_stay_however_long_history_is_kept(store, monkeypatch):
-    monkeypatch.setattr(retention, "ROWS_AT_ONCE", 2)
-    monkeypatch.setattr(retention, "MAX_REFUSED", 3)
+    monkeypatch.setattr(retention, "PRUNE_BATCH_ROWS", 2)
+    monkeypatch.setattr(retention, "MAX_REJECTED_EVENTS", 3)
     for number in range(8):
         store.record_event("refused", str(number), at=1.0)
         store.record_event("device-joined", str(number), at=1.0, device_id="a")
         if number == 2:
-            assert store.prune_refused() == 0
-    assert store.prune_refused() == 5
-    left = [(row["kind"], row["message"]) for row in history(store, "events")]
+            assert store.prune_rejected_events() == 0
+    assert store.prune_rejected_events() == 5
+    left = [(row["kind"], row["message"]) for row in read_history(store, "events")]
     assert [message for kind, message in left if kind == "refused"] == ["5", "6", "7"]
     assert len(left) == 3 + 8
 
 
 def test_the_kinds_that_go_are_those_that_presence_writes():
-    assert {f"device-{state}" for state in DeviceState} <= set(retention.CAME_AND_WENT)
+    assert {f"device-{state}" for state in DevicePresence} <= set(retention.PRESENCE_EVENT_KINDS)

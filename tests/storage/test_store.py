@@ -7,7 +7,7 @@ import threading
 import pytest
 from filled_store import FilledStore
 
-from edgefl.errors import (
+from edgefl.core.errors import (
     JoinError,
     NameTakenError,
     NotFoundError,
@@ -16,9 +16,9 @@ from edgefl.errors import (
     TokenInvalidError,
     TokenUsedError,
 )
-from edgefl.storage.heartbeat_rows import BUCKET_S, RAW_S
-from edgefl.storage.records import CheckpointRow, EvaluationRow, HeartbeatRow, RunStatus, UpdateRow
-from edgefl.types import Outcome
+from edgefl.core.types import UpdateStatus
+from edgefl.storage.repositories.heartbeats import RAW_RETENTION_S, ROLLUP_BUCKET_S
+from edgefl.storage.repositories.records import EvaluationRow, HeartbeatRow, RunStatus, SavedModelRow, UpdateRow
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.extended)])
@@ -46,20 +46,20 @@ def heartbeat(device, at, **values):
 
 def test_a_join_takes_one_use_and_the_groups_and_role_of_the_token(store):
     store.make_token(groups=("lab",), role="evaluator", uses=2)
-    device = store.join("pi-1", groups=("attic",), version="0.1.0", certificate=lambda: "serial-1")
+    device = store.join("pi-1", groups=("attic",), version="0.1.0", issue_certificate=lambda: "serial-1")
     assert (device.groups, device.role, device.version) == (("attic", "lab"), "evaluator", "0.1.0")
     assert (device.certificate_serial, device.joined_at, device.node_id) == ("serial-1", 1000.0, None)
-    assert store.tokens()[0].uses_left == 1
-    assert store.device("pi-1") == device
+    assert store.list_tokens()[0].uses_left == 1
+    assert store.get_device("pi-1") == device
 
 
 def test_a_repeated_join_with_the_same_key_takes_no_use_even_when_the_token_is_over(store):
     store.make_token()
-    first = store.join("pi-1", certificate=lambda: "serial-1")
-    again = store.join("pi-1", now=9999.0, certificate=lambda: "serial-2")
+    first = store.join("pi-1", issue_certificate=lambda: "serial-1")
+    again = store.join("pi-1", now=9999.0, issue_certificate=lambda: "serial-2")
     assert again.joined_at == first.joined_at
     assert again.certificate_serial == "serial-2"
-    assert store.tokens()[0].uses_left == 0
+    assert store.list_tokens()[0].uses_left == 0
 
 
 @pytest.mark.parametrize(
@@ -76,12 +76,12 @@ def test_a_repeated_join_with_the_same_key_takes_no_use_even_when_the_token_is_o
 def test_a_refused_join_changes_nothing(store, changes, refusal):
     store.make_token(uses=2)
     store.join("other", key=b"key of other")
-    before = store.devices(), store.tokens()
+    before = store.list_devices(), store.list_tokens()
     called = []
     with pytest.raises(refusal) as error:
-        store.join(**{"device_id": "new", "certificate": lambda: called.append(1) or "s", **changes})
+        store.join(**{"device_id": "new", "issue_certificate": lambda: called.append(1) or "s", **changes})
     assert "\n" not in str(error.value)
-    assert (store.devices(), store.tokens()) == before
+    assert (store.list_devices(), store.list_tokens()) == before
     assert called == []
 
 
@@ -93,7 +93,7 @@ def test_of_rounds_that_are_not_all_open_none_is_closed_and_a_second_time_takes_
     for number in (1, 2, 3):
         store.record_round(run_id, number, ["a"])
     store.close_rounds(run_id, {1: (1, 2000.0), 2: (2, 2001.0)})
-    assert (store.run(run_id).rounds, store.run(run_id).version) == (3, 3)
+    assert (store.get_run(run_id).rounds, store.get_run(run_id).version) == (3, 3)
 
 
 def test_one_use_admits_one_of_many_at_the_same_time(store):
@@ -120,13 +120,13 @@ def test_the_name_of_a_removed_device_is_free_and_its_history_stays(store, run_i
     store.join("pi-1", key=b"old")
     store.record_round(run_id, 1, ["pi-1"])
     store.set_node_id("pi-1", 2**64 - 1)
-    assert store.device("pi-1").node_id == 2**64 - 1
+    assert store.get_device("pi-1").node_id == 2**64 - 1
     store.remove_device("pi-1", at=1500.0)
-    assert store.devices() == []
-    assert store.device("pi-1").removed_at == 1500.0
-    assert store.removed_devices() == {"pi-1"}
+    assert store.list_devices() == []
+    assert store.get_device("pi-1").removed_at == 1500.0
+    assert store.list_removed_device_ids() == {"pi-1"}
     again = store.join("pi-1", key=b"new")
-    assert store.removed_devices() == set()
+    assert store.list_removed_device_ids() == set()
     assert (again.public_key, again.node_id, again.removed_at) == (b"new", None, None)
     assert sql(store, "SELECT count(*) FROM updates WHERE device_id = 'pi-1'") == [(1,)]
 
@@ -134,13 +134,13 @@ def test_the_name_of_a_removed_device_is_free_and_its_history_stays(store, run_i
 @pytest.mark.parametrize(
     "call",
     [
-        lambda store: store.device("ghost"),
+        lambda store: store.get_device("ghost"),
         lambda store: store.update_device("ghost", presence="online"),
         lambda store: store.remove_device("ghost", at=1.0),
         lambda store: store.set_node_id("ghost", 1),
         lambda store: store.record_capabilities("ghost", {}, {}, 1.0),
         lambda store: store.remove_token("ghost"),
-        lambda store: store.run("ghost"),
+        lambda store: store.get_run("ghost"),
         lambda store: store.set_run_status("ghost", RunStatus.RUNNING, at=1.0),
         lambda store: store.close_round("ghost", 1, version=1, closed_at=1.0),
     ],
@@ -158,15 +158,15 @@ def test_capabilities_become_a_row_only_when_they_change(store):
     assert store.record_capabilities("pi-1", {"cores": 4}, {"digits": 11}, 3.0)
     assert store.record_capabilities("pi-1", {"cores": 4}, {"digits": 10}, 4.0)
     assert [row[0] for row in sql(store, "SELECT at FROM capabilities ORDER BY id")] == [1.0, 3.0, 4.0]
-    newest = store.capabilities()["pi-1"]
+    newest = store.get_all_capabilities()["pi-1"]
     assert (newest.at, newest.facts, newest.shards) == (4.0, {"cores": 4}, {"digits": 10})
-    assert store.capabilities_of("pi-1") == newest
-    assert store.capabilities_of("pi-2") is None
+    assert store.get_capabilities("pi-1") == newest
+    assert store.get_capabilities("pi-2") is None
 
 
 def test_a_run_keeps_its_whole_file_and_its_id_is_unique(store, run_id):
-    assert store.run(run_id).config == {"run": {"rounds": 3}}
-    assert store.run(run_id).status is RunStatus.QUEUED
+    assert store.get_run(run_id).config == {"run": {"rounds": 3}}
+    assert store.get_run(run_id).status is RunStatus.QUEUED
     with pytest.raises(StoreError, match="already"):
         store.submit(run_id)
 
@@ -175,10 +175,10 @@ def test_a_resumed_run_keeps_when_it_started_and_is_not_finished(store, run_id):
     store.set_run_status(run_id, RunStatus.RUNNING, at=10.0)
     store.set_run_status(run_id, RunStatus.INTERRUPTED, at=20.0, reason="coordinator stopped")
     store.set_run_status(run_id, RunStatus.RUNNING, at=30.0)
-    run = store.run(run_id)
+    run = store.get_run(run_id)
     assert (run.started_at, run.finished_at, run.reason) == (10.0, None, None)
     store.set_run_status(run_id, RunStatus.FINISHED, at=40.0, reason="3 rounds")
-    assert (store.run(run_id).finished_at, store.run(run_id).reason) == (40.0, "3 rounds")
+    assert (store.get_run(run_id).finished_at, store.get_run(run_id).reason) == (40.0, "3 rounds")
 
 
 def test_a_closed_round_sums_its_updates(store, run_id):
@@ -188,12 +188,14 @@ def test_a_closed_round_sums_its_updates(store, run_id):
     ]
     ((loss,),) = sql(store, "SELECT loss FROM rounds")
     assert loss == pytest.approx((0.5 * 10 + 1.5 * 20) / 30)
-    assert (store.run(run_id).rounds, store.run(run_id).version) == (1, 1)
+    assert (store.get_run(run_id).rounds, store.get_run(run_id).version) == (1, 1)
 
 
 def test_a_lost_update_counts_as_a_device_but_not_as_an_update_of_the_round(store, run_id):
     store.open_round(run_id, 1, started_at=1.0, num_devices=1)
-    lost = UpdateRow(assignment_id="x", device_id="d", round=1, base_version=0, outcome=Outcome.LOST, reason="gone")
+    lost = UpdateRow(
+        assignment_id="x", device_id="d", round=1, base_version=0, outcome=UpdateStatus.LOST, reason="gone"
+    )
     store.record_updates(run_id, [lost])
     store.close_round(run_id, 1, version=0, closed_at=2.0)
     assert sql(store, "SELECT num_devices, num_updates, loss FROM rounds") == [(1, 0, None)]
@@ -265,21 +267,21 @@ def test_deeply_nested_facts_do_not_stop_a_join(store):
 
 def test_checkpoints_come_newest_first(store, run_id):
     rows = [
-        CheckpointRow(version=v, round=v, last_record=10 * v, sha256=f"{v}" * 64, bytes_file=5, at=float(v))
+        SavedModelRow(version=v, round=v, last_record=10 * v, sha256=f"{v}" * 64, bytes_file=5, at=float(v))
         for v in (1, 2)
     ]
     for row in (*rows, rows[0]):
-        store.record_checkpoint(run_id, row)
-    assert store.checkpoints(run_id) == [rows[1], rows[0]]
+        store.record_saved_model(run_id, row)
+    assert store.list_saved_models(run_id) == [rows[1], rows[0]]
 
 
 def test_heartbeats_move_when_a_device_was_last_seen_but_never_back(store):
     store.make_token()
     store.join("pi-1")
     store.record_heartbeats([heartbeat("pi-1", 1010.0), heartbeat("pi-1", 1005.0), heartbeat("stranger", 1.0)])
-    assert store.device("pi-1").last_seen_at == 1010.0
+    assert store.get_device("pi-1").last_seen_at == 1010.0
     store.record_heartbeats([heartbeat("pi-1", 1007.0)])
-    assert store.device("pi-1").last_seen_at == 1010.0
+    assert store.get_device("pi-1").last_seen_at == 1010.0
     assert sql(store, "SELECT count(*) FROM heartbeats") == [(4,)]
 
 
@@ -288,18 +290,18 @@ def test_a_device_that_was_last_seen_in_the_future_is_last_seen_now(store):
     store.join("pi-1")
     store.record_heartbeats([heartbeat("pi-1", 9e8)])
     store.record_heartbeats([heartbeat("pi-1", 1010.0)])
-    assert store.device("pi-1").last_seen_at == 1010.0
+    assert store.get_device("pi-1").last_seen_at == 1010.0
 
 
 def test_heartbeats_older_than_a_day_become_five_minute_rows(store):
-    start = 10 * BUCKET_S
-    now = start + BUCKET_S + RAW_S
+    start = 10 * ROLLUP_BUCKET_S
+    now = start + ROLLUP_BUCKET_S + RAW_RETENTION_S
     store.record_heartbeats(
         [
             heartbeat("a", start, temperature_c=40.0, cpu_fraction=0.2, battery_fraction=0.9, uptime_s=5.0),
             heartbeat("a", start + 299, temperature_c=60.0, cpu_fraction=0.4, battery_fraction=0.8, throttled="0x1"),
             heartbeat("b", start + 10, cpu_fraction=0.7),
-            heartbeat("a", start + BUCKET_S, cpu_fraction=0.5),
+            heartbeat("a", start + ROLLUP_BUCKET_S, cpu_fraction=0.5),
         ]
     )
     assert store.prune_heartbeats(now) == 3
@@ -316,7 +318,7 @@ def test_heartbeats_older_than_a_day_become_five_minute_rows(store):
 
 @pytest.mark.parametrize("values", [("frequency-capped", "ok"), ("ok", "frequency-capped"), (None, "throttled")])
 def test_throttling_shows_in_five_minutes_however_well_the_board_was_for_the_rest(store, values):
-    late = RAW_S + 2 * BUCKET_S
+    late = RAW_RETENTION_S + 2 * ROLLUP_BUCKET_S
     store.record_heartbeats([heartbeat("a", float(i), throttled=value) for i, value in enumerate(values)])
     store.record_heartbeats([heartbeat("b", 1.0, throttled=values[0])])
     store.prune_heartbeats(late)
@@ -334,7 +336,7 @@ def test_five_minutes_that_come_twice_are_merged(store):
         store.record_heartbeats(
             [heartbeat("a", 10.0, temperature_c=temperature, cpu_fraction=cpu, disk_free_bytes=9)]
         )
-        store.prune_heartbeats(RAW_S + 2 * BUCKET_S)
+        store.prune_heartbeats(RAW_RETENTION_S + 2 * ROLLUP_BUCKET_S)
     rolled = sql(store, "SELECT num_heartbeats, temperature_c, cpu_fraction, disk_free_bytes FROM heartbeats_5min")
     assert rolled == [(3, 70.0, 0.3, 9)]
 
@@ -352,12 +354,12 @@ def test_durable_writes_are_synced_and_the_others_need_not_be(tmp_path):
 def test_what_is_known_of_a_round_is_added_and_the_newest_round_with_nodes_is_found(store, run_id):
     for number in (1, 2):
         store.record_round(run_id, number, ["a"])
-    assert store.newest_node_round(run_id) == store.newest_node_round("another") == {}
-    store.set_round_figures(run_id, 1, {"facts": {"disagreement": 0.5, "bound": float("inf")}})
-    store.set_round_figures(run_id, 1, {"node_accuracy": 0.5, "worst_node_accuracy": 0.25})
-    store.set_round_figures(run_id, 0, {"node_accuracy": 0.125})
-    store.sum_rounds(run_id)
-    found = store.newest_node_round(run_id)
+    assert store.get_newest_device_model_round(run_id) == store.get_newest_device_model_round("another") == {}
+    store.set_round_metrics(run_id, 1, {"facts": {"disagreement": 0.5, "bound": float("inf")}})
+    store.set_round_metrics(run_id, 1, {"node_accuracy": 0.5, "worst_node_accuracy": 0.25})
+    store.set_round_metrics(run_id, 0, {"node_accuracy": 0.125})
+    store.update_round_sums(run_id)
+    found = store.get_newest_device_model_round(run_id)
     assert (found["round"], found["node_accuracy"], found["worst_node_accuracy"]) == (1, 0.5, 0.25)
     assert found["facts"] == {"disagreement": 0.5, "bound": None}
 
@@ -378,6 +380,6 @@ def test_rounds_closed_at_once_are_as_if_closed_one_by_one(store):
             "round, version, started_at, closed_at, seconds, num_devices, num_updates, loss, bytes_up, waited_for"
         )
         rows[run_id] = sql(store, f"SELECT {columns}, waited_s FROM rounds WHERE run_id = '{run_id}' ORDER BY round")
-        assert (store.run(run_id).rounds, store.run(run_id).version) == (3, 13)
+        assert (store.get_run(run_id).rounds, store.get_run(run_id).version) == (3, 13)
     assert rows["at-once"] == rows["one-by-one"]
     assert [row[:5] for row in rows["at-once"]] == [(n, n + 10, 1000.0 * n, 1000.0 * n + 7, 7.0) for n in (1, 2, 3)]

@@ -10,17 +10,17 @@ import pytest
 from faulty_fleet import NAMES, TASK, FaultyFleet, displacement, first_model
 from strategy_turns import update_of, view_of
 
-from edgefl.errors import ConfigError
-from edgefl.loop import drive
-from edgefl.storage.state_files import pack_state, unpack_state
-from edgefl.strategies.asynchronous import Asynchronous
-from edgefl.strategies.decentralised import Decentralised
+from edgefl.core.errors import ConfigError
+from edgefl.core.types import DeviceInfo, TrainInstruction
+from edgefl.engine.round_loop import run_rounds
+from edgefl.engine.stopping import RoundCounter, StoppingCriteria
+from edgefl.storage.state_serialisation import decode_state, encode_state
+from edgefl.strategies.asynchronous.strategy import AsynchronousStrategy
+from edgefl.strategies.decentralised.strategy import DecentralisedStrategy
 from edgefl.strategies.evaluation import EvaluationSchedule
-from edgefl.strategies.registry import BUILT_IN, make_strategy
-from edgefl.strategies.rounds import RoundRules
+from edgefl.strategies.registry import BUILT_IN_STRATEGIES, make_strategy
 from edgefl.strategies.server_optimizers import ServerOptimizer
-from edgefl.tally import Goal, RoundCount
-from edgefl.types import Assignment, DeviceInfo
+from edgefl.strategies.synchronous.strategy import RoundRules
 
 DEVICES = tuple(f"pi-{i}" for i in range(5))
 # As many updates fill a buffer as there are devices below, so that a round of them all is used.
@@ -42,7 +42,7 @@ VARIANTS = {
     f"fedavg, {TWO}": ("fedavg", {"double_buffering": True}),
     f"ssgd, {TWO}": ("ssgd", {"double_buffering": True}),
 }
-CASES = {name: (name, NEEDED.get(name, {})) for name in BUILT_IN} | VARIANTS
+CASES = {name: (name, NEEDED.get(name, {})) for name in BUILT_IN_STRATEGIES} | VARIANTS
 TRACKING = ServerOptimizer(buffers=frozenset({"mean"}))
 each_of_all = pytest.mark.parametrize("case", sorted(CASES))
 
@@ -56,7 +56,7 @@ def built(case, **rules):
 each_strategy = pytest.mark.parametrize("case", [c for c in sorted(CASES) if not hasattr(built(c), "node_models")])
 # Those that apply updates in the order of arrival promise no more than what is the same for the same order.
 each_in_rounds = pytest.mark.parametrize(
-    "case", [c for c in sorted(CASES) if not isinstance(built(c), Asynchronous | Decentralised)]
+    "case", [c for c in sorted(CASES) if not isinstance(built(c), AsynchronousStrategy | DecentralisedStrategy)]
 )
 
 
@@ -76,7 +76,7 @@ def update_for(order, seed):
 
 def asked(strategy, state, view):
     state, decision = strategy.assign(state, view)
-    return state, [order for order in decision.orders if isinstance(order, Assignment)]
+    return state, [order for order in decision.orders if isinstance(order, TrainInstruction)]
 
 
 def busy_with(orders):
@@ -164,8 +164,8 @@ def test_nothing_is_ready_before_an_update_has_come(case):
 def test_an_update_that_nobody_asked_for_changes_nothing(case):
     strategy = built(case)
     state, orders = asked(strategy, strategy.init(first_model()), view_over())
-    foreign = Assignment(assignment_id="x", device_id=DEVICES[0], base_version=0, plan=orders[0].plan)
-    stranger = Assignment(assignment_id="", device_id=DEVICES[-1], base_version=0, plan=orders[0].plan)
+    foreign = TrainInstruction(assignment_id="x", device_id=DEVICES[0], base_version=0, plan=orders[0].plan)
+    stranger = TrainInstruction(assignment_id="", device_id=DEVICES[-1], base_version=0, plan=orders[0].plan)
     for order in (foreign, stranger):
         state = strategy.receive(state, update_for(order, 0))
     assert not strategy.ready(state, view_over(busy_with(orders)))
@@ -213,14 +213,14 @@ def test_devices_are_told_which_of_their_updates_were_used(case):
 def run(strategy, seed, goal=None, *, fleet=None, **options):
     """Drives a strategy through the real loop; returns the fleet, the last model and why it ended."""
     fleet = fleet or FaultyFleet(seed, **options)
-    state, reason = drive(
+    state, reason = run_rounds(
         strategy,
         strategy.init(first_model(seed)),
         fleet=fleet,
         journal=fleet.journal,
-        goal=goal or Goal(rounds=5),
+        goal=goal or StoppingCriteria(rounds=5),
         evaluate=EvaluationSchedule(),
-        rounds=RoundCount(versions_per_round=getattr(strategy, "versions_per_round", 1)),
+        rounds=RoundCounter(versions_per_round=getattr(strategy, "versions_per_round", 1)),
     )
     return fleet, strategy.model(state), reason
 
@@ -266,7 +266,7 @@ class Forgetful:
         return getattr(self.strategy, name)
 
     def _fresh(self, state):
-        return unpack_state(pack_state(state), type(state))
+        return decode_state(encode_state(state), type(state))
 
     def assign(self, state, view):
         return self.strategy.assign(self._fresh(state), view)
@@ -282,7 +282,7 @@ class Forgetful:
 @each_of_all
 def test_a_run_whose_state_is_saved_and_loaded_at_every_step_is_the_same_run(case):
     # A round of those without a server is as many exchanges, and their states hold all nodes.
-    goal = Goal(rounds=1 if hasattr(built(case), "node_models") else 3)
+    goal = StoppingCriteria(rounds=1 if hasattr(built(case), "node_models") else 3)
     first, model, _ = run(built(case, deadline_s=4.0), 0, goal)
     second, same, _ = run(Forgetful(built(case, deadline_s=4.0)), 0, goal)
     assert [order.assignment_id for order in first.given] == [order.assignment_id for order in second.given]
@@ -292,7 +292,7 @@ def test_a_run_whose_state_is_saved_and_loaded_at_every_step_is_the_same_run(cas
 
 @each_of_all
 def test_a_server_optimiser_changes_the_run_or_is_refused_before_it(case):
-    goal = Goal(updates=10)
+    goal = StoppingCriteria(updates=10)
     _, plain, _ = run(built(case), 0, goal, faults={})
     server = replace(TRACKING, kind="yogi", learning_rate=0.1)
     if case.startswith("adacomp") or hasattr(built(case), "node_models"):
@@ -353,7 +353,7 @@ def test_an_event_costs_the_same_however_many_devices_there_are(case, rules):
     devices = {name: DeviceInfo(device_id=name, blocks={TASK: (place,)}) for place, name in enumerate(names)}
     view = SimpleNamespace(
         now_s=0.0, devices=Watched(devices, looks), idle=Watched(idle, looks), busy=Watched(busy, looks),
-        speeds={}, progress={}, vitals={},
+        speeds={}, progress={}, health={},
     )  # fmt: skip
     moved = {"w": np.full(2, 1e-3, np.float32)}
     state, queue, num_events = strategy.init({"w": np.zeros(2, np.float32)}), [], 0
@@ -377,6 +377,6 @@ def test_an_event_costs_the_same_however_many_devices_there_are(case, rules):
         state = strategy.receive(state, update)
         num_events += 1
     # A round may begin with a look at everybody; without rounds there is one beginning.
-    num_begun = 1 if isinstance(strategy, Asynchronous) else 1 + strategy.version(state)
+    num_begun = 1 if isinstance(strategy, AsynchronousStrategy) else 1 + strategy.version(state)
     allowed = 20 * num_events + 8 * NUM_DEVICES * num_begun
     assert looks.num < allowed, f"{looks.num} looks for {num_events} events in {num_begun} rounds"

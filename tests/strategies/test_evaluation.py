@@ -2,8 +2,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from edgefl.core.types import DeviceInfo, Role
 from edgefl.strategies.evaluation import EvaluationSchedule
-from edgefl.types import DeviceInfo, Role
 
 DEVICES = {
     "pi-1": DeviceInfo(device_id="pi-1"),
@@ -32,8 +32,8 @@ def asked(schedule, version, names, *, is_last=False):
     ],
 )
 def test_those_are_asked_whom_the_run_file_names(who, expected):
-    assert asked(EvaluationSchedule(who=who), 1, DEVICES) == expected
-    assert asked(EvaluationSchedule(who=who), 1, DEVICES, is_last=True) == expected
+    assert asked(EvaluationSchedule(evaluate_on=who), 1, DEVICES) == expected
+    assert asked(EvaluationSchedule(evaluate_on=who), 1, DEVICES, is_last=True) == expected
 
 
 def test_without_evaluators_the_devices_own_splits_serve():
@@ -66,7 +66,7 @@ def test_evaluators_are_asked_for_the_global_model_and_for_each_device_s_own():
 @pytest.mark.parametrize("who", ["auto", "devices"])
 def test_a_device_is_asked_for_its_own_model_and_for_nobody_else_s(who):
     names = ["pi-1", "pi-2"] if who == "auto" else DEVICES
-    assert pairs(EvaluationSchedule(who=who), names, ["pi-2", "gone"]) == [
+    assert pairs(EvaluationSchedule(evaluate_on=who), names, ["pi-2", "gone"]) == [
         ("pi-1", ""),
         ("pi-2", ""),
         ("pi-2", "pi-2"),
@@ -76,7 +76,7 @@ def test_a_device_is_asked_for_its_own_model_and_for_nobody_else_s(who):
 def test_devices_models_are_evaluated_when_the_global_one_is_and_not_else():
     schedule = EvaluationSchedule(every=2)
     assert [len(pairs(schedule, ["own"], ["pi-1"], number=number)) for number in (1, 2, 3, 4)] == [0, 2, 0, 2]
-    assert pairs(EvaluationSchedule(who="none"), DEVICES, ["pi-1"]) == []
+    assert pairs(EvaluationSchedule(evaluate_on="none"), DEVICES, ["pi-1"]) == []
 
 
 def test_ids_tell_apart_what_names_with_hyphens_could_mix_up():

@@ -4,14 +4,20 @@ import sys
 
 import pytest
 
-from edgefl.errors import ConfigError, StrategyError
-from edgefl.strategies.registry import BUILT_IN, find_strategy, make_strategy, settings_of, strategy_names
-from edgefl.strategies.rounds import RoundRules
+from edgefl.core.errors import ConfigError, StrategyError
+from edgefl.strategies.registry import (
+    BUILT_IN_STRATEGIES,
+    find_strategy,
+    get_settings,
+    list_strategy_names,
+    make_strategy,
+)
+from edgefl.strategies.synchronous.strategy import RoundRules
 
 OWN = """
 from dataclasses import dataclass
 from typing import Optional
-from edgefl.types import Strategy
+from edgefl.core.types import Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class Mine:
@@ -41,8 +47,8 @@ def own_module(tmp_path, monkeypatch):
 
 
 def test_every_built_in_strategy_is_listed_and_can_be_made():
-    assert {"fedavg", "ssgd"} <= set(BUILT_IN) <= set(strategy_names())
-    for name in BUILT_IN:
+    assert {"fedavg", "ssgd"} <= set(BUILT_IN_STRATEGIES) <= set(list_strategy_names())
+    for name in BUILT_IN_STRATEGIES:
         assert make_strategy(name, {}, RoundRules()).init({}) is not None
 
 
@@ -51,7 +57,9 @@ def test_an_unknown_name_is_answered_with_the_known_ones():
         find_strategy("fedavgg")
 
 
-@pytest.mark.parametrize("name", ["no_such_module_anywhere:Class", "edgefl.loop:NoSuchClass", ":Class", ".loop:Goal"])
+@pytest.mark.parametrize(
+    "name", ["no_such_module_anywhere:Class", "edgefl.engine.round_loop:NoSuchClass", ":Class", ".loop:Goal"]
+)
 def test_a_path_that_leads_nowhere_is_one_clear_error(name):
     with pytest.raises(StrategyError, match=re.escape(f"strategy {name!r} cannot be imported")):
         find_strategy(name)
@@ -97,14 +105,14 @@ def test_an_option_without_default_must_be_given_and_of_its_type(own_module):
 
 
 def test_settings_are_those_of_the_class_with_their_defaults():
-    known = settings_of("ssgd")
+    known = get_settings("ssgd")
     assert (known["learning_rate"], known["batch_size"], known["iterations"]) == (0.05, 32, 1)
     assert known.keys() >= {"schedule", "optimizer", "momentum", "double_buffering"}
-    assert (settings_of("fedavg")["epochs"], settings_of("fedprox")["mu"]) == (1.0, 0.01)
+    assert (get_settings("fedavg")["epochs"], get_settings("fedprox")["mu"]) == (1.0, 0.01)
 
 
 def test_a_class_that_names_the_protocol_as_its_base_needs_no_settings(own_module):
-    assert settings_of(f"{own_module}:OfTheProtocol") == {}
+    assert get_settings(f"{own_module}:OfTheProtocol") == {}
     made = make_strategy(f"{own_module}:OfTheProtocol", {}, RoundRules())
     assert type(made).__name__ == "OfTheProtocol"
 

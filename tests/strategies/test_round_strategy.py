@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from paced_fleet import Board, PacedFleet, run
 
-from edgefl.errors import StrategyError
+from edgefl.core.errors import StrategyError
+from edgefl.core.types import LazyTensors, SparseTensor, Update, UpdateMetrics
 from edgefl.strategies.registry import make_strategy
 from edgefl.strategies.round_strategy import RoundStrategy
-from edgefl.strategies.rounds import RoundRules
-from edgefl.types import LazyTensors, SparseTensor, Update, UpdateMetrics
+from edgefl.strategies.synchronous.strategy import RoundRules
 
 WHOLE_STRATEGY = """
 from dataclasses import dataclass
@@ -130,9 +130,9 @@ def test_decoded_updates_are_let_go_when_the_round_is_closed():
     released = []
 
     class Watched(LazyTensors):
-        def release(self):
+        def unload(self):
             released.append(True)
-            super().release()
+            super().unload()
 
     strategy = built(Median())
     strategy.aggregate(answered(strategy, {"a": 1.0, "b": 2.0}, tensors_of=lambda t: Watched(lambda: t)))

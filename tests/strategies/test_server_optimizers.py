@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from edgefl.errors import ConfigError
+from edgefl.core.errors import ConfigError
 from edgefl.strategies.server_optimizers import KINDS, ServerOptimizer
 
 

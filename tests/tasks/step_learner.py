@@ -5,9 +5,9 @@ import importlib.util
 import numpy as np
 import pytest
 
-from edgefl.tasks.local_steps import make_local_step
-from edgefl.tasks.moments import as_numpy
-from edgefl.types import LocalPlan
+from edgefl.core.types import TrainConfig
+from edgefl.tasks.local_algorithms.moments import to_numpy
+from edgefl.tasks.local_algorithms.registry import make_local_algorithm
 
 needs_torch = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="needs torch: pip install '.[train]'"
@@ -38,11 +38,11 @@ class Dictated:
         return seen
 
     def weights(self):
-        return as_numpy(self.parameters["w"])
+        return to_numpy(self.parameters["w"])
 
 
 def begun(learner, **plan):
     """A local step that has begun on this learner."""
-    step = make_local_step(LocalPlan(iterations=1, **plan))
-    step.begin(learner)
+    step = make_local_algorithm(TrainConfig(iterations=1, **plan))
+    step.start(learner)
     return step

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from edgefl.tasks.backends import backends, needs_torch
+from edgefl.tasks.backends import is_torch_task, list_backends
 from edgefl.tasks.registry import make_task
 
 
@@ -22,9 +22,9 @@ from edgefl.tasks.registry import make_task
     ],
 )
 def test_a_task_needs_torch_by_its_model(name, options, expected):
-    assert needs_torch(make_task(name, options)) is expected
+    assert is_torch_task(make_task(name, options)) is expected
 
 
 def test_a_task_of_the_user_s_own_may_say_it_and_numpy_is_always_there():
-    assert (needs_torch(SimpleNamespace(needs_torch=True)), needs_torch(SimpleNamespace())) == (True, False)
-    assert backends()[0] == "numpy"
+    assert (is_torch_task(SimpleNamespace(needs_torch=True)), is_torch_task(SimpleNamespace())) == (True, False)
+    assert list_backends()[0] == "numpy"

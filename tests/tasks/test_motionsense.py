@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from edgefl.errors import DataError
-from edgefl.tasks.motion_windows import cut_windows, read_motion_windows
-from edgefl.tasks.motionsense import NUM_FEATURES, standardised_windows, window_features
+from edgefl.core.errors import DataError
+from edgefl.tasks.datasets.motionsense_windows import read_motion_windows, split_windows
+from edgefl.tasks.motionsense import NUM_FEATURES, compute_window_features, standardise_windows
 
 
 @pytest.fixture
@@ -25,11 +25,11 @@ def write(tmp_path):
 
 
 def test_windows_start_every_64_samples_and_drop_the_rest():
-    windows = cut_windows(np.arange(9 * 300).reshape(9, 300))
+    windows = split_windows(np.arange(9 * 300).reshape(9, 300))
     assert windows.shape == (3, 9, 128)
     assert windows[:, 0, 0].tolist() == [0, 64, 128]
     assert windows[2, 0, -1] == 255
-    assert len(cut_windows(np.zeros((9, 127)))) == 0
+    assert len(split_windows(np.zeros((9, 127)))) == 0
 
 
 def test_no_window_spans_two_recordings_and_late_trials_are_the_test_part(write):
@@ -53,9 +53,9 @@ def test_recordings_that_do_not_add_up_and_a_truncated_file_are_one_clear_line(w
 def test_a_phone_at_rest_gives_finite_features_and_its_window_is_left_alone():
     windows = np.zeros((2, 9, 128), np.float32)
     windows[1, :, ::2] = 1.0
-    features = window_features(windows)
+    features = compute_window_features(windows)
     assert features.shape == (2, NUM_FEATURES)
     assert np.isfinite(features).all()
     assert not np.allclose(features[0], features[1])
     assert not windows[0].any()
-    assert standardised_windows(windows).shape == windows.shape
+    assert standardise_windows(windows).shape == windows.shape

@@ -4,14 +4,14 @@ import sys
 import numpy as np
 import pytest
 
-from edgefl.errors import ConfigError, TaskError
-from edgefl.tasks.local_training import train
-from edgefl.tasks.registry import BUILT_IN, make_task, task_names
-from edgefl.types import LocalPlan
+from edgefl.core.errors import ConfigError, TaskError
+from edgefl.core.types import TrainConfig
+from edgefl.tasks.local_algorithms.local_training import train
+from edgefl.tasks.registry import BUILT_IN, list_task_names, make_task
 
 OWN = """
-from edgefl.tasks.numpy_learner import DenseModel
-from edgefl.tasks.shards import read_shard
+from edgefl.tasks.learners.numpy_learner import DenseModel
+from edgefl.tasks.sharding.shard_files import read_shard
 
 class Doorbell:
     name = "doorbell"
@@ -38,7 +38,7 @@ def test_every_built_in_task_keeps_the_contract(name):
     assert [(spec.name, spec.shape, spec.dtype) for spec in task.shapes()] == made
     assert set(task.defaults) == {"learning_rate", "batch_size", "epochs"}
     assert (task.name, len(task.labels)) == (name, task.num_classes)
-    LocalPlan(**task.defaults)
+    TrainConfig(**task.defaults)
 
 
 @pytest.mark.parametrize(
@@ -75,14 +75,14 @@ def test_what_is_no_class_of_a_task_is_refused_before_it_is_called(own_module, n
 
 def test_a_task_of_the_users_own_module_or_of_an_installed_package_is_found_and_takes_options(own_module):
     np.savez(own_module / "a.npz", inputs=np.eye(4), labels=np.array([0, 1, 0, 1]))
-    assert "doorbell" in task_names()
+    assert "doorbell" in list_task_names()
     for name in ("doorbell", "own_tasks:Doorbell"):
         task = make_task(name, {"hidden": 3})
         assert (task.shapes()[0].shape, len(task.read(str(own_module)))) == ((3, 4), 4)
 
 
 def test_noop_trains_on_nothing_and_moves_nothing():
-    task, plan = make_task("noop", {"size_bytes": 400}), LocalPlan(iterations=1)
+    task, plan = make_task("noop", {"size_bytes": 400}), TrainConfig(iterations=1)
     learner, rng = task.learner(), np.random.default_rng(0)
     learner.load(task.init(1))
     result = train(learner, task.read(""), plan, rng, clock=lambda: 0.0, on_iteration=lambda *_: False)
@@ -94,10 +94,10 @@ LIGHT = """
 import sys, importlib, pkgutil
 sys.modules["torch"] = None
 import edgefl.tasks
-for found in pkgutil.iter_modules(edgefl.tasks.__path__):
-    importlib.import_module(f"edgefl.tasks.{found.name}")
+for found in pkgutil.walk_packages(edgefl.tasks.__path__, "edgefl.tasks."):
+    importlib.import_module(found.name)
 assert not {"sklearn", "scipy", "rich", "sqlalchemy", "fastapi", "pydantic", "flwr"} & set(sys.modules)
-from edgefl.errors import TaskError
+from edgefl.core.errors import TaskError
 from edgefl.tasks.registry import make_task
 for name, options in [("digits", {}), ("mnist", {"model": "logistic"}), ("motionsense", {"model": "mlp"})]:
     make_task(name, options).learner()

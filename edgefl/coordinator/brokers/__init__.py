@@ -1,1 +1,1 @@
-"""MQTT brokers: the private mosquitto, the embedded one, somebody else's; who may say what, and our own end of it."""
+"""MQTT brokers (private mosquitto, embedded, external), their access rules, and the coordinator's client."""

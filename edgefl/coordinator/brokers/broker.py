@@ -1,7 +1,7 @@
-"""What every MQTT broker has in common: its Protocol, its TLS files, and who may read and write what.
+"""Common parts of all MQTT brokers: the Protocol, TLS files, and access rules.
 
-Who may do what is decided here once (`may_write`, `may_read`); mosquitto gets it as an ACL file, the embedded broker
-asks the functions. The identity of a client is the common name of its certificate, never a name that it sends.
+The access rules are defined here once (`can_publish`, `can_subscribe`); mosquitto gets them as an ACL file, the
+embedded broker calls the functions. A client's identity is the common name of its certificate, never a name it sends.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from edgefl.errors import BrokerError, PortInUseError
-from edgefl.protocol import COORDINATOR_NAME, FROM_DEVICE, PEER, TO_DEVICE, Topic, is_slug
+from edgefl.core.errors import BrokerError, PortInUseError
+from edgefl.core.protocol import COORDINATOR_NAME, FROM_DEVICE, PEER, TO_DEVICE, Topic, is_slug
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
-"""The largest MQTT packet that our brokers take: an edge variable of a large model, never a flood."""
+"""Maximum MQTT packet of our brokers: room for an edge variable of a large model, never a flood."""
 MAX_RETAINED_BYTES = 16 * MAX_MESSAGE_BYTES
-"""Of one device, at the embedded broker; mosquitto has a limit for all together."""
+"""Maximum per device, at the embedded broker; mosquitto has a limit for all together."""
 MAX_QUEUED_BYTES = 16 * MAX_MESSAGE_BYTES
-"""What may wait for one client."""
+"""Maximum bytes queued for one client."""
 CONNECT_TIMEOUT_S = 5.0
 
-# What a device may do below its fleet, as mosquitto's patterns: %u is its name, + one level of any content.
-DEVICE_WRITES = (*(f"%u/{kind}" for kind in FROM_DEVICE), f"%u/{PEER}/+")
-# Its own status as well: a device must see an `offline` that it did not send, to say that it lives.
-DEVICE_READS = (*(f"%u/{kind}" for kind in (*TO_DEVICE, Topic.STATUS)), f"+/{PEER}/%u")
+# Topics of a device below its fleet, as mosquitto's patterns: %u is its name, + one level of any content.
+DEVICE_PUBLISH_TOPICS = (*(f"%u/{kind}" for kind in FROM_DEVICE), f"%u/{PEER}/+")
+# Its own status as well: a device must see an `offline` that it did not send, to correct it.
+DEVICE_SUBSCRIBE_TOPICS = (*(f"%u/{kind}" for kind in (*TO_DEVICE, Topic.STATUS)), f"+/{PEER}/%u")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrokerTls:
-    """Paths of PEM files: the CA that the other side must come from, our certificate and its key."""
+    """Paths of PEM files: the CA of the other side, our certificate and its key."""
 
     ca: Path
     cert: Path
@@ -41,7 +41,7 @@ class BrokerTls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrokerAddress:
-    """Where clients connect. `tls`, when set, replaces the coordinator's own client certificate for its bus."""
+    """Address for clients. `tls`, if set, replaces the coordinator's own client certificate."""
 
     host: str
     port: int
@@ -49,95 +49,95 @@ class BrokerAddress:
 
 
 OnDenied = Callable[[str, str], None]
-"""Told who tried what in vain; the name is empty where no certificate has proven it."""
+"""(identity, denied action); the identity is empty without a valid certificate"""
 
 
-UNTRUSTED = "a connection with a certificate that does not count"
-NAMELESS = "a connection without a certificate"
+UNTRUSTED_CERTIFICATE = "a connection with a certificate that does not count"
+MISSING_CERTIFICATE = "a connection without a certificate"
 
 
-def nobody_is_told(_who: str, _what: str) -> None:
-    """Takes what was denied and forgets it."""
+def ignore_denied(_identity: str, _action: str) -> None:
+    """Ignores a denied action."""
 
 
 class Broker(Protocol):
     """A broker that the coordinator starts and stops."""
 
     def start(self) -> BrokerAddress:
-        """Returns where it listens, once it does.
+        """Starts it, and returns its address once it listens.
 
         Raises:
             PortInUseError: the port is taken.
-            BrokerError: it does not come up.
+            BrokerError: it does not start.
         """
 
     def stop(self) -> None:
-        """Ends it; harmless when it is not running."""
+        """Stops it; harmless if it is not running."""
 
-    def alive(self) -> bool: ...
+    def is_alive(self) -> bool: ...
 
-    def refuse(self, names: Collection[str], serials: Collection[str] = ()) -> None:
-        """Shuts out identities and certificates that are good by themselves: removed devices, and what was renewed.
+    def revoke(self, names: Collection[str], serials: Collection[str] = ()) -> None:
+        """Revokes identities of removed devices, and replaced certificates.
 
-        Whoever is connected under one of the names is dropped. Serials are hexadecimal.
+        Clients connected under one of the names are disconnected. Serials are hexadecimal.
         """
 
     def reload(self) -> None:
-        """Takes the server's certificate from its files again; connections that are open stay."""
+        """Loads the server's certificate from its files again; open connections stay."""
 
 
-def may_write(fleet: str, identity: str, name: str) -> bool:
+def can_publish(fleet: str, identity: str, name: str) -> bool:
     """Returns whether a client may publish to this topic."""
-    return not {"+", "#"} & set(name) and _is_allowed(fleet, identity, name, DEVICE_WRITES)
+    return not {"+", "#"} & set(name) and _is_allowed(fleet, identity, name, DEVICE_PUBLISH_TOPICS)
 
 
-def may_read(fleet: str, identity: str, name: str) -> bool:
+def can_subscribe(fleet: str, identity: str, name: str) -> bool:
     """Returns whether a client may receive this topic, or subscribe to this filter."""
-    return _is_allowed(fleet, identity, name, DEVICE_READS)
+    return _is_allowed(fleet, identity, name, DEVICE_SUBSCRIBE_TOPICS)
 
 
-def acl_file(fleet: str, refused: Collection[str] = ()) -> str:
-    """Returns the same rules in mosquitto's words."""
+def render_acl_file(fleet: str, revoked: Collection[str] = ()) -> str:
+    """Returns the same rules as mosquitto's ACL file."""
     lines = [f"user {COORDINATOR_NAME}", f"topic readwrite edgefl/v1/{fleet}/#", ""]
-    for name in sorted(refused):
+    for name in sorted(revoked):
         lines += [f"user {name}", "topic deny #", ""]
-    # Patterns hold for every user, so they must name the user (%u) and not only the place.
-    lines += [f"pattern write edgefl/v1/{fleet}/{pattern}" for pattern in sorted(DEVICE_WRITES)]
-    lines += [f"pattern read edgefl/v1/{fleet}/{pattern}" for pattern in sorted(DEVICE_READS)]
+    # Patterns hold for every user, so they must name the user (%u) and not only the topic.
+    lines += [f"pattern write edgefl/v1/{fleet}/{pattern}" for pattern in sorted(DEVICE_PUBLISH_TOPICS)]
+    lines += [f"pattern read edgefl/v1/{fleet}/{pattern}" for pattern in sorted(DEVICE_SUBSCRIBE_TOPICS)]
     return "\n".join(lines) + "\n"
 
 
 def check_port_is_free(host: str, port: int) -> None:
-    """Raises PortInUseError when nobody can listen on host:port now."""
+    """Raises PortInUseError if host:port is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise port_error(host, port, error) from None
+            raise make_port_error(host, port, error) from None
 
 
-def port_error(host: str, port: int, error: OSError) -> PortInUseError | BrokerError:
-    """Returns the error for a failed bind, in words that say what to do."""
+def make_port_error(host: str, port: int, error: OSError) -> PortInUseError | BrokerError:
+    """Returns the error for a failed bind, with a remedy."""
     if error.errno == 98:  # EADDRINUSE
         return PortInUseError(f"port {port} on {host} is already in use; choose another one for the broker")
     return BrokerError(f"the broker cannot listen on {host}:{port}: {error.strerror or error}")
 
 
-def connect_host(host: str) -> str:
+def get_connect_host(host: str) -> str:
     """Returns the address at which this machine reaches a listener on `host`."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)  # noqa: S104 - compared only
 
 
-def client_context(tls: BrokerTls) -> ssl.SSLContext:
-    """Returns a TLS context of a client that trusts this CA alone and shows its own certificate."""
+def make_client_context(tls: BrokerTls) -> ssl.SSLContext:
+    """Returns a client's TLS context, which trusts only this CA and sends its own certificate."""
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.load_verify_locations(tls.ca)
         context.load_cert_chain(tls.cert, tls.key)
-        context.sslsocket_class = _TidySocket
+        context.sslsocket_class = _ClosingBrokerSocket
     except (OSError, ssl.SSLError) as error:
         raise BrokerError(
             f"the TLS files for the broker cannot be used ({tls.ca}, {tls.cert}, {tls.key}): {error}"
@@ -145,7 +145,7 @@ def client_context(tls: BrokerTls) -> ssl.SSLContext:
     return context
 
 
-class _TidySocket(ssl.SSLSocket):
+class _ClosingBrokerSocket(ssl.SSLSocket):
     """Closes when the handshake fails; paho leaves that to the garbage collector."""
 
     def do_handshake(self, block: bool = False) -> None:
@@ -165,12 +165,12 @@ def _is_allowed(fleet: str, identity: str, name: str, patterns: Collection[str])
     levels = name[len(root) :].split("/")
     # A name with a wildcard in it would turn every pattern into one for all devices.
     return is_slug(identity) and any(
-        _covers(pattern.replace("%u", identity).split("/"), levels) for pattern in patterns
+        _is_topic_match(pattern.replace("%u", identity).split("/"), levels) for pattern in patterns
     )
 
 
-def _covers(pattern: Sequence[str], levels: Sequence[str]) -> bool:
-    """Returns whether every topic that a topic or filter of these levels stands for matches the pattern."""
+def _is_topic_match(pattern: Sequence[str], levels: Sequence[str]) -> bool:
+    """Returns whether every topic that a topic or filter of these levels covers matches the pattern."""
     return len(pattern) == len(levels) and all(
-        wanted in {"+", level} and level != "#" for wanted, level in zip(pattern, levels, strict=True)
+        pattern_level in {"+", level} and level != "#" for pattern_level, level in zip(pattern, levels, strict=True)
     )

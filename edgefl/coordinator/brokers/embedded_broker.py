@@ -1,4 +1,4 @@
-"""The embedded broker, for fleets of up to about 100 devices: an event loop in a thread of its own."""
+"""Embedded broker, for fleets of up to about 100 devices: an event loop in a thread of its own."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from edgefl.coordinator.brokers.broker import (
-    NAMELESS,
-    UNTRUSTED,
+    MISSING_CERTIFICATE,
+    UNTRUSTED_CERTIFICATE,
     BrokerAddress,
     BrokerTls,
     OnDenied,
-    connect_host,
-    nobody_is_told,
-    port_error,
+    get_connect_host,
+    ignore_denied,
+    make_port_error,
 )
 from edgefl.coordinator.brokers.mqtt.connection import ClientConnection
 from edgefl.coordinator.brokers.mqtt.router import TopicRouter
-from edgefl.errors import BrokerError, EdgeflError
+from edgefl.core.errors import BrokerError, EdgeflError
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ START_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 2.0
 BACKLOG = 1000
-"""Connections that the system keeps until they are accepted: a whole fleet connects anew at once."""
+"""Connections queued by the system until accepted: a whole fleet reconnects at once."""
 
 
 class EmbeddedBroker:
@@ -44,7 +44,7 @@ class EmbeddedBroker:
         host: str = "127.0.0.1",
         port: int,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
-        on_denied: OnDenied = nobody_is_told,
+        on_denied: OnDenied = ignore_denied,
     ) -> None:
         self._on_denied = on_denied
         self._connect_timeout_s = connect_timeout_s
@@ -52,7 +52,7 @@ class EmbeddedBroker:
         self._tls = tls
         self._host = host
         self._port = port
-        self._refused: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
+        self._revoked: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._router: TopicRouter | None = None
@@ -69,7 +69,7 @@ class EmbeddedBroker:
         if not self._started.wait(START_TIMEOUT_S):
             raise BrokerError(f"the embedded broker does not start within {START_TIMEOUT_S:.0f} s")
         self._raise_failure()
-        return BrokerAddress(host=connect_host(self._host), port=self._port)
+        return BrokerAddress(host=get_connect_host(self._host), port=self._port)
 
     def stop(self) -> None:
         thread, self._thread = self._thread, None
@@ -80,20 +80,20 @@ class EmbeddedBroker:
                 self._loop.call_soon_threadsafe(self._stop.set)
         thread.join()
 
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive() and self._failure is None
 
-    def refuse(self, names: Collection[str], serials: Collection[str] = ()) -> None:
-        self._refused = frozenset(names), frozenset(serials)
+    def revoke(self, names: Collection[str], serials: Collection[str] = ()) -> None:
+        self._revoked = frozenset(names), frozenset(serials)
         if self._router is not None:
-            self._call(self._router.refuse, *self._refused)
+            self._call_in_loop(self._router.revoke, *self._revoked)
 
     def reload(self) -> None:
         if self._context is not None:
-            self._call(_load_certificate, self._context, self._tls)
+            self._call_in_loop(_load_certificate, self._context, self._tls)
 
-    def _call(self, function: Callable[..., None], *arguments: object) -> None:
-        """Has the broker's own thread do it."""
+    def _call_in_loop(self, function: Callable[..., None], *arguments: object) -> None:
+        """Calls a function in the broker's own thread."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # stopped meanwhile
                 self._loop.call_soon_threadsafe(function, *arguments)
@@ -108,7 +108,7 @@ class EmbeddedBroker:
         except EdgeflError as error:
             self._failure = error
         except Exception as error:
-            # The boundary of the thread: the coordinator must hear of it whatever it was.
+            # The boundary of the thread: every error must reach the coordinator.
             log.exception("the embedded broker ended")
             self._failure = BrokerError(f"the embedded broker ended: {error}")
         finally:
@@ -116,15 +116,15 @@ class EmbeddedBroker:
 
     async def _serve(self) -> None:
         self._loop = loop = asyncio.get_running_loop()
-        loop.set_exception_handler(_log_quietly)
+        loop.set_exception_handler(_log_loop_error)
         self._stop = asyncio.Event()
         self._router = router = TopicRouter(self._fleet, self._on_denied)
-        router.refuse(*self._refused)
-        opened = set[ClientConnection]()
-        context = _server_context(self._tls, self._on_denied)
+        router.revoke(*self._revoked)
+        connections = set[ClientConnection]()
+        context = _make_server_context(self._tls, self._on_denied)
         try:
             server = await loop.create_server(
-                lambda: ClientConnection(router, opened, self._connect_timeout_s),
+                lambda: ClientConnection(router, connections, self._connect_timeout_s),
                 self._host or None,
                 self._port,
                 ssl=context,
@@ -134,7 +134,7 @@ class EmbeddedBroker:
                 reuse_address=True,
             )
         except OSError as error:
-            raise port_error(self._host, self._port, error) from None
+            raise make_port_error(self._host, self._port, error) from None
         self._context = context
         self._started.set()
         try:
@@ -142,15 +142,15 @@ class EmbeddedBroker:
         finally:
             self._router = self._context = None
             server.close()
-            for connection in list(opened):
-                connection.end(has_will=False)
+            for connection in list(connections):
+                connection.abort(should_publish_will=False)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                    while opened:  # noqa: ASYNC110 a few turns of the loop
+                    while connections:  # noqa: ASYNC110 a few turns of the loop
                         await asyncio.sleep(0)
 
 
-def _server_context(tls: BrokerTls, on_denied: OnDenied) -> ssl.SSLContext:
+def _make_server_context(tls: BrokerTls, on_denied: OnDenied) -> ssl.SSLContext:
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -161,41 +161,41 @@ def _server_context(tls: BrokerTls, on_denied: OnDenied) -> ssl.SSLContext:
             f"the broker's TLS files cannot be used ({tls.ca}, {tls.cert}, {tls.key}): {error}"
         ) from None
     context.verify_mode = ssl.CERT_REQUIRED
-    # A session that is taken up again would not have its certificate's dates looked at again.
+    # A resumed session would not check the dates of its certificate again.
     context.num_tickets = 0
     context.options |= ssl.OP_NO_TICKET
-    context.sslobject_class = _reporting(on_denied)
+    context.sslobject_class = _make_reporting_class(on_denied)
     return context
 
 
 def _load_certificate(context: ssl.SSLContext, tls: BrokerTls) -> None:
-    """Has the server show the certificate that is in the files now to whoever connects from now on."""
+    """Loads the server's certificate from its files again, for new connections."""
     try:
         context.load_cert_chain(tls.cert, tls.key)
     except OSError as error:
         log.warning("the broker goes on with its old certificate: %s", error)
 
 
-def _reporting(on_denied: OnDenied) -> type[ssl.SSLObject]:
-    """Returns a class of TLS connections that report certificates which do not count: asyncio does not."""
+def _make_reporting_class(on_denied: OnDenied) -> type[ssl.SSLObject]:
+    """Returns a class of TLS connections that report invalid certificates, which asyncio does not."""
 
     class ReportingSSLObject(ssl.SSLObject):
         def do_handshake(self) -> None:
             try:
                 super().do_handshake()
             except ssl.SSLCertVerificationError:
-                on_denied("", UNTRUSTED)
+                on_denied("", UNTRUSTED_CERTIFICATE)
                 raise
             except ssl.SSLError as error:
                 if error.reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
-                    on_denied("", NAMELESS)
+                    on_denied("", MISSING_CERTIFICATE)
                 raise
 
     return ReportingSSLObject
 
 
-def _log_quietly(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Logs what every port scan makes, failed handshakes and broken connections, for debugging; the rest as bugs."""
+def _log_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Logs failed handshakes and broken connections at debug level, other errors as bugs."""
     error = context.get("exception")
-    is_usual = error is None or isinstance(error, OSError)
-    log.log(logging.DEBUG if is_usual else logging.ERROR, "broker: %s", context.get("message"), exc_info=error)
+    is_expected = error is None or isinstance(error, OSError)
+    log.log(logging.DEBUG if is_expected else logging.ERROR, "broker: %s", context.get("message"), exc_info=error)

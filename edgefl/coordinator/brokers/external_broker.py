@@ -1,4 +1,4 @@
-"""An MQTT broker that somebody else runs."""
+"""External MQTT broker."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
-from edgefl.coordinator.brokers.broker import CONNECT_TIMEOUT_S, BrokerAddress, BrokerTls, client_context
-from edgefl.errors import BrokerError, ConfigError
+from edgefl.coordinator.brokers.broker import CONNECT_TIMEOUT_S, BrokerAddress, BrokerTls, make_client_context
+from edgefl.core.errors import BrokerError, ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -21,59 +21,59 @@ DEFAULT_MQTTS_PORT = 8883
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExternalBroker:
-    """A broker that somebody else runs, with rules of its own (docs/reference/protocol.md says which it needs)."""
+    """A broker run outside the coordinator, with its own rules (required ones: docs/reference/protocol.md)."""
 
     address: BrokerAddress
 
     def start(self) -> BrokerAddress:
-        """Returns its address; one that is down now only costs a warning, since the bus tries for ever."""
+        """Returns its address; only warns if it is unreachable, since the client retries for ever."""
         try:
-            self._handshake()
+            self._check_handshake()
         except ssl.SSLCertVerificationError as error:
-            raise BrokerError(f"{self._name} shows a certificate that does not verify: {error.reason}") from None
+            raise BrokerError(f"{self._label} shows a certificate that does not verify: {error.reason}") from None
         except OSError as error:
-            log.warning("%s cannot be reached (%s); trying again until it answers", self._name, error)
+            log.warning("%s cannot be reached (%s); trying again until it answers", self._label, error)
         return self.address
 
     def stop(self) -> None:
-        """Leaves it alone."""
+        """Does nothing."""
 
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         try:
-            self._handshake()
+            self._check_handshake()
         except OSError:
             return False
         return True
 
     def reload(self) -> None:
-        """Leaves it alone: `edgefl coordinator broker` sees by itself when the certificate has changed."""
+        """Does nothing: `edgefl coordinator broker` reloads a changed certificate by itself."""
 
-    def refuse(self, names: Collection[str], serials: Collection[str] = ()) -> None:  # noqa: ARG002 see `Broker`
-        """Says that this is up to whoever runs the broker."""
+    def revoke(self, names: Collection[str], serials: Collection[str] = ()) -> None:  # noqa: ARG002 see `Broker`
+        """Warns that the operator of the broker has to do this."""
         if names:
             log.warning(
                 "%s has to shut out the removed devices %s; `edgefl coordinator broker` does that by itself",
-                self._name,
+                self._label,
                 ", ".join(sorted(names)),
             )
 
     @property
-    def _name(self) -> str:
+    def _label(self) -> str:
         return f"the broker at {self.address.host}:{self.address.port}"
 
-    def _handshake(self) -> None:
-        where = (self.address.host, self.address.port)
-        with socket.create_connection(where, timeout=CONNECT_TIMEOUT_S) as raw, contextlib.ExitStack() as stack:
+    def _check_handshake(self) -> None:
+        address = (self.address.host, self.address.port)
+        with socket.create_connection(address, timeout=CONNECT_TIMEOUT_S) as raw, contextlib.ExitStack() as stack:
             if self.address.tls is not None:
-                context = client_context(self.address.tls)
+                context = make_client_context(self.address.tls)
                 stack.enter_context(context.wrap_socket(raw, server_hostname=self.address.host))
 
 
-def external_broker(spec: str) -> ExternalBroker:
+def parse_external_broker(spec: str) -> ExternalBroker:
     """Returns the broker that an mqtts:// address names.
 
     Raises:
-        ConfigError: no host, a port that is none, unknown options, or only some of the three files.
+        ConfigError: no host, an invalid port, unknown options, or only some of the three files.
     """
     try:
         url = urlsplit(spec)

@@ -1,4 +1,4 @@
-"""A private mosquitto: generated configuration, a child process, and a thread that starts it again when it dies."""
+"""Private mosquitto: generated configuration, a child process, and a thread that restarts it."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from edgefl.coordinator.brokers.broker import (
     BrokerAddress,
     BrokerTls,
     OnDenied,
-    acl_file,
     check_port_is_free,
-    connect_host,
-    nobody_is_told,
+    get_connect_host,
+    ignore_denied,
+    render_acl_file,
 )
-from edgefl.coordinator.brokers.dropping import drop_client
-from edgefl.coordinator.brokers.mosquitto_log import TYPES, MosquittoLog
-from edgefl.errors import BrokerError, EdgeflError, StoreError
-from edgefl.files import make_private_directory, write_whole
+from edgefl.coordinator.brokers.mosquitto_log import LOG_TYPES, MosquittoLog
+from edgefl.coordinator.brokers.session_takeover import disconnect_client
+from edgefl.core.errors import BrokerError, EdgeflError, StoreError
+from edgefl.system.atomic_files import make_private_directory, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -41,13 +41,13 @@ RESTART_DELAYS_S = (0.2, 1.0, 2.0, 5.0, 10.0)
 HEALTHY_AFTER_S = 30.0
 MAX_QUEUED_MESSAGES = 1_000_000
 MEMORY_FRACTION = 0.5
-"""Of the machine's memory: beyond it mosquitto drops what comes and hangs up, so that a device that retains whatever
-it can does not make the kernel end the coordinator."""
+"""Limit as a fraction of the machine's memory, 0 to 1: beyond it mosquitto drops messages and disconnects clients, so
+that a device that retains too much does not make the kernel kill the coordinator."""
 
 # Run by a Python of its own instead of preexec_fn, which is not safe in a process with threads. The signal comes
-# when the *thread* that started the child ends; that is the supervisor, which lives as long as the broker should.
-# The parent may have died before prctl: then nobody would ever send the signal.
-_DIE_WITH_PARENT = """
+# when the *thread* that started the child ends; that is the supervisor, which runs as long as the broker should.
+# The parent may have died before prctl: then the signal would never be sent.
+_EXIT_WITH_PARENT = """
 import ctypes, os, sys
 PR_SET_PDEATHSIG, SIGKILL = 1, 9
 ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, SIGKILL)
@@ -70,7 +70,7 @@ class Mosquitto:
         host: str,
         port: int,
         authority: pki.KeyPair | None = None,
-        on_denied: OnDenied = nobody_is_told,
+        on_denied: OnDenied = ignore_denied,
     ) -> None:
         self._program = program
         self._authority = authority
@@ -79,13 +79,13 @@ class Mosquitto:
         self._tls = tls
         self._host = host
         self._port = port
-        self._refused: frozenset[str] = frozenset()
-        self._revoked: frozenset[str] = frozenset()
-        self._to_drop: frozenset[str] = frozenset()
+        self._revoked_names: frozenset[str] = frozenset()
+        self._revoked_serials: frozenset[str] = frozenset()
+        self._pending_disconnects: frozenset[str] = frozenset()
         self._log = MosquittoLog(directory / "mosquitto.log", on_denied)
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping = threading.Event()
-        self._first_start = threading.Event()
+        self._has_started = threading.Event()
         self._failure: EdgeflError | None = None
         self._supervisor: threading.Thread | None = None
 
@@ -93,13 +93,13 @@ class Mosquitto:
         check_port_is_free(self._host, self._port)
         self._write_files()
         self._stopping.clear()
-        self._first_start.clear()
+        self._has_started.clear()
         self._failure = None
         self._supervisor = threading.Thread(target=self._supervise, name="mosquitto-supervisor", daemon=True)
         self._supervisor.start()
-        self._first_start.wait()
+        self._has_started.wait()
         self._raise_failure()
-        return BrokerAddress(host=connect_host(self._host), port=self._port)
+        return BrokerAddress(host=get_connect_host(self._host), port=self._port)
 
     def stop(self) -> None:
         self._stopping.set()
@@ -107,30 +107,30 @@ class Mosquitto:
             self._supervisor.join()
             self._supervisor = None
 
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         process = self._process
         return process is not None and process.poll() is None
 
-    def refuse(self, names: Collection[str], serials: Collection[str] = ()) -> None:
-        refused = frozenset(names)
-        # Kept until it is done: there may be no room for the rules, and this is called again.
-        self._to_drop = (self._to_drop | refused - self._refused) & refused
-        self._refused, self._revoked = refused, frozenset(serials)
+    def revoke(self, names: Collection[str], serials: Collection[str] = ()) -> None:
+        revoked = frozenset(names)
+        # Kept until done: writing the rules may fail on a full disk, and this is called again.
+        self._pending_disconnects = (self._pending_disconnects | revoked - self._revoked_names) & revoked
+        self._revoked_names, self._revoked_serials = revoked, frozenset(serials)
         if self._supervisor is None:
             return  # `start` writes the rules
         self._write_rules()
         self.reload()
-        if self._authority is not None and self.alive():
-            for name in sorted(self._to_drop):
-                if drop_client(
-                    connect_host(self._host), self._port, name, authority=self._authority, ca=self._tls.ca
+        if self._authority is not None and self.is_alive():
+            for name in sorted(self._pending_disconnects):
+                if disconnect_client(
+                    get_connect_host(self._host), self._port, name, authority=self._authority, ca=self._tls.ca
                 ):
-                    self._to_drop -= {name}
+                    self._pending_disconnects -= {name}
 
     def reload(self) -> None:
         process = self._process
         if process is not None and process.poll() is None:
-            process.send_signal(signal.SIGHUP)  # reads the rules and the certificates again
+            process.send_signal(signal.SIGHUP)  # reloads the rules and the certificates
 
     @property
     def pid(self) -> int | None:
@@ -154,19 +154,21 @@ class Mosquitto:
         try:
             make_private_directory(self._directory)
             self._write_rules()
-            write_whole(self._config_path, self._config().encode())
+            write_atomic(self._config_path, self._render_config().encode())
         except (OSError, StoreError) as error:
             raise BrokerError(f"the broker's files cannot be written to {self._directory}: {error}") from None
 
     def _write_rules(self) -> None:
-        write_whole(self._acl_path, acl_file(self._fleet, self._refused).encode())
+        write_atomic(self._acl_path, render_acl_file(self._fleet, self._revoked_names).encode())
         if self._authority is not None:
-            # mosquitto keeps every list that it ever read; the one of the highest number counts.
-            before = self._crl_path.read_bytes() if self._crl_path.exists() else b""
-            number = pki.revocation_number(before) + 1
-            write_whole(self._crl_path, pki.revocation_list(self._authority, self._revoked, number=number))
+            # mosquitto keeps every list that it ever read; the one of the highest number is used.
+            previous_crl = self._crl_path.read_bytes() if self._crl_path.exists() else b""
+            number = pki.parse_revocation_number(previous_crl) + 1
+            write_atomic(
+                self._crl_path, pki.make_revocation_list(self._authority, self._revoked_serials, number=number)
+            )
 
-    def _config(self) -> str:
+    def _render_config(self) -> str:
         lines = [
             # As root, mosquitto would become the user `mosquitto`, who cannot read the 0700 state directory.
             *(["user root"] if os.geteuid() == 0 else []),
@@ -174,17 +176,17 @@ class Mosquitto:
             "allow_anonymous false",
             "persistence false",
             "log_dest stderr",
-            *(f"log_type {kind}" for kind in TYPES),
+            *(f"log_type {kind}" for kind in LOG_TYPES),
             "log_timestamp_format %Y-%m-%dT%H:%M:%S",
             f"message_size_limit {MAX_MESSAGE_BYTES}",
-            # By default no more than a thousand messages wait for a client, whatever their size, the rest is lost:
-            # what 500 devices have left for a coordinator that comes back is more. Counted in bytes it is little.
-            # 0, for any number, makes Mosquitto 2.0.11 hang up on a client that writes to a topic it must not.
+            # By default at most a thousand messages are queued for a client, whatever their size, the rest is lost:
+            # 500 devices leave more for a restarted coordinator. Counted in bytes it is little. 0, for any number,
+            # makes Mosquitto 2.0.11 disconnect a client that writes to a topic it must not.
             f"max_queued_messages {MAX_QUEUED_MESSAGES}",
             f"max_queued_bytes {MAX_QUEUED_BYTES}",
             f"acl_file {self._acl_path.resolve()}",
-            # So that what a refused device had retained is not handed out; the default is lost when it reads the
-            # rules again.
+            # So that retained messages of a revoked device are not delivered; the default is lost when it reloads
+            # the rules.
             "check_retain_source true",
             f"memory_limit {int(MEMORY_FRACTION * os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))}",
             "set_tcp_nodelay true",
@@ -196,7 +198,7 @@ class Mosquitto:
             "tls_version tlsv1.2",
             "require_certificate true",
             "use_identity_as_username true",
-            # Otherwise any device could push another one off by taking its client id.
+            # Otherwise any device could disconnect another one by taking its client id.
             "use_username_as_clientid true",
         ]
         return "\n".join(lines) + "\n"
@@ -215,34 +217,34 @@ class Mosquitto:
                 self._failure = error
             except OSError as error:
                 self._failure = BrokerError(f"mosquitto cannot be started: {error}")
-            if not self._first_start.is_set():
-                self._first_start.set()
+            if not self._has_started.is_set():
+                self._has_started.set()
                 return
             if self._stopping.is_set():
                 return
-            failures = failures_in_a_row(failures, lived_s=time.monotonic() - started_s)
-            delay_s = restart_delay_s(failures)
+            failures = count_failures(failures, uptime_s=time.monotonic() - started_s)
+            delay_s = compute_restart_delay_s(failures)
             status = self._process.returncode if self._process else None
             log.warning("mosquitto ended with status %s; starting it again in %.1f s", status, delay_s)
             self._stopping.wait(delay_s)
 
     def _run_once(self) -> None:
-        """Starts mosquitto, reports that it is up, and returns when it ended or was asked to stop."""
+        """Starts mosquitto, signals that it is up, and returns when it ended or has to stop."""
         self._process = process = self._spawn()
         try:
             self._wait_until_up(process)
-            self._first_start.set()
+            self._has_started.set()
             while process.poll() is None and not self._stopping.wait(0.1):
                 pass
         finally:
-            _end(process)
+            _stop_process(process)
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         command = [self._program, "-c", str(self._config_path.resolve())]
-        wrapper = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())]
+        wrapper = [sys.executable, "-I", "-S", "-c", _EXIT_WITH_PARENT, str(os.getpid())]
         output = self._log.open()
         # In a group of its own, so that Ctrl-C on the terminal reaches the coordinator alone: devices that are
-        # told to stop still need the broker.
+        # stopped at the same time still need the broker.
         try:
             return subprocess.Popen(
                 wrapper + command,
@@ -256,7 +258,7 @@ class Mosquitto:
 
     def _wait_until_up(self, process: subprocess.Popen[bytes]) -> None:
         deadline_s = time.monotonic() + START_TIMEOUT_S
-        while not self._answers():
+        while not self._is_answering():
             if process.poll() is not None:
                 raise BrokerError(f"mosquitto does not start: {self._last_log_line()}")
             if time.monotonic() > deadline_s:
@@ -264,50 +266,50 @@ class Mosquitto:
             if self._stopping.wait(0.02):
                 return
 
-    def _answers(self) -> bool:
-        """Returns whether it speaks TLS: it listens before it has read its key, and may still give up over that.
+    def _is_answering(self) -> bool:
+        """Returns whether it completes a TLS handshake: it listens before it has read its key, which may fail.
 
-        Another program may have taken the port just before it; what answers must show our certificate.
+        Another program may have taken the port just before it; the server must send our certificate.
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE  # nothing is said; only what it shows counts
+        context.verify_mode = ssl.CERT_NONE  # nothing is sent; only its certificate is compared
         try:
-            with socket.create_connection((connect_host(self._host), self._port), timeout=1.0) as plain:
+            with socket.create_connection((get_connect_host(self._host), self._port), timeout=1.0) as raw_socket:
                 self._log.expect_probe()
-                with context.wrap_socket(plain) as secured:
-                    shown = secured.getpeercert(binary_form=True)
-            return shown == ssl.PEM_cert_to_DER_cert(_first_certificate(self._tls.cert))
+                with context.wrap_socket(raw_socket) as tls_socket:
+                    server_certificate = tls_socket.getpeercert(binary_form=True)
+            return server_certificate == ssl.PEM_cert_to_DER_cert(_read_first_certificate(self._tls.cert))
         except (OSError, ValueError):
             return False
 
     def _last_log_line(self) -> str:
-        """Returns why it has ended, or does not answer: then it is ended for good."""
+        """Stops it and returns why it ended, or does not answer."""
         if self._process is not None:
-            _end(self._process)
-        lines = self._log.lines()
-        # OpenSSL's own lines follow the one that says which file it was about.
-        told = [line for line in lines if re.search(r"\bError: ", line)] or lines or ["it left no message"]
-        return told[-1].strip()
+            _stop_process(self._process)
+        lines = self._log.read_tail()
+        # OpenSSL's own lines follow the one that names the file.
+        messages = [line for line in lines if re.search(r"\bError: ", line)] or lines or ["it left no message"]
+        return messages[-1].strip()
 
 
-def _first_certificate(path: Path) -> str:
+def _read_first_certificate(path: Path) -> str:
     """Returns the first certificate of a PEM file, whatever follows it."""
     body, mark, _ = path.read_text("ascii").partition(ssl.PEM_FOOTER)
     return body[body.find(ssl.PEM_HEADER) :] + mark
 
 
-def failures_in_a_row(before: int, *, lived_s: float) -> int:
-    """Returns how often it has failed in a row, this time included; a healthy life begins the count anew."""
-    return 1 if lived_s > HEALTHY_AFTER_S else before + 1
+def count_failures(previous: int, *, uptime_s: float) -> int:
+    """Returns the number of failures in a row, this one included; reset after `HEALTHY_AFTER_S`."""
+    return 1 if uptime_s > HEALTHY_AFTER_S else previous + 1
 
 
-def restart_delay_s(failures: int) -> float:
-    """Returns how long to wait before the next start after so many failures in a row."""
+def compute_restart_delay_s(failures: int) -> float:
+    """Returns the delay before the next start after `failures` in a row."""
     return RESTART_DELAYS_S[min(failures, len(RESTART_DELAYS_S)) - 1]
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _stop_process(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.terminate()
     try:

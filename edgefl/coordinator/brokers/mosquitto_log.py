@@ -1,7 +1,7 @@
-"""What mosquitto says: the lines that matter go into a file of bounded size, and what it denied is told.
+"""Log of mosquitto: relevant lines go into a rotating file, denied actions to a callback.
 
-Mosquitto tells of denied messages only at its most talkative level, which has a line for every packet; so it writes
-into a pipe, and most of that goes no further. The pipe never holds mosquitto up: what does not fit in is lost.
+Mosquitto logs denied messages only at debug level, which has a line for every packet; so it writes into a pipe, and
+most lines are discarded. The pipe never blocks mosquitto: lines that do not fit are lost.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from collections import deque
 from pathlib import Path
 from typing import IO
 
-from edgefl.coordinator.brokers.broker import NAMELESS, UNTRUSTED, OnDenied
+from edgefl.coordinator.brokers.broker import MISSING_CERTIFICATE, UNTRUSTED_CERTIFICATE, OnDenied
 
 log = logging.getLogger(__name__)
 
 MAX_LOG_BYTES = 1_000_000
-KEPT_LINES = 20
-CLOSE_WITHIN_S = 5.0
-TYPES = ("error", "warning", "notice", "debug")
+MAX_TAIL_LINES = 20
+CLOSE_TIMEOUT_S = 5.0
+LOG_TYPES = ("error", "warning", "notice", "debug")
 
 _STAMP = rb"\A(?:\S+: )?"
-_DENIED = re.compile(_STAMP + rb"Denied (\w+) from (\S+) \([^']*'(.*)', ")
-_UNTRUSTED = re.compile(rb"certificate verify failed")
-_NAMELESS = re.compile(rb"did not return a certificate")
-_TRACE = re.compile(_STAMP + rb"(?:Received |Sending |Denied |No will message|Will message|\t)")
+_DENIED_LINE = re.compile(_STAMP + rb"Denied (\w+) from (\S+) \([^']*'(.*)', ")
+_UNTRUSTED_LINE = re.compile(rb"certificate verify failed")
+_NO_CERTIFICATE_LINE = re.compile(rb"did not return a certificate")
+_TRACE_LINE = re.compile(_STAMP + rb"(?:Received |Sending |Denied |No will message|Will message|\t)")
 
 
 class MosquittoLog:
-    """Takes mosquitto's lines out of a pipe, in a thread, until mosquitto ends."""
+    """Reads mosquitto's lines from a pipe, in a thread, until mosquitto ends."""
 
     def __init__(self, path: Path, on_denied: OnDenied) -> None:
         self._path, self._on_denied = path, on_denied
-        self._tail: deque[str] = deque(maxlen=KEPT_LINES)
+        self._tail: deque[str] = deque(maxlen=MAX_TAIL_LINES)
         self._thread: threading.Thread | None = None
         self._num_probes = 0
 
     def expect_probe(self) -> None:
-        """Says that the coordinator itself has just knocked without a certificate, to see that somebody is there."""
+        """Announces a probe of the coordinator itself, which connects without a certificate."""
         self._num_probes += 1
 
     def open(self) -> int:
-        """Returns the end of a new pipe to write into; close it when mosquitto has it."""
+        """Returns the write end of a new pipe; close it once mosquitto has it."""
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
         self._tail.clear()
@@ -53,35 +53,35 @@ class MosquittoLog:
         self._thread.start()
         return write_end
 
-    def lines(self) -> list[str]:
-        """Returns the last lines; call it when mosquitto has ended."""
+    def read_tail(self) -> list[str]:
+        """Returns the last lines; call it after mosquitto has ended."""
         if self._thread is not None:
-            self._thread.join(CLOSE_WITHIN_S)
+            self._thread.join(CLOSE_TIMEOUT_S)
         return list(self._tail)
 
     def _read(self, read_end: int) -> None:
-        file = _BoundedFile(self._path)
+        file = _RotatingLogFile(self._path)
         with os.fdopen(read_end, "rb") as pipe, contextlib.closing(file):
             for line in pipe:
-                self._tell(line)
-                if not _TRACE.search(line):
+                self._report_denied(line)
+                if not _TRACE_LINE.search(line):
                     self._tail.append(line.decode(errors="replace").strip())
                     file.write(line)
 
-    def _tell(self, line: bytes) -> None:
-        if denied := _DENIED.search(line):
-            kind, who, topic = (part.decode(errors="replace") for part in denied.groups())
-            self._on_denied(who, f"{kind} to {topic!r}")
-        elif _UNTRUSTED.search(line):
-            self._on_denied("", UNTRUSTED)
-        elif _NAMELESS.search(line) and self._num_probes:
+    def _report_denied(self, line: bytes) -> None:
+        if match := _DENIED_LINE.search(line):
+            kind, identity, topic = (part.decode(errors="replace") for part in match.groups())
+            self._on_denied(identity, f"{kind} to {topic!r}")
+        elif _UNTRUSTED_LINE.search(line):
+            self._on_denied("", UNTRUSTED_CERTIFICATE)
+        elif _NO_CERTIFICATE_LINE.search(line) and self._num_probes:
             self._num_probes -= 1
-        elif _NAMELESS.search(line):
-            self._on_denied("", NAMELESS)
+        elif _NO_CERTIFICATE_LINE.search(line):
+            self._on_denied("", MISSING_CERTIFICATE)
 
 
-class _BoundedFile:
-    """A log that is put aside when it is large; what a full disk does not take is lost."""
+class _RotatingLogFile:
+    """A rotating log file; lines that cannot be written are lost."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -103,5 +103,5 @@ class _BoundedFile:
     def close(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            with contextlib.suppress(OSError):  # a full disk did not take the last lines
+            with contextlib.suppress(OSError):  # the last lines are lost on a full disk
                 file.close()

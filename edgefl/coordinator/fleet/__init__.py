@@ -1,1 +1,1 @@
-"""Who is there: presence, the roster and its diary, membership, draining, questions to single devices."""
+"""Fleet: presence, device registry, telemetry, membership, draining and clone detection."""

@@ -1,8 +1,8 @@
-"""Draining: a device finishes what it has and gets no more until it is resumed, whatever restarts meanwhile.
+"""Draining: a device finishes its work and gets no more until it is resumed.
 
-The coordinator's own word counts at once, also for a device that cannot be reached; the device is told as soon as it
-is heard, so that it shows itself as `draining`. What was asked is in the history (`drain-asked`, `resume-asked`), and
-holds over restarts of either side.
+The coordinator's decision applies at once, also to an unreachable device; the device gets the command at its next
+contact, and then reports itself as `draining`. Requests are in the history (`drain-asked`, `resume-asked`), and hold
+over restarts of either side.
 """
 
 from __future__ import annotations
@@ -11,41 +11,43 @@ import logging
 import uuid
 from collections.abc import Callable
 
-from edgefl.coordinator.fleet.presence import DeviceState, Transition
-from edgefl.coordinator.fleet.roster import Roster, RosterEvent
-from edgefl.errors import NotFoundError
-from edgefl.protocol import Command, CommandKind
-from edgefl.storage.news import DRAIN_ASKED, RESUME_ASKED, asked_to_drain
+from edgefl.coordinator.fleet.presence import DevicePresence, PresenceChanged
+from edgefl.coordinator.fleet.registry import DeviceRegistry, RegistryEvent
+from edgefl.core.errors import NotFoundError
+from edgefl.core.protocol import Command, CommandKind
+from edgefl.storage.queries.changes import DRAIN_REQUESTED, RESUME_REQUESTED, list_draining_devices
 from edgefl.storage.store import Store
 
 log = logging.getLogger(__name__)
 
-Send = Callable[[str, Command], None]
+SendCommand = Callable[[str, Command], None]
 
 
-class Draining:
-    """Keeps who is to rest and tells the devices; safe from any thread.
+class DrainController:
+    """Records which devices are drained, and sends them the commands. Thread-safe.
 
     Args:
-        store: where it is written what was asked.
-        roster: gives drained devices no work.
-        send: sends a command to a device; it may get lost.
+        store: has the requests as events.
+        registry: gives drained devices no work.
+        send_command: sends a command to a device; it may get lost.
         clock: Unix seconds.
     """
 
-    def __init__(self, store: Store, roster: Roster, send: Send, clock: Callable[[], float]) -> None:
-        self._store, self._roster, self._send, self._clock = store, roster, send, clock
+    def __init__(
+        self, store: Store, registry: DeviceRegistry, send_command: SendCommand, clock: Callable[[], float]
+    ) -> None:
+        self._store, self._registry, self._send_command, self._clock = store, registry, send_command, clock
 
     def restore(self) -> None:
-        """Drains those again that were drained when the coordinator last ran; call it before any device is heard."""
-        for device_id in asked_to_drain(self._store):
-            self._roster.set_drained(device_id, drained=True)
+        """Restores the drained devices from the store; call it before any device message is handled."""
+        for device_id in list_draining_devices(self._store):
+            self._registry.set_drained(device_id, drained=True)
 
-    def listen(self) -> Callable[[], None]:
-        """Tells devices that show themselves in the other state; returns what ends that."""
-        end = self._roster.listen(self._heard)
-        for info in self._roster.known():
-            self._set_right(info.device_id, self._roster.state(info.device_id))
+    def subscribe(self) -> Callable[[], None]:
+        """Sends commands to devices that report the other state; returns a function that ends that."""
+        end = self._registry.subscribe(self._on_registry_event)
+        for info in self._registry.list_devices():
+            self._sync_device(info.device_id, self._registry.get_state(info.device_id))
         return end
 
     def drain(self, device_id: str) -> None:
@@ -54,7 +56,7 @@ class Draining:
         Raises:
             NotFoundError: the fleet has no such device.
         """
-        self._ask(device_id, drained=True)
+        self._request(device_id, drained=True)
 
     def resume(self, device_id: str) -> None:
         """Gives a device work again.
@@ -62,28 +64,30 @@ class Draining:
         Raises:
             NotFoundError: the fleet has no such device.
         """
-        self._ask(device_id, drained=False)
+        self._request(device_id, drained=False)
 
-    def _ask(self, device_id: str, *, drained: bool) -> None:
-        if self._roster.info(device_id) is None:
+    def _request(self, device_id: str, *, drained: bool) -> None:
+        if self._registry.get_device(device_id) is None:
             raise NotFoundError(f"no device {device_id!r} in the fleet; `edgefl devices list` shows them")
-        if self._roster.is_drained(device_id) != drained:
-            kind, message = (DRAIN_ASKED, "no more work") if drained else (RESUME_ASKED, "work again")
+        if self._registry.is_drained(device_id) != drained:
+            kind, message = (DRAIN_REQUESTED, "no more work") if drained else (RESUME_REQUESTED, "work again")
             with self._store.batch(durable=True):
                 self._store.record_event(kind, message, at=self._clock(), device_id=device_id)
-            self._roster.set_drained(device_id, drained=drained)
-        self._tell(device_id, drained=drained)  # once more, if it was asked before: the device may not have heard
+            self._registry.set_drained(device_id, drained=drained)
+        self._notify_device(
+            device_id, drained=drained
+        )  # repeated for a drained device: an earlier command may be lost
 
-    def _heard(self, event: RosterEvent) -> None:
-        if isinstance(event, Transition):
-            self._set_right(event.device_id, event.after)
+    def _on_registry_event(self, event: RegistryEvent) -> None:
+        if isinstance(event, PresenceChanged):
+            self._sync_device(event.device_id, event.after)
 
-    def _set_right(self, device_id: str, state: DeviceState | None) -> None:
-        drained = self._roster.is_drained(device_id)
-        if (drained and state is DeviceState.ONLINE) or (not drained and state is DeviceState.DRAINING):
-            self._tell(device_id, drained=drained)
+    def _sync_device(self, device_id: str, state: DevicePresence | None) -> None:
+        drained = self._registry.is_drained(device_id)
+        if (drained and state is DevicePresence.ONLINE) or (not drained and state is DevicePresence.DRAINING):
+            self._notify_device(device_id, drained=drained)
 
-    def _tell(self, device_id: str, *, drained: bool) -> None:
+    def _notify_device(self, device_id: str, *, drained: bool) -> None:
         kind = CommandKind.DRAIN if drained else CommandKind.RESUME
         log.info("telling %s to %s", device_id, kind)
-        self._send(device_id, Command(id=f"{kind}-{uuid.uuid4().hex}", kind=kind))
+        self._send_command(device_id, Command(id=f"{kind}-{uuid.uuid4().hex}", kind=kind))

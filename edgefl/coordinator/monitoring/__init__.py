@@ -1,1 +1,1 @@
-"""What an operator is told without asking: alerts, the webhook, metrics for Prometheus."""
+"""Monitoring: alerts, their webhook, and metrics for Prometheus."""

@@ -1,4 +1,4 @@
-"""What `/metrics` says of the fleet, the active run, the store and the broker, looked up at each scrape."""
+"""Collector of the metrics of fleet, active run, store and broker, read at each scrape."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from pathlib import Path
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from edgefl.coordinator.fleet.presence import DeviceState
-from edgefl.coordinator.fleet.roster import Roster
-from edgefl.coordinator.runs.run_meter import RunMeter
-from edgefl.errors import StoreError
-from edgefl.storage.records import RunStatus
+from edgefl.coordinator.fleet.presence import DevicePresence
+from edgefl.coordinator.fleet.registry import DeviceRegistry
+from edgefl.coordinator.runs.run_metrics import RunMetrics
+from edgefl.core.errors import StoreError
+from edgefl.storage.repositories.records import RunStatus
 
 NEVER_SEEN = "never-seen"
-PRESENCES = (*(str(state) for state in DeviceState), NEVER_SEEN)
+PRESENCE_LABELS = (*(str(state) for state in DevicePresence), NEVER_SEEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sources:
-    """Where the figures come from.
+class CollectorInputs:
+    """Sources of the metrics.
 
     Attributes:
-        roster: the devices.
-        meter: the active run.
-        directory: of the coordinator; its disk is meant.
+        registry: of the devices.
+        run_metrics: of the active run.
+        directory: of the coordinator, on the monitored disk.
         store_file: the SQLite database, None for a store elsewhere.
-        num_queued: how many runs wait.
-        is_broker_connected: whether the bus is up.
+        num_queued: number of queued runs.
+        is_broker_connected: whether the MQTT client is connected.
         num_dropped: malformed MQTT messages so far.
-        expiries: certificate -> when it ends, in unix seconds.
-        max_devices: a fleet of more devices than this gets no series of its own for each; 0 for none ever.
+        expiries: certificate -> its end, in Unix seconds.
+        max_devices: a larger fleet gets no series per device; 0 for no series at all.
     """
 
-    roster: Roster
-    meter: RunMeter
+    registry: DeviceRegistry
+    run_metrics: RunMetrics
     directory: Path
     store_file: Path | None
     num_queued: Callable[[], int]
@@ -50,26 +50,26 @@ class Sources:
 
 
 class FleetCollector(Collector):
-    """Gives the figures at each scrape; see `Sources`."""
+    """Yields the metrics at each scrape; see `CollectorInputs`."""
 
-    def __init__(self, sources: Sources) -> None:
-        self._sources = sources
+    def __init__(self, inputs: CollectorInputs) -> None:
+        self._inputs = inputs
 
     def describe(self) -> list[Metric]:
-        """Returns nothing: a collector is not asked for figures before there are any."""
+        """Returns nothing, so that registration does not collect."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._fleet()
-        yield from self._run()
-        yield from self._house()
+        yield from self._collect_fleet()
+        yield from self._collect_run()
+        yield from self._collect_coordinator()
 
-    def _fleet(self) -> Iterator[Metric]:
-        sources = self._sources
-        rows = sources.roster.facts()
+    def _collect_fleet(self) -> Iterator[Metric]:
+        sources = self._inputs
+        rows = sources.registry.list_status_rows()
         counts = Counter(str(row["presence"]).replace(" ", "-") for row in rows)
         devices = GaugeMetricFamily("edgefl_devices", "Devices that have joined, by presence.", labels=["presence"])
-        for presence in PRESENCES:
+        for presence in PRESENCE_LABELS:
             devices.add_metric([presence], counts.get(presence, 0))
         yield devices
         has_series = len(rows) <= sources.max_devices
@@ -79,10 +79,10 @@ class FleetCollector(Collector):
             value=0 if has_series else len(rows),
         )
 
-    def _run(self) -> Iterator[Metric]:
-        sources, run = self._sources, self._sources.meter.active()
+    def _collect_run(self) -> Iterator[Metric]:
+        sources, run = self._inputs, self._inputs.run_metrics.get_active_run()
         runs = GaugeMetricFamily("edgefl_runs", "Runs that wait or are at work, by status.", labels=["status"])
-        with contextlib.suppress(StoreError):  # a scrape says what can be said
+        with contextlib.suppress(StoreError):  # a scrape returns what is available
             runs.add_metric([str(RunStatus.QUEUED)], sources.num_queued())
         for status in (RunStatus.RUNNING, RunStatus.STOPPING):
             runs.add_metric([str(status)], int(run is not None and run.status is status))
@@ -101,10 +101,10 @@ class FleetCollector(Collector):
                 "edgefl_run_accuracy_ratio", "The active run's newest accuracy, 0 to 1.", value=run.accuracy
             )
 
-    def _house(self) -> Iterator[Metric]:
-        sources = self._sources
+    def _collect_coordinator(self) -> Iterator[Metric]:
+        sources = self._inputs
         if sources.store_file is not None:
-            size = sum(_size(Path(f"{sources.store_file}{part}")) for part in ("", "-wal"))
+            size = sum(_get_file_size(Path(f"{sources.store_file}{part}")) for part in ("", "-wal"))
             yield GaugeMetricFamily("edgefl_store_size_bytes", "The database and its write-ahead log.", value=size)
         with contextlib.suppress(OSError):
             yield GaugeMetricFamily(
@@ -121,12 +121,12 @@ class FleetCollector(Collector):
         expiries = GaugeMetricFamily(
             "edgefl_certificate_expiry_timestamp_seconds", "When a certificate ends.", labels=["certificate"]
         )
-        for name, at in sources.expiries.items():
-            expiries.add_metric([name], at)
+        for name, ends_at in sources.expiries.items():
+            expiries.add_metric([name], ends_at)
         yield expiries
 
 
-def _size(path: Path) -> int:
+def _get_file_size(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError:

@@ -1,6 +1,6 @@
-"""`/metrics` in Prometheus' text format: the registry, what is counted at the front door, and the route.
+"""`/metrics` in Prometheus' text format: the collector registry, HTTP response counters, and the route.
 
-Nothing here asks the store for history: figures come from the roster, the run meter and a few `stat` calls.
+Nothing here reads history from the store: values come from the device registry, `RunMetrics` and a few `stat` calls.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgefl import __version__
-from edgefl.coordinator.access import Guard
-from edgefl.types import Json
+from edgefl.coordinator.auth import AccessCheck
+from edgefl.core.types import Json
 
-FLEET_PATHS = "/v1/fleet/"
+FLEET_PREFIX = "/v1/fleet/"
 
 
 class Metrics:
@@ -27,7 +27,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._device_series: Callable[[], str] = str
+        self._render_device_series: Callable[[], str] = str
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
         Gauge("edgefl_build_info", "1, with the version of edgefl.", ["version"], registry=self.registry).labels(
@@ -40,43 +40,43 @@ class Metrics:
             registry=self.registry,
         )
 
-    def watch(self, collector: Collector, device_series: Callable[[], str]) -> None:
-        """Exports what these give at each scrape, too; the second is text already."""
+    def register(self, collector: Collector, render_device_series: Callable[[], str]) -> None:
+        """Adds a collector, and a function that renders more series as text, to each scrape."""
         self.registry.register(collector)
-        self._device_series = device_series
+        self._render_device_series = render_device_series
 
-    def text(self) -> bytes:
-        """Returns what a scrape gets."""
-        return generate_latest(self.registry) + self._device_series().encode()
+    def render(self) -> bytes:
+        """Returns the response to a scrape."""
+        return generate_latest(self.registry) + self._render_device_series().encode()
 
-    def counting(self, app: ASGIApp) -> ASGIApp:
-        """Returns the application with its answers counted."""
+    def count_responses(self, app: ASGIApp) -> ASGIApp:
+        """Returns the application with its responses counted."""
 
         async def count(scope: Scope, receive: Receive, send: Send) -> None:
-            api = "fleet" if str(scope.get("path", "")).startswith(FLEET_PATHS) else "edgefl"
+            api = "fleet" if str(scope.get("path", "")).startswith(FLEET_PREFIX) else "edgefl"
 
-            async def note(message: Message) -> None:
+            async def send_counted(message: Message) -> None:
                 if message["type"] == "http.response.start":
                     self._responses.labels(api, str(message["status"])).inc()
                 await send(message)
 
-            await app(scope, receive, note)
+            await app(scope, receive, send_counted)
 
         return count
 
 
-def metrics_router(text: Callable[[], bytes], viewer: Guard) -> APIRouter:
-    """Returns the route `/metrics`, for those who may read."""
+def metrics_router(render: Callable[[], bytes], viewer: AccessCheck) -> APIRouter:
+    """Returns the route `/metrics`, for viewers."""
     router = APIRouter()
 
     @router.get("/metrics", dependencies=[Depends(viewer)])
     def metrics() -> Response:
-        return Response(text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        return Response(render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     return router
 
 
-def grafana_dashboard() -> Json:
+def load_grafana_dashboard() -> Json:
     """Returns a Grafana dashboard over these metrics, for `Dashboards > Import`."""
     content: Json = json.loads((files("edgefl.coordinator.monitoring") / "grafana.json").read_text(encoding="utf-8"))
     return content

@@ -1,4 +1,4 @@
-"""What the coordinator tells of itself unasked: figures for `/metrics`, and alerts for a webhook."""
+"""Monitoring of a coordinator: metrics for `/metrics`, and alerts for a webhook."""
 
 from __future__ import annotations
 
@@ -6,84 +6,84 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from edgefl.config import AlertSettings
 from edgefl.coordinator.directory import CoordinatorDirectory
-from edgefl.coordinator.fleet.roster import Roster
-from edgefl.coordinator.joining.own_certificates import own_expiries
-from edgefl.coordinator.monitoring.alert_watch import AlertSources, AlertWatch
-from edgefl.coordinator.monitoring.device_series import device_series
-from edgefl.coordinator.monitoring.fleet_collector import FleetCollector, Sources
+from edgefl.coordinator.enrolment.server_certificates import list_own_expiries
+from edgefl.coordinator.fleet.registry import DeviceRegistry
+from edgefl.coordinator.monitoring.alert_monitor import AlertInputs, AlertMonitor
+from edgefl.coordinator.monitoring.device_series import render_device_series
+from edgefl.coordinator.monitoring.fleet_collector import CollectorInputs, FleetCollector
 from edgefl.coordinator.monitoring.metrics import Metrics
-from edgefl.coordinator.runs.run_meter import RunMeter
-from edgefl.storage.database import sqlite_file
-from edgefl.storage.records import RunStatus
+from edgefl.coordinator.runs.run_metrics import RunMetrics
+from edgefl.core.config import AlertSettings
+from edgefl.storage.database import get_sqlite_path
+from edgefl.storage.repositories.records import RunStatus
 from edgefl.storage.store import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Watched:
-    """What is looked at.
+class MonitoringInputs:
+    """Sources of metrics and alerts.
 
     Attributes:
         directory: of the coordinator.
-        store: counts the runs that wait.
-        roster: the devices.
-        is_broker_connected: whether the bus is up.
+        store: counts the queued runs.
+        registry: of the devices.
+        is_broker_connected: whether the MQTT client is connected.
         num_dropped: malformed MQTT messages so far.
     """
 
     directory: CoordinatorDirectory
     store: Store
-    roster: Roster
+    registry: DeviceRegistry
     is_broker_connected: Callable[[], bool]
     num_dropped: Callable[[], int]
 
 
 class Monitoring:
-    """Metrics, the meter that runs are measured with, and the alerts.
+    """Metrics of coordinator and runs, and the alerts.
 
     Args:
-        watched: what is looked at.
-        max_devices: a fleet of more devices gets no series of its own for each.
+        inputs: sources of metrics and alerts.
+        max_devices: a larger fleet gets no series per device.
 
     Attributes:
-        meter: has to be told of runs.
+        run_metrics: to be updated with the events of runs.
         metrics: for `/metrics`.
     """
 
-    def __init__(self, watched: Watched, *, max_devices: int) -> None:
-        self._watched = watched
+    def __init__(self, inputs: MonitoringInputs, *, max_devices: int) -> None:
+        self._inputs = inputs
         self.metrics = Metrics()
-        self.meter = RunMeter(self.metrics.registry)
-        sources = Sources(
-            roster=watched.roster,
-            meter=self.meter,
-            directory=watched.directory.root,
-            store_file=sqlite_file(watched.directory.store_url),
-            num_queued=lambda: watched.store.num_runs(RunStatus.QUEUED),
-            is_broker_connected=watched.is_broker_connected,
-            num_dropped=watched.num_dropped,
-            expiries=own_expiries(watched.directory),
+        self.run_metrics = RunMetrics(self.metrics.registry)
+        sources = CollectorInputs(
+            registry=inputs.registry,
+            run_metrics=self.run_metrics,
+            directory=inputs.directory.root,
+            store_file=get_sqlite_path(inputs.directory.store_url),
+            num_queued=lambda: inputs.store.count_runs(RunStatus.QUEUED),
+            is_broker_connected=inputs.is_broker_connected,
+            num_dropped=inputs.num_dropped,
+            expiries=list_own_expiries(inputs.directory),
             max_devices=max_devices,
         )
-        self.metrics.watch(
+        self.metrics.register(
             FleetCollector(sources),
-            lambda: device_series(watched.roster, max_devices=max_devices, now=time.time()),
+            lambda: render_device_series(inputs.registry, max_devices=max_devices, now=time.time()),
         )
 
-    def alert_watch(self, settings: AlertSettings) -> AlertWatch | None:
-        """Returns the watch that tells the webhook, not yet started; None without a webhook."""
+    def make_alert_monitor(self, settings: AlertSettings) -> AlertMonitor | None:
+        """Returns the alert monitor, not yet started; None without a webhook."""
         if settings.webhook is None:
             return None
-        watched = self._watched
-        records = watched.store.devices()
-        sources = AlertSources(
-            fleet=watched.directory.fleet,
-            roster=watched.roster,
-            meter=self.meter,
-            directory=watched.directory.root,
-            is_broker_connected=watched.is_broker_connected,
-            expiries=own_expiries(watched.directory),
+        inputs = self._inputs
+        records = inputs.store.list_devices()
+        sources = AlertInputs(
+            fleet=inputs.directory.fleet,
+            registry=inputs.registry,
+            run_metrics=self.run_metrics,
+            directory=inputs.directory.root,
+            is_broker_connected=inputs.is_broker_connected,
+            expiries=list_own_expiries(inputs.directory),
             expected=frozenset(r.device_id for r in records if r.presence not in {None, "offline"}),
         )
-        return AlertWatch(sources, settings)
+        return AlertMonitor(sources, settings)

@@ -1,1 +1,1 @@
-"""Models, releases and task packs on their way to devices: canaries first, and what became of them."""
+"""Rollouts of models, releases and task packs to devices, canaries first."""

@@ -1,1 +1,1 @@
-"""Runs from the queue to their end: planning, the worker, the history they write, what is kept of them, resuming."""
+"""Runs from the queue to their end: validation, planning, scheduling, history, checkpoints and resuming."""

@@ -1,7 +1,7 @@
-"""What a run would do, without doing it: who takes part and why others do not, and what a round costs each device.
+"""Dry run of a run file: which devices take part, and the cost of a round for each.
 
-The strategy itself is asked whom it would give work first. Bodies are really encoded and counted: the first model as
-it is, an update as one that is drawn, since nobody knows the real one. Seconds are those of earlier runs.
+The strategy itself schedules the first round. Bodies are really encoded and counted: the first model as it is, an
+update as a random one, since the real one is unknown. Seconds are those of earlier runs.
 """
 
 from __future__ import annotations
@@ -11,58 +11,58 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from edgefl.compression.edges import edge_shapes
-from edgefl.compression.measuring import expected_bytes
-from edgefl.config import RunConfig
-from edgefl.coordinator.dispatch.participants import why_untrained
-from edgefl.coordinator.fleet.roster import Roster
-from edgefl.coordinator.runs.admission import MODELS_IN_MEMORY, model_size
-from edgefl.storage.speeds import seconds_per_iteration
-from edgefl.storage.store import Store
-from edgefl.strategies.gate import StrategyGate
-from edgefl.tally import Goal
-from edgefl.types import (
-    Assignment,
+from edgefl.compression.codec_benchmark import compute_expected_bytes
+from edgefl.compression.peer_codec import select_peer_tensors
+from edgefl.coordinator.execution.eligibility import find_training_blocker
+from edgefl.coordinator.fleet.registry import DeviceRegistry
+from edgefl.coordinator.runs.admission_requirements import MODEL_COPIES_IN_MEMORY, count_model_bytes
+from edgefl.core.config import RunConfig
+from edgefl.core.types import (
     DeviceInfo,
+    DeviceThroughput,
+    HealthMetrics,
     Json,
-    LocalPlan,
+    ModelSpec,
     Progress,
     Role,
-    Shapes,
-    Speed,
     Strategy,
     Tensors,
-    Vitals,
+    TrainConfig,
+    TrainInstruction,
 )
+from edgefl.engine.stopping import StoppingCriteria
+from edgefl.storage.queries.step_rates import get_seconds_per_iteration
+from edgefl.storage.store import Store
+from edgefl.strategies.participation import RunParticipationPolicy
 
 FIRST_VERSION = 0
-BYTES_ASSUMED = (
+BYTES_ASSUMPTION = (
     "bytes are those of bodies in the first round: the model is the real one, an update is drawn with tails as heavy "
     "as gradients have them; headers and TLS come on top"
 )
 BENCHMARK = "benchmark"
-"""In the place of a run: what a board measured by itself."""
-SECONDS_ASSUMED = (
+"""In place of a run id: the device's own benchmark."""
+SECONDS_ASSUMPTION = (
     "seconds are computing alone, at the speed of each device's newest update of this task in an earlier run, "
     "whatever its batch was; where there is none, at the speed of its own benchmark, or they are not known"
 )
 
 
-class Plannable(Protocol):
-    """The part of an assembled run that a plan looks at."""
+class PlannableRun(Protocol):
+    """The part of an assembled run that a plan needs."""
 
     @property
     def config(self) -> RunConfig: ...
     @property
     def model(self) -> Tensors: ...
     @property
-    def shapes(self) -> Shapes: ...
+    def shapes(self) -> ModelSpec: ...
     @property
     def strategy(self) -> Strategy[Any]: ...
     @property
-    def gate(self) -> StrategyGate: ...
+    def policy(self) -> RunParticipationPolicy: ...
     @property
-    def goal(self) -> Goal: ...
+    def goal(self) -> StoppingCriteria: ...
     @property
     def encode(self) -> Any: ...
     @property
@@ -70,14 +70,14 @@ class Plannable(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Now:
-    """The fleet as a strategy would see it when the run began."""
+class _PlannedFleetView:
+    """Fleet view of a strategy at the start of the run."""
 
     devices: Mapping[str, DeviceInfo]
-    vitals: Mapping[str, Vitals]
+    health: Mapping[str, HealthMetrics]
     now_s: float = 0.0
     busy: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    speeds: Mapping[str, Speed] = field(default_factory=dict)
+    speeds: Mapping[str, DeviceThroughput] = field(default_factory=dict)
     progress: Mapping[str, Progress] = field(default_factory=dict)
 
     @property
@@ -85,131 +85,145 @@ class _Now:
         return sorted(name for name, info in self.devices.items() if info.role == Role.TRAINER)
 
 
-def plan_run(run: Plannable, roster: Roster, store: Store) -> Json:
-    """Returns the plan as JSON values: what holds for all, and a row for every device in `rows`.
+def plan_run(run: PlannableRun, roster: DeviceRegistry, store: Store) -> Json:
+    """Returns the plan as JSON values: totals, and a row for every device in `rows`.
 
     Raises:
         EdgeflError: the strategy refuses this fleet.
     """
-    reasons = {info.device_id: _why_not(info, run, roster) for info in _looked_at(run.config, roster)}
+    reasons = {
+        info.device_id: _find_exclusion_reason(info, run, roster) for info in _list_considered(run.config, roster)
+    }
     reasons |= {
         name: "there is no such device in the fleet" for name in run.config.devices.names if name not in reasons
     }
-    able = {name: info for name, reason in reasons.items() if not reason and (info := roster.info(name))}
-    evaluators = [i for i in roster.workers() if i.role == Role.EVALUATOR and run.config.run.task in i.tasks]
-    view = _Now(devices={**able, **{info.device_id: info for info in evaluators}}, vitals=roster.vitals)
-    orders = _first_orders(run, view)
-    sizes = _Sizes(run)
-    speeds = {**_measured(roster, run.config), **seconds_per_iteration(store, run.config.run.task)}
+    available = {name: info for name, reason in reasons.items() if not reason and (info := roster.get_device(name))}
+    evaluators = [i for i in roster.list_schedulable() if i.role == Role.EVALUATOR and run.config.run.task in i.tasks]
+    view = _PlannedFleetView(
+        devices={**available, **{info.device_id: info for info in evaluators}}, health=roster.health
+    )
+    instructions = _schedule_first(run, view)
+    sizes = _PayloadSizes(run)
+    speeds = {**_get_benchmark_speeds(roster, run.config), **get_seconds_per_iteration(store, run.config.run.task)}
     rows = [
-        _row(name, reasons[name], roster.info(name), orders.get(name), run=run, sizes=sizes, speed=speeds.get(name))
+        _create_row(
+            name,
+            reasons[name],
+            roster.get_device(name),
+            instructions.get(name),
+            run=run,
+            sizes=sizes,
+            speed=speeds.get(name),
+        )
         for name in sorted(reasons)
     ]
     for row in rows:
-        if row["takes_part"] and row["device_id"] not in orders:
-            row["reason"] = _waiting(run.config, len(able), has_orders=bool(orders))
-    return {**_totals(run, rows, [info.device_id for info in evaluators]), "rows": rows}
+        if row["takes_part"] and row["device_id"] not in instructions:
+            row["reason"] = _format_wait_reason(run.config, len(available), has_instructions=bool(instructions))
+    return {**_compute_totals(run, rows, [info.device_id for info in evaluators]), "rows": rows}
 
 
-def _measured(roster: Roster, config: RunConfig) -> dict[str, tuple[float, str]]:
-    """Returns the seconds of an iteration as boards measured them for the model of a run, or its task's usual one."""
+def _get_benchmark_speeds(roster: DeviceRegistry, config: RunConfig) -> dict[str, tuple[float, str]]:
+    """Returns devices' benchmarked seconds per iteration for the run's model, or its task's default one."""
     model = config.task.get("model")
     name = f"{config.run.task}/{model}" if model is not None else config.run.task
-    found = {}
-    for info in roster.known():
+    seconds_by_device = {}
+    for info in roster.list_devices():
         speeds = info.capabilities.get("steps_per_s")
-        steps = speeds.get(name) if isinstance(speeds, Mapping) else None
-        if isinstance(steps, int | float) and math.isfinite(steps) and steps > 0:
-            found[info.device_id] = (1 / steps, BENCHMARK)
-    return found
+        steps_per_s = speeds.get(name) if isinstance(speeds, Mapping) else None
+        if isinstance(steps_per_s, int | float) and math.isfinite(steps_per_s) and steps_per_s > 0:
+            seconds_by_device[info.device_id] = (1 / steps_per_s, BENCHMARK)
+    return seconds_by_device
 
 
-def _looked_at(config: RunConfig, roster: Roster) -> list[DeviceInfo]:
-    """Returns the trainers of the fleet, and whoever is named."""
+def _list_considered(config: RunConfig, roster: DeviceRegistry) -> list[DeviceInfo]:
+    """Returns the trainers of the fleet, and the devices named in the run file."""
     names = config.devices.names
-    return [info for info in roster.known() if info.role == Role.TRAINER or info.device_id in names]
+    return [info for info in roster.list_devices() if info.role == Role.TRAINER or info.device_id in names]
 
 
-def _why_not(info: DeviceInfo, run: Plannable, roster: Roster) -> str:
-    """Returns why a device takes no part; empty where it does."""
-    devices, task, selection = run.config.devices, run.config.run.task, run.gate.selection
-    memory, needed = info.capabilities.get("memory_bytes"), MODELS_IN_MEMORY * model_size(run.model)
-    untrained = why_untrained(info, needs_torch=run.needs_torch)
+def _find_exclusion_reason(info: DeviceInfo, run: PlannableRun, roster: DeviceRegistry) -> str:
+    """Returns why a device takes no part; empty if it does."""
+    devices, task, selection = run.config.devices, run.config.run.task, run.policy.selection
+    memory, needed = info.capabilities.get("memory_bytes"), MODEL_COPIES_IN_MEMORY * count_model_bytes(run.model)
+    blocker = find_training_blocker(info, needs_torch=run.needs_torch)
     checks = (
         (info.role != Role.TRAINER, f"it is an {info.role}, and trains nothing"),
         (bool(devices.names) and info.device_id not in devices.names, "the run file names others"),
         (bool(devices.groups) and set(devices.groups).isdisjoint(info.groups), "it is in none of the groups"),
         (task not in info.tasks, f"it has no shard for task {task!r}"),
-        (bool(untrained), untrained),
-        (roster.worker(info.device_id) is None, f"it is {roster.standing(info.device_id) or 'away'}"),
-        (not selection.fits(info), "it has too little memory or no accelerator, see [devices]"),
+        (bool(blocker), blocker),
+        (roster.get_schedulable(info.device_id) is None, f"it is {roster.format_state(info.device_id) or 'away'}"),
+        (not selection.is_satisfied_by(info), "it has too little memory or no accelerator, see [devices]"),
         (isinstance(memory, int) and memory < needed, f"it has too little memory: the run needs {needed} bytes"),
     )
-    return next((reason for is_so, reason in checks if is_so), "")
+    return next((reason for is_excluded, reason in checks if is_excluded), "")
 
 
-def _first_orders(run: Plannable, view: _Now) -> dict[str, list[Assignment]]:
-    """Returns what the strategy would give out first, by device."""
-    strategy, found = run.strategy, dict[str, list[Assignment]]()
-    _, decision = strategy.assign(strategy.init(run.model), run.gate.view(view))
-    for order in decision.orders:
-        if isinstance(order, Assignment):
-            found.setdefault(order.device_id, []).append(run.gate.adjust(order, view))
-    return found
+def _schedule_first(run: PlannableRun, view: _PlannedFleetView) -> dict[str, list[TrainInstruction]]:
+    """Returns the strategy's first instructions, by device."""
+    strategy, instructions = run.strategy, dict[str, list[TrainInstruction]]()
+    _, decision = strategy.assign(strategy.init(run.model), run.policy.eligible_view(view))
+    for instruction in decision.orders:
+        if isinstance(instruction, TrainInstruction):
+            instructions.setdefault(instruction.device_id, []).append(run.policy.adapt_instruction(instruction, view))
+    return instructions
 
 
-def _waiting(config: RunConfig, num_able: int, *, has_orders: bool) -> str:
-    if has_orders:
+def _format_wait_reason(config: RunConfig, num_able: int, *, has_instructions: bool) -> str:
+    if has_instructions:
         return "it is not asked in the first round"
     return f"the run would wait: it begins with {config.devices.min} devices, {num_able} are there"
 
 
-class _Sizes:
-    """Bytes of bodies, each encoded once."""
+class _PayloadSizes:
+    """Sizes of bodies, each encoded once, in bytes."""
 
-    def __init__(self, run: Plannable) -> None:
+    def __init__(self, run: PlannableRun) -> None:
         self._run = run
         self.down_bytes = len(run.encode(run.model, FIRST_VERSION))
-        self._up: dict[str, int] = {}
+        self._up_bytes: dict[str, int] = {}
 
-    def up_bytes(self, order: Assignment) -> int:
-        node, spec = order.plan.node, order.codec or "dense"
+    def compute_up_bytes(self, instruction: TrainInstruction) -> int:
+        node, spec = instruction.plan.node, instruction.codec or "dense"
         if node is not None:
-            return len(node.edges) * self._encoded(node.codec or "dense", edge_shapes(self._run.shapes))
-        return self._encoded(spec, self._run.shapes)
+            return len(node.edges) * self._compute_encoded_bytes(
+                node.codec or "dense", select_peer_tensors(self._run.shapes)
+            )
+        return self._compute_encoded_bytes(spec, self._run.shapes)
 
-    def _encoded(self, spec: str, shapes: Shapes) -> int:
-        if spec not in self._up:
-            self._up[spec] = expected_bytes(spec, shapes)
-        return self._up[spec]
+    def _compute_encoded_bytes(self, spec: str, shapes: ModelSpec) -> int:
+        if spec not in self._up_bytes:
+            self._up_bytes[spec] = compute_expected_bytes(spec, shapes)
+        return self._up_bytes[spec]
 
 
-def _row(  # noqa: PLR0913 all that is known of a device
+def _create_row(  # noqa: PLR0913 the columns of a row
     device_id: str,
     reason: str,
     info: DeviceInfo | None,
-    orders: Sequence[Assignment] | None,
+    instructions: Sequence[TrainInstruction] | None,
     *,
-    run: Plannable,
-    sizes: _Sizes,
+    run: PlannableRun,
+    sizes: _PayloadSizes,
     speed: tuple[float, str] | None,
 ) -> Json:
     examples = info.examples.get(run.config.run.task) if info is not None else None
     row: Json = {"device_id": device_id, "takes_part": not reason, "reason": reason, "examples": examples}
-    for order in orders or ():
-        iterations = _iterations(order.plan, examples, run.config.run.local_test_fraction)
-        up, down = sizes.up_bytes(order), sizes.down_bytes if order.sends_model else 0
+    for instruction in instructions or ():
+        iterations = _compute_iterations(instruction.plan, examples, run.config.run.local_test_fraction)
+        bytes_up, bytes_down = sizes.compute_up_bytes(instruction), sizes.down_bytes if instruction.sends_model else 0
         row["iterations"] = (row.get("iterations") or 0) + iterations if iterations is not None else None
-        row["bytes_up"], row["bytes_down"] = row.get("bytes_up", 0) + up, row.get("bytes_down", 0) + down
-        row["codec"] = order.plan.node.codec if order.plan.node is not None else order.codec
-        row["seconds"] = order.plan.seconds
+        row["bytes_up"], row["bytes_down"] = row.get("bytes_up", 0) + bytes_up, row.get("bytes_down", 0) + bytes_down
+        row["codec"] = instruction.plan.node.codec if instruction.plan.node is not None else instruction.codec
+        row["seconds"] = instruction.plan.seconds
     if speed is not None and row.get("iterations") is not None:
         row["seconds"], row["measured_in"] = row["iterations"] * speed[0], speed[1]
     return row
 
 
-def _iterations(plan: LocalPlan, examples: int | None, test_fraction: float) -> int | None:
-    """Returns how many iterations a plan is, give or take how a shard is split; None where nobody can know."""
+def _compute_iterations(plan: TrainConfig, examples: int | None, test_fraction: float) -> int | None:
+    """Returns the iterations of a plan, up to the split of the shard; None if unknown."""
     if plan.iterations is not None:
         return plan.iterations
     if plan.epochs is None or examples is None:
@@ -217,34 +231,34 @@ def _iterations(plan: LocalPlan, examples: int | None, test_fraction: float) -> 
     return max(1, round(plan.epochs * math.ceil((1 - test_fraction) * examples / plan.batch_size)))
 
 
-def _totals(run: Plannable, rows: Sequence[Json], evaluators: Sequence[str]) -> Json:
-    asked = [row for row in rows if "bytes_up" in row]
-    seconds = [row.get("seconds") for row in asked]
+def _compute_totals(run: PlannableRun, rows: Sequence[Json], evaluators: Sequence[str]) -> Json:
+    participants = [row for row in rows if "bytes_up" in row]
+    seconds = [row.get("seconds") for row in participants]
     known = [value for value in seconds if value is not None]
-    goal = {name: value for name, value in _goals(run.goal).items() if value is not None}
+    goal = {name: value for name, value in _get_goal_values(run.goal).items() if value is not None}
     return {
         "task": run.config.run.task,
         "strategy": run.config.strategy.name,
         "goal": goal,
-        "model_bytes": model_size(run.model),
-        "num_devices": len(asked),
+        "model_bytes": count_model_bytes(run.model),
+        "num_devices": len(participants),
         "require": run.config.devices.require,
         "evaluators": list(evaluators),
-        "bytes_up": sum(row["bytes_up"] for row in asked),
-        "bytes_down": sum(row["bytes_down"] for row in asked),
+        "bytes_up": sum(row["bytes_up"] for row in participants),
+        "bytes_down": sum(row["bytes_down"] for row in participants),
         "seconds": max(known) if known and len(known) == len(seconds) else None,
-        "assumed": _assumed(run),
+        "assumed": _list_assumptions(run),
     }
 
 
-def _goals(goal: Goal) -> Json:
+def _get_goal_values(goal: StoppingCriteria) -> Json:
     return {name: getattr(goal, name) for name in ("rounds", "updates", "seconds", "bytes", "accuracy")}
 
 
-def _assumed(run: Plannable) -> list[str]:
-    said = [BYTES_ASSUMED, SECONDS_ASSUMED]
+def _list_assumptions(run: PlannableRun) -> list[str]:
+    assumptions = [BYTES_ASSUMPTION, SECONDS_ASSUMPTION]
     if bool(getattr(run.strategy, "has_nodes", False)):
-        said.append("bytes up are one set of tensors to every neighbour, the model comes once")
+        assumptions.append("bytes up are one set of tensors to every neighbour, the model comes once")
     if run.config.devices.fraction is not None or run.config.devices.count is not None:
-        said.append("other devices are drawn in later rounds")
-    return said
+        assumptions.append("other devices are drawn in later rounds")
+    return assumptions

@@ -1,1 +1,1 @@
-"""The one HTTPS port: its routes, who may call them, the page and its live feed."""
+"""Dashboard page and its live feed."""

@@ -1,4 +1,4 @@
-"""Serves the page at `/`: a few files of the package, each under its own path, under a strict content policy."""
+"""Dashboard page at `/`: a few files of the package, with a strict content security policy."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from types import MappingProxyType
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from edgefl.errors import NotFoundError
+from edgefl.core.errors import NotFoundError
 
-FOLDER = Path(__file__).parent / "page"
+PAGE_FOLDER = Path(__file__).parent / "page"
 INDEX = "index.html"
-TYPES = MappingProxyType(
+MEDIA_TYPES = MappingProxyType(
     {
         ".html": "text/html; charset=utf-8",
         ".css": "text/css; charset=utf-8",
@@ -23,27 +23,27 @@ TYPES = MappingProxyType(
         ".svg": "image/svg+xml",
     }
 )
-# Nothing inline, nothing from elsewhere, no page around it; pictures in data URLs are the QR codes. With trusted
-# types no text can become markup, whatever a device or a run is called.
-POLICY = (
+# No inline code, no other origin, no framing; images in data URLs are the QR codes. With trusted types no text can
+# become markup, whatever the name of a device or a run.
+CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
 )
 HEADERS = MappingProxyType(
     {
-        "Content-Security-Policy": POLICY,
+        "Content-Security-Policy": CONTENT_SECURITY_POLICY,
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
         "Cross-Origin-Opener-Policy": "same-origin",
         "Cross-Origin-Resource-Policy": "same-origin",
-        # Asked for anew each time: a coordinator that was updated must not get the scripts of the one before.
+        # Revalidated each time: an updated coordinator must not be used with the scripts of the former version.
         "Cache-Control": "no-cache",
     }
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asset:
+class PageAsset:
     """One file of the page."""
 
     body: bytes
@@ -51,37 +51,37 @@ class Asset:
     etag: str
 
 
-def load_assets(folder: Path = FOLDER) -> Mapping[str, Asset]:
-    """Returns the page's files by name; those of another type than `TYPES` are no part of it."""
-    found = {}
+def load_assets(folder: Path = PAGE_FOLDER) -> Mapping[str, PageAsset]:
+    """Returns the page's files by name; only those of a type in `MEDIA_TYPES`."""
+    page_assets = {}
     for path in sorted(folder.iterdir()):
-        if path.suffix in TYPES:
+        if path.suffix in MEDIA_TYPES:
             body = path.read_bytes()
             etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
-            found[path.name] = Asset(body=body, media_type=TYPES[path.suffix], etag=etag)
-    return found
+            page_assets[path.name] = PageAsset(body=body, media_type=MEDIA_TYPES[path.suffix], etag=etag)
+    return page_assets
 
 
 def dashboard_router() -> APIRouter:
-    """Returns the routes of the page's files; they hold no data, so everybody may have them."""
+    """Returns the routes of the page's files, without authentication: they hold no data."""
     router, assets = APIRouter(), load_assets()
 
     @router.get("/")
     async def index(request: Request) -> Response:
-        return _answer(request, assets[INDEX])
+        return _respond(request, assets[INDEX])
 
     @router.get("/edgefl/page/{name}")
     async def file(request: Request, name: str) -> Response:
         if name not in assets:
             raise NotFoundError(f"the page has no file {name[:80]!r}")
-        return _answer(request, assets[name])
+        return _respond(request, assets[name])
 
     return router
 
 
-def _answer(request: Request, asset: Asset) -> Response:
+def _respond(request: Request, asset: PageAsset) -> Response:
     headers = {**HEADERS, "ETag": asset.etag}
-    known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
-    if asset.etag in known:
+    client_etags = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
+    if asset.etag in client_etags:
         return Response(status_code=304, headers=headers)
     return Response(asset.body, media_type=asset.media_type, headers=headers)

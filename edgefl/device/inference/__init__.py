@@ -1,1 +1,1 @@
-"""Finished models on a board: fetched, judged, kept, and run without torch."""
+"""Inference on a board: download, check, storage and serving of models without torch."""

@@ -1,4 +1,4 @@
-"""A model in ONNX, run by onnxruntime with as little memory as it can do with; torch is not imported."""
+"""ONNX model, run by onnxruntime with minimal memory and without torch."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from edgefl.errors import DataError, TaskError
-from edgefl.types import Array, Dataset, Json
-from edgefl.untrusted import parse_json
+from edgefl.core.errors import DataError, TaskError
+from edgefl.core.safe_parsing import parse_json
+from edgefl.core.types import Array, Dataset, Json
 
-OUTPUT = "logits"
-BATCH_VALUES = 200_000
-"""A batch holds about so many input values: enough to be fast, little enough for a small board."""
+LOGITS_OUTPUT = "logits"
+MAX_BATCH_VALUES = 200_000
+"""Approximate input values of a batch: enough to be fast, few enough for a small board."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """The likeliest class of one row, its name, and its probability."""
+    """Most probable class of one row, its name, and its probability."""
 
     index: int
     name: str
@@ -31,14 +31,14 @@ class Prediction:
 
 
 class OnnxModel:
-    """A session of onnxruntime and what the file says of itself.
+    """onnxruntime session with the metadata of its file.
 
     Attributes:
-        model: SHA-256 of the tensors that it was made from; empty where the file does not say.
-        task, options: what it was trained for; empty likewise.
-        classes: their names, in order; empty likewise.
-        preprocess: what the task's own code has to do to its inputs before; empty where the file does all of it.
-        input_shape: of one row; None for a dimension that is not fixed.
+        model: SHA-256 of the tensors that it was made from; empty when unknown.
+        task, options: of its training; empty when unknown.
+        classes: names in order; empty when unknown.
+        preprocess: preparation of inputs by the task's own code; empty where the graph contains all of it.
+        input_shape: of one row; None for a variable dimension.
     """
 
     def __init__(self, path: Path, *, threads: int = 1) -> None:
@@ -46,91 +46,97 @@ class OnnxModel:
 
         Raises:
             TaskError: onnxruntime is missing.
-            DataError: the file is missing or is no model that can be used.
+            DataError: the file is missing or no usable model.
         """
         self.path = path
-        self._session = _session(path, threads)
-        facts: Mapping[str, str] = dict(self._session.get_modelmeta().custom_metadata_map)
-        self.model = facts.get("edgefl.model", "")
-        self.task = facts.get("edgefl.task", "")
-        self.options: Json = _json(path, facts, "edgefl.task_options", dict)
-        self.preprocess: Json = _json(path, facts, "edgefl.preprocess", dict)
-        self.classes: tuple[str, ...] = tuple(map(str, _json(path, facts, "edgefl.classes", list)))
-        inputs, outputs = self._session.get_inputs(), [found.name for found in self._session.get_outputs()]
+        self._session = _create_session(path, threads)
+        metadata: Mapping[str, str] = dict(self._session.get_modelmeta().custom_metadata_map)
+        self.model = metadata.get("edgefl.model", "")
+        self.task = metadata.get("edgefl.task", "")
+        self.options: Json = _parse_metadata(path, metadata, "edgefl.task_options", dict)
+        self.preprocess: Json = _parse_metadata(path, metadata, "edgefl.preprocess", dict)
+        self.classes: tuple[str, ...] = tuple(map(str, _parse_metadata(path, metadata, "edgefl.classes", list)))
+        inputs, outputs = self._session.get_inputs(), [output.name for output in self._session.get_outputs()]
         if len(inputs) != 1 or inputs[0].type != "tensor(float)":
             raise DataError(f"{path} must take one float32 input, it takes {[(i.name, i.type) for i in inputs]}")
         self._input = inputs[0].name
-        self._output = OUTPUT if OUTPUT in outputs else outputs[0]
+        self._output = LOGITS_OUTPUT if LOGITS_OUTPUT in outputs else outputs[0]
         self.input_shape = tuple(size if isinstance(size, int) else None for size in inputs[0].shape[1:])
 
-    def batch(self, rows: Array) -> Array:
-        """Returns `rows`, or a batch of one where it is a single row, whether in the model's shape or flat."""
+    def to_batch(self, rows: Array) -> Array:
+        """Returns `rows` as a batch; a single row, shaped or flat, becomes a batch of one."""
         is_flat_row = rows.ndim == 1 and self._is_flat(rows.shape)
-        return rows[None] if self._fits(rows.shape) or is_flat_row else rows
+        return rows[None] if self._has_model_shape(rows.shape) or is_flat_row else rows
 
     def logits(self, rows: Array) -> Array:
         """Returns [n, classes] for rows [n, ...] of any number type.
 
         Raises:
-            DataError: the rows have another shape than the model takes, or are no numbers.
+            DataError: the rows have a wrong shape, or are not numeric.
         """
-        rows = self._checked(rows)
-        parts = [self._run(rows[piece]) for piece in _batches(rows)]
+        rows = self._validate_rows(rows)
+        parts = [self._run(rows[batch_slice]) for batch_slice in _make_batch_slices(rows)]
         return np.concatenate(parts) if parts else np.zeros((0, max(1, len(self.classes))), np.float32)
 
     def predict(self, rows: Array) -> list[Prediction]:
-        """Returns the likeliest class of every row; raises as `logits`."""
-        return [self._prediction(row) for row in softmax(self.logits(rows))]
+        """Returns the most probable class of every row; raises as `logits`."""
+        return [self._make_prediction(row) for row in softmax(self.logits(rows))]
 
     def accuracy(self, data: Dataset) -> float:
-        """Returns the fraction of examples whose likeliest class is their label; raises as `logits`."""
+        """Returns the accuracy in 0-1 on the examples; raises as `logits`."""
         correct = sum(
-            int((self._run(self._checked(data.inputs[piece])).argmax(axis=1) == data.labels[piece]).sum())
-            for piece in _batches(data.inputs)
+            int(
+                (
+                    self._run(self._validate_rows(data.inputs[batch_slice])).argmax(axis=1)
+                    == data.labels[batch_slice]
+                ).sum()
+            )
+            for batch_slice in _make_batch_slices(data.inputs)
         )
         return correct / max(1, len(data))
 
     def _run(self, rows: Array) -> Array:
         try:
-            found: Array = self._session.run([self._output], {self._input: rows.astype(np.float32)})[0]
+            logits: Array = self._session.run([self._output], {self._input: rows.astype(np.float32)})[0]
         except Exception as error:  # noqa: BLE001 onnxruntime's errors have no class in common but this one
             raise DataError(f"{self.path} cannot be run: {str(error).splitlines()[0]}") from None
-        if found.ndim != 2 or len(found) != len(rows):
-            raise DataError(f"{self.path} gives {list(found.shape)} for {len(rows)} rows, not one row of logits each")
-        if not np.isfinite(found).all():
+        if logits.ndim != 2 or len(logits) != len(rows):
+            raise DataError(
+                f"{self.path} gives {list(logits.shape)} for {len(rows)} rows, not one row of logits each"
+            )
+        if not np.isfinite(logits).all():
             raise DataError(f"{self.path} gives a NaN or an infinity: the model has diverged")
-        return found
+        return logits
 
-    def _checked(self, rows: Array) -> Array:
+    def _validate_rows(self, rows: Array) -> Array:
         if not (np.issubdtype(rows.dtype, np.number) or rows.dtype == np.bool_):
             raise DataError(f"rows must be numbers, got {rows.dtype}")
-        if rows.ndim and self._fits(rows.shape[1:]):
+        if rows.ndim and self._has_model_shape(rows.shape[1:]):
             return rows
         if rows.ndim > 1 and self._is_flat(rows.shape[1:]):
             return rows.reshape(len(rows), *(size or 1 for size in self.input_shape))
-        shown = ["any" if size is None else size for size in self.input_shape]
-        raise DataError(f"a row must have shape {shown}, got {list(rows.shape[1:])}")
+        expected_shape = ["any" if size is None else size for size in self.input_shape]
+        raise DataError(f"a row must have shape {expected_shape}, got {list(rows.shape[1:])}")
 
-    def _fits(self, shape: tuple[int, ...]) -> bool:
-        wanted = self.input_shape
-        return len(shape) == len(wanted) and all(
-            want in {None, size} for size, want in zip(shape, wanted, strict=True)
+    def _has_model_shape(self, shape: tuple[int, ...]) -> bool:
+        expected = self.input_shape
+        return len(shape) == len(expected) and all(
+            expected_size in {None, size} for size, expected_size in zip(shape, expected, strict=True)
         )
 
     def _is_flat(self, shape: tuple[int, ...]) -> bool:
         return None not in self.input_shape and shape == (_product(self.input_shape),)
 
-    def _prediction(self, probabilities: Array) -> Prediction:
+    def _make_prediction(self, probabilities: Array) -> Prediction:
         index = int(probabilities.argmax())
         name = self.classes[index] if index < len(self.classes) else str(index)
         return Prediction(index=index, name=name, probability=float(probabilities[index]))
 
 
-def features(model: OnnxModel, inputs: Array) -> Array:
-    """Returns what a shard holds as the model takes it.
+def prepare_features(model: OnnxModel, inputs: Array) -> Array:
+    """Returns a shard's inputs prepared for the model.
 
-    A task of the user's own may prepare inputs in a way that no graph has: then its code does it, which such a board
-    has, since its shards need it as well.
+    A custom task may prepare inputs outside the graph: then its code, which the board has for its shards, is called.
 
     Raises:
         TaskError: the task is unknown here, or its learner has no `prepare`.
@@ -142,26 +148,26 @@ def features(model: OnnxModel, inputs: Array) -> Array:
     prepare = getattr(make_task(model.task, model.options).learner(), "prepare", None)
     if prepare is None:
         raise TaskError(f"task {model.task} has no code on this board that prepares its inputs")
-    prepared: Array = np.asarray(prepare(inputs))
-    return prepared
+    features: Array = np.asarray(prepare(inputs))
+    return features
 
 
 def softmax(logits: Array) -> Array:
     """Returns the probabilities of [n, classes] logits."""
-    shifted: Array = np.exp(logits - logits.max(axis=1, keepdims=True))
-    shifted /= shifted.sum(axis=1, keepdims=True)
-    return shifted
+    probabilities: Array = np.exp(logits - logits.max(axis=1, keepdims=True))
+    probabilities /= probabilities.sum(axis=1, keepdims=True)
+    return probabilities
 
 
-def _session(path: Path, threads: int) -> Any:
+def _create_session(path: Path, threads: int) -> Any:
     try:
-        import onnxruntime  # noqa: PLC0415 its 40 MB are only for those who run models
+        import onnxruntime  # noqa: PLC0415 its 40 MB are only needed to run models
     except ImportError:
         raise TaskError("onnxruntime is not installed; pip install onnxruntime") from None
     if not path.is_file():
         raise DataError(f"there is no model file {path}")
     options = onnxruntime.SessionOptions()
-    # Both keep freed memory for the next run; a board would rather have it back.
+    # Both keep freed memory for the next run; a board needs it back.
     options.enable_cpu_mem_arena = False
     options.enable_mem_pattern = False
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
@@ -173,18 +179,18 @@ def _session(path: Path, threads: int) -> Any:
         raise DataError(f"{path} is no model that can be used: {str(error).splitlines()[0]}") from None
 
 
-def _json(path: Path, facts: Mapping[str, str], name: str, kind: type[Any]) -> Any:
+def _parse_metadata(path: Path, metadata: Mapping[str, str], name: str, kind: type[Any]) -> Any:
     try:
-        value = parse_json(facts.get(name) or "null")
+        value = parse_json(metadata.get(name) or "null")
     except ValueError:
         value = False
     if value is not None and not isinstance(value, kind):
-        raise DataError(f"{path} says nonsense in its {name}: {facts[name]!r:.60}")
+        raise DataError(f"{path} says nonsense in its {name}: {metadata[name]!r:.60}")
     return kind() if value is None else value
 
 
-def _batches(rows: Array) -> Iterator[slice]:
-    size = max(1, BATCH_VALUES // max(1, _product(rows.shape[1:])))
+def _make_batch_slices(rows: Array) -> Iterator[slice]:
+    size = max(1, MAX_BATCH_VALUES // max(1, _product(rows.shape[1:])))
     return (slice(start, start + size) for start in range(0, len(rows), size))
 
 

@@ -1,1 +1,1 @@
-"""Sheets drawn with matplotlib from the history; one file per family of figures. Only `names` loads without it."""
+"""Matplotlib sheets of the history, one file per family of figures; only `options` loads without it."""

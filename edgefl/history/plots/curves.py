@@ -1,4 +1,4 @@
-"""Curves over rounds, time and bytes, several runs on one sheet: accuracy, loss, consensus error."""
+"""Curves over rounds, time and bytes, with several runs on one sheet: accuracy, loss, disagreement."""
 
 from __future__ import annotations
 
@@ -12,194 +12,202 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from edgefl.errors import NotFoundError
+from edgefl.core.errors import NotFoundError
+from edgefl.core.types import Array
+from edgefl.history.downsampling import downsample_indices
 from edgefl.history.plots import style
 from edgefl.history.series import RoundSeries
-from edgefl.history.thinning import thinned
-from edgefl.types import Array
 
-MARKS_PER_LINE = 9
-UNEVEN = 5.0
-WIDE_RANGE = 50.0
+MARKERS_PER_LINE = 9
+LOG_AXIS_RATIO = 5.0
+LOG_SCALE_RATIO = 50.0
 """A loss that falls by more than this factor is drawn on a logarithmic scale."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Quantity:
-    """What a panel shows: columns of `RoundSeries` and what each is called, the first of them the main one."""
+class PlotMetric:
+    """A panel's metric: columns of `RoundSeries` with their labels, the main one first."""
 
     label: str
     columns: tuple[tuple[str, str], ...]
-    missing: str
+    missing_reason: str
     factor: float = 1.0
     scale: str = "linear"  # or log, or auto: log where the range is wide
 
 
-QUANTITIES = MappingProxyType(
+PLOT_METRICS = MappingProxyType(
     {
-        "accuracy": Quantity(
+        "accuracy": PlotMetric(
             label="accuracy (%)",
             columns=(
                 ("accuracy", "global model"),
                 ("node_accuracy", "mean of the devices"),
                 ("worst_node_accuracy", "worst device"),
             ),
-            missing="nobody has evaluated it",
+            missing_reason="nobody has evaluated it",
             factor=100.0,
         ),
-        "loss": Quantity(
+        "loss": PlotMetric(
             label="loss",
             columns=(("loss", "evaluation"), ("train_loss", "training")),
-            missing="nobody has evaluated it, and its devices told none",
+            missing_reason="nobody has evaluated it, and its devices told none",
             scale="auto",
         ),
-        "disagreement": Quantity(
+        "disagreement": PlotMetric(
             label="consensus error\n(distance to the mean model,\nrelative to its length)",
             columns=(("disagreement", "consensus error"),),
-            missing="its devices share one model, or were always the same",
+            missing_reason="its devices share one model, or were always the same",
             scale="log",
         ),
     }
 )
-_STYLES: tuple[Literal["-", "--", ":"], ...] = ("-", "--", ":")
+_LINE_STYLES: tuple[Literal["-", "--", ":"], ...] = ("-", "--", ":")
 
 
-def draw(series: Sequence[RoundSeries], quantities: Sequence[str], axes: Sequence[str], title: str = "") -> Figure:
-    """Returns a sheet with a row for each quantity and a column for each x axis.
+def render_curves(
+    series: Sequence[RoundSeries], metrics: Sequence[str], axes: Sequence[str], title: str = ""
+) -> Figure:
+    """Returns a sheet with a row per metric and a column per x axis.
 
     Args:
-        series: a run each, told apart by colour and mark.
-        quantities: keys of `QUANTITIES`; of each, every run knows something.
+        series: one run each, distinguished by colour and mark.
+        metrics: keys of `PLOT_METRICS`; every run needs values of each.
         axes: `rounds`, `time` or `bytes`.
         title: above it all; none when empty.
 
     Raises:
-        NotFoundError: a run knows nothing of a quantity.
+        NotFoundError: a run has no value of a metric.
     """
-    shown = [QUANTITIES[name] for name in quantities]
-    for name, quantity in zip(quantities, shown, strict=True):
+    plot_metrics = [PLOT_METRICS[name] for name in metrics]
+    for name, metric in zip(metrics, plot_metrics, strict=True):
         for run in series:
-            if not knows(run, name):
-                raise NotFoundError(f"run {run.label} has no {name}: {quantity.missing}")
-    figure = style.new_figure(2.7 * len(shown) + 0.9 + 0.2 * len(series), width_inches=_width(axes), title=title)
-    grid = figure.subplots(len(shown), len(axes), sharey="row", sharex="col", squeeze=False)
-    for row, quantity in zip(grid, shown, strict=True):
+            if not has_metric(run, name):
+                raise NotFoundError(f"run {run.label} has no {name}: {metric.missing_reason}")
+    figure = style.make_figure(
+        2.7 * len(plot_metrics) + 0.9 + 0.2 * len(series), width_inches=_get_width_inches(axes), title=title
+    )
+    grid = figure.subplots(len(plot_metrics), len(axes), sharey="row", sharex="col", squeeze=False)
+    for row, metric in zip(grid, plot_metrics, strict=True):
         for panel, axis in zip(row, axes, strict=True):
-            _draw_panel(panel, series, quantity, axis)
-        row[0].set_ylabel(quantity.label)
-        _scale(row[0], series, quantity)
+            _draw_panel(panel, series, metric, axis)
+        row[0].set_ylabel(metric.label)
+        _set_y_scale(row[0], series, metric)
     for panel, axis in zip(grid[-1], axes, strict=True):
-        panel.set_xlabel(_abscissa(series, axis)[1])
-    style.legend_below(figure, _run_entries(series), _kind_entries(series, shown))
+        panel.set_xlabel(_get_x_axis(series, axis)[1])
+    style.add_legend_below(figure, _make_run_entries(series), _make_line_style_entries(series, plot_metrics))
     return figure
 
 
-def knows(run: RoundSeries, name: str) -> bool:
-    """Says whether a run knows anything of a quantity."""
-    return any(_points(run, column, QUANTITIES[name])[0].size for column, _ in QUANTITIES[name].columns)
+def has_metric(run: RoundSeries, name: str) -> bool:
+    """Returns whether a run has any value of a metric."""
+    return any(_select_points(run, column, PLOT_METRICS[name])[0].size for column, _ in PLOT_METRICS[name].columns)
 
 
-def _width(axes: Sequence[str]) -> float:
+def _get_width_inches(axes: Sequence[str]) -> float:
     return {1: 6.0, 2: 7.5}.get(len(axes), style.WIDTH_INCHES)
 
 
-def _draw_panel(panel: Axes, series: Sequence[RoundSeries], quantity: Quantity, axis: str) -> None:
-    divisor, _ = _abscissa(series, axis)
-    for place, run in enumerate(series):
-        for role, (column, name) in enumerate(quantity.columns):
-            places, values = _points(run, column, quantity)
-            if not places.size:
+def _draw_panel(panel: Axes, series: Sequence[RoundSeries], metric: PlotMetric, axis: str) -> None:
+    divisor, _ = _get_x_axis(series, axis)
+    for number, run in enumerate(series):
+        for role, (column, name) in enumerate(metric.columns):
+            indices, values = _select_points(run, column, metric)
+            if not indices.size:
                 continue
             panel.plot(
-                _x(run, axis)[places] / divisor,
+                _get_x_values(run, axis)[indices] / divisor,
                 values,
-                linestyle=_STYLES[role],
+                linestyle=_LINE_STYLES[role],
                 linewidth=1.5 if role == 0 else 1.1,
-                **_look(place, role=role, num_points=len(places)),
+                **_make_line_style(number, role=role, num_points=len(indices)),
                 gid=f"{run.head.run_id} {name}",
             )
     if axis == "rounds":
-        style.count_axis(panel)
+        style.set_integer_axis(panel)
     elif _is_uneven(series, axis):
-        style.logarithmic_axis(panel)
+        style.set_log_axis(panel)
     else:
         panel.locator_params(axis="x", nbins=5)
         panel.set_xlim(left=0)
 
 
-def _points(run: RoundSeries, column: str, quantity: Quantity) -> tuple[Array, Array]:
-    """Returns the places that are drawn, and the values there."""
-    values = getattr(run, column) * quantity.factor
-    drawn = np.isfinite(values) & ((values > 0) if quantity.scale == "log" else True)
-    places = np.flatnonzero(drawn)
-    places = places[thinned(values[places])]
-    return places, values[places]
+def _select_points(run: RoundSeries, column: str, metric: PlotMetric) -> tuple[Array, Array]:
+    """Returns the indices to draw, and the values there."""
+    values = getattr(run, column) * metric.factor
+    is_drawable = np.isfinite(values) & ((values > 0) if metric.scale == "log" else True)
+    indices = np.flatnonzero(is_drawable)
+    indices = indices[downsample_indices(values[indices])]
+    return indices, values[indices]
 
 
-def _x(run: RoundSeries, axis: str) -> Array:
-    return {"rounds": run.round, "time": run.elapsed_s, "bytes": run.moved_bytes}[axis]
+def _get_x_values(run: RoundSeries, axis: str) -> Array:
+    return {"rounds": run.round, "time": run.elapsed_s, "bytes": run.transferred_bytes}[axis]
 
 
 def _is_uneven(series: Sequence[RoundSeries], axis: str) -> bool:
-    """Says whether some runs took so much longer than others that these would be a stroke at the left edge."""
-    ends = [float(np.max(_x(run, axis))) for run in series]
-    return min(float(np.min(_x(run, axis))) for run in series) > 0 and max(ends) > UNEVEN * min(ends)
+    """Returns whether some runs are so long that the others would be a stroke at the left edge."""
+    ends = [float(np.max(_get_x_values(run, axis))) for run in series]
+    return min(float(np.min(_get_x_values(run, axis))) for run in series) > 0 and max(ends) > LOG_AXIS_RATIO * min(
+        ends
+    )
 
 
-def _abscissa(series: Sequence[RoundSeries], axis: str) -> tuple[float, str]:
-    """Returns by what an x axis is divided, and its label."""
-    most = max(float(np.max(_x(run, axis))) for run in series)
+def _get_x_axis(series: Sequence[RoundSeries], axis: str) -> tuple[float, str]:
+    """Returns divisor and label of an x axis."""
+    max_value = max(float(np.max(_get_x_values(run, axis))) for run in series)
     if axis == "rounds":
         return 1.0, "round"
     if axis == "time":
-        divisor, unit = style.time_unit(most)
+        divisor, unit = style.select_time_unit(max_value)
         return divisor, f"time since the start ({unit})"
-    divisor, unit = style.bytes_unit(most)
+    divisor, unit = style.select_bytes_unit(max_value)
     return divisor, f"sent, up and down ({unit})"
 
 
-def _look(place: int, *, role: int, num_points: int) -> dict[str, Any]:
-    """Returns colour and marks; marks of different runs stand at different places, and side lines have none."""
+def _make_line_style(place: int, *, role: int, num_points: int) -> dict[str, Any]:
+    """Returns colour and marks; marks are staggered between runs, and secondary lines have none."""
     return {
         "color": style.COLOURS[place % len(style.COLOURS)],
-        "marker": style.MARKS[place % len(style.MARKS)] if role == 0 or num_points == 1 else None,
-        # A fraction is one of what is seen, so marks keep their distance on a logarithmic axis too.
+        "marker": style.MARKERS[place % len(style.MARKERS)] if role == 0 or num_points == 1 else None,
+        # A fraction refers to the visible length, so marks keep their distance on a logarithmic axis too.
         "markevery": None
-        if num_points <= MARKS_PER_LINE
-        else (place % 4 * 0.25 / MARKS_PER_LINE, 1 / MARKS_PER_LINE),
+        if num_points <= MARKERS_PER_LINE
+        else (place % 4 * 0.25 / MARKERS_PER_LINE, 1 / MARKERS_PER_LINE),
         "markersize": 4.5,
         "markerfacecolor": "white" if place % 2 else None,
     }
 
 
-def _scale(panel: Axes, series: Sequence[RoundSeries], quantity: Quantity) -> None:
-    values = np.concatenate([_points(run, column, quantity)[1] for run in series for column, _ in quantity.columns])
+def _set_y_scale(panel: Axes, series: Sequence[RoundSeries], metric: PlotMetric) -> None:
+    values = np.concatenate(
+        [_select_points(run, column, metric)[1] for run in series for column, _ in metric.columns]
+    )
     low, high = float(np.min(values)), float(np.max(values))
-    is_wide = low > 0 and high > WIDE_RANGE * low
-    if quantity.scale == "log" or (quantity.scale == "auto" and is_wide):
+    is_wide = low > 0 and high > LOG_SCALE_RATIO * low
+    if metric.scale == "log" or (metric.scale == "auto" and is_wide):
         panel.set_yscale("log")
     else:
         panel.ticklabel_format(axis="y", useOffset=False)
 
 
-def _run_entries(series: Sequence[RoundSeries]) -> dict[str, Line2D]:
+def _make_run_entries(series: Sequence[RoundSeries]) -> dict[str, Line2D]:
     return {
-        style.literal(run.label): Line2D([], [], **_look(place, role=0, num_points=1))
-        for place, run in enumerate(series)
+        style.format_label(run.label): Line2D([], [], **_make_line_style(number, role=0, num_points=1))
+        for number, run in enumerate(series)
     }
 
 
-def _kind_entries(series: Sequence[RoundSeries], quantities: Sequence[Quantity]) -> dict[str, Line2D]:
-    """Returns what solid, dashed and dotted lines mean where there are several kinds."""
+def _make_line_style_entries(series: Sequence[RoundSeries], metrics: Sequence[PlotMetric]) -> dict[str, Line2D]:
+    """Returns the legend of solid, dashed and dotted lines where there are several kinds."""
     entries: dict[str, Line2D] = {}
-    for quantity in quantities:
-        present = [
+    for metric in metrics:
+        used_columns = [
             (role, name)
-            for role, (column, name) in enumerate(quantity.columns)
-            if any(run.has(column) for run in series)
+            for role, (column, name) in enumerate(metric.columns)
+            if any(run.has_values(column) for run in series)
         ]
-        if len(present) > 1 or present[0][0] > 0:
-            for role, name in present:
-                text = name if len(quantities) == 1 else f"{quantity.label.partition(' ')[0]}, {name}"
-                entries[text] = Line2D([], [], color=style.GREY, linestyle=_STYLES[role])
+        if len(used_columns) > 1 or used_columns[0][0] > 0:
+            for role, name in used_columns:
+                text = name if len(metrics) == 1 else f"{metric.label.partition(' ')[0]}, {name}"
+                entries[text] = Line2D([], [], color=style.GREY, linestyle=_LINE_STYLES[role])
     return entries

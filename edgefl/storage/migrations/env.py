@@ -1,8 +1,8 @@
-"""What Alembic runs: migrations on the connection, and in the transaction, that `Database` hands over."""
+"""Alembic environment: runs migrations on the connection, and in the transaction, of `Database`."""
 
 from alembic import context
 
-from edgefl.storage.models import Base
+from edgefl.storage.tables import Base
 
 context.configure(
     connection=context.config.attributes["connection"],

@@ -9,10 +9,10 @@ from typing import ClassVar, Self
 import numpy as np
 from numpy.random import Generator
 
-from edgefl.compression.stages import StageKind, largest_magnitude
-from edgefl.compression.wire import Reader
-from edgefl.errors import CodecError
-from edgefl.types import Array
+from edgefl.compression.stages import StageKind, compute_max_magnitude
+from edgefl.compression.wire import PayloadReader
+from edgefl.core.errors import CodecError
+from edgefl.core.types import Array
 
 LARGEST = 32767
 
@@ -24,7 +24,7 @@ class FixedPoint:
     kind: ClassVar[StageKind] = StageKind.VALUES
     is_unbiased: ClassVar[bool] = False
     is_contraction: ClassVar[bool] = True  # the error of a value is never larger than the value: works behind ef
-    refuses_non_finite: ClassVar[bool] = True
+    is_finite_only: ClassVar[bool] = True
 
     step: float
 
@@ -43,14 +43,14 @@ class FixedPoint:
         return np.maximum(self.step / 2, sizes - LARGEST * self.step) * 1.0001 + sizes * 1e-6
 
     def encode(self, values: Array, rng: Generator) -> Iterator[Array]:
-        largest_magnitude("fixed", values)
+        compute_max_magnitude("fixed", values)
         yield np.array([self.step], dtype="<f4")
         multiples = np.rint(values.astype(np.float64) / self.step)
         yield np.clip(multiples, -LARGEST, LARGEST).astype("<i2")
 
     @staticmethod
-    def decode(reader: Reader, size: int) -> Array:
-        step = reader.array(np.dtype("<f4"), 1)
+    def decode(reader: PayloadReader, size: int) -> Array:
+        step = reader.read_array(np.dtype("<f4"), 1)
         if not np.isfinite(step).all():
             raise CodecError("payload holds a step that is not finite")
-        return reader.array(np.dtype("<i2"), size).astype(np.float32) * step
+        return reader.read_array(np.dtype("<i2"), size).astype(np.float32) * step

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from edgefl.coordinator import pki
-from edgefl.coordinator.brokers.broker import client_context
+from edgefl.coordinator.brokers.broker import make_client_context
 from edgefl.coordinator.brokers.embedded_broker import EmbeddedBroker
 from edgefl.coordinator.brokers.mqtt import connection
 from edgefl.coordinator.brokers.mqtt.packets import PublishPacket
@@ -49,7 +49,7 @@ def test_a_client_that_never_says_connect_is_dropped(certificates, free_port):
     broker = EmbeddedBroker(fleet="lab", tls=tls, port=free_port, connect_timeout_s=1.0)
     broker.start()
     try:
-        context = client_context(certificates.of("pi-1"))
+        context = make_client_context(certificates.of("pi-1"))
         with (
             socket.create_connection(("127.0.0.1", free_port), timeout=60) as plain,
             context.wrap_socket(plain, server_hostname="127.0.0.1") as secured,
@@ -147,11 +147,11 @@ def test_who_was_removed_or_renewed_its_certificate_is_not_authorised(certificat
     broker = EmbeddedBroker(
         fleet="lab", tls=certificates.server(), port=free_port, on_denied=lambda *one: denied.append(one)
     )
-    broker.refuse({"pi-1"}, {pki.serial(certificates.of("pi-2").cert.read_bytes())})
+    broker.revoke({"pi-1"}, {pki.get_serial(certificates.of("pi-2").cert.read_bytes())})
     address = broker.start()
     try:
         for name, code in (("pi-1", 5), ("pi-2", 5), ("pi-3", 0)):
-            context = client_context(certificates.of(name))
+            context = make_client_context(certificates.of(name))
             with (
                 socket.create_connection((address.host, address.port), timeout=10) as plain,
                 context.wrap_socket(plain, server_hostname=address.host) as raw,
@@ -171,7 +171,7 @@ def test_a_client_that_is_removed_is_cut_off_and_its_will_is_not_published(runni
     raw = running.raw("pi-1")
     raw.sendall(mqtt_tools.connect_packet("pi-1", keep_alive_s=60, will=(STATUS, b"gone")))
     assert raw.recv(4)[0] == 0x20
-    running.broker.refuse({"pi-1"})
+    running.broker.revoke({"pi-1"})
     with contextlib.suppress(ConnectionError):
         assert raw.recv(1) == b""
     running.client("pi-2").publish("edgefl/v1/lab/pi-2/heartbeat", b"after")
@@ -208,7 +208,7 @@ def test_messages_wait_for_who_does_not_acknowledge_and_none_is_lost(running, mq
     coordinator = running.client("coordinator")
     coordinator.subscribe("edgefl/v1/lab/+/progress")
     for number in range(100):
-        running.broker._call(
+        running.broker._call_in_loop(
             running.broker._router.publish,
             "pi-1",
             PublishPacket("edgefl/v1/lab/pi-1/progress", str(number).encode(), 1),

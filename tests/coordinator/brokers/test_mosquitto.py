@@ -16,9 +16,9 @@ from requirements import needs
 from edgefl.coordinator import pki
 from edgefl.coordinator.brokers import mosquitto as mosquitto_module
 from edgefl.coordinator.brokers.broker import BrokerTls
-from edgefl.coordinator.brokers.choice import mosquitto_path
-from edgefl.coordinator.brokers.mosquitto import HEALTHY_AFTER_S, Mosquitto, failures_in_a_row, restart_delay_s
-from edgefl.errors import StoreFullError
+from edgefl.coordinator.brokers.factory import find_mosquitto
+from edgefl.coordinator.brokers.mosquitto import HEALTHY_AFTER_S, Mosquitto, compute_restart_delay_s, count_failures
+from edgefl.core.errors import StoreFullError
 
 pytestmark = [pytest.mark.timeout(60), needs("mosquitto")]
 
@@ -26,7 +26,7 @@ OWNER = """
 import sys, time
 from pathlib import Path
 from edgefl.coordinator.brokers.broker import BrokerTls
-from edgefl.coordinator.brokers.choice import make_broker
+from edgefl.coordinator.brokers.factory import make_broker
 directory, ca, cert, key, port = sys.argv[1:]
 broker = make_broker("mosquitto", directory=Path(directory), fleet="lab",
     tls=BrokerTls(ca=Path(ca), cert=Path(cert), key=Path(key)), host="127.0.0.1", port=int(port))
@@ -40,7 +40,7 @@ time.sleep(60)
 @pytest.fixture
 def mosquitto(certificates, tmp_path, free_port):
     broker = Mosquitto(
-        str(mosquitto_path()),
+        str(find_mosquitto()),
         directory=tmp_path / "broker",
         fleet="lab",
         tls=certificates.server(),
@@ -73,16 +73,16 @@ def test_it_dies_with_a_coordinator_that_is_killed(certificates, tmp_path, free_
 
 
 def test_another_broker_on_the_port_is_not_taken_for_this_one(mosquitto, certificates, tmp_path):
-    pair = pki.issue_server(certificates.authority, ["127.0.0.1"])
+    pair = pki.issue_server_certificate(certificates.authority, ["127.0.0.1"])
     own = BrokerTls(ca=certificates.server().ca, cert=tmp_path / "own.pem", key=tmp_path / "own.key")
     own.cert.write_bytes(pair.cert_pem)
     own.key.write_bytes(pair.key_pem)
     other = Mosquitto(
-        str(mosquitto_path()), directory=tmp_path / "other", fleet="lab", tls=own, host="127.0.0.1",
+        str(find_mosquitto()), directory=tmp_path / "other", fleet="lab", tls=own, host="127.0.0.1",
         port=mosquitto._port,
     )  # fmt: skip
-    assert mosquitto._answers()
-    assert not other._answers()
+    assert mosquitto._is_answering()
+    assert not other._is_answering()
 
 
 def test_it_comes_back_again_and_again_with_the_rules_that_were_made_meanwhile(mosquitto, mqtt_tools, tmp_path):
@@ -90,10 +90,10 @@ def test_it_comes_back_again_and_again_with_the_rules_that_were_made_meanwhile(m
         pid = mosquitto.pid
         os.kill(pid, signal.SIGKILL)
         mqtt_tools.eventually(lambda: mosquitto.pid is None)
-        mosquitto.refuse({name})
+        mosquitto.revoke({name})
         mqtt_tools.eventually(lambda pid=pid: mosquitto.pid not in (None, pid))
         assert f"user {name}\ntopic deny #" in (tmp_path / "broker" / "acl").read_text()
-    assert mosquitto.alive()
+    assert mosquitto.is_alive()
     pid = mosquitto.pid
     mosquitto.stop()
     assert (is_running(pid), mosquitto.pid) == (False, None)
@@ -126,10 +126,10 @@ def test_who_was_refused_while_the_disk_was_full_is_dropped_when_there_is_room(
     running.broker.start()
     device = running.client("pi-1")
     with monkeypatch.context() as patched:
-        patched.setattr(mosquitto_module, "write_whole", _no_room)
+        patched.setattr(mosquitto_module, "write_atomic", _no_room)
         with pytest.raises(StoreFullError):
-            running.broker.refuse({"pi-1"})
-    running.broker.refuse({"pi-1"})
+            running.broker.revoke({"pi-1"})
+    running.broker.revoke({"pi-1"})
     mqtt_tools.eventually(lambda: device.drops)
 
 
@@ -151,6 +151,6 @@ def test_its_files_are_private_and_a_large_log_is_put_aside_at_the_next_start(mo
 def test_after_a_healthy_life_it_is_back_at_once_and_else_ever_later():
     failures, delays_s = 0, []
     for lived_s in (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, HEALTHY_AFTER_S + 1, 1.0):
-        failures = failures_in_a_row(failures, lived_s=lived_s)
-        delays_s.append(restart_delay_s(failures))
+        failures = count_failures(failures, uptime_s=lived_s)
+        delays_s.append(compute_restart_delay_s(failures))
     assert delays_s == [0.2, 1.0, 2.0, 5.0, 10.0, 10.0, 0.2, 1.0]

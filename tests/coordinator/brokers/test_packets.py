@@ -22,7 +22,7 @@ from edgefl.coordinator.brokers.mqtt.packets import (
     encode_suback,
     encode_unsuback,
 )
-from edgefl.errors import NetworkError
+from edgefl.core.errors import NetworkError
 
 
 def text(content):

@@ -23,7 +23,7 @@ class Client:
     def deliver(self, message, qos, *, is_retained):
         self.got.append((message.topic.removeprefix(f"{ROOT}/"), message.payload, qos, is_retained))
 
-    def end(self):
+    def abort(self):
         self.is_connected = False
         self.router.disconnect(self, self.will)
 
@@ -31,7 +31,7 @@ class Client:
         codes = [self.router.subscribe(self, f"{ROOT}/{name}", qos) for name in names]
         for name, code in zip(names, codes, strict=True):
             if code != REFUSED:
-                self.router.replay(self, f"{ROOT}/{name}", code)
+                self.router.replay_retained(self, f"{ROOT}/{name}", code)
         return codes
 
     def publish(self, name, payload=b"x", *, qos=1, is_retained=False):
@@ -158,10 +158,10 @@ def test_a_topic_belongs_to_whoever_retained_there_last(router):
     device, coordinator = Client(router, "pi-1"), Client(router, "coordinator")
     device.publish("pi-1/status", b"ours", is_retained=True)
     coordinator.publish("pi-1/status", b"theirs", is_retained=True)
-    router.refuse({"pi-1"}, ())
+    router.revoke({"pi-1"}, ())
     coordinator.subscribe("pi-1/status")
     assert [payload for _, payload, _, _ in coordinator.got] == [b"theirs"]
-    assert (router._retained_bytes_of["pi-1"], router._topics_of["pi-1"]) == (0, set())
+    assert (router._retained_bytes["pi-1"], router._retained_topics["pi-1"]) == (0, set())
 
 
 def test_a_client_retains_so_many_bytes_and_so_many_topics(router, denied, monkeypatch):
@@ -180,7 +180,7 @@ def test_a_client_retains_so_many_bytes_and_so_many_topics(router, denied, monke
     device.publish("pi-1/peer/pi-1", b"", is_retained=True)
     device.publish("pi-1/peer/pi-3", bytes(1000), is_retained=True)
     coordinator.subscribe("pi-1/peer/+")
-    assert router._retained_bytes_of["pi-1"] == 2 * 1028 + 29 + 26
+    assert router._retained_bytes["pi-1"] == 2 * 1028 + 29 + 26
     assert sorted(topic for topic, *_ in coordinator.got) == ["pi-1/peer/pi-2", "pi-1/peer/pi-3", "pi-1/peer/pi-4"]
 
 
@@ -218,7 +218,7 @@ def test_a_session_ends_with_its_subscriptions_and_will(router):
 def test_a_will_that_its_sender_could_not_publish_is_denied(router, denied):
     coordinator = Client(router, "coordinator")
     coordinator.subscribe("#")
-    Client(router, "pi-1", will=PublishPacket(f"{ROOT}/pi-2/status", b"forged")).end()
+    Client(router, "pi-1", will=PublishPacket(f"{ROOT}/pi-2/status", b"forged")).abort()
     assert coordinator.got == []
     assert denied == [("pi-1", "PUBLISH to 'pi-2/status'")]
 
@@ -228,13 +228,13 @@ def test_a_refused_client_is_cut_off_without_its_will_and_may_come_again_when_it
     coordinator.subscribe("#")
     device = Client(router, "pi-1", will=PublishPacket(f"{ROOT}/pi-1/status", b"gone", 1, True))
     other = Client(router, "pi-2")
-    router.refuse({"pi-1"}, {"0a"})
+    router.revoke({"pi-1"}, {"0a"})
     assert (device.is_connected, other.is_connected, coordinator.got, denied) == (False, True, [], [])
-    assert [router.is_refused(*one) for one in (("pi-1", "1"), ("pi-2", "0a"), ("", "1"), ("pi-2", "a"))] == [
+    assert [router.is_revoked(*one) for one in (("pi-1", "1"), ("pi-2", "0a"), ("", "1"), ("pi-2", "a"))] == [
         1,
         1,
         1,
         0,
     ]
-    router.refuse((), ())
-    assert not router.is_refused("pi-1", "1")
+    router.revoke((), ())
+    assert not router.is_revoked("pi-1", "1")

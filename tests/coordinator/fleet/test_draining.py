@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from small_fleet import SmallFleet
 
-from edgefl.coordinator.fleet.draining import Draining
-from edgefl.coordinator.fleet.presence import DeviceState
-from edgefl.errors import NotFoundError
-from edgefl.protocol import Command, CommandKind
-from edgefl.storage.queries import history
+from edgefl.coordinator.fleet.draining import DrainController
+from edgefl.coordinator.fleet.presence import DevicePresence
+from edgefl.core.errors import NotFoundError
+from edgefl.core.protocol import Command, CommandKind
+from edgefl.storage.queries.history import read_history
 from edgefl.storage.store import Store
 
 
@@ -21,17 +21,17 @@ class Site(SmallFleet):
     def __init__(self, store: Store) -> None:
         super().__init__()
         self.sent = list[tuple[str, str]]()
-        self.draining = Draining(store, self.roster, self._send, lambda: 9.0)
+        self.draining = DrainController(store, self.roster, self._send, lambda: 9.0)
         for name in ("pi", "other"):
             self.add(name, state=None)
         self.draining.restore()
-        self.draining.listen()
+        self.draining.subscribe()
 
     def _send(self, device_id: str, command: Command) -> None:
         self.sent.append((device_id, command.kind))
 
     def workers(self) -> list[str]:
-        return [info.device_id for info in self.roster.workers()]
+        return [info.device_id for info in self.roster.list_schedulable()]
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_a_drained_device_gets_no_work_from_that_moment_on(site: Site) -> None:
     site.draining.drain("pi")
     assert site.workers() == []
     assert site.sent == [("pi", CommandKind.DRAIN)]
-    assert site.roster.state("pi") is DeviceState.ONLINE, "it has not obeyed yet"
+    assert site.roster.get_state("pi") is DevicePresence.ONLINE, "it has not obeyed yet"
 
 
 def test_resuming_waits_for_the_device_to_say_that_it_is_online(site: Site) -> None:
@@ -93,7 +93,7 @@ def test_a_coordinator_that_restarts_still_knows_who_is_drained(site: Site, stor
 def test_asking_twice_is_written_down_once_and_told_twice(site: Site, store: Store) -> None:
     site.draining.drain("pi")
     site.draining.drain("pi")
-    assert [row["kind"] for row in history(store, "events")] == ["drain-asked"]
+    assert [row["kind"] for row in read_history(store, "events")] == ["drain-asked"]
     assert site.sent == [("pi", CommandKind.DRAIN)] * 2
 
 

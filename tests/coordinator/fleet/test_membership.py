@@ -11,11 +11,11 @@ from noted_calls import NotedCalls
 from small_fleet import enroll
 
 from edgefl.coordinator.fleet.membership import Membership
-from edgefl.coordinator.fleet.presence import Presence
-from edgefl.coordinator.fleet.roster import Roster
-from edgefl.coordinator.superlink import SuperLink
-from edgefl.errors import NotFoundError
-from edgefl.storage.queries import history
+from edgefl.coordinator.fleet.presence import PresenceTracker
+from edgefl.coordinator.fleet.registry import DeviceRegistry
+from edgefl.coordinator.flower.superlink import SuperLink
+from edgefl.core.errors import NotFoundError
+from edgefl.storage.queries.history import read_history
 from edgefl.storage.store import Store
 
 
@@ -32,21 +32,21 @@ class Site:
         self.restart()
 
     def restart(self) -> None:
-        self.superlink = SuperLink(on_reply=lambda _: None, watcher=NotedCalls())
-        self.roster = Roster(Presence(), lambda: 0.0)
+        self.superlink = SuperLink(on_reply=lambda _: None, observer=NotedCalls())
+        self.roster = DeviceRegistry(PresenceTracker(), lambda: 0.0)
         self.members = Membership(self.store, self.superlink, self.roster)
 
     def join(self, name: str, key: bytes) -> int | None:
         enroll(self.store, name, key=key)
-        self.members.enrolled(name, key)
-        return self.roster.node_of(name)
+        self.members.add(name, key)
+        return self.roster.get_node_id(name)
 
     def knows(self, key: bytes) -> int | None:
         found: int | None = self.superlink.state.get_node_id_by_public_key(key)
         return found
 
     def events(self) -> list[str]:
-        return [str(row["kind"]) for row in history(self.store, "events")]
+        return [str(row["kind"]) for row in read_history(self.store, "events")]
 
 
 @pytest.fixture
@@ -71,11 +71,11 @@ def test_everybody_has_the_same_place_after_a_restart_and_who_had_none_yet_gets_
     late = new_key()
     enroll(site.store, "pi-3", key=late)
     site.restart()
-    assert site.roster.known() == []
+    assert site.roster.list_devices() == []
     site.members.restore()
-    assert {name: site.roster.node_of(name) for name in keys} == places
+    assert {name: site.roster.get_node_id(name) for name in keys} == places
     assert {name: site.knows(key) for name, key in keys.items()} == places
-    assert site.knows(late) == site.roster.node_of("pi-3") is not None
+    assert site.knows(late) == site.roster.get_node_id("pi-3") is not None
 
 
 @pytest.mark.parametrize("is_known", [True, False], ids=["as usual", "only the store has heard of it"])
@@ -84,7 +84,7 @@ def test_who_is_removed_has_no_place_and_leaves_its_name(site: Site, is_known: b
     site.join("pi", former)
     if is_known:
         site.members.remove("pi")
-        assert (site.knows(former), site.roster.info("pi")) == (None, None)
+        assert (site.knows(former), site.roster.get_device("pi")) == (None, None)
     else:
         site.store.remove_device("pi", at=3.0)
     assert site.join("pi", later) == site.knows(later) is not None
@@ -96,7 +96,7 @@ def test_who_is_removed_has_no_place_and_leaves_its_name(site: Site, is_known: b
 def test_a_renewed_key_takes_over_the_place(site: Site) -> None:
     before, after = new_key(), new_key()
     node_id = site.join("pi", before)
-    site.members.rekeyed("pi", after)
+    site.members.update_key("pi", after)
     assert (site.knows(after), site.knows(before)) == (node_id, None)
 
 
@@ -121,5 +121,5 @@ def test_what_an_earlier_version_took_in_of_a_device_and_is_too_deep_now_is_left
         site.store.record_capabilities(name, facts, {"digits": 10}, 1.0)
     site.restart()
     site.members.restore()
-    known = {info.device_id: info.capabilities for info in site.roster.known()}
+    known = {info.device_id: info.capabilities for info in site.roster.list_devices()}
     assert known == {"pi-1": {"cores": 4}, "pi-2": {}}

@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_fleet import beat, status
 
-from edgefl.coordinator.fleet.presence import DeviceState, Flapping, Presence, Transition
-from edgefl.errors import NetworkError
+from edgefl.coordinator.fleet.presence import DevicePresence, PresenceChanged, PresenceTracker, SessionConflict
+from edgefl.core.errors import NetworkError
 
-ONLINE, LATE, GONE = DeviceState.ONLINE, DeviceState.LATE, DeviceState.GONE
-OFFLINE, DRAINING = DeviceState.OFFLINE, DeviceState.DRAINING
+ONLINE, LATE, GONE = DevicePresence.ONLINE, DevicePresence.LATE, DevicePresence.GONE
+OFFLINE, DRAINING = DevicePresence.OFFLINE, DevicePresence.DRAINING
 LONGEST_S = 5.0 * 1.1
 TICK, SEEN, UP, DOWN = "tick", "seen", "bus up", "bus down"
 
@@ -19,24 +19,24 @@ def will(session=1, boot="boot-1"):
 
 
 def connected_presence():
-    presence = Presence()
-    presence.bus(connected=True, now_s=0.0)
+    presence = PresenceTracker()
+    presence.on_broker_link(connected=True, now_s=0.0)
     return presence
 
 
 def tell(presence, now_s, what, name="pi"):
     if what in (UP, DOWN):
-        presence.bus(connected=what is UP, now_s=now_s)
+        presence.on_broker_link(connected=what is UP, now_s=now_s)
         return []
     if what is TICK:
         return presence.tick(now_s)
     if what is SEEN:
-        return presence.seen(name, now_s)
-    return (presence.heartbeat if hasattr(what, "seq") else presence.status)(name, what, now_s)
+        return presence.on_contact(name, now_s)
+    return (presence.on_heartbeat if hasattr(what, "seq") else presence.on_status)(name, what, now_s)
 
 
 def states(events):
-    return [event.after for event in events if isinstance(event, Transition)]
+    return [event.after for event in events if isinstance(event, PresenceChanged)]
 
 
 BORN = (0.0, status(), [ONLINE])
@@ -95,24 +95,24 @@ def test_presence_follows_from_what_devices_say_and_when(story):
     presence = connected_presence()
     for now_s, what, expected in story:
         assert states(tell(presence, now_s, what)) == expected, (now_s, what)
-        assert presence.is_present("pi") is (presence.state("pi") in {ONLINE, LATE, DRAINING})
+        assert presence.is_present("pi") is (presence.get_state("pi") in {ONLINE, LATE, DRAINING})
 
 
 def test_gone_by_silence_takes_no_more_than_20_seconds_with_a_check_a_second():
     presence = connected_presence()
-    presence.status("pi", status(), 0.0)
-    presence.heartbeat("pi", beat(1), 100.0)
-    gone_s = next(t for t in range(100, 200) if presence.tick(float(t)) and presence.state("pi") is GONE)
+    presence.on_status("pi", status(), 0.0)
+    presence.on_heartbeat("pi", beat(1), 100.0)
+    gone_s = next(t for t in range(100, 200) if presence.tick(float(t)) and presence.get_state("pi") is GONE)
     assert gone_s - 100 <= 20
 
 
 def test_the_next_check_is_when_something_can_change():
-    presence = Presence()
-    presence.status("pi", status(), 0.0)
+    presence = PresenceTracker()
+    presence.on_status("pi", status(), 0.0)
     assert (presence.next_check_s(), presence.tick(1000.0)) == (None, []), "it starts without judging"
-    presence.bus(connected=True, now_s=0.0)
+    presence.on_broker_link(connected=True, now_s=0.0)
     assert presence.next_check_s() == pytest.approx(2 * LONGEST_S)
-    presence.status("pi", will(), 1.0)
+    presence.on_status("pi", will(), 1.0)
     assert presence.next_check_s() == pytest.approx(1 + LONGEST_S)
     presence.tick(1 + LONGEST_S)
     assert presence.next_check_s() is None
@@ -131,24 +131,26 @@ def test_the_next_check_is_when_something_can_change():
 def test_two_boards_under_one_name_are_reported_once_and_what_only_looks_so_is_not(said, is_twin):
     presence = connected_presence()
     events = [event for now_s, what in enumerate(said) for event in tell(presence, float(now_s), what)]
-    assert [event for event in events if isinstance(event, Flapping)] == [Flapping(device_id="pi")] * is_twin
+    assert [event for event in events if isinstance(event, SessionConflict)] == [
+        SessionConflict(device_id="pi")
+    ] * is_twin
 
 
 def test_a_state_that_we_do_not_know_is_malformed():
     with pytest.raises(NetworkError, match="state is 'asleep'"):
-        Presence().status("pi", status("asleep"), 0.0)
+        PresenceTracker().on_status("pi", status("asleep"), 0.0)
 
 
 def test_records_tell_what_is_known_until_a_device_is_forgotten():
     presence = connected_presence()
-    presence.status("pi", status(session=57, boot="boot"), 0.0)
-    presence.heartbeat("pi", beat(9, session=57), 1.0)
-    (record,) = presence.records(5.0)
+    presence.on_status("pi", status(session=57, boot="boot"), 0.0)
+    presence.on_heartbeat("pi", beat(9, session=57), 1.0)
+    (record,) = presence.list_records(5.0)
     assert (record.state, record.session_no, record.boot_id, record.silent_s) == (ONLINE, 57, "boot", 4.0)
-    assert (record.heartbeat.seq, presence.present()) == (9, ["pi"])
-    presence.forget("pi")
-    assert presence.state("pi") is None
-    assert states(presence.status("pi", status(), 1.0)) == [ONLINE]
+    assert (record.heartbeat.seq, presence.list_present()) == (9, ["pi"])
+    presence.remove("pi")
+    assert presence.get_state("pi") is None
+    assert states(presence.on_status("pi", status(), 1.0)) == [ONLINE]
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.booleans()), max_size=12), st.integers(0, 12))
@@ -156,9 +158,9 @@ def test_wills_of_older_sessions_never_end_the_newest_wherever_they_arrive(old, 
     presence = connected_presence()
     offline = [will(session) if is_will else status("offline", session=session) for session, is_will in old]
     for at, said in enumerate(offline[:position]):
-        presence.status("pi", said, float(at) / 100)
-    presence.status("pi", status(session=6), 1.0)
+        presence.on_status("pi", said, float(at) / 100)
+    presence.on_status("pi", status(session=6), 1.0)
     for said in offline[position:]:
-        presence.status("pi", said, 1.1)
-    assert presence.state("pi") is ONLINE
+        presence.on_status("pi", said, 1.1)
+    assert presence.get_state("pi") is ONLINE
     assert presence.tick(1.1 + LONGEST_S) == []

@@ -12,9 +12,9 @@ import time
 
 import pytest
 
-from edgefl.coordinator.brokers.bus import Bus
-from edgefl.coordinator.fleet.presence import DeviceState, Presence, Transition
-from edgefl.protocol import Command, CommandKind, Heartbeat, Status, Topic
+from edgefl.coordinator.brokers.mqtt_client import MqttClient
+from edgefl.coordinator.fleet.presence import DevicePresence, PresenceChanged, PresenceTracker
+from edgefl.core.protocol import Command, CommandKind, Heartbeat, StatusMessage, Topic
 
 pytestmark = [pytest.mark.timeout(110), pytest.mark.extended]
 
@@ -28,13 +28,15 @@ class Coordinator:
     """Bus and presence put together, as the live fleet does it."""
 
     def __init__(self, running, certificates, heartbeat_s):
-        self.presence = Presence(heartbeat_s=heartbeat_s)
+        self.presence = PresenceTracker(heartbeat_s=heartbeat_s)
         self.events = []
         self.connections = []
         self.heartbeats = []
         self._lock = threading.Lock()
         self._stopping = threading.Event()
-        self.bus = Bus(running.address, certificates.of("coordinator"), "lab", self._on_message, self._on_connection)
+        self.bus = MqttClient(
+            running.address, certificates.of("coordinator"), "lab", self._on_message, self._on_connection
+        )
         self._ticker = threading.Thread(target=self._tick)
         self.bus.connect()
         self._ticker.start()
@@ -44,27 +46,31 @@ class Coordinator:
         self._ticker.join()
         self.bus.close()
 
-    def state(self, device_id):
+    def get_state(self, device_id):
         with self._lock:
-            return self.presence.state(device_id)
+            return self.presence.get_state(device_id)
 
     def was_gone(self):
-        return [event for event in self.events if isinstance(event, Transition) and event.after is DeviceState.GONE]
+        return [
+            event
+            for event in self.events
+            if isinstance(event, PresenceChanged) and event.after is DevicePresence.GONE
+        ]
 
     def _on_message(self, device_id, kind, payload):
         now_s = time.monotonic()
         with self._lock:
             if kind is Topic.STATUS:
-                self.events += self.presence.status(device_id, Status.load(payload), now_s)
+                self.events += self.presence.on_status(device_id, StatusMessage.load(payload), now_s)
             elif kind is Topic.HEARTBEAT:
                 heartbeat = Heartbeat.load(payload)
                 self.heartbeats.append((device_id, heartbeat))
-                self.events += self.presence.heartbeat(device_id, heartbeat, now_s)
+                self.events += self.presence.on_heartbeat(device_id, heartbeat, now_s)
 
     def _on_connection(self, connected):
         with self._lock:
             self.connections.append(connected)
-            self.presence.bus(connected=connected, now_s=time.monotonic())
+            self.presence.on_broker_link(connected=connected, now_s=time.monotonic())
 
     def _tick(self):
         while not self._stopping.wait(0.05):
@@ -112,7 +118,7 @@ def device_of(running, certificates, tmp_path, mqtt_tools):
 
 
 def is_state(coordinator, name, state):
-    return lambda: coordinator.state(name) is state
+    return lambda: coordinator.get_state(name) is state
 
 
 @pytest.mark.parametrize("heartbeat_s", [2.0, pytest.param(5.0, marks=pytest.mark.slow)])
@@ -122,17 +128,17 @@ def test_a_killed_device_is_gone_within_three_heartbeats_and_one_that_is_told_to
     coordinator = coordinator_of(heartbeat_s)
     process, other = device_of("pi-1", heartbeat_s), device_of("pi-2", heartbeat_s)
     for name in ("pi-1", "pi-2"):
-        mqtt_tools.eventually(is_state(coordinator, name, DeviceState.ONLINE))
+        mqtt_tools.eventually(is_state(coordinator, name, DevicePresence.ONLINE))
     process.kill()
     killed_s = time.monotonic()
     other.terminate()
-    mqtt_tools.eventually(is_state(coordinator, "pi-1", DeviceState.GONE), 3 * heartbeat_s)
+    mqtt_tools.eventually(is_state(coordinator, "pi-1", DevicePresence.GONE), 3 * heartbeat_s)
     # By its will: silence alone would take longer.
     assert time.monotonic() - killed_s < 2.2 * heartbeat_s
     (gone,) = coordinator.was_gone()
     assert (gone.device_id, gone.reason.startswith("last will")) == ("pi-1", True)
     assert other.wait(60) == 0
-    mqtt_tools.eventually(is_state(coordinator, "pi-2", DeviceState.OFFLINE))
+    mqtt_tools.eventually(is_state(coordinator, "pi-2", DevicePresence.OFFLINE))
 
 
 def test_a_device_that_falls_silent_is_gone_after_three_heartbeats_and_back_when_it_wakes(
@@ -140,13 +146,13 @@ def test_a_device_that_falls_silent_is_gone_after_three_heartbeats_and_back_when
 ):
     coordinator = coordinator_of()
     process = device_of("pi-1")
-    mqtt_tools.eventually(is_state(coordinator, "pi-1", DeviceState.ONLINE))
+    mqtt_tools.eventually(is_state(coordinator, "pi-1", DevicePresence.ONLINE))
     os.kill(process.pid, signal.SIGSTOP)
     stopped_s = time.monotonic()
-    mqtt_tools.eventually(is_state(coordinator, "pi-1", DeviceState.GONE), 20 * FAST_HEARTBEAT_S / 5 + 1)
+    mqtt_tools.eventually(is_state(coordinator, "pi-1", DevicePresence.GONE), 20 * FAST_HEARTBEAT_S / 5 + 1)
     assert time.monotonic() - stopped_s >= 2 * FAST_HEARTBEAT_S
     os.kill(process.pid, signal.SIGCONT)
-    mqtt_tools.eventually(is_state(coordinator, "pi-1", DeviceState.ONLINE))
+    mqtt_tools.eventually(is_state(coordinator, "pi-1", DevicePresence.ONLINE))
 
 
 @pytest.mark.slow
@@ -155,7 +161,7 @@ def test_a_device_that_falls_silent_is_gone_within_20_seconds(coordinator_of, de
     process = device_of("pi-1", heartbeat_s=5.0)
     mqtt_tools.eventually(lambda: len(coordinator.heartbeats) >= 2)
     os.kill(process.pid, signal.SIGSTOP)
-    mqtt_tools.eventually(is_state(coordinator, "pi-1", DeviceState.GONE), 20)
+    mqtt_tools.eventually(is_state(coordinator, "pi-1", DevicePresence.GONE), 20)
 
 
 @pytest.mark.parametrize("running", ["mosquitto", pytest.param("embedded", marks=pytest.mark.slow)], indirect=True)
@@ -164,7 +170,7 @@ def test_a_broker_restart_makes_nobody_gone_and_everybody_comes_back_and_sets_it
 ):
     coordinator = coordinator_of(STEADY_HEARTBEAT_S)
     process, _ = (device_of(name, STEADY_HEARTBEAT_S) for name in ("pi-1", "pi-2"))
-    both = lambda: all(coordinator.state(name) is DeviceState.ONLINE for name in ("pi-1", "pi-2"))  # noqa: E731 two uses
+    both = lambda: all(coordinator.get_state(name) is DevicePresence.ONLINE for name in ("pi-1", "pi-2"))  # noqa: E731 two uses
     mqtt_tools.eventually(both)
     running.broker.stop()
     mqtt_tools.eventually(lambda: coordinator.connections[-1:] == [False])
@@ -177,10 +183,12 @@ def test_a_broker_restart_makes_nobody_gone_and_everybody_comes_back_and_sets_it
     mqtt_tools.eventually(both)
     assert coordinator.was_gone() == []
     process.kill()
-    mqtt_tools.eventually(is_state(coordinator, "pi-1", DeviceState.GONE), 15)
+    mqtt_tools.eventually(is_state(coordinator, "pi-1", DevicePresence.GONE), 15)
     assert coordinator.was_gone()[0].reason.startswith("last will")
     with coordinator._lock:
-        sessions = {record.device_id: record.session_no for record in coordinator.presence.records(time.monotonic())}
+        sessions = {
+            record.device_id: record.session_no for record in coordinator.presence.list_records(time.monotonic())
+        }
     assert sessions["pi-1"] >= 2
 
 
@@ -193,13 +201,13 @@ def test_bell_and_command_reach_the_device_and_a_repeated_command_runs_once(coor
     mqtt_tools.eventually(lambda: coordinator.heartbeats)
     # A heartbeat shows that the subscriptions, which were sent before it, are there.
     for _ in range(2):
-        coordinator.bus.command("pi-1", Command(id="1", kind=CommandKind.DRAIN))
-    coordinator.bus.command("pi-1", Command(id="2", kind=CommandKind.RESUME))
+        coordinator.bus.send_command("pi-1", Command(id="1", kind=CommandKind.DRAIN))
+    coordinator.bus.send_command("pi-1", Command(id="2", kind=CommandKind.RESUME))
     mqtt_tools.eventually(lambda: "command resume" in lines)
     assert lines.count("command drain") == 1
     bells = lines.count("bell")
     assert bells == 1  # rung once by the device itself when it connected
-    coordinator.bus.ring("pi-1")
+    coordinator.bus.notify("pi-1")
     mqtt_tools.eventually(lambda: lines.count("bell") == 2)
 
 
@@ -208,12 +216,12 @@ def test_a_killed_mosquitto_comes_back_by_itself(running, coordinator_of, device
     pid = running.broker.pid
     coordinator = coordinator_of(STEADY_HEARTBEAT_S)
     device_of("pi-1", STEADY_HEARTBEAT_S)
-    mqtt_tools.eventually(is_state(coordinator, "pi-1", DeviceState.ONLINE))
+    mqtt_tools.eventually(is_state(coordinator, "pi-1", DevicePresence.ONLINE))
     os.kill(pid, signal.SIGKILL)
     mqtt_tools.eventually(lambda: coordinator.connections == [True, False, True])
     seen = len(coordinator.heartbeats)
     mqtt_tools.eventually(lambda: len(coordinator.heartbeats) > seen)
-    mqtt_tools.eventually(is_state(coordinator, "pi-1", DeviceState.ONLINE))
+    mqtt_tools.eventually(is_state(coordinator, "pi-1", DevicePresence.ONLINE))
     assert coordinator.was_gone() == []
-    assert running.broker.alive()
+    assert running.broker.is_alive()
     assert running.broker.pid != pid

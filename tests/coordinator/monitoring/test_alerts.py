@@ -4,21 +4,21 @@ from dataclasses import replace
 
 import pytest
 
-from edgefl.config import AlertSettings, from_mapping
-from edgefl.coordinator.monitoring.alerts import DAY_S, AlertBook, Condition, Readings, conditions
-from edgefl.coordinator.runs.run_meter import ActiveRun, FailedRun
-from edgefl.errors import ConfigError
-from edgefl.storage.records import RunStatus
+from edgefl.coordinator.monitoring.alerts import DAY_S, AlertCondition, AlertTracker, Readings, evaluate_rules
+from edgefl.coordinator.runs.run_metrics import ActiveRun, FailedRun
+from edgefl.core.config import AlertSettings, from_mapping
+from edgefl.core.errors import ConfigError
+from edgefl.storage.repositories.records import RunStatus
 
 SETTINGS = AlertSettings(webhook="https://hooks.example/x")
 RUN = ActiveRun(
     run_id="r1", name="n", task="digits", strategy="fedavg", status=RunStatus.RUNNING, round=7, version=7,
-    accuracy=None, usual_s=None, quiet_s=0.0,
+    accuracy=None, typical_round_s=None, since_last_round_s=0.0,
 )  # fmt: skip
 
 
 def wrong(settings: AlertSettings = SETTINGS, **readings: object) -> list[tuple[str, str]]:
-    return [found.key for found in conditions(Readings(**readings), settings)]  # type: ignore[arg-type]  # by name
+    return [found.key for found in evaluate_rules(Readings(**readings), settings)]  # type: ignore[arg-type]  # by name
 
 
 def test_nothing_is_wrong_with_a_fleet_that_is_well() -> None:
@@ -31,20 +31,20 @@ def test_a_device_is_missed_after_its_minutes() -> None:
 
 
 def test_a_run_stalls_after_so_many_times_its_usual_but_not_below_the_least() -> None:
-    assert wrong(run=replace(RUN, usual_s=1.0, quiet_s=599.0)) == []
-    assert wrong(run=replace(RUN, usual_s=1.0, quiet_s=600.0)) == [("run-stalled", "r1")]
-    assert wrong(run=replace(RUN, usual_s=200.0, quiet_s=999.0)) == []
-    assert wrong(run=replace(RUN, usual_s=200.0, quiet_s=1000.0)) == [("run-stalled", "r1")]
-    assert wrong(run=replace(RUN, quiet_s=600.0)) == [("run-stalled", "r1")]
+    assert wrong(run=replace(RUN, typical_round_s=1.0, since_last_round_s=599.0)) == []
+    assert wrong(run=replace(RUN, typical_round_s=1.0, since_last_round_s=600.0)) == [("run-stalled", "r1")]
+    assert wrong(run=replace(RUN, typical_round_s=200.0, since_last_round_s=999.0)) == []
+    assert wrong(run=replace(RUN, typical_round_s=200.0, since_last_round_s=1000.0)) == [("run-stalled", "r1")]
+    assert wrong(run=replace(RUN, since_last_round_s=600.0)) == [("run-stalled", "r1")]
 
 
 def test_a_full_disk_must_have_room_again_before_it_is_over() -> None:
     limit = SETTINGS.disk_free_bytes
     low = ("disk-low", "pi-1")
     assert wrong(disk_free_bytes={"pi-1": limit - 1, "pi-2": limit}) == [low]
-    still = conditions(Readings(disk_free_bytes={"pi-1": int(limit * 1.09)}), SETTINGS, {low})
+    still = evaluate_rules(Readings(disk_free_bytes={"pi-1": int(limit * 1.09)}), SETTINGS, {low})
     assert [found.key for found in still] == [low]
-    assert conditions(Readings(disk_free_bytes={"pi-1": int(limit * 1.1) + 1}), SETTINGS, {low}) == []
+    assert evaluate_rules(Readings(disk_free_bytes={"pi-1": int(limit * 1.1) + 1}), SETTINGS, {low}) == []
 
 
 def test_failed_runs_a_lost_broker_and_old_certificates_are_told() -> None:
@@ -56,7 +56,7 @@ def test_failed_runs_a_lost_broker_and_old_certificates_are_told() -> None:
 
 
 def test_an_alert_starts_once_and_ends_once_and_may_start_again() -> None:
-    book, gone = AlertBook(), Condition(kind="device-gone", subject="pi", message="gone for 5 min")
+    book, gone = AlertTracker(), AlertCondition(kind="device-gone", subject="pi", message="gone for 5 min")
     (started,) = book.update([gone], 10.0)
     assert (started.started_at, started.ended_at) == (10.0, None)
     assert book.update([replace(gone, message="gone for 6 min")], 20.0) == []
@@ -68,12 +68,12 @@ def test_an_alert_starts_once_and_ends_once_and_may_start_again() -> None:
 
 
 def test_the_body_has_a_version_and_a_line_for_chat_services() -> None:
-    (started,) = AlertBook().update([Condition(kind="run-failed", subject="r1", message="why")], 10.0)
-    assert started.body("lab") == {
+    (started,) = AlertTracker().update([AlertCondition(kind="run-failed", subject="r1", message="why")], 10.0)
+    assert started.to_json("lab") == {
         "v": 1, "id": started.alert_id, "fleet": "lab", "alert": "run-failed", "subject": "r1", "state": "started",
         "started_at": 10.0, "ended_at": None, "message": "why", "text": "[lab] ALERT run-failed r1: why",
     }  # fmt: skip
-    over = replace(started, ended_at=20.0).body("lab")
+    over = replace(started, ended_at=20.0).to_json("lab")
     assert (over["state"], over["text"][:10]) == ("ended", "[lab] OVER")
 
 

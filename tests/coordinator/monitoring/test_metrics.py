@@ -9,22 +9,22 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from edgefl.assembly import assemble
-from edgefl.coordinator.directory import add_access, init_directory
-from edgefl.coordinator.fleet.presence import Presence
-from edgefl.coordinator.fleet.roster import Roster
-from edgefl.coordinator.monitoring.device_series import device_series
-from edgefl.coordinator.monitoring.fleet_collector import FleetCollector, Sources
-from edgefl.coordinator.monitoring.metrics import Metrics, grafana_dashboard
-from edgefl.coordinator.runs.ledger import Rows
-from edgefl.coordinator.runs.run_meter import RunMeter
+from edgefl.coordinator.directory import add_access_tokens, init_directory
+from edgefl.coordinator.fleet.presence import PresenceTracker
+from edgefl.coordinator.fleet.registry import DeviceRegistry
+from edgefl.coordinator.monitoring.device_series import render_device_series
+from edgefl.coordinator.monitoring.fleet_collector import CollectorInputs, FleetCollector
+from edgefl.coordinator.monitoring.metrics import Metrics, load_grafana_dashboard
+from edgefl.coordinator.runs.history_writer import HistoryRows
+from edgefl.coordinator.runs.run_metrics import RunMetrics
 from edgefl.coordinator.service import Coordinator
 from edgefl.coordinator.start_options import StartOptions
-from edgefl.device.trust import pinned_context, request
-from edgefl.local_fleet import free_port
-from edgefl.protocol import Heartbeat, Status
-from edgefl.storage.records import DispatchRow, EvaluationRow, RunRecord, RunStatus, UpdateRow
-from edgefl.types import Outcome
+from edgefl.core.protocol import Heartbeat, StatusMessage
+from edgefl.core.types import UpdateStatus
+from edgefl.engine.build import build_run
+from edgefl.simulation.local_fleet import find_free_port
+from edgefl.storage.repositories.records import AssignmentRow, EvaluationRow, RunRecord, RunStatus, UpdateRow
+from edgefl.system.https_client import create_pinned_context, request
 
 RUN = RunRecord(
     run_id="r1", name="n", task="digits", strategy="fedavg", config={}, status=RunStatus.RUNNING, reason=None,
@@ -38,29 +38,30 @@ class Site:
     def __init__(self, directory: Path, *, max_devices: int = 1000) -> None:
         self.now_s = 100.0
         self.metrics = Metrics()
-        self.meter = RunMeter(self.metrics.registry, lambda: self.now_s)
-        self.roster = Roster(Presence(heartbeat_s=5.0), lambda: self.now_s)
-        self.roster.note_bus(connected=True)
-        self.metrics.watch(
+        self.meter = RunMetrics(self.metrics.registry, lambda: self.now_s)
+        self.roster = DeviceRegistry(PresenceTracker(heartbeat_s=5.0), lambda: self.now_s)
+        self.roster.record_broker_link(connected=True)
+        self.metrics.register(
             FleetCollector(
-                Sources(
-                    roster=self.roster, meter=self.meter, directory=directory, store_file=directory / "edgefl.db",
-                    num_queued=lambda: 3, is_broker_connected=lambda: True, num_dropped=lambda: 4,
+                CollectorInputs(
+                    registry=self.roster, run_metrics=self.meter, directory=directory,
+                    store_file=directory / "edgefl.db", num_queued=lambda: 3,
+                    is_broker_connected=lambda: True, num_dropped=lambda: 4,
                     expiries={"ca": 2e9}, max_devices=max_devices,
                 )
             ),
-            lambda: device_series(self.roster, max_devices=max_devices, now=1000.0),
+            lambda: render_device_series(self.roster, max_devices=max_devices, now=1000.0),
         )  # fmt: skip
 
     def add(self, name: str, **vitals: Any) -> None:
         self.roster.add(name, node_id=hash(name), role="trainer", groups=(), examples={"digits": 5})
         if vitals:
-            self.roster.note_status(name, Status(state="online", boot_id="b", session_no=1))
-            self.roster.note_heartbeat(name, Heartbeat(seq=1, session_no=1, uptime_s=5.0, **vitals))
+            self.roster.record_status(name, StatusMessage(state="online", boot_id="b", session_no=1))
+            self.roster.record_heartbeat(name, Heartbeat(seq=1, session_no=1, uptime_s=5.0, **vitals))
 
     def value(self, name: str, /, **labels: str) -> float | None:
         """The sample of this name and these labels in what a scrape gets."""
-        return samples(self.metrics.text()).get((name, frozenset(labels.items())))
+        return samples(self.metrics.render()).get((name, frozenset(labels.items())))
 
 
 def samples(text: bytes) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -73,15 +74,17 @@ def site(tmp_path: Path) -> Site:
     return Site(tmp_path)
 
 
-def update(number: int, outcome: Outcome | None = None, staleness: int | None = None, **figures: Any) -> UpdateRow:
+def update(
+    number: int, outcome: UpdateStatus | None = None, staleness: int | None = None, **figures: Any
+) -> UpdateRow:
     return UpdateRow(
         assignment_id=f"a{number}", device_id="d", round=1, base_version=0, outcome=outcome, staleness=staleness,
         **figures,
     )  # fmt: skip
 
 
-def rows(*updates: UpdateRow, **more: Any) -> Rows:
-    return Rows(updates={row.assignment_id: row for row in updates}, **more)
+def rows(*updates: UpdateRow, **more: Any) -> HistoryRows:
+    return HistoryRows(updates={row.assignment_id: row for row in updates}, **more)
 
 
 def test_devices_are_counted_by_presence_and_shown_one_by_one(site: Site) -> None:
@@ -112,17 +115,19 @@ def test_a_fleet_over_the_limit_is_only_counted(tmp_path: Path) -> None:
     assert site.value("edgefl_device_temperature_celsius", device="pi-0") == 50.0
     assert site.value("edgefl_devices_without_series") == 0
     site.add("pi-2", temperature_c=50.0)
-    assert b'device="' not in site.metrics.text()
+    assert b'device="' not in site.metrics.render()
     assert site.value("edgefl_devices_without_series") == 3
     assert site.value("edgefl_devices", presence="online") == 3
 
 
 def test_an_update_counts_once_with_its_bytes_whenever_its_outcome_comes(site: Site) -> None:
-    site.meter.began(RUN)
-    site.meter.note(rows(update(1, bytes_up=10, bytes_down=20)))
+    site.meter.on_run_started(RUN)
+    site.meter.record_rows(rows(update(1, bytes_up=10, bytes_down=20)))
     assert site.value("edgefl_updates_total", outcome="used") == 0
-    site.meter.note(rows(update(1, Outcome.USED, 3, bytes_up=10, bytes_down=20)))
-    site.meter.note(rows(update(2, Outcome.USED, 0, bytes_up=1, bytes_down=2), update(3, Outcome.LOST)))
+    site.meter.record_rows(rows(update(1, UpdateStatus.USED, 3, bytes_up=10, bytes_down=20)))
+    site.meter.record_rows(
+        rows(update(2, UpdateStatus.USED, 0, bytes_up=1, bytes_down=2), update(3, UpdateStatus.LOST))
+    )
     assert site.value("edgefl_updates_total", outcome="used") == 2
     assert site.value("edgefl_updates_total", outcome="lost") == 1
     assert site.value("edgefl_uplink_bytes_total") == 11
@@ -134,15 +139,15 @@ def test_an_update_counts_once_with_its_bytes_whenever_its_outcome_comes(site: S
 def shown(site: Site, numbers: range, **how: bool) -> None:
     """A run is given work, gets updates for it, and closes a round with each."""
     for number in numbers:
-        given = DispatchRow(assignment_id=f"a{number}", device_id="d", round=1, base_version=0, dispatched_at=5.0)
+        given = AssignmentRow(assignment_id=f"a{number}", device_id="d", round=1, base_version=0, dispatched_at=5.0)
         score = EvaluationRow(
             assignment_id=f"e{number}", round=number, version=number, device_id="d", source="device", loss=1.0,
             accuracy=0.5, num_examples=9, at=5.0, bytes_up=100, bytes_down=100,
         )  # fmt: skip
-        site.meter.note(rows(update(number, bytes_up=1, bytes_down=2), dispatches=[given]), **how)
-        ended = update(number, Outcome.USED, 0, bytes_up=1, bytes_down=2)
-        closed = {"opened": {number: (5.0, 1)}, "closed": {number: (number, 6.0)}}
-        site.meter.note(rows(ended, evaluations=[score], **closed), **how)
+        site.meter.record_rows(rows(update(number, bytes_up=1, bytes_down=2), dispatches=[given]), **how)
+        ended = update(number, UpdateStatus.USED, 0, bytes_up=1, bytes_down=2)
+        closed = {"opened_rounds": {number: (5.0, 1)}, "closed_rounds": {number: (number, 6.0)}}
+        site.meter.record_rows(rows(ended, evaluations=[score], **closed), **how)
 
 
 def counted(site: Site) -> tuple[float | None, ...]:
@@ -156,41 +161,41 @@ def counted(site: Site) -> tuple[float | None, ...]:
 
 
 def test_what_a_run_is_shown_again_after_a_pause_counts_once_and_what_was_not_seen_counts_now(site: Site) -> None:
-    site.meter.began(RUN)
+    site.meter.on_run_started(RUN)
     shown(site, range(1, 3))
-    site.meter.checkpointed()
+    site.meter.on_checkpoint()
     shown(site, range(3, 5))
     before = counted(site)
-    site.meter.paused("r1")
-    shown(site, range(3, 5), is_shown_again=True)
+    site.meter.on_run_paused("r1")
+    shown(site, range(3, 5), is_replay=True)
     assert counted(site) == before == (4, 4, 4, 404, 408, 4, 4)
-    shown(site, range(5, 6), is_shown_again=True)  # its journal had it, but the pause came before it was counted
+    shown(site, range(5, 6), is_replay=True)  # its journal had it, but the pause came before it was counted
     shown(site, range(6, 7))
     assert counted(site) == (6, 6, 6, 606, 612, 6, 6)
 
 
 def test_what_another_coordinator_did_is_not_counted_and_the_run_stands_where_it_is(site: Site) -> None:
-    site.meter.began(RUN)
-    shown(site, range(1, 4), is_shown_again=True)
-    site.meter.note(rows(update(4, bytes_up=1, bytes_down=2)), is_shown_again=True)
+    site.meter.on_run_started(RUN)
+    shown(site, range(1, 4), is_replay=True)
+    site.meter.record_rows(rows(update(4, bytes_up=1, bytes_down=2)), is_replay=True)
     assert set(counted(site)) == {0}
     assert (site.value("edgefl_run_round"), site.value("edgefl_run_version")) == (3, 3)
-    site.meter.note(rows(update(4, Outcome.USED, 0, bytes_up=1, bytes_down=2)))
+    site.meter.record_rows(rows(update(4, UpdateStatus.USED, 0, bytes_up=1, bytes_down=2)))
     assert counted(site) == (0, 1, 0, 0, 0, 0, 1), "its bytes came before"
-    site.meter.paused("r1")
-    shown(site, range(1, 4), is_shown_again=True)
+    site.meter.on_run_paused("r1")
+    shown(site, range(1, 4), is_replay=True)
     assert counted(site) == (0, 1, 0, 0, 0, 0, 1)
 
 
 def test_a_round_lasts_from_its_first_assignment_to_its_close(site: Site) -> None:
-    site.meter.began(RUN)
-    given = DispatchRow(assignment_id="a1", device_id="d", round=1, base_version=0, dispatched_at=50.0)
-    site.meter.note(rows(dispatches=[given], opened={1: (50.0, 1)}))
+    site.meter.on_run_started(RUN)
+    given = AssignmentRow(assignment_id="a1", device_id="d", round=1, base_version=0, dispatched_at=50.0)
+    site.meter.record_rows(rows(dispatches=[given], opened_rounds={1: (50.0, 1)}))
     score = EvaluationRow(
         assignment_id="e", round=1, version=1, device_id="d", source="device", loss=1.0, accuracy=0.5,
         num_examples=9, at=53.0, bytes_up=5, bytes_down=6,
     )  # fmt: skip
-    site.meter.note(rows(evaluations=[score], closed={1: (1, 54.0)}, accuracy=0.5))
+    site.meter.record_rows(rows(evaluations=[score], closed_rounds={1: (1, 54.0)}, accuracy=0.5))
     assert site.value("edgefl_round_duration_seconds_sum") == 4.0
     assert site.value("edgefl_rounds_closed_total") == 1
     assert site.value("edgefl_assignments_total") == 1
@@ -201,11 +206,11 @@ def test_a_round_lasts_from_its_first_assignment_to_its_close(site: Site) -> Non
 
 
 def test_a_run_that_is_over_is_counted_and_no_longer_shown(site: Site) -> None:
-    site.meter.began(RUN)
-    site.meter.stopping("r1")
+    site.meter.on_run_started(RUN)
+    site.meter.on_run_stopping("r1")
     assert (site.value("edgefl_runs", status="running"), site.value("edgefl_runs", status="stopping")) == (0, 1)
-    site.meter.ended("r1", RunStatus.STOPPED, "by hand")
-    site.meter.ended("r0", RunStatus.QUEUED, "its devices went on")
+    site.meter.on_run_ended("r1", RunStatus.STOPPED, "by hand")
+    site.meter.on_run_ended("r0", RunStatus.QUEUED, "its devices went on")
     assert (site.value("edgefl_runs", status="queued"), site.value("edgefl_runs", status="stopping")) == (3, 0)
     assert site.value("edgefl_runs_ended_total", status="stopped") == 1
     assert site.value("edgefl_runs_ended_total", status="queued") is None
@@ -229,8 +234,8 @@ def test_the_process_and_the_house_are_measured(site: Site, tmp_path: Path) -> N
 
 def test_names_follow_the_conventions_and_no_label_grows_with_rounds_or_assignments(site: Site) -> None:
     site.add("pi-1", temperature_c=61.5)
-    site.meter.began(RUN)
-    families = [f for f in text_string_to_metric_families(site.metrics.text().decode()) if f.name[:6] == "edgefl"]
+    site.meter.on_run_started(RUN)
+    families = [f for f in text_string_to_metric_families(site.metrics.render().decode()) if f.name[:6] == "edgefl"]
     assert len(families) > 20
     for family in families:
         assert family.documentation, family.name
@@ -246,10 +251,12 @@ def test_names_follow_the_conventions_and_no_label_grows_with_rounds_or_assignme
 
 def test_every_metric_of_the_dashboard_is_exported(site: Site) -> None:
     site.add("pi-1", temperature_c=61.5, throttled="ok", battery_fraction=1.0, power_w=1.0)
-    site.meter.began(RUN)
-    site.meter.note(rows(update(1, Outcome.USED, 0), opened={1: (1.0, 1)}, closed={1: (1, 2.0)}, accuracy=0.5))
-    exported = {name for name, _ in samples(site.metrics.text())} | {"edgefl_http_responses_total"}
-    panels = grafana_dashboard()["panels"]
+    site.meter.on_run_started(RUN)
+    site.meter.record_rows(
+        rows(update(1, UpdateStatus.USED, 0), opened_rounds={1: (1.0, 1)}, closed_rounds={1: (1, 2.0)}, accuracy=0.5)
+    )
+    exported = {name for name, _ in samples(site.metrics.render())} | {"edgefl_http_responses_total"}
+    panels = load_grafana_dashboard()["panels"]
     expressions = [target["expr"] for panel in panels for target in panel["targets"]]
     named = {name for text in expressions for name in re.findall(r"\b((?:edgefl|process)_[a-z_]+)\{", text)}
     assert len(named) > 20
@@ -279,25 +286,25 @@ def test_a_scrape_of_a_thousand_devices_calls_few_functions_for_each(site: Site)
     for number in range(1, 1001):
         site.add(f"pi-{number:04}", temperature_c=50.0 + number / 100, throttled="ok", battery_fraction=0.9)
         if number in {100, 1000}:
-            calls[number] = num_calls(site.metrics.text)
-    assert site.metrics.text().count(b"\nedgefl_device_") == 5000
+            calls[number] = num_calls(site.metrics.render)
+    assert site.metrics.render().count(b"\nedgefl_device_") == 5000
     assert (calls[1000] - calls[100]) / 900 < 40, calls
 
 
 @pytest.fixture
 def coordinator(tmp_path: Path) -> Iterator[Callable[..., tuple[int, bytes]]]:
     """A real one that listens beyond loopback; gives what asks it for a path with a token."""
-    directory = init_directory(tmp_path / "c", hosts=["127.0.0.1"], fleet="lab", port=free_port())
-    directory, operator, viewer = add_access(directory)
-    options = StartOptions(host="0.0.0.0", port=directory.port, broker_port=free_port(), broker="embedded")
-    trust = pinned_context(directory.ca_cert.read_bytes())
+    directory = init_directory(tmp_path / "c", hosts=["127.0.0.1"], fleet="lab", port=find_free_port())
+    directory, operator, viewer = add_access_tokens(directory)
+    options = StartOptions(host="0.0.0.0", port=directory.port, broker_port=find_free_port(), broker="embedded")
+    trust = create_pinned_context(directory.ca_cert.read_bytes())
 
     def ask(path: str, token: str = "") -> tuple[int, bytes]:
         text = {"operator": operator, "viewer": viewer}.get(token, token)
         headers = {"Authorization": f"Bearer {text}"} if text else {}
         return request(f"127.0.0.1:{directory.port}", trust, "GET", path, headers=headers, max_bytes=10**6)
 
-    with Coordinator(directory, options, assemble):
+    with Coordinator(directory, options, build_run):
         yield ask
 
 

@@ -12,15 +12,15 @@ import pytest
 from webhook_receiver import Receiver
 
 from edgefl.coordinator.monitoring.webhook import (
-    LEAVE_WITHIN_S,
-    MAX_WAITING,
-    Hook,
-    RejectedError,
+    FLUSH_TIMEOUT_S,
+    MAX_QUEUED,
+    WebhookConfig,
+    WebhookRejectedError,
     WebhookSender,
-    post,
+    send_alert,
 )
-from edgefl.errors import NetworkError
-from edgefl.local_fleet import free_port
+from edgefl.core.errors import NetworkError
+from edgefl.simulation.local_fleet import find_free_port
 
 
 @pytest.fixture
@@ -35,15 +35,15 @@ def message(number: int) -> dict[str, object]:
 
 @pytest.fixture
 def sender(receiver: Receiver) -> Iterator[WebhookSender]:
-    made = WebhookSender(Hook(url=receiver.url), first_pause_s=0.02)
+    made = WebhookSender(WebhookConfig(url=receiver.url), initial_backoff_s=0.02)
     made.start()
     yield made
     made.stop()
 
 
 def test_a_body_is_signed_with_the_secret_and_only_then(receiver: Receiver) -> None:
-    post(Hook(url=receiver.url, secret="key"), {"text": "grüße"})
-    post(Hook(url=receiver.url), {"text": "x"})
+    send_alert(WebhookConfig(url=receiver.url, secret="key"), {"text": "grüße"})
+    send_alert(WebhookConfig(url=receiver.url), {"text": "x"})
     (signed, body), (plain, _) = receiver.requests
     assert signed["X-Edgefl-Signature"] == "sha256=" + hmac.new(b"key", body, hashlib.sha256).hexdigest()
     assert (signed["Content-Type"], "grüße" in body.decode()) == ("application/json", True)
@@ -54,13 +54,13 @@ def test_what_fails_is_tried_again_in_order_until_it_arrives(receiver: Receiver,
     receiver.answers = [503, 429, 500, 200, 200]
     sender.send(message(1))
     sender.send(message(2))
-    receiver.wait(lambda: sender.num_waiting == 0)
+    receiver.wait(lambda: sender.num_queued == 0)
     assert [body["subject"] for body in receiver.bodies] == ["1", "1", "1", "1", "2"]
 
 
 def test_a_receiver_that_comes_up_later_gets_what_waited() -> None:
-    port = free_port()
-    sender = WebhookSender(Hook(url=f"http://127.0.0.1:{port}/"), first_pause_s=0.02)
+    port = find_free_port()
+    sender = WebhookSender(WebhookConfig(url=f"http://127.0.0.1:{port}/"), initial_backoff_s=0.02)
     sender.start()
     sender.send(message(1))
     with socket.create_server(("127.0.0.1", port)) as server:
@@ -70,7 +70,7 @@ def test_a_receiver_that_comes_up_later_gets_what_waited() -> None:
             connection.recv(65536)
             connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
     sender.stop()
-    assert sender.num_waiting == 0
+    assert sender.num_queued == 0
 
 
 @pytest.mark.parametrize("status", [400, 404, 302])
@@ -80,43 +80,43 @@ def test_an_answer_that_will_not_change_is_not_asked_for_again(
     receiver.answers = [status]
     sender.send(message(1))
     sender.send(message(2))
-    receiver.wait(lambda: sender.num_waiting == 0)
+    receiver.wait(lambda: sender.num_queued == 0)
     assert [body["subject"] for body in receiver.bodies] == ["1", "2"]
 
 
 def test_the_kinds_of_failure_are_told_apart(receiver: Receiver) -> None:
     receiver.answers = [404, 503]
-    with pytest.raises(RejectedError, match="answered 404"):
-        post(Hook(url=receiver.url), {})
+    with pytest.raises(WebhookRejectedError, match="answered 404"):
+        send_alert(WebhookConfig(url=receiver.url), {})
     with pytest.raises(NetworkError, match="answered 503") as later:
-        post(Hook(url=receiver.url), {})
-    assert not isinstance(later.value, RejectedError)
+        send_alert(WebhookConfig(url=receiver.url), {})
+    assert not isinstance(later.value, WebhookRejectedError)
     with pytest.raises(NetworkError, match="cannot be reached"):
-        post(Hook(url="http://127.0.0.1:9/secret"), {})
+        send_alert(WebhookConfig(url="http://127.0.0.1:9/secret"), {})
 
 
 def test_nobody_waits_for_a_receiver_that_does_not_answer(receiver: Receiver) -> None:
     receiver.hold.clear()
-    sender = WebhookSender(Hook(url=receiver.url))
+    sender = WebhookSender(WebhookConfig(url=receiver.url))
     sender.start()
     began_s = time.monotonic()
-    for number in range(MAX_WAITING + 5):
+    for number in range(MAX_QUEUED + 5):
         sender.send(message(number))
     assert time.monotonic() - began_s < 10, "the receiver holds the first one for twenty"
-    assert sender.num_waiting == MAX_WAITING
+    assert sender.num_queued == MAX_QUEUED
     receiver.hold.set()
     sender.stop()
-    assert time.monotonic() - began_s < LEAVE_WITHIN_S + 15
+    assert time.monotonic() - began_s < FLUSH_TIMEOUT_S + 15
 
 
 def test_what_waits_at_the_end_is_tried_once_more(receiver: Receiver, caplog: pytest.LogCaptureFixture) -> None:
     receiver.answers = [503]
-    sender = WebhookSender(Hook(url=receiver.url), first_pause_s=60)
+    sender = WebhookSender(WebhookConfig(url=receiver.url), initial_backoff_s=60)
     sender.start()
     sender.send(message(1))
     receiver.wait(lambda: "an alert is tried again" in caplog.text)
     sender.stop()
-    assert (len(receiver.requests), sender.num_waiting) == (2, 0)
+    assert (len(receiver.requests), sender.num_queued) == (2, 0)
     assert "webhook" not in {thread.name for thread in threading.enumerate()}
 
 
@@ -126,7 +126,7 @@ def test_the_url_and_the_secret_are_never_logged(
     caplog.set_level(logging.DEBUG)
     receiver.answers = [503, 404]
     sender.send(message(1))
-    receiver.wait(lambda: sender.num_waiting == 0)
+    receiver.wait(lambda: sender.num_queued == 0)
     assert "answered 503" in caplog.text
     assert "very-secret" not in caplog.text
-    assert "very-secret" not in repr(Hook(url=receiver.url, secret="very-secret"))
+    assert "very-secret" not in repr(WebhookConfig(url=receiver.url, secret="very-secret"))

@@ -10,14 +10,14 @@ from typing import Any, NoReturn
 import pytest
 from small_fleet import SmallFleet, eventually, settled
 
-from edgefl.config import ConfigError, parse_run
 from edgefl.coordinator.directory import CoordinatorDirectory, init_directory
-from edgefl.coordinator.rollouts import rollout_thread, telling
-from edgefl.coordinator.rollouts.deployment_wishes import DeploymentWish
-from edgefl.coordinator.rollouts.deployments import Deployments
-from edgefl.errors import EdgeflError, NotFoundError, StoreBusyError, StoreFullError, TaskError, UsageError
-from edgefl.protocol import EVALUATOR_NAME, Command, Heartbeat, Status
-from edgefl.storage.records import CheckpointRow
+from edgefl.coordinator.rollouts import controller, notifications
+from edgefl.coordinator.rollouts.deployment_requests import DeploymentRequest
+from edgefl.coordinator.rollouts.deployments import DeploymentService
+from edgefl.core.config import ConfigError, parse_run
+from edgefl.core.errors import EdgeflError, NotFoundError, StoreBusyError, StoreFullError, TaskError, UsageError
+from edgefl.core.protocol import EVALUATOR_NAME, Command, Heartbeat, StatusMessage
+from edgefl.storage.repositories.records import SavedModelRow
 from edgefl.storage.store import Store
 
 MODEL = "ab" * 32
@@ -35,15 +35,15 @@ class Fleet:
         self.exported: list[tuple[str, Mapping[str, Any], Path]] = []
         self.export_fails: Exception | None = None
         self.fatal: list[EdgeflError] = []
-        self.running: list[Deployments] = []
+        self.running: list[DeploymentService] = []
         self._seq = 0
         config = parse_run({"run": {"task": "digits", "local_test_fraction": 0.3}, "task": {"model": "logistic"}})
         self.store.add_run(
             run_id="r1", name="first", task="digits", strategy="fedavg", config=config.to_json(), seed=7,
             submitted_at=1.0,
         )  # fmt: skip
-        row = CheckpointRow(version=1, round=1, last_record=1, sha256=MODEL, bytes_file=1, at=1.0, accuracy=0.5)
-        self.store.record_checkpoint("r1", row)
+        row = SavedModelRow(version=1, round=1, last_record=1, sha256=MODEL, bytes_file=1, at=1.0, accuracy=0.5)
+        self.store.record_saved_model("r1", row)
 
     def add(self, name: str, *, tasks: tuple[str, ...] = ("digits",), is_online: bool = True) -> None:
         self.roster.add(name, node_id=hash(name), role="trainer", groups=(), examples=dict.fromkeys(tasks, 5))
@@ -51,19 +51,19 @@ class Fleet:
             self.online(name)
 
     def online(self, name: str) -> None:
-        self.roster.note_status(name, Status(state="online", boot_id=f"boot of {name}", session_no=1))
+        self.roster.record_status(name, StatusMessage(state="online", boot_id=f"boot of {name}", session_no=1))
         self.say(name)
 
-    def start(self) -> Deployments:
-        made = Deployments(
-            store=self.store, roster=self.roster, directory=self.directory, commander=self, export=self.export,
+    def start(self) -> DeploymentService:
+        made = DeploymentService(
+            store=self.store, registry=self.roster, directory=self.directory, command_sender=self, export=self.export,
             on_fatal=self.fatal.append,
         )  # fmt: skip
         self.running.append(made)
         made.start()
         return made
 
-    def command(self, device_id: str, command: Command) -> None:
+    def send_command(self, device_id: str, command: Command) -> None:
         self.commands.append((device_id, command.kind, command.argument))
         self.ids.append(command.id)
 
@@ -80,12 +80,12 @@ class Fleet:
         self._seq += 1
         told = {"id": deployment, "state": state, "runs": runs, **more} if state else None
         heartbeat = Heartbeat(seq=self._seq, session_no=1, uptime_s=1.0, deployment=told)
-        self.roster.note_heartbeat(name, heartbeat)
+        self.roster.record_heartbeat(name, heartbeat)
         for deployments in self.running:
-            deployments.heard(name, heartbeat)
+            deployments.on_heartbeat(name, heartbeat)
 
     def stages(self, deployment: str) -> dict[str, str]:
-        return {row.device_id: str(row.state) for row in self.store.deployment_devices(deployment)}
+        return {row.device_id: str(row.state) for row in self.store.list_deployment_devices(deployment)}
 
     def heard(self, name: str, kind: str = "deploy") -> int:
         return sum(command[:2] == (name, kind) for command in self.commands)
@@ -98,15 +98,15 @@ class Fleet:
 
 @pytest.fixture
 def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
-    monkeypatch.setattr(rollout_thread, "TICK_S", 0.02)
+    monkeypatch.setattr(controller, "POLL_INTERVAL_S", 0.02)
     made = Fleet(tmp_path / "coordinator")
     yield made
     made.close()
     assert made.fatal == []
 
 
-def wish(**changes: Any) -> DeploymentWish:
-    return DeploymentWish(**{"model": "r1", **changes})
+def wish(**changes: Any) -> DeploymentRequest:
+    return DeploymentRequest(**{"model": "r1", **changes})
 
 
 def test_devices_with_data_for_the_task_are_told_and_nobody_else(fleet: Fleet) -> None:
@@ -127,7 +127,7 @@ def test_devices_with_data_for_the_task_are_told_and_nobody_else(fleet: Fleet) -
     )
     offer = deployments.offer(record.deployment_id, "a")
     assert (offer["model"], offer["bytes"], offer["test_fraction"]) == (MODEL, 7, 0.3)
-    assert deployments.file(record.deployment_id, "a").read_bytes() == b"a model"
+    assert deployments.get_file(record.deployment_id, "a").read_bytes() == b"a model"
     for name in ("other", "nobody"):
         with pytest.raises(NotFoundError, match="is not for"):
             deployments.offer(record.deployment_id, name)
@@ -141,8 +141,8 @@ def test_what_a_device_reports_is_kept_and_ends_the_deployment(fleet: Fleet) -> 
     name = record.deployment_id
     fleet.say("a", "running", name, name, accuracy=0.9, former_accuracy=0.8, num_examples=12)
     fleet.say("b", "refused", name, None, accuracy=0.1, reason="worse\0")
-    eventually(lambda: str(fleet.store.deployment(name).status) == "done")
-    a, b = fleet.store.deployment_devices(name)
+    eventually(lambda: str(fleet.store.get_deployment(name).status) == "done")
+    a, b = fleet.store.list_deployment_devices(name)
     assert (str(a.state), a.accuracy, a.former_accuracy, a.num_examples) == ("running", 0.9, 0.8, 12)
     assert (str(b.state), b.reason) == ("refused", "worse")
 
@@ -163,7 +163,7 @@ def test_a_report_that_makes_no_sense_changes_nothing(fleet: Fleet) -> None:
     assert fleet.stages(name) == {"a": "told"}
     fleet.say("a", "running", name, name, accuracy="high", num_examples=True)
     eventually(lambda: fleet.stages(name)["a"] == "running")
-    (row,) = fleet.store.deployment_devices(name)
+    (row,) = fleet.store.list_deployment_devices(name)
     assert (row.accuracy, row.num_examples) == (None, None)
 
 
@@ -171,14 +171,14 @@ def test_a_device_is_told_when_its_subscriptions_stand_and_again_unless_it_is_at
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fleet.add("a", is_online=False)
-    fleet.roster.note_status("a", Status(state="online", boot_id="b", session_no=1))
+    fleet.roster.record_status("a", StatusMessage(state="online", boot_id="b", session_no=1))
     fleet.add("busy")
     name = fleet.start().submit(wish()).deployment_id
     eventually(lambda: fleet.heard("busy"))
     fleet.say("busy", "fetching", name)
     settled(fleet.running[-1])
     assert (fleet.heard("a"), fleet.heard("busy")) == (0, 1)
-    monkeypatch.setattr(telling, "TELL_AGAIN_S", 0.0)
+    monkeypatch.setattr(notifications, "RESEND_AFTER_S", 0.0)
     fleet.say("a")
     eventually(lambda: fleet.heard("a") > 1)
     assert (fleet.heard("busy"), len(set(fleet.ids))) == (1, len(fleet.ids))
@@ -199,7 +199,7 @@ def test_a_failed_canary_sends_the_others_back_until_they_say_so(fleet: Fleet) -
     fleet.say("a", "running", name, name)
     fleet.say("b", "failed", name, None, reason="no room")
     eventually(lambda: fleet.heard("a", "rollback"))
-    assert fleet.store.deployment(name).reason == "canary b: no room"
+    assert fleet.store.get_deployment(name).reason == "canary b: no room"
     assert fleet.stages(name) == {"a": "reverting", "b": "failed", "c": "superseded"}
     with pytest.raises(NotFoundError):
         fleet.running[0].offer(name, "a")
@@ -217,11 +217,11 @@ def test_a_coordinator_that_starts_again_goes_on_where_it_was(fleet: Fleet, stag
     first.stop()
     name = record.deployment_id
     if stage == "preparing":
-        fleet.store.set_deployment(name, status="preparing", onnx_sha256=None)
-        fleet.store.set_deployment_devices(name, {"a": {"state": "held"}})
+        fleet.store.update_deployment(name, status="preparing", onnx_sha256=None)
+        fleet.store.update_deployment_devices(name, {"a": {"state": "held"}})
     elif stage == "reverting":
-        fleet.store.set_deployment(name, status="failed")
-        fleet.store.set_deployment_devices(name, {"a": {"state": "reverting"}})
+        fleet.store.update_deployment(name, status="failed")
+        fleet.store.update_deployment_devices(name, {"a": {"state": "reverting"}})
     fleet.commands.clear()
     fleet.start()
     eventually(lambda: fleet.commands)
@@ -235,8 +235,8 @@ def test_a_model_that_cannot_be_exported_fails_the_deployment_and_tells_nobody(
     fleet.add("a")
     fleet.export_fails = error
     record = fleet.start().submit(wish())
-    eventually(lambda: str(fleet.store.deployment(record.deployment_id).status) == "failed")
-    assert fleet.store.deployment(record.deployment_id).reason == f"the model cannot be exported: {error}"
+    eventually(lambda: str(fleet.store.get_deployment(record.deployment_id).status) == "failed")
+    assert fleet.store.get_deployment(record.deployment_id).reason == f"the model cannot be exported: {error}"
     assert fleet.commands == []
 
 
@@ -262,8 +262,8 @@ def test_a_device_that_gets_data_for_a_newer_model_is_told_of_it_when_it_has_ans
     fleet.store.add_run(
         run_id="r2", name="second", task="mnist", strategy="fedavg", config=config.to_json(), seed=7, submitted_at=2.0
     )
-    row = CheckpointRow(version=1, round=1, last_record=1, sha256="cd" * 32, bytes_file=1, at=1.0, accuracy=0.5)
-    fleet.store.record_checkpoint("r2", row)
+    row = SavedModelRow(version=1, round=1, last_record=1, sha256="cd" * 32, bytes_file=1, at=1.0, accuracy=0.5)
+    fleet.store.record_saved_model("r2", row)
     fleet.add("a")
     fleet.add("b", tasks=("mnist",))
     deployments = fleet.start()
@@ -303,7 +303,7 @@ def test_what_cannot_be_deployed_is_one_line(
     with pytest.raises(kind) as caught:
         fleet.start().submit(wish(**changes))
     assert str(caught.value).startswith(expected)
-    assert fleet.store.deployments() == []
+    assert fleet.store.list_deployments() == []
 
 
 def test_a_model_is_found_by_whatever_shows_it(fleet: Fleet) -> None:
@@ -316,13 +316,13 @@ def test_a_model_is_found_by_whatever_shows_it(fleet: Fleet) -> None:
 def test_a_finished_run_deploys_its_model_only_if_it_asks_for_it(fleet: Fleet) -> None:
     fleet.add("a")
     deployments = fleet.start()
-    deployments.after_run("r1", parse_run({"run": {"task": "digits"}}))
-    assert fleet.store.deployments() == []
+    deployments.on_run_finished("r1", parse_run({"run": {"task": "digits"}}))
+    assert fleet.store.list_deployments() == []
     asking = {"run": {"task": "digits"}, "models": {"auto_deploy": True, "canary": 1}}
-    deployments.after_run("r1", parse_run(asking))
-    (record,) = fleet.store.deployments()
+    deployments.on_run_finished("r1", parse_run(asking))
+    (record,) = fleet.store.list_deployments()
     assert (record.run_id, record.canary) == ("r1", 1)
-    deployments.after_run(
+    deployments.on_run_finished(
         "gone", parse_run(asking)
     )  # what hinders it is an event, and the run has finished all the same
 
@@ -332,8 +332,8 @@ def test_nobody_waits_for_a_canary_that_was_taken_out_of_the_fleet(fleet: Fleet)
     record = fleet.start().submit(wish(canary=1))
     eventually(lambda: fleet.heard("a"))
     fleet.roster.remove("a")
-    eventually(lambda: str(fleet.store.deployment(record.deployment_id).status) == "failed")
-    assert fleet.store.deployment(record.deployment_id).reason == "canary a: it was taken out of the fleet"
+    eventually(lambda: str(fleet.store.get_deployment(record.deployment_id).status) == "failed")
+    assert fleet.store.get_deployment(record.deployment_id).reason == "canary a: it was taken out of the fleet"
 
 
 @pytest.mark.parametrize("error", [StoreFullError("no room"), StoreBusyError("in use"), ZeroDivisionError("odd")])
@@ -344,9 +344,9 @@ def test_a_report_outlasts_what_hinders_that_it_is_kept(
         fleet.add(name)
     made = fleet.start().submit(wish()).deployment_id
     eventually(lambda: len(fleet.commands) == 2)
-    known, errors = fleet.store.device_deployments, [error]
+    known, errors = fleet.store.list_device_deployments, [error]
     monkeypatch.setattr(
-        fleet.store, "device_deployments", lambda name: _raise(errors.pop()) if errors else known(name)
+        fleet.store, "list_device_deployments", lambda name: _raise(errors.pop()) if errors else known(name)
     )
     fleet.say("pi-1", "running", made)
     fleet.say("pi-2", "running", made)

@@ -13,10 +13,10 @@ from small_fleet import SmallFleet, eventually, settled
 from wheel_files import Signer, make_wheel, stand_in
 
 from edgefl import __version__
-from edgefl.coordinator.rollouts import bundle_files, rollout_thread, telling
-from edgefl.coordinator.rollouts.bundle_files import BundleFiles
-from edgefl.coordinator.rollouts.installations import OLDER, Installations, InstallationWish
-from edgefl.errors import (
+from edgefl.coordinator.rollouts import bundle_store, controller, notifications
+from edgefl.coordinator.rollouts.bundle_store import BundleStore
+from edgefl.coordinator.rollouts.installations import OUTDATED_AGENT_REASON, InstallationRequest, InstallationService
+from edgefl.core.errors import (
     BundleError,
     ConfigError,
     EdgeflError,
@@ -25,8 +25,8 @@ from edgefl.errors import (
     UsageError,
     VersionError,
 )
-from edgefl.protocol import EVALUATOR_NAME, Capabilities, Command, Heartbeat, Status
-from edgefl.storage.news import events_after
+from edgefl.core.protocol import EVALUATOR_NAME, Capabilities, Command, Heartbeat, StatusMessage
+from edgefl.storage.queries.changes import list_events_after
 from edgefl.storage.store import Store
 
 ABLE = {"installs": {"able": True, "slot": "a", "signers": [], "packs": {}}}
@@ -41,18 +41,18 @@ class Fleet:
         self.root, self.signer = root, Signer(root)
         self.store = Store.open(root / "edgefl.db")
         self.roster = SmallFleet(clock=time.monotonic).roster
-        self.files = BundleFiles(root / "bundles")
+        self.files = BundleStore(root / "bundles")
         self.commands: list[tuple[str, str, str | None]] = []
         self.fatal: list[EdgeflError] = []
-        self.running: list[Installations] = []
+        self.running: list[InstallationService] = []
         self._seq, self.session_no = 0, 1
         self.release = self.bring(self.signer.bundle(root / "r", stand_in(root, NEXT), version=NEXT))
 
     def bring(self, path: Path) -> str:
-        upload = self.files.begin()
+        upload = self.files.start_upload()
         try:
             upload.write(path.read_bytes())
-            return upload.finish().sha256
+            return upload.complete().sha256
         finally:
             upload.close()
 
@@ -68,39 +68,43 @@ class Fleet:
 
     def online(self, name: str, facts: Any = ABLE, *, session: int = 1) -> None:
         self.session_no = session
-        self.roster.note_status(name, Status(state="online", boot_id=f"boot of {name}", session_no=session))
-        self.roster.note_capabilities(name, Capabilities(facts=facts))
+        self.roster.record_status(name, StatusMessage(state="online", boot_id=f"boot of {name}", session_no=session))
+        self.roster.record_capabilities(name, Capabilities(facts=facts))
         self.say(name)
 
-    def start(self) -> Installations:
-        made = Installations(
-            store=self.store, roster=self.roster, files=self.files, commander=self, on_fatal=self.fatal.append
+    def start(self) -> InstallationService:
+        made = InstallationService(
+            store=self.store,
+            registry=self.roster,
+            bundle_store=self.files,
+            command_sender=self,
+            on_fatal=self.fatal.append,
         )
         self.running.append(made)
         made.start()
         return made
 
-    def command(self, device_id: str, command: Command) -> None:
+    def send_command(self, device_id: str, command: Command) -> None:
         self.commands.append((device_id, command.kind, command.argument))
 
     def say(self, name: str, state: str | None = None, installation: str = "", reason: str | None = None) -> None:
         self._seq += 1
         told = {"id": installation, "state": state, "reason": reason} if state else None
         heartbeat = Heartbeat(seq=self._seq, session_no=self.session_no, uptime_s=1.0, installation=told)
-        self.roster.note_heartbeat(name, heartbeat)
+        self.roster.record_heartbeat(name, heartbeat)
         for one in self.running:
-            one.heard(name, heartbeat)
+            one.on_heartbeat(name, heartbeat)
 
     def stages(self, installation: str) -> dict[str, str]:
-        return {row.device_id: str(row.state) for row in self.store.installation_devices(installation)}
+        return {row.device_id: str(row.state) for row in self.store.list_installation_devices(installation)}
 
     def status(self, installation: str) -> str:
-        return str(self.store.installation(installation).status)
+        return str(self.store.get_installation(installation).status)
 
     def events(self) -> list[tuple[str, str | None]]:
         return [
             (row["kind"], row["device_id"])
-            for row in events_after(self.store, 0, limit=100)
+            for row in list_events_after(self.store, 0, limit=100)
             if row["kind"].startswith("update")
         ]
 
@@ -112,14 +116,14 @@ class Fleet:
 
 @pytest.fixture
 def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
-    monkeypatch.setattr(rollout_thread, "TICK_S", 0.02)
+    monkeypatch.setattr(controller, "POLL_INTERVAL_S", 0.02)
     made = Fleet(tmp_path)
     yield made
     made.close()
 
 
-def submit(fleet: Fleet, installations: Installations, **wish: Any) -> str:
-    record, _ = installations.submit(InstallationWish(**{"version": NEXT, **wish}))
+def submit(fleet: Fleet, installations: InstallationService, **wish: Any) -> str:
+    record, _ = installations.submit(InstallationRequest(**{"version": NEXT, **wish}))
     return record.installation_id
 
 
@@ -140,7 +144,7 @@ def test_every_board_that_can_be_updated_is_told_and_what_it_says_is_kept(fleet:
         ("update-rolled-back", "pi-2"),
         ("updated", "pi-1"),
     ]
-    row = fleet.store.installation_devices(made)[1]
+    row = fleet.store.list_installation_devices(made)[1]
     assert row.reason == "its agent did not come up"
 
 
@@ -154,7 +158,7 @@ def test_the_rest_follows_when_the_canaries_run_it_and_is_never_told_when_one_fa
     eventually(lambda: fleet.status(made) == "failed")
     assert sorted(fleet.stages(made).values()) == ["refused", "superseded", "superseded"]
     assert len(fleet.commands) == 1
-    assert fleet.store.installation(made).reason == f"canary {canary}: not signed by anybody"
+    assert fleet.store.get_installation(made).reason == f"canary {canary}: not signed by anybody"
     again = submit(fleet, installations, canary=1)
     fleet.say(eventually(lambda: [device for device, _, _ in fleet.commands[1:]])[0], "running", again)
     eventually(lambda: {device for device, _, name in fleet.commands if name == again} == {"pi-1", "pi-2", "pi-3"})
@@ -166,7 +170,7 @@ def test_a_canary_that_keeps_what_it_runs_is_not_taken_back_when_another_is_sile
     made = submit(fleet, fleet.start(), canary=2)
     fleet.say("pi-1", "running", made)
     eventually(lambda: fleet.stages(made)["pi-1"] == "running")
-    fleet.store.set_installation(made, canary_until=0.0)
+    fleet.store.update_installation(made, canary_until=0.0)
     eventually(lambda: fleet.status(made) == "failed")
     assert fleet.stages(made) == {"pi-1": "running", "pi-2": "superseded"}
     fleet.say("pi-2", "running", made)  # it was slow, and is believed
@@ -179,8 +183,8 @@ def test_boards_that_cannot_be_updated_are_left_out_with_their_reason(fleet: Fle
     fleet.add("old", {})
     fleet.add(EVALUATOR_NAME)
     installations = fleet.start()
-    record, left_out = installations.submit(InstallationWish(version=NEXT))
-    assert left_out == {"laptop": "installed by hand", "old": OLDER}
+    record, left_out = installations.submit(InstallationRequest(version=NEXT))
+    assert left_out == {"laptop": "installed by hand", "old": OUTDATED_AGENT_REASON}
     assert set(fleet.stages(record.installation_id)) == {"pi-1"}
     with pytest.raises(UsageError, match="laptop cannot be updated from here: installed by hand"):
         submit(fleet, installations, devices=("laptop", "pi-1"))
@@ -190,7 +194,7 @@ def test_boards_that_cannot_be_updated_are_left_out_with_their_reason(fleet: Fle
 
 def test_a_board_that_is_away_is_told_when_it_comes(fleet: Fleet) -> None:
     fleet.add("pi-1")
-    fleet.roster.note_status("pi-1", Status(state="offline", boot_id="boot of pi-1", session_no=1))
+    fleet.roster.record_status("pi-1", StatusMessage(state="offline", boot_id="boot of pi-1", session_no=1))
     made = submit(fleet, fleet.start())
     settled(fleet.running[-1])
     assert not fleet.commands
@@ -223,7 +227,7 @@ def test_a_newer_installation_of_the_same_name_takes_the_place_of_one_that_waits
 def test_a_board_is_told_of_its_oldest_installation_and_of_the_next_when_it_has_answered(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(telling, "TELL_AGAIN_S", 0.05)
+    monkeypatch.setattr(notifications, "RESEND_AFTER_S", 0.05)
     fleet.add("pi-1")
     fleet.add("pi-2")
     installations = fleet.start()
@@ -246,21 +250,21 @@ def test_a_canary_s_time_begins_when_the_board_is_done_with_an_older_installatio
     second = submit(fleet, installations, version=None, bundle=pack, canary=1, canary_s=60.0)
 
     def until() -> float | None:
-        return fleet.store.installation(second).canary_until
+        return fleet.store.get_installation(second).canary_until
 
     eventually(lambda: until() is None)
     settled(installations)
     assert (until(), fleet.stages(second)["pi-1"]) == (None, "told")
-    fleet.roster.note_status("pi-1", Status(state="offline", boot_id="boot of pi-1", session_no=1))
+    fleet.roster.record_status("pi-1", StatusMessage(state="offline", boot_id="boot of pi-1", session_no=1))
     eventually(lambda: until() is not None)
     fleet.online("pi-1", session=2)
     eventually(lambda: until() is None)
     fleet.say("pi-1", "running", first)
     eventually(lambda: ("pi-1", "install", second) in fleet.commands)
     eventually(lambda: until() is not None)
-    fleet.store.set_installation(second, canary_until=0.0)
+    fleet.store.update_installation(second, canary_until=0.0)
     eventually(lambda: fleet.status(second) == "failed")
-    assert fleet.store.installation(second).reason == "canary pi-1 did not report within 60 s"
+    assert fleet.store.get_installation(second).reason == "canary pi-1 did not report within 60 s"
 
 
 def test_only_the_devices_of_an_installation_may_fetch_its_bundle(fleet: Fleet) -> None:
@@ -270,13 +274,13 @@ def test_only_the_devices_of_an_installation_may_fetch_its_bundle(fleet: Fleet) 
     made = submit(fleet, installations, devices=("pi-1",))
     offer = installations.offer(made, "pi-1")
     assert (offer["sha256"], offer["version"]) == (fleet.release, NEXT)
-    assert installations.file(made, "pi-1").stat().st_size == offer["bytes"]
+    assert installations.get_file(made, "pi-1").stat().st_size == offer["bytes"]
     for name, installation in (("pi-2", made), ("pi-1", "other")):
         with pytest.raises(NotFoundError):
             installations.offer(installation, name)
-    fleet.files.path(fleet.release).unlink()
+    fleet.files.get_path(fleet.release).unlink()
     with pytest.raises(NotFoundError, match="has the bundle no more"):
-        installations.file(made, "pi-1")
+        installations.get_file(made, "pi-1")
 
 
 def test_a_release_that_was_never_brought_or_cannot_be_talked_to_is_refused(fleet: Fleet) -> None:
@@ -294,7 +298,7 @@ def test_an_upload_that_is_no_bundle_or_too_large_leaves_nothing(fleet: Fleet, t
     before = sorted(fleet.files.folder.iterdir())
     with pytest.raises(BundleError, match="this is no bundle"):
         fleet.bring(tmp_path / "x")
-    fleet.files = BundleFiles(fleet.files.folder, max_bytes=100)
+    fleet.files = BundleStore(fleet.files.folder, max_bytes=100)
     with pytest.raises(BundleError, match="the bundle has more than 100 bytes"):
         fleet.bring(tmp_path / "r")
     assert sorted(fleet.files.folder.iterdir()) == before
@@ -302,13 +306,13 @@ def test_an_upload_that_is_no_bundle_or_too_large_leaves_nothing(fleet: Fleet, t
 
 def test_old_bundles_go_unless_they_are_on_their_way(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     fleet.add("pi-1")
-    monkeypatch.setattr(bundle_files, "KEPT_BUNDLES", 1)
+    monkeypatch.setattr(bundle_store, "MAX_BUNDLES", 1)
     installations = fleet.start()
     submit(fleet, installations)
     made = [fleet.pack(name) for name in ("gulls", "terns")]
-    os.utime(fleet.files.path(made[0]), (1.0, 1.0))
+    os.utime(fleet.files.get_path(made[0]), (1.0, 1.0))
     submit(fleet, installations, version=None, bundle=made[1])
-    assert {one.sha256 for one in fleet.files.kept()} == {fleet.release, made[1]}
+    assert {one.sha256 for one in fleet.files.list_bundles()} == {fleet.release, made[1]}
 
 
 @pytest.mark.parametrize(
@@ -316,7 +320,7 @@ def test_old_bundles_go_unless_they_are_on_their_way(fleet: Fleet, monkeypatch: 
 )
 def test_a_wish_that_makes_no_sense_is_refused(wish: Any) -> None:
     with pytest.raises(ConfigError):
-        InstallationWish(**wish)
+        InstallationRequest(**wish)
 
 
 def test_a_device_that_says_nonsense_changes_nothing(fleet: Fleet) -> None:
@@ -336,8 +340,12 @@ def test_what_one_board_says_wrong_does_not_hide_what_another_says(fleet: Fleet)
     made = submit(fleet, first)
     first.stop()
     fleet.running.clear()
-    again = Installations(
-        store=fleet.store, roster=fleet.roster, files=fleet.files, commander=fleet, on_fatal=fleet.fatal.append
+    again = InstallationService(
+        store=fleet.store,
+        registry=fleet.roster,
+        bundle_store=fleet.files,
+        command_sender=fleet,
+        on_fatal=fleet.fatal.append,
     )
     fleet.running.append(again)
     fleet.say("pi-1", ["x"], made)  # type: ignore[arg-type]
@@ -349,7 +357,7 @@ def test_what_one_board_says_wrong_does_not_hide_what_another_says(fleet: Fleet)
 def test_nobody_waits_for_a_board_that_was_taken_out_of_the_fleet(fleet: Fleet) -> None:
     fleet.add("pi-1")
     fleet.add("pi-2", is_online=False)
-    fleet.roster.note_capabilities("pi-2", Capabilities(facts=ABLE))
+    fleet.roster.record_capabilities("pi-2", Capabilities(facts=ABLE))
     made = submit(fleet, fleet.start())
     fleet.say("pi-1", "running", made)
     eventually(lambda: fleet.stages(made)["pi-1"] == "running")
@@ -357,14 +365,14 @@ def test_nobody_waits_for_a_board_that_was_taken_out_of_the_fleet(fleet: Fleet) 
     fleet.roster.remove("pi-2")
     eventually(lambda: fleet.status(made) == "done")
     assert fleet.stages(made)["pi-2"] == "failed"
-    assert fleet.store.installation_devices(made)[1].reason == "it was taken out of the fleet"
-    assert not fleet.store.open_installations()
+    assert fleet.store.list_installation_devices(made)[1].reason == "it was taken out of the fleet"
+    assert not fleet.store.list_open_installations()
 
 
 def test_a_bundle_that_is_damaged_on_the_disk_does_not_hide_the_others(fleet: Fleet) -> None:
     (fleet.files.folder / f"{'0' * 64}.bundle").write_bytes(bytes(5000))
-    assert [one.sha256 for one in fleet.files.kept()] == [fleet.release]
-    assert fleet.files.release(NEXT).sha256 == fleet.release
+    assert [one.sha256 for one in fleet.files.list_bundles()] == [fleet.release]
+    assert fleet.files.find_release(NEXT).sha256 == fleet.release
 
 
 def test_a_report_outlasts_what_hinders_that_it_is_kept(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,9 +380,9 @@ def test_a_report_outlasts_what_hinders_that_it_is_kept(fleet: Fleet, monkeypatc
         fleet.add(name)
     made = submit(fleet, fleet.start())
     eventually(lambda: len(fleet.commands) == 2)
-    known, errors = fleet.store.device_installations, [StoreBusyError("in use"), ZeroDivisionError("odd")]
+    known, errors = fleet.store.list_device_installations, [StoreBusyError("in use"), ZeroDivisionError("odd")]
     monkeypatch.setattr(
-        fleet.store, "device_installations", lambda name: _raise(errors.pop()) if errors else known(name)
+        fleet.store, "list_device_installations", lambda name: _raise(errors.pop()) if errors else known(name)
     )
     fleet.say("pi-1", "running", made)
     fleet.say("pi-2", "running", made)

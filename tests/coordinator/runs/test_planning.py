@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from edgefl.assembly import assemble
-from edgefl.config import parse_run
-from edgefl.coordinator.fleet.presence import Presence
-from edgefl.coordinator.fleet.roster import Roster
+from edgefl.coordinator.fleet.presence import PresenceTracker
+from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.runs.planning import plan_run
-from edgefl.protocol import Capabilities, Status
-from edgefl.storage.records import UpdateRow
+from edgefl.core.config import parse_run
+from edgefl.core.protocol import Capabilities, StatusMessage
+from edgefl.core.types import Json, UpdateStatus
+from edgefl.engine.build import build_run
+from edgefl.storage.repositories.records import UpdateRow
 from edgefl.storage.store import Store
-from edgefl.types import Json, Outcome
 
 
 @pytest.fixture
@@ -27,30 +27,30 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 @pytest.fixture
-def roster() -> Roster:
-    made = Roster(Presence(), lambda: 0.0)
-    made.note_bus(connected=True)
+def roster() -> DeviceRegistry:
+    made = DeviceRegistry(PresenceTracker(), lambda: 0.0)
+    made.record_broker_link(connected=True)
     for node, (name, examples, state) in enumerate(
         [("pi-1", {"digits": 100}, "online"), ("pi-2", {"digits": 50}, "online"), ("pi-3", {}, "online"),
          ("pi-4", {"digits": 10}, "offline")]
     ):  # fmt: skip
         made.add(name, node_id=node, role="trainer", groups=("lab",) if node else (), examples=examples)
-        made.note_status(name, Status(state=state, boot_id="b", session_no=1))
+        made.record_status(name, StatusMessage(state=state, boot_id="b", session_no=1))
     made.add("judge", node_id=9, role="evaluator", groups=(), examples={"digits": 10})
-    made.note_status("judge", Status(state="online", boot_id="b", session_no=1))
+    made.record_status("judge", StatusMessage(state="online", boot_id="b", session_no=1))
     return made
 
 
-def plan(roster: Roster, store: Store, **sections: Any) -> Json:
+def plan(roster: DeviceRegistry, store: Store, **sections: Any) -> Json:
     config = parse_run({"run": {"task": "digits", "rounds": 2}, **sections})
-    return plan_run(assemble(config, "plan"), roster, store)
+    return plan_run(build_run(config, "plan"), roster, store)
 
 
 def rows(told: Json) -> dict[str, Json]:
     return {row["device_id"]: row for row in told["rows"]}
 
 
-def test_it_names_who_takes_part_and_why_others_do_not(roster: Roster, store: Store) -> None:
+def test_it_names_who_takes_part_and_why_others_do_not(roster: DeviceRegistry, store: Store) -> None:
     told = plan(roster, store)
     assert {name: row["reason"] for name, row in rows(told).items()} == {
         "pi-1": "",
@@ -66,18 +66,18 @@ def test_it_names_who_takes_part_and_why_others_do_not(roster: Roster, store: St
     assert rows(plan(roster, store, devices={"groups": ["lab"]}))["pi-1"]["reason"] == "it is in none of the groups"
 
 
-def test_a_drained_board_and_one_without_torch_are_said_to_be_so(roster: Roster, store: Store) -> None:
+def test_a_drained_board_and_one_without_torch_are_said_to_be_so(roster: DeviceRegistry, store: Store) -> None:
     roster.set_drained("pi-2", drained=True)
     assert rows(plan(roster, store))["pi-2"]["reason"] == "it is draining"
-    roster.note_capabilities(
+    roster.record_capabilities(
         "pi-1", Capabilities(facts={"backends": ["numpy"]}, shards={"digits": 9, "digits-cnn": 9})
     )
     assert rows(plan(roster, store))["pi-1"]["takes_part"]
-    needy = replace(assemble(parse_run({"run": {"task": "digits", "rounds": 2}}), "plan"), needs_torch=True)
+    needy = replace(build_run(parse_run({"run": {"task": "digits", "rounds": 2}}), "plan"), needs_torch=True)
     assert "it has no torch" in rows(plan_run(needy, roster, store))["pi-1"]["reason"]
 
 
-def test_bytes_are_those_of_encoded_bodies(roster: Roster, store: Store) -> None:
+def test_bytes_are_those_of_encoded_bodies(roster: DeviceRegistry, store: Store) -> None:
     dense = plan(roster, store)
     sparse = rows(plan(roster, store, compression={"up": "topk:0.01|int8", "down": "dense|fp16"}))["pi-1"]
     first = rows(dense)["pi-1"]
@@ -87,7 +87,7 @@ def test_bytes_are_those_of_encoded_bodies(roster: Roster, store: Store) -> None
     assert dense["model_bytes"] / 2 < sparse["bytes_down"] < dense["model_bytes"] / 2 + 100
 
 
-def test_seconds_follow_from_earlier_updates_and_are_unknown_without(roster: Roster, store: Store) -> None:
+def test_seconds_follow_from_earlier_updates_and_are_unknown_without(roster: DeviceRegistry, store: Store) -> None:
     for task in ("digits", "noop"):
         store.add_run(run_id=task, name="n", task=task, strategy="fedavg", config={}, seed=7, submitted_at=1.0)
     for run_id, seconds in (("digits", 9.0), ("digits", 0.5), ("noop", 70.0)):
@@ -96,7 +96,7 @@ def test_seconds_follow_from_earlier_updates_and_are_unknown_without(roster: Ros
             [
                 UpdateRow(
                     assignment_id=f"{run_id}-{seconds}", device_id="pi-1", round=1, base_version=0, iterations=5,
-                    compute_s=seconds, outcome=Outcome.USED, received_at=1.0,
+                    compute_s=seconds, outcome=UpdateStatus.USED, received_at=1.0,
                 )
             ],
         )  # fmt: skip
@@ -106,10 +106,12 @@ def test_seconds_follow_from_earlier_updates_and_are_unknown_without(roster: Ros
     assert (rows(told)["pi-2"].get("seconds"), told["seconds"]) == (None, None)
 
 
-def test_seconds_follow_from_a_board_s_own_benchmark_until_there_is_an_update(roster: Roster, store: Store) -> None:
+def test_seconds_follow_from_a_board_s_own_benchmark_until_there_is_an_update(
+    roster: DeviceRegistry, store: Store
+) -> None:
     for name, speeds in (("pi-1", {"digits": 40.0, "digits/logistic": 80.0}), ("pi-2", {"digits": "fast", "x": 1})):
         facts = {"backends": ["numpy"], "steps_per_s": speeds}
-        roster.note_capabilities(name, Capabilities(facts=facts, shards={"digits": 50}))
+        roster.record_capabilities(name, Capabilities(facts=facts, shards={"digits": 50}))
     told = rows(plan(roster, store, strategy={"iterations": 20}))
     assert (told["pi-1"]["seconds"], told["pi-1"]["measured_in"]) == (pytest.approx(0.5), "benchmark")
     assert told["pi-2"].get("seconds") is None
@@ -117,18 +119,18 @@ def test_seconds_follow_from_a_board_s_own_benchmark_until_there_is_an_update(ro
     assert other["pi-1"]["seconds"] == pytest.approx(0.25)
 
 
-def test_epochs_become_iterations_of_the_examples_that_are_trained_on(roster: Roster, store: Store) -> None:
+def test_epochs_become_iterations_of_the_examples_that_are_trained_on(roster: DeviceRegistry, store: Store) -> None:
     told = rows(plan(roster, store, strategy={"epochs": 2.0, "batch_size": 8}))
     assert (told["pi-1"]["iterations"], told["pi-2"]["iterations"]) == (24, 12)
 
 
-def test_a_run_that_would_wait_says_so(roster: Roster, store: Store) -> None:
+def test_a_run_that_would_wait_says_so(roster: DeviceRegistry, store: Store) -> None:
     told = plan(roster, store, devices={"min": 3})
     assert rows(told)["pi-1"]["reason"] == "the run would wait: it begins with 3 devices, 2 are there"
     assert told["num_devices"] == 0
 
 
-def test_those_who_are_not_drawn_first_are_told(roster: Roster, store: Store) -> None:
+def test_those_who_are_not_drawn_first_are_told(roster: DeviceRegistry, store: Store) -> None:
     told = plan(roster, store, devices={"count": 1})
     assert sorted(row["reason"] for row in told["rows"] if row["takes_part"]) == [
         "",
@@ -137,11 +139,11 @@ def test_those_who_are_not_drawn_first_are_told(roster: Roster, store: Store) ->
     assert any("later rounds" in line for line in told["assumed"])
 
 
-def test_nodes_of_a_graph_send_to_each_neighbour(roster: Roster, store: Store) -> None:
+def test_nodes_of_a_graph_send_to_each_neighbour(roster: DeviceRegistry, store: Store) -> None:
     told = rows(plan(roster, store, strategy={"name": "dsgd"}))["pi-1"]
     assert told["bytes_up"] < told["bytes_down"] + 100
 
 
-def test_planning_changes_nothing(roster: Roster, store: Store) -> None:
+def test_planning_changes_nothing(roster: DeviceRegistry, store: Store) -> None:
     assert plan(roster, store) == plan(roster, store)
-    assert store.runs() == []
+    assert store.list_runs() == []

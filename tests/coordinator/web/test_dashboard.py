@@ -9,9 +9,9 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from edgefl.coordinator.access import show_errors
-from edgefl.coordinator.runs.resuming import RESUMABLE
-from edgefl.coordinator.web.dashboard import FOLDER, INDEX, dashboard_router, load_assets
+from edgefl.coordinator.auth import register_error_handler
+from edgefl.coordinator.runs.recovery import RESUMABLE_STATUSES
+from edgefl.coordinator.web.dashboard import INDEX, PAGE_FOLDER, dashboard_router, load_assets
 
 ASSETS = load_assets()
 
@@ -21,7 +21,7 @@ class Client:
 
     def __init__(self) -> None:
         app = FastAPI()
-        show_errors(app)
+        register_error_handler(app)
         app.include_router(dashboard_router())
         self._transport = httpx.ASGITransport(app)
 
@@ -51,7 +51,7 @@ def test_the_page_comes_under_a_policy_that_lets_nothing_inline_and_nothing_fore
 @pytest.mark.parametrize("name", sorted(ASSETS))
 def test_every_file_is_served_with_its_type_and_not_sent_twice(client: Client, name: str) -> None:
     answer = client.get(f"/edgefl/page/{name}")
-    assert answer.content == (FOLDER / name).read_bytes()
+    assert answer.content == (PAGE_FOLDER / name).read_bytes()
     assert answer.headers["content-type"].startswith(
         {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".html": "text/html"}[
             Path(name).suffix
@@ -87,6 +87,6 @@ def test_no_file_needs_another_network_or_makes_markup_of_text(name: str) -> Non
 
 
 def test_the_page_offers_to_resume_exactly_those_runs_that_can_be() -> None:
-    line = re.search(r"const canResume = (\[[^\]]*\])", (FOLDER / "run.js").read_text())
+    line = re.search(r"const canResume = (\[[^\]]*\])", (PAGE_FOLDER / "run.js").read_text())
     assert line is not None
-    assert set(json.loads(line[1])) == {str(status) for status in RESUMABLE}
+    assert set(json.loads(line[1])) == {str(status) for status in RESUMABLE_STATUSES}

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from edgefl.coordinator.fleet.presence import Presence
-from edgefl.coordinator.fleet.roster import Roster
+from edgefl.coordinator.fleet.presence import PresenceTracker
+from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.web import feed as feeds
 from edgefl.coordinator.web import feed_response
-from edgefl.coordinator.web.feed import Client, Feed
+from edgefl.coordinator.web.feed import Feed, FeedClient
 from edgefl.coordinator.web.feed_response import FeedResponse
 from edgefl.coordinator.web.feed_state import FeedState
-from edgefl.errors import NetworkError, StoreError
-from edgefl.protocol import Heartbeat, Status
-from edgefl.storage.records import EvaluationRow, RunStatus
+from edgefl.core.errors import NetworkError, StoreError
+from edgefl.core.protocol import Heartbeat, StatusMessage
+from edgefl.storage.repositories.records import EvaluationRow, RunStatus
 from edgefl.storage.store import Store
 
 
@@ -26,20 +26,20 @@ class Site:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self.roster = Roster(Presence(), lambda: 0.0)
-        self.roster.note_bus(connected=True)
+        self.roster = DeviceRegistry(PresenceTracker(), lambda: 0.0)
+        self.roster.record_broker_link(connected=True)
         for number, name in enumerate(("a", "b", "c")):
             self.roster.add(name, node_id=number + 1, role="trainer", groups=("lab",), examples={"digits": 5})
         self.feed = Feed(
-            FeedState(store=store, roster=self.roster), last_seen=lambda: {"a": 3.0, "b": None}, clock=lambda: 50.0
+            FeedState(store=store, registry=self.roster), last_seen=lambda: {"a": 3.0, "b": None}, clock=lambda: 50.0
         )
-        self.roster.listen(self.feed.heard)
+        self.roster.subscribe(self.feed.on_registry_event)
 
     def beat(self, name: str, seq: int = 1, **vitals: Any) -> None:
-        self.roster.note_heartbeat(name, Heartbeat(seq=seq, session_no=1, uptime_s=1.0, **vitals))
+        self.roster.record_heartbeat(name, Heartbeat(seq=seq, session_no=1, uptime_s=1.0, **vitals))
 
     def update(self) -> None:
-        self.feed._updated_s = feeds.time.monotonic() - feeds.UPDATE_EVERY_S
+        self.feed._updated_s = feeds.time.monotonic() - feeds.UPDATE_INTERVAL_S
         self.feed.update()
 
     def begin_run(self, *, rounds: int = 0) -> None:
@@ -65,7 +65,7 @@ class Page:
     """What one client reads; `next` waits for a message."""
 
     def __init__(self, feed: Feed, last_id: str | None = None) -> None:
-        self.client: Client = feed.admit()
+        self.client: FeedClient = feed.add_client()
         self._stream: AsyncIterator[bytes] = feed.stream(self.client, last_id)
 
     async def next(self) -> tuple[str, str, Any]:
@@ -128,7 +128,7 @@ def test_all_pages_share_the_bytes_of_a_message(site: Site) -> None:
         site.beat("a")
         site.update()
         await asyncio.sleep(0.05)
-        messages = {id(page.client.waiting[0].body) for page in pages}
+        messages = {id(page.client.queue[0].body) for page in pages}
         assert len(messages) == 1
 
     told(story)
@@ -176,14 +176,14 @@ def test_a_page_that_reads_too_slowly_gets_a_snapshot_in_place_of_its_queue(site
     async def story() -> None:
         page = Page(site.feed)
         await page.next()
-        for turn in range(feeds.MAX_WAITING + 5):
+        for turn in range(feeds.MAX_QUEUED_MESSAGES + 5):
             site.beat("a", seq=turn + 1, temperature_c=float(turn))
             site.update()
         await asyncio.sleep(0.05)
-        assert len(page.client.waiting) <= feeds.MAX_WAITING
+        assert len(page.client.queue) <= feeds.MAX_QUEUED_MESSAGES
         event, _, whole = await page.next()
         assert event == "snapshot"
-        assert whole["devices"][0]["temperature_c"] == feeds.MAX_WAITING + 4
+        assert whole["devices"][0]["temperature_c"] == feeds.MAX_QUEUED_MESSAGES + 4
         site.beat("b")
         site.update()
         event, _, news = await page.next()
@@ -200,7 +200,7 @@ def test_what_a_snapshot_holds_is_not_told_again(site: Site) -> None:
         site.beat("a")
         site.update()
         await other.next()
-        assert page.client.waiting, "it was told before it had begun"
+        assert page.client.queue, "it was told before it had begun"
         _, _, whole = await page.next()
         assert whole["devices"][0]["presence"] == "online"
         assert await page.is_silent()
@@ -271,7 +271,7 @@ def test_a_device_that_left_says_since_when_and_one_that_was_removed_is_named(si
         site.beat("a")
         page = Page(site.feed)
         await page.next()
-        site.roster.note_status("a", Status(state="offline", boot_id="b", session_no=1))
+        site.roster.record_status("a", StatusMessage(state="offline", boot_id="b", session_no=1))
         site.roster.remove("c")
         site.update()
         _, _, news = await page.next()
@@ -297,23 +297,23 @@ def test_too_many_pages_are_refused_and_after_the_end_all_are(site: Site, monkey
     async def story() -> None:
         page = Page(site.feed)
         with pytest.raises(NetworkError, match="1 pages are open"):
-            site.feed.admit()
+            site.feed.add_client()
         await page.next()
         site.feed.close()
         with pytest.raises(StopAsyncIteration):
             await page.next()
         assert site.feed.num_clients == 0
         with pytest.raises(NetworkError, match="stopping"):
-            site.feed.admit()
+            site.feed.add_client()
 
     told(story)
 
 
 def test_silence_is_broken_by_a_comment(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feeds, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(feeds, "KEEP_ALIVE_S", 0.01)
 
     async def story() -> None:
-        client = site.feed.admit()
+        client = site.feed.add_client()
         stream = site.feed.stream(client, None)
         assert (await anext(stream)).startswith(b"id: ")
         assert await anext(stream) == b": still here\n\n"
@@ -324,7 +324,7 @@ def test_silence_is_broken_by_a_comment(site: Site, monkeypatch: pytest.MonkeyPa
 class LostState(FeedState):
     """A state whose store cannot be read any more."""
 
-    def take(self, changed: dict[str, float]) -> Any:
+    def pop_changes(self, changed: dict[str, float]) -> Any:
         raise StoreError(f"the disk is gone, and with it news of {', '.join(changed)}")
 
 
@@ -334,11 +334,11 @@ def test_a_store_that_cannot_be_read_delays_the_news_and_does_not_end_the_coordi
     async def story() -> None:
         page = Page(site.feed)
         await page.next()
-        site.feed._state = LostState(store=site.store, roster=site.roster)
+        site.feed._state = LostState(store=site.store, registry=site.roster)
         site.beat("a")
         site.update()
         assert "the disk is gone, and with it news of a" in caplog.text
-        site.feed._state = FeedState(store=site.store, roster=site.roster)
+        site.feed._state = FeedState(store=site.store, registry=site.roster)
         site.update()
         event, _, everything = await page.next()
         assert (event, everything["devices"][0]["presence"]) == ("snapshot", "online"), "what was lost comes whole"
@@ -372,7 +372,7 @@ class Connection:
 def test_a_client_that_leaves_is_forgotten(site: Site) -> None:
     async def story() -> None:
         connection = Connection()
-        answer = FeedResponse(site.feed, site.feed.admit(), None)
+        answer = FeedResponse(site.feed, site.feed.add_client(), None)
         task = asyncio.ensure_future(answer({}, connection.receive, connection.send))
         await connection.begun(2)
         assert dict(connection.sent[0]["headers"])[b"content-type"].startswith(b"text/event-stream")
@@ -384,11 +384,11 @@ def test_a_client_that_leaves_is_forgotten(site: Site) -> None:
 
 
 def test_a_client_that_takes_nothing_is_let_go(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed_response, "STUCK_AFTER_S", 0.05)
+    monkeypatch.setattr(feed_response, "SEND_TIMEOUT_S", 0.05)
 
     async def story() -> None:
         connection = Connection()
-        answer = FeedResponse(site.feed, site.feed.admit(), None)
+        answer = FeedResponse(site.feed, site.feed.add_client(), None)
         task = asyncio.ensure_future(answer({}, connection.receive, connection.send))
         await connection.begun(2)
         connection.reads.clear()

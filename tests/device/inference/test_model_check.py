@@ -5,16 +5,16 @@ from dataclasses import replace
 import pytest
 from onnx_graphs import constant_model, digits_model
 
-from edgefl.device.inference.model_check import Question, check, check_apart, judged_data
-from edgefl.errors import DataError, EdgeflError
-from edgefl.tasks.cutting import cut_shards
+from edgefl.core.errors import DataError, EdgeflError
+from edgefl.device.inference.model_check import ModelCheckRequest, check_in_subprocess, check_model, select_check_data
+from edgefl.tasks.datasets.train_test_split import split_train_test
 from edgefl.tasks.registry import make_task
-from edgefl.tasks.splits import local_split
+from edgefl.tasks.sharding.shard_creation import create_shards
 
 
 @pytest.fixture(scope="module")
 def shard(tmp_path_factory):
-    return cut_shards("digits", "iid", 2, tmp_path_factory.mktemp("digits"))[0]
+    return create_shards("digits", "iid", 2, tmp_path_factory.mktemp("digits"))[0]
 
 
 @pytest.fixture(scope="module")
@@ -25,33 +25,33 @@ def data(shard):
 @pytest.fixture(scope="module")
 def question(shard, data, tmp_path_factory):
     tmp_path = tmp_path_factory.mktemp("models")
-    train = local_split(data, 0.2)[0]
+    train = split_train_test(data, 0.2)[0]
     digits_model(tmp_path / "good.onnx", train.inputs, train.labels)
     digits_model(tmp_path / "bad.onnx", train.inputs, train.labels, sign=-1.0)
-    return Question(
+    return ModelCheckRequest(
         path=str(tmp_path / "good.onnx"), former_path=str(tmp_path / "bad.onnx"), task="digits", options={},
         shard=str(shard), role="trainer", test_fraction=0.2,
     )  # fmt: skip
 
 
 def test_both_models_are_judged_on_the_test_part_in_a_child(question, data):
-    scores = check_apart(question)
-    assert scores == check(question)
+    scores = check_in_subprocess(question)
+    assert scores == check_model(question)
     assert scores.accuracy > 0.8
     assert scores.former_accuracy is not None
     assert scores.former_accuracy < 0.1
-    assert scores.num_examples == len(local_split(data, 0.2)[1])
+    assert scores.num_examples == len(split_train_test(data, 0.2)[1])
 
 
 def test_an_evaluator_judges_on_all_of_its_data_and_a_trainer_without_test_rows_too(question, data):
-    assert len(judged_data(data, replace(question, role="evaluator"))) == len(data)
-    assert len(judged_data(data, replace(question, test_fraction=0.0))) == len(data)
+    assert len(select_check_data(data, replace(question, role="evaluator"))) == len(data)
+    assert len(select_check_data(data, replace(question, test_fraction=0.0))) == len(data)
 
 
 def test_a_model_before_that_is_gone_or_damaged_has_no_accuracy(question, tmp_path):
     (tmp_path / "damaged.onnx").write_bytes(b"x")
     for former in (None, str(tmp_path / "gone.onnx"), str(tmp_path / "damaged.onnx")):
-        assert check(replace(question, former_path=former)).former_accuracy is None
+        assert check_model(replace(question, former_path=former)).former_accuracy is None
 
 
 def test_what_cannot_be_judged_is_one_line(question, tmp_path):
@@ -65,15 +65,15 @@ def test_what_cannot_be_judged_is_one_line(question, tmp_path):
     ]
     for change, expected in changes:
         with pytest.raises(EdgeflError, match=expected):
-            check(replace(question, **change))
+            check_model(replace(question, **change))
     with pytest.raises(DataError, match=r"^[^\n]*/nowhere\.npz[^\n]*$"):
-        check_apart(replace(question, shard="/nowhere.npz"))
+        check_in_subprocess(replace(question, shard="/nowhere.npz"))
     with pytest.raises(DataError, match=r"took more than 0\.05 s"):
-        check_apart(question, within_s=0.05)
+        check_in_subprocess(question, timeout_s=0.05)
 
 
 def test_a_child_that_dies_is_a_reason_and_no_crash(question, tmp_path, monkeypatch):
     (tmp_path / "dying_task.py").write_text("import os\nos.abort()\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(DataError, match="checking the model ended with code -6"):
-        check_apart(replace(question, task="dying_task:Task"))
+        check_in_subprocess(replace(question, task="dying_task:Task"))

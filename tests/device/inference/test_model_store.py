@@ -4,7 +4,13 @@ import logging
 
 import pytest
 
-from edgefl.device.inference.model_store import DeployedModel, ModelStore, Note, Report, report_json
+from edgefl.device.inference.model_store import (
+    DeployedModel,
+    DeploymentReport,
+    DeploymentState,
+    ModelStore,
+    report_to_json,
+)
 
 
 def deployed(name):
@@ -12,13 +18,13 @@ def deployed(name):
 
 
 def report(name, state="running"):
-    return Report(id=f"d-{name}", state=state, accuracy=0.5)
+    return DeploymentReport(id=f"d-{name}", state=state, accuracy=0.5)
 
 
 @pytest.fixture
 def store(tmp_path):
     store = ModelStore(tmp_path)
-    store.write(Note())
+    store.save(DeploymentState())
     for name in "abc":
         put(store, name)
     return store
@@ -33,51 +39,53 @@ def files(store):
 
 
 def test_a_board_without_a_note_has_no_model(tmp_path):
-    assert ModelStore(tmp_path).read() == Note()
-    assert report_json(Note()) is None
+    assert ModelStore(tmp_path).load() == DeploymentState()
+    assert report_to_json(DeploymentState()) is None
 
 
 def test_the_model_before_is_kept_for_the_way_back_and_older_ones_go(store):
-    note = Note()
+    note = DeploymentState()
     for name in "abc":
         put(store, name)
-        note = store.switch(note, deployed(name), report(name))
-    assert store.read() == note
+        note = store.activate(note, deployed(name), report(name))
+    assert store.load() == note
     assert (note.current, note.former, note.pending) == (deployed("c"), deployed("b"), None)
     assert files(store) == {"b", "c"}
-    back = store.go_back(note, report("c", "reverted"))
-    assert (store.read(), back.current, back.former) == (back, deployed("b"), None)
+    back = store.roll_back(note, report("c", "reverted"))
+    assert (store.load(), back.current, back.former) == (back, deployed("b"), None)
     assert files(store) == {"b"}
-    assert store.go_back(back, report("b", "reverted")).current is None
+    assert store.roll_back(back, report("b", "reverted")).current is None
 
 
 def test_a_model_that_is_deployed_twice_does_not_push_out_the_one_before(store):
-    note = store.switch(Note(), deployed("a"), report("a"))
-    note = store.switch(note, deployed("b"), report("b"))
-    again = store.switch(note, deployed("b"), report("b"))
+    note = store.activate(DeploymentState(), deployed("a"), report("a"))
+    note = store.activate(note, deployed("b"), report("b"))
+    again = store.activate(note, deployed("b"), report("b"))
     assert (again.current, again.former) == (deployed("b"), deployed("a"))
 
 
 def test_a_part_that_is_being_fetched_stays_and_others_go(store):
     for name in "xy":
         (store.folder / f"{name * 64}.part").write_bytes(b"half")
-    store.prune(Note(current=deployed("a")), keep="x" * 64)
+    store.delete_unused(DeploymentState(current=deployed("a")), kept_sha256="x" * 64)
     assert {path.name[0] for path in store.folder.iterdir()} == {"a", "x", "c"}
 
 
 def test_a_damaged_note_counts_as_none_and_is_told(store, caplog):
     for content in (b"{", b"[]", b'{"v": 2}', b'{"v": 1, "current": {"model": "x"}}', b"\xff"):
-        store.note_path.write_bytes(content)
+        store.state_path.write_bytes(content)
         with caplog.at_level(logging.WARNING):
-            assert store.read() == Note()
+            assert store.load() == DeploymentState()
         assert "damaged" in caplog.text, content
         caplog.clear()
 
 
 def test_a_heartbeat_says_what_became_of_the_last_deployment_and_what_runs():
-    told = report_json(Note(current=deployed("a"), report=Report(id="d-b", state="refused", reason="worse")))
+    told = report_to_json(
+        DeploymentState(current=deployed("a"), report=DeploymentReport(id="d-b", state="refused", reason="worse"))
+    )
     assert told == {"id": "d-b", "state": "refused", "reason": "worse", "runs": "d-a"}
-    assert report_json(Note(report=Report(id="d", state="fetching"))) == {
+    assert report_to_json(DeploymentState(report=DeploymentReport(id="d", state="fetching"))) == {
         "id": "d",
         "state": "fetching",
         "runs": None,

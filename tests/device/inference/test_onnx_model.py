@@ -9,9 +9,9 @@ import pytest
 from onnx import TensorProto, helper
 from onnx_graphs import CLASSES, constant_model, digits_model, write_model
 
+from edgefl.core.errors import DataError
+from edgefl.core.types import Dataset
 from edgefl.device.inference.onnx_model import OnnxModel, softmax
-from edgefl.errors import DataError
-from edgefl.types import Dataset
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_running_a_model_imports_neither_torch_nor_a_web_framework(path):
     digits_model(path, rng.random((50, 8, 8)), rng.integers(0, 10, 50))
     program = (
         "import sys, numpy; from pathlib import Path; from edgefl.device.inference.onnx_model import OnnxModel;"
-        "from edgefl.device.inference import inference_inputs, inference_server, model_check;"
+        "from edgefl.device.inference import inputs, server, model_check;"
         f"OnnxModel(Path({str(path)!r})).predict(numpy.ones((1, 8, 8)));"
         "print(*sys.modules)"
     )

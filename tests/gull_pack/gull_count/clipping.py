@@ -7,7 +7,7 @@ class ClippedSgd:
     def __init__(self, plan):
         self.learning_rate, self.clip = plan.learning_rate, float(plan.options.get("clip", 1.0))
 
-    def begin(self, learner): ...
+    def start(self, learner): ...
 
     def step(self, learner, batch):
         norm = float(sum((gradient**2).sum() for gradient in learner.gradients.values())) ** 0.5
@@ -15,4 +15,4 @@ class ClippedSgd:
         for name, weight in learner.parameters.items():
             weight -= rate * learner.gradients[name]  # noqa: PLW2901 in place, as the guide shows it
 
-    def end(self, learner): ...
+    def finish(self, learner): ...

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from edgefl.types import Dataset, TensorSpec
+from edgefl.core.types import Dataset, TensorSpec
 
 
 class Gulls:

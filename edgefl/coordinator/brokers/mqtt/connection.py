@@ -23,16 +23,16 @@ from edgefl.coordinator.brokers.mqtt.packets import (
     UnsubscribePacket,
 )
 from edgefl.coordinator.brokers.mqtt.router import TopicRouter
-from edgefl.errors import NetworkError
+from edgefl.core.errors import NetworkError
 
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE_FACTOR = 1.5
 MAX_IN_FLIGHT = 10_000
-"""Messages at QoS 1 that a client has not acknowledged; the others wait behind them."""
-QUEUED_PACKET_BYTES = 200
-"""What a packet in the queue takes beside its content."""
-WRITE_BYTES = 64 * 1024
+"""Maximum unacknowledged messages at QoS 1 of a client; others wait behind them."""
+PACKET_OVERHEAD_BYTES = 200
+"""Memory of a queued packet beside its content."""
+WRITE_BATCH_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +45,18 @@ class _Delivery:
 class ClientConnection(asyncio.Protocol):
     """Runs in the broker's event loop, behind TLS. The common name of the certificate is the client's identity.
 
-    Sessions are clean whatever a client asks for, and the client id that it sends counts nothing.
+    Sessions are always clean, and the client id is ignored.
 
     Args:
         router: has its session from CONNECT on.
-        opened: holds this connection while it is open.
+        connections: holds this connection while it is open.
         connect_timeout_s: how long a client may take to its CONNECT.
     """
 
-    def __init__(self, router: TopicRouter, opened: set[ClientConnection], connect_timeout_s: float) -> None:
+    def __init__(self, router: TopicRouter, connections: set[ClientConnection], connect_timeout_s: float) -> None:
         self.identity = ""
         self._serial = ""
-        self._router, self._opened, self._connect_timeout_s = router, opened, connect_timeout_s
+        self._router, self._connections, self._connect_timeout_s = router, connections, connect_timeout_s
         self._loop = asyncio.get_running_loop()
         self._reader = PacketReader()
         self._has_session = self._is_closing = False
@@ -71,9 +71,9 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        self._opened.add(self)
-        self.identity, self._serial = certificate_identity(transport.get_extra_info("ssl_object"))
-        self._timer = self._loop.call_later(self._connect_timeout_s, self.end)
+        self._connections.add(self)
+        self.identity, self._serial = get_certificate_identity(transport.get_extra_info("ssl_object"))
+        self._timer = self._loop.call_later(self._connect_timeout_s, self.abort)
 
     def data_received(self, data: bytes) -> None:
         if self._transport.is_closing():
@@ -86,7 +86,7 @@ class ClientConnection(asyncio.Protocol):
                     return
         except NetworkError as error:
             log.debug("cut the connection of %s: %s", self.identity, error)
-            self.end()
+            self.abort()
 
     def pause_writing(self) -> None:
         self._is_paused = True
@@ -97,15 +97,15 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_lost(self, _error: Exception | None) -> None:
         self._close_session()
-        self._opened.discard(self)
+        self._connections.discard(self)
 
     def deliver(self, message: PublishPacket, qos: int, *, is_retained: bool) -> None:
         """Queues a message; cuts the connection of a client that reads too slowly for what it has subscribed to."""
         self._enqueue(_Delivery(message, qos, is_retained))
 
-    def end(self, *, has_will: bool = True) -> None:
-        """Cuts the connection; its will is published unless `has_will` is false."""
-        if not has_will:
+    def abort(self, *, should_publish_will: bool = True) -> None:
+        """Cuts the connection; its will is published unless `should_publish_will` is false."""
+        if not should_publish_will:
             self._will = None
         self._close_session()
         self._transport.abort()
@@ -118,7 +118,7 @@ class ClientConnection(asyncio.Protocol):
                     self._enqueue(packets.encode_puback(packet.packet_id))
             case PubackPacket():
                 self._in_flight.discard(packet.packet_id)
-                self._flush_soon()
+                self._schedule_flush()
             case PingPacket():
                 self._enqueue(packets.PINGRESP)
             case SubscribePacket():
@@ -135,15 +135,15 @@ class ClientConnection(asyncio.Protocol):
 
     def _connect(self, packet: ConnectPacket) -> None:
         if packet.level != packets.PROTOCOL_LEVEL:
-            self._refuse(packets.BAD_PROTOCOL_LEVEL)
+            self._reject(packets.BAD_PROTOCOL_LEVEL)
         elif not packet.client_id and not packet.is_clean:
-            self._refuse(packets.BAD_CLIENT_ID)  # [MQTT-3.1.3-8]
-        elif self._router.is_refused(self.identity, self._serial):
+            self._reject(packets.BAD_CLIENT_ID)  # [MQTT-3.1.3-8]
+        elif self._router.is_revoked(self.identity, self._serial):
             host = str((self._transport.get_extra_info("peername") or "?")[0])
             self._router.on_denied(
                 self.identity, f"a connection from {host}: it was removed, or renewed its certificate"
             )
-            self._refuse(packets.NOT_AUTHORISED)
+            self._reject(packets.NOT_AUTHORISED)
         else:
             self._timer.cancel()
             self._router.connect(self)
@@ -153,7 +153,7 @@ class ClientConnection(asyncio.Protocol):
             if self._keep_alive_s:
                 self._timer = self._loop.call_later(self._keep_alive_s, self._check_keep_alive)
 
-    def _refuse(self, code: int) -> None:
+    def _reject(self, code: int) -> None:
         self._enqueue(packets.encode_connack(code))
         self._close()
 
@@ -162,16 +162,16 @@ class ClientConnection(asyncio.Protocol):
         self._enqueue(packets.encode_suback(packet.packet_id, [code for _, code in granted]))
         for name, code in dict(granted).items():
             if code != packets.SUBSCRIPTION_FAILED:
-                self._router.replay(self, name, code)
+                self._router.replay_retained(self, name, code)
 
     def _check_keep_alive(self) -> None:
         """Cuts the connection when nothing came for too long; bytes in the middle of a large packet count."""
-        left_s = self._received_at_s + self._keep_alive_s - self._loop.time()
-        if left_s <= 0:
+        remaining_s = self._received_at_s + self._keep_alive_s - self._loop.time()
+        if remaining_s <= 0:
             log.debug("%s sent nothing for %.1f s", self.identity, self._keep_alive_s)
-            self.end()
+            self.abort()
         else:
-            self._timer = self._loop.call_later(left_s, self._check_keep_alive)
+            self._timer = self._loop.call_later(remaining_s, self._check_keep_alive)
 
     def _enqueue(self, item: bytes | _Delivery) -> None:
         if self._is_closing:
@@ -185,25 +185,25 @@ class ClientConnection(asyncio.Protocol):
             )  # fmt: skip
             self._is_closing = True
             self._queue.clear()
-            self._loop.call_soon(self.end)  # not now: its will could fill the next queue, and so on
+            self._loop.call_soon(self.abort)  # not now: its will could fill another queue, and so on
         else:
-            self._flush_soon()
+            self._schedule_flush()
 
-    def _flush_soon(self) -> None:
-        """Writes what is queued when the packets that are here have been handled: fewer, larger writes."""
+    def _schedule_flush(self) -> None:
+        """Writes the queue once the received packets have been handled: fewer, larger writes."""
         if not self._is_flush_due:
             self._is_flush_due = True
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         self._is_flush_due = False
-        while not self._is_paused and (content := self._next_write()):
+        while not self._is_paused and (content := self._pop_write_batch()):
             self._transport.write(content)
 
-    def _next_write(self) -> bytes:
-        """Takes about `WRITE_BYTES` out of the queue; nothing while the next packet has to wait."""
+    def _pop_write_batch(self) -> bytes:
+        """Pops about `WRITE_BATCH_BYTES` off the queue; nothing while the next packet has to wait."""
         encoded, size = [], 0
-        while self._queue and size < WRITE_BYTES:
+        while self._queue and size < WRITE_BATCH_BYTES:
             item = self._queue[0]
             if isinstance(item, _Delivery) and item.qos and len(self._in_flight) >= MAX_IN_FLIGHT:
                 break
@@ -226,7 +226,7 @@ class ClientConnection(asyncio.Protocol):
         )
 
     def _close(self) -> None:
-        """Writes what is queued and closes the connection; the listener's timeout bounds how long that takes."""
+        """Writes the queue and closes the connection; the listener's timeout bounds how long that takes."""
         self._flush()
         self._close_session()
         self._transport.close()
@@ -240,7 +240,7 @@ class ClientConnection(asyncio.Protocol):
             self._router.disconnect(self, self._will)
 
 
-def certificate_identity(connection: ssl.SSLObject | None) -> tuple[str, str]:
+def get_certificate_identity(connection: ssl.SSLObject | None) -> tuple[str, str]:
     """Returns the common name of the client's certificate, or an empty string, and its serial in hexadecimal."""
     certificate: Any = (connection.getpeercert() if connection is not None else None) or {}
     names = [value for part in certificate.get("subject", ()) for key, value in part if key == "commonName"]
@@ -249,7 +249,7 @@ def certificate_identity(connection: ssl.SSLObject | None) -> tuple[str, str]:
 
 
 def _num_bytes(item: bytes | _Delivery) -> int:
-    """Returns what a packet in the queue counts."""
+    """Returns the size of a queued packet."""
     if isinstance(item, bytes):
-        return QUEUED_PACKET_BYTES + len(item)
-    return QUEUED_PACKET_BYTES + len(item.message.topic) + len(item.message.payload)
+        return PACKET_OVERHEAD_BYTES + len(item)
+    return PACKET_OVERHEAD_BYTES + len(item.message.topic) + len(item.message.payload)

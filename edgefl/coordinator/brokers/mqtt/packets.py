@@ -1,7 +1,7 @@
 """MQTT 3.1.1 packets of clients as values, and a server's packets as bytes. No input or output happens here.
 
 Numbers in brackets are normative statements of the OASIS standard of 29 October 2014. QoS 2 is not offered, so that
-a PUBLISH at QoS 2 and the packets of its handshake are refused like malformed ones.
+a PUBLISH at QoS 2 and the packets of its handshake are rejected like malformed ones.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from edgefl.coordinator.brokers.broker import MAX_MESSAGE_BYTES
-from edgefl.errors import NetworkError
+from edgefl.core.errors import NetworkError
 
 PROTOCOL_NAME, PROTOCOL_LEVEL = b"MQTT", 4
 MAX_QOS = 1
@@ -59,7 +59,7 @@ class PubackPacket:
 
 @dataclass(frozen=True, slots=True)
 class SubscribePacket:
-    """`filters` are topic filters, each with the largest QoS that the client wants."""
+    """`filters` are topic filters, each with the largest QoS that the client requests."""
 
     packet_id: int
     filters: tuple[tuple[str, int], ...]
@@ -87,7 +87,7 @@ Packet = (
 
 
 class PacketReader:
-    """Splits the bytes of one connection into packets. Keeps less than one packet of the largest size."""
+    """Splits the bytes of one connection into packets. Buffers less than one packet of the largest size."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -103,8 +103,8 @@ class PacketReader:
         self._buffer += data
         start = 0
         try:
-            while (found := self._packet_at(start)) is not None:
-                packet, start = found
+            while (packet_and_end := self._packet_at(start)) is not None:
+                packet, start = packet_and_end
                 yield packet
         finally:
             del self._buffer[:start]
@@ -113,28 +113,30 @@ class PacketReader:
         """Returns the packet at an offset and where it ends, or None while it is incomplete."""
         if start == len(self._buffer):
             return None
-        first = self._buffer[start]
-        if (first == _CONNECT) == self._has_connect:
+        first_byte = self._buffer[start]
+        if (first_byte == _CONNECT) == self._has_connect:
             raise NetworkError("CONNECT must be the first packet, and no other one")  # [MQTT-3.1.0-1, -2]
-        if first not in _KINDS:
-            raise NetworkError(f"no client may send a packet that begins with 0x{first:02x} (QoS 2 is not offered)")
-        limit, decode = _KINDS[first]
+        if first_byte not in _DECODERS:
+            raise NetworkError(
+                f"no client may send a packet that begins with 0x{first_byte:02x} (QoS 2 is not offered)"
+            )
+        limit, decode = _DECODERS[first_byte]
         length = self._remaining_length(start + 1)
         if length is None:
             return None
         num_bytes, size = length
         if size > limit:
-            raise NetworkError(f"packet 0x{first:02x} of {size} bytes, at most {limit} are read")
-        begin, end = start + 1 + num_bytes, start + 1 + num_bytes + size
+            raise NetworkError(f"packet 0x{first_byte:02x} of {size} bytes, at most {limit} are read")
+        body_start, end = start + 1 + num_bytes, start + 1 + num_bytes + size
         if len(self._buffer) < end:
             return None
-        with memoryview(self._buffer) as whole, whole[begin:end] as body:
-            packet = decode(first, _Fields(body))
+        with memoryview(self._buffer) as view, view[body_start:end] as body:
+            packet = decode(first_byte, _FieldReader(body))
         self._has_connect = True
         return packet, end
 
     def _remaining_length(self, start: int) -> tuple[int, int] | None:
-        """Returns in how many bytes the length is written, and the length; None while it is incomplete."""
+        """Returns the encoded size of the length, and the length; None while it is incomplete."""
         length = 0
         for index, byte in enumerate(self._buffer[start : start + 4]):
             length |= (byte & 0x7F) << 7 * index
@@ -145,7 +147,7 @@ class PacketReader:
         return None
 
 
-class _Fields:
+class _FieldReader:
     """A cursor over the body of one packet."""
 
     __slots__ = ("_at", "_body")
@@ -153,40 +155,40 @@ class _Fields:
     def __init__(self, body: memoryview) -> None:
         self._body, self._at = body, 0
 
-    def take(self, count: int) -> bytes:
-        begin, self._at = self._at, self._at + count
+    def read(self, count: int) -> bytes:
+        start, self._at = self._at, self._at + count
         if self._at > len(self._body):
-            raise NetworkError(f"a field of {count} bytes in a packet that has {len(self._body) - begin} left")
-        return bytes(self._body[begin : self._at])
+            raise NetworkError(f"a field of {count} bytes in a packet that has {len(self._body) - start} left")
+        return bytes(self._body[start : self._at])
 
-    def rest(self) -> bytes:
-        return self.take(len(self._body) - self._at)
+    def read_rest(self) -> bytes:
+        return self.read(len(self._body) - self._at)
 
     def is_at_end(self) -> bool:
         return self._at == len(self._body)
 
-    def end(self) -> None:
+    def check_end(self) -> None:
         if not self.is_at_end():
             raise NetworkError(f"{len(self._body) - self._at} bytes too many in a packet")
 
-    def byte(self) -> int:
-        return self.take(1)[0]
+    def read_byte(self) -> int:
+        return self.read(1)[0]
 
-    def number(self) -> int:
-        return int.from_bytes(self.take(2))
+    def read_number(self) -> int:
+        return int.from_bytes(self.read(2))
 
-    def binary(self) -> bytes:
-        return self.take(self.number())
+    def read_binary(self) -> bytes:
+        return self.read(self.read_number())
 
-    def packet_id(self) -> int:
-        number = self.number()
+    def read_packet_id(self) -> int:
+        number = self.read_number()
         if not number:
             raise NetworkError("packet identifier 0")  # [MQTT-2.3.1-1]
         return number
 
-    def text(self) -> str:
-        """Returns a string without control characters: the standard forbids NUL and lets us refuse the others."""
-        content = self.binary()
+    def read_text(self) -> str:
+        """Returns a string without control characters: the standard forbids NUL and lets us reject the others."""
+        content = self.read_binary()
         try:
             text = content.decode()
         except UnicodeDecodeError:
@@ -195,77 +197,77 @@ class _Fields:
             raise NetworkError(f"control characters in {text[:40]!r}")  # [MQTT-1.5.3-2]
         return text
 
-    def topic(self) -> str:
-        name = self.text()
+    def read_topic(self) -> str:
+        name = self.read_text()
         if not name or "+" in name or "#" in name:
             raise NetworkError(f"{name[:40]!r} is no topic name")  # [MQTT-3.3.2-2, 4.7.3-1]
         return name
 
-    def topic_filter(self) -> str:
-        name = self.text()
+    def read_topic_filter(self) -> str:
+        name = self.read_text()
         levels = name.split("/")
-        is_wrong = any(len(level) > 1 and ("+" in level or "#" in level) for level in levels)
-        if not name or is_wrong or "#" in levels[:-1]:
+        is_invalid = any(len(level) > 1 and ("+" in level or "#" in level) for level in levels)
+        if not name or is_invalid or "#" in levels[:-1]:
             raise NetworkError(f"{name[:40]!r} is no topic filter")  # [MQTT-4.7.1-2, -3, 4.7.3-1]
         return name
 
 
-def _decode_connect(_first: int, fields: _Fields) -> ConnectPacket:
-    name = fields.binary()
+def _decode_connect(_first: int, fields: _FieldReader) -> ConnectPacket:
+    name = fields.read_binary()
     if name != PROTOCOL_NAME:
         raise NetworkError(f"protocol {name[:16]!r}, only {PROTOCOL_NAME!r} is spoken")
-    level = fields.byte()
+    level = fields.read_byte()
     if level != PROTOCOL_LEVEL:
         return ConnectPacket(level)
-    flags, keep_alive_s, client_id = fields.byte(), fields.number(), fields.text()
+    flags, keep_alive_s, client_id = fields.read_byte(), fields.read_number(), fields.read_text()
     has_will, will_qos, has_name, has_password = flags & 0x04, flags >> 3 & 3, flags & 0x80, flags & 0x40
-    is_wrong = flags & 0x01 or will_qos == 3 or (has_password and not has_name) or (flags & 0x38 and not has_will)
-    if is_wrong:
+    is_invalid = flags & 0x01 or will_qos == 3 or (has_password and not has_name) or (flags & 0x38 and not has_will)
+    if is_invalid:
         raise NetworkError(f"connect flags 0x{flags:02x}")  # [MQTT-3.1.2-3, -11, -13 to -15, -22]
     will = None
     if has_will:
-        topic, payload = fields.topic(), fields.binary()
+        topic, payload = fields.read_topic(), fields.read_binary()
         will = PublishPacket(topic, payload, will_qos, bool(flags & 0x20))
-    # The certificate says who it is: a name is read past, and so is a password.
+    # The certificate is the identity: user name and password are skipped.
     if has_name:
-        fields.text()
+        fields.read_text()
     if has_password:
-        fields.binary()
-    fields.end()
+        fields.read_binary()
+    fields.check_end()
     return ConnectPacket(level, client_id, bool(flags & 0x02), keep_alive_s, will)
 
 
-def _decode_publish(first: int, fields: _Fields) -> PublishPacket:
-    topic, qos = fields.topic(), first >> 1 & 3
-    packet_id = fields.packet_id() if qos else 0
-    return PublishPacket(topic, fields.rest(), qos, bool(first & 1), packet_id)
+def _decode_publish(first: int, fields: _FieldReader) -> PublishPacket:
+    topic, qos = fields.read_topic(), first >> 1 & 3
+    packet_id = fields.read_packet_id() if qos else 0
+    return PublishPacket(topic, fields.read_rest(), qos, bool(first & 1), packet_id)
 
 
-def _decode_puback(_first: int, fields: _Fields) -> PubackPacket:
-    packet = PubackPacket(fields.packet_id())
-    fields.end()
+def _decode_puback(_first: int, fields: _FieldReader) -> PubackPacket:
+    packet = PubackPacket(fields.read_packet_id())
+    fields.check_end()
     return packet
 
 
-def _decode_subscribe(_first: int, fields: _Fields) -> SubscribePacket:
-    packet_id, filters = fields.packet_id(), list[tuple[str, int]]()
+def _decode_subscribe(_first: int, fields: _FieldReader) -> SubscribePacket:
+    packet_id, filters = fields.read_packet_id(), list[tuple[str, int]]()
     while not (filters and fields.is_at_end()):  # [MQTT-3.8.3-3]: one at least
-        name, qos = fields.topic_filter(), fields.byte()
+        name, qos = fields.read_topic_filter(), fields.read_byte()
         if qos > 2:
             raise NetworkError(f"subscription at QoS {qos}")  # [MQTT-3-8.3-4]
         filters.append((name, qos))
     return SubscribePacket(packet_id, tuple(filters))
 
 
-def _decode_unsubscribe(_first: int, fields: _Fields) -> UnsubscribePacket:
-    packet_id, filters = fields.packet_id(), list[str]()
+def _decode_unsubscribe(_first: int, fields: _FieldReader) -> UnsubscribePacket:
+    packet_id, filters = fields.read_packet_id(), list[str]()
     while not (filters and fields.is_at_end()):  # [MQTT-3.10.3-2]: one at least
-        filters.append(fields.topic_filter())
+        filters.append(fields.read_topic_filter())
     return UnsubscribePacket(packet_id, tuple(filters))
 
 
 _CONNECT = 0x10
-_KINDS: Mapping[int, tuple[int, Callable[[int, _Fields], Packet]]] = MappingProxyType(
+_DECODERS: Mapping[int, tuple[int, Callable[[int, _FieldReader], Packet]]] = MappingProxyType(
     {
         _CONNECT: (MAX_CONNECT_BYTES, _decode_connect),
         # DUP counts at QoS 1 only [MQTT-3.3.1-2].

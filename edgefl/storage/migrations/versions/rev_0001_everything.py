@@ -52,7 +52,7 @@ VIEWS = {
             FROM updates GROUP BY device_id
         ) AS t ON t.device_id = d.device_id
         """,
-    # Raw heartbeats, then the five-minute rows that older ones became.
+    # Raw heartbeats, then the five-minute rollups of older ones.
     "v_heartbeats": """
         SELECT device_id, at, 1 AS num_heartbeats,
             uptime_s, clock_skew_s, temperature_c, throttled, cpu_fraction, memory_fraction,

@@ -1,4 +1,4 @@
-"""The codec of each update: which one an assignment asked for, since a run may choose it device by device."""
+"""The codec of each update, since a run may select it per device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of single devices: whose model an evaluation is about, and what a round says of all of them."""
+"""Models of single devices: the subject of an evaluation, and their figures in a round."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""What a board felt like during each assignment, whom a round waited for, and sums by run, device and day.
+"""Hardware telemetry of each assignment, the straggler of a round, and sums by run, device and day.
 
-The sums and the waits of rows that are there already are made by the program once the schema is whole: see
-`rebuilding`.
+The sums and waits of existing rows are computed once the schema is complete: see `derived_tables`.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ V_DEVICES = """
         coalesce(t.bytes_up, 0) AS bytes_up, coalesce(t.bytes_down, 0) AS bytes_down
     FROM devices d LEFT JOIN device_totals t ON t.device_id = d.device_id
     """
-# A run with what it cost.
+# A run with its costs.
 V_RUNS = """
     SELECT r.run_id, r.name, r.task, r.strategy, r.status, r.reason, r.submitted_at, r.started_at, r.finished_at,
         r.finished_at - r.started_at AS seconds, r.rounds, r.version, r.accuracy,

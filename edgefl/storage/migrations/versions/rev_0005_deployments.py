@@ -1,4 +1,4 @@
-"""Deployments: which model goes to which devices, and what became of it on each."""
+"""Deployments: models, and their state on each device."""
 
 from __future__ import annotations
 

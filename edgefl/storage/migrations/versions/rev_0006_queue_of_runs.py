@@ -1,4 +1,4 @@
-"""The queue of runs: which begins first, and how often a run was taken up again."""
+"""The queue of runs: priority, and number of resumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Installations: which release or task pack goes to which devices, and what became of it on each."""
+"""Installations: releases and task packs, and their state on each device."""
 
 from __future__ import annotations
 

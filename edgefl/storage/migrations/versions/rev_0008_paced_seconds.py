@@ -1,4 +1,4 @@
-"""How long a board rested during an assignment to stay below its temperature limit."""
+"""Seconds of thermal pacing in an assignment."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Entropy coding of index sets, levels and labels, for tensor and value stages."""

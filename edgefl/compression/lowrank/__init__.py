@@ -1,0 +1,1 @@
+"""Low-rank stages: matrices as a few vectors (ATOMO's SVD form, PowerSGD)."""

@@ -1,0 +1,1 @@
+"""Value stages: encodings of each number in few bits. One a file."""

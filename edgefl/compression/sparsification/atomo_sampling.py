@@ -1,0 +1,129 @@
+"""Unbiased sampling of atoms with the least variance.
+
+A tensor is a sum of orthonormal atoms (its entries, or its singular vectors) with weights. Atom i is kept with
+probability p_i and then counts 1 / p_i times its weight, so the expectation is the tensor and the expected squared
+norm is the sum of weight_i**2 / p_i. Under the budget sum(p) = s the best are p_i = min(1, |weight_i| / t): kept
+atoms that are not certain decode to the magnitude t, the same for all.
+
+Source: Wang et al., ATOMO: Communication-efficient Learning via Atomic Sparsification, NeurIPS 2018, section 3.
+Differs from the authors' program: the budget of capped atoms goes to the others, and there is no redraw of an empty
+sample (that biases); atoms are drawn systematically, which keeps each one's probability.
+"""
+
+from __future__ import annotations
+
+import math
+from decimal import Decimal, InvalidOperation
+from typing import NamedTuple
+
+import numpy as np
+from numpy.random import Generator
+
+from edgefl.core.errors import CodecError
+from edgefl.core.types import Array
+
+# Number of magnitudes converted to float64 at a time.
+_CHUNK = 2**18
+_MIN_BUDGET, _MAX_BUDGET = Decimal("1e-12"), Decimal("1e12")
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
+
+
+class AtomSample(NamedTuple):
+    """Ascending indices of kept atoms: the certain ones, and the randomly chosen ones."""
+
+    certain: Array
+    sampled: Array
+
+
+def compute_level(magnitudes: Array, budget: float) -> float:
+    """Returns the magnitude t whose probabilities have the least variance within the budget.
+
+    The capped atoms are the largest, and at most budget - 1 others: of the others only the sum matters. With a budget
+    for all atoms that are not zero, t is the smallest of them; 1 when all are zero.
+
+    Args:
+        magnitudes: [n] finite, non-negative, any order.
+        budget: expected number of kept atoms, 0 < budget.
+    """
+    num_atoms = int(np.count_nonzero(magnitudes))
+    if budget >= num_atoms:
+        return float(np.min(magnitudes, initial=np.inf, where=magnitudes > 0)) if num_atoms else 1.0
+    partitioned = np.partition(magnitudes, magnitudes.size - math.ceil(budget))
+    largest = np.sort(partitioned[magnitudes.size - math.ceil(budget) :].astype(np.float64))
+    remaining_sum = float(partitioned[: magnitudes.size - largest.size].sum(dtype=np.float64))
+    # Summed from the smallest up: taking prefixes from the total would leave nothing of small atoms.
+    sums = (remaining_sum + np.cumsum(largest))[::-1]
+    budgets = budget - np.arange(largest.size)
+    first_uncapped = int(np.argmax(largest[::-1] * budgets <= sums))
+    return float(sums[first_uncapped] / budgets[first_uncapped])
+
+
+def compute_float32_level(magnitudes: Array, budget: float) -> np.float32:
+    """Returns `level` as the float32 that travels, rounded up, so that its probabilities are exact.
+
+    Raises:
+        CodecError: it overflows float32.
+    """
+    exact = compute_level(magnitudes, budget)
+    if exact > _MAX_FLOAT32:
+        raise CodecError(f"atomo multiplies up to {exact:.6g}, beyond float32: use topk, or a larger budget")
+    rounded = np.float32(exact)
+    return rounded if float(rounded) >= exact else np.nextafter(rounded, np.float32(np.inf))
+
+
+def compute_probabilities(magnitudes: Array, level: float) -> Array:
+    """Returns the keep-probability of each atom, float64."""
+    chances = magnitudes.astype(np.float64)
+    chances /= level
+    return np.minimum(chances, 1, out=chances)
+
+
+def compute_expected_square(magnitudes: Array, level: float) -> float:
+    """Returns the expected squared norm of the kept sum; its variance is that less the full squared norm."""
+    squares = 0.0
+    for start in range(0, magnitudes.size, _CHUNK):
+        chunk = magnitudes[start : start + _CHUNK].astype(np.float64)
+        squares += float((chunk * np.maximum(chunk, level)).sum())
+    return squares
+
+
+def sample_atoms(magnitudes: Array, level: float, rng: Generator) -> AtomSample:
+    """Returns the atoms to keep, each with probability min(1, magnitude / at_level).
+
+    Systematic sampling: the probabilities of the uncertain atoms lie one behind the other on a line, and those are
+    kept that cover a mark; marks are 1 apart and the first is drawn uniformly from [0, 1). So each atom is kept with
+    exactly its probability, and the number of kept ones is the budget, rounded up or down. In floating point the
+    length of an atom on the line is off by half a unit in the last place of all the line's length, 2**-53 of it.
+    """
+    first = rng.random()
+    certain_parts, chosen_parts = [np.arange(0)], [np.arange(0)]
+    offset = 0.0
+    for start in range(0, magnitudes.size, _CHUNK):
+        chances = compute_probabilities(magnitudes[start : start + _CHUNK], level)
+        is_certain = chances == 1
+        certain_parts.append(start + np.flatnonzero(is_certain))
+        chances[is_certain] = 0
+        chances[0] += offset
+        ends = np.cumsum(chances, out=chances)
+        marks = first + np.arange(max(0, math.ceil(offset - first)), math.ceil(ends[-1] - first) + 1)
+        marks = marks[(marks >= offset) & (marks < ends[-1])]
+        # The first end behind a mark; an atom without length has the end of the one before it and is never selected.
+        chosen_parts.append(start + np.unique(np.searchsorted(ends, marks, side="right")))
+        offset = float(ends[-1])
+    return AtomSample(np.concatenate(certain_parts), np.concatenate(chosen_parts))
+
+
+def parse_budget(name: str, argument: str) -> float:
+    """Returns the budget of a stage's argument.
+
+    Raises:
+        CodecError: no number over 0.
+    """
+    try:
+        budget = Decimal(argument)
+        is_right = _MIN_BUDGET <= budget <= _MAX_BUDGET
+    except InvalidOperation:  # the comparison rejects a NaN
+        is_right = False
+    if not is_right:
+        raise CodecError(f"codec stage {name!r} needs a number over 0, got {name}:{argument}")
+    return float(budget)

@@ -1,1 +1,0 @@
-"""Value stages: how many bits each number gets. One a file."""

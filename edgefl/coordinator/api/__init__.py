@@ -1,0 +1,1 @@
+"""The coordinator's HTTPS API: one module of routes for each resource."""

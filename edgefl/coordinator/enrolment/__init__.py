@@ -1,0 +1,1 @@
+"""Enrolment of devices: join tokens, certificates and their renewal."""

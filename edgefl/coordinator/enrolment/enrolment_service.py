@@ -1,0 +1,286 @@
+"""Enrolment of devices: `/edgefl/v1/ca`, `hello` and `enroll`.
+
+A device fetches the CA, compares it with its token, connects again with verification, and sends the token's secret
+with a certificate request. A repeated request with the same key (its answer was lost) is answered again and uses up
+nothing; for ten minutes with the same certificate, since each is stored until it expires.
+"""
+
+from __future__ import annotations
+
+import binascii
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_pem_public_key
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from edgefl import __version__
+from edgefl.coordinator import pki
+from edgefl.coordinator.directory import CoordinatorDirectory, hash_token
+from edgefl.coordinator.enrolment.request_handling import encode_public_key, handle_unauthenticated
+from edgefl.coordinator.enrolment.server_certificates import DAY_S, compute_renewal_window
+from edgefl.coordinator.enrolment.tokens import ROLES
+from edgefl.coordinator.fleet.shard_errors import record_capabilities
+from edgefl.coordinator.rate_limit import RateLimiter
+from edgefl.coordinator.rejected_requests import RecordRejection, ignore_rejection
+from edgefl.core.errors import (
+    EdgeflError,
+    JoinError,
+    NameTakenError,
+    NetworkError,
+    TokenInvalidError,
+    TooManyTriesError,
+    UsageError,
+)
+from edgefl.core.protocol import (
+    EVALUATOR_NAME,
+    PROTOCOL_VERSION,
+    RESERVED_NAMES,
+    check_facts,
+    check_version,
+    load_json,
+    validate_slug,
+)
+from edgefl.core.types import Json
+from edgefl.storage.repositories.certificates import record_issued_certificate
+from edgefl.storage.store import Store
+
+log = logging.getLogger(__name__)
+
+REISSUE_WINDOW_S = 600.0
+"""How long a repeated request gets the same certificate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokerEndpoint:
+    """Address of the MQTT broker for devices; `host` is None for the coordinator's own host."""
+
+    port: int = 8883
+    host: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _IssuedCertificate:
+    """Certificate of an enrolled device, and when it was issued."""
+
+    public_key: bytes
+    certificate: bytes
+    issued_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnrolmentRequest:
+    """A checked enrolment request; the signature of its certificate request proves the key."""
+
+    token_id: str
+    secret_sha256: str
+    name: str
+    role: str
+    csr_pem: bytes
+    public_key: bytes
+    facts: Json
+    shards: Json
+    version: str
+
+
+class EnrolmentService:
+    """Checks requests, records devices in the store and signs certificates. Thread-safe.
+
+    `on_enrolled(device_id, public_key)` is called after the store has the device and before it is answered, again for
+    a repeated request; public keys are PEM SubjectPublicKeyInfo bytes. `evaluator_token` returns the id of the only
+    token that may enrol under the name of the coordinator's own evaluator, None while there is none.
+    """
+
+    def __init__(  # noqa: PLR0913 one keyword per neighbour
+        self,
+        *,
+        directory: CoordinatorDirectory,
+        store: Store,
+        on_enrolled: Callable[[str, bytes], None],
+        broker: BrokerEndpoint,
+        evaluator_token: Callable[[], str | None] = lambda: None,
+        clock: Callable[[], float] = time.time,
+        version: str = __version__,
+    ) -> None:
+        self._authority = directory.load_authority()
+        self._ca_ends_at = pki.get_expiry(self._authority.cert_pem)
+        self._directory = directory
+        self._store = store
+        self._on_enrolled = on_enrolled
+        self._broker = broker
+        self._evaluator_token = evaluator_token
+        self._clock = clock
+        self._version = version
+        self._issued: OrderedDict[str, _IssuedCertificate] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def ca_pem(self) -> bytes:
+        return self._authority.cert_pem
+
+    def hello(self) -> Json:
+        """Returns the answer for connecting devices: time, version, endpoints, and certificates to renew."""
+        now = self._clock()
+        lifetime_s = self._directory.certificates.client_days * DAY_S
+        earliest, latest = compute_renewal_window(lifetime_s, now, ca_ends_at=self._ca_ends_at)
+        status = {"time": now, "version": self._version, "certificates": {"earliest": earliest, "latest": latest}}
+        return {"v": PROTOCOL_VERSION, **status, **self._endpoints()}
+
+    def enroll(self, body: bytes) -> Json:
+        """Enrols a device and returns the answer for it.
+
+        Raises:
+            JoinError: or a subclass: it may not join.
+            VersionError: its version is incompatible.
+            NetworkError: the request is malformed.
+        """
+        request = parse_request(load_json(body))
+        check_version(request.version, self._version)
+        is_foreign = request.name == EVALUATOR_NAME and request.token_id != self._evaluator_token()
+        if request.name in RESERVED_NAMES or is_foreign:
+            raise NameTakenError(f"the name {request.name!r} is reserved; choose another: --name NAME")
+        now = self._clock()
+        days = self._directory.certificates.client_days
+        issued = self._find_issued(request, now)
+        cert_pem = issued or pki.sign_request(self._authority, request.csr_pem, request.name, days=days)
+        device = self._store.enroll_device(
+            token_id=request.token_id,
+            secret_sha256=request.secret_sha256,
+            now=now,
+            device_id=request.name,
+            public_key=request.public_key,
+            role=request.role,
+            issue_certificate=lambda: pki.get_serial(cert_pem),
+            version=request.version,
+        )
+        if issued is None:
+            record_issued_certificate(
+                self._store,
+                serial=pki.get_serial(cert_pem),
+                expires_at=pki.get_expiry(cert_pem),
+                at=now,
+                device_id=request.name,
+            )
+            with self._lock:
+                self._issued.pop(request.name, None)  # the newest are last
+                self._issued[request.name] = _IssuedCertificate(
+                    public_key=request.public_key, certificate=cert_pem, issued_at=now
+                )
+        record_capabilities(self._store, request.name, request.facts, request.shards, at=now)
+        self._on_enrolled(request.name, request.public_key)
+        log.info("%s joined as %s", device.device_id, device.role)
+        answer = {"device_id": device.device_id, "role": device.role, "certificate": cert_pem.decode()}
+        return {"v": PROTOCOL_VERSION, **answer, **self._endpoints()}
+
+    def _find_issued(self, request: EnrolmentRequest, now: float) -> bytes | None:
+        """Returns the certificate recently issued for this key and device, if it is still valid."""
+        with self._lock:
+            while self._issued and next(iter(self._issued.values())).issued_at <= now - REISSUE_WINDOW_S:
+                self._issued.popitem(last=False)
+            issued = self._issued.get(request.name)
+        if issued is None or issued.public_key != request.public_key:
+            return None
+        device = self._store.get_device(request.name)
+        is_valid = device.removed_at is None and device.certificate_serial == pki.get_serial(issued.certificate)
+        return issued.certificate if is_valid else None
+
+    def _endpoints(self) -> Json:
+        return {
+            "fleet": self._directory.fleet,
+            "addresses": list(self._directory.addresses),
+            "broker": {"port": self._broker.port, "host": self._broker.host},
+        }
+
+
+def enrolment_router(
+    service: EnrolmentService,
+    *,
+    rate_limiter: RateLimiter | None = None,
+    record_rejection: RecordRejection = ignore_rejection,
+) -> APIRouter:
+    """Returns the three routes, without access token. `record_rejection` is called for rejected joins."""
+    router, limiter = APIRouter(prefix="/edgefl/v1"), rate_limiter or RateLimiter(monotonic=time.monotonic)
+
+    @router.get("/ca")
+    async def ca() -> Response:
+        return Response(service.ca_pem, media_type="application/x-pem-file")
+
+    @router.get("/hello")
+    async def hello() -> JSONResponse:
+        return JSONResponse(service.hello())
+
+    @router.post("/enroll")
+    async def enroll(request: Request) -> JSONResponse:
+        return await handle_unauthenticated(
+            request,
+            service.enroll,
+            kind="join",
+            is_bad_attempt=_is_bad_attempt,
+            rate_limiter=limiter,
+            record_rejection=record_rejection,
+        )
+
+    return router
+
+
+def _is_bad_attempt(error: EdgeflError) -> bool:
+    """Returns whether a join was rejected for lack of a valid token."""
+    if isinstance(error, TooManyTriesError):
+        return False
+    return isinstance(error, TokenInvalidError | NetworkError | UsageError) or type(error) is JoinError
+
+
+def parse_request(value: Json) -> EnrolmentRequest:
+    """Returns the checked request; raises `NetworkError` for a malformed one, `JoinError` for an unproven key."""
+    role = _parse_text(value, "role")
+    if role not in ROLES:
+        raise JoinError(f"role must be one of {', '.join(ROLES)}, got {role!r}")
+    csr_pem = _parse_text(value, "csr").encode()
+    public_key = _parse_text(value, "public_key").encode()
+    if encode_public_key(pki.verify_request(csr_pem)) != encode_public_key(_load_public_key(public_key)):
+        raise JoinError("the public key is not the one of the certificate request")
+    facts, shards = _parse_capabilities(value.get("capabilities", {}))
+    return EnrolmentRequest(
+        token_id=_parse_text(value, "token_id"),
+        secret_sha256=hash_token(_parse_text(value, "secret")),
+        name=validate_slug(_parse_text(value, "name")),
+        role=role,
+        csr_pem=csr_pem,
+        public_key=encode_public_key(_load_public_key(public_key)),
+        facts=facts,
+        shards=shards,
+        version=_parse_text(value, "version"),
+    )
+
+
+def _parse_capabilities(value: object) -> tuple[Json, Json]:
+    facts = value.get("facts", {}) if isinstance(value, dict) else None
+    shards = value.get("shards", {}) if isinstance(value, dict) else None
+    if not isinstance(facts, dict) or not isinstance(shards, dict):
+        raise NetworkError("malformed join request: capabilities must be an object with facts and shards")
+    check_facts(facts, shards)
+    return facts, shards
+
+
+def _parse_text(value: Json, key: str) -> str:
+    text = value.get(key)
+    if not isinstance(text, str) or not text or len(text) > 8192 or not text.isascii():
+        raise NetworkError(f"malformed join request: {key} must be a short text, got {type(text).__name__}")
+    return text
+
+
+def _load_public_key(pem: bytes) -> ec.EllipticCurvePublicKey:
+    try:
+        key = load_pem_public_key(pem)
+    except (ValueError, binascii.Error, UnsupportedAlgorithm) as error:
+        raise JoinError(f"the public key cannot be read: {error}") from None
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        raise JoinError("the public key must be an EC key")
+    return key

@@ -1,0 +1,76 @@
+"""Join tokens: made here, shown once; the store has only the hash of the secret."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass
+
+from edgefl.coordinator.directory import CoordinatorDirectory, hash_token
+from edgefl.core.errors import UsageError
+from edgefl.core.protocol import JoinToken, validate_slug
+from edgefl.storage.store import Store
+
+DEFAULT_TTL = "24h"
+UNIT_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+MAX_TTL_S = 10 * 365 * 86400.0
+MAX_USES = 1_000_000
+ROLES = ("trainer", "evaluator")
+_TTL = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhdw])\Z")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinTokenSpec:
+    """Lifetime, number of uses, groups and role of a join token; the device chooses its role if None."""
+
+    ttl_s: float = 86400.0
+    uses: int = 1
+    groups: tuple[str, ...] = ()
+    role: str | None = None
+
+
+def parse_ttl(text: str) -> float:
+    """Returns the seconds in `90s`, `30m`, `24h`, `7d` or `2w`.
+
+    Raises:
+        UsageError: it is malformed, zero, or more than ten years.
+    """
+    match = _TTL.match(text.strip().lower())
+    seconds = float(match[1]) * UNIT_S[match[2]] if match else 0.0
+    if not 0 < seconds <= MAX_TTL_S:
+        raise UsageError(f"a lifetime must be a number with s, m, h, d or w, from 1s to 3650d, got {text!r}")
+    return seconds
+
+
+def make_token(store: Store, directory: CoordinatorDirectory, spec: JoinTokenSpec, *, now: float) -> JoinToken:
+    """Returns a new token for the fleet of `directory`, after the store has its hash.
+
+    Raises:
+        UsageError: the specification is invalid.
+    """
+    if not 1 <= spec.uses <= MAX_USES:
+        raise UsageError(f"uses must be from 1 to {MAX_USES}, got {spec.uses}")
+    if spec.role is not None and spec.role not in ROLES:
+        raise UsageError(f"role must be one of {', '.join(ROLES)}, got {spec.role!r}")
+    token = JoinToken(
+        ca_fingerprint=directory.compute_ca_fingerprint(),
+        token_id=secrets.token_hex(4),
+        secret=secrets.token_urlsafe(24),
+        fleet=directory.fleet,
+        addresses=directory.addresses,
+    )
+    store.add_token(
+        token_id=token.token_id,
+        secret_sha256=hash_token(token.secret),
+        expires_at=now + spec.ttl_s,
+        uses=spec.uses,
+        groups=[validate_slug(group, "group") for group in spec.groups],
+        role=spec.role,
+        created_at=now,
+    )
+    return token
+
+
+def format_join_command(token: JoinToken, *, shard: str = "PATH") -> str:
+    """Returns the command with which a device joins with this token."""
+    return f"edgefl device join {token.addresses[0]} --token {token.text()} --shard {shard}"

@@ -1,0 +1,1 @@
+"""Execution of instructions: live fleet, journal replay, admission, model distribution."""

@@ -1,0 +1,166 @@
+"""Instruction headers for devices, and validated parsing of reply headers.
+
+An assignment id is unique within its run. On the wire the run id precedes it, so that a device never takes an answer,
+a recall or a report of an earlier run for one of this run.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from types import MappingProxyType
+from typing import Any
+
+from edgefl.coordinator.execution.incarnations import RunIncarnations
+from edgefl.core.protocol import finite_or_none
+from edgefl.core.types import (
+    PREFETCH_BYTE_KEYS,
+    EvaluateInstruction,
+    EvaluateResult,
+    Json,
+    PeerMessage,
+    TrainInstruction,
+    UpdateMetrics,
+)
+from edgefl.decentralised.message_bundle import decode_messages
+
+MAX_COUNT = 2**53
+"""Largest valid count: JSON numbers are exact up to here."""
+PLAUSIBLE_RANGES = MappingProxyType(
+    {
+        "max_temperature_c": (-40.0, 150.0),
+        "signal_dbm": (-200.0, 0.0),
+        "link_bits_per_s": (0.0, 1e12),
+        "energy_j": (0.0, 1e12),
+        "paced_s": (0.0, 1e8),
+    }
+)
+"""Valid ranges of reported telemetry; a value outside is treated as unknown."""
+
+
+def create_instruction_header(
+    incarnations: RunIncarnations, instruction: TrainInstruction | EvaluateInstruction, *, wire_id: str | None = None
+) -> Json:
+    """Returns the header of one instruction, without the fields common to the run.
+
+    `wire_id` is the wire id of an instruction dispatched before; without it a new one is assigned.
+    """
+    header: Json = {"assignment": wire_id or incarnations.assign_wire_id(instruction.assignment_id)}
+    if isinstance(instruction, EvaluateInstruction):
+        return {**header, "version": instruction.version}
+    if instruction.block is not None:
+        header["block"] = instruction.block
+    plan = {name: value for name, value in asdict(instruction.plan).items() if value is not None and name != "inbox"}
+    return {
+        **header,
+        "version": instruction.base_version,
+        "plan": plan,
+        "codec": instruction.codec or "dense",
+        "settled": [incarnations.get_wire_id(assignment_id) for assignment_id in instruction.settled],
+    }
+
+
+def parse_update_metrics(
+    metrics: Json, *, turnaround_s: float, bytes_up: int, bytes_down: int, prefetch_bytes: tuple[int, int] = (0, 0)
+) -> UpdateMetrics:
+    """Returns the device's measurements; the sending time is all of the turnaround that was not computing.
+
+    `prefetch_bytes` are the bytes up and down that it spent on admission; they are included.
+
+    Raises:
+        KeyError, TypeError, ValueError: a measurement is missing or makes no sense.
+    """
+    compute_s = _parse_number(metrics["compute_s"])
+    extra = metrics.get("extra")
+    numbers = (
+        {str(name): finite_or_none(value) for name, value in extra.items()} if isinstance(extra, Mapping) else {}
+    )
+    numbers |= {name: float(value) or None for name, value in zip(PREFETCH_BYTE_KEYS, prefetch_bytes, strict=True)}
+    return UpdateMetrics(
+        iterations=_parse_count(metrics["iterations"]),
+        num_examples=_parse_count(metrics["num_examples"]),
+        loss=finite_or_none(metrics.get("loss")),
+        compute_s=compute_s,
+        send_s=max(0.0, turnaround_s - compute_s),
+        bytes_up=bytes_up + prefetch_bytes[0],
+        bytes_down=bytes_down + prefetch_bytes[1],
+        extra={name: value for name, value in numbers.items() if value is not None},
+        **_parse_health(metrics.get("vitals")),
+    )
+
+
+def _parse_health(reported: Any) -> dict[str, Any]:
+    """Returns the plausible telemetry of a reply; implausible values are dropped, the update is kept."""
+    if not isinstance(reported, Mapping):
+        return {}
+    health: dict[str, Any] = {}
+    for name, (minimum, maximum) in PLAUSIBLE_RANGES.items():
+        value = finite_or_none(reported.get(name))
+        if value is not None and minimum <= value <= maximum:
+            health[name] = value
+    throttled = reported.get("throttled")
+    if isinstance(throttled, str) and re.fullmatch(r"[a-z,-]{1,100}", throttled):
+        health["throttled"] = throttled
+    return health
+
+
+def parse_evaluate_result(instruction: EvaluateInstruction, metrics: Json, source: str) -> EvaluateResult:
+    """Returns the outcome of an evaluation.
+
+    Raises:
+        KeyError, TypeError, ValueError: a figure is missing or makes no sense.
+    """
+    accuracy = _parse_number(metrics["accuracy"])
+    if accuracy > 1:
+        raise ValueError(f"accuracy must lie in 0 to 1, got {accuracy!r}")
+    return EvaluateResult(
+        assignment_id=instruction.assignment_id,
+        device_id=instruction.device_id,
+        version=instruction.version,
+        round=instruction.round,
+        source=source,
+        num_examples=_parse_count(metrics["num_examples"]),
+        loss=_parse_number(metrics["loss"], at_least=-math.inf),
+        accuracy=accuracy,
+        subject=instruction.subject,
+    )
+
+
+def parse_peer_messages(
+    instruction: TrainInstruction, header: Json, body: bytes
+) -> tuple[tuple[PeerMessage, ...], bytes]:
+    """Returns a node's messages and the rest of the body; the whole body if the device is no node.
+
+    Raises:
+        ValueError: it answers for another node, or for an edge that it does not have.
+        NetworkError: the header does not fit the body.
+    """
+    plan = instruction.plan.node
+    if plan is None:
+        return (), body
+    outbox, model_body = decode_messages(header.get("mail", []), body)
+    edges = {(instruction.device_id, side.neighbour) for side in plan.edges}
+    foreign_edges = [message.edge for message in outbox if message.edge not in edges]
+    if foreign_edges:
+        raise ValueError(f"it sends along {' - '.join(foreign_edges[0])}, which is no edge of its own")
+    if bool(model_body) != plan.reports:
+        raise ValueError("it holds no model, which was asked for" if plan.reports else "it holds more than messages")
+    return outbox, model_body
+
+
+def _parse_number(value: Any, *, at_least: float = 0.0) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > MAX_COUNT:
+        raise ValueError(f"not a number: {value!r:.40}")
+    number = float(value)
+    if not (math.isfinite(number) and number >= at_least):
+        raise ValueError(f"must be finite and at least {at_least:g}, got {number!r}")
+    return number
+
+
+def _parse_count(value: Any) -> int:
+    number = _parse_number(value)
+    if number != int(number):
+        raise ValueError(f"must be a whole number, got {number!r}")
+    return int(number)

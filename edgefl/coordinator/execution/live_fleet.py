@@ -1,0 +1,508 @@
+"""Live fleet: sends instructions to devices through Flower and MQTT, and turns replies into events.
+
+Replies, presence and progress arrive in other threads and go into one queue; all else happens in the thread of the
+run, inside `dispatch` and `wait`. A device that dies, fails or takes too long leaves `busy`, with an
+`InstructionFailed` that names the reason.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from edgefl.coordinator.execution.admission import (
+    REJOIN_TIMEOUT_S,
+    AdmissionController,
+    AdmissionRequirements,
+    RecordEvent,
+)
+from edgefl.coordinator.execution.eligibility import RunSpec
+from edgefl.coordinator.execution.event_queue import BoundedEventQueue, LoadItem
+from edgefl.coordinator.execution.headers import (
+    create_instruction_header,
+    parse_evaluate_result,
+    parse_peer_messages,
+    parse_update_metrics,
+)
+from edgefl.coordinator.execution.idle_reporter import IdleRunReporter
+from edgefl.coordinator.execution.in_flight import (
+    DeviceNotifier,
+    InFlightInstructions,
+    InstructionTransport,
+    PendingInstruction,
+)
+from edgefl.coordinator.execution.incarnations import RunIncarnations
+from edgefl.coordinator.execution.live_fleet_view import LiveFleetView
+from edgefl.coordinator.execution.model_distribution import PREFETCHED_KEY, REPLY_ONLY, ModelDistributor
+from edgefl.coordinator.execution.recording_fleet import DispatchedInstruction
+from edgefl.coordinator.execution.run_membership import RunMembership
+from edgefl.coordinator.fleet.presence import DevicePresence, PresenceChanged
+from edgefl.coordinator.fleet.registry import (
+    DeviceChanged,
+    DeviceRegistry,
+    DeviceRemoved,
+    DeviceRestarted,
+    HeldInstructions,
+    RegistryEvent,
+)
+from edgefl.coordinator.flower.messages import Reply
+from edgefl.coordinator.flower.spool import spool_to_disk
+from edgefl.coordinator.flower.superlink import prepare_body
+from edgefl.core.errors import CodecError, EdgeflError, NetworkError
+from edgefl.core.types import (
+    DeviceAvailable,
+    EvaluateInstruction,
+    EvaluateResult,
+    Event,
+    FinishEarlyInstruction,
+    Instruction,
+    InstructionFailed,
+    ModelProvider,
+    Progress,
+    StopRequested,
+    TrainInstruction,
+    Update,
+    UpdateStatus,
+    size_of_tensors,
+)
+from edgefl.storage.retention import REJECTED_EVENT_KIND
+
+__all__ = ["DeviceNotifier", "InterruptedRunError", "LiveFleet", "LiveFleetView", "RunSpec"]
+
+log = logging.getLogger(__name__)
+
+EVALUATION_DEADLINE_S = 600.0
+MAX_REASON_CHARS = 500
+MAX_DECODED_BYTES = 32 * 1024 * 1024
+
+
+class InterruptedRunError(EdgeflError):
+    """Raised when the coordinator stops; the run can be resumed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SendFailure:
+    """An instruction that could not be sent; `wait` reports it, like all failures."""
+
+    wire_id: str
+    reason: str
+
+
+_QueueItem = Reply | RegistryEvent | Progress | StopRequested | InterruptedRunError | _SendFailure
+
+
+class LiveFleet:
+    """Implements `Fleet` for one run. `post` may be called from any thread, all else from the run's.
+
+    Args:
+        run, transport, roster, notifier: the run, its messages, and the devices.
+        clock: seconds, monotonic.
+        requirements: of admission; None to admit every device.
+        record_event: writes an event of a device, or of the run if the device is empty, to the history.
+        run_clock: the run's own time, for the view; `clock` if None.
+        max_decoded_bytes: `wait` returns once it has decoded this much, before the rest is decoded.
+        spool_folder: where replies beyond the memory limit are spooled; None for the system's temporary files.
+    """
+
+    def __init__(  # noqa: PLR0913 the parts of a run, by name
+        self,
+        *,
+        run: RunSpec,
+        transport: InstructionTransport,
+        roster: DeviceRegistry,
+        notifier: DeviceNotifier,
+        clock: Callable[[], float],
+        requirements: AdmissionRequirements | None = None,
+        record_event: RecordEvent = lambda _kind, _device, _message: None,
+        run_clock: Callable[[], float] | None = None,
+        max_decoded_bytes: int = MAX_DECODED_BYTES,
+        spool_folder: Path | None = None,
+    ) -> None:
+        self.roster, self.clock, self._record_event = roster, clock, record_event
+        self._incarnations = run.incarnations or RunIncarnations(run.run_id)
+        self._run = run
+        self._spool_folder = spool_folder
+        self._queue = BoundedEventQueue[_QueueItem](self._spool_reply)
+        self._backlog: deque[_QueueItem] = deque()
+        self._max_decoded_bytes = max_decoded_bytes
+        self._in_flight = InFlightInstructions(
+            transport=transport,
+            notifier=notifier,
+            get_node_id=roster.get_node_id,
+            on_send_failed=self._on_send_failed,
+        )
+        self._distributor = ModelDistributor(run)
+        admission = None
+        if requirements is not None:
+            admission = AdmissionController(
+                run=run,
+                requirements=requirements,
+                transport=transport,
+                notifier=notifier,
+                roster=roster,
+                clock=clock,
+                record_event=record_event,
+                get_model=self._distributor.get_newest_model,
+                on_prefetched=self._distributor.record_prefetch,
+            )
+        self._idle_reporter = IdleRunReporter(run, clock, lambda kind, message: record_event(kind, "", message))
+        self._resumed_until_s: float | None = None
+        self._view = LiveFleetView(
+            run, roster, run_clock or clock, is_admitted=admission.is_admitted if admission else lambda _: True
+        )
+        self._membership = RunMembership(admission, self._view, roster)
+        self._unsubscribe = roster.subscribe(self._queue.put)
+
+    def post(self, item: Reply | Progress | StopRequested | InterruptedRunError) -> None:
+        """Queues an item for the run; a reply beyond the memory limit waits a little, then is spooled."""
+        self._queue.put(item, len(item.body) if isinstance(item, Reply) else 0)
+
+    def _spool_reply(self, item: _QueueItem) -> LoadItem[_QueueItem] | None:
+        spooled_body = spool_to_disk(item.body, self._spool_folder) if isinstance(item, Reply) else None
+        if not isinstance(item, Reply) or spooled_body is None:
+            return None
+        reply_without_body = replace(item, body=b"")
+
+        def load() -> Reply | None:
+            try:
+                return replace(reply_without_body, body=spooled_body.read())
+            except OSError as error:  # its device still has the answer, and is asked for it again
+                log.warning("a reply of %s is lost: %s", self.roster.get_device_id(reply_without_body.node_id), error)
+                return None
+
+        return load
+
+    def close(self, *, will_resume: bool = False) -> None:
+        """Unsubscribes and closes the Flower run; unless it will resume, devices are asked to finish early."""
+        self._unsubscribe()
+        self._queue.close()
+        self._membership.close()
+        self._view.close()
+        self._in_flight.close(should_finish_early=not will_resume)
+
+    def view(self) -> LiveFleetView:
+        return self._view.refresh()
+
+    def dispatch(self, instructions: Sequence[Instruction], source: ModelProvider) -> None:
+        """Sends every instruction and wake-up; one that cannot be sent comes back as `InstructionFailed`."""
+        self._distributor.update_source(source)
+        for instruction in instructions:
+            if isinstance(instruction, FinishEarlyInstruction):
+                self._in_flight.finish_early(
+                    self._incarnations.get_wire_id(instruction.assignment_id), instruction.device_id
+                )
+                continue
+            if isinstance(instruction, TrainInstruction):
+                self._view.assign(instruction)
+            self._dispatch_instruction(instruction, source)
+
+    def resume_in_flight(self, in_flight: Sequence[DispatchedInstruction], source: ModelProvider) -> None:
+        """Resumes instructions that an earlier coordinator dispatched; devices may have finished them by now.
+
+        A device that reports an assignment as held is asked for the answer; one that does not is sent it again.
+        Evaluations are always sent again.
+        """
+        self._distributor.update_source(source)
+        now_s = self.clock()
+        for dispatched in in_flight:
+            instruction, pending_id = dispatched.order, self._incarnations.get_wire_id(dispatched.order.assignment_id)
+            deadline_s = (
+                instruction.deadline_s if isinstance(instruction, TrainInstruction) else EVALUATION_DEADLINE_S
+            )
+            pending = PendingInstruction(
+                wire_id=pending_id,
+                instruction=instruction,
+                header={
+                    **self._run.header,
+                    **create_instruction_header(self._incarnations, instruction, wire_id=pending_id),
+                },
+                body=prepare_body(b""),
+                dispatched_s=dispatched.given_s,
+                deadline_s=None if deadline_s is None else dispatched.given_s + deadline_s,
+                sent_s=now_s,
+                model_header=REPLY_ONLY,
+            )
+            self._in_flight.add(pending)
+            if isinstance(instruction, EvaluateInstruction):
+                self._resend_evaluation(pending, source)
+        self._resumed_until_s = now_s + REJOIN_TIMEOUT_S
+        for device_id in dict.fromkeys(dispatched.order.device_id for dispatched in in_flight):
+            self._in_flight.request_heartbeat(device_id)
+        log.info("%d orders were out when the coordinator ended; their devices are asked for them", len(in_flight))
+
+    def _resend_evaluation(self, pending: PendingInstruction, source: ModelProvider) -> None:
+        instruction = pending.instruction
+        if (
+            not isinstance(instruction, EvaluateInstruction)
+            or instruction.version != source.version
+            or instruction.subject
+        ):
+            self._on_send_failed(pending.wire_id, "the model that it evaluates went with the coordinator")
+            return
+        payload = self._distributor.create_payload(instruction, source)
+        pending.body, pending.model_header = payload.body, payload.header
+        self._in_flight.resend(pending, "the coordinator restarted")
+
+    def _reconcile(self, event: HeldInstructions) -> list[Event]:
+        """Resends lost instructions, and requests answers that a device held when the coordinator ended."""
+        events: list[Event] = []
+        for pending in self._in_flight.list_for_device(event.device_id):
+            if pending.message_id:
+                continue
+            if pending.wire_id in event.assignment_ids:
+                pending.sent_s = self.clock()
+                self._in_flight.resend(pending, "its answer is wanted")
+            else:
+                events += self._resend_full_model(pending, "it does not hold it any more")
+        self._in_flight.reconcile(event)
+        return events
+
+    def _fail_unresumed(self) -> list[Event]:
+        """Fails instructions of an earlier coordinator whose devices have not reported in time."""
+        if self._resumed_until_s is None or self.clock() < self._resumed_until_s:
+            return []
+        self._resumed_until_s = None
+        return [
+            self._fail(
+                pending, UpdateStatus.LOST, f"not heard of within {REJOIN_TIMEOUT_S:g} s of the coordinator's restart"
+            )
+            for pending in self._in_flight
+            if not pending.message_id
+        ]
+
+    def _dispatch_instruction(
+        self, instruction: TrainInstruction | EvaluateInstruction, source: ModelProvider
+    ) -> None:
+        now_s, payload, header = (
+            self.clock(),
+            self._distributor.create_payload(instruction, source),
+            create_instruction_header(self._incarnations, instruction),
+        )
+        deadline_s = instruction.deadline_s if isinstance(instruction, TrainInstruction) else EVALUATION_DEADLINE_S
+        pending = PendingInstruction(
+            wire_id=header["assignment"],
+            instruction=instruction,
+            header={**self._run.header, **header},
+            body=payload.body,
+            dispatched_s=now_s,
+            deadline_s=None if deadline_s is None else now_s + deadline_s,
+            sent_s=now_s,
+            model_header=payload.header,
+        )
+        self._in_flight.dispatch(pending)
+
+    def _on_send_failed(self, wire_id: str, reason: str) -> None:
+        self._queue.put(_SendFailure(wire_id=wire_id, reason=reason))
+
+    def wait(self, until_s: float) -> Sequence[Event]:
+        """Returns the next events, at once if there are any, else by `until_s` at the latest.
+
+        Raises:
+            InterruptedRunError: the coordinator stops.
+            RunFailedError: fewer devices are ready than the run requires.
+        """
+        while True:
+            has_work = bool(self._view.busy) or self._in_flight.next_deadline_s() is not None
+            if self._idle_reporter.poll(self._view.idle, has_work=has_work):
+                return []  # so that the event is committed now
+            events = [*self._fail_overdue(), *self._fail_unresumed(), *self._membership.poll()]
+            batch = list(self._backlog)  # the queue is read again once these are processed
+            if not batch:
+                batch = self._queue.get_batch(0.0 if events else self._next_wake_s(until_s) - self.clock())
+            # Replies first: an instruction no longer held may have been answered at the same time.
+            self._backlog = deque(sorted(batch, key=lambda item: not isinstance(item, Reply)))
+            num_bytes = 0
+            while self._backlog and num_bytes < self._max_decoded_bytes:
+                item_events = self._process_item(self._backlog.popleft())
+                num_bytes += sum(size_of_tensors(event.tensors) for event in item_events if isinstance(event, Update))
+                events += item_events
+            events += self._membership.poll()
+            if events or self.clock() >= until_s:
+                return events
+
+    def _next_wake_s(self, until_s: float) -> float:
+        admission_s, idle_poll_s = self._membership.next_deadline_s(), self._idle_reporter.next_poll_s()
+        deadlines = (self._in_flight.next_deadline_s(), admission_s, idle_poll_s, self._resumed_until_s)
+        return min([until_s, *(time_s for time_s in deadlines if time_s is not None)])
+
+    def _fail_overdue(self) -> list[Event]:
+        return [
+            self._fail(
+                pending,
+                UpdateStatus.LOST,
+                f"not back within {(pending.deadline_s or 0.0) - pending.dispatched_s:g} s",
+            )
+            for pending in self._in_flight.finish_overdue(self.clock())
+        ]
+
+    def _process_item(self, item: _QueueItem) -> list[Event]:
+        match item:
+            case InterruptedRunError():
+                raise item
+            case Reply():
+                return self._on_reply(item)
+            case Progress():
+                return self._on_progress(item)
+            case StopRequested():
+                return [item]
+            case _SendFailure():
+                pending = self._in_flight.get(item.wire_id)
+                return [self._fail(pending, UpdateStatus.FAILED, item.reason)] if pending else []
+            case _:
+                return self._on_roster_event(item)
+
+    def _on_roster_event(self, event: RegistryEvent) -> list[Event]:
+        self._membership.on_roster_event(event)
+        match event:
+            case PresenceChanged(after=DevicePresence.GONE | DevicePresence.OFFLINE):
+                return self._fail_all(event.device_id, f"device {event.after}: {event.reason}")
+            case DeviceRemoved():
+                return self._fail_all(event.device_id, "device removed")
+            case PresenceChanged(after=DevicePresence.ONLINE, before=before) if before is not DevicePresence.LATE:
+                self._in_flight.request_heartbeat(event.device_id)  # commands sent before it was online are lost
+                return [DeviceAvailable(device_id=event.device_id)]
+            case DeviceChanged():
+                return [DeviceAvailable(device_id=event.device_id)]
+            case DeviceRestarted() | HeldInstructions():
+                return (
+                    self._on_restart(event.device_id)
+                    if isinstance(event, DeviceRestarted)
+                    else self._reconcile(event)
+                )
+            case _:
+                return []
+
+    def _on_restart(self, device_id: str) -> list[Event]:
+        """Resends the work of a restarted agent, which has lost its model."""
+        self._distributor.remove_device(device_id)
+        events: list[Event] = []
+        for pending in self._in_flight.list_for_device(device_id):
+            if not pending.message_id:
+                continue  # its first heartbeat lists what it still holds
+            if {"base", PREFETCHED_KEY, "held"} & set(pending.model_header):
+                events += self._resend_full_model(pending, "its agent restarted")
+            else:
+                self._in_flight.resend(pending, "its agent restarted")
+        return events
+
+    def _resend_full_model(self, pending: PendingInstruction, reason: str) -> list[Event]:
+        """Resends an instruction with the full model in place of a delta; fails it if that is gone."""
+        payload = (
+            self._distributor.create_full_payload(pending.instruction)
+            if isinstance(pending.instruction, TrainInstruction)
+            else None
+        )
+        if payload is None:
+            return [self._fail(pending, UpdateStatus.LOST, f"needs a whole model that is kept no longer: {reason}")]
+        pending.body, pending.model_header, pending.sent_s = payload.body, payload.header, self.clock()
+        self._in_flight.resend(pending, reason)
+        return []
+
+    def _on_progress(self, report: Progress) -> list[Event]:
+        pending = self._in_flight.get(report.assignment_id)
+        if pending is None or pending.instruction.device_id != report.device_id:
+            return []
+        progress = replace(report, assignment_id=pending.instruction.assignment_id)
+        self._view.record_progress(progress)
+        return [progress]
+
+    def _fail_all(self, device_id: str, reason: str) -> list[Event]:
+        return [
+            self._fail(pending, UpdateStatus.LOST, reason) for pending in self._in_flight.list_for_device(device_id)
+        ]
+
+    def _complete(self, pending: PendingInstruction) -> None:
+        self._in_flight.complete(pending)
+        if isinstance(pending.instruction, TrainInstruction):
+            self._view.complete(pending.instruction)
+
+    def _fail(self, pending: PendingInstruction, status: UpdateStatus, reason: str) -> InstructionFailed:
+        self._complete(pending)
+        instruction = pending.instruction
+        if isinstance(instruction, TrainInstruction):
+            self._distributor.remove_device(instruction.device_id)
+        return InstructionFailed(
+            device_id=instruction.device_id,
+            assignment_id=instruction.assignment_id,
+            outcome=status,
+            reason=reason[:MAX_REASON_CHARS],
+        )
+
+    def _on_reply(self, reply: Reply) -> list[Event]:
+        """Turns a reply into an event; drops one without a pending instruction (a repeat, a late one)."""
+        pending = self._find_pending(reply)
+        if pending is None:
+            return []
+        if reply.header.get("needs_dense") is True and reply.instruction_id != pending.message_id:
+            return []  # about an older message; the newest is on its way
+        if reply.header.get("needs_dense") is True and not _has_full_model(pending):
+            return self._resend_full_model(pending, str(reply.header.get("error", "it lost the model")))
+        if "error" in reply.header:
+            return [self._fail(pending, UpdateStatus.FAILED, str(reply.header["error"]))]
+        try:
+            event = self._decode_reply(pending, reply)
+        except (CodecError, NetworkError, TypeError, ValueError, KeyError, ArithmeticError) as error:
+            reason = f"unusable reply: {error}"
+            self._record_event(REJECTED_EVENT_KIND, pending.instruction.device_id, reason[:MAX_REASON_CHARS])
+            return [self._fail(pending, UpdateStatus.REFUSED, reason)]
+        self._complete(pending)
+        return [event]
+
+    def _find_pending(self, reply: Reply) -> PendingInstruction | None:
+        """Returns the pending instruction of a reply; None if it was for admission, or there is none."""
+        device_id, wire_id = self.roster.get_device_id(reply.node_id), str(reply.header.get("assignment"))
+        if device_id is not None and self._membership.on_reply(device_id, reply):
+            return None
+        pending = self._in_flight.get(wire_id)
+        if pending is None or pending.instruction.device_id != device_id:
+            if pending is not None and device_id is not None:
+                self._record_event(
+                    REJECTED_EVENT_KIND,
+                    device_id,
+                    f"its reply names an assignment of {pending.instruction.device_id}",
+                )
+            pending = self._in_flight.find_by_message(reply.instruction_id)
+        if pending is None or pending.instruction.device_id != device_id:
+            log.info("dropped a reply of %s for %.80s: nobody waits for it", device_id, wire_id)
+            return None
+        return pending
+
+    def _decode_reply(self, pending: PendingInstruction, reply: Reply) -> Update | EvaluateResult:
+        instruction, header = pending.instruction, reply.header
+        if header.get("assignment") != pending.wire_id:
+            raise ValueError(f"it names {header.get('assignment')!r:.80}, asked was {pending.wire_id!r}")
+        if isinstance(instruction, EvaluateInstruction):
+            info = self.roster.get_device(instruction.device_id)
+            result = parse_evaluate_result(instruction, header["metrics"], info.source if info else "device")
+            return replace(result, bytes_up=reply.bytes_up, bytes_down=reply.bytes_down)
+        outbox, body = parse_peer_messages(instruction, header, reply.body)
+        tensors = self._run.decode(body) if body or instruction.plan.node is None else {}
+        metrics = parse_update_metrics(
+            header["metrics"],
+            turnaround_s=self.clock() - pending.dispatched_s,
+            bytes_up=reply.bytes_up,
+            bytes_down=reply.bytes_down,
+            prefetch_bytes=self._membership.pop_traffic(instruction.device_id),
+        )
+        if metrics.iterations > 0:
+            self.roster.record_speed(instruction.device_id, metrics.compute_s / metrics.iterations)
+            self._view.record_speed(instruction.device_id, metrics)
+        return Update(
+            assignment_id=instruction.assignment_id,
+            device_id=instruction.device_id,
+            base_version=instruction.base_version,
+            tensors=tensors,
+            metrics=metrics,
+            body=body or None,
+            received_s=self.clock(),
+            outbox=outbox,
+        )
+
+
+def _has_full_model(pending: PendingInstruction) -> bool:
+    """Returns whether an instruction's message held the full model."""
+    partial_keys = {"base", PREFETCHED_KEY} & set(pending.model_header)
+    return not partial_keys and pending.model_header.get("model") is not False

@@ -1,0 +1,411 @@
+"""Device registry: presence, capabilities and speed of the devices of the fleet. Thread-safe.
+
+Everything that reaches the coordinator (MQTT, HTTPS) is recorded here. The registry tracks presence and publishes
+changes to its subscribers: the telemetry writer and the live fleet.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from edgefl.coordinator.fleet.clone_detection import CloneDetected, CloneDetector, CloneRejected
+from edgefl.coordinator.fleet.event_bus import EventBus
+from edgefl.coordinator.fleet.live_health import LiveHealth
+from edgefl.coordinator.fleet.presence import DevicePresence, PresenceEvent, PresenceRecord, PresenceTracker
+from edgefl.core.protocol import EVALUATOR_NAME, Capabilities, Heartbeat, PresenceState, StatusMessage
+from edgefl.core.types import DeviceInfo, HealthMetrics, Role
+
+_SCHEDULABLE_STATES = frozenset({DevicePresence.ONLINE, DevicePresence.LATE})
+SMOOTHING_FACTOR = 0.3
+"""Weight of the newest measurement in a device's smoothed speed."""
+_HEARTBEAT_FIELDS = ("temperature_c", "run", "iteration")
+DEFAULT_STATUS_ROW: Mapping[str, Any] = MappingProxyType(
+    {
+        "presence": "never seen",
+        "drained": False,
+        "silent_s": None,
+        "cloned": None,
+        **dict.fromkeys(_HEARTBEAT_FIELDS),
+        "seconds_per_iteration": None,
+    }
+)
+"""Status row of a device that has joined and never been seen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceRestarted:
+    """The agent of a device is a new process: its memory is lost."""
+
+    device_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldInstructions:
+    """The assignments that a device reports as held, as of `at_s`."""
+
+    device_id: str
+    assignment_ids: tuple[str, ...]
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceAdded:
+    """A device joined, or joined again: its role, groups or data may differ."""
+
+    device_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceChanged:
+    """A device reported new capabilities or shards."""
+
+    device_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceRemoved:
+    """A device was removed from the fleet; it will never answer."""
+
+    device_id: str
+
+
+RegistryEvent = (
+    PresenceEvent
+    | DeviceRestarted
+    | HeldInstructions
+    | DeviceAdded
+    | DeviceChanged
+    | DeviceRemoved
+    | CloneDetected
+    | CloneRejected
+)
+RegistrySubscriber = Callable[[RegistryEvent], None]
+
+
+@dataclass(slots=True)
+class _RegistryEntry:
+    info: DeviceInfo
+    node_id: int
+    boot_id: str = ""
+    seconds_per_iteration: float | None = None
+    is_drained: bool = False
+
+
+class DeviceRegistry:
+    """Registry of the fleet's devices. Thread-safe.
+
+    Subscribers are called outside the lock, with one event at a time in order of occurrence, possibly in another
+    thread than the caller's.
+    """
+
+    def __init__(self, presence: PresenceTracker, clock: Callable[[], float]) -> None:
+        self._presence, self._clock, self._clone_detector = presence, clock, CloneDetector()
+        self._entries: dict[str, _RegistryEntry] = {}
+        self._device_by_node: dict[int, str] = {}
+        self._event_bus = EventBus[RegistryEvent]()
+        self._lock = threading.RLock()
+
+    def subscribe(self, subscriber: RegistrySubscriber) -> Callable[[], None]:
+        """Calls `subscriber` with every event; returns a function that unsubscribes it."""
+        return self._event_bus.subscribe(subscriber)
+
+    def add(
+        self,
+        device_id: str,
+        *,
+        node_id: int,
+        role: str,
+        groups: Sequence[str],
+        examples: Mapping[str, int],
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Adds a device that has joined, or joined again; `facts` are its newest capabilities."""
+        is_own = device_id == EVALUATOR_NAME
+        source = "coordinator" if is_own else ("evaluator" if role == Role.EVALUATOR else "device")
+        info = DeviceInfo(
+            device_id=device_id,
+            role=Role(role),
+            groups=tuple(groups),
+            tasks=tuple(sorted(examples)),
+            examples=dict(examples),
+            source=source,
+            capabilities=facts or {},
+            blocks=_parse_blocks((facts or {}).get("blocks")),
+        )
+        with self._lock:
+            former = self._entries.get(device_id)
+            if former is not None and former.node_id == node_id:
+                info_with_capabilities = replace(
+                    info, capabilities=former.info.capabilities, blocks=former.info.blocks
+                )
+                former.info = info_with_capabilities if facts is None else info
+            else:
+                if former is not None:
+                    self._device_by_node.pop(former.node_id, None)
+                self._entries[device_id] = _RegistryEntry(info=info, node_id=node_id)
+                self._device_by_node[node_id] = device_id
+            self._event_bus.enqueue([DeviceAdded(device_id=device_id)])
+        self._event_bus.publish()
+
+    def remove(self, device_id: str) -> int | None:
+        """Removes a device; returns its node id."""
+        with self._lock:
+            self._presence.remove(device_id)
+            self._clone_detector.remove(device_id)
+            entry = self._entries.pop(device_id, None)
+            if entry is None:
+                return None
+            self._device_by_node.pop(entry.node_id, None)
+            self._event_bus.enqueue([DeviceRemoved(device_id=device_id)])
+        self._event_bus.publish()
+        return entry.node_id
+
+    def get_device_id(self, node_id: int) -> str | None:
+        return self._device_by_node.get(node_id)
+
+    def get_node_id(self, device_id: str) -> int | None:
+        entry = self._entries.get(device_id)
+        return entry.node_id if entry else None
+
+    def get_device(self, device_id: str) -> DeviceInfo | None:
+        entry = self._entries.get(device_id)
+        return entry.info if entry else None
+
+    def get_state(self, device_id: str) -> DevicePresence | None:
+        with self._lock:
+            return self._presence.get_state(device_id)
+
+    def list_devices(self) -> list[DeviceInfo]:
+        """Returns all devices that have joined, present or not."""
+        with self._lock:
+            return [entry.info for entry in self._entries.values()]
+
+    def list_schedulable(self) -> list[DeviceInfo]:
+        """Returns the devices that can be given work: present and not draining, sorted by id."""
+        with self._lock:
+            devices = [self.get_schedulable(device_id) for device_id in sorted(self._entries)]
+        return [info for info in devices if info is not None]
+
+    def get_schedulable(self, device_id: str) -> DeviceInfo | None:
+        """Returns a device if it can be given work now."""
+        with self._lock:
+            entry = self._entries.get(device_id)
+            is_able = (
+                entry is not None
+                and not entry.is_drained
+                and self._presence.get_state(device_id) in _SCHEDULABLE_STATES
+            )
+            return entry.info if entry is not None and is_able else None
+
+    def is_drained(self, device_id: str) -> bool:
+        """Returns whether the operator has drained the device, whatever state it reports."""
+        entry = self._entries.get(device_id)
+        return entry is not None and entry.is_drained
+
+    def format_state(self, device_id: str) -> str:
+        """Returns the state of a device, empty if it was never seen; drained comes first."""
+        return str(DevicePresence.DRAINING) if self.is_drained(device_id) else str(self.get_state(device_id) or "")
+
+    def set_drained(self, device_id: str, *, drained: bool) -> None:
+        """Drains or resumes a device; does nothing for an unknown one."""
+        with self._lock:
+            entry = self._entries.get(device_id)
+            if entry is None or entry.is_drained == drained:
+                return
+            entry.is_drained = drained
+            self._event_bus.enqueue([DeviceChanged(device_id=device_id)])
+        self._event_bus.publish()
+
+    def get_seconds_per_iteration(self, device_id: str) -> float | None:
+        """Returns the smoothed seconds per iteration of a device; None if unknown."""
+        entry = self._entries.get(device_id)
+        return entry.seconds_per_iteration if entry else None
+
+    def list_status_rows(self) -> list[dict[str, Any]]:
+        """Returns one row per device for the operator: presence, last heartbeat, shards."""
+        with self._lock:
+            records = {record.device_id: record for record in self._list_presence_records()}
+            rows = []
+            for device_id, entry in sorted(self._entries.items()):
+                record = records.get(device_id)
+                heartbeat = record.heartbeat if record else None
+                rows.append(
+                    {
+                        **DEFAULT_STATUS_ROW,
+                        "device_id": device_id,
+                        **({"presence": str(record.state), "silent_s": round(record.silent_s, 1)} if record else {}),
+                        "drained": entry.is_drained,
+                        "cloned": self._clone_detector.get_warning(device_id, self._clock()),
+                        **({name: getattr(heartbeat, name) for name in _HEARTBEAT_FIELDS} if heartbeat else {}),
+                        "seconds_per_iteration": entry.seconds_per_iteration,
+                    }
+                )
+            return rows
+
+    @property
+    def health(self) -> Mapping[str, HealthMetrics]:
+        """Live health of the devices that sent a heartbeat."""
+        return LiveHealth(self)
+
+    def list_heartbeats(self) -> dict[str, Heartbeat]:
+        """Returns the last heartbeat of every device that sent one, by id, sorted."""
+        with self._lock:
+            return {
+                record.device_id: record.heartbeat
+                for record in self._list_presence_records()
+                if record.heartbeat is not None
+            }
+
+    def get_heartbeat(self, device_id: str) -> Heartbeat | None:
+        with self._lock:
+            return self._presence.get_last_heartbeat(device_id)
+
+    def record_speed(self, device_id: str, seconds_per_iteration: float) -> None:
+        """Updates the smoothed speed of a device."""
+        with self._lock:
+            entry = self._entries.get(device_id)
+            if entry is not None:
+                entry.seconds_per_iteration = update_moving_average(
+                    entry.seconds_per_iteration, seconds_per_iteration
+                )
+
+    def record_status(self, device_id: str, status: StatusMessage) -> None:
+        events: list[RegistryEvent] = []
+        with self._lock:
+            entry = self._entries.get(device_id)
+            if entry is None:
+                return
+            events += self._detect_clone(device_id, status)
+            if self._clone_detector.get_rejection_reason(device_id, status.boot_id) is None:
+                events += self._presence.on_status(device_id, status, self._clock())
+                if status.state != "offline" and status.boot_id != entry.boot_id:
+                    if entry.boot_id:
+                        events.insert(0, DeviceRestarted(device_id=device_id))
+                    entry.boot_id = status.boot_id
+            self._event_bus.enqueue(events)
+        self._event_bus.publish()
+
+    def record_heartbeat(self, device_id: str, heartbeat: Heartbeat) -> None:
+        with self._lock:
+            if (
+                device_id not in self._entries
+                or self._clone_detector.get_rejection_reason(device_id, heartbeat.boot_id or "") is not None
+            ):
+                return
+            now_s = self._clock()
+            self._event_bus.enqueue(self._presence.on_heartbeat(device_id, heartbeat, now_s))
+            held = HeldInstructions(device_id=device_id, assignment_ids=tuple(heartbeat.holding), at_s=now_s)
+            self._event_bus.enqueue([held])
+        self._event_bus.publish()
+
+    def record_capabilities(self, device_id: str, capabilities: Capabilities) -> None:
+        examples = {task: count for task, count in capabilities.shards.items() if isinstance(count, int)}
+        with self._lock:
+            entry = self._entries.get(device_id)
+            if entry is None:
+                return
+            entry.info = replace(
+                entry.info,
+                capabilities=capabilities.facts,
+                examples=examples,
+                tasks=tuple(sorted(examples)),
+                blocks=_parse_blocks(capabilities.facts.get("blocks")),
+            )
+            self._event_bus.enqueue([DeviceChanged(device_id=device_id)])
+        self._event_bus.publish()
+
+    def record_contact(self, node_id: int) -> None:
+        with self._lock:
+            device_id = self._device_by_node.get(node_id)
+            if device_id:
+                self._event_bus.enqueue(self._presence.on_contact(device_id, self._clock()))
+        self._event_bus.publish()
+
+    def record_request(self, node_id: int, instance_id: str, *, stamp: str, address: str) -> str | None:
+        """Records a signed request of an agent process; returns why it is rejected, None if it is not.
+
+        Args:
+            node_id: of the signer.
+            instance_id: random id of the process.
+            stamp: the newest that it has read, of `get_stamp`.
+            address: source of the request.
+        """
+        with self._lock:
+            device_id = self._device_by_node.get(node_id)
+            if device_id is None or not instance_id:
+                return None
+            self._event_bus.enqueue(self._detect_restart(device_id, instance_id))
+            clones = self._clone_detector.on_request(
+                device_id, instance_id, stamp=stamp, address=address, now_s=self._clock()
+            )
+            rejection = self._clone_detector.get_rejection_reason(device_id, instance_id)
+            if clones:
+                # Pending instructions may have gone to the clone: send them again, as after a restart.
+                self._event_bus.enqueue([*clones, DeviceRestarted(device_id=device_id)])
+        self._event_bus.publish()
+        return rejection
+
+    def get_stamp(self, node_id: int) -> str:
+        """Returns the stamp for an answer, which the next request repeats; see `clone_detection`."""
+        with self._lock:
+            return self._clone_detector.get_stamp(self._device_by_node.get(node_id, ""))
+
+    def get_clone_warning(self, device_id: str) -> str | None:
+        """Returns a warning about a clone of a device rejected lately; None if there was none."""
+        with self._lock:
+            return self._clone_detector.get_warning(device_id, self._clock())
+
+    def record_broker_link(self, *, connected: bool) -> None:
+        with self._lock:
+            self._presence.on_broker_link(connected=connected, now_s=self._clock())
+
+    def tick(self) -> None:
+        """Updates presence by silence; called about twice a second."""
+        with self._lock:
+            self._event_bus.enqueue(self._presence.tick(self._clock()))
+        self._event_bus.publish()
+
+    def _detect_clone(self, device_id: str, status: StatusMessage) -> list[RegistryEvent]:
+        """Returns the clone events of a status."""
+        if status.state == PresenceState.OFFLINE:
+            return []
+        reason = self._clone_detector.get_rejection_reason(device_id, status.boot_id)
+        clones = self._clone_detector.on_connect(
+            device_id, status.boot_id, session_no=status.session_no, board=status.board, now_s=self._clock()
+        )
+        if reason is not None:
+            return [CloneRejected(device_id=device_id, rejected_boot_id=status.boot_id, reason=reason)]
+        return [*clones]
+
+    def _detect_restart(self, device_id: str, instance_id: str) -> list[RegistryEvent]:
+        """Returns the restart event of the first request of a new process, ahead of its MQTT status."""
+        entry = self._entries[device_id]
+        if self._clone_detector.is_known(
+            device_id, instance_id
+        ):  # a late request of a dead process, or its status came first
+            return []
+        is_another, entry.boot_id = entry.boot_id not in {"", instance_id}, instance_id
+        return [DeviceRestarted(device_id=device_id)] if is_another else []
+
+    def _list_presence_records(self) -> list[PresenceRecord]:
+        return self._presence.list_records(self._clock())
+
+
+def update_moving_average(previous: float | None, newest: float) -> float:
+    """Returns the moving average of a measurement, the newest one included."""
+    return newest if previous is None else previous + SMOOTHING_FACTOR * (newest - previous)
+
+
+def _parse_blocks(reported: object) -> dict[str, tuple[int, ...]]:
+    """Returns the blocks of redundant shards by task; drops invalid ones."""
+    if not isinstance(reported, Mapping):
+        return {}
+    return {
+        str(task): tuple(block for block in blocks if isinstance(block, int) and not isinstance(block, bool))
+        for task, blocks in reported.items()
+        if isinstance(blocks, list)
+    }

@@ -1,0 +1,1 @@
+"""The Flower side: SuperLink, Fleet API, message transport and object store."""

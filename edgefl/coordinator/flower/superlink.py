@@ -1,0 +1,601 @@
+"""Flower's SuperLink inside our process: the coordinator's only module that uses Flower's private ones.
+
+Flower's in-memory LinkState is a cache: it holds messages between dispatch and reply, while the store is the
+truth. The subclass here calls back when a reply is complete, keeps node ids over restarts, and makes rejected replies
+visible. `FlowerFleetServicer` serves Flower's Fleet API and nothing else of Flower's HTTP surface.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime as dt
+import io
+import json
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, cast
+
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
+from fastapi import HTTPException
+from flwr.app import ConfigRecord, Message, Metadata, RecordDict
+from flwr.app.message import make_message
+from flwr.app.message.arraychunk import ArrayChunk
+from flwr.common.constant import (
+    NOOP_ACCOUNT_NAME,
+    NOOP_FLWR_AID,
+    SUPERLINK_NODE_ID,
+    SYSTEM_TIME_TOLERANCE,
+    TIMESTAMP_HEADER,
+    TIMESTAMP_TOLERANCE,
+    SubStatus,
+)
+from flwr.proto.fleet_pb2 import ActivateNodeRequest, PushMessagesRequest
+from flwr.proto.message_pb2 import ObjectTree
+from flwr.proto.node_pb2 import NodeInfo
+from flwr.server.superlink.linkstate.in_memory_linkstate import InMemoryLinkState
+from flwr.supercore.constant import (
+    FLEET_HTTP_PUBLIC_KEY_HEADER,
+    FLEET_HTTP_SIGNATURE_HEADER,
+    NOOP_FEDERATION_ID,
+    OBJECT_PUSH_SESSION_TTL_SECONDS,
+    NodeStatus,
+    TaskType,
+)
+from flwr.supercore.date import now
+from flwr.supercore.error import ApiErrorCode, FlowerError
+from flwr.supercore.error.catalog import API_ERROR_MAP
+from flwr.supercore.inflatable.inflatable_object import get_object_body, get_object_id
+from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
+from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_signature
+from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
+from flwr.superlink.federation import NoOpFederationManager
+from flwr.superlink.servicer.fleet import fleet_handlers
+from google.protobuf.message import DecodeError
+from starlette.requests import Request
+
+from edgefl.coordinator.asgi import encode_error
+from edgefl.coordinator.flower.fleet_api import (
+    FLEET_PREFIX,
+    MAX_OBJECT_BYTES,
+    PULL_MESSAGES,
+    PULL_OBJECT,
+    PUSH_MESSAGES,
+    PUSH_OBJECT,
+    FleetApi,
+    FleetResponse,
+    OnRejected,
+    RequestObserver,
+)
+from edgefl.coordinator.flower.messages import PreparedBody, Reply
+from edgefl.coordinator.flower.reassembly import ReplyAssembler
+from edgefl.coordinator.flower.spool import SpooledBytes, spool_to_disk
+from edgefl.core.errors import NetworkError
+from edgefl.core.protocol import (
+    CHUNK_BYTES,
+    FIELD_BYTES,
+    FIELD_JSON,
+    INLINE_BODY_BYTES,
+    MAX_BODY_BYTES,
+    RECORD_BODY,
+    RECORD_HEADER,
+    REPLY_SALT_BYTES,
+)
+from edgefl.core.safe_parsing import parse_json
+from edgefl.core.types import Json
+
+log = logging.getLogger(__name__)
+
+MESSAGE_TTL_S = 100 * 365 * 24 * 3600.0
+"""Lifetime of a Flower message by wall clock: our own deadlines end it, not a clock that jumps."""
+MAX_CACHED_CHUNKS = 4
+"""Maximum number of cached encoded model chunks, each of at most `protocol.CHUNK_BYTES`."""
+MAX_CACHED_KEYS = 4096
+"""Maximum number of cached parsed public keys: parsing costs a third of a verification."""
+EARLIEST_MESSAGE_S = 1_740_700_800.0
+"""Flower rejects messages created earlier; the clock of a coordinator without network time may be there."""
+
+
+def prepare_body(body: bytes) -> PreparedBody:
+    if len(body) <= INLINE_BODY_BYTES:
+        return PreparedBody(inline=body)
+    view = memoryview(body)
+    chunks = tuple(ArrayChunk(view[i : i + CHUNK_BYTES]).deflate() for i in range(0, len(body), CHUNK_BYTES))
+    return PreparedBody(inline=None, chunk_ids=tuple(get_object_id(chunk) for chunk in chunks), chunks=chunks)
+
+
+class ChunkStore(InMemoryObjectStore):
+    """Flower's objects in memory, but for chunks of incomplete replies, which are spooled to disk.
+
+    Args:
+        folder: of the spooled chunks; None for the system's temporary files.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        super().__init__()
+        self._folder = folder
+        self._spooled: dict[str, SpooledBytes] = {}
+
+    def preregister(self, run_id: int, object_tree: Any) -> list[str]:
+        """Registers a message with its chunks atomically.
+
+        Flower registers them one by one: a shared chunk is lost when its last other message is deleted in between.
+        """
+        with self.lock_store:
+            missing: list[str] = super().preregister(run_id, object_tree)
+            return missing
+
+    def put_local(self, object_id: str, content: bytes) -> None:
+        """Stores a registered object whose id was computed here, so that it need not be checked."""
+        with self.lock_store:
+            entry = self.store[object_id]
+            if not entry.is_available:
+                entry.content, entry.is_available = content, True
+
+    def spool(self, object_id: str) -> None:
+        """Moves the content of an object to disk, if it is stored and there is room."""
+        content = super().get(object_id)
+        spooled_content = spool_to_disk(content, self._folder) if content else None
+        with self.lock_store:
+            if spooled_content is not None and (entry := self.store.get(object_id)) is not None:
+                self._spooled[object_id], entry.content = spooled_content, b""
+
+    def get(self, object_id: str) -> bytes | None:
+        with self.lock_store:
+            spooled_content = self._spooled.get(object_id)
+            content: bytes | None = super().get(object_id)
+        return content if spooled_content is None else spooled_content.read()
+
+    def delete(self, object_id: str) -> None:
+        with self.lock_store:
+            super().delete(object_id)
+            if object_id not in self.store:
+                self._spooled.pop(object_id, None)
+
+
+class NotifyingLinkState(InMemoryLinkState):
+    """Flower's link state, with a callback `on_reply` per complete reply, in the thread that stored it."""
+
+    def __init__(self, manager: Any, store: ChunkStore, on_reply: Callable[[Message], None]) -> None:
+        super().__init__(manager, store)
+        self.chunk_store, self._on_reply = store, on_reply
+        self.partial_replies = ReplyAssembler[Message]()
+        self._undelivered: dict[int, dict[str, None]] = {}
+
+    def store_message_and_object_tree(self, message: Message, object_tree: Any, session_id: str) -> Any:
+        if not _is_valid_tree(object_tree):
+            self._cleanup_push_session(session_id, cleanup_messages=False)
+            raise _make_rejection(f"a reply has at most {MAX_BODY_BYTES} bytes, in one row of pieces")
+        stored, missing = super().store_message_and_object_tree(message, object_tree, session_id)
+        if not message.metadata.reply_to_message_id:
+            return stored, missing
+        if not stored:  # unpatched Flower answers 200 and drops the reply silently
+            self._cleanup_push_session(session_id, cleanup_messages=False)
+            raise _make_rejection("reply refused")
+        if (message.has_content() and RECORD_BODY in message.content) or not missing:
+            self._cleanup_push_session(session_id, cleanup_messages=False)
+            self._on_reply(message)
+            return stored, []
+        self.partial_replies.start(session_id, message, missing)
+        return stored, missing
+
+    def store_object(self, run_id: int, session_id: str, object_id: str, object_content: bytes) -> bool:
+        if len(object_content) > MAX_OBJECT_BYTES:
+            raise _make_rejection(
+                f"a piece of a reply has at most {MAX_OBJECT_BYTES} bytes, got {len(object_content)}"
+            )
+        self._extend_session(session_id)
+        stored = bool(super().store_object(run_id, session_id, object_id, object_content))
+        if not stored:
+            return False
+        complete = self.partial_replies.add_object(session_id, object_id)
+        if complete is not None:
+            self._on_reply(complete)
+        else:
+            self.chunk_store.spool(object_id)
+        return True
+
+    def store_message_ins(self, message: Message) -> str | None:
+        with self.lock:
+            message_id: str | None = super().store_message_ins(message)
+            if message_id is not None:
+                self._undelivered.setdefault(message.metadata.dst_node_id, {})[message_id] = None
+        return message_id
+
+    def get_message_ins(self, node_id: int, limit: int | None, *, run_id: int | None = None) -> list[Message]:
+        """Checks only the node's own instructions; unpatched Flower checks those of all nodes at every pull."""
+        messages: list[Message] = []
+        with self.lock:
+            for message_id in list(self._undelivered.get(node_id, ())):
+                self._check_stored_messages({message_id})
+                message = self.message_ins_store.get(message_id)
+                if message is not None and run_id is not None and message.metadata.run_id != run_id:
+                    continue
+                self._remove_undelivered(node_id, message_id)
+                if message is None:
+                    continue
+                message.metadata.delivered_at = now().isoformat()
+                messages.append(message)
+                if len(messages) == limit:
+                    break
+        return messages
+
+    def delete_messages(self, message_ins_ids: set[str]) -> None:
+        with self.lock:
+            for message_id in message_ins_ids:
+                if (message := self.message_ins_store.get(message_id)) is not None:
+                    self._remove_undelivered(message.metadata.dst_node_id, message_id)
+            super().delete_messages(message_ins_ids)
+
+    def _remove_undelivered(self, node_id: int, message_id: str) -> None:
+        node_messages = self._undelivered.get(node_id, {})
+        node_messages.pop(message_id, None)
+        if not node_messages:
+            self._undelivered.pop(node_id, None)
+
+    def delete_instruction(self, instruction_id: str, reply_id: str | None = None) -> None:
+        """Deletes an instruction, its reply and push session; later messages of them are rejected."""
+        reply_id = reply_id or self.message_ins_id_to_message_res_id.get(instruction_id)
+        if reply_id:
+            for session_id in self.partial_replies.remove(lambda reply: reply.metadata.message_id == reply_id):
+                self._cleanup_push_session(session_id, cleanup_messages=False)
+            self.object_store.delete(reply_id)
+        self.object_store.delete(instruction_id)
+        self.delete_messages({instruction_id})
+
+    def get_run_status(self, run_ids: set[int]) -> Any:
+        """Rejects runs of an earlier coordinator; unpatched Flower fails with a KeyError."""
+        statuses = super().get_run_status(run_ids)
+        if len(statuses) < len(run_ids):
+            raise _make_rejection("no such run")
+        return statuses
+
+    def _cleanup_expired_task_tokens_locked(self) -> None:
+        """Does nothing, so that no run expires: the loop ends runs, and this clock may jump."""
+
+    def _extend_session(self, session_id: str) -> None:
+        """Extends a push session whose next chunk has arrived, however slow the link."""
+        with self._lock_object_push_sessions:
+            session = self._object_push_sessions.get(session_id)
+            if session is not None:
+                session.expires_at = now() + dt.timedelta(seconds=OBJECT_PUSH_SESSION_TTL_SECONDS)
+
+    def close_push_sessions(self, run_id: int) -> None:
+        self.partial_replies.remove(lambda reply: reply.metadata.run_id == run_id)
+        self.delete_sessions_in_run(run_id)
+
+    def activate_node(self, node_id: int, heartbeat_interval: float) -> bool:
+        """Activates a node also when it is still online: a power-cycled device comes back at once."""
+        with self.lock:
+            self.deactivate_node(node_id)
+            return bool(super().activate_node(node_id, heartbeat_interval))
+
+    def restore_node(self, node_id: int, public_key: bytes) -> None:
+        """Restores a known device under its old node id after a restart of the coordinator."""
+        with self.lock:
+            self.nodes[node_id] = NodeInfo(
+                node_id=node_id,
+                owner_aid=NOOP_FLWR_AID,
+                owner_name=NOOP_ACCOUNT_NAME,
+                status=NodeStatus.OFFLINE,
+                public_key=public_key,
+                heartbeat_interval=30.0,
+                online_until=0.0,
+            )
+            self.node_public_key_to_node_id[public_key] = node_id
+            self.owner_to_node_ids.setdefault(NOOP_FLWR_AID, set()).add(node_id)
+
+    def update_node_key(self, node_id: int, public_key: bytes) -> None:
+        """Replaces the key of a device, which keeps its node id; the former key gets 401 from now on."""
+        with self.lock:
+            node = self.nodes[node_id]
+            self.node_public_key_to_node_id.pop(node.public_key, None)
+            node.public_key = public_key
+            self.node_public_key_to_node_id[public_key] = node_id
+
+    def remove_node(self, node_id: int) -> None:
+        """Removes a device; its key gets 401 from now on and may be registered again later."""
+        with self.lock:
+            node = self.nodes.pop(node_id, None)
+            if node is not None:
+                self.node_public_key_to_node_id.pop(node.public_key, None)
+                self.owner_to_node_ids.get(NOOP_FLWR_AID, set()).discard(node_id)
+
+
+def _is_valid_tree(tree: Any) -> bool:
+    """Returns whether a device may push an object tree: a first chunk with the others as its children."""
+    is_flat = not any(child.children for child in tree.children)
+    return is_flat and (1 + len(tree.children)) * CHUNK_BYTES <= MAX_BODY_BYTES
+
+
+def _make_rejection(reason: str) -> FlowerError:
+    return FlowerError(ApiErrorCode.FLEET_RUN_STATUS_NOT_ALLOWED, reason, public_details=reason)
+
+
+class SuperLink:
+    """The Flower side of the coordinator: nodes, runs and messages.
+
+    Args:
+        on_reply: called with every complete reply, in a thread of the web server; it must not block in that of its
+            event loop.
+        observer: called for every authenticated request.
+        on_rejected: called with the kind of request, the request, its node if known, and the reason.
+        folder: where large replies are spooled; None for the system's temporary files.
+    """
+
+    def __init__(
+        self,
+        *,
+        on_reply: Callable[[Reply], None],
+        observer: RequestObserver,
+        on_rejected: OnRejected = lambda _what, _request, _node, _detail: None,
+        folder: Path | None = None,
+    ) -> None:
+        logging.getLogger("flwr").setLevel(logging.CRITICAL)  # it logs every push, and our own rejections
+        self.state = NotifyingLinkState(NoOpFederationManager(), ChunkStore(folder), self._on_message)
+        self._on_reply = on_reply
+        self.api = FleetApi(FlowerFleetServicer(self.state), observer, on_rejected, folder)
+
+    def register(self, public_key: bytes, name: str) -> int:
+        """Returns the node id of a new device; the same key gets the same id again."""
+        known_id = self.state.get_node_id_by_public_key(public_key)
+        if known_id is not None:
+            return int(known_id)
+        node_id = int(self.state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, public_key, 0, name=name))
+        # Flower takes no messages for a node that was never active; the MQTT status may arrive before its activation.
+        self.state.restore_node(node_id, public_key)
+        return node_id
+
+    def remove(self, node_id: int | None) -> None:
+        """Removes a device: its key gets 401 from now on, and may be registered again."""
+        if node_id is not None:
+            self.state.remove_node(node_id)
+
+    def open_run(self) -> FlowerRun:
+        return FlowerRun(self.state)
+
+    def _on_message(self, message: Message) -> None:
+        """Moves a complete reply out of Flower's state to `on_reply`; a malformed one as an error."""
+        metadata = message.metadata
+        try:
+            header, body = self._decode_reply(message)
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            log.warning("node %s sent a malformed reply: %r", metadata.src_node_id, error)
+            header, body = {"error": f"malformed reply: {error!r}"}, b""
+        finally:
+            self.state.delete_instruction(metadata.reply_to_message_id, metadata.message_id)
+        bytes_up, bytes_down = self.api.byte_counters.pop_reply_bytes(
+            metadata.src_node_id, metadata.reply_to_message_id
+        )
+        self._on_reply(
+            Reply(
+                node_id=metadata.src_node_id,
+                instruction_id=metadata.reply_to_message_id,
+                header=header,
+                body=body,
+                bytes_up=bytes_up,
+                bytes_down=bytes_down,
+            )
+        )
+
+    def _decode_reply(self, message: Message) -> tuple[Json, bytes]:
+        metadata, content = message.metadata, message.content
+        header = parse_json(str(content[RECORD_HEADER][FIELD_JSON]))
+        if not isinstance(header, dict):
+            raise TypeError(f"the header is a {type(header).__name__}, not an object")
+        if RECORD_BODY in content:
+            body = cast("bytes", content[RECORD_BODY][FIELD_BYTES])
+        else:
+            tree = self.state.object_store.get_object_tree(metadata.message_id)
+            ids = [tree.object_id, *(child.object_id for child in tree.children)]
+            buffer = io.BytesIO()
+            for object_id in ids:  # only one chunk at a time is in memory twice
+                chunk = get_object_body(self.state.object_store.get(object_id) or b"", ArrayChunk)
+                buffer.write(memoryview(chunk)[REPLY_SALT_BYTES:])
+            body = buffer.getvalue()
+        return header, body
+
+
+class FlowerRun:
+    """One Flower run, open until `close`; sends the messages of a run."""
+
+    def __init__(self, state: NotifyingLinkState) -> None:
+        self._state = state
+        self._run_id = state.create_run(
+            "edgefl/run", "1.0.0", "", {}, NOOP_FEDERATION_ID, None, NOOP_FLWR_AID, TaskType.SERVER_APP
+        )
+        self._task_id = cast("int", state.get_run_info(run_ids=[self._run_id])[0].primary_task_id)
+        state.claim_task(self._task_id)
+        state.activate_task(self._task_id)
+
+    def send(self, node_id: int, *, kind: str, header: Mapping[str, Any], body: PreparedBody) -> str:
+        """Queues one instruction for a device.
+
+        Args:
+            node_id: from `SuperLink.register`.
+            kind: Flower's message type, train or evaluate.
+            header: JSON object.
+            body: the model, shared by all devices that get the same one.
+
+        Returns:
+            The instruction id that the reply will name.
+
+        Raises:
+            NetworkError: Flower rejected it (unknown node, finished run).
+        """
+        message_id = os.urandom(32).hex()
+        metadata = Metadata(
+            run_id=self._run_id,
+            message_id=message_id,
+            src_node_id=SUPERLINK_NODE_ID,
+            dst_node_id=node_id,
+            reply_to_message_id="",
+            group_id="",
+            created_at=max(time.time(), EARLIEST_MESSAGE_S),
+            ttl=MESSAGE_TTL_S,
+            message_type=kind,
+        )
+        content = RecordDict({RECORD_HEADER: ConfigRecord({FIELD_JSON: json.dumps(header)})})
+        if body.inline is not None:
+            content[RECORD_BODY] = ConfigRecord({FIELD_BYTES: body.inline})
+        tree = ObjectTree(object_id=message_id, children=[ObjectTree(object_id=i) for i in body.chunk_ids])
+        store = self._state.chunk_store
+        missing = set(store.preregister(self._run_id, tree))
+        for chunk_id, chunk in zip(body.chunk_ids, body.chunks, strict=True):
+            if chunk_id in missing:
+                store.put_local(chunk_id, chunk)
+        if self._state.store_message_ins(make_message(metadata=metadata, content=content)) is None:
+            store.delete(message_id)
+            raise NetworkError(f"Flower refused an instruction for node {node_id}: unknown node or finished run")
+        return message_id
+
+    def is_known(self, instruction_id: str) -> bool:
+        """Returns whether Flower still has the instruction: not answered, cancelled or rejected."""
+        return instruction_id in self._state.message_ins_store
+
+    def is_delivered(self, instruction_id: str) -> bool:
+        """Returns whether the instruction was delivered; Flower delivers it once."""
+        message = self._state.message_ins_store.get(instruction_id)
+        return message is None or bool(message.metadata.delivered_at)
+
+    def cancel(self, instruction_id: str) -> None:
+        """Deletes an instruction and any partial reply; a later reply is rejected."""
+        self._state.delete_instruction(instruction_id)
+
+    def close(self) -> None:
+        self._state.close_push_sessions(self._run_id)
+        self._state.finish_task(self._task_id, SubStatus.COMPLETED, "")
+        self._state.cleanup_run(self._run_id)
+
+
+Handler = Callable[[Any, Any], Any]
+
+_HANDLERS: dict[str, Handler] = {
+    "activate-node": fleet_handlers.activate_node,
+    "deactivate-node": fleet_handlers.deactivate_node,
+    "send-node-heartbeat": fleet_handlers.send_node_heartbeat,
+    PULL_MESSAGES: lambda message, state: fleet_handlers.pull_messages(message, state, state.object_store),
+    PUSH_MESSAGES: fleet_handlers.push_messages,
+    PUSH_OBJECT: fleet_handlers.push_object,
+    PULL_OBJECT: fleet_handlers.pull_object,
+    "confirm-message-received": lambda message, state: fleet_handlers.confirm_message_received(
+        message, state, state.object_store
+    ),
+    "get-run": fleet_handlers.get_run,
+    "get-fab": fleet_handlers.get_fab,
+}
+
+
+class FlowerFleetServicer:
+    """Flower's handlers of the Fleet API; see `fleet_api.FleetServicer`.
+
+    Flower's `authenticate_node` is split in two: the signature is checked with the headers, the rest with the body.
+    Both at the end would cost a second verification of every signature, and reject bodies that take longer over a
+    slow link than a signature is valid.
+    """
+
+    methods = frozenset(_HANDLERS)
+
+    def __init__(self, state: NotifyingLinkState) -> None:
+        self._state = state
+        self._cached_answers: OrderedDict[str, bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def authenticate(self, request: Request) -> int | None:
+        try:
+            key = base64.b64decode(request.headers[FLEET_HTTP_PUBLIC_KEY_HEADER], validate=True)
+            node_id: int | None = self._state.get_node_id_by_public_key(key)
+            return node_id if node_id is not None and _is_signed(request, key) else None
+        except (KeyError, ValueError, TypeError):  # a missing or invalid header
+            return None
+
+    def handle(self, request: Request, method: str, body: bytes) -> FleetResponse:
+        """Returns the response of a handler; every error becomes one, since this is the boundary."""
+        try:
+            message = PROTOBUF_REQUEST_TYPES[("POST", FLEET_PREFIX + method)]()
+            message.ParseFromString(body)
+            self._check_node(request, message)
+            if method == PUSH_MESSAGES:
+                _check_sender(message)
+            reply = _HANDLERS[method](message, self._state)
+            content = (
+                self._encode_cached(message.object_id, reply) if method == PULL_OBJECT else reply.SerializeToString()
+            )
+        except HTTPException as error:
+            return FleetResponse(status=error.status_code, content=encode_error(str(error.detail)))
+        except FlowerError as error:
+            spec = API_ERROR_MAP[error.code]
+            error_content = json.dumps(error.to_json(spec.public_message)).encode()
+            return FleetResponse(status=spec.http_status_code, content=error_content)
+        except Exception:  # the boundary of one request: the next device must still be served
+            log.debug("a request to %s failed", method, exc_info=True)
+            return FleetResponse(status=500, content=encode_error("Internal server error."))
+        pulled = [item.metadata.message_id for item in reply.messages_list] if method == PULL_MESSAGES else []
+        return FleetResponse(status=200, content=content, instruction_id=pulled[-1] if pulled else None)
+
+    def _check_node(self, request: Request, message: Any) -> None:
+        """Checks that a request is about the device that signed it, and that this is registered."""
+        key = base64.b64decode(request.headers[FLEET_HTTP_PUBLIC_KEY_HEADER], validate=True)
+        node_id = self._state.get_node_id_by_public_key(key)
+        if isinstance(message, ActivateNodeRequest):
+            is_own = node_id is not None and message.public_key == key
+        else:
+            is_own = (
+                node_id is not None and node_id == (message.node if hasattr(message, "node") else message).node_id
+            )
+        if not is_own:
+            raise HTTPException(401, "Invalid SuperNode authentication")
+
+    def _encode_cached(self, object_id: str, answer: Any) -> bytes:
+        """Returns the encoded response with a model's chunk, cached for all devices that fetch it.
+
+        An object id is a hash of its content, so that equal ids have equal responses.
+        """
+        if not answer.object_available:
+            return bytes(answer.SerializeToString())
+        with self._lock:
+            if object_id not in self._cached_answers:
+                self._cached_answers[object_id] = answer.SerializeToString()
+            self._cached_answers.move_to_end(object_id)
+            encoded = self._cached_answers[object_id]
+            while len(self._cached_answers) > MAX_CACHED_CHUNKS:
+                self._cached_answers.popitem(last=False)
+        return encoded
+
+    def is_from_other_device(self, method: str, body: bytes, node_id: int) -> bool:
+        if method != PUSH_MESSAGES:
+            return True
+        try:
+            request = PushMessagesRequest.FromString(body)
+            metadata = [message.metadata for message in request.messages_list]
+        except DecodeError:
+            return True
+        instructions = [self._state.message_ins_store.get(item.reply_to_message_id) for item in metadata]
+        owners = {request.node.node_id, *(item.src_node_id for item in metadata)}
+        return bool((owners | {item.metadata.dst_node_id for item in instructions if item is not None}) - {node_id})
+
+
+def _check_sender(request: Any) -> None:
+    """Checks that replies are from the device that signed; Flower checks that of the request only."""
+    if any(message.metadata.src_node_id != request.node.node_id for message in request.messages_list):
+        raise HTTPException(401, "a reply is from another node than the request")
+
+
+def _is_signed(request: Request, key: bytes) -> bool:
+    """Returns whether the timestamp is signed and recent; Flower's own check has the same window."""
+    timestamp = request.headers[TIMESTAMP_HEADER]
+    signature = base64.b64decode(request.headers[FLEET_HTTP_SIGNATURE_HEADER], validate=True)
+    age_s = (now() - dt.datetime.fromisoformat(timestamp)).total_seconds()
+    if not -SYSTEM_TIME_TOLERANCE < age_s < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE:
+        return False
+    return bool(verify_signature(_parse_public_key(key), timestamp.encode("ascii"), signature))
+
+
+@lru_cache(maxsize=MAX_CACHED_KEYS)
+def _parse_public_key(key: bytes) -> EllipticCurvePublicKey:
+    return bytes_to_public_key(key)

@@ -1,1 +1,0 @@
-"""Letting boards in: tokens, the fleet's certificate authority, renewing certificates."""

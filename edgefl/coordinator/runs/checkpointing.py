@@ -1,0 +1,133 @@
+"""Checkpoints of a run's state, and its final model."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+
+from edgefl.coordinator.directory import CoordinatorDirectory
+from edgefl.coordinator.execution.incarnations import FIRST_INCARNATION, RunIncarnations
+from edgefl.coordinator.runs.history_writer import HistoryWriter
+from edgefl.coordinator.runs.model_retention import ModelRetention
+from edgefl.coordinator.runs.run_snapshot import (
+    GUARD_FILE,
+    INCARNATIONS_FILE,
+    NEW_INCARNATION_FILE,
+    GuardSnapshot,
+    RunSnapshot,
+)
+from edgefl.core.types import Tensors
+from edgefl.storage.checkpoints import prune_checkpoints, save_state
+from edgefl.storage.journal.record_encoding import CheckpointMark
+from edgefl.storage.journal.wal_journal import WalJournal
+from edgefl.storage.state_serialisation import encode_state
+from edgefl.system.atomic_files import write_atomic
+
+CHECKPOINT_EVERY_VERSIONS = 10
+MIN_CHECKPOINT_INTERVAL_S = 10.0
+"""A run is checkpointed every `CHECKPOINT_EVERY_VERSIONS`, at most this often; the last state always is."""
+MAX_CHECKPOINT_INTERVAL_S = 60.0
+"""With rounds longer than this, every version is checkpointed: what follows a checkpoint is replayed on a resume.
+
+A run resumed exactly is checkpointed after its first new version: crashes are counted since the newest checkpoint,
+and a run that gets that far does not cause them.
+"""
+
+
+class Checkpointer:
+    """Checkpoints one run's state; the journal before the older of two checkpoints is pruned."""
+
+    def __init__(
+        self,
+        directory: CoordinatorDirectory,
+        run_id: str,
+        *,
+        wal: WalJournal,
+        history: HistoryWriter,
+        is_every_version_due: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._is_every_version_due, self._clock = is_every_version_due, clock
+        self._folder = directory.runs / run_id / "checkpoints"
+        self._wal, self._history = wal, history
+        self._saved_s, self._saved_version, self._is_due_now, self._is_due_soon = clock(), 0, False, False
+        self._last_version: int | None = 0
+        self._saved_guard = b""
+
+    def start(self, version: int, *, is_due_now: bool = False, is_due_soon: bool = False) -> None:
+        """Sets the version that the run starts with.
+
+        Args:
+            version: of the state.
+            is_due_now: checkpoint this version.
+            is_due_soon: checkpoint the first new version; the first one passed to `is_due` is not new.
+        """
+        self._saved_version, self._is_due_now, self._is_due_soon = version, is_due_now, is_due_soon
+        self._last_version = None if is_due_soon else version
+
+    def is_due(self, version: int) -> bool:
+        """Returns whether a checkpoint is due; rate-limited, since rounds may be very short.
+
+        Only for a new version: in the middle of a round the state has all unused updates, each a model's worth of
+        memory and of disk.
+        """
+        has_changed, self._last_version = self._last_version not in {version, None}, version
+        if not (has_changed or self._is_due_now):
+            return False
+        num_versions, elapsed_s = version - self._saved_version, self._clock() - self._saved_s
+        is_interval_due = num_versions >= CHECKPOINT_EVERY_VERSIONS and elapsed_s >= MIN_CHECKPOINT_INTERVAL_S
+        is_version_due = (
+            self._is_every_version_due
+            or self._is_due_soon
+            or is_interval_due
+            or elapsed_s >= MAX_CHECKPOINT_INTERVAL_S
+        )
+        if self._is_due_now or (num_versions and is_version_due):
+            self._saved_version, self._is_due_now, self._is_due_soon = version, False, False
+            return True
+        return False
+
+    def save(
+        self, state: object, snapshot: RunSnapshot | None = None, *, is_of_previous_incarnation: bool = False
+    ) -> None:
+        """Writes the state; rows derived from the journal files that it prunes are in the store before.
+
+        With `snapshot`, between two turns, the run can be resumed exactly there; not so with
+        `is_of_previous_incarnation`, when the run has yet to start another.
+        """
+        self._wal.sync()
+        # Before the checkpoint exists: a run resumed from one derives no rows from the journal before it.
+        self._history.publish()
+        self._history.sync()
+        saved = save_state(self._folder, state, self._wal.last_record, snapshot)
+        self._wal.record_checkpoint(CheckpointMark(sha256=saved.sha256, last_record=saved.last_record))
+        if not is_of_previous_incarnation:
+            (self._folder.parent / NEW_INCARNATION_FILE).unlink(missing_ok=True)
+        remaining = prune_checkpoints(self._folder)
+        self._wal.prune(remaining[-1].last_record)
+        self._history.on_checkpoint()
+        self._saved_s = self._clock()
+
+    def save_guard(self, guard: GuardSnapshot) -> None:
+        """Saves the run's guard beside the next checkpoint, which has no snapshot with it."""
+        content = encode_state(guard)
+        if content != self._saved_guard:
+            write_atomic(self._folder.parent / GUARD_FILE, content)
+            self._saved_guard = content
+
+    def finish(
+        self,
+        version: int,
+        round_number: int,
+        state: object,
+        model: Tensors,
+        model_retention: ModelRetention,
+        incarnations: RunIncarnations,
+    ) -> None:
+        """Saves the last state, of a version in `round_number`, and its model, named in the store."""
+        if incarnations.current != FIRST_INCARNATION:
+            write_atomic(self._folder.parent / INCARNATIONS_FILE, json.dumps(incarnations.to_dict()).encode())
+        self.save(state)
+        model_retention.finish(version, round_number, self._wal.last_record, model)
+        self._wal.prune(self._wal.last_record)

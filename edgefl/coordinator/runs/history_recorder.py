@@ -1,0 +1,338 @@
+"""History recorder of a run: the journal that the loop sees, and the rows derived from it.
+
+`commit` makes the journal durable and nothing else; the rows go to the history writer, which flushes them soon.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from edgefl.coordinator.runs.history_writer import EventRow, HistoryWriter
+from edgefl.coordinator.runs.strategy_metrics import ComputeMetrics, compute_no_metrics
+from edgefl.core.errors import StrategyError
+from edgefl.core.types import (
+    Decision,
+    EvaluateResult,
+    Event,
+    InstructionFailed,
+    TrainInstruction,
+    Update,
+    UpdateStatus,
+)
+from edgefl.engine.device_evaluation import DeviceAccuracy, DeviceEvaluationTracker
+from edgefl.engine.stopping import EvaluationTracker, ProgressTracker, RoundCounter
+from edgefl.storage.repositories.records import AssignmentRow, EvaluationRow, RoundMetrics, UpdateRow
+
+log = logging.getLogger(__name__)
+
+DERIVED_EVENT_KINDS = ("assignment-lost", "device-flagged")
+"""Kinds of events derived from the journal."""
+
+
+class RunJournalWriter(Protocol):
+    """The write-ahead log of one run (`storage.journal`)."""
+
+    def record_events(self, events: Sequence[Event]) -> Sequence[Event]: ...
+    def record_decision(self, decision: Decision) -> None: ...
+    def record_aggregation(self, version: int, assignment_ids: Sequence[str]) -> None: ...
+    def commit(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _OpenRound:
+    """Sums of the open round since the coordinator started.
+
+    `state` is the strategy's at `version`, which is 0 while the round has no version.
+    """
+
+    version: int = 0
+    num_updates: int = 0
+    num_bytes: int = 0
+    state: object = None
+
+    def add(self, version: int, rows: Sequence[UpdateRow], state: object) -> None:
+        self.version, self.state = version, state
+        self.num_updates += len(rows)
+        self.num_bytes += sum((row.bytes_up or 0) + (row.bytes_down or 0) for row in rows)
+
+
+class HistoryRecorder:
+    """Implements `Journal` for one run, over its write-ahead log and its history writer.
+
+    Args:
+        wal: write-ahead log, written first.
+        history: where the rows go.
+        rounds: the loop's own counter, which maps versions to rounds; set by the first dispatch.
+        clock: Unix seconds, for the rows.
+        monotonic: the fleet's clock, which the events carry.
+        on_version: called with every new version.
+        get_blocked: returns the devices blocked after too many rejected updates.
+        compute_metrics: called at the end of every round.
+        unused_updates: updates that arrived before the run was resumed, and are not used yet.
+        can_repeat: an assignment id may have been dispatched before, for other work.
+    """
+
+    def __init__(  # noqa: PLR0913 the parts of a run, by name
+        self,
+        *,
+        wal: RunJournalWriter,
+        history: HistoryWriter,
+        rounds: RoundCounter,
+        clock: Callable[[], float],
+        monotonic: Callable[[], float],
+        on_version: Callable[[int], None] = lambda _version: None,
+        get_blocked: Callable[[], Collection[str]] = frozenset,
+        compute_metrics: ComputeMetrics = compute_no_metrics,
+        unused_updates: Sequence[UpdateRow] = (),
+        can_repeat: bool = False,
+    ) -> None:
+        self._wal, self._history, self._rounds = wal, history, rounds
+        self._clock, self._monotonic, self._on_version = clock, monotonic, on_version
+        self._get_blocked, self._known_blocked = get_blocked, set[str]()
+        self._compute_metrics = compute_metrics
+        self._unused_updates: dict[str, tuple[UpdateRow, float]] = {}
+        self._assignments: dict[str, TrainInstruction] = {}
+        self._round_starts_s: dict[int, float] = {}
+        self._resumed_rounds = set[int]()
+        self._open_round = _OpenRound()
+        self._scores, self._node_scores = EvaluationTracker(), DeviceEvaluationTracker()
+        self._can_repeat = can_repeat
+        for row in unused_updates:
+            self._unused_updates[row.assignment_id] = row, self._monotonic()
+
+    @property
+    def round_starts_s(self) -> Mapping[int, float]:
+        """Start of the open rounds, by number, in seconds of the run's own clock."""
+        return self._round_starts_s
+
+    def resume(
+        self,
+        assignments: Iterable[TrainInstruction],
+        tally: ProgressTracker,
+        round_starts_s: Mapping[int, float],
+        state: object = None,
+    ) -> None:
+        """Restores assignments, scores and open rounds; devices blocked by now are not reported again."""
+        self._resume_round(tally.version, state)
+        self._assignments = {instruction.assignment_id: instruction for instruction in assignments}
+        self._round_starts_s = dict(round_starts_s)
+        rounds = {self._rounds.get_round(instruction.base_version + 1) for instruction in self._assignments.values()}
+        self._resumed_rounds = rounds - self._round_starts_s.keys()
+        self._scores, self._node_scores = copy.deepcopy(tally.scores), copy.deepcopy(tally.nodes)
+        self._known_blocked = set(self._get_blocked())
+
+    def resume_after(self, version: int, state: object = None) -> None:
+        """Restores a round that is open at a version; its row has its start."""
+        self._known_blocked = set(self._get_blocked())
+        self._resume_round(version, state)
+        if self._open_round.version:
+            self._resumed_rounds = {self._rounds.get_round(version)}
+
+    def _resume_round(self, version: int, state: object) -> None:
+        if not self._rounds.is_round_end(version):
+            self._open_round = _OpenRound(version=version, state=state)
+
+    def record_events(self, events: Sequence[Event]) -> Sequence[Event]:
+        for event in events:
+            match event:
+                case Update():
+                    row = self._create_update_row(event)
+                    self._unused_updates[event.assignment_id] = row, event.received_s
+                    self._history.add_updates([row])
+                case EvaluateResult():
+                    self._history.add_evaluation(self._create_evaluation_row(event))
+                    self._record_score(event)
+                case InstructionFailed():
+                    self._record_failure(event)
+                    self._record_score(event)
+        return self._wal.record_events(events)
+
+    def record_decision(self, decision: Decision) -> None:
+        self._wal.record_decision(decision)
+        self._scores.record_dispatch(decision.orders)
+        self._node_scores.record_dispatch(decision.orders)
+        assignments = [instruction for instruction in decision.orders if isinstance(instruction, TrainInstruction)]
+        if not assignments:
+            return
+        self._rounds.start(len({instruction.device_id for instruction in assignments}))
+        now, rows = self._clock(), []
+        for instruction in assignments:
+            number = self._rounds.get_round(instruction.base_version + 1)
+            self._assignments[instruction.assignment_id] = instruction
+            self._unused_updates.pop(instruction.assignment_id, None)  # dispatched a second time
+            self._round_starts_s.setdefault(number, self._monotonic())
+            rows.append(
+                AssignmentRow(
+                    assignment_id=instruction.assignment_id,
+                    device_id=instruction.device_id,
+                    round=number,
+                    base_version=instruction.base_version,
+                    dispatched_at=now,
+                    codec=instruction.codec or "dense",
+                )
+            )
+        self._history.add_dispatches(rows, can_repeat=self._can_repeat)
+
+    def record_aggregation(self, version: int, assignment_ids: Sequence[str], state: object) -> None:
+        self._wal.record_aggregation(version, assignment_ids)
+        now_s, number = self._monotonic(), self._rounds.get_round(version)
+        rows = []
+        for assignment_id in assignment_ids:
+            row, received_s = self._pop_update(assignment_id)
+            self._assignments.pop(assignment_id, None)
+            rows.append(
+                replace(
+                    row,
+                    round=number,
+                    outcome=UpdateStatus.USED,
+                    applied_version=version - 1,
+                    staleness=version - 1 - row.base_version,
+                    wait_s=max(0.0, now_s - received_s),
+                )
+            )
+        self._history.add_updates(rows)
+        self._open_round.add(version, rows, state)
+        if self._rounds.is_round_end(version):
+            self._close_round(number, now_s)
+        self._on_version(version)
+
+    def _close_round(self, round_number: int, now_s: float) -> None:
+        closing, self._open_round = self._open_round, _OpenRound()
+        self._history.close_round(round_number, version=closing.version, at=self._clock())
+        opened_s = self._round_starts_s.pop(round_number, None)
+        if opened_s is not None and round_number not in self._resumed_rounds:
+            # Not the difference of two Unix times: the machine's clock may have been set in between.
+            self._history.add_round_metrics(round_number, {"seconds": max(0.0, now_s - opened_s)})
+        if metrics := {name: float(value) for name, value in self._compute_metrics(closing.state).items()}:
+            self._history.add_round_metrics(round_number, {"facts": metrics})
+        log.info(
+            "round %d closed: %d updates, %.2f s, %d kB",
+            round_number,
+            closing.num_updates,
+            now_s - (now_s if opened_s is None else opened_s),
+            closing.num_bytes // 1000,
+        )
+
+    def commit(self) -> None:
+        """Makes the journal durable, then publishes the rows derived from it."""
+        self._wal.commit()
+        self._history.publish()
+
+    def finish(self) -> None:
+        """Closes an incomplete round, marks unused updates as late, and writes all rows."""
+        if self._open_round.version:
+            self._close_round(self._rounds.get_round(self._open_round.version), self._monotonic())
+        for accuracy in self._node_scores.complete_pending():
+            self._record_node_accuracy(accuracy)
+        self._history.add_updates(
+            [replace(row, outcome=UpdateStatus.LATE) for row, _ in self._unused_updates.values()]
+        )
+        self._unused_updates.clear()
+        self.commit()
+        self._history.finish()
+
+    def _record_score(self, event: EvaluateResult | InstructionFailed) -> None:
+        self._scores.record_event(event)
+        if self._scores.accuracy is not None:
+            self._history.update_accuracy(self._scores.accuracy)
+        if (accuracy := self._node_scores.record_event(event)) is not None:
+            self._record_node_accuracy(accuracy)
+
+    def _record_node_accuracy(self, accuracy: DeviceAccuracy) -> None:
+        log.info("round %d: accuracy of the nodes %.4f, worst %.4f", accuracy.round, accuracy.mean, accuracy.worst)
+        metrics = RoundMetrics(node_accuracy=accuracy.mean, worst_node_accuracy=accuracy.worst)
+        self._history.add_round_metrics(accuracy.round, metrics)
+
+    def _record_failure(self, failure: InstructionFailed) -> None:
+        instruction = self._assignments.pop(failure.assignment_id, None)
+        log.warning("%s of %s brings no update: %s", failure.assignment_id, failure.device_id, failure.reason)
+        self._record_event("assignment-lost", failure.device_id, f"{failure.assignment_id}: {failure.reason}")
+        if failure.outcome is UpdateStatus.REFUSED:
+            self._record_block(failure)
+        if instruction is not None:
+            row = UpdateRow(
+                assignment_id=failure.assignment_id,
+                device_id=failure.device_id,
+                round=self._rounds.get_round(instruction.base_version + 1),
+                base_version=instruction.base_version,
+                outcome=failure.outcome,
+                reason=failure.reason,
+                ended_at=self._clock(),
+            )
+            self._history.add_updates([row])
+
+    def _record_block(self, failure: InstructionFailed) -> None:
+        """Records, once, that the device just rejected is blocked."""
+        if failure.device_id in self._get_blocked() and failure.device_id not in self._known_blocked:
+            self._known_blocked.add(failure.device_id)
+            log.warning("%s is flagged and not asked again in this run", failure.device_id)
+            self._record_event("device-flagged", failure.device_id, failure.reason)
+
+    def _record_event(self, kind: str, device_id: str, message: str) -> None:
+        self._history.add_event(EventRow(kind=kind, device_id=device_id, message=message, at=self._clock()))
+
+    def _pop_update(self, assignment_id: str) -> tuple[UpdateRow, float]:
+        """Removes and returns the row of an update that is used now, and when it arrived.
+
+        Raises:
+            StrategyError: there is no such update, or it was used before.
+        """
+        if assignment_id not in self._unused_updates:
+            raise StrategyError(f"used: the strategy names {assignment_id!r}, which never came or was used before")
+        return self._unused_updates.pop(assignment_id)
+
+    def _create_update_row(self, update: Update) -> UpdateRow:
+        metrics, now = update.metrics, self._clock()
+        return UpdateRow(
+            assignment_id=update.assignment_id,
+            device_id=update.device_id,
+            round=self._rounds.get_round(update.base_version + 1),
+            base_version=update.base_version,
+            iterations=metrics.iterations,
+            num_examples=metrics.num_examples,
+            bytes_up=metrics.bytes_up,
+            bytes_down=metrics.bytes_down,
+            compute_s=metrics.compute_s,
+            send_s=metrics.send_s,
+            loss=metrics.loss,
+            received_at=now,
+            ended_at=now,
+            max_temperature_c=metrics.max_temperature_c,
+            throttled=metrics.throttled,
+            signal_dbm=metrics.signal_dbm,
+            link_bits_per_s=metrics.link_bits_per_s,
+            energy_j=metrics.energy_j,
+            paced_s=metrics.paced_s,
+            metrics=dict(metrics.extra),
+        )
+
+    def _create_evaluation_row(self, result: EvaluateResult) -> EvaluationRow:
+        log.log(
+            logging.DEBUG if result.subject else logging.INFO,
+            "version %d%s: accuracy %.4f, loss %.4f on %d examples of %s",
+            result.version,
+            f" of {result.subject}" if result.subject else "",
+            result.accuracy,
+            result.loss,
+            result.num_examples,
+            result.device_id,
+        )
+        return EvaluationRow(
+            assignment_id=result.assignment_id,
+            round=result.round,
+            version=result.version,
+            device_id=result.device_id,
+            source=result.source,
+            loss=result.loss,
+            accuracy=result.accuracy,
+            num_examples=result.num_examples,
+            bytes_up=result.bytes_up,
+            bytes_down=result.bytes_down,
+            at=self._clock(),
+            metrics=dict(result.metrics),
+            subject=result.subject,
+        )

@@ -1,0 +1,296 @@
+"""Retention of a run's models on disk: the last ones, the best, and one every `keep_every` rounds.
+
+A thread of its own writes files, at most once a second, so that no round waits for the disk; a model that the next
+one replaces meanwhile is never written. A row is written after its file, and a file is deleted after its row.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from edgefl.core.config import ModelsSection
+from edgefl.core.errors import EdgeflError, StoreError
+from edgefl.core.types import Array, Tensors
+from edgefl.storage.checkpoints import save_model
+from edgefl.storage.repositories.records import SavedModelRow
+from edgefl.storage.repositories.saved_models import find_orphaned_models, save_model_rows
+from edgefl.storage.store import Store
+from edgefl.system.atomic_files import make_store_error, sync_directory
+
+log = logging.getLogger(__name__)
+
+WRITE_EVERY_S = 1.0
+MAX_PENDING_BYTES = 1 << 30
+MAX_UNSCORED = 8
+"""Maximum number of models kept until their accuracy is known; slower evaluations are ignored."""
+ORPHAN_AGE_S = 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PendingModel:
+    """A model in memory, whose row has no file yet."""
+
+    row: SavedModelRow
+    model: Mapping[str, Array]
+    num_bytes: int
+
+
+class ModelRetention:
+    """Retains the models of one run by its `[models]` section, with those saved by an earlier coordinator.
+
+    Args:
+        folder: of the model files.
+        store: has their rows.
+        run_id: of the run.
+        rule: which models stay.
+        clock: Unix seconds, for the rows.
+        write_every_s: minimum interval between writes.
+        max_pending_bytes: limit of models in memory; beyond it `add` waits for the disk.
+    """
+
+    def __init__(  # noqa: PLR0913 two of them are for tests and odd disks
+        self,
+        folder: Path,
+        store: Store,
+        run_id: str,
+        rule: ModelsSection,
+        *,
+        clock: Callable[[], float] = time.time,
+        write_every_s: float = WRITE_EVERY_S,
+        max_pending_bytes: int = MAX_PENDING_BYTES,
+    ) -> None:
+        self._folder, self._store, self._run_id, self._rule = folder, store, run_id, rule
+        self._clock, self._write_every_s, self._max_pending_bytes = clock, write_every_s, max_pending_bytes
+        self._saved_rows = {row.version: row for row in reversed(store.list_saved_models(run_id))}
+        self._pending: dict[int, _PendingModel] = {}
+        self._changed_versions: set[int] = set()
+        self._unscored: dict[int, None] = {}
+        self._needed_bytes = 0  # of a model that `add` has no room for
+        self._error: EdgeflError | None = None
+        self._is_closing = False
+        self._lock = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def add(self, version: int, round_number: int, last_record: int, model: Tensors) -> None:
+        """Copies the model of a version that is being evaluated.
+
+        Raises:
+            StoreError: an earlier model could not be written.
+        """
+        with self._lock:
+            if version in self._pending or version in self._saved_rows:
+                return
+        dense = {name: np.array(t if isinstance(t, np.ndarray) else t.dense()) for name, t in model.items()}
+        pending = _PendingModel(
+            row=_create_row(version, round_number, last_record, self._clock()),
+            model=dense,
+            num_bytes=sum(array.nbytes for array in dense.values()),
+        )
+        with self._lock:
+            self._raise_error()
+            if not self._has_room(pending.num_bytes):
+                self._needed_bytes = pending.num_bytes
+                self._lock.notify_all()
+                self._lock.wait_for(lambda: self._error or self._has_room(pending.num_bytes))
+                self._needed_bytes = 0
+                self._raise_error()
+            self._pending[version] = pending
+            if self._rule.keep_best:
+                self._unscored[version] = None
+                while len(self._unscored) > MAX_UNSCORED:
+                    self._unscored.pop(next(iter(self._unscored)))
+            self._remove_unretained()
+            self._start_writer()
+            self._lock.notify_all()
+
+    def record_accuracy(self, version: int, accuracy: float | None) -> None:
+        """Records the accuracy of a version; None when no evaluation succeeded."""
+        with self._lock:
+            self._unscored.pop(version, None)
+            if accuracy is not None and version in self._pending:
+                pending = self._pending[version]
+                self._pending[version] = replace(pending, row=replace(pending.row, accuracy=accuracy))
+            elif accuracy is not None and version in self._saved_rows:
+                self._saved_rows[version] = replace(self._saved_rows[version], accuracy=accuracy)
+                self._changed_versions.add(version)
+            self._remove_unretained()
+            self._lock.notify_all()
+
+    def finish(self, version: int, round_number: int, last_record: int, model: Tensors) -> None:
+        """Writes the final model, and all pending ones.
+
+        Raises:
+            StoreError: something cannot be written.
+        """
+        self._unscored.clear()
+        self._stop_writer()
+        self._raise_error()
+        pending = self._pending.pop(version, None)
+        row = (
+            pending.row
+            if pending
+            else self._saved_rows.get(version, _create_row(version, round_number, last_record, self._clock()))
+        )
+        self._write()
+        replaced = {} if version not in self._saved_rows else {self._saved_rows.pop(version).last_record: row.sha256}
+        sha256, path = save_model(self._folder, model)
+        self._saved_rows[version] = replace(
+            row, last_record=last_record, sha256=sha256, bytes_file=path.stat().st_size, at=self._clock()
+        )
+        self._apply_retention({version}, also_removed=replaced)
+
+    def close(self) -> None:
+        """Writes pending models, unless a write failed before; an interrupted run keeps its models."""
+        self._unscored.clear()
+        self._stop_writer()
+        if self._error is None and self._pending and (error := self._try_to_write()) is not None:
+            log.warning("the last models of run %s are not kept: %s", self._run_id, error)
+
+    def _start_writer(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run_writer, name="models", daemon=True)
+            self._thread.start()
+
+    def _stop_writer(self) -> None:
+        with self._lock:
+            self._is_closing = True
+            self._lock.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run_writer(self) -> None:
+        while True:
+            with self._lock:
+                self._lock.wait_for(lambda: self._is_closing or self._pending or self._changed_versions)
+                if self._is_closing:
+                    return
+            if (error := self._try_to_write()) is not None:
+                with self._lock:
+                    self._error = error
+                    self._lock.notify_all()
+                return
+            with self._lock:
+                self._lock.wait_for(self._is_urgent, timeout=self._write_every_s)
+
+    def _try_to_write(self) -> EdgeflError | None:
+        """Writes; returns a failure as an error for the run's thread to raise."""
+        try:
+            self._write()
+        except EdgeflError as error:
+            return error
+        except OSError as error:
+            return make_store_error(self._folder, error)
+        except (
+            Exception
+        ) as error:  # no memory to pack a model, say: the run's thread would wait for room indefinitely
+            log.exception("models of run %s cannot be written", self._run_id)
+            return StoreError(
+                f"models of run {self._run_id} cannot be written: {error!r}; start the coordinator again"
+            )
+        return None
+
+    def _write(self) -> None:
+        """Writes pending models and changed rows, then removes models that are not retained."""
+        with self._lock:
+            pending_models = list(self._pending.values())
+        for pending in pending_models:
+            version = pending.row.version
+            with self._lock:
+                if version not in self._pending:  # a newer one has replaced it meanwhile
+                    continue
+            sha256, path = save_model(self._folder, pending.model)
+            with self._lock:
+                row = self._pending.pop(version, pending).row
+                self._saved_rows[version] = replace(row, sha256=sha256, bytes_file=path.stat().st_size)
+                self._changed_versions.add(version)
+                self._lock.notify_all()
+        with self._lock:
+            changed, self._changed_versions = self._changed_versions, set()
+        if changed:
+            self._apply_retention(changed)
+
+    def _apply_retention(self, changed: Collection[int], also_removed: Mapping[int, str] | None = None) -> None:
+        """Updates rows, then deletes the files of removed ones."""
+        with self._lock:
+            retained = select_retained(
+                [*self._saved_rows.values(), *(pending.row for pending in self._pending.values())],
+                self._rule,
+                self._unscored,
+            )
+            removed = {
+                row.last_record: row.sha256 for row in self._saved_rows.values() if row.version not in retained
+            }
+            self._saved_rows = {version: row for version, row in self._saved_rows.items() if version in retained}
+            rows = [self._saved_rows[version] for version in sorted(changed) if version in self._saved_rows]
+        removed |= also_removed or {}
+        save_model_rows(
+            self._store,
+            self._run_id,
+            rows,
+            [record for record in removed if record not in _list_record_numbers(rows)],
+        )
+        remove_unreferenced(self._folder, self._store, set(removed.values()))
+
+    def _remove_unretained(self) -> None:
+        """Drops pending models that would not be retained."""
+        rows = [*self._saved_rows.values(), *(pending.row for pending in self._pending.values())]
+        retained = select_retained(rows, self._rule, self._unscored)
+        self._pending = {version: pending for version, pending in self._pending.items() if version in retained}
+
+    def _has_room(self, num_bytes: int) -> bool:
+        waiting = sum(waiting.num_bytes for waiting in self._pending.values())
+        return not waiting or waiting + num_bytes <= self._max_pending_bytes
+
+    def _is_urgent(self) -> bool:
+        return self._is_closing or not self._has_room(self._needed_bytes)
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def select_retained(rows: Sequence[SavedModelRow], rule: ModelsSection, unscored: Collection[int] = ()) -> set[int]:
+    """Returns the retained versions: the last ones, the best, one every `keep_every` rounds, and `unscored`.
+
+    The best has the highest accuracy, the newest of equals. An `unscored` version may yet be the best.
+    """
+    versions = sorted(row.version for row in rows)
+    retained = {*versions[-rule.keep_last :], *(version for version in versions if version in unscored)}
+    scored = [(row.accuracy, row.version) for row in rows if row.accuracy is not None]
+    if rule.keep_best and scored:
+        retained.add(max(scored)[1])
+    if rule.keep_every:
+        retained |= {row.version for row in rows if row.round and row.round % rule.keep_every == 0}
+    return retained
+
+
+def remove_unreferenced(folder: Path, store: Store, sha256s: Collection[str]) -> None:
+    """Removes the files of those models that no row in the store references."""
+    orphans = find_orphaned_models(store, sha256s)
+    for sha256 in orphans:
+        (folder / f"{sha256}.safetensors").unlink(missing_ok=True)
+    if orphans:
+        sync_directory(folder)
+
+
+def remove_orphans(folder: Path, store: Store, *, now: float) -> None:
+    """Removes model files, a day old or more, that a coordinator left when it was killed between file and row."""
+    if not folder.is_dir():
+        return
+    stems = [path.stem for path in folder.glob("*.safetensors") if now - path.stat().st_mtime > ORPHAN_AGE_S]
+    remove_unreferenced(folder, store, {stem for stem in stems if len(stem) == 64})
+
+
+def _create_row(version: int, round_number: int, last_record: int, at: float) -> SavedModelRow:
+    return SavedModelRow(version=version, round=round_number, last_record=last_record, sha256="", bytes_file=0, at=at)
+
+
+def _list_record_numbers(rows: Sequence[SavedModelRow]) -> set[int]:
+    return {row.last_record for row in rows}

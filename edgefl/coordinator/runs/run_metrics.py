@@ -1,0 +1,276 @@
+"""In-memory metrics of runs, for `/metrics` and for alerts. Counts start with the coordinator.
+
+A resumed run replays the journal after its newest checkpoint. What another coordinator did is not counted here, and
+what this one did before a pause is counted already: so the items counted since a checkpoint are kept.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from statistics import median
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from edgefl.coordinator.runs.history_writer import HistoryRows
+from edgefl.core.types import UpdateStatus
+from edgefl.storage.repositories.records import RunRecord, RunStatus, UpdateRow
+
+ROUND_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
+SYNC_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+STALENESS_BUCKETS = (0, 1, 2, 3, 5, 8, 13, 21, 50, 100)
+MAX_ROUND_DURATIONS, MAX_FAILED_RUNS = 20, 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActiveRun:
+    """The active run.
+
+    `typical_round_s` is the median duration of its last rounds, `since_last_round_s` the time since the last one.
+    """
+
+    run_id: str
+    name: str
+    task: str
+    strategy: str
+    status: RunStatus
+    round: int
+    version: int
+    accuracy: float | None
+    typical_round_s: float | None
+    since_last_round_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedRun:
+    """A failed run, with its serial `number` and the `num_rounds` closed by then, of all runs since the start."""
+
+    run_id: str
+    reason: str
+    number: int
+    num_rounds: int
+
+
+@dataclass(slots=True)
+class _RunCounters:
+    """Counters of the active run.
+
+    `counted_items` are those seen since its newest checkpoint. Once `is_fully_observed`, this coordinator has seen
+    all of them, and every unknown item is counted.
+    """
+
+    record: RunRecord
+    last_change_s: float
+    status: RunStatus = RunStatus.RUNNING
+    round: int = 0
+    version: int = 0
+    accuracy: float | None = None
+    round_starts: dict[int, float] = field(default_factory=dict)
+    received_ids: set[str] = field(default_factory=set)
+    counted_items: set[tuple[str, str | int]] = field(default_factory=set)
+    is_fully_observed: bool = False
+    durations_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_ROUND_DURATIONS))
+
+
+@dataclass(frozen=True, slots=True)
+class _ReplayFilter:
+    """Filter of rows that a replay may have repeated."""
+
+    run: _RunCounters
+    is_replay: bool
+
+    def should_count(self, kind: str, name: str | int) -> bool:
+        """Returns whether to count an item, and marks it as seen."""
+        is_known = (kind, name) in self.run.counted_items
+        self.run.counted_items.add((kind, name))
+        return not is_known and (self.run.is_fully_observed or not self.is_replay)
+
+
+class RunMetrics:
+    """Metrics of runs, from their starts, ends and history rows. Thread-safe.
+
+    Args:
+        registry: exports the counters and histograms; None to export none.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, registry: CollectorRegistry | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self._run: _RunCounters | None = None
+        self._failed_runs: deque[FailedRun] = deque(maxlen=MAX_FAILED_RUNS)
+        self._num_failed = self._num_rounds = 0
+        self._ended_runs = Counter("edgefl_runs_ended", "Runs that ended, by how.", ["status"], registry=registry)
+        self._rounds = Counter("edgefl_rounds_closed", "Rounds that were closed.", registry=registry)
+        self._assignments = Counter("edgefl_assignments", "Assignments that were given out.", registry=registry)
+        self._updates = Counter(
+            "edgefl_updates", "Assignments that ended, by what became of the update.", ["outcome"], registry=registry
+        )
+        self._bytes_up = Counter("edgefl_uplink_bytes", "Bytes that devices sent for runs.", registry=registry)
+        self._bytes_down = Counter("edgefl_downlink_bytes", "Bytes that devices fetched for runs.", registry=registry)
+        self._round_s = Histogram(
+            "edgefl_round_duration_seconds",
+            "From the first assignment of a round to its close.",
+            buckets=ROUND_BUCKETS_S,
+            registry=registry,
+        )
+        self._staleness = Histogram(
+            "edgefl_update_staleness_versions",
+            "Versions between an update's base and the version that it was applied to.",
+            buckets=STALENESS_BUCKETS,
+            registry=registry,
+        )
+        self._sync_s = Histogram(
+            "edgefl_journal_sync_seconds",
+            "What it took to make the journal durable.",
+            buckets=SYNC_BUCKETS_S,
+            registry=registry,
+        )
+        # Create all series at the start: a rate over one that appears with its first event misses that event.
+        for outcome in UpdateStatus:
+            self._updates.labels(str(outcome))
+        for status in (RunStatus.FINISHED, RunStatus.STOPPED, RunStatus.FAILED, RunStatus.INTERRUPTED):
+            self._ended_runs.labels(str(status))
+
+    def time_sync(self) -> AbstractContextManager[object]:
+        """Returns a context manager that times one fsync of the journal."""
+        return self._sync_s.time()
+
+    def on_run_started(self, record: RunRecord) -> None:
+        with self._lock:
+            self._run = _RunCounters(record, self._clock())
+
+    def on_run_paused(self, run_id: str) -> None:
+        """Records that the run will replay everything since its newest checkpoint."""
+        with self._lock:
+            if self._run is not None and self._run.record.run_id == run_id:
+                self._run.is_fully_observed = True
+
+    def on_checkpoint(self) -> None:
+        """Records that nothing counted so far will be replayed."""
+        with self._lock:
+            if self._run is not None:
+                self._run.counted_items.clear()
+
+    def on_run_stopping(self, run_id: str) -> None:
+        with self._lock:
+            if self._run is not None and self._run.record.run_id == run_id:
+                self._run.status = RunStatus.STOPPING
+
+    def on_run_ended(self, run_id: str, status: RunStatus, reason: str) -> None:
+        """Records a final or interrupted status; `queued` is not counted as an end."""
+        with self._lock:
+            if self._run is not None and self._run.record.run_id == run_id:
+                self._run = None
+            if status is RunStatus.FAILED:
+                self._num_failed += 1
+                self._failed_runs.append(
+                    FailedRun(run_id=run_id, reason=reason, number=self._num_failed, num_rounds=self._num_rounds)
+                )
+        if status is not RunStatus.QUEUED:
+            self._ended_runs.labels(str(status)).inc()
+
+    def record_rows(self, rows: HistoryRows, *, is_replay: bool = False) -> None:
+        """Counts the rows that the active run has just published.
+
+        Args:
+            rows: the published rows.
+            is_replay: they come from a replay, and may have been counted before.
+        """
+        with self._lock:
+            run = self._run
+            if run is None:
+                return
+            replay_filter = _ReplayFilter(run, is_replay)
+            self._assignments.inc(
+                sum(replay_filter.should_count("given", row.assignment_id) for row in rows.dispatches)
+            )
+            for row in rows.evaluations:
+                if replay_filter.should_count("scored", row.assignment_id):
+                    self._count_bytes(row.bytes_up, row.bytes_down)
+            for update in rows.updates.values():
+                self._record_update(run, update, replay_filter)
+            for number, (at, _) in rows.opened_rounds.items():
+                run.round_starts.setdefault(number, at)
+            for number, (version, at) in sorted(rows.closed_rounds.items()):
+                seconds = rows.round_metrics.get(number, {}).get("seconds")
+                self._record_round(
+                    run, number, version, at, seconds, should_count=replay_filter.should_count("closed", number)
+                )
+            if rows.accuracy is not None:
+                run.accuracy = rows.accuracy
+
+    def get_active_run(self) -> ActiveRun | None:
+        """Returns the state of the active run, if there is one."""
+        with self._lock:
+            run = self._run
+            if run is None:
+                return None
+            return ActiveRun(
+                run_id=run.record.run_id,
+                name=run.record.name,
+                task=run.record.task,
+                strategy=run.record.strategy,
+                status=run.status,
+                round=run.round,
+                version=run.version,
+                accuracy=run.accuracy,
+                typical_round_s=median(run.durations_s) if run.durations_s else None,
+                since_last_round_s=self._clock() - run.last_change_s,
+            )
+
+    def list_failed_runs(self, *, after: int = 0) -> list[FailedRun]:
+        """Returns the failed runs with a higher number, oldest first."""
+        with self._lock:
+            return [run for run in self._failed_runs if run.number > after]
+
+    @property
+    def num_rounds(self) -> int:
+        """Number of rounds closed since the start, of all runs."""
+        return self._num_rounds
+
+    def _record_update(self, run: _RunCounters, row: UpdateRow, replay_filter: _ReplayFilter) -> None:
+        # An update has a row on arrival and another with its outcome; its bytes count once.
+        if row.assignment_id not in run.received_ids and replay_filter.should_count("arrived", row.assignment_id):
+            self._count_bytes(row.bytes_up, row.bytes_down)
+        if row.outcome is None:
+            run.received_ids.add(row.assignment_id)
+            return
+        run.received_ids.discard(row.assignment_id)
+        if not replay_filter.should_count("ended", row.assignment_id):
+            return
+        self._updates.labels(str(row.outcome)).inc()
+        if row.staleness is not None:
+            self._staleness.observe(row.staleness)
+
+    def _record_round(
+        self,
+        run: _RunCounters,
+        round_number: int,
+        version: int,
+        at: float,
+        seconds: float | None,
+        *,
+        should_count: bool,
+    ) -> None:
+        run.round, run.version, run.last_change_s = round_number, version, self._clock()
+        opened_at = run.round_starts.get(round_number)
+        run.round_starts = {other: opened for other, opened in run.round_starts.items() if other > round_number}
+        if not should_count:
+            return
+        self._num_rounds += 1
+        self._rounds.inc()
+        if seconds is None and opened_at is not None:
+            seconds = max(0.0, at - opened_at)
+        if seconds is not None:
+            run.durations_s.append(seconds)
+            self._round_s.observe(seconds)
+
+    def _count_bytes(self, up: int | None, down: int | None) -> None:
+        self._bytes_up.inc(up or 0)
+        self._bytes_down.inc(down or 0)

@@ -1,0 +1,666 @@
+"""Run scheduler: executes queued runs one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from edgefl.coordinator.directory import CoordinatorDirectory
+from edgefl.coordinator.execution.eligibility import EncodeChanges
+from edgefl.coordinator.execution.live_fleet import DeviceNotifier, InterruptedRunError, LiveFleet, RunSpec
+from edgefl.coordinator.execution.replay import ReplayError, RunClock
+from edgefl.coordinator.fleet.registry import DeviceRegistry
+from edgefl.coordinator.flower.messages import Reply
+from edgefl.coordinator.flower.superlink import SuperLink
+from edgefl.coordinator.runs.admission_requirements import AdmissibleRun, create_admission_requirements
+from edgefl.coordinator.runs.checkpointing import Checkpointer
+from edgefl.coordinator.runs.executor import RunExecutor
+from edgefl.coordinator.runs.history_recorder import HistoryRecorder
+from edgefl.coordinator.runs.history_writer import EventRow, HistoryRows, HistoryWriter
+from edgefl.coordinator.runs.journal_repair import (
+    JOURNAL_DAMAGED,
+    JOURNAL_REPLAYED,
+    quarantine_damage,
+    replay_to_damage,
+)
+from edgefl.coordinator.runs.model_retention import ModelRetention
+from edgefl.coordinator.runs.planning import PlannableRun
+from edgefl.coordinator.runs.recovery import (
+    MAX_CRASHES,
+    ResumableRun,
+    RunStart,
+    can_auto_finish,
+    can_auto_resume,
+    can_resume_exactly,
+    check_formats,
+    check_resumable,
+    is_started,
+    remove_crash_count,
+    restore_exactly,
+    restore_from_checkpoint,
+)
+from edgefl.coordinator.runs.run_metrics import RunMetrics
+from edgefl.coordinator.runs.slow_call_watchdog import (
+    REPORT_AFTER_S,
+    RUN_STALLED,
+    STOP_TIMEOUT_S,
+    SlowCallWatchdog,
+    format_current_frame,
+    format_running_call,
+)
+from edgefl.coordinator.runs.storage_backoff import PausedRuns, StorageBackoff
+from edgefl.core.config import RunConfig
+from edgefl.core.errors import (
+    RETRYABLE_STORE_ERRORS,
+    EdgeflError,
+    JournalError,
+    RunFailedError,
+    StoreError,
+    StoreTooNewError,
+    UsageError,
+)
+from edgefl.core.protocol import Command, CommandKind
+from edgefl.core.types import Json, Progress, StopRequested, Tensors
+from edgefl.engine.round_loop import EvaluationRule
+from edgefl.storage.journal.wal_journal import WalJournal
+from edgefl.storage.repositories.records import RunRecord, RunStatus
+from edgefl.storage.rollback import RUN_RESUMED
+from edgefl.storage.store import Store
+from edgefl.strategies.participation import RunParticipationPolicy
+from edgefl.system.atomic_files import write_atomic
+
+log = logging.getLogger(__name__)
+
+COORDINATOR_STOPPED = "the coordinator was stopped"
+DEFAULT_STOP_REASON = "stopped"
+
+
+class AssembledRun(AdmissibleRun, PlannableRun, ResumableRun, Protocol):
+    """The objects of a run, built from its run file."""
+
+    @property
+    def evaluate(self) -> EvaluationRule: ...
+    @property
+    def header(self) -> Json: ...
+    @property
+    def needs_torch(self) -> bool: ...
+    @property
+    def encode(self) -> Callable[[Tensors, int], bytes]: ...
+    @property
+    def encode_changes(self) -> EncodeChanges | None: ...
+    @property
+    def decode(self) -> Callable[[bytes], Tensors]: ...
+
+
+BuildRun = Callable[[RunConfig, str], AssembledRun]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunContext:
+    """Shared services that runs work with.
+
+    `on_finished` is called with a finished run, in the transaction that records its end.
+    """
+
+    directory: CoordinatorDirectory
+    store: Store
+    roster: DeviceRegistry
+    superlink: SuperLink
+    notifier: DeviceNotifier
+    build_run: BuildRun
+    metrics: RunMetrics = field(default_factory=RunMetrics)
+    paused_runs: PausedRuns = field(default_factory=PausedRuns)
+    on_finished: Callable[[str, RunConfig], None] = lambda _run_id, _config: None
+
+
+@dataclass(slots=True)
+class _CurrentRun:
+    """The active run; it has a fleet between its assembly and its end.
+
+    From the request of a stop on, `watchdog` observes its strategy; `is_stall_reported` once it delayed the stop.
+    """
+
+    run_id: str
+    fleet: LiveFleet | None = None
+    history: HistoryWriter | None = None
+    policy: RunParticipationPolicy | None = None
+    strategy: object = None
+    stop_reason: str | None = None
+    watchdog: SlowCallWatchdog = field(default_factory=SlowCallWatchdog)
+    is_stall_reported: bool = False
+
+
+class RunScheduler:
+    """Executes runs in one thread; replies and progress are posted to it from others.
+
+    A run's status changes under one lock, so that a stop is neither lost nor overtakes the end of its run. Its holder
+    waits for the store, so messages of devices are passed on without it.
+
+    Args:
+        context: shared services of runs.
+        on_fatal: called when the store or a journal is damaged or unusable: the coordinator must stop. Where there
+            is no room, or another program locks the store, the run is paused instead: that is temporary.
+    """
+
+    def __init__(self, context: RunContext, on_fatal: Callable[[EdgeflError], None]) -> None:
+        self._context, self._on_fatal = context, on_fatal
+        self._wake_event, self._stop_event = threading.Event(), threading.Event()
+        self._current: _CurrentRun | None = None
+        self._inexact_ids: set[str] = set()
+        self._to_stop: deque[RunRecord] = deque()
+        self._backoff = StorageBackoff(
+            directory=context.directory.runs,
+            store=context.store,
+            flush=self.flush,
+            stop_event=self._stop_event,
+            paused_runs=context.paused_runs,
+        )
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run_thread, name="runs", daemon=True)
+
+    def recover(self) -> None:
+        """Queues the unfinished runs of an earlier coordinator again; call it before the API is served.
+
+        A run that cannot go on where it was is marked as interrupted, and so is one that a newer edgefl wrote to; a
+        stop requested of such a run waits for that edgefl.
+        """
+        for status in (RunStatus.RUNNING, RunStatus.STOPPING, RunStatus.INTERRUPTED):
+            for record in self._context.store.list_runs(status=status):
+                try:
+                    check_formats(record.run_id, self._context.directory)
+                    self._recover(record)
+                except StoreTooNewError as error:
+                    log.error("run %s cannot go on: %s", record.run_id, error)  # noqa: TRY400 a line for the operator
+                    if status is RunStatus.RUNNING:
+                        self._set_status(record.run_id, RunStatus.INTERRUPTED, str(error))
+
+    def _recover(self, record: RunRecord) -> None:
+        run_id, status = record.run_id, record.status
+        was_cut_off = status is RunStatus.RUNNING or record.reason == COORDINATOR_STOPPED
+        if status is RunStatus.STOPPING:
+            self._recover_stop(record)
+        elif self._autonomous_marker(run_id).exists():
+            self._set_status(run_id, RunStatus.QUEUED, "its devices went on without a coordinator")
+        elif was_cut_off and can_auto_resume(record, self._context.directory):
+            self._set_status(run_id, RunStatus.QUEUED, "goes on where its coordinator ended")
+        elif status is RunStatus.RUNNING and can_auto_finish(record, self._context.directory):
+            self._queue_new_incarnation(record)
+        elif status is not RunStatus.INTERRUPTED:
+            self._set_status(run_id, RunStatus.INTERRUPTED, "its coordinator ended without a word")
+
+    def _recover_stop(self, record: RunRecord) -> None:
+        """Completes a requested stop, with the run's model where it can be resumed exactly.
+
+        The run keeps its status until then, so that the request survives a crash of the coordinator; after more than
+        `MAX_CRASHES` it ends without its last model.
+        """
+        run_id, reason, directory = record.run_id, record.reason or DEFAULT_STOP_REASON, self._context.directory
+        if self._autonomous_marker(run_id).exists() or not can_resume_exactly(run_id, directory):
+            self._end_run(run_id, RunStatus.STOPPED, reason)
+        elif can_auto_resume(record, directory):
+            self._to_stop.append(record)
+        else:
+            message = (
+                f"{reason}; without its last model, since the coordinator died more than {MAX_CRASHES} times of it"
+            )
+            self._end_run(run_id, RunStatus.STOPPED, message)
+
+    def start(self) -> None:
+        """Starts the thread that executes the queue."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Wakes the thread after a run was queued."""
+        self._wake_event.set()
+
+    def is_active(self, run_id: str) -> bool:
+        """Returns whether a run is being executed."""
+        active = self._current
+        return active is not None and active.run_id == run_id
+
+    def apply_pause(self, row: Json) -> Json:
+        """Returns a run's row, with its status and reason replaced while it is paused."""
+        return self._context.paused_runs.apply_to(row)
+
+    def is_blocked(self, run_id: str, device_id: str) -> bool:
+        """Returns whether a device of the active run is blocked after too many rejected updates."""
+        active = self._current
+        if active is None or active.run_id != run_id or active.policy is None:
+            return False
+        return device_id in active.policy.blocked_devices
+
+    def is_autonomous(self, run_id: str) -> bool:
+        """Returns whether the devices of a run go on autonomously, until it is resumed."""
+        return self._autonomous_marker(run_id).exists()
+
+    def post(self, item: Reply | Progress | InterruptedRunError) -> None:
+        """Passes an item to the active run, if there is one."""
+        active = self._current
+        fleet = active.fleet if active is not None else None
+        if fleet is not None:
+            fleet.post(item)
+
+    def flush(self) -> None:
+        """Flushes the active run's rows, and reports a stop delayed by its strategy; called periodically."""
+        active = self._current
+        if active is not None and active.stop_reason is not None and not active.is_stall_reported:
+            self._report_stall(active)
+        history = active.history if active is not None else None
+        if history is not None:
+            history.flush()
+
+    def stop_run(self, run_id: str, reason: str) -> None:
+        """Stops a run: a queued one at once, the active one after its in-flight work.
+
+        Raises:
+            UsageError: it is over already.
+        """
+        with self._lock:
+            record = self._context.store.get_run(run_id)
+            if record.status.is_final:
+                raise UsageError(f"run {run_id} is {record.status} already")
+            if self._current is None or self._current.run_id != run_id:
+                self._send_end(run_id)
+                self._set_status(run_id, RunStatus.STOPPED, reason)
+                return
+            self._context.store.set_run_status(run_id, RunStatus.STOPPING, at=time.time(), reason=reason)
+            self._current.stop_reason = reason
+            self._context.metrics.on_run_stopping(run_id)
+            if self._current.fleet is not None:
+                self._current.fleet.post(StopRequested(reason=reason))
+
+    def resume_run(self, run_id: str) -> None:
+        """Queues an interrupted or stopped run again.
+
+        It goes on where it was; from its newest checkpoint if it was stopped, or its journal has no turns. Its crash
+        count is reset.
+
+        Raises:
+            UsageError: it is not over, or has no checkpoint.
+            JournalError: its checkpoint cannot be read.
+        """
+        record, context = self._context.store.get_run(run_id), self._context
+        check_resumable(
+            record, context.directory, lambda: context.build_run(RunConfig.from_json(record.config), run_id)
+        )
+        with self._lock:
+            if context.store.get_run(run_id).status is not record.status:
+                raise UsageError(f"run {run_id} has just been taken up or stopped by somebody else")
+            remove_crash_count(run_id, context.directory)
+            can_be_exact = record.status is RunStatus.INTERRUPTED and run_id not in self._inexact_ids
+            if can_be_exact and can_resume_exactly(run_id, context.directory):
+                self._set_status(run_id, RunStatus.QUEUED, "goes on where it was")
+            else:
+                self._queue_new_incarnation(record)
+        self.wake()
+
+    def _queue_new_incarnation(self, record: RunRecord) -> None:
+        """Queues a run in a new incarnation: its assignments from the checkpoint on may repeat ids."""
+        with self._context.store.batch(durable=True):
+            self._context.store.requeue_run(record.run_id)
+            self._context.store.record_event(
+                RUN_RESUMED, f"was {record.status}", at=time.time(), run_id=record.run_id
+            )
+
+    def stop(self) -> None:
+        """Interrupts the active run, so that it can be resumed, and ends the thread.
+
+        A run whose strategy does not return is abandoned after `STOP_TIMEOUT_S`: everything is in its journal before
+        it is acted on, and the thread ends with the process.
+        """
+        self._stop_event.set()
+        self._wake_event.set()
+        self.post(InterruptedRunError(COORDINATOR_STOPPED))
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(STOP_TIMEOUT_S)
+            if self._thread.is_alive():
+                self._log_stop_timeout()
+
+    def _log_stop_timeout(self) -> None:
+        """Logs where the run's thread is: the process ends without it, the next one replays the journal."""
+        active = self._current
+        log.error(
+            "run %s does not end within %.0f s, the coordinator ends without it: %s (%s)",
+            active.run_id if active is not None else "",
+            STOP_TIMEOUT_S,
+            (format_running_call(active.strategy) if active is not None else "") or "it is busy",
+            format_current_frame(self._thread),
+        )
+
+    def _report_stall(self, current: _CurrentRun) -> None:
+        """Reports, once, a strategy call that delays a stop for `REPORT_AFTER_S`."""
+        call_s, call = (
+            current.watchdog.compute_call_s(current.strategy, time.monotonic()),
+            format_running_call(current.strategy),
+        )
+        if not call or call_s < REPORT_AFTER_S:
+            return
+        place = format_current_frame(self._thread)
+        message = f"cannot be stopped now: {call} for {call_s:.0f} s ({place}); restart the coordinator"
+        self._context.store.record_event(RUN_STALLED, message, at=time.time(), run_id=current.run_id)
+        current.is_stall_reported = True
+        log.warning("run %s %s", current.run_id, message)
+
+    def _run_thread(self) -> None:
+        while not self._stop_event.is_set():
+            try:
+                record = self._get_next_run()
+                if record is None:
+                    self._wake_event.wait(5.0)
+                    self._wake_event.clear()
+                else:
+                    self._run_with_pauses(record)
+                    # The objects of a run reference each other: its models would stay until the next full garbage
+                    # collection, which is rare.
+                    gc.collect()
+            except RETRYABLE_STORE_ERRORS as error:  # unwritten state is recovered, as after a restart
+                self._backoff.wait_until_writable("", error)
+            except (StoreError, JournalError) as error:
+                self._on_fatal(error)
+                return
+
+    def _get_next_run(self) -> RunRecord | None:
+        """Returns the next run and makes it active: first those to be stopped, then the queue."""
+        with self._lock:
+            while self._to_stop:
+                stopping = self._context.store.get_run(self._to_stop.popleft().run_id)
+                if stopping.status is RunStatus.STOPPING:  # not ended meanwhile
+                    self._current = _CurrentRun(
+                        run_id=stopping.run_id, stop_reason=stopping.reason or DEFAULT_STOP_REASON
+                    )
+                    self._context.metrics.on_run_started(stopping)
+                    return stopping
+            record = self._context.store.get_next_queued_run()
+            if record is not None:
+                self._context.store.set_run_status(record.run_id, RunStatus.RUNNING, at=time.time())
+                self._current = _CurrentRun(run_id=record.run_id)
+                self._context.metrics.on_run_started(record)
+            return record
+
+    def _run_with_pauses(self, record: RunRecord) -> None:
+        """Executes one run to its end, over all pauses for a full disk or a locked store."""
+        log.info("run %s (%s, %s) begins", record.run_id, record.task, record.strategy)
+        current: RunRecord | None = record
+        pending_error: EdgeflError | None = None
+        while current is not None:
+            try:
+                if pending_error is not None:
+                    current, pending_error = self._wait_for_storage(current, pending_error), None
+                if current is not None:
+                    self._run_once(current)
+                    current = None
+            except RETRYABLE_STORE_ERRORS as error:  # also while a pause ends
+                pending_error = error
+
+    def _wait_for_storage(self, record: RunRecord, error: EdgeflError) -> RunRecord | None:
+        """Waits until storage is writable; returns the run to go on with, None if there is none.
+
+        A run that cannot go on exactly is queued again, from its checkpoint.
+        """
+        run_id = record.run_id
+        self._context.metrics.on_run_paused(run_id)
+        if not self._backoff.wait_until_writable(run_id, error):
+            with contextlib.suppress(*RETRYABLE_STORE_ERRORS):
+                self._end_run(run_id, RunStatus.INTERRUPTED, COORDINATOR_STOPPED)
+            return None
+        directory, now = self._context.directory, self._context.store.get_run(run_id)
+        if (
+            self._autonomous_marker(run_id).exists()
+            or can_resume_exactly(run_id, directory)
+            or not is_started(run_id, directory)
+        ):
+            return now
+        self._requeue_from_checkpoint(now, error)
+        return None
+
+    def _run_once(self, record: RunRecord) -> None:
+        """Executes one run. An error of its task or strategy ends the run, never the coordinator."""
+        run_id = record.run_id
+        try:
+            self._execute(record, self._build_run(record))
+        except InterruptedRunError as error:
+            self._end_run(run_id, RunStatus.INTERRUPTED, str(error))
+        except ReplayError as error:
+            log.warning("run %s cannot go on where it was, it goes on from its checkpoint: %s", run_id, error)
+            self._inexact_ids.add(run_id)
+            self._requeue_from_checkpoint(record, error)
+        except StoreTooNewError as error:  # of this run alone: the store itself was opened
+            log.error("run %s cannot go on: %s", run_id, error)  # noqa: TRY400 a line for the operator
+            self._end_run(run_id, RunStatus.INTERRUPTED, str(error))
+        except (StoreError, JournalError):
+            raise
+        except EdgeflError as error:
+            log.error("run %s failed: %s", run_id, error)  # noqa: TRY400 a line for the operator, no bug of ours
+            self._end_run(run_id, RunStatus.FAILED, str(error))
+        except Exception as error:  # third-party strategies and tasks run here, and the next run must still start
+            log.exception("run %s failed", run_id)
+            self._end_run(run_id, RunStatus.FAILED, f"{type(error).__name__}: {error}")
+
+    def _build_run(self, record: RunRecord) -> AssembledRun:
+        """Returns the run's objects; a missing model file ends the run, it is not a fault of the store."""
+        try:
+            return self._context.build_run(RunConfig.from_json(record.config), record.run_id)
+        except (*RETRYABLE_STORE_ERRORS, StoreTooNewError):
+            raise
+        except (StoreError, JournalError) as error:
+            raise RunFailedError(str(error)) from error
+
+    def _autonomous_marker(self, run_id: str) -> Path:
+        """Returns the marker file of a run whose devices go on autonomously."""
+        return self._context.directory.runs / run_id / "goes-on"
+
+    def _requeue_from_checkpoint(self, record: RunRecord, error: EdgeflError) -> None:
+        """Queues the active run in another incarnation; one that is to be stopped ends here."""
+        reason = f"goes on from its checkpoint: {error}"
+        # One transaction: a coordinator that dies here has both, that it was interrupted and that it goes on.
+        with self._lock:
+            with self._context.store.batch(durable=True):
+                if self._record_end(record.run_id, RunStatus.INTERRUPTED, reason) is RunStatus.INTERRUPTED:
+                    self._queue_new_incarnation(record)
+            self._current = None
+
+    def _end_run(self, run_id: str, status: RunStatus, reason: str) -> None:
+        """Ends the execution of a run; one that is to be stopped is not interrupted."""
+        with self._lock:
+            self._record_end(run_id, status, reason)
+            self._current = None
+
+    def _record_end(self, run_id: str, status: RunStatus, reason: str) -> RunStatus:
+        """Records how the execution of a run ends, and returns the status. The caller holds the lock."""
+        active = self._current
+        stop_reason = active.stop_reason if active is not None and active.run_id == run_id else None
+        if status is RunStatus.INTERRUPTED and stop_reason is not None:
+            if reason == COORDINATOR_STOPPED:  # the next coordinator completes the stop
+                remove_crash_count(run_id, self._context.directory)
+                return RunStatus.STOPPING
+            status, reason = RunStatus.STOPPED, stop_reason
+        if status is not RunStatus.INTERRUPTED:
+            self._send_end(run_id)
+        self._set_status(run_id, status, reason)
+        return status
+
+    def _set_status(self, run_id: str, status: RunStatus, reason: str) -> None:
+        now, store = time.time(), self._context.store
+        with store.batch(durable=True):
+            store.set_run_status(run_id, status, at=now, reason=reason)
+            store.record_event(f"run-{status}", reason, at=now, run_id=run_id)
+        self._context.metrics.on_run_ended(run_id, status, reason)
+
+    def _execute(self, record: RunRecord, components: AssembledRun) -> None:
+        context, run_id, clock = self._context, record.run_id, RunClock()
+        is_autonomous = bool(getattr(components.strategy, "goes_on_alone", False))
+        executor: RunExecutor | None = None
+        if self._current is not None:
+            self._current.strategy = components.strategy
+
+        def record_rows(rows: HistoryRows) -> None:
+            context.metrics.record_rows(rows, is_replay=executor is None or not executor.is_live)
+
+        history = HistoryWriter(context.store, run_id, record_rows, context.metrics.on_checkpoint)
+        folder = context.directory.runs / run_id / "journal"
+        damage = self._repair_journal(run_id)
+        with WalJournal(folder, components.decode, sync_timer=context.metrics.time_sync) as wal:
+            if damage is not None and not is_autonomous:  # autonomous devices repeat no ids
+                self._replay_to_damage(record, components, wal, history)
+                raise ReplayError(damage)
+            start = self._load_run_start(record, components, wal)
+            # After the rollback, which removed the models saved after the checkpoint.
+            models = ModelRetention(context.directory.models, context.store, run_id, components.config.models)
+            if is_autonomous:
+                write_atomic(self._autonomous_marker(run_id), b"")
+            fleet, is_over = self._open_fleet(components, history, start, clock), False
+            executor = RunExecutor(
+                components=components,
+                start=start,
+                wal=wal,
+                history=history,
+                checkpointer=Checkpointer(
+                    context.directory, run_id, wal=wal, history=history, is_every_version_due=is_autonomous
+                ),
+                model_retention=models,
+                live_fleet=fleet,
+                clock=clock,
+                has_new_ids=is_autonomous or (bool(record.resumes) and not start.is_exact),
+            )
+            try:
+                state, reason = executor.run()
+                is_over = True
+            except (InterruptedRunError, StoreError, JournalError):
+                raise
+            except BaseException:
+                is_over = True
+                raise
+            finally:
+                self._close_fleet(fleet, will_resume=not is_over)
+                models.close()
+            self._send_end(run_id)
+            executor.finish(state)
+            self._complete_run(executor.recorder, run_id, components.config, reason)
+            log.info("run %s is over: %s", run_id, reason)
+
+    def _repair_journal(self, run_id: str) -> str | None:
+        """Quarantines damage in a run's journal and returns a line about it; None if there is none.
+
+        Raises:
+            InterruptedRunError: no checkpoint is intact.
+        """
+        try:
+            damage = quarantine_damage(run_id, self._context.directory)
+        except JournalError as error:
+            log.error("run %s cannot go on: %s", run_id, error)  # noqa: TRY400 a line for the operator
+            raise InterruptedRunError(str(error)) from error
+        if damage is not None:
+            log.error("run %s: %s", run_id, damage)
+            with self._context.store.batch(durable=True):
+                self._context.store.record_event(JOURNAL_DAMAGED, damage, at=time.time(), run_id=run_id)
+        return damage
+
+    def _replay_to_damage(
+        self, record: RunRecord, components: AssembledRun, wal: WalJournal, history: HistoryWriter
+    ) -> None:
+        """Replays a truncated journal as far as possible, to a checkpoint."""
+        context, run_id = self._context, record.run_id
+        try:
+            message = replay_to_damage(record, components, context.directory, context.store, wal, history)
+        except ReplayError as error:
+            message = f"goes on from the checkpoint that it had, since it cannot be followed to the damage: {error}"
+        log.warning("run %s %s", run_id, message)
+        with context.store.batch(durable=True):
+            context.store.record_event(JOURNAL_REPLAYED, message, at=time.time(), run_id=run_id)
+
+    def _load_run_start(self, record: RunRecord, components: AssembledRun, wal: WalJournal) -> RunStart:
+        """Returns the start of a run; an unusable checkpoint ends only this run."""
+        arguments = record, components, self._context.directory, self._context.store, wal
+        try:
+            if record.run_id in self._inexact_ids:  # once: this incarnation has a checkpoint of its own soon
+                self._inexact_ids.discard(record.run_id)
+                return restore_from_checkpoint(*arguments)
+            return restore_exactly(*arguments) or restore_from_checkpoint(*arguments)
+        except ReplayError:  # its state can be read: it goes on from there in another incarnation
+            raise
+        except JournalError as error:  # it can be resumed once the file is repaired
+            log.error("run %s cannot go on: %s", record.run_id, error)  # noqa: TRY400 a line for the operator
+            raise InterruptedRunError(str(error)) from error
+
+    def _send_end(self, run_id: str) -> None:
+        """Sends autonomous devices the end of a run; one that misses it stops at its limit."""
+        if not self._autonomous_marker(run_id).exists():
+            return
+        self._autonomous_marker(run_id).unlink(missing_ok=True)
+        for info in self._context.roster.list_devices():
+            command = Command(id=uuid.uuid4().hex, kind=CommandKind.END, argument=run_id)
+            self._context.notifier.send_command(info.device_id, command)
+
+    def _complete_run(self, recorder: HistoryRecorder, run_id: str, config: RunConfig, reason: str) -> None:
+        recorder.finish()
+        with self._lock:
+            was_stopped = self._current is not None and self._current.stop_reason == reason
+            # One transaction: a coordinator that dies here has both, the end and what follows it, or neither.
+            with self._context.store.batch(durable=True):
+                self._set_status(run_id, RunStatus.STOPPED if was_stopped else RunStatus.FINISHED, reason)
+                if not was_stopped:
+                    self._context.on_finished(run_id, config)
+            self._current = None
+
+    def _open_fleet(
+        self, components: AssembledRun, history: HistoryWriter, start: RunStart, clock: RunClock
+    ) -> LiveFleet:
+        config, context, incarnations = components.config, self._context, start.incarnations
+        run_id = incarnations.run_id
+        run = RunSpec(
+            run_id=run_id,
+            task=config.run.task,
+            header=components.header,
+            groups=config.devices.groups,
+            names=config.devices.names,
+            join_at_start=config.devices.join == "start",
+            encode=components.encode,
+            encode_changes=components.encode_changes,
+            decode=components.decode,
+            needs_torch=components.needs_torch,
+            incarnations=incarnations,
+        )
+
+        def record_event(kind: str, device_id: str, message: str) -> None:
+            history.add_event(EventRow(kind=kind, device_id=device_id or None, message=message, at=time.time()))
+
+        transport, requirements = (
+            context.superlink.open_run(),
+            create_admission_requirements(components, start.previous_devices, is_resumed=start.is_exact),
+        )
+        fleet = LiveFleet(
+            run=run,
+            transport=transport,
+            roster=context.roster,
+            notifier=context.notifier,
+            clock=time.monotonic,
+            run_clock=clock.now_s,
+            requirements=requirements,
+            record_event=record_event,
+            spool_folder=context.directory.root,
+        )
+        with self._lock:
+            self._current = self._current or _CurrentRun(run_id=run_id)
+            self._current.fleet, self._current.history, self._current.policy = fleet, history, components.policy
+            if self._current.stop_reason is not None:
+                fleet.post(StopRequested(reason=self._current.stop_reason))
+        if self._stop_event.is_set():
+            fleet.post(InterruptedRunError(COORDINATOR_STOPPED))
+        return fleet
+
+    def _close_fleet(self, fleet: LiveFleet, *, will_resume: bool) -> None:
+        with self._lock:
+            if self._current is not None:
+                self._current.fleet = (
+                    None  # its history stays: published rows are durable in the journal, and written later
+                )
+        fleet.close(will_resume=will_resume)

@@ -1,0 +1,1 @@
+"""Shared types, errors, run configuration, wire protocol, and safe parsing."""

@@ -1,0 +1,598 @@
+"""Every setting and its default, once: TOML in, frozen dataclasses out.
+
+`from_mapping` fills any frozen dataclass, so strategies and tasks check their own options with it too. A
+field's metadata bounds its value: `at_least` and `at_most` include the bound, `above` and `below` do not.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass, replace
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from urllib.parse import urlsplit
+
+from edgefl.core.errors import ConfigError
+from edgefl.core.safe_parsing import parse_toml
+from edgefl.core.types import Json, Scalar
+
+T = TypeVar("T")
+EvaluateOn = Literal["auto", "coordinator", "devices", "evaluator", "none"]
+JoinPolicy = Literal["anytime", "start"]
+RequirePolicy = Literal["any", "all"]
+RescuePolicy = Literal["go-on", "ask-again", "none"]
+ResidualPolicy = Literal["periodic", "durable"]
+UnwellPolicy = Literal["smaller", "rest", "ignore"]
+ServerOptimizerName = Literal["none", "momentum", "adagrad", "adam", "yogi"]
+
+DEFAULT_ROUNDS = 10
+DEFAULT_STATE_BYTES = 8 * 1024**3
+MAX_NAME_CHARS = 120
+MAX_SEED = 2**63 - 1
+_REST = "rest"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSection:
+    """`[run]`: what is trained, and when it ends: whichever of the five stop rules is reached first.
+
+    A run without a stop rule (`rounds`, `updates`, `seconds`, `bytes`, `accuracy`) ends after 10 rounds.
+
+    Attributes:
+        task: a built-in task such as `digits`, one of an installed package, or `module:Class`.
+        name: shown in lists and on the page; None takes task and strategy.
+        rounds: stop rule: closed rounds.
+        updates: stop rule: updates that went into a model.
+        seconds: stop rule: seconds since the first assignment.
+        bytes: stop rule: bytes that crossed the network in both directions.
+        accuracy: stop rule: the mean accuracy of the last `accuracy_over` evaluated versions, a fraction.
+        accuracy_over: how many evaluations that mean is over.
+        seed: of weights, selection and the order of examples; the same seed gives the same simulated run.
+        evaluate_every: rounds from one evaluation to the next.
+        evaluate_on: where models are evaluated; auto takes the coordinator, else evaluators, else the devices.
+        init: a safetensors file to start from.
+        deadline_s: an assignment that takes longer is given up.
+        min_updates: closes a synchronous round with so many; None waits for all that were asked and are still there.
+        barrier_s: bounds that wait; then `rescue` is tried once, and after the same time again the run ends.
+        rescue: closes the round with those that answered, asks other devices, or does nothing.
+        updates_per_round: updates that make a round of an asynchronous run's history; None: devices asked first.
+        max_state_bytes: most memory that a strategy may keep for all devices, or the run is refused.
+        local_test_fraction: of each device's shard that is kept for testing.
+    """
+
+    task: str
+    name: str | None = None
+    rounds: int | None = field(default=None, metadata={"at_least": 1})
+    updates: int | None = field(default=None, metadata={"at_least": 1})
+    seconds: float | None = field(default=None, metadata={"above": 0})
+    bytes: int | None = field(default=None, metadata={"at_least": 1})
+    accuracy: float | None = field(default=None, metadata={"above": 0, "at_most": 1})
+    accuracy_over: int = field(default=1, metadata={"at_least": 1, "at_most": 100})
+    seed: int = field(default=7, metadata={"at_least": 0, "at_most": MAX_SEED})
+    evaluate_every: int = field(default=1, metadata={"at_least": 1})
+    evaluate_on: EvaluateOn = "auto"
+    init: str | None = None
+    deadline_s: float | None = field(default=None, metadata={"above": 0})
+    min_updates: int | None = field(default=None, metadata={"at_least": 1})
+    barrier_s: float | None = field(default=None, metadata={"above": 0})
+    rescue: RescuePolicy = "go-on"
+    updates_per_round: int | None = field(default=None, metadata={"at_least": 1})
+    max_state_bytes: int = field(default=DEFAULT_STATE_BYTES, metadata={"at_least": 0})
+    local_test_fraction: float = field(default=0.1, metadata={"at_least": 0, "below": 1})
+
+    def __post_init__(self) -> None:
+        rules = (self.rounds, self.updates, self.seconds, self.bytes, self.accuracy)
+        if all(rule is None for rule in rules):
+            object.__setattr__(self, "rounds", DEFAULT_ROUNDS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategySection:
+    """`[strategy]`: its name, and options that the strategy checks itself."""
+
+    name: str = "fedavg"
+    options: Mapping[str, Scalar] = field(default_factory=dict, metadata={_REST: True})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressionSection:
+    """`[compression]`: the codecs of updates and of the model.
+
+    `[compression.layers]` gives tensors of updates whose names match a pattern a codec of their own, such as
+    `"*.bias" = "dense"`; the first pattern that matches counts, and `up` is for tensors that match none.
+
+    Attributes:
+        up: codec of updates; `auto` or `auto:SPEC,SPEC,...` lets the coordinator pick one for each device.
+        down: codec of the model.
+        layers: patterns of tensor names, each with its codec.
+        residuals: when what a codec left out, and kept moments of an optimiser, go to the board's card: every five
+            minutes and at stop, or with `durable` after every assignment, which wears the card.
+    """
+
+    up: str = "dense"
+    down: str = "dense"
+    layers: Mapping[str, Scalar] = field(default_factory=dict)
+    residuals: ResidualPolicy = "periodic"
+
+    def __post_init__(self) -> None:
+        for pattern, spec in self.layers.items():
+            if not isinstance(spec, str):
+                raise ConfigError(f"compression.layers.{pattern} must be a codec such as 'dense', got {spec!r}")
+            if not pattern.strip() or any(mark in pattern for mark in ";=") or ";" in spec:
+                raise ConfigError(
+                    f"compression.layers: {pattern!r} = {spec!r} must be a pattern of tensor names and one codec,"
+                    " without = or ; in them: ? matches any character"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicesSection:
+    """`[devices]`: which devices take part.
+
+    A board that is throttled, hotter than `max_temperature_c` or on less battery than `min_battery` is unwell.
+
+    Attributes:
+        groups: devices of these groups; none means all that have a shard of the task.
+        names: these devices; none likewise.
+        min: the first round waits for so many idle devices; later the run goes on with those that are left.
+        count: devices asked in a round; None asks all.
+        fraction: of the idle devices that are asked in a round, in place of `count`.
+        min_memory_bytes: boards with less memory are left out.
+        accelerator: leave out boards without an accelerator.
+        max_temperature_c: a hotter board is unwell.
+        min_battery: a board with less charge is unwell, a fraction.
+        unwell: such a board gets half of its budget, no work, or is treated like any other.
+        join: whether devices that become ready after the start are admitted.
+        require: devices that must be ready before the first round, a number or all that are eligible, or the run
+            fails; any begins with those that are ready.
+        ready_s: how long a device may take to get ready.
+    """
+
+    groups: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    min: int = field(default=1, metadata={"at_least": 1})
+    count: int | None = field(default=None, metadata={"at_least": 1})
+    fraction: float | None = field(default=None, metadata={"above": 0, "at_most": 1})
+    min_memory_bytes: int | None = field(default=None, metadata={"at_least": 0})
+    accelerator: bool = False
+    max_temperature_c: float = field(default=80.0, metadata={"above": 0})
+    min_battery: float = field(default=0.2, metadata={"at_least": 0, "at_most": 1})
+    unwell: UnwellPolicy = "smaller"
+    join: JoinPolicy = "anytime"
+    require: int | RequirePolicy = field(default="any", metadata={"at_least": 1})
+    ready_s: float = field(default=30.0, metadata={"above": 0, "at_most": 3600})
+
+    def __post_init__(self) -> None:
+        if self.count is not None and self.fraction is not None:
+            raise ConfigError("devices.count and devices.fraction both say how many are asked; give one of them")
+        if self.count is not None and self.count < self.min:
+            raise ConfigError(f"devices.count must be at least devices.min = {self.min}, got {self.count}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSection:
+    """`[server]`: the coordinator's own optimiser, which takes the mean displacement for a gradient.
+
+    Attributes:
+        optimizer: its name; none adds the displacement as it is.
+        learning_rate: what the displacement is multiplied with.
+        beta1: decay of the momentum.
+        beta2: decay of the second moments (adam, yogi).
+        epsilon: added to their root, so that nothing is divided by zero.
+    """
+
+    optimizer: ServerOptimizerName = "none"
+    learning_rate: float = field(default=1.0, metadata={"above": 0})
+    beta1: float = field(default=0.9, metadata={"at_least": 0, "below": 1})
+    beta2: float = field(default=0.99, metadata={"at_least": 0, "below": 1})
+    epsilon: float = field(default=1e-3, metadata={"above": 0})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardSection:
+    """`[guard]`: which updates are refused. Those with a NaN, an infinity or a wrong shape always are.
+
+    Attributes:
+        max_norm: most Euclidean norm of an update; None for no bound.
+        max_norm_ratio: most ratio of that norm to the median of the last ones; None for no bound.
+        flag_after: a device that is refused so many times in a row is flagged and not asked again in this run.
+    """
+
+    max_norm: float | None = field(default=None, metadata={"above": 0})
+    max_norm_ratio: float | None = field(default=None, metadata={"above": 1})
+    flag_after: int = field(default=3, metadata={"at_least": 1})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelsSection:
+    """`[models]`: which models of a live run stay, and what becomes of the last one, which always stays.
+
+    Attributes:
+        keep_last: of the evaluated ones, so many of the newest.
+        keep_best: and the best by accuracy.
+        keep_every: and one of every so many rounds; 0 for none.
+        auto_deploy: whether the last one goes to the devices when the run has finished.
+        canary: how many devices get it first.
+    """
+
+    keep_last: int = field(default=3, metadata={"at_least": 1})
+    keep_best: bool = True
+    keep_every: int = field(default=0, metadata={"at_least": 0})
+    auto_deploy: bool = False
+    canary: int = field(default=0, metadata={"at_least": 0})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationSection:
+    """`[simulation]`: the virtual fleet of `edgefl simulate`; a live run does not look at it.
+
+    Attributes:
+        devices: how many.
+        profiles: who they are: `NAME` or `NAME:COUNT`, built in or read from `profile_file`; given round and round
+            until there are enough.
+        profile_file: more profiles, as `edgefl device probe --profile` writes them.
+        scheme: how the data is cut; None for the task's own way.
+        data: folder of the data set.
+        iteration_s: seconds of an iteration of this task on the reference machine, where no profile says it.
+        jitter: standard deviation of the logarithm of a device's speed from one iteration to the next.
+        server_up_bytes_per_s, server_down_bytes_per_s: what the coordinator's own link carries, shared by all; None
+            for no limit.
+        detect_s: how long it takes to notice that a device is gone.
+        evaluation_s: how long an evaluation takes; it keeps no device from work.
+        faults: file of a fault script.
+        examples: of each device where nothing is trained and so no data is cut.
+        workers: processes that train; 0 trains in this one, None measures what is faster.
+    """
+
+    devices: int = field(default=10, metadata={"at_least": 1})
+    profiles: tuple[str, ...] = ("pi-4",)
+    profile_file: str | None = None
+    scheme: str | None = None
+    data: str | None = None
+    iteration_s: float | None = field(default=None, metadata={"above": 0, "at_most": 1e6})
+    jitter: float = field(default=0.05, metadata={"at_least": 0, "at_most": 2})
+    server_up_bytes_per_s: float | None = field(default=None, metadata={"at_least": 1})
+    server_down_bytes_per_s: float | None = field(default=None, metadata={"at_least": 1})
+    detect_s: float = field(default=15.0, metadata={"at_least": 0})
+    evaluation_s: float = field(default=0.0, metadata={"at_least": 0})
+    faults: str | None = None
+    examples: int = field(default=500, metadata={"at_least": 1})
+    workers: int | None = field(default=None, metadata={"at_least": 0, "at_most": 256})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """One run file. `task` holds the options of the task that `run.task` names."""
+
+    run: RunSection
+    task: Mapping[str, Scalar] = field(default_factory=dict)
+    strategy: StrategySection = field(default_factory=StrategySection)
+    compression: CompressionSection = field(default_factory=CompressionSection)
+    devices: DevicesSection = field(default_factory=DevicesSection)
+    server: ServerSection = field(default_factory=ServerSection)
+    guard: GuardSection = field(default_factory=GuardSection)
+    models: ModelsSection = field(default_factory=ModelsSection)
+    simulation: SimulationSection = field(default_factory=SimulationSection)
+
+    def __post_init__(self) -> None:
+        if self.run.min_updates and self.devices.count and self.run.min_updates > self.devices.count:
+            raise ConfigError(
+                f"run.min_updates must be at most devices.count = {self.devices.count}, got {self.run.min_updates}"
+            )
+
+    def to_json(self) -> Json:
+        """Returns the run file as JSON values, every default written out; settings that are None are left out."""
+        sections = {
+            "run": asdict(self.run),
+            "task": dict(self.task),
+            "strategy": {"name": self.strategy.name, **self.strategy.options},
+            "compression": asdict(self.compression),
+            "devices": {**asdict(self.devices), "groups": [*self.devices.groups], "names": [*self.devices.names]},
+            "server": asdict(self.server),
+            "guard": asdict(self.guard),
+            "models": asdict(self.models),
+            "simulation": {**asdict(self.simulation), "profiles": [*self.simulation.profiles]},
+        }
+        return {
+            name: {key: item for key, item in table.items() if item is not None} for name, table in sections.items()
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> RunConfig:
+        """Returns what `to_json` gave, checked again."""
+        return parse_run(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorSettings:
+    """What the coordinator process listens on and uses; `store` None is SQLite in its directory.
+
+    `keep_history_days` None keeps updates, five-minute rows and who came, went or was refused for ever.
+    """
+
+    host: str = "0.0.0.0"  # noqa: S104 boards are on other machines
+    port: int = field(default=8000, metadata={"at_least": 0, "at_most": 65535})
+    broker: str = "auto"
+    broker_port: int = field(default=8883, metadata={"at_least": 0, "at_most": 65535})
+    store: str | None = None
+    heartbeat_s: float = field(default=5.0, metadata={"above": 0})
+    device_metrics: int = field(default=1000, metadata={"at_least": 0})
+    keep_history_days: float | None = field(default=None, metadata={"at_least": 1})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlertSettings:
+    """`[alerts]` in the coordinator's `settings.toml`: whom it tells that something is wrong, and when.
+
+    Attributes:
+        webhook: URL that gets a POST when an alert starts and when it ends; None for no alerts.
+        secret: key of the HMAC-SHA256 in the header `X-Edgefl-Signature`; None for no such header.
+        device_gone_s: a device that was there and is gone for so long.
+        run_stalled_factor, run_stalled_s: a run in which no round closed for so many times its usual, but at least
+            so long.
+        disk_free_bytes: less room than this, on the coordinator's disk or on a board's.
+        broker_lost_s: the broker is not reached for so long.
+        certificate_days: a certificate ends in fewer days.
+        check_s: how often all that is looked at.
+    """
+
+    webhook: str | None = field(default=None, repr=False)
+    secret: str | None = field(default=None, repr=False)
+    device_gone_s: float = field(default=300.0, metadata={"at_least": 0})
+    run_stalled_factor: float = field(default=5.0, metadata={"at_least": 1})
+    run_stalled_s: float = field(default=600.0, metadata={"above": 0})
+    disk_free_bytes: int = field(default=500_000_000, metadata={"at_least": 0})
+    broker_lost_s: float = field(default=60.0, metadata={"at_least": 0})
+    certificate_days: float = field(default=30.0, metadata={"at_least": 0})
+    check_s: float = field(default=5.0, metadata={"above": 0})
+
+    def __post_init__(self) -> None:
+        if self.webhook is not None and not _is_web_url(self.webhook):
+            # The URL is not repeated: with many services it is the secret.
+            raise ConfigError("alerts.webhook must be a URL such as https://HOST/PATH")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CertificateSettings:
+    """`[certificates]` in the coordinator's `settings.toml`: for how many days what it signs is good.
+
+    Attributes:
+        client_days: a device's certificate; the device renews it by itself at two thirds of that.
+        server_days: the coordinator's own ones; it renews them likewise.
+    """
+
+    client_days: float = field(default=90.0, metadata={"at_least": 1, "at_most": 7300})
+    server_days: float = field(default=730.0, metadata={"at_least": 1, "at_most": 7300})
+
+
+def _is_web_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in {"http", "https"} and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        return False
+
+
+def check_run_name(name: str | None) -> None:
+    """Checks a run's name, which is only ever shown, so that nobody takes it for a path.
+
+    Raises:
+        ConfigError: it holds what has a meaning in paths or on terminals, or is longer than a line.
+    """
+    if name is None:
+        return
+    is_path = "/" in name or "\\" in name or name.strip(" .") == ""
+    if is_path or not name.isprintable() or len(name) > MAX_NAME_CHARS:
+        raise ConfigError(
+            f"run.name must be 1 to {MAX_NAME_CHARS} printable characters without slashes, got {name[:40]!r}"
+        )
+
+
+def load_run(path: str | Path) -> RunConfig:
+    """Returns the run file at `path`; relative paths in it are meant from its own folder.
+
+    Raises:
+        ConfigError: the file is missing, no TOML, or holds a setting that makes no sense.
+    """
+    file = Path(path)
+    try:
+        config = parse_run(parse_toml(file.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{file}: is not TOML: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+    folder, simulation = file.parent.resolve(), config.simulation
+    return replace(
+        config,
+        run=replace(config.run, init=_resolve_path(folder, config.run.init)),
+        strategy=replace(config.strategy, options=_resolve_file_options(folder, config.strategy.options)),
+        simulation=replace(
+            simulation,
+            profile_file=_resolve_path(folder, simulation.profile_file),
+            data=_resolve_path(folder, simulation.data),
+            faults=_resolve_path(folder, simulation.faults),
+        ),
+    )
+
+
+def _resolve_file_options(folder: Path, options: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """Returns a strategy's options; files that they name, such as a graph's, are meant from the run file's folder."""
+    return {
+        name: str(folder / value) if isinstance(value, str) and value.endswith(".json") else value
+        for name, value in options.items()
+    }
+
+
+def _resolve_path(folder: Path, path: str | None) -> str | None:
+    return None if path is None else str(folder / path)
+
+
+def parse_run(mapping: Mapping[str, Any]) -> RunConfig:
+    """Returns a run file's tables as dataclasses.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type or a value out of range; the text names the key.
+    """
+    return from_mapping(RunConfig, mapping, path="")
+
+
+def parse_run_text(text: str) -> RunConfig:
+    """Returns the run file in a TOML text that lies in no folder, such as one that was pasted.
+
+    Raises:
+        ConfigError: as `parse_run`; or it is no TOML, or names a file by a path that is not absolute.
+    """
+    try:
+        config = parse_run(parse_toml(text))
+    except ValueError as error:
+        raise ConfigError(f"the run file is not TOML: {error}") from None
+    path_settings = {"run.init": config.run.init}
+    path_settings |= {f"strategy.{name}": str(value) for name, value in config.strategy.options.items()}
+    for key, path in path_settings.items():
+        is_file = path is not None and (key == "run.init" or path.endswith(".json"))
+        if path is not None and is_file and not Path(path).is_absolute():
+            raise ConfigError(f"{key} must be an absolute path on the coordinator's machine here, got {path!r}")
+    return config
+
+
+def from_mapping(cls: type[T], mapping: Mapping[str, Any], path: str = "run") -> T:
+    """Returns the frozen dataclass `cls` filled from a table of TOML or JSON values.
+
+    Understands nested dataclasses, optional fields, `tuple[str, ...]`, `Mapping[str, Scalar]` and `Literal`; a
+    field with `rest` in its metadata takes all keys that no other field has.
+
+    Args:
+        cls: a dataclass with keyword-only fields.
+        mapping: the table.
+        path: where the table stands, put before the key in messages; empty for a whole file.
+
+    Raises:
+        ConfigError: an unknown or missing key, a wrong type, a value out of range.
+    """
+    if not is_dataclass(cls):
+        raise TypeError(f"{cls!r} is no dataclass")
+    table = _table(mapping, path)
+    hints = _hints(cls)
+    items = {item.name: item for item in fields(cls) if _REST not in item.metadata}
+    catch_all_names = [item.name for item in fields(cls) if _REST in item.metadata]
+    extra_values = {key: value for key, value in table.items() if key not in items}
+    if extra_values and not catch_all_names:
+        raise ConfigError(_unknown(next(iter(extra_values)), list(items), path))
+    values = {
+        name: _value(table[name], hints[name], item, _join(path, name))
+        for name, item in items.items()
+        if name in table
+    }
+    values |= {name: _scalars(extra_values, path) for name in catch_all_names}
+    for name, item in items.items():
+        if name not in values and item.default is MISSING and item.default_factory is MISSING:
+            raise _missing(hints[name], _join(path, name))
+    return cls(**values)
+
+
+@cache
+def _hints(cls: type) -> Mapping[str, Any]:
+    # Evaluated from text, which dominates the time of reading a run file.
+    return get_type_hints(cls)
+
+
+def _table(value: object, path: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{path or 'the file'} must be a table, got {value!r}")
+    return value
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _unknown(key: str, known: list[str], path: str) -> str:
+    close = get_close_matches(key, known, n=1)
+    hint = f"did you mean {_join(path, close[0])}?" if close else f"known are {', '.join(sorted(known))}"
+    return f"unknown setting {_join(path, key)}: {hint}"
+
+
+def _missing(kind: Any, path: str) -> ConfigError:
+    if is_dataclass(kind):
+        required_names = [
+            item.name for item in fields(kind) if item.default is MISSING and item.default_factory is MISSING
+        ]
+        return ConfigError(f"[{path}] is missing, with at least {', '.join(required_names)}")
+    return ConfigError(f"{path} is missing: {_expected(kind, {})}")
+
+
+def _value(value: object, kind: Any, item: Field[Any], path: str) -> Any:
+    if get_origin(kind) in (UnionType, Union):
+        if value is None and NoneType in get_args(kind):
+            return None
+        options = [option for option in get_args(kind) if option is not NoneType]
+        matching_types = [option for option in options if _is_of_type(value, option)]
+        if len(options) > 1 and not (matching_types and _within_if_number(value, item.metadata)):
+            description = " or ".join(_expected(option, item.metadata if option is int else {}) for option in options)
+            raise ConfigError(f"{path} must be {description}, got {value!r}")
+        if len(options) > 1:
+            return value
+        (kind,) = options
+    if is_dataclass(kind) and isinstance(kind, type):
+        return from_mapping(kind, _table(value, path), path)
+    if get_origin(kind) is Mapping:
+        return _scalars(_table(value, path), path)
+    if not _is_of_type(value, kind) or not _within(value, item.metadata):
+        raise ConfigError(f"{path} must be {_expected(kind, item.metadata)}, got {value!r}")
+    if kind is float:
+        return float(value)  # type: ignore[arg-type]  # _is_of_type has checked a number
+    return tuple(value) if get_origin(kind) is tuple else value  # type: ignore[arg-type]  # _is_of_type has checked a list
+
+
+def _scalars(table: Mapping[str, Any], path: str) -> dict[str, Scalar]:
+    for key, value in table.items():
+        if not isinstance(value, str | bool) and not _is_finite(value):
+            raise ConfigError(f"{_join(path, key)} must be a text, a number or true/false, got {value!r}")
+    return dict(table)
+
+
+def _is_of_type(value: object, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if get_origin(kind) is tuple:
+        return isinstance(value, list | tuple) and all(isinstance(entry, str) for entry in value)
+    if isinstance(value, bool) or kind is bool:
+        return isinstance(value, bool) and kind is bool
+    if kind is float:
+        return _is_finite(value)
+    return isinstance(value, kind)
+
+
+def _is_finite(value: object) -> bool:
+    # Not math.isfinite: TOML's integers are unbounded, and one beyond a float's range would overflow there.
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
+
+
+def _within(value: Any, bounds: Mapping[str, Any]) -> bool:
+    return (
+        ("above" not in bounds or value > bounds["above"])
+        and ("at_least" not in bounds or value >= bounds["at_least"])
+        and ("below" not in bounds or value < bounds["below"])
+        and ("at_most" not in bounds or value <= bounds["at_most"])
+    )
+
+
+def _within_if_number(value: Any, bounds: Mapping[str, Any]) -> bool:
+    return isinstance(value, str) or _within(value, bounds)
+
+
+def _expected(kind: Any, bounds: Mapping[str, Any]) -> str:
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(repr, get_args(kind)))
+    type_names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+    limits = [f"{name.replace('_', ' ')} {bounds[name]}" for name in _BOUNDS if name in bounds]
+    return " ".join([type_names.get(kind, "a list of texts"), " and ".join(limits)]).strip()
+
+
+_BOUNDS = ("above", "at_least", "below", "at_most")

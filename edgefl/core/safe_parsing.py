@@ -1,0 +1,149 @@
+"""Safe parsing of untrusted JSON and TOML: any defect of a text is a `ValueError`.
+
+The parsers of the standard library alone raise more than that: a text of brackets ends in a `RecursionError`, or,
+with a larger stack, in a value that breaks every later traversal; and a number of a hundred thousand digits
+cannot even be printed in a message.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tomllib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+MAX_NESTING = 100
+"""Nesting limit of dicts and lists."""
+MAX_TOML_CHARS = 1024 * 1024
+_INT64_LIMIT, _MAX_INT64_CHARS = 2**63, 20
+_TOML_KEY = r"""(?:[A-Za-z0-9_-]++|"[^"\n]*+"|'[^'\n]*+')"""
+_NESTED_TOML_KEY = re.compile(rf"(?:{_TOML_KEY}[ \t]*+\.[ \t]*+){{{MAX_NESTING}}}")
+_OPENING_BRACKETS = {"[", "{"}
+
+
+def parse_json(
+    content: str | bytes,
+    *,
+    parse_constant: Callable[[str], Any] | None = None,
+    parse_int: Callable[[str], int] | None = None,
+    parse_float: Callable[[str], float] | None = None,
+    object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
+) -> Any:
+    """Returns the value in a JSON text; the hooks are those of `json.loads`.
+
+    Raises:
+        ValueError: not JSON, not UTF-8, or nested deeper than `MAX_NESTING`.
+    """
+    text = content if isinstance(content, str) else content.decode("utf-8-sig")
+    try:
+        value = json.loads(
+            text,
+            parse_constant=parse_constant,
+            parse_int=parse_int,
+            parse_float=parse_float,
+            object_pairs_hook=object_pairs_hook,
+        )
+    except RecursionError:
+        raise _make_nesting_error() from None
+    # Most texts have fewer brackets than the nesting limit and need no further check.
+    if sum(map(text.count, _OPENING_BRACKETS)) > MAX_NESTING:
+        check_nesting(value)
+    return value
+
+
+def parse_message(content: bytes, *, should_keep_nul: bool = False) -> Any:
+    """Returns the value in a JSON text from the network, safe to store and to serialise again.
+
+    Lone surrogates, which only an escape can produce, become question marks; NULs go, unless `should_keep_nul`.
+
+    Raises:
+        ValueError: as `parse_json`; or a number is NaN or infinite, or an integer has more than 64 bits.
+    """
+    value = parse_json(content, parse_constant=_reject_number, parse_int=_parse_int, parse_float=_parse_float)
+    return _sanitise(value, "" if not should_keep_nul else "\0") if b"\\u" in content else value
+
+
+def parse_toml(content: str | bytes) -> dict[str, Any]:
+    """Returns the table in a TOML text.
+
+    Raises:
+        ValueError: not TOML, not UTF-8, larger than `MAX_TOML_CHARS`, nested deeper than `MAX_NESTING`, or with an
+            integer beyond 64 bits, which TOML does not have.
+    """
+    text = content if isinstance(content, str) else content.decode()
+    if len(text) > MAX_TOML_CHARS:
+        raise ValueError(f"it has {len(text)} characters, at most {MAX_TOML_CHARS} are read")
+    # The parser is quadratic in a key's length. Most texts have too few dots for such a key.
+    if text.count(".") >= MAX_NESTING and _NESTED_TOML_KEY.search(text):
+        raise _make_nesting_error()
+    try:
+        table = tomllib.loads(text)
+    except RecursionError:
+        raise _make_nesting_error() from None
+    check_nesting(table, should_check_int64=True)
+    return table
+
+
+def check_nesting(value: Any, *, max_depth: int = MAX_NESTING, should_check_int64: bool = False) -> None:
+    """Checks that dicts and lists are nested at most `max_depth` levels deep.
+
+    Breadth first, as a value may be deep; each container once, as a value may be shared or contain itself.
+
+    Raises:
+        ValueError: too deep; or, with `should_check_int64`, an integer has more than 64 bits.
+    """
+    layer, depth = {id(value): value} if isinstance(value, dict | list) else {}, 0
+    while layer:
+        if depth >= max_depth:
+            raise _make_nesting_error(max_depth)
+        entries = [inner for entry in layer.values() for inner in _list_entries(entry)]
+        if should_check_int64 and any(isinstance(entry, int) and not is_int64(entry) for entry in entries):
+            raise ValueError("a whole number has at most 64 bits")
+        layer = {id(entry): entry for entry in entries if isinstance(entry, dict | list)}
+        depth += 1
+
+
+def is_int64(number: int) -> bool:
+    """Returns whether an integer fits in 64 bits."""
+    return -_INT64_LIMIT <= number < _INT64_LIMIT
+
+
+def _list_entries(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def _reject_number(text: str) -> float:
+    raise ValueError(f"{text[:20]} is no number")
+
+
+def _parse_int(text: str) -> int:
+    # The length first: parsing a number of many digits is slow.
+    if len(text) > _MAX_INT64_CHARS or not is_int64(int(text)):
+        raise ValueError("a whole number has at most 64 bits")
+    return int(text)
+
+
+def _parse_float(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _reject_number(text)
+
+
+def _sanitise(value: Any, nul: str) -> Any:
+    if isinstance(value, str):
+        return sanitise_text(value).replace("\0", nul)
+    if isinstance(value, dict):
+        return {sanitise_text(name).replace("\0", nul): _sanitise(entry, nul) for name, entry in value.items()}
+    return [_sanitise(entry, nul) for entry in value] if isinstance(value, list) else value
+
+
+def sanitise_text(text: str) -> str:
+    """Returns the text with question marks for lone surrogates, which cannot be encoded."""
+    return text.encode(errors="replace").decode()
+
+
+def _make_nesting_error(max_depth: int = MAX_NESTING) -> ValueError:
+    return ValueError(f"it is nested deeper than {max_depth} levels")

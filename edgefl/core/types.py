@@ -1,0 +1,659 @@
+"""Shared value types, and the Protocols between the packages.
+
+Values are frozen, slotted and keyword-only; units are suffixes. *Frozen* means that no field is reassigned and
+that a caller's tensor is never written to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import Any, Protocol, Self, TypeVar
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Json = dict[str, Any]
+Scalar = str | int | float | bool
+
+
+class TensorKind(StrEnum):
+    """Kind of a tensor: parameters are trained, buffers (running means, counters) only tracked."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """Name, shape and kind of one tensor of a model.
+
+    `shared=False` makes it a local tensor: it is trained on the device and never sent.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    kind: TensorKind = TensorKind.PARAMETER
+    shared: bool = True
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * np.dtype(self.dtype).itemsize
+
+
+ModelSpec = tuple[TensorSpec, ...]
+"""The task's fixed tensor order: the wire format is in this order and without names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseTensor:
+    """Entries of a sparse tensor: `values[i]` belongs at flat index `indices[i]`, all others are zero.
+
+    `indices` are sorted, unique, [k] int64 in 0..size-1; `values` is [k].
+    """
+
+    indices: Array
+    values: Array
+    shape: tuple[int, ...]
+
+    def dense(self) -> Array:
+        flat = np.zeros(math.prod(self.shape), dtype=self.values.dtype)
+        flat[self.indices] = self.values
+        return flat.reshape(self.shape)
+
+
+Tensor = Array | SparseTensor
+Tensors = Mapping[str, Tensor]
+Indices = Mapping[str, Array]
+
+
+def size_of_tensors(tensors: Tensors) -> int:
+    """Returns the memory size of tensors in bytes."""
+    return sum(
+        tensor.indices.nbytes + tensor.values.nbytes if isinstance(tensor, SparseTensor) else tensor.nbytes
+        for tensor in tensors.values()
+    )
+
+
+class LazyTensors(Mapping[str, Tensor]):
+    """Tensors that are decoded at their first access.
+
+    A queued update holds only a reference to its body (in the journal, on disk), so a round of many devices keeps
+    one decoded model in memory. `unload` drops the decoded tensors; `loaded` is the result of `load`, where it is
+    decoded already.
+    """
+
+    __slots__ = ("_load", "_loaded")
+
+    def __init__(self, load: Callable[[], Tensors], loaded: Tensors | None = None) -> None:
+        self._load = load
+        self._loaded = loaded
+
+    def _tensors(self) -> Tensors:
+        if self._loaded is None:
+            self._loaded = self._load()
+        return self._loaded
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors())
+
+    def __len__(self) -> int:
+        return len(self._tensors())
+
+    def unload(self) -> None:
+        self._loaded = None
+
+
+class Algorithm(StrEnum):
+    """The local algorithms that ship with edgefl; packages add more by the entry point `edgefl.local_steps`."""
+
+    SGD = "sgd"
+    GRADIENT = "gradient"
+    DECAY = "decay"
+    PROX = "prox"
+    ADAM = "adam"
+    RMSPROP = "rmsprop"
+    ADAGRAD = "adagrad"
+    ADADELTA = "adadelta"
+    SCAFFOLD = "scaffold"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerMessage:
+    """One edge message of decentralised training, relayed without being decoded.
+
+    `edge` is (sender, receiver); `step` numbers the sender's messages on this edge and only grows, over reboots too;
+    for SCAFFOLD's c it is the version at which all variates were zero.
+    With `is_reply` it answers the receiver's own message of that step.
+    """
+
+    edge: tuple[str, str]
+    step: int
+    body: bytes
+    is_reply: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerLinkConfig:
+    """One end of an edge, as its node needs it.
+
+    Attributes:
+        neighbour: device at the other end.
+        sign: s of the constraint s_ij w_i + s_ji w_j = 0, 1 or -1; the other end has the opposite.
+        degree: larger of its ends' two numbers of edges.
+        weight: W_ij of the mixing matrix, above 0 and below 1; both ends have the same.
+        period: local iterations between two of its exchanges, the larger of its ends' two numbers.
+        slot: local iteration, modulo the period, after which this end fires in the schedule `slots`.
+        address: HOST:PORT at which the neighbour listens, for the carrier `direct`; empty when unknown.
+        epoch: number of starts of the edge; both ends restart it when it grows.
+    """
+
+    neighbour: str
+    sign: float
+    degree: int
+    weight: float
+    period: int
+    slot: int = 0
+    epoch: int = 0
+    address: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GossipConfig:
+    """Configuration of a device as a node of a graph; see `edgefl.decentralised`.
+
+    Attributes:
+        method: one of `decentralised.registry.ALGORITHMS`.
+        edges: the node's edges; their number is its degree.
+        learning_rate: that of the run's first iteration, which step sizes of edges follow from.
+        period: K, local iterations between two exchanges of an edge.
+        codec: of what travels along edges; empty for none.
+        carrier: transport of messages to neighbours: `relay` (inbox and update), `peer` (MQTT) or `direct` (TLS).
+        schedule: when edges fire, where the device itself decides (`peer` and `direct`).
+        fires: neighbours whose edges fire after this assignment's iterations, where it does not (`relay`).
+        listen: HOST:PORT at which the node listens, for the carrier `direct`.
+        until: local iterations of the run after which the update is due, where the device continues autonomously.
+        limit: local iterations of the run after which such a device pauses.
+        reports: whether the update holds the node's model.
+    """
+
+    method: str
+    edges: tuple[PeerLinkConfig, ...]
+    learning_rate: float
+    period: int
+    codec: str = ""
+    carrier: str = "relay"
+    schedule: str = "sync"
+    fires: tuple[str, ...] = ()
+    listen: str = ""
+    until: int = 0
+    limit: int = 0
+    reports: bool = False
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """Returns the config from JSON values, as `dataclasses.asdict` gives them; unknown fields are ignored."""
+        values = _known(cls, value)
+        edges = tuple(PeerLinkConfig(**_known(PeerLinkConfig, edge)) for edge in values.get("edges", ()))
+        return cls(**{**values, "edges": edges, "fires": tuple(values.get("fires", ()))})
+
+
+def _known(cls: type[Any], value: object) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"a {cls.__name__} must be a table, got {value!r:.40}")
+    names = {item.name for item in fields(cls)}
+    return {name: item for name, item in value.items() if name in names}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """Local training for one assignment; data, not code.
+
+    Exactly one of `iterations`, `epochs` and `seconds` is set: the budget. `algorithm` names a built-in
+    (`Algorithm`) or a local step that is installed on the board; `options` are its own settings, such as `mu` of
+    `prox`. With `keeps_state` its moments persist from one assignment of the run to the next. With `node` the device
+    is a node of a graph, which applies the messages of its neighbours (`inbox`) before it trains; its `iterations`
+    may then be 0, for an exchange alone. Otherwise the inbox holds the messages sent beside the model.
+    """
+
+    algorithm: str = Algorithm.SGD
+    iterations: int | None = None
+    epochs: float | None = None
+    seconds: float | None = None
+    batch_size: int = 32
+    learning_rate: float = 0.05
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    options: Mapping[str, Scalar] = field(default_factory=dict)
+    keeps_state: bool = False
+    report_progress: bool = False
+    inbox: tuple[PeerMessage, ...] = ()
+    node: GossipConfig | None = None
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any], inbox: tuple[PeerMessage, ...] = ()) -> Self:
+        """Returns the config from JSON values, which have no inbox; unknown fields are ignored."""
+        values = _known(cls, value)
+        node = values.get("node")
+        return cls(**{**values, "inbox": inbox, "node": node and GossipConfig.from_json(node)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainInstruction:
+    """Training instruction for one device; `assignment_id` is unique in the run and survives restarts.
+
+    `block`, where set, is the part of a redundant shard to train on; its random streams then follow from the block,
+    so that every holder's copy of the result is the same. Without `sends_model` no model travels with it: the
+    device has its own, and asks for one when it has not.
+    """
+
+    assignment_id: str
+    device_id: str
+    base_version: int
+    plan: TrainConfig
+    codec: str | None = None
+    deadline_s: float | None = None
+    block: int | None = None
+    settled: tuple[str, ...] = ()
+    sends_model: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluateInstruction:
+    """Instruction to evaluate the model of `version` on the test split (or, as an evaluator, the shard).
+
+    `subject` is empty for the global model, else the device whose own model it is.
+    """
+
+    assignment_id: str
+    device_id: str
+    version: int
+    round: int
+    subject: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishEarlyInstruction:
+    """Instruction to finish an assignment now and to send the result so far."""
+
+    assignment_id: str
+    device_id: str
+
+
+Instruction = TrainInstruction | EvaluateInstruction | FinishEarlyInstruction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """A strategy's decision; the next is due after every wake-up, at the latest after `next_wake_s`."""
+
+    orders: tuple[Instruction, ...] = ()
+    next_wake_s: float = 60.0
+
+
+class UpdateStatus(StrEnum):
+    """Outcome of an update."""
+
+    USED = "used"
+    LATE = "late"
+    REFUSED = "refused"
+    FAILED = "failed"
+    LOST = "lost"
+
+
+PREFETCH_BYTE_KEYS = ("bytes_up_ahead", "bytes_down_ahead")
+ZERO_CONTROL_VARIATE = "blank_variate"
+"""Key in the `extra` of an update for `scaffold`: the device's control variate was zero."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateMetrics:
+    """Metrics of one assignment, measured by the device; bytes are counted on the wire, never estimated.
+
+    The last six describe its hardware meanwhile, each None when unknown: the highest temperature, all throttling
+    (the words of a heartbeat), the weakest signal, the rate of the link, the energy used, and the part of `compute_s`
+    spent in thermal pacing to stay below its temperature limit.
+
+    Costs before the run are part of the first update's, and in `extra` under the names of `PREFETCH_BYTE_KEYS`:
+    `send_s` was not spent on them.
+    """
+
+    iterations: int = 0
+    num_examples: int = 0
+    loss: float | None = None
+    compute_s: float = 0.0
+    send_s: float = 0.0
+    wait_s: float = 0.0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    extra: Mapping[str, float] = field(default_factory=dict)
+    max_temperature_c: float | None = None
+    throttled: str | None = None
+    signal_dbm: float | None = None
+    link_bits_per_s: float | None = None
+    energy_j: float | None = None
+    paced_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """Update of one assignment: the displacement w_end - w_start, not the new weights.
+
+    A node of a graph sends its model itself when it is to report, and no tensors otherwise; `outbox` holds its
+    messages to neighbours.
+    """
+
+    assignment_id: str
+    device_id: str
+    base_version: int
+    tensors: Tensors
+    metrics: UpdateMetrics
+    body: bytes | None = None
+    received_s: float = 0.0
+    outbox: tuple[PeerMessage, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluateResult:
+    """One evaluation; `source` is coordinator, device or evaluator, and all three enter the history.
+
+    `subject` is that of the `EvaluateInstruction`.
+    """
+
+    assignment_id: str
+    device_id: str
+    version: int
+    round: int
+    source: str
+    num_examples: int
+    loss: float
+    accuracy: float
+    bytes_up: int = 0
+    bytes_down: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    subject: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Progress of a device, at most ten times a second and only when the plan asks."""
+
+    device_id: str
+    assignment_id: str
+    iteration: int
+    seconds_per_iteration: float
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceAvailable:
+    """A device became available."""
+
+    device_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstructionFailed:
+    """An assignment that brings no update: its device is gone, it failed, or its deadline passed.
+
+    With `is_strike` an update arrived and was rejected, which counts against its device.
+    """
+
+    device_id: str
+    assignment_id: str
+    outcome: UpdateStatus
+    reason: str
+    is_strike: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRequested:
+    """A request to end the run after the work in flight."""
+
+    reason: str
+
+
+Event = Update | EvaluateResult | Progress | DeviceAvailable | InstructionFailed | StopRequested
+
+
+class Role(StrEnum):
+    TRAINER = "trainer"
+    EVALUATOR = "evaluator"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceInfo:
+    """Fleet record of one device.
+
+    `capabilities` is the newest report, `examples` counts by task, `blocks` are those of redundant shards by task.
+    """
+
+    device_id: str
+    role: Role = Role.TRAINER
+    groups: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ()
+    examples: Mapping[str, int] = field(default_factory=dict)
+    capabilities: Mapping[str, Any] = field(default_factory=dict)
+    source: str = "device"
+    blocks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceThroughput:
+    """Measured speed of one device; None before the first measurement."""
+
+    seconds_per_iteration: float | None = None
+    up_bytes_per_s: float | None = None
+    down_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthMetrics:
+    """Hardware health by the last heartbeat; None for unknown values, `is_throttled` is about now."""
+
+    temperature_c: float | None = None
+    is_throttled: bool | None = None
+    battery_fraction: float | None = None
+    power_w: float | None = None
+
+
+class FleetView(Protocol):
+    """Current state of the fleet; read-only and live, valid until the next wait.
+
+    `devices` are those present that may work in this run; `idle` are trainers without outstanding work, in
+    a fixed order; `busy` maps a device to its outstanding assignment ids, oldest first. A device that failed
+    or vanished is simply in neither. `speeds`, `progress` and `health` hold only devices that reported.
+    """
+
+    @property
+    def now_s(self) -> float: ...
+    @property
+    def devices(self) -> Mapping[str, DeviceInfo]: ...
+    @property
+    def idle(self) -> Sequence[str]: ...
+    @property
+    def busy(self) -> Mapping[str, Sequence[str]]: ...
+    @property
+    def speeds(self) -> Mapping[str, DeviceThroughput]: ...
+    @property
+    def progress(self) -> Mapping[str, Progress]: ...
+    @property
+    def health(self) -> Mapping[str, HealthMetrics]: ...
+
+
+S = TypeVar("S")
+
+
+class Strategy(Protocol[S]):
+    """A federated algorithm: who trains, how much, and how updates become the next model. Pure: no clock, no I/O.
+
+    S is a dataclass whose fields are tensors (or mappings of them), numbers, strings and containers of those, so that
+    any strategy can be checkpointed. Buffers that a state owns may be updated in place; the loop never uses an old
+    state again. `used` names the updates that went into the newest version; all other arrivals were late. A strategy
+    whose result may not depend on the order of arrival folds in assignment order: an update's tensors stay in the
+    journal until they are read.
+
+    Nine attributes are optional. `versions_per_round` (1 when absent) is the number of versions that the history
+    groups to a round; None leaves it to the run file, and else to the number of devices in the first dispatch.
+    `bytes_per_device` (0 when absent) is a method from the bytes of one model to the bytes that the state keeps for
+    each device. `finish(state) -> state` is called once when nothing more will be assigned: work in flight may be
+    closed without waiting for its successors. `node_models(state)` are the devices' own models by device, where each
+    has one: they are evaluated beside the global model. `facts(state)` are figures of the newest version for the
+    history, such as the disagreement of the devices' models. With `has_nodes` plans make devices nodes of a graph,
+    which send models, not displacements. With `goes_on_alone` devices train on while the coordinator is away, and the
+    run resumes by itself. A resumed run continues from `resumed(state)`, which drops assignments in flight; where
+    there is none, from the state as it is.
+    """
+
+    def init(self, model: Tensors) -> S: ...
+    def assign(self, state: S, view: FleetView) -> tuple[S, Decision]: ...
+    def receive(self, state: S, update: Update) -> S: ...
+    def ready(self, state: S, view: FleetView) -> bool: ...
+    def aggregate(self, state: S) -> S: ...
+    def model(self, state: S) -> Tensors: ...
+    def version(self, state: S) -> int: ...
+    def used(self, state: S) -> Sequence[str]: ...
+    def changed(self, state: S, since: int) -> Indices | None: ...
+
+
+class ParticipationPolicy(Protocol):
+    """Participation policy between fleet and strategy: eligible devices, budgets, accepted updates.
+
+    `blocked_devices` get no more work in this run.
+    """
+
+    @property
+    def blocked_devices(self) -> Collection[str]: ...
+    def eligible_view(self, view: FleetView) -> FleetView:
+        """Returns the strategy's view of the fleet: `idle` without devices in back-off."""
+
+    def adapt_instruction(self, order: TrainInstruction, view: FleetView) -> TrainInstruction:
+        """Returns the instruction adapted to its device: smaller when unhealthy, in a suitable codec."""
+
+    def rejection_reason(self, update: Update) -> str | None:
+        """Returns why an update is rejected, or None; a rejection counts against its device."""
+
+    def record_rejection(self, device_id: str) -> None:
+        """Counts a rejection found in the journal, where the update itself is gone."""
+
+    def observe(self, event: Event, accuracy: float | None) -> None:
+        """Records an event; `accuracy` is that of a version whose evaluation the event completed."""
+
+
+class ModelProvider(Protocol):
+    """Source of the model that a fleet sends out."""
+
+    @property
+    def version(self) -> int: ...
+    def model(self) -> Tensors: ...
+    def device_model(self, subject: str) -> Tensors:
+        """Returns the model of one device where each has its own; the global one for an empty subject."""
+
+    def changed(self, since: int) -> Indices | None: ...
+
+
+class Fleet(Protocol):
+    """Devices that execute instructions: the live fleet (Flower and MQTT) or the simulated one (an event heap)."""
+
+    def view(self) -> FleetView: ...
+    def dispatch(self, orders: Sequence[Instruction], source: ModelProvider) -> None: ...
+    def wait(self, until_s: float) -> Sequence[Event]: ...
+
+
+class Journal(Protocol):
+    """Write-ahead journal of a run: events are on disk before they take effect.
+
+    `record_events` appends events and returns them with their bodies readable from the journal; nothing appended
+    is acknowledged or dispatched before `commit` returns. `record_aggregation` receives the new state, so that a
+    journal may checkpoint it at any time.
+    """
+
+    def record_events(self, events: Sequence[Event]) -> Sequence[Event]: ...
+    def record_decision(self, decision: Decision) -> None: ...
+    def record_aggregation(self, version: int, assignment_ids: Sequence[str], state: object) -> None: ...
+    def commit(self) -> None: ...
+
+
+class Compressor(Protocol):
+    """Stateless codec between tensors and bytes; decoding needs only the body and the task's shapes."""
+
+    def encode(self, tensors: Tensors, rng: Generator) -> bytes: ...
+    def decode(self, body: memoryview, shapes: ModelSpec) -> Tensors: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dataset:
+    """Examples in memory: `inputs` [n, ...] and integer `labels` [n], row by row."""
+
+    inputs: Array
+    labels: Array
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def take(self, rows: Array) -> Dataset:
+        return Dataset(inputs=self.inputs[rows], labels=self.labels[rows])
+
+
+class Learner(Protocol):
+    """A model in memory, ready to train: NumPy arrays or torch tensors behind the same few calls.
+
+    `parameters` and `gradients` are the backend's own arrays by tensor name; local algorithms work on them
+    in place with `+=`, `-=`, `*=` and scalars only, so one implementation serves both backends.
+    """
+
+    @property
+    def parameters(self) -> Mapping[str, Any]: ...
+    @property
+    def gradients(self) -> Mapping[str, Any]: ...
+    def load(self, tensors: Tensors) -> None:
+        """Loads the named tensors; all others (local tensors) stay."""
+
+    def read(self) -> dict[str, Array]:
+        """Returns a copy of every tensor, in the order of the task's shapes."""
+
+    def gradient(self, batch: Dataset) -> float:
+        """Fills `gradients` with the mean gradient over the batch and returns the mean loss."""
+
+    def evaluate(self, data: Dataset) -> tuple[float, float]:
+        """Returns mean loss and accuracy."""
+
+
+class Task(Protocol):
+    """A model, a loss, and a reader of shards, written by users; see the README."""
+
+    @property
+    def name(self) -> str: ...
+    def shapes(self) -> ModelSpec: ...
+    def init(self, seed: int) -> dict[str, Array]:
+        """Returns the initial model, the same for the same seed on every machine."""
+
+    def read(self, path: str) -> Dataset:
+        """Reads the device's data: a shard file, or a folder that may have grown since."""
+
+    def learner(self, *, accelerator: str = "cpu", threads: int | None = None) -> Learner:
+        """Returns a warm learner; `accelerator` is cpu or cuda, `threads` None leaves the backend's choice."""
+
+
+def derive_seed(*parts: int | str) -> int:
+    """Returns a 128-bit seed that depends on every part, the same on every machine."""
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:16], "little")
+
+
+def derive_rng(*parts: int | str) -> Generator:
+    """Returns the generator for (seed, run, version, device, ...); see `derive_seed`."""
+    return np.random.default_rng(derive_seed(*parts))

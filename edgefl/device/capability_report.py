@@ -1,0 +1,97 @@
+"""Capability report of a board: hardware, data, training speed, and peer address."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+from edgefl.core.protocol import Capabilities, host_and_port
+from edgefl.core.types import Json, Role
+from edgefl.device.hardware.capabilities import probe
+from edgefl.device.hardware.step_rate import StepRateCache
+from edgefl.device.hardware.training_facts import get_training_facts
+from edgefl.device.state_dir import DeviceStateDir
+from edgefl.device.training.trainer import DeviceTrainer
+
+CONNECT_TIMEOUT_S = 5.0
+
+
+class CapabilityReporter:
+    """Publisher of capabilities; used by the main thread, only `invalidate` from others.
+
+    Args:
+        state: has the shards.
+        trainer: counts the examples, and has the running work.
+        step_rates: measured training speeds.
+        accelerator: that it trains on.
+        get_software_facts: returns the facts of installed releases and packs.
+        get_address: returns the coordinator's address, None while disconnected.
+        publish: sends the capabilities to the fleet.
+    """
+
+    def __init__(  # noqa: PLR0913 a composition root hands over its parts by name
+        self,
+        state: DeviceStateDir,
+        *,
+        trainer: DeviceTrainer,
+        step_rates: StepRateCache,
+        accelerator: str,
+        get_software_facts: Callable[[], Json],
+        get_address: Callable[[], str | None],
+        publish: Callable[[Capabilities], None],
+    ) -> None:
+        self._state, self._trainer, self._step_rates, self._accelerator = state, trainer, step_rates, accelerator
+        self._get_software_facts, self._get_address, self._publish = get_software_facts, get_address, publish
+        self._published: tuple[object, Json] | None = None
+
+    def invalidate(self) -> None:
+        """Makes the next `publish` probe and send everything again."""
+        self._published = None
+
+    def publish(self) -> None:
+        """Publishes facts and example counts when shards were changed or added."""
+        self._state.reload()
+        fingerprint = self._trainer.compute_shard_fingerprint(), self._step_rates.version
+        published = self._published
+        if published is None or published[0] != fingerprint:
+            facts = published[1] if published else probe()
+            self._published = fingerprint, facts
+            blocks = self._trainer.list_blocks()
+            device = self._state.settings
+            training_facts = get_training_facts(device.role, device.shards, facts)
+            device_facts = {
+                **training_facts,
+                **self._get_peer_facts(),
+                **self._get_software_facts(),
+                **self._step_rates.get_facts(),
+            }
+            examples, shard_errors = self._trainer.count_examples(), self._trainer.get_shard_errors()
+            shard_facts = {
+                **({"blocks": blocks} if blocks else {}),
+                **({"shard_errors": shard_errors} if shard_errors else {}),
+            }
+            self._publish(Capabilities(facts={**facts, **shard_facts, **device_facts}, shards=examples))
+
+    def measure_step_rates(self) -> None:
+        """Starts to measure the next unknown speed, unless a gossip node is training."""
+        device, reported = self._state.settings, self._published
+        if self._trainer.current is not None:
+            self._step_rates.on_work()
+        elif device.role == Role.TRAINER and reported is not None:
+            self._step_rates.on_idle(
+                device.shards, facts=reported[1], accelerator=self._accelerator, threads=device.threads
+            )
+
+    def _get_peer_facts(self) -> Json:
+        """Returns the peer address: the local address of the connection to the coordinator."""
+        address = self._get_address()
+        if address is None:
+            return {}
+        host, port = host_and_port(address)
+        try:
+            with socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S) as connection:
+                local_address = str(connection.getsockname()[0])
+        except OSError:
+            return {}
+        local_address = f"[{local_address}]" if ":" in local_address else local_address
+        return {"peer_address": f"{local_address}:{self._state.settings.peer_port}"}

@@ -1,0 +1,1 @@
+"""Diagnostics of a board: checks, log, and a shareable report without secrets."""

@@ -1,0 +1,150 @@
+"""Device log: bounded JSON lines in the state directory, with run and assignment.
+
+The coordinator requests pages of it, also while the board trains. Credentials (join tokens, access tokens, keys) are
+redacted before they are written.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import Any
+
+from edgefl.core.errors import UsageError
+from edgefl.core.safe_parsing import parse_json
+from edgefl.core.types import Json
+
+MAX_FILE_BYTES = 512 * 1024
+MAX_OLD_FILES = 3
+"""Number of older files kept beside the newest."""
+MAX_MESSAGE_CHARS = 4000
+PAGE_BYTES = 48 * 1024
+"""Maximum size of a page, so that it fits into a message."""
+FILE_NAME = "agent.jsonl"
+
+_SECRET_PATTERNS = (
+    re.compile(r"efl1\.[A-Za-z0-9_-]+"),
+    re.compile(r"(?i)(?<=bearer )\S+"),
+    re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL),
+    re.compile(r"""(?i)(?<=secret)(["']?\s*[=:]\s*["']?)[^\s"',}]+"""),
+)
+REDACTED = "[crossed out]"
+
+GetCurrentWork = Callable[[], tuple[str, str] | None]
+"""Returns the run and the assignment in progress."""
+
+
+class JsonLogHandler(logging.Handler):
+    """Handler that writes the log of this process; line numbers grow over restarts too.
+
+    Args:
+        folder: of the log files; created when it is missing.
+        get_current_work: returns the current run and assignment, None when idle.
+        clock: Unix seconds, an estimate of the coordinator's.
+    """
+
+    def __init__(
+        self, folder: Path, *, get_current_work: GetCurrentWork = lambda: None, clock: Callable[[], float] = time.time
+    ) -> None:
+        super().__init__()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._path, self._get_current_work, self._clock = folder / FILE_NAME, get_current_work, clock
+        self._numbers = itertools.count(1 + max((int(line["n"]) for line in read_lines(folder)), default=0))
+        self._file = RotatingFileHandler(
+            self._path, maxBytes=MAX_FILE_BYTES, backupCount=MAX_OLD_FILES, encoding="utf-8", delay=True
+        )
+        self._file.setFormatter(logging.Formatter("%(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes one line; a full card does not stop the work."""
+        try:
+            work = self._get_current_work()
+            line: Json = {
+                "n": next(self._numbers),
+                "at": round(self._clock(), 3),
+                "level": record.levelname,
+                "logger": record.name,
+                "message": remove_secrets(self._format_text(record))[:MAX_MESSAGE_CHARS],
+                **({"run": work[0], "assignment": work[1]} if work else {}),
+            }
+            self._file.emit(logging.makeLogRecord({"msg": json.dumps(line, ensure_ascii=False)}))
+        except (OSError, TypeError, ValueError, KeyError):  # a failed line must not raise in the code that logs it
+            self.handleError(record)
+
+    def _format_text(self, record: logging.LogRecord) -> str:
+        text = record.getMessage()
+        if record.exc_info:
+            text = f"{text}\n{logging.Formatter().formatException(record.exc_info)}"
+        return text
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def remove_secrets(text: str) -> str:
+    """Returns the text with credentials redacted."""
+    for pattern in _SECRET_PATTERNS:
+        prefix = r"\g<1>" if pattern.groups else ""
+        text = pattern.sub(prefix + REDACTED, text)
+    return text
+
+
+def read_page(folder: Path, query: Mapping[str, Any]) -> Json:
+    """Returns the next lines of a device's log, oldest first, and whether more follow.
+
+    Args:
+        folder: of the log files.
+        query: `after`, the number of the last known line; `run`; `since`, unix seconds. All are optional.
+
+    Raises:
+        UsageError: one of them is malformed.
+    """
+    after, since, run = _parse_number(query, "after"), _parse_number(query, "since"), query.get("run")
+    lines: list[Json] = []
+    size = 0
+    for line in read_lines(folder):
+        if line["n"] <= after or line.get("at", 0.0) < since or (run is not None and line.get("run") != run):
+            continue
+        size += len(json.dumps(line).encode()) + 1
+        if size > PAGE_BYTES:
+            return {"lines": lines, "has_more": True}
+        lines.append(line)
+    return {"lines": lines, "has_more": False}
+
+
+def read_lines(folder: Path) -> Iterator[Json]:
+    """Yields the lines of the files, oldest first; torn lines are skipped."""
+    path = folder / FILE_NAME
+    files = [*(path.with_name(f"{FILE_NAME}.{number}") for number in range(MAX_OLD_FILES, 0, -1)), path]
+    for file in files:
+        try:
+            text = file.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue
+        for row in text.splitlines():
+            try:
+                line = parse_json(row)
+            except ValueError:
+                continue
+            if isinstance(line, dict) and isinstance(line.get("n"), int) and _is_timestamp(line.get("at", 0.0)):
+                yield line
+
+
+def _is_timestamp(value: object) -> bool:
+    return isinstance(value, int | float)
+
+
+def _parse_number(query: Mapping[str, Any], name: str) -> float:
+    value = query.get(name)
+    if value is None:
+        return 0
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UsageError(f"{name} must be a number, got {value!r}")
+    return value

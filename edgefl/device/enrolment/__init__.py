@@ -1,0 +1,1 @@
+"""Enrolment: joining a fleet, the device key, and certificate renewal."""

@@ -1,0 +1,217 @@
+"""Enrolment in a fleet: checks the CA, creates and proves a key, stores the certificate.
+
+Nothing is left behind when the coordinator rejects. When its reply is lost, the key stays in the state directory, and
+the same command again yields the same identity.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from edgefl import __version__
+from edgefl.core.errors import JoinError, NetworkError, VersionError
+from edgefl.core.protocol import PEER_PORT, JoinToken, validate_slug
+from edgefl.core.types import Json
+from edgefl.device.enrolment.discovery import DiscoveredCoordinator, find_coordinator
+from edgefl.device.enrolment.keys import create_key, create_signing_request, export_public_key, parse_certificate
+from edgefl.device.enrolment.membership import find_removing_coordinator
+from edgefl.device.hardware.requirements import select_role
+from edgefl.device.hardware.training_facts import get_training_facts
+from edgefl.device.state_dir import (
+    LOCKOUT_FILE,
+    DeviceSettings,
+    DeviceStateDir,
+    PendingEnrolment,
+    delete_pending_enrolment,
+    load_pending_enrolment,
+    save_enrolment,
+    save_pending_enrolment,
+)
+from edgefl.system.atomic_files import is_locked
+from edgefl.system.https_client import post_json
+
+log = logging.getLogger(__name__)
+
+# Larger differences are logged, because they make certificates and logs of the board look wrong.
+SKEW_WARNING_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnrolmentOptions:
+    """Requested identity and settings of a board; `examples` are counts per task for its capabilities."""
+
+    name: str
+    role: str = "trainer"
+    shards: Mapping[str, str] = field(default_factory=dict)
+    examples: Mapping[str, int] = field(default_factory=dict)
+    accelerator: str = "auto"
+    threads: int | None = None
+    peer_port: int = PEER_PORT
+    facts: Json = field(default_factory=dict)
+
+
+def enroll(
+    token: JoinToken, options: EnrolmentOptions, *, root: Path, addresses: Sequence[str] = ()
+) -> DeviceStateDir:
+    """Returns the state of the device after enrolment; idempotent for the same fleet and name.
+
+    A board that is enrolled, or cannot verify it, keeps its identity; a removed one enrols with a new key.
+
+    Args:
+        token: CA fingerprint and permission to join.
+        options: requested identity and settings.
+        root: the state directory; created when it is missing.
+        addresses: HOST:PORT to try first; the token's own come after them.
+
+    Raises:
+        WrongCaError: the first address belongs to another CA, or no address to the right one; nothing was sent.
+        JoinError: the coordinator rejects (see its kinds), or `root` belongs to another fleet or name.
+        NetworkError: no address answers, or the reply was lost.
+        VersionError: the coordinator has another version.
+    """
+    validate_slug(options.name)
+    options = _apply_requirements(options)
+    if (root / "device.json").exists() and not _is_clone(root, options.name):
+        state = _update_enrolment(DeviceStateDir.load(root), token, options)
+        coordinator = find_removing_coordinator(state, [*addresses, *token.addresses])
+        if coordinator is None:
+            return state
+        log.warning("the coordinator knows this board no more; it joins anew, with a new key")
+        if is_locked(root / "lock"):
+            log.warning("an agent runs on %s with the key before: start it anew after this", root)
+        return _complete_enrolment(
+            coordinator, token, replace(options, shards=state.settings.shards), root, previous=state.settings
+        )
+    return _complete_enrolment(
+        find_coordinator([*addresses, *token.addresses], token.ca_fingerprint), token, options, root
+    )
+
+
+def _complete_enrolment(
+    coordinator: DiscoveredCoordinator,
+    token: JoinToken,
+    options: EnrolmentOptions,
+    root: Path,
+    *,
+    previous: DeviceSettings | None = None,
+) -> DeviceStateDir:
+    """Returns the state of the enrolled device; the limits of `previous` settings stay."""
+    if abs(coordinator.info.skew_s) > SKEW_WARNING_S:
+        log.warning(
+            "this board's clock differs from the coordinator's by %.0f s; it works all the same",
+            coordinator.info.skew_s,
+        )
+    with _open_enrolment_key(root, token, options.name) as key_pem:
+        reply = _send_request(coordinator, token, options, key_pem)
+        device = _parse_settings(reply, coordinator, token, options)
+        if previous is not None:
+            device = replace(device, max_temperature_c=previous.max_temperature_c)
+        cert_pem = parse_certificate(reply, key_pem)
+        return save_enrolment(root, device, key_pem=key_pem, cert_pem=cert_pem, ca_pem=coordinator.ca_pem)
+
+
+def _apply_requirements(options: EnrolmentOptions) -> EnrolmentOptions:
+    """Returns options that this board supports; a 32-bit one only evaluates and sends heartbeats."""
+    role, reason = select_role(options.role, options.facts)
+    if reason:
+        log.warning("this board joins as %s: %s", role, reason)
+        facts = {**options.facts, **get_training_facts(role, options.shards, options.facts)}
+        return replace(options, role=role, facts=facts)
+    return options
+
+
+def get_host_slug() -> str:
+    """Returns this machine's name as a device name."""
+    slug = re.sub(r"[^a-z0-9]+", "-", socket.gethostname().partition(".")[0].lower()).strip("-")[:63].rstrip("-")
+    return slug if slug and slug != "localhost" else "device"
+
+
+def _is_clone(root: Path, name: str) -> bool:
+    """Returns whether this board was rejected as a clone, and gets a name of its own now."""
+    return (root / LOCKOUT_FILE).exists() and DeviceStateDir.load(root).device_id != name
+
+
+def _update_enrolment(state: DeviceStateDir, token: JoinToken, options: EnrolmentOptions) -> DeviceStateDir:
+    settings = state.settings
+    if settings.ca_fingerprint != token.ca_fingerprint or settings.device_id != options.name:
+        raise JoinError(
+            f"{state.root} belongs to device {settings.device_id!r} of fleet {settings.fleet!r}; "
+            "for another device take another --state DIR"
+        )
+    state.update(
+        shards={**settings.shards, **options.shards},
+        accelerator=options.accelerator,
+        threads=options.threads,
+        peer_port=options.peer_port,
+    )
+    return state
+
+
+@contextlib.contextmanager
+def _open_enrolment_key(root: Path, token: JoinToken, name: str) -> Iterator[bytes]:
+    """Yields the enrolment key; removed after a rejection, kept after a lost reply."""
+    pending = load_pending_enrolment(root)
+    if pending and (pending.name, pending.ca_fingerprint) == (name, token.ca_fingerprint):
+        yield pending.key_pem
+        return
+    created_folders = _find_missing_folders(root)
+    key_pem = create_key()
+    try:
+        save_pending_enrolment(
+            root, PendingEnrolment(key_pem=key_pem, name=name, ca_fingerprint=token.ca_fingerprint)
+        )
+        yield key_pem
+    except (JoinError, VersionError):
+        delete_pending_enrolment(root)
+        for folder in created_folders:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise
+
+
+def _find_missing_folders(root: Path) -> list[Path]:
+    return [folder for folder in (root, *root.parents) if not folder.exists()]
+
+
+def _send_request(
+    coordinator: DiscoveredCoordinator, token: JoinToken, options: EnrolmentOptions, key_pem: bytes
+) -> Json:
+    request = {
+        "token_id": token.token_id,
+        "secret": token.secret,
+        "name": options.name,
+        "role": options.role,
+        "csr": create_signing_request(key_pem, options.name).decode(),
+        "public_key": export_public_key(key_pem).decode(),
+        "capabilities": {"facts": options.facts, "shards": dict(options.examples)},
+        "version": __version__,
+    }
+    return post_json(coordinator.address, coordinator.tls_context, "/edgefl/v1/enroll", request)
+
+
+def _parse_settings(
+    response: Json, coordinator: DiscoveredCoordinator, token: JoinToken, options: EnrolmentOptions
+) -> DeviceSettings:
+    try:
+        addresses = tuple(map(str, response["addresses"]))
+        return DeviceSettings(
+            device_id=str(response["device_id"]),
+            fleet=str(response["fleet"]),
+            role=str(response["role"]),
+            ca_fingerprint=token.ca_fingerprint,
+            addresses=tuple(dict.fromkeys([coordinator.address, *addresses, *token.addresses])),
+            broker_port=int(response["broker"]["port"]),
+            broker_host=response["broker"].get("host"),
+            shards=dict(options.shards),
+            accelerator=options.accelerator,
+            threads=options.threads,
+            peer_port=options.peer_port,
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise NetworkError(f"{coordinator.address} answers nonsense to a join: {error!r}") from None

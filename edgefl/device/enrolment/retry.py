@@ -1,0 +1,132 @@
+"""Unattended enrolment: retries until success or a permanent error."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from edgefl.core.errors import (
+    JoinError,
+    NetworkError,
+    StoreError,
+    TokenExpiredError,
+    TokenInvalidError,
+    TokenUsedError,
+    UsageError,
+    VersionError,
+)
+from edgefl.core.protocol import JoinToken
+from edgefl.device.enrolment.enroll import EnrolmentOptions, enroll
+from edgefl.device.state_dir import DeviceStateDir
+
+log = logging.getLogger(__name__)
+
+INITIAL_WAIT_S = 1.0
+MAX_WAIT_S = 60.0
+LOG_INTERVAL_S = 60.0
+TIME_SYNC_S = 30.0
+"""Enrolment does not need the date: the wait only avoids first log lines and events dated decades back."""
+TIMESYNC_DIR = Path("/run/systemd/timesync")
+PERMANENT_ERRORS = (TokenExpiredError, TokenInvalidError, TokenUsedError)
+"""Errors that no retry can fix: the board needs another token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """Clock, sleep and jitter of enrolment retries; replaceable in tests."""
+
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    jitter: Callable[[], float] = lambda: secrets.randbelow(1000) / 1000
+
+    def compute_wait_s(self, attempt: int) -> float:
+        """Returns the wait after a failed attempt (from 0): doubling up to a minute, half of it random.
+
+        The jitter spreads boards that boot together after a power cut.
+        """
+        max_wait_s = min(MAX_WAIT_S, INITIAL_WAIT_S * 2.0 ** min(attempt, 30))
+        return max_wait_s * (0.5 + 0.5 * self.jitter())
+
+
+def enroll_with_retry(
+    token: JoinToken, options: EnrolmentOptions, *, root: Path, policy: RetryPolicy | None = None
+) -> DeviceStateDir:
+    """Returns the state of the device after enrolment; idempotent.
+
+    Network failures, lost replies, version mismatches, taken names and a wrong CA are retried: each can be fixed
+    elsewhere, and nothing was sent to another CA.
+
+    Raises:
+        UsageError: the token has no address.
+        TokenInvalidError, TokenExpiredError, TokenUsedError: the token is not valid.
+        JoinError: the request is rejected, or `root` belongs to another device.
+        StoreError: `root` cannot be written.
+    """
+    if not token.addresses:
+        raise UsageError("no address of the coordinator is known; give one: edgefl device join HOST:PORT --token T")
+    policy, filtered_log, attempt = policy or RetryPolicy(), _RepeatFilter(), 0
+    while True:
+        try:
+            return enroll(_rotate_addresses(token, attempt), options, root=root)
+        except (NetworkError, VersionError, JoinError) as error:
+            if isinstance(error, PERMANENT_ERRORS) or type(error) is JoinError:
+                raise
+            wait_s = policy.compute_wait_s(attempt)
+            filtered_log.log_warning(f"not joined yet: {error}; trying again until it works", now_s=policy.clock())
+        policy.sleep(wait_s)
+        attempt += 1
+
+
+def wait_for_clock(policy: RetryPolicy, *, timesync_dir: Path = TIMESYNC_DIR) -> bool:
+    """Returns whether the clock is set; waits briefly for systemd-timesyncd where it runs."""
+    if not timesync_dir.is_dir():
+        return False
+    until_s = policy.clock() + TIME_SYNC_S
+    while not (timesync_dir / "synchronized").exists():
+        if policy.clock() >= until_s:
+            log.warning("the clock is not set after %.0f s; joining all the same", TIME_SYNC_S)
+            return False
+        policy.sleep(1.0)
+    return True
+
+
+def delete_secret_file(path: Path) -> None:
+    """Overwrites and removes a file that holds a token; a missing one is ignored.
+
+    Raises:
+        StoreError: it cannot be removed.
+    """
+    try:
+        with path.open("r+b") as file:
+            file.write(bytes(path.stat().st_size))
+            file.flush()
+            os.fsync(file.fileno())
+        path.unlink()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise StoreError(f"{path} holds a token and cannot be removed: {error.strerror or error}") from None
+
+
+@dataclass(slots=True)
+class _RepeatFilter:
+    """Log filter: new texts at once, repeated ones once a minute."""
+
+    _last_text: str = ""
+    _logged_s: float = field(default=float("-inf"))
+
+    def log_warning(self, text: str, *, now_s: float) -> None:
+        if text != self._last_text or now_s >= self._logged_s + LOG_INTERVAL_S:
+            log.warning("%s", text)
+            self._last_text, self._logged_s = text, now_s
+
+
+def _rotate_addresses(token: JoinToken, attempt: int) -> JoinToken:
+    """Returns the token with another address first: a wrong CA at the first one ends a search."""
+    first = attempt % len(token.addresses) if token.addresses else 0
+    return replace(token, addresses=(*token.addresses[first:], *token.addresses[:first]))

@@ -1,0 +1,1 @@
+"""Flower side of a device: SuperNode client, HTTP connections, and upload of replies."""

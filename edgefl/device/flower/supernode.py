@@ -1,0 +1,397 @@
+"""Flower's SuperNode as a library: the only device module that imports Flower's private modules.
+
+Pulls instructions, runs them in a Flower `ClientApp` in this process, and pushes its replies. None of Flower's
+stock loops is used: they end their own process on errors that a board has to survive (an unreachable coordinator,
+a clock that is hours off). Errors are mapped to the few classes below, and the agent decides.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime as dt
+import hashlib
+import json
+import logging
+import ssl
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import httpx
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+from flwr.app import ConfigRecord, Context, Message, Metadata, RecordDict
+from flwr.app.message import make_message
+from flwr.app.message.arraychunk import ArrayChunk
+from flwr.clientapp import ClientApp
+from flwr.common.constant import TIMESTAMP_HEADER
+from flwr.common.serde import message_from_proto, message_to_proto
+from flwr.proto.fleet_pb2 import ActivateNodeRequest, PullMessagesRequest, PushMessagesRequest
+from flwr.proto.message_pb2 import ObjectTree, PullObjectRequest, PushObjectRequest
+from flwr.proto.node_pb2 import Node
+from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
+from flwr.supercore.inflatable.inflatable_object import get_object_body, get_object_id
+from flwr.supercore.primitives.asymmetric import bytes_to_private_key, public_key_to_bytes, sign_message
+from flwr.supernode.fleet_http_client import FleetHttpClient
+
+from edgefl.core.errors import ClonedError, NetworkError
+from edgefl.core.protocol import (
+    CHUNK_BYTES,
+    CLONED_STATUS,
+    FIELD_BYTES,
+    FIELD_JSON,
+    INLINE_BODY_BYTES,
+    INSTANCE_HEADER,
+    RECORD_BODY,
+    RECORD_HEADER,
+    REPLY_SALT_BYTES,
+    STAMP_HEADER,
+)
+from edgefl.core.safe_parsing import parse_json
+from edgefl.core.types import Json
+from edgefl.device.flower.http_pool import PooledHttpTransport
+
+REQUEST_TIMEOUT_S = 30.0
+MIN_MESSAGE_TIME_S = 1_740_700_800.0
+"""Flower rejects messages created earlier; a coordinator without network time may have such a clock."""
+FLOWER_HEARTBEAT_INTERVAL_S = 1800.0
+"""Heartbeat interval reported to Flower; presence is ours (MQTT), Flower's is not used."""
+
+ReplyContent = tuple[Json, bytes]
+InstructionHandler = Callable[[Json, bytes], ReplyContent]
+"""Takes header and body of an instruction and returns header and body of the reply."""
+
+
+class UnauthorisedError(NetworkError):
+    """Rejected signature: unknown key, or a clock that has drifted."""
+
+
+class ReplyRejectedError(NetworkError):
+    """Rejected reply: its instruction is settled, or its run is over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PulledInstruction:
+    """Instruction of the coordinator; `message` is Flower's, used by `SuperNode.create_reply`."""
+
+    message: Message
+    header: Json
+    num_bytes: int
+
+
+_EMPTY_STREAM = httpx.ByteStream(b"")
+"""Replaces the stream of a response that has been read."""
+
+
+class _RequestSigner:
+    """Signer of requests, with the clock corrected to the coordinator's."""
+
+    def __init__(
+        self, private_key: EllipticCurvePrivateKey, clock: Callable[[], float], instance: str, stamp: str = ""
+    ) -> None:
+        self._key, self._clock, self._instance, self.stamp = private_key, clock, instance, stamp
+        self._public_key = base64.b64encode(public_key_to_bytes(private_key.public_key())).decode()
+
+    def create_headers(self) -> dict[str, str]:
+        stamp = dt.datetime.fromtimestamp(self._clock(), tz=dt.UTC).isoformat()
+        signature = sign_message(self._key, stamp.encode("ascii"))
+        return {
+            FLEET_HTTP_PUBLIC_KEY_HEADER: self._public_key,
+            TIMESTAMP_HEADER: stamp,
+            FLEET_HTTP_SIGNATURE_HEADER: base64.b64encode(signature).decode(),
+            **({INSTANCE_HEADER: self._instance} if self._instance else {}),
+            **({STAMP_HEADER: self.stamp} if self.stamp else {}),
+        }
+
+    def intercept(self, context: Any, call_next: Callable[[Any], httpx.Response]) -> httpx.Response:
+        context.request.headers.update(self.create_headers())
+        response = call_next(context)
+        self.stamp = response.headers.get(STAMP_HEADER, self.stamp)
+        # A response and its stream reference each other, and the request: models would stay until garbage collection.
+        response.stream = _EMPTY_STREAM
+        return response
+
+
+def create_auth_headers(private_key_pem: bytes, clock: Callable[[], float], instance: str = "") -> dict[str, str]:
+    """Returns authentication headers, signed with this key, with the agent process's instance."""
+    return _RequestSigner(bytes_to_private_key(private_key_pem), clock, instance).create_headers()
+
+
+class _FleetClient(FleetHttpClient):
+    """Flower's client on a keep-alive connection without proxies, trusting only our CA."""
+
+    def __init__(self, address: str, tls_context: ssl.SSLContext, signer: _RequestSigner) -> None:
+        super().__init__(f"https://{address}", interceptors=[signer], verify=tls_context)
+        self._client.close()
+        transport = PooledHttpTransport(tls_context, timeout_s=REQUEST_TIMEOUT_S)
+        self._client = httpx.Client(transport=transport, trust_env=False)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class SuperNode:
+    """Flower client of one device.
+
+    Args:
+        private_key_pem: the device's key; its public half was registered at enrolment.
+        tls_context: verifies the coordinator.
+        clock: estimate of the coordinator's time in Unix seconds.
+        train, evaluate: handlers of instructions.
+        instance: of this agent process; lets the coordinator distinguish a clone from a restart.
+    """
+
+    def __init__(
+        self,
+        *,
+        private_key_pem: bytes,
+        tls_context: ssl.SSLContext,
+        clock: Callable[[], float],
+        train: InstructionHandler,
+        evaluate: InstructionHandler,
+        instance: str = "",
+    ) -> None:
+        self._instance = instance
+        self._signer: _RequestSigner | None = None
+        self._key = bytes_to_private_key(private_key_pem)
+        self._tls_context, self._clock = tls_context, clock
+        self._app = _create_client_app(train, evaluate, self._make_reply_message)
+        self._client: _FleetClient | None = None
+        self._node = Node()
+        self._incoming_assignment: str | None = None
+        logging.getLogger("flwr").setLevel(logging.WARNING)
+
+    @property
+    def incoming_assignment(self) -> str | None:
+        """Returns the pulled, unanswered assignment; its model may still be arriving."""
+        return self._incoming_assignment
+
+    def create_auth_headers(self) -> dict[str, str]:
+        """Returns authentication headers, valid for five minutes of the coordinator's time."""
+        return _RequestSigner(self._key, self._clock, self._instance).create_headers()
+
+    def update_key(self, private_key_pem: bytes) -> None:
+        """Replaces the signing key from the next `connect` on."""
+        self.close()
+        self._key = bytes_to_private_key(private_key_pem)
+
+    def connect(self, address: str) -> None:
+        """Activates this device at a coordinator.
+
+        Raises:
+            UnauthorisedError: unknown key, or the clock is off.
+            ClonedError: another agent has this identity; all other calls raise it, too.
+            NetworkError: no answer.
+        """
+        self.close()
+        stamp = self._signer.stamp if self._signer is not None else ""
+        self._signer = _RequestSigner(self._key, self._clock, self._instance, stamp)
+        self._client = _FleetClient(address, self._tls_context, self._signer)
+        request = ActivateNodeRequest(
+            public_key=public_key_to_bytes(self._key.public_key()), heartbeat_interval=FLOWER_HEARTBEAT_INTERVAL_S
+        )
+        self._node = Node(node_id=_send_request(self._client.ActivateNode, request).node_id)
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def pull(self) -> PulledInstruction | None:
+        """Returns the next instruction with its complete body, or None without work."""
+        client = self._require_client()
+        self._incoming_assignment = None
+        response = _send_request(client.PullMessages, PullMessagesRequest(node=self._node))
+        if not response.messages_list:
+            return None
+        try:
+            message, tree = message_from_proto(response.messages_list[0]), response.message_object_trees[0]
+            header = _validate_header(parse_json(str(message.content[RECORD_HEADER][FIELD_JSON])))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise NetworkError(f"the coordinator's instruction makes no sense: {error!r}") from None
+        self._incoming_assignment = header.get("assignment")
+        num_bytes = response.ByteSize()
+        if tree.children:
+            chunks = [self._pull_chunk(client, message, child.object_id) for child in tree.children]
+            num_bytes += sum(map(len, chunks))
+            message.content[RECORD_BODY] = ConfigRecord({FIELD_BYTES: b"".join(chunks)})
+        return PulledInstruction(message=message, header=header, num_bytes=num_bytes)
+
+    def _pull_chunk(self, client: _FleetClient, message: Message, object_id: str) -> bytes:
+        request = PullObjectRequest(node=self._node, run_id=message.metadata.run_id, object_id=object_id)
+        response = _send_request(client.PullObject, request)
+        if not response.object_available:
+            raise NetworkError("the coordinator has taken the work back while its model was on the way")
+        return get_object_body(response.object_content, ArrayChunk)
+
+    def run_app(self, instruction: PulledInstruction) -> Message:
+        """Returns the reply of the in-process `ClientApp`."""
+        context = Context(
+            run_id=instruction.message.metadata.run_id,
+            node_id=self._node.node_id,
+            node_config={},
+            state=RecordDict(),
+            run_config={},
+        )
+        try:
+            return self._app(instruction.message, context)
+        finally:
+            self._incoming_assignment = None
+
+    def create_reply(self, instruction: PulledInstruction, reply_content: ReplyContent) -> Message:
+        """Returns a reply with cached content, for a repeated assignment."""
+        return self._make_reply_message(instruction.message, reply_content)
+
+    def push(self, reply: Message) -> None:
+        """Sends a reply; idempotent, since equal replies have equal ids and only missing chunks are sent.
+
+        Raises:
+            ReplyRejectedError: the coordinator rejects it.
+            UnauthorisedError: unknown key, or the clock is off.
+            NetworkError: not sent; try again.
+        """
+        client = self._require_client()
+        body = cast("bytes", reply.content[RECORD_BODY][FIELD_BYTES])
+        if len(body) <= INLINE_BODY_BYTES:
+            tree = ObjectTree(object_id=reply.metadata.message_id)
+            self._push_message(client, reply, tree)
+            return
+        chunks_by_id = {
+            get_object_id(chunk): chunk for chunk in _encode_chunks(reply.metadata.reply_to_message_id, body)
+        }
+        root_id, *child_ids = chunks_by_id
+        tree = ObjectTree(object_id=root_id, children=[ObjectTree(object_id=object_id) for object_id in child_ids])
+        header_only = RecordDict({RECORD_HEADER: reply.content[RECORD_HEADER]})
+        root_message = make_message(metadata=_replace_message_id(reply.metadata, root_id), content=header_only)
+        response = self._push_message(client, root_message, tree)
+        for object_id in response.objects_to_push:
+            request = PushObjectRequest(
+                node=self._node,
+                run_id=reply.metadata.run_id,
+                object_id=object_id,
+                object_content=chunks_by_id[object_id],
+                session_id=response.session_id,
+            )
+            if not _send_request(client.PushObject, request).stored:
+                raise NetworkError("the coordinator has not kept a piece of the answer")
+
+    def _push_message(self, client: _FleetClient, message: Message, tree: ObjectTree) -> Any:
+        request = PushMessagesRequest(
+            node=self._node, messages_list=[message_to_proto(message)], message_object_trees=[tree]
+        )
+        return _send_request(client.PushMessages, request)
+
+    def _require_client(self) -> _FleetClient:
+        if self._client is None:
+            raise NetworkError("not connected to a coordinator")
+        return self._client
+
+    def _make_reply_message(self, instruction: Message, reply_content: ReplyContent) -> Message:
+        header, body = reply_content
+        request, now_s = instruction.metadata, max(self._clock(), MIN_MESSAGE_TIME_S)
+        metadata = Metadata(
+            run_id=request.run_id,
+            message_id=hashlib.sha256(b"reply" + request.message_id.encode()).hexdigest(),
+            src_node_id=self._node.node_id,
+            dst_node_id=request.src_node_id,
+            reply_to_message_id=request.message_id,
+            group_id=request.group_id,
+            created_at=now_s,
+            ttl=request.created_at + request.ttl - now_s,
+            message_type=request.message_type,
+            src_task_id=request.dst_task_id,
+            dst_task_id=request.src_task_id,
+        )
+        content = RecordDict(
+            {
+                RECORD_HEADER: ConfigRecord({FIELD_JSON: json.dumps(header)}),
+                RECORD_BODY: ConfigRecord({FIELD_BYTES: body}),
+            }
+        )
+        return make_message(metadata=metadata, content=content)
+
+
+def _validate_header(header: Any) -> Json:
+    """Returns the validated header of an instruction."""
+    settled = header.get("settled", []) if isinstance(header, dict) else None
+    if not isinstance(settled, list) or not all(isinstance(name, str) for name in settled):
+        raise TypeError("its header must be an object, in which `settled` is a list of texts")
+    if not isinstance(header.get("assignment"), str | None):
+        raise TypeError("its assignment must be a text")
+    return cast("Json", header)
+
+
+def _create_client_app(
+    train: InstructionHandler, evaluate: InstructionHandler, make_reply: Callable[[Message, ReplyContent], Message]
+) -> ClientApp:
+    """Returns a Flower `ClientApp` whose train and evaluate functions are ours."""
+    app = ClientApp()
+
+    def run(handler: InstructionHandler, message: Message) -> Message:
+        header = parse_json(str(message.content[RECORD_HEADER][FIELD_JSON]))
+        return make_reply(message, handler(header, cast("bytes", message.content[RECORD_BODY][FIELD_BYTES])))
+
+    @app.train()
+    def _train(message: Message, _context: Context) -> Message:
+        return run(train, message)
+
+    @app.evaluate()
+    def _evaluate(message: Message, _context: Context) -> Message:
+        return run(evaluate, message)
+
+    return app
+
+
+def _encode_chunks(instruction_id: str, body: bytes) -> Iterator[bytes]:
+    """Yields the chunks of a reply, each with a unique salt before it.
+
+    Flower stores equal objects once, and treats the second of two replies that begin with the same chunk as a repeat.
+    """
+    view = memoryview(body)
+    for start in range(0, len(body), CHUNK_BYTES):
+        salt = hashlib.sha256(f"salt {instruction_id} {start}".encode()).digest()[:REPLY_SALT_BYTES]
+        yield ArrayChunk(memoryview(salt + view[start : start + CHUNK_BYTES])).deflate()
+
+
+def _replace_message_id(metadata: Metadata, message_id: str) -> Metadata:
+    return Metadata(
+        run_id=metadata.run_id,
+        message_id=message_id,
+        src_node_id=metadata.src_node_id,
+        dst_node_id=metadata.dst_node_id,
+        reply_to_message_id=metadata.reply_to_message_id,
+        group_id=metadata.group_id,
+        created_at=metadata.created_at,
+        ttl=metadata.ttl,
+        message_type=metadata.message_type,
+        src_task_id=metadata.src_task_id,
+        dst_task_id=metadata.dst_task_id,
+    )
+
+
+def _parse_clone_reason(response: httpx.Response) -> str:
+    """Returns the coordinator's reason for rejecting a clone."""
+    try:
+        detail = parse_json(response.content)["detail"]
+    except (ValueError, KeyError, TypeError):
+        detail = response.text
+    return f"the coordinator refuses this agent, a copy: {str(detail)[:500]}"
+
+
+def _send_request(rpc: Callable[[Any], Any], request: Any) -> Any:
+    """Makes one request; maps Flower's and httpx's errors to ours."""
+    try:
+        return rpc(request)
+    except httpx.HTTPStatusError as error:
+        status = error.response.status_code
+        detail = f"coordinator answered {status}: {error.response.text[:200]}"
+        if status == CLONED_STATUS:
+            raise ClonedError(_parse_clone_reason(error.response)) from None
+        if status == 401:
+            raise UnauthorisedError(detail) from None
+        if status in {403, 413}:
+            raise ReplyRejectedError(detail) from None
+        raise NetworkError(detail) from None
+    except ValueError as error:  # raised by Flower for a body that is no protobuf
+        raise NetworkError(f"the coordinator's answer makes no sense: {error}") from None
+    except httpx.RequestError as error:
+        raise NetworkError(f"no answer from the coordinator: {error or type(error).__name__}") from None

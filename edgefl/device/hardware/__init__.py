@@ -1,0 +1,1 @@
+"""Hardware of a board: capabilities, health, step rates, and training requirements."""

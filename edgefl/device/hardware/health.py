@@ -1,0 +1,140 @@
+"""Board health for heartbeats: temperature, throttling, load, memory, disk, battery and power.
+
+Read from files on Raspberry Pi, Jetson and other Linux boards; a vendor's tool is the last resort. Unknown values
+are None. All paths are relative to a root, so that a tree of files can replace a board.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgefl.device.hardware.board_reader import BoardReader
+from edgefl.device.hardware.cgroups import compute_memory_left_bytes
+from edgefl.device.hardware.jetson import read_power_w
+from edgefl.device.hardware.power import read_battery_fraction
+from edgefl.device.hardware.sysfs import parse_int, read_int, read_kilobytes, read_text
+from edgefl.device.hardware.throttling import read_throttle_status
+
+# In order of preference: the processor itself, then the hottest point of the chip, then zones of PCs.
+ZONE_TYPES = ("cpu-thermal", "cpu_thermal", "CPU-therm", "tj-thermal", "soc-thermal", "x86_pkg_temp", "acpitz")
+PLAUSIBLE_C = (-40.0, 150.0)
+MAX_UPTIME_S = 1e10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthReading:
+    """Health reading; fractions lie in 0-1. `memory_bytes` is this process's PSS, or RSS where that is unknown."""
+
+    uptime_s: float = 0.0
+    temperature_c: float | None = None
+    throttled: str | None = None
+    cpu_fraction: float | None = None
+    memory_fraction: float | None = None
+    memory_bytes: int | None = None
+    disk_free_bytes: int | None = None
+    battery_fraction: float | None = None
+    power_w: float | None = None
+
+
+class HealthReader:
+    """Health reader; keeps CPU counters, since load is the difference of two readings."""
+
+    def __init__(self, state_dir: Path, *, root: Path = Path("/")) -> None:
+        self._state_dir = state_dir
+        self._root, self._board = root, BoardReader(root)
+        self._cpu_counters = _read_cpu_counters(root)
+
+    def read(self) -> HealthReading:
+        former_counters, self._cpu_counters = self._cpu_counters, _read_cpu_counters(self._root)
+        return HealthReading(
+            uptime_s=_read_uptime_s(self._root),
+            temperature_c=read_temperature_c(self._board),
+            throttled=read_throttled(self._board),
+            cpu_fraction=_compute_load(former_counters, self._cpu_counters),
+            memory_fraction=read_memory_fraction(self._root),
+            memory_bytes=read_process_memory_bytes(self._root),
+            disk_free_bytes=_read_disk_free_bytes(self._state_dir),
+            battery_fraction=read_battery_fraction(self._board),
+            power_w=read_power_w(self._board),
+        )
+
+
+def read_temperature_c(board: BoardReader) -> float | None:
+    """Returns the processor's temperature; without such a zone, the hottest of all."""
+    zones = dict(_read_thermal_zones(board))
+    for kind in ZONE_TYPES:
+        if kind in zones:
+            return zones[kind]
+    return max(zones.values(), default=None)
+
+
+def read_throttled(board: BoardReader) -> str | None:
+    """Returns `ok` or the present throttle reasons (comma-separated); None when unknown."""
+    status = read_throttle_status(board)
+    return None if status is None else status.now
+
+
+def read_memory_fraction(root: Path) -> float | None:
+    """Returns the fraction of the board's memory in use and not available."""
+    sizes = read_kilobytes(root / "proc/meminfo")
+    total, available = sizes.get("MemTotal"), sizes.get("MemAvailable")
+    return None if not total or available is None else min(1.0, max(0.0, 1 - available / total))
+
+
+def read_available_memory_bytes(root: Path = Path("/")) -> int | None:
+    """Returns the memory in bytes still available to this process; None when unknown."""
+    available = read_kilobytes(root / "proc/meminfo").get("MemAvailable")
+    sizes = [None if available is None else available * 1024, compute_memory_left_bytes(root)]
+    return min((size for size in sizes if size is not None), default=None)
+
+
+def read_process_memory_bytes(root: Path) -> int | None:
+    """Returns the PSS of this process (shared pages divided by their users), or RSS where unknown."""
+    size = read_kilobytes(root / "proc/self/smaps_rollup").get("Pss")
+    if size is None:
+        size = read_kilobytes(root / "proc/self/status").get("VmRSS")
+    return None if size is None else size * 1024
+
+
+def _read_thermal_zones(board: BoardReader) -> Iterator[tuple[str, float]]:
+    for zone in board.find_paths("sys/class/thermal/thermal_zone*"):
+        kind, millidegrees = read_text(zone / "type"), read_int(zone / "temp")
+        # A Jetson's zones of powered-down units cannot be read, or read as -256.
+        if kind and millidegrees is not None and PLAUSIBLE_C[0] <= millidegrees / 1000 <= PLAUSIBLE_C[1]:
+            yield kind, millidegrees / 1000
+
+
+def _read_cpu_counters(root: Path) -> tuple[int, int] | None:
+    """Returns busy and total ticks since boot, over all cores."""
+    first = (read_text(root / "proc/stat") or "").partition("\n")[0].split()
+    ticks = [
+        tick for field in first[1:9] if (tick := parse_int(field)) is not None
+    ]  # guest time is part of user time
+    if len(first) < 6 or first[0] != "cpu" or len(ticks) != len(first[1:9]):
+        return None
+    return sum(ticks) - ticks[3] - ticks[4], sum(ticks)
+
+
+def _compute_load(before: tuple[int, int] | None, after: tuple[int, int] | None) -> float | None:
+    if before is None or after is None or after[1] <= before[1]:
+        return None
+    return min(1.0, max(0.0, (after[0] - before[0]) / (after[1] - before[1])))
+
+
+def _read_uptime_s(root: Path) -> float:
+    try:
+        uptime_s = float((read_text(root / "proc/uptime") or "").split()[0])
+    except (ValueError, IndexError):
+        return 0.0
+    return uptime_s if 0 <= uptime_s <= MAX_UPTIME_S else 0.0
+
+
+def _read_disk_free_bytes(directory: Path) -> int | None:
+    try:
+        disk = os.statvfs(directory)
+    except OSError:
+        return None
+    return disk.f_bavail * disk.f_frsize

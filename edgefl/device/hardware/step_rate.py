@@ -1,0 +1,252 @@
+"""Step rate cache: persistent training speeds, measured when the board is idle.
+
+A speed is valid for one set of library versions, accelerator and threads; for a task that does not declare the shape
+of its examples, also for one shard. Failures are stored with the reason, and not retried every day.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from edgefl import DISTRIBUTION
+from edgefl.core.errors import EdgeflError, StoreError
+from edgefl.core.safe_parsing import parse_json
+from edgefl.core.types import Json
+from edgefl.device.hardware.health import read_available_memory_bytes
+from edgefl.device.hardware.requirements import (
+    NUMPY_BYTES,
+    TORCH_BYTES,
+    find_unsupported_backends,
+    list_usable_backends,
+)
+from edgefl.system.atomic_files import write_atomic
+from edgefl.system.process_control import exit_with_parent
+from edgefl.tasks.backends import is_torch_task, list_numpy_models
+from edgefl.tasks.registry import make_task
+
+log = logging.getLogger(__name__)
+
+FILE_NAME = "speeds.json"
+MIN_IDLE_S = 20.0
+"""Idle time of the agent before a measurement: runs and first heartbeats have priority."""
+MEASURE_TIMEOUT_S = 90.0
+MAX_REASON_CHARS = 200
+LIBRARIES = (DISTRIBUTION, "numpy", "torch")
+
+
+class StepRateCache:
+    """Step rate cache; used by the agent's thread, `get_facts` by any.
+
+    Args:
+        state_dir: of the stored speeds.
+        on_measured: called in a separate thread after each measurement.
+        clock: monotonic seconds.
+        min_idle_s: see `MIN_IDLE_S`.
+    """
+
+    def __init__(
+        self,
+        state_dir: Path,
+        *,
+        on_measured: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+        min_idle_s: float = MIN_IDLE_S,
+    ) -> None:
+        self._path, self._on_measured, self._clock, self._min_idle_s = (
+            state_dir / FILE_NAME,
+            on_measured,
+            clock,
+            min_idle_s,
+        )
+        self._entries = _load(self._path)
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._last_work_s = clock()
+        self.version = 0
+
+    def get_facts(self) -> Json:
+        """Returns `steps_per_s` by task, and `speed_errors` of missing ones, for the board's capabilities."""
+        with self._lock:
+            entries = dict(self._entries)
+        speeds = {name: entry["steps_per_s"] for name, entry in entries.items() if "steps_per_s" in entry}
+        errors = {name: entry["error"] for name, entry in entries.items() if "error" in entry}
+        return {**({"steps_per_s": speeds} if speeds else {}), **({"speed_errors": errors} if errors else {})}
+
+    def on_work(self) -> None:
+        """Cancels a running measurement because there is work; it is restarted later."""
+        self._last_work_s = self._clock()
+        with self._lock:
+            child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+
+    def on_idle(self, shards: Mapping[str, str], *, facts: Json, accelerator: str, threads: int | None) -> None:
+        """Starts to measure the next unknown speed, if the board was idle for long enough."""
+        if self._clock() - self._last_work_s < self._min_idle_s or self._child is not None:
+            return
+        try:
+            self._measure_next(shards, facts, accelerator, threads)
+        except Exception:
+            # A custom task may raise anything in its constructor, and the board must survive.
+            log.exception("cannot measure how fast this board is")
+            self._last_work_s = self._clock()
+
+    def close(self) -> None:
+        """Cancels a running measurement."""
+        self.on_work()
+
+    def _measure_next(self, shards: Mapping[str, str], facts: Json, accelerator: str, threads: int | None) -> None:
+        tasks = dict(list_measurable_tasks(shards, facts))
+        self._remove_unlisted(tasks)
+        for name, shard in tasks.items():
+            fingerprint = _make_fingerprint(name, shard, accelerator, threads)
+            if self._entries.get(name, {}).get("stamp") != fingerprint and _has_memory(name):
+                request: Json = {"task": name, "shard": shard, "accelerator": accelerator, "threads": threads}
+                self._start_measurement(name, fingerprint, request)
+                return
+
+    def _start_measurement(self, name: str, fingerprint: Json, request: Json) -> None:
+        try:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "edgefl.device.hardware.step_rate_worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
+                start_new_session=True,
+                preexec_fn=exit_with_parent,  # noqa: PLW1509 one system call, no locks
+            )
+        except OSError as error:
+            log.warning("cannot measure the speed of task %s: %s", name, error)
+            self._last_work_s = self._clock()
+            return
+        self._child = child
+        threading.Thread(
+            target=self._wait_for_result, args=(child, name, fingerprint, request), name="speed", daemon=True
+        ).start()
+
+    def _wait_for_result(self, child: subprocess.Popen[bytes], name: str, fingerprint: Json, request: Json) -> None:
+        try:
+            output, _ = child.communicate(json.dumps(request).encode(), timeout=MEASURE_TIMEOUT_S)
+            entry = _parse_result(output, child.returncode)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.communicate()
+            entry = {"error": f"one step takes more than {MEASURE_TIMEOUT_S:g} s"}
+        except (OSError, ValueError) as error:
+            entry = {"error": str(error)[:MAX_REASON_CHARS]}
+        with self._lock:
+            if self._child is not child:  # it was cancelled
+                return
+            self._child = None
+            self._entries = {**self._entries, name: {**entry, "stamp": fingerprint}}
+            self.version += 1
+        log.info("task %s: %s", name, entry.get("error") or f"{entry['steps_per_s']:g} steps a second")
+        self._save()
+        self._on_measured()
+
+    def _remove_unlisted(self, tasks: Mapping[str, str]) -> None:
+        with self._lock:
+            if self._entries.keys() - tasks.keys():
+                self._entries = {name: entry for name, entry in self._entries.items() if name in tasks}
+                self.version += 1
+
+    def _save(self) -> None:
+        try:
+            write_atomic(self._path, json.dumps({"v": 1, "speeds": self._entries}).encode())
+        except StoreError as error:
+            log.warning("cannot keep how fast this board is: %s", error)
+
+
+def list_measurable_tasks(shards: Mapping[str, str], facts: Json) -> list[tuple[str, str]]:
+    """Returns trainable tasks (TASK, or TASK/MODEL where only a smaller model fits) with their shards."""
+    usable, tasks = list_usable_backends(facts), []
+    if "numpy" in find_unsupported_backends(facts):
+        return []
+    for name, shard in sorted(shards.items()):
+        try:
+            needs_torch = is_torch_task(make_task(name))
+        except EdgeflError:  # the agent reports the error of a shard that it cannot use
+            continue
+        if not needs_torch or "torch" in usable:
+            tasks.append((name, shard))
+        elif models := list_numpy_models(name):
+            tasks.append((f"{name}/{models[0]}", shard))
+    return tasks
+
+
+def _has_memory(name: str) -> bool:
+    """Returns whether a training process fits into the free memory."""
+    task, _, model = name.partition("/")
+    free_bytes = read_available_memory_bytes()
+    needs_torch = is_torch_task(make_task(task, {"model": model} if model else {}))
+    return free_bytes is None or free_bytes >= NUMPY_BYTES + (TORCH_BYTES if needs_torch else 0)
+
+
+def _make_fingerprint(name: str, shard: str, accelerator: str, threads: int | None) -> Json:
+    task, _, _ = name.partition("/")
+    versions = {library: _get_installed_version(library) for library in LIBRARIES}
+    fingerprint: Json = {
+        "python": platform.python_version(),
+        **versions,
+        "accelerator": accelerator,
+        "threads": threads,
+    }
+    if getattr(make_task(task), "input_shape", None) is None:
+        fingerprint["shard"] = _make_shard_fingerprint(Path(shard))
+    return fingerprint
+
+
+def _make_shard_fingerprint(path: Path) -> list[object]:
+    """Returns a file's name, size and time; of a folder only the name, since its content always changes."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return [str(path)]
+    return [str(path)] if path.is_dir() else [str(path), stat.st_size, stat.st_mtime_ns]
+
+
+def _parse_result(output: bytes, exit_code: int) -> Json:
+    try:
+        reply = parse_json(output)
+        if "error" in reply:
+            return {"error": str(reply["error"]["message"])[:MAX_REASON_CHARS]}
+        return {
+            "steps_per_s": float(reply["steps_per_s"]),
+            "batch_size": int(reply["batch_size"]),
+            "backend": str(reply["backend"]),
+        }
+    except (ValueError, KeyError, TypeError):
+        return {"error": f"training ended with code {exit_code} on this board"}
+
+
+def _load(path: Path) -> dict[str, Json]:
+    """Returns the stored speeds; empty where damaged, so that they are measured again."""
+    try:
+        content = parse_json(path.read_bytes())
+        speeds = content["speeds"] if content["v"] == 1 else {}
+        return {str(name): _validate_entry(entry) for name, entry in speeds.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        return {}
+
+
+def _validate_entry(entry: Json) -> Json:
+    result = {"error": str(entry["error"])} if "error" in entry else {"steps_per_s": float(entry["steps_per_s"])}
+    return {**entry, **result, "stamp": entry["stamp"]}
+
+
+def _get_installed_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

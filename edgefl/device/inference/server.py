@@ -1,0 +1,292 @@
+"""HTTP server for the deployed model: predictions, health, and model information.
+
+It watches the state of the model store, and switches models between two requests: a started request keeps its model,
+none is dropped. The standard library is enough: three routes need no web framework.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from socket import socket
+from typing import Any
+
+import numpy as np
+
+from edgefl import __version__
+from edgefl.core.errors import DataError, EdgeflError, NetworkError, PortInUseError
+from edgefl.core.safe_parsing import parse_json
+from edgefl.core.types import Array, Json
+from edgefl.device.inference.inputs import parse_npy
+from edgefl.device.inference.model_store import DeployedModel, ModelStore
+from edgefl.device.inference.onnx_model import OnnxModel
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 8 * 1024 * 1024
+MAX_CONCURRENT_REQUESTS = 16
+"""Maximum concurrent requests; more get 503, since a swapping board would answer none."""
+IDLE_TIMEOUT_S = 30.0
+POLL_INTERVAL_S = 0.5
+DRAIN_TIMEOUT_S = 5.0
+EADDRINUSE = 98
+
+
+class ServedModel:
+    """Model being served: the deployed one, or a fixed file."""
+
+    def __init__(self, *, store: ModelStore | None = None, file: Path | None = None, threads: int = 1) -> None:
+        self._store, self._threads = store, threads
+        self._state_stamp: object = None
+        self._current: tuple[OnnxModel, DeployedModel | None] | None = None
+        if file is not None:
+            self._current = OnnxModel(file, threads=threads), None
+        self.refresh()
+
+    @property
+    def current(self) -> tuple[OnnxModel, DeployedModel | None] | None:
+        """Returns the model and its deployment; None while nothing is deployed."""
+        return self._current
+
+    def refresh(self) -> None:
+        """Loads a newly deployed model; the former one stays if that fails."""
+        if self._store is None or (stamp := self._read_state_stamp(self._store)) == self._state_stamp:
+            return
+        deployed = self._store.load().current
+        former = self._current[1] if self._current else None
+        if deployed is None:
+            self._current = None
+        elif former is None or former.sha256 != deployed.sha256:
+            try:
+                self._current = OnnxModel(self._store.path(deployed), threads=self._threads), deployed
+                log.info("serves model %s of deployment %s", deployed.model[:12], deployed.deployment)
+            except EdgeflError as error:
+                log.warning("cannot take over a new model: %s", error)
+                return  # the old stamp stays, so that it is retried
+        self._state_stamp = stamp
+
+    @staticmethod
+    def _read_state_stamp(store: ModelStore) -> object:
+        try:
+            status = store.state_path.stat()
+        except OSError:
+            return "none"
+        return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+class InferenceServer:
+    """HTTP inference server, active from `start` to `stop`.
+
+    Args:
+        served_model: the model.
+        host, port: to listen at; port 0 selects a free one.
+
+    Raises:
+        PortInUseError: the port is taken.
+        NetworkError: the address cannot be listened on.
+    """
+
+    def __init__(self, served_model: ServedModel, host: str, port: int) -> None:
+        self.served_model = served_model
+        self._stopping = threading.Event()
+        try:
+            self._server = _InferenceHttpServer((host, port), served_model)
+        except OSError as error:
+            if error.errno == EADDRINUSE:
+                raise PortInUseError(f"port {port} is in use; choose another --port") from None
+            raise NetworkError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+        self._threads = [
+            threading.Thread(target=self._server.serve_forever, name="http", args=(0.1,), daemon=True),
+            threading.Thread(target=self._poll_deployments, name="watch-model", daemon=True),
+        ]
+
+    @property
+    def port(self) -> int:
+        return int(self._server.server_address[1])
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self) -> None:
+        """Returns after `stop` was called."""
+        self._stopping.wait()
+
+    def stop(self) -> None:
+        """Accepts no more requests and finishes started ones."""
+        self._stopping.set()
+        self._server.shutdown()
+        self._server.socket.close()
+        self._server.wait_idle(DRAIN_TIMEOUT_S)
+
+    def _poll_deployments(self) -> None:
+        while not self._stopping.wait(POLL_INTERVAL_S):
+            try:
+                self.served_model.refresh()
+            except Exception:  # the boundary of the thread: the served model stays
+                log.exception("looking for a new model failed")
+
+
+class _InferenceHttpServer(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 64
+
+    def __init__(self, address: tuple[str, int], served_model: ServedModel) -> None:
+        self.served_model = served_model
+        self.request_slots = threading.BoundedSemaphore(MAX_CONCURRENT_REQUESTS)
+        self.num_active_requests, self._changed = 0, threading.Condition()
+        super().__init__(address, _RequestHandler)
+
+    def add_active_requests(self, change: int) -> None:
+        """Counts a started (1) or answered (-1) request."""
+        with self._changed:
+            self.num_active_requests += change
+            self._changed.notify_all()
+
+    def wait_idle(self, timeout_s: float) -> None:
+        """Returns when no request is under way, or after the timeout."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self.num_active_requests, timeout_s)
+
+    def handle_error(self, request: socket | tuple[bytes, socket], client_address: Any) -> None:  # noqa: ARG002 the library's interface
+        log.debug("a connection from %s broke", client_address)
+
+
+class _HttpError(Exception):
+    """HTTP error response with status and message."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class _RequestHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server_version = f"edgefl/{__version__}"
+    timeout = IDLE_TIMEOUT_S
+    # Headers and body in one packet: two of them would wait 40 ms for each other (Nagle and delayed ACKs).
+    wbufsize = -1
+    disable_nagle_algorithm = True
+    server: _InferenceHttpServer
+
+    def do_GET(self) -> None:
+        self._dispatch({"/healthz": self._get_health, "/model": self._get_model})
+
+    def do_POST(self) -> None:
+        self._dispatch({"/predict": self._predict})
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 the library's name
+        log.debug(format, *args)
+
+    def _dispatch(self, routes: dict[str, Any]) -> None:
+        self.server.add_active_requests(1)
+        try:
+            if not self.server.request_slots.acquire(blocking=False):
+                self.close_connection = True
+                self._send_json(503, {"error": f"more than {MAX_CONCURRENT_REQUESTS} requests at a time"})
+                return
+            try:
+                self._route(routes)
+            finally:
+                self.server.request_slots.release()
+        finally:
+            self.server.add_active_requests(-1)
+
+    def _route(self, routes: dict[str, Any]) -> None:
+        handler = routes.get(self.path.partition("?")[0], self._reject_unknown_route)
+        try:
+            self._send_json(200, handler())
+        except _HttpError as error:
+            self._send_json(error.status, {"error": str(error)})
+        except EdgeflError as error:
+            self._send_json(400, {"error": str(error)})
+        except (ConnectionError, TimeoutError):
+            self.close_connection = True
+        except Exception:  # the boundary of one request: the next one must still be answered
+            log.exception("a request failed")
+            self.close_connection = True
+            self._send_json(500, {"error": "internal error; see the log"})
+
+    def _get_health(self) -> Json:
+        return {"status": "ok", "version": __version__, "has_model": self.server.served_model.current is not None}
+
+    def _get_model(self) -> Json:
+        model, deployed = self._require_model()
+        return {
+            "model": deployed.model if deployed else model.model,
+            "task": model.task,
+            "classes": list(model.classes),
+            "input_shape": list(model.input_shape),
+            "deployment": deployed.deployment if deployed else None,
+            "accuracy": deployed.accuracy if deployed else None,
+        }
+
+    def _predict(self) -> Json:
+        body = self._read_body()
+        model, deployed = self._require_model()
+        predictions = model.predict(self._parse_rows(body, model))
+        model_ids = (deployed.model, deployed.deployment) if deployed else (model.model, None)
+        return {
+            "model": model_ids[0],
+            "deployment": model_ids[1],
+            "rows": [prediction.to_json() for prediction in predictions],
+        }
+
+    def _require_model(self) -> tuple[OnnxModel, DeployedModel | None]:
+        current = self.server.served_model.current
+        if current is None:
+            raise _HttpError(503, "no model is deployed yet; on the coordinator: edgefl model deploy MODEL")
+        return current
+
+    def _parse_rows(self, body: bytes, model: OnnxModel) -> Array:
+        if body[:6] == b"\x93NUMPY":
+            rows = parse_npy(body, "the body")
+        else:
+            try:
+                value = parse_json(body)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"the body must be JSON rows or a .npy array: {error}") from None
+            value = value.get("rows") if isinstance(value, dict) else value
+            if not isinstance(value, list) or not value:
+                raise DataError('the body must be {"rows": [[…], …]} with at least one row')
+            try:
+                with np.errstate(over="ignore"):  # overflows become infinities, which are rejected below
+                    rows = np.array(value, dtype=np.float32)
+            except (ValueError, TypeError) as error:
+                raise DataError(f"rows must be lists of numbers, all of one shape: {error}") from None
+        if np.issubdtype(rows.dtype, np.inexact) and not np.isfinite(rows).all():
+            raise DataError("rows hold a NaN or an infinity")
+        return model.to_batch(rows)
+
+    def _read_body(self) -> bytes:
+        length = self.headers.get("Content-Length", "")
+        if not length.isdigit():
+            self.close_connection = True
+            raise _HttpError(411, "a body needs a Content-Length")
+        if int(length) > MAX_BODY_BYTES:
+            self.close_connection = True
+            raise _HttpError(413, f"a body of {length} bytes; at most {MAX_BODY_BYTES} are read")
+        body = self.rfile.read(int(length))
+        if len(body) < int(length):
+            raise ConnectionError("the client went away")
+        return body
+
+    def _reject_unknown_route(self) -> Json:
+        # An unread body would be parsed as the next request.
+        self.close_connection = self.headers.get("Content-Length", "0") != "0"
+        raise _HttpError(404, "there are POST /predict, GET /healthz and GET /model")
+
+    def _send_json(self, status: int, value: Json) -> None:
+        content = json.dumps({"v": 1, **value}).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(content)
+        self.wfile.flush()  # before it counts as answered: a server that stops waits for no more than that

@@ -1,0 +1,1 @@
+"""MQTT side of a device: connection, session, wake-ups, heartbeats."""

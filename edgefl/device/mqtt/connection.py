@@ -1,0 +1,362 @@
+"""MQTT connection of a device: presence, wake-ups and commands, with endless reconnects.
+
+Every connection is a session of its own: a new client object, a new session number, and a will that carries it. So a
+late will can be distinguished from the present session, and of the queue of an old connection only the newest values
+for other devices are sent on a new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import paho.mqtt.client as mqtt
+from paho.mqtt.reasoncodes import ReasonCode
+
+from edgefl.core.errors import NotJoinedError, StoreError
+from edgefl.core.protocol import (
+    Capabilities,
+    CommandReply,
+    Heartbeat,
+    PresenceState,
+    ProgressReport,
+    StatusMessage,
+    Topic,
+)
+from edgefl.core.types import derive_rng
+from edgefl.device.mqtt.dispatch import MessageDispatcher, MqttCallbacks
+from edgefl.device.mqtt.peer_publisher import PeerPublisher
+from edgefl.device.mqtt.session import (
+    CONNECT_TIMEOUT_S,
+    MqttIdentity,
+    MqttSession,
+    MqttTlsFiles,
+    create_session,
+    create_tls_context,
+)
+from edgefl.system.rate_limited_log import RateLimitedLog
+
+__all__ = ["MqttCallbacks", "MqttConnection", "MqttIdentity", "MqttTlsFiles", "ReconnectPolicy"]
+
+log = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 10
+INITIAL_BACKOFF_S = 0.5
+# Below the presence timeout: after a broker restart, every device reconnects in time.
+MAX_BACKOFF_S = 8.0
+PROGRESS_INTERVAL_S = 0.1
+OFFLINE_PUBLISH_TIMEOUT_S = 2.0
+STABLE_AFTER_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReconnectPolicy:
+    """Keep-alive and back-off; the broker sends our will after 1.5 times `keep_alive_s` of silence."""
+
+    keep_alive_s: int = KEEP_ALIVE_S
+    max_backoff_s: float = MAX_BACKOFF_S
+
+
+_DEFAULT_POLICY = ReconnectPolicy()
+
+
+class MqttConnection:
+    """Connection to the broker that reconnects whenever it breaks.
+
+    Args:
+        addresses: hosts and ports of the broker, tried in turn; the one that worked last comes first.
+        tls_files: this device's certificate and key, and the trusted CA.
+        identity: see `MqttIdentity`.
+        callbacks: see `MqttCallbacks`.
+        next_session_no: returns a number that grows with every call, over restarts too.
+        policy: keep-alive and retry intervals.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[tuple[str, int]],
+        tls_files: MqttTlsFiles,
+        identity: MqttIdentity,
+        callbacks: MqttCallbacks,
+        *,
+        next_session_no: Callable[[], int],
+        policy: ReconnectPolicy = _DEFAULT_POLICY,
+    ) -> None:
+        if not addresses:
+            raise NotJoinedError("the device knows no address of its broker; join again")
+        self._addresses = deque(addresses)
+        self._tls_context = create_tls_context(tls_files)
+        self._identity = identity
+        self._next_session_no = next_session_no
+        self._policy = policy
+        self._rng = derive_rng("link", identity.device_id, identity.boot_id)
+        self._state = PresenceState.ONLINE
+        self._capabilities: Capabilities | None = None
+        self._peer_publisher = PeerPublisher()
+        self._rate_limited_log = RateLimitedLog(log)
+        self._dispatcher = MessageDispatcher(
+            callbacks,
+            self._rate_limited_log,
+            is_subscribed_to_peers=lambda: self._peer_publisher.is_subscribed,
+            on_offline=self._republish_status,
+        )
+        self._lock = threading.Lock()
+        self._session: MqttSession | None = None
+        self._unused_session_no: int | None = None
+        self._last_progress_s = -1.0
+        self._stopping = threading.Event()
+        self._is_connected = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Starts the thread that keeps connected until `stop`; returns at once."""
+        self._thread = threading.Thread(target=self._run, name="mqtt-link", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Publishes offline, disconnects and ends the thread."""
+        self._stopping.set()
+        self._state = PresenceState.OFFLINE
+        session = self._get_session()
+        if session is not None:
+            self._publish_offline(session)
+        if self._thread is not None:
+            # No longer than a connection attempt: with a broker that never answers it, the thread ends later.
+            self._thread.join(CONNECT_TIMEOUT_S + OFFLINE_PUBLISH_TIMEOUT_S)
+            self._thread = None
+
+    def renew(self, tls_files: MqttTlsFiles) -> None:
+        """Reconnects with another certificate, without going offline for the fleet."""
+        self._tls_context = create_tls_context(tls_files)
+        session = self._get_session()
+        if session is not None:
+            session.client.disconnect()  # neither the will nor `offline` is sent
+
+    def is_connected(self) -> bool:
+        return self._is_connected.is_set()
+
+    def wait_connected(self, timeout_s: float) -> bool:
+        """Returns whether it is connected, after waiting for at most `timeout_s`."""
+        return self._is_connected.wait(timeout_s)
+
+    @property
+    def session_no(self) -> int:
+        """Returns the number of the present session, 0 while there is none."""
+        session = self._get_session()
+        return session.number if session else 0
+
+    def set_draining(self, *, draining: bool) -> None:
+        """Publishes whether this device finishes its work and accepts no more."""
+        self._state = PresenceState.DRAINING if draining else PresenceState.ONLINE
+        session = self._get_session()
+        if session is not None:
+            session.publish_status(self._state)
+
+    def publish_heartbeat(self, heartbeat: Heartbeat) -> bool:
+        """Sends a heartbeat with the present session's number; dropped (returns False) while down."""
+        session = self._get_session()
+        if session is None:
+            return False
+        session.publish(
+            Topic.HEARTBEAT, replace(heartbeat, session_no=session.number, boot_id=self._identity.boot_id).dump()
+        )
+        return True
+
+    def publish_capabilities(self, capabilities: Capabilities) -> None:
+        """Publishes capabilities now and after every connect, since a broker may lose retained ones."""
+        self._capabilities = capabilities
+        session = self._get_session()
+        if session is not None:
+            session.publish(Topic.CAPABILITIES, capabilities.dump(), qos=1, retain=True)
+
+    def publish_progress(self, report: ProgressReport) -> bool:
+        """Sends a progress report; dropped (returns False) above ten a second, or while down."""
+        session, now_s = self._get_session(), time.monotonic()
+        with self._lock:
+            if session is None or now_s - self._last_progress_s < PROGRESS_INTERVAL_S:
+                return False
+            self._last_progress_s = now_s
+        session.publish(Topic.PROGRESS, report.dump())
+        return True
+
+    def publish_reply(self, reply: CommandReply) -> bool:
+        """Sends a reply to a coordinator's request; dropped (returns False) while down."""
+        session = self._get_session()
+        if session is None:
+            return False
+        session.publish(Topic.ANSWER, reply.dump(), qos=1)
+        return True
+
+    def publish_to_peer(self, receiver: str, payload: bytes, *, retain: bool = True) -> bool:
+        """Sends the newest value for another device; does not block.
+
+        A queued value is superseded by a newer one for the same receiver. A retained one is also kept here, and sent
+        again after every connect, since a broker may lose it.
+
+        Returns:
+            False while disconnected: a retained value is sent at the next connect, others are dropped.
+
+        Raises:
+            NetworkError: the value is empty or has more than `MAX_PEER_BYTES` bytes, or all retained values together
+                would have more than `MAX_RETAINED_PEER_BYTES`.
+            UsageError: the receiver's name is malformed.
+        """
+        return self._peer_publisher.publish(receiver, payload, retain=retain)
+
+    def is_peer_queue_empty(self) -> bool:
+        """Returns whether the broker has all peer values; True while disconnected."""
+        return self._peer_publisher.is_queue_empty()
+
+    def subscribe_to_peers(self) -> None:
+        """Subscribes to peer values, passed to `on_peer_message`, now and after every connect."""
+        self._peer_publisher.subscribe()
+
+    def remove_peers(self, receivers: Iterable[str]) -> None:
+        """Clears the broker's retained values for these receivers, and unsubscribes from peers.
+
+        While disconnected, this is deferred to the next connect.
+        """
+        self._peer_publisher.remove(receivers)
+
+    def _run(self) -> None:
+        backoff_s = INITIAL_BACKOFF_S
+        while not self._stopping.is_set():
+            started_s = time.monotonic()
+            was_accepted = self._connect_to_any()
+            # A session that broke at once is no success: two boards with one name would disconnect each other for
+            # ever.
+            is_stable = was_accepted and time.monotonic() - started_s > STABLE_AFTER_S
+            backoff_s = INITIAL_BACKOFF_S if is_stable else min(2 * backoff_s, self._policy.max_backoff_s)
+            # A whole fleet loses its broker at once; the jitter keeps it from coming back at once.
+            self._stopping.wait(backoff_s * self._rng.uniform(0.5, 1.0))
+
+    def _connect_to_any(self) -> bool:
+        """Tries every address once; returns whether one yielded a session."""
+        for _ in range(len(self._addresses)):
+            if self._connect_once():
+                return True
+            if self._stopping.is_set():
+                break
+            self._addresses.rotate(-1)
+        return False
+
+    def _connect_once(self) -> bool:
+        """Runs one session until it breaks; returns whether it was accepted."""
+        try:
+            session = self._make_session()
+        except (StoreError, OSError) as error:  # a card that is full now may have room later
+            self._rate_limited_log.warning("session", "cannot count a new session (%s); trying again", error)
+            return False
+        try:
+            self._run_session(session)
+        finally:
+            self._on_session_end(session)
+            session.close()
+        return session.is_accepted
+
+    def _run_session(self, session: MqttSession) -> None:
+        """Connects, and runs the session until it ends."""
+        host, port = self._addresses[0]
+        try:
+            session.client.connect(host, port, keepalive=self._policy.keep_alive_s)
+        except (OSError, ValueError) as error:  # ValueError: a host name that cannot be one
+            self._unused_session_no = session.number
+            self._rate_limited_log.warning(
+                f"{host}:{port}", "cannot reach the broker at %s:%d (%s)", host, port, error
+            )
+            return
+        try:
+            if not self._stopping.is_set():
+                session.run(self._peer_publisher.send_due)
+        except OSError as error:
+            self._rate_limited_log.warning(f"{host}:{port}", "lost the broker at %s:%d (%s)", host, port, error)
+
+    def _make_session(self) -> MqttSession:
+        unused, self._unused_session_no = self._unused_session_no, None
+        number = self._next_session_no() if unused is None else unused
+        session = create_session(self._identity, number, self._tls_context)
+        session.client.on_connect = self._on_connect
+        session.client.on_subscribe = self._on_subscribe
+        session.client.on_disconnect = self._on_disconnect
+        self._dispatcher.attach(session)
+        return session
+
+    def _on_connect(
+        self, client: mqtt.Client, session: MqttSession, _flags: Any, reason: ReasonCode, _props: Any
+    ) -> None:
+        if reason.is_failure:
+            self._rate_limited_log.warning("refused", "the broker refuses this device: %s", reason)
+            client.disconnect()
+            return
+        session.is_accepted = True
+        with self._lock:
+            self._session = session
+        session.publish_status(self._state)
+        if self._capabilities is not None:
+            session.publish(Topic.CAPABILITIES, self._capabilities.dump(), qos=1, retain=True)
+        # Our own status too: see `_republish_status`.
+        kinds = ((Topic.WAKEUP, 0), (Topic.COMMAND, 1), (Topic.STATUS, 1))
+        client.subscribe([(session.topic(kind), qos) for kind, qos in kinds])
+        self._peer_publisher.attach(session)
+        if self._stopping.is_set():
+            self._publish_offline(session)
+
+    def _on_subscribe(
+        self, _client: Any, session: MqttSession, _mid: int, reasons: Sequence[ReasonCode], _props: Any
+    ) -> None:
+        """Marks the session as connected: wake-ups are received from now on."""
+        is_refused = any(reason.is_failure for reason in reasons)
+        if self._is_connected.is_set():  # so it was a later subscription
+            if is_refused:
+                self._rate_limited_log.warning(
+                    "lonely", "the broker lets this device hear no other device; check its rules"
+                )
+            return
+        if is_refused:
+            self._rate_limited_log.warning(
+                "deaf", "the broker lets this device hear no bell or no command; check its rules"
+            )
+        self._is_connected.set()
+        log.info("connected to the broker, session %d", session.number)
+        self._dispatcher.notify_connection(is_connected=True)
+
+    def _on_disconnect(
+        self, _client: Any, session: MqttSession, _flags: Any, reason: ReasonCode, _props: Any
+    ) -> None:
+        if session.is_accepted and reason.is_failure:
+            self._rate_limited_log.warning("lost", "lost the broker (%s); connecting again", reason)
+        self._on_session_end(session)
+
+    def _on_session_end(self, session: MqttSession) -> None:
+        self._peer_publisher.detach(session)
+        with self._lock:
+            is_current_session = self._session is session
+            if is_current_session:
+                self._session = None
+        if is_current_session and self._is_connected.is_set():
+            self._is_connected.clear()
+            self._dispatcher.notify_connection(is_connected=False)
+
+    def _republish_status(self, session: MqttSession, status: StatusMessage) -> None:
+        """Republishes our status after a foreign `offline`, the late will of an earlier session."""
+        if not self._stopping.is_set():
+            log.info("somebody says that this device is offline (session %d); it is not", status.session_no)
+            session.publish_status(self._state)
+
+    def _publish_offline(self, session: MqttSession) -> None:
+        publish_info = session.publish_status(self._state)
+        # paho's own thread must not wait; the packet is sent before DISCONNECT all the same.
+        if threading.current_thread() is not self._thread:
+            with contextlib.suppress(RuntimeError, ValueError):  # the connection broke just now
+                publish_info.wait_for_publish(OFFLINE_PUBLISH_TIMEOUT_S)
+        session.client.disconnect()
+
+    def _get_session(self) -> MqttSession | None:
+        with self._lock:
+            return self._session

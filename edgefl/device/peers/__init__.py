@@ -1,0 +1,1 @@
+"""Peer-to-peer side of decentralised training: gossip sessions and message transports."""

@@ -1,0 +1,1 @@
+"""Training on a device: instructions, task cache, client state, trainer."""

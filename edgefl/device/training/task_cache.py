@@ -1,0 +1,191 @@
+"""Task cache: model, learner and shard stay in memory between instructions.
+
+A shard is read again when its files changed, so that newly collected data counts from the next assignment on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from edgefl.core.errors import DataError, EdgeflError, TaskError
+from edgefl.core.types import Dataset, Json, Learner, ModelSpec, Task
+from edgefl.tasks.datasets.train_test_split import split_train_test
+from edgefl.tasks.registry import make_task
+from edgefl.tasks.sharding.shard_metadata import get_metadata_path, read_metadata
+
+log = logging.getLogger(__name__)
+
+MAX_TASKS = 2
+MAX_LISTED_BLOCKS = 10
+
+T = TypeVar("T")
+BlockRanges = Mapping[int, tuple[int, int]]
+
+
+@dataclass(slots=True)
+class CachedTask:
+    """Task ready to train; `shard_fingerprint` identifies the shard version of `data` and `blocks`."""
+
+    name: str
+    task: Task
+    model_spec: ModelSpec
+    learner: Learner
+    shard_fingerprint: object = None
+    data: Dataset | None = None
+    blocks: BlockRanges = field(default_factory=dict)
+    splits: dict[float, tuple[Dataset, Dataset]] = field(default_factory=dict)
+
+
+class TaskCache:
+    """Cache of a board's tasks, by task and options.
+
+    Args:
+        shards: task -> path, read at every instruction.
+        accelerator: cpu or cuda.
+        threads: how many cores to use, None for all.
+    """
+
+    def __init__(self, shards: Callable[[], Mapping[str, str]], *, accelerator: str, threads: int | None) -> None:
+        self._shards, self._accelerator, self._threads = shards, accelerator, threads
+        self._cached: OrderedDict[str, CachedTask] = OrderedDict()
+        self._shard_errors: dict[str, str] = {}
+
+    def get(self, header: Json) -> CachedTask:
+        """Returns the task that an instruction names.
+
+        Raises:
+            EdgeflError: the board has no shard for it, or it cannot be created.
+        """
+        name, options = str(header["task"]), dict(header.get("options", {}))
+        # Before anything is imported or called: only tasks with a shard, set by the owner, may run on this board.
+        self._get_shard_path(name)
+        key = f"{name} {sorted(options.items())}"
+        if key not in self._cached:
+            task = make_task(name, options)
+            learner = task.learner(accelerator=self._accelerator, threads=self._threads)
+            self._cached[key] = CachedTask(name=name, task=task, model_spec=task.shapes(), learner=learner)
+        self._cached.move_to_end(key)
+        while len(self._cached) > MAX_TASKS:
+            self._cached.popitem(last=False)
+        return self._cached[key]
+
+    def require_shard(self, name: str) -> None:
+        """Raises unless this board has a shard for a task; call before any use of that name.
+
+        Raises:
+            TaskError: it has none.
+        """
+        self._get_shard_path(name)
+
+    def load_data(self, cached_task: CachedTask) -> Dataset:
+        """Returns all data in the task's shard, up to date."""
+        path = self._get_shard_path(cached_task.name)
+        fingerprint = (path, _compute_fingerprint(Path(path)))
+        if cached_task.data is None or cached_task.shard_fingerprint != fingerprint:
+            cached_task.data, cached_task.blocks = cached_task.task.read(path), _read_block_ranges(path)
+            cached_task.shard_fingerprint, cached_task.splits = fingerprint, {}
+        return cached_task.data
+
+    def load_split(self, cached_task: CachedTask, test_fraction: float) -> tuple[Dataset, Dataset]:
+        """Returns a trainer's training and test data."""
+        data = self.load_data(cached_task)
+        if test_fraction not in cached_task.splits:
+            cached_task.splits[test_fraction] = split_train_test(data, test_fraction)
+        return cached_task.splits[test_fraction]
+
+    def load_block(self, cached_task: CachedTask, block: int) -> Dataset:
+        """Returns the rows of one block of a redundant shard, the same on every device that holds it.
+
+        Raises:
+            TaskError: this board does not have it.
+            DataError: the shard is shorter than its metadata declares.
+        """
+        data = self.load_data(cached_task)
+        if block not in cached_task.blocks:
+            listed = ", ".join(map(str, sorted(cached_task.blocks)[:MAX_LISTED_BLOCKS])) or "none"
+            suffix = ", …" if len(cached_task.blocks) > MAX_LISTED_BLOCKS else ""
+            raise TaskError(
+                f"this device holds no block {block} of task {cached_task.name}; it holds {listed}{suffix}"
+            )
+        start, stop = cached_task.blocks[block]
+        if not 0 <= start < stop <= len(data):
+            raise DataError(
+                f"block {block} of task {cached_task.name} is rows {start} to {stop} of a shard of {len(data)}; "
+                "cut the shards again"
+            )
+        return Dataset(inputs=data.inputs[start:stop], labels=data.labels[start:stop])
+
+    def compute_fingerprint(self) -> object:
+        """Returns a value that changes when any shard does."""
+        return tuple((name, path, _compute_fingerprint(Path(path))) for name, path in sorted(self._shards().items()))
+
+    def count_examples(self) -> dict[str, int]:
+        """Returns the example count of each readable shard."""
+        self._shard_errors = {}
+        return {
+            name: count
+            for name, path in self._shards().items()
+            for count in _read_shard(name, path, _count_examples, self._shard_errors)
+        }
+
+    def get_shard_errors(self) -> dict[str, str]:
+        """Returns the read errors of the last count, by task."""
+        return dict(self._shard_errors)
+
+    def list_blocks(self) -> dict[str, list[int]]:
+        """Returns the blocks of each redundant shard; others are omitted."""
+        blocks_by_task = {
+            name: blocks
+            for name, path in self._shards().items()
+            for blocks in _read_shard(name, path, _list_block_numbers)
+        }
+        return {name: blocks for name, blocks in blocks_by_task.items() if blocks}
+
+    def _get_shard_path(self, task: str) -> str:
+        path = self._shards().get(task)
+        if path is None:
+            raise TaskError(f"this device has no shard for task {task!r}; edgefl device shard add")
+        return path
+
+
+def _read_shard(
+    name: str, path: str, read: Callable[[str, str], T], errors: dict[str, str] | None = None
+) -> Iterator[T]:
+    """Yields the result of `read`, or nothing when the shard is unusable."""
+    try:
+        yield read(name, path)
+    except Exception as error:  # a custom loader may raise anything, and the board must survive
+        is_known = isinstance(error, EdgeflError)
+        log.warning("shard %s of task %s cannot be used: %s", path, name, error, exc_info=not is_known)
+        if errors is not None:
+            errors[name] = str(error) if is_known else f"{type(error).__name__}: {error}"
+
+
+def _count_examples(name: str, path: str) -> int:
+    return len(make_task(name).read(path))
+
+
+def _list_block_numbers(name: str, path: str) -> list[int]:  # noqa: ARG001 the metadata suffice
+    return sorted(_read_block_ranges(path))
+
+
+def _read_block_ranges(path: str) -> BlockRanges:
+    """Returns the row ranges of a redundant shard's blocks; none for a folder."""
+    location = Path(path)
+    if not location.name or location.is_dir() or not get_metadata_path(location).is_file():
+        return {}
+    return read_metadata(location).blocks
+
+
+def _compute_fingerprint(path: Path) -> object:
+    """Returns a fingerprint of data and permissions: times and sizes of the file, or of a folder's files."""
+    try:
+        files = sorted(path.iterdir()) if path.is_dir() else [path]
+        return tuple((file.name, status.st_ctime_ns, status.st_size) for file in files if (status := file.stat()))
+    except OSError:
+        return None

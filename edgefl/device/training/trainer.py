@@ -1,0 +1,408 @@
+"""Device trainer: decodes the model, trains or evaluates on a shard, encodes the result."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.random import Generator
+
+from edgefl.compression.codec import make_codec
+from edgefl.compression.decoding import decode_body
+from edgefl.compression.delta import apply_delta
+from edgefl.compression.error_feedback import has_error_feedback
+from edgefl.compression.stateful_training import require_stateless_training
+from edgefl.core.errors import DataError, EdgeflError
+from edgefl.core.protocol import finite_or_none
+from edgefl.core.types import (
+    ZERO_CONTROL_VARIATE,
+    Algorithm,
+    Array,
+    Dataset,
+    Json,
+    Learner,
+    Role,
+    Tensor,
+    Tensors,
+    derive_rng,
+)
+from edgefl.decentralised.message_bundle import decode_messages
+from edgefl.device.hardware.health_sampler import HealthSampler
+from edgefl.device.hardware.thermal_pacing import ThermalPacer
+from edgefl.device.peers.gossip_runner import MakePeerTransport
+from edgefl.device.training.client_state import ClientState
+from edgefl.device.training.gossip_worker import FullModelRequiredError, GossipWorker
+from edgefl.device.training.instruction import ParsedInstruction, parse_instruction
+from edgefl.device.training.local_tensors import LocalTensors
+from edgefl.device.training.readiness import PrefetchMissingError, ReadinessHandler
+from edgefl.device.training.task_cache import CachedTask, TaskCache
+from edgefl.tasks.local_algorithms.control_variates import get_start_version
+from edgefl.tasks.local_algorithms.local_training import LocalTrainingResult, compute_iteration_limit, train
+
+log = logging.getLogger(__name__)
+
+
+MAX_FINISH_EARLY_IDS = 64
+PROGRESS_INTERVAL_S = 0.1
+
+
+class TrainingAbortedError(Exception):
+    """Abort by the agent's stop: the current assignment ends without a reply."""
+
+
+ProgressCallback = Callable[[str, int, float], None]
+"""(assignment id, finished iterations, seconds per iteration)"""
+
+
+class DeviceTrainer:
+    """Trainer of a device; used by one thread, observed and interrupted from others.
+
+    Args:
+        device_id: seeds this device's random streams.
+        role: an evaluator evaluates on its whole shard, a trainer on its local test split.
+        shards: task -> path, read at every instruction.
+        accelerator: cpu or cuda.
+        threads: how many cores to use, None for all.
+        state_dir: of local tensors and the runs' state.
+        on_progress: called after iterations of a plan that requests progress.
+        incarnation: grows with every start of the device, 1 or more; nodes of a graph number their messages by it.
+        make_transport: for nodes of a graph whose messages the coordinator does not relay.
+        health_sampler: samples the board during work; None for no samples.
+        thermal_pacer: pauses between iterations while the board is too hot; None for no limit.
+        on_alive: called at every iteration and while waiting.
+    """
+
+    def __init__(  # noqa: PLR0913 a composition root hands over its parts by name
+        self,
+        *,
+        device_id: str,
+        role: str,
+        shards: Callable[[], Mapping[str, str]],
+        accelerator: str,
+        threads: int | None,
+        state_dir: Path,
+        on_progress: ProgressCallback,
+        incarnation: int = 1,
+        make_transport: MakePeerTransport | None = None,
+        health_sampler: HealthSampler | None = None,
+        thermal_pacer: ThermalPacer | None = None,
+        on_alive: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._health_sampler, self._on_alive = health_sampler, on_alive
+        self._thermal_pacer = thermal_pacer or ThermalPacer(lambda: None, lambda: None)
+        self._device_id, self._role, self._state_dir = device_id, role, state_dir
+        self._on_progress = on_progress
+        self._task_cache = TaskCache(shards, accelerator=accelerator, threads=threads)
+        self._client_state, self._local_tensors = ClientState(state_dir), LocalTensors(state_dir)
+        self._training_lock = threading.Lock()
+        self._gossip_worker = GossipWorker(
+            device_id,
+            state_dir,
+            incarnation=incarnation,
+            tasks=self._task_cache,
+            make_transport=make_transport,
+            training_lock=self._training_lock,
+            pace=self._thermal_pacer.wait_until_cool,
+        )
+        self._readiness = ReadinessHandler(
+            state_dir,
+            self._task_cache,
+            training_lock=self._training_lock,
+            is_gossip_running=lambda run: (self._gossip_worker.run_progress or ("", 0))[0] == run,
+        )
+        self._finish_early_ids: OrderedDict[str, None] = OrderedDict()
+        self._is_aborted = False
+        self._lock = threading.Lock()
+        self._current: tuple[str, str, int] | None = None
+
+    @property
+    def current(self) -> tuple[str, str, int] | None:
+        """Returns the current run, assignment ("" for none) and iteration."""
+        current, gossip_progress = self._current, self._gossip_worker.run_progress
+        return (
+            current
+            if current is not None or gossip_progress is None
+            else (gossip_progress[0], "", gossip_progress[1])
+        )
+
+    def finish_early(self, assignment_id: str) -> None:
+        """Ends an assignment after its current iteration; the partial update is sent."""
+        with self._lock:
+            self._finish_early_ids[assignment_id] = None
+            # Ids of work that never comes, or came before, must not accumulate over months.
+            while len(self._finish_early_ids) > MAX_FINISH_EARLY_IDS:
+                self._finish_early_ids.popitem(last=False)
+
+    def abort(self) -> None:
+        """Aborts the current work without a reply, after the current iteration."""
+        self._is_aborted = True
+
+    def close(self) -> None:
+        """Saves the runs' state; called by the training thread, when the agent stops."""
+        self._client_state.save()
+        self._local_tensors.save()
+        self._gossip_worker.close()
+
+    def resume(self) -> None:
+        """Resumes the node of an earlier run of the agent; needs no coordinator."""
+        self._gossip_worker.resume()
+
+    def complete_run(self, run: str) -> None:
+        """Completes or cancels a run: stops its autonomous node, drops its prefetched model."""
+        self._readiness.remove(run)
+        self._gossip_worker.complete_run(run)
+
+    def pause(self) -> None:
+        """Pauses this board: an autonomous node stops until its next work."""
+        self._gossip_worker.pause()
+
+    def remove_expired(self) -> None:
+        """Drops an expired prefetched model; called periodically by the training thread."""
+        self._readiness.remove_expired()
+
+    def compute_shard_fingerprint(self) -> object:
+        """Returns a value that changes when any shard does."""
+        return self._task_cache.compute_fingerprint()
+
+    def train(self, header: Json, body: bytes) -> tuple[Json, bytes]:
+        """Returns metrics and the encoded displacement of an assignment; for a gossip node also its messages.
+
+        For a readiness phase, returns whether this board is ready; see `ReadinessHandler`.
+        """
+        if "phase" in header:
+            self._gossip_worker.reopen_run(str(header.get("run")))
+            return self._readiness.run_phase(header, body)
+        return self._execute(header, body, self._train_with_health)
+
+    def evaluate(self, header: Json, body: bytes) -> tuple[Json, bytes]:
+        """Returns loss and accuracy of the model in `body`."""
+        return self._execute(header, body, self._evaluate)
+
+    def count_examples(self) -> dict[str, int]:
+        """Returns the example count of each readable shard."""
+        return self._task_cache.count_examples()
+
+    def get_shard_errors(self) -> dict[str, str]:
+        """Returns the read errors of the last `count_examples`, by task."""
+        return self._task_cache.get_shard_errors()
+
+    def list_blocks(self) -> dict[str, list[int]]:
+        """Returns the blocks of each redundant shard, by task; others are omitted."""
+        return self._task_cache.list_blocks()
+
+    def _execute(
+        self, header: Json, body: bytes, run: Callable[[ParsedInstruction, CachedTask, bytes], tuple[Json, bytes]]
+    ) -> tuple[Json, bytes]:
+        reply: Json = {"v": 1, "run": header.get("run"), "assignment": header.get("assignment")}
+        try:
+            instruction = parse_instruction(self._device_id, header)
+            self._current = instruction.run, instruction.assignment_id, 0
+            with self._training_lock:
+                metrics, result = run(
+                    instruction, self._task_cache.get(header), self._readiness.add_prefetched_model(header, body)
+                )
+        except TrainingAbortedError:
+            raise
+        except (FullModelRequiredError, PrefetchMissingError) as error:
+            log.info("assignment %s: %s", header.get("assignment"), error)
+            return {**reply, "error": str(error), "needs_dense": True}, b""
+        except Exception as error:  # the boundary of one assignment: the board must survive for the next
+            is_known = isinstance(error, EdgeflError)
+            log.warning("assignment %s failed: %s", header.get("assignment"), error, exc_info=not is_known)
+            return {**reply, "error": f"{type(error).__name__}: {error}"}, b""
+        finally:
+            self._current = None
+            with self._lock:
+                self._finish_early_ids.pop(str(header.get("assignment")), None)
+        return {**reply, **metrics}, result
+
+    def _train_with_health(
+        self, instruction: ParsedInstruction, cached_task: CachedTask, body: bytes
+    ) -> tuple[Json, bytes]:
+        """Trains, and adds the board's health to the metrics."""
+        self._thermal_pacer.start()
+        if self._health_sampler is not None:
+            self._health_sampler.start()
+            self._health_sampler.sample()
+        reply, result = self._train(instruction, cached_task, body)
+        vitals = {
+            **(self._health_sampler.stop() if self._health_sampler is not None else {}),
+            **self._thermal_pacer.get_metrics(),
+        }
+        return {**reply, "metrics": {**reply["metrics"], **({"vitals": vitals} if vitals else {})}}, result
+
+    def _sample_health(self) -> None:
+        self._on_alive()
+        if self._health_sampler is not None:
+            self._health_sampler.sample()
+
+    def _train(self, instruction: ParsedInstruction, cached_task: CachedTask, body: bytes) -> tuple[Json, bytes]:
+        if instruction.header.get("held"):  # a held one would have been answered already
+            raise FullModelRequiredError("the answer to it is not held here any more")
+        self._gossip_worker.discard_other_runs(instruction.run)
+        if instruction.plan.node is not None:
+            return self._gossip_worker.run_instruction(
+                instruction,
+                cached_task,
+                body,
+                on_iteration=self._make_iteration_callback(instruction),
+                should_finish_early=self._make_finish_early_check(instruction),
+            )
+        inbox, body = decode_messages(instruction.header.get("mail", []), body)
+        instruction = replace(instruction, plan=replace(instruction.plan, inbox=inbox))
+        data = self._load_training_data(instruction, cached_task)
+        learner = self._load_model(instruction, cached_task, body)
+        result, extra = self._run_training(instruction, learner, data)
+        self._local_tensors.update(instruction.run, cached_task.model_spec, learner)
+        encoded = self._encode_update(instruction, cached_task, result.displacement)
+        self._client_state.save(only_when_due=instruction.header.get("residuals") != "durable")
+        metrics = {
+            "iterations": result.iterations,
+            "num_examples": result.num_examples,
+            "loss": finite_or_none(result.loss),
+            "compute_s": result.compute_s,
+            **extra,
+        }
+        return {"metrics": metrics}, encoded
+
+    def _load_training_data(self, instruction: ParsedInstruction, cached_task: CachedTask) -> Dataset:
+        if instruction.block is None:
+            return self._task_cache.load_split(cached_task, float(instruction.header["test_fraction"]))[0]
+        require_stateless_training(instruction.plan, instruction.codec_spec, cached_task.model_spec)
+        return self._task_cache.load_block(cached_task, instruction.block)
+
+    def _run_training(
+        self, instruction: ParsedInstruction, learner: Learner, data: Dataset
+    ) -> tuple[LocalTrainingResult, Json]:
+        """Trains and stores the client state; returns the result and extra metrics."""
+        plan, variate, algorithm_state = instruction.plan, None, None
+        if plan.algorithm == Algorithm.SCAFFOLD:
+            variate = self._client_state.get_variate(instruction.run).apply_used(
+                get_start_version(plan), _get_used_assignments(instruction)
+            )
+            algorithm_state = variate.value
+        elif plan.keeps_state:
+            algorithm_state = self._client_state.get_step_state(instruction.run, plan.algorithm)
+        result = train(
+            learner,
+            data,
+            plan,
+            derive_rng(*instruction.seed_key),
+            clock=time.monotonic,
+            on_iteration=self._make_iteration_callback(instruction, last=compute_iteration_limit(plan, len(data))),
+            algorithm_state=algorithm_state,
+        )
+        if variate is not None:
+            variate = variate.add_move(instruction.assignment_id, result.algorithm_state or {})
+            self._client_state.update_variate(instruction.run, variate)
+            return result, {"extra": {ZERO_CONTROL_VARIATE: 1.0}} if variate.is_zero else {}
+        if result.algorithm_state is not None:
+            self._client_state.update_step_state(instruction.run, plan.algorithm, result.algorithm_state)
+        return result, {}
+
+    def _make_iteration_callback(
+        self, instruction: ParsedInstruction, *, last: int | None = None
+    ) -> Callable[[int, float], bool]:
+        """Returns the per-iteration callback of an instruction, which returns whether to stop.
+
+        After the iteration `last` there is no thermal pause.
+        """
+        plan, reported_s = instruction.plan, 0.0
+        until_s = math.inf if plan.seconds is None else time.monotonic() + plan.seconds
+
+        def should_stop_waiting() -> bool:
+            self._on_alive()  # a thermal pause may exceed the timeout for stuck work
+            return (
+                self._is_aborted or instruction.assignment_id in self._finish_early_ids or time.monotonic() >= until_s
+            )
+
+        def on_iteration(iteration: int, seconds_per_iteration: float) -> bool:
+            nonlocal reported_s
+            self._current = instruction.run, instruction.assignment_id, iteration
+            self._sample_health()
+            if iteration != last:
+                self._thermal_pacer.wait_until_cool(should_stop_waiting)
+            if self._is_aborted:
+                raise TrainingAbortedError
+            if plan.report_progress and time.monotonic() - reported_s >= PROGRESS_INTERVAL_S:
+                reported_s = time.monotonic()
+                self._on_progress(instruction.assignment_id, iteration, seconds_per_iteration)
+            return instruction.assignment_id in self._finish_early_ids or time.monotonic() >= until_s
+
+        return on_iteration
+
+    def _make_finish_early_check(self, instruction: ParsedInstruction) -> Callable[[int], bool]:
+        """Returns a callback that maps a waiting node's iterations to whether it must report."""
+
+        def should_finish_early(iterations: int) -> bool:
+            self._current = instruction.run, instruction.assignment_id, iterations
+            self._sample_health()
+            if self._is_aborted:
+                raise TrainingAbortedError
+            return instruction.assignment_id in self._finish_early_ids
+
+        return should_finish_early
+
+    def _encode_update(
+        self, instruction: ParsedInstruction, cached_task: CachedTask, delta: Mapping[str, Array]
+    ) -> bytes:
+        rng: Generator = derive_rng(*instruction.seed_key, "uplink")
+        if not has_error_feedback(instruction.codec_spec):
+            return make_codec(instruction.codec_spec, cached_task.model_spec).encode(delta, rng)
+        feedback = self._client_state.get_feedback(instruction.run, instruction.codec_spec, cached_task.model_spec)
+        feedback.record_used(_get_used_assignments(instruction))
+        return feedback.encode(instruction.assignment_id, delta, rng)
+
+    def _evaluate(self, instruction: ParsedInstruction, cached_task: CachedTask, body: bytes) -> tuple[Json, bytes]:
+        data = self._task_cache.load_data(cached_task)
+        if self._role != Role.EVALUATOR:
+            data = self._task_cache.load_split(cached_task, float(instruction.header["test_fraction"]))[1]
+        if not len(data):
+            raise DataError("the local test split holds no examples")
+        loss, accuracy = self._load_model(instruction, cached_task, body).evaluate(data)
+        if not (np.isfinite(loss) and np.isfinite(accuracy)):
+            raise DataError(f"the model's loss on the test data is {loss}: it has diverged")
+        scores = {"num_examples": len(data), "loss": float(loss), "accuracy": float(accuracy)}
+        return {"metrics": scores}, b""
+
+    def _load_model(self, instruction: ParsedInstruction, cached_task: CachedTask, body: bytes) -> Learner:
+        """Loads the global model and the local tensors into the learner."""
+        if any(not spec.shared for spec in cached_task.model_spec):
+            cached_task.learner.load(
+                self._local_tensors.load(instruction.run, cached_task.model_spec)
+                or cached_task.task.init(instruction.seed)
+            )
+        cached_task.learner.load(self._decode_model(instruction, cached_task, body))
+        return cached_task.learner
+
+    def _decode_model(self, instruction: ParsedInstruction, cached_task: CachedTask, body: bytes) -> Tensors:
+        """Returns the global model, from a full body or a delta to the stored one."""
+        base_version = instruction.header.get("base")
+        if base_version is None:
+            model = {name: _to_dense(tensor) for name, tensor in decode_body(body, cached_task.model_spec).items()}
+        else:
+            held_version = self._client_state.get_model_version(instruction.run)
+            if held_version is None or held_version != int(base_version):
+                raise FullModelRequiredError(
+                    f"needs the whole model: changes since version {base_version} came, it holds {held_version}"
+                )
+            model = apply_delta(self._client_state.get_model(instruction.run), body, cached_task.model_spec)
+        if instruction.header.get("keep"):
+            self._client_state.update_model(instruction.run, instruction.version, model)
+        return model
+
+
+def _get_used_assignments(instruction: ParsedInstruction) -> list[str]:
+    """Returns the device's newest used assignments, reported by the coordinator."""
+    return [str(assignment) for assignment in instruction.header.get("settled", ())]
+
+
+def _to_dense(tensor: Tensor) -> Array:
+    return tensor if isinstance(tensor, np.ndarray) else tensor.dense()

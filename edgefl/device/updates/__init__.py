@@ -1,0 +1,1 @@
+"""A/B software updates: two virtual environments; the idle one is built, tried and rolled back."""

@@ -1,0 +1,198 @@
+"""Slot layout: `ROOT/a`, `ROOT/b`, and `ROOT/current`, a symbolic link to the active one.
+
+Root owns all of it. `ROOT/update` is the updater's folder: lock, status, and its copy of a bundle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.metadata
+import json
+import logging
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from packaging.utils import canonicalize_name
+
+from edgefl import DISTRIBUTION
+from edgefl.core.errors import BundleError, ConfigError, StoreError
+from edgefl.core.safe_parsing import parse_json
+from edgefl.system.atomic_files import open_atomic, sync_directory
+
+log = logging.getLogger(__name__)
+
+SLOT_NAMES = ("a", "b")
+CURRENT_LINK = "current"
+RECORD_FILE = "edgefl-slot.json"
+LOCK_FILE = "lock"
+"""Lock in the updater's folder; held while it works, and by install.sh while that creates a slot."""
+RECORD_FORMAT = 1
+PROVISIONED_COMMAND = "sudo /opt/edgefl/current/bin/python -m edgefl {} --state /var/lib/edgefl"
+"""A command on a board set up by `edgefl provision`, where `edgefl` is not on PATH."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstalledPack:
+    """Task pack in a slot, with its projects."""
+
+    version: str
+    projects: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotRecord:
+    """Bundles installed in a slot; `serials` holds the newest serial by bundle name, packs included."""
+
+    packs: Mapping[str, InstalledPack] = field(default_factory=dict)
+    serials: Mapping[str, int] = field(default_factory=dict)
+
+    def with_bundle(self, name: str, pack: InstalledPack | None, serial: int) -> SlotRecord:
+        """Returns the record with a bundle added; `pack` is None for a release or removal."""
+        packs = {other: installed for other, installed in self.packs.items() if other != name}
+        if pack is not None:
+            packs[name] = pack
+        return replace(self, packs=packs, serials={**self.serials, name: serial})
+
+    def with_serial(self, name: str, serial: int) -> SlotRecord:
+        """Returns the record with a new serial for a bundle that changed nothing else."""
+        return replace(self, serials={**self.serials, name: serial})
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """A/B slots of a board."""
+
+    root: Path
+
+    @property
+    def work_dir(self) -> Path:
+        return self.root / "update"
+
+    def path(self, name: str) -> Path:
+        return self.root / name
+
+    def python(self, name: str) -> Path:
+        return self.root / name / "bin" / "python"
+
+    def site_packages(self, name: str) -> Path:
+        """Returns a slot's site-packages folder; all slots share the running Python version."""
+        base = str(self.root / name)
+        return Path(sysconfig.get_path("purelib", "venv", {"base": base, "platbase": base}))
+
+    def get_active_slot(self) -> str:
+        """Returns the name of the slot that `current` points to.
+
+        Raises:
+            ConfigError: it points to none: this board has no slots.
+        """
+        try:
+            name = str((self.root / CURRENT_LINK).readlink())
+        except OSError:
+            name = ""
+        slot = Path(name).name
+        if slot not in SLOT_NAMES or name not in {slot, str(self.root / slot)}:
+            raise ConfigError(
+                f"{self.root / CURRENT_LINK} must be a symbolic link to one of the slots {' and '.join(SLOT_NAMES)} "
+                f"beside it, got {name or 'none'}; a board that was installed by hand is updated by hand"
+            )
+        return slot
+
+    def get_idle_slot(self) -> str:
+        """Returns the name of the other slot."""
+        return next(name for name in SLOT_NAMES if name != self.get_active_slot())
+
+    def activate(self, name: str) -> None:
+        """Activates a slot atomically and durably by replacing the `current` link."""
+        new_link = self.root / f".{CURRENT_LINK}.new"
+        new_link.unlink(missing_ok=True)
+        new_link.symlink_to(name)
+        new_link.replace(self.root / CURRENT_LINK)
+        sync_directory(self.root)
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Locks the slots for one updater.
+
+        Raises:
+            StoreError: another one holds the lock.
+        """
+        with (self.work_dir / LOCK_FILE).open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise StoreError(f"another updater is at work in {self.root}; let it finish") from None
+            yield
+
+    def load_record(self, name: str) -> SlotRecord:
+        """Returns the bundle record of a slot; empty for one installed without bundles."""
+        path = self.path(name) / RECORD_FILE
+        try:
+            value = parse_json(path.read_bytes())
+            packs = {str(key): _parse_pack(entry) for key, entry in value["packs"].items()}
+            serials = {str(key): int(serial) for key, serial in value["serials"].items()}
+        except FileNotFoundError:
+            return SlotRecord()
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise BundleError(f"{path} is damaged ({error}); install the board's slots again") from None
+        return SlotRecord(packs=packs, serials=serials)
+
+    def write_record(self, name: str, record: SlotRecord) -> None:
+        with open_atomic(self.path(name) / RECORD_FILE, mode=0o644) as file:
+            file.write(json.dumps({"v": RECORD_FORMAT, **asdict(record)}).encode())
+
+    def list_projects(self, name: str) -> dict[str, str]:
+        """Returns the projects in a slot's site-packages, with their versions."""
+        distributions = importlib.metadata.distributions(path=[str(self.site_packages(name))])
+        return {
+            str(canonicalize_name(distribution.name)): distribution.version
+            for distribution in distributions
+            if distribution.name
+        }
+
+    def get_release_version(self, name: str) -> str:
+        """Returns the version of edgefl in a slot.
+
+        Raises:
+            BundleError: edgefl is missing.
+        """
+        version = self.list_projects(name).get(DISTRIBUTION)
+        if version is None:
+            raise BundleError(f"slot {self.path(name)} holds no {DISTRIBUTION}; install the board's slots again")
+        return version
+
+
+def find_own_slots(prefix: Path | None = None) -> Slots | None:
+    """Returns the slots that this process runs in; None outside of slots.
+
+    Args:
+        prefix: the virtual environment of this process.
+    """
+    prefix = prefix or Path(sys.prefix)
+    slots = Slots(prefix.parent)
+    if prefix.name not in {*SLOT_NAMES, CURRENT_LINK}:
+        return None
+    try:
+        slots.get_active_slot()
+    except ConfigError:
+        return None
+    return slots
+
+
+def list_project_files(folder: Path, projects: Iterable[str]) -> set[str]:
+    """Returns the relative paths of these projects' files in a site-packages folder."""
+    names, files = set(projects), set()
+    for distribution in importlib.metadata.distributions(path=[str(folder)]):
+        if distribution.name and canonicalize_name(distribution.name) in names:
+            files |= {str(path) for path in distribution.files or ()}
+    return files
+
+
+def _parse_pack(value: Mapping[str, object]) -> InstalledPack:
+    projects = value["projects"]
+    if not isinstance(projects, list):
+        raise TypeError(f"projects of a pack must be a list, got {projects!r}")
+    return InstalledPack(version=str(value["version"]), projects=tuple(map(str, projects)))

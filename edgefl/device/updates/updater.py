@@ -1,0 +1,332 @@
+"""Privileged updater: processes a request, builds and tries the idle slot, keeps it or rolls back.
+
+Each step is on disk before it begins (`status`), so that a kill or power cut is safe between any two steps: the next
+start resumes or rolls back, and at no instant is a slot active that was not completely built and tested. It does not
+trust the agent: it copies the bundle into its own folder first and verifies the copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from edgefl.bundles.archive import Bundle, read_bundle
+from edgefl.bundles.keys import TrustedKeys
+from edgefl.bundles.manifest import BundleKind, BundleManifest
+from edgefl.bundles.wheels import check_wheel, compute_unpacked_bytes
+from edgefl.core.errors import BundleError, EdgeflError, StoreError, StoreFullError
+from edgefl.device.updates.build import WheelSet, build_slot, delete_slot
+from edgefl.device.updates.install_request import InstallRequest, copy_bundle, read_request
+from edgefl.device.updates.slots import InstalledPack, Slots
+from edgefl.device.updates.smoke import run_smoke_test
+from edgefl.device.updates.status import (
+    InstallAttempt,
+    InstallPhase,
+    InstallResult,
+    UpdaterStatus,
+    read_status,
+    write_status,
+)
+from edgefl.device.updates.subprocesses import SubprocessRunner
+from edgefl.device.updates.trial import ExpectedHealth, TrialTimeouts, wait_until_healthy
+from edgefl.device.updates.verify import is_installed, verify_bundle
+
+log = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 3
+"""Number of interrupted builds or trials after which a request is given up."""
+MIN_FREE_BYTES = 32 * 1024 * 1024
+"""Space that must stay free on the disk beside an update, for the board itself."""
+_DEFAULT_TIMEOUTS = TrialTimeouts()
+
+RestartAgent = Callable[[], None]
+"""Restarts the device's agent; raises BundleError on failure."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdaterContext:
+    """Context of the updater: slots, device state, trusted signers, and the agent's restart."""
+
+    slots: Slots
+    state_dir: Path
+    signers: Path
+    restart_agent: RestartAgent
+
+
+class Updater:
+    """Updater, for one run.
+
+    Args:
+        context: see `UpdaterContext`.
+        timeouts: of the agent's trial.
+        on_step: called after each step; the tests end the process there.
+    """
+
+    def __init__(
+        self,
+        context: UpdaterContext,
+        *,
+        timeouts: TrialTimeouts = _DEFAULT_TIMEOUTS,
+        on_step: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._context, self._slots, self._timeouts, self._on_step = context, context.slots, timeouts, on_step
+        self._runner = SubprocessRunner(context.state_dir)
+        self._last_result: InstallResult | None = None
+
+    def run(self) -> InstallResult | None:
+        """Finishes an interrupted attempt, then processes the agent's request; returns the result.
+
+        Raises:
+            ConfigError: there are no slots.
+            StoreError: another updater is running.
+        """
+        self._slots.get_active_slot()
+        self._slots.work_dir.mkdir(mode=0o755, exist_ok=True)
+        with self._slots.lock():
+            status = read_status(self._slots)
+            self._last_result = status.outcome
+            if status.trial is not None:
+                return self._resume(status.trial)
+            request = read_request(self._context.state_dir)
+            if request is None or (status.outcome is not None and status.outcome.id == request.id):
+                return None
+            return self._process_request(request, attempts=1)
+
+    def _process_request(self, request: InstallRequest, *, attempts: int) -> InstallResult:
+        active_slot = self._slots.get_active_slot()
+        attempt = InstallAttempt(
+            id=request.id,
+            sha256=request.sha256,
+            step=InstallPhase.BUILDING,
+            old=active_slot,
+            new=self._slots.get_idle_slot(),
+            attempts=attempts,
+        )
+        try:
+            self._write_attempt(attempt)
+            self._on_step("taken")
+            manifest = self._build_slot(request, attempt)
+        except EdgeflError as error:
+            return self._abort(attempt, error)
+        except OSError as error:
+            return self._abort(attempt, StoreError(f"the slot cannot be built: {error}"))
+        if manifest is None:
+            return self._complete(
+                attempt, InstallResult(id=attempt.id, state="running", reason="nothing was to be done")
+            )
+        attempt = replace(
+            attempt,
+            step=InstallPhase.ACTIVATING,
+            kind=str(manifest.kind),
+            name=manifest.name,
+            version=manifest.version,
+        )
+        return self._run_trial(attempt)
+
+    def _build_slot(self, request: InstallRequest, attempt: InstallAttempt) -> BundleManifest | None:
+        """Builds and tests the idle slot; returns None when this bundle is installed already."""
+        copy = self._slots.work_dir / "bundle.tar"
+        copy_bundle(self._context.state_dir, request, copy)
+        self._on_step("copied")
+        with copy.open("rb") as file:
+            bundle = read_bundle(file)
+            entries = verify_bundle(bundle, TrustedKeys.load(self._context.signers), self._slots)
+            manifest = bundle.manifest
+            record = self._slots.load_record(attempt.old)
+            if is_installed(manifest, record, self._slots.get_release_version(attempt.old)):
+                # Of a removal without effect too: a bundle signed earlier must not be installed after it.
+                if manifest.serial > record.serials.get(manifest.name, 0):
+                    self._slots.write_record(attempt.old, record.with_serial(manifest.name, manifest.serial))
+                return None
+            wheel_set = self._unpack_wheels(bundle, [entry.file for entry in entries])
+        self._on_step("unpacked")
+        try:
+            self._fill_slot(attempt, wheel_set)
+        except Exception:
+            delete_slot(self._slots, attempt.new)
+            raise
+        return manifest
+
+    def _fill_slot(self, attempt: InstallAttempt, wheel_set: WheelSet) -> None:
+        build_slot(self._slots, attempt.new, wheel_set, self._runner)
+        self._on_step("built")
+        self._write_record(attempt, wheel_set)
+        self._run_smoke_test(attempt, wheel_set)
+        os.sync()  # all of the slot is on the card before `current` points to it
+        self._on_step("tested")
+
+    def _unpack_wheels(self, bundle: Bundle, files: list[str]) -> WheelSet:
+        folder = self._slots.work_dir / "wheels"
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(folder)
+        folder.mkdir(mode=0o700)
+        chosen = [entry for entry in bundle.manifest.wheels if entry.file in files]
+        self._check_free_space(sum(entry.num_bytes for entry in chosen), "unpack the bundle")
+        names = {}
+        for entry in chosen:
+            path = folder / entry.file
+            bundle.extract_wheel(entry, path)
+            names[path] = check_wheel(path, entry, bundle.manifest.kind)
+        self._check_free_space(sum(map(compute_unpacked_bytes, names)), "install the wheels")
+        return WheelSet(
+            manifest=bundle.manifest, files_by_wheel=names, projects=tuple(entry.project for entry in chosen)
+        )
+
+    def _check_free_space(self, num_bytes: int, purpose: str) -> None:
+        """Raises `StoreFullError` unless `MIN_FREE_BYTES` stay free after `num_bytes`."""
+        free_bytes = shutil.disk_usage(self._slots.root).free
+        if free_bytes < num_bytes + MIN_FREE_BYTES:
+            raise StoreFullError(
+                f"to {purpose} takes {num_bytes} bytes and {MIN_FREE_BYTES} must stay free; "
+                f"{self._slots.root} has {free_bytes} left"
+            )
+
+    def _write_record(self, attempt: InstallAttempt, wheel_set: WheelSet) -> None:
+        manifest = wheel_set.manifest
+        pack = (
+            InstalledPack(version=manifest.version, projects=wheel_set.projects)
+            if manifest.kind is BundleKind.PACK
+            else None
+        )
+        record = self._slots.load_record(attempt.old).with_bundle(manifest.name, pack, manifest.serial)
+        self._slots.write_record(attempt.new, record)
+
+    def _run_smoke_test(self, attempt: InstallAttempt, wheel_set: WheelSet) -> None:
+        manifest = wheel_set.manifest
+        version = (
+            manifest.version if manifest.kind is BundleKind.RELEASE else self._slots.get_release_version(attempt.old)
+        )
+        packs = self._slots.load_record(attempt.new).packs
+        projects = {project for pack in packs.values() for project in pack.projects}
+        run_smoke_test(self._slots, attempt.new, version=version, projects=projects, runner=self._runner)
+
+    def _run_trial(self, attempt: InstallAttempt) -> InstallResult:
+        """Activates the new slot and keeps it when its agent is healthy."""
+        self._delete_work_files()  # the slot is built; frees room for the status file
+        try:
+            attempt = self._activate_new_slot(attempt)
+        except OSError as error:  # a full disk must not keep the board in an untested version
+            store_error = StoreError(f"it cannot be tried: {error}")
+            if self._slots.get_active_slot() == attempt.old:
+                return self._abort(attempt, store_error)
+            return self._roll_back(replace(attempt, step=InstallPhase.ROLLING_BACK, reason=str(store_error)))
+        try:
+            self._context.restart_agent()
+            self._on_step("restarted")
+            wait_until_healthy(
+                self._make_expected_health(attempt),
+                self._slots,
+                self._context.state_dir,
+                self._runner,
+                self._timeouts,
+            )
+        except EdgeflError as error:
+            return self._roll_back(replace(attempt, step=InstallPhase.ROLLING_BACK, reason=str(error)))
+        self._on_step("proven")
+        log.info("%s %s runs in slot %s", attempt.name, attempt.version, attempt.new)
+        return self._complete(
+            attempt, InstallResult(id=attempt.id, state="running", name=attempt.name, version=attempt.version)
+        )
+
+    def _activate_new_slot(self, attempt: InstallAttempt) -> InstallAttempt:
+        """Activates the new slot; returns the attempt in its trial phase."""
+        self._write_attempt(replace(attempt, step=InstallPhase.ACTIVATING))
+        self._on_step("marked")
+        self._slots.activate(attempt.new)
+        self._on_step("flipped")
+        # A new token for every attempt: an agent that has it was started after this activation, and health written
+        # before a power cut does not count.
+        attempt = replace(attempt, step=InstallPhase.TRIAL, token=secrets.token_hex(16))
+        self._write_attempt(attempt)
+        self._on_step("in trial")
+        return attempt
+
+    def _make_expected_health(self, attempt: InstallAttempt) -> ExpectedHealth:
+        record = self._slots.load_record(attempt.new)
+        return ExpectedHealth(
+            token=attempt.token,
+            slot=attempt.new,
+            previous_slot=attempt.old,
+            version=self._slots.get_release_version(attempt.new),
+            packs={name: pack.version for name, pack in record.packs.items()},
+        )
+
+    def _roll_back(self, attempt: InstallAttempt) -> InstallResult:
+        """Rolls back to the former slot; idempotent."""
+        log.warning("%s %s is left again: %s", attempt.name, attempt.version, attempt.reason)
+        try:
+            self._write_attempt(attempt)
+        except OSError as error:  # a full disk must not keep the board in a broken version
+            log.warning("that it is left cannot be written down: %s", error)
+        self._on_step("leaving")
+        self._slots.activate(attempt.old)
+        self._on_step("flipped back")
+        try:
+            self._context.restart_agent()
+        except EdgeflError as error:
+            log.warning("the agent of the version before could not be restarted: %s", error)
+        self._on_step("restarted the old one")
+        outcome = InstallResult(
+            id=attempt.id, state="rolled-back", reason=attempt.reason, name=attempt.name, version=attempt.version
+        )
+        return self._complete(attempt, outcome)
+
+    def _resume(self, attempt: InstallAttempt) -> InstallResult:
+        """Resumes after a kill of the updater or a power cut."""
+        log.info("goes on with %s, which was cut off while it was %s", attempt.id, attempt.step)
+        if attempt.step is InstallPhase.BUILDING:
+            return self._resume_build(attempt)
+        if attempt.step is InstallPhase.ROLLING_BACK:
+            reason = attempt.reason
+        elif attempt.step is InstallPhase.TRIAL and attempt.old == self._slots.get_active_slot():
+            reason = "it was left, which could not be noted then"
+        elif attempt.attempts >= MAX_ATTEMPTS:
+            reason = f"it was cut off {attempt.attempts} times while it was tried"
+        else:
+            return self._run_trial(replace(attempt, attempts=attempt.attempts + 1))
+        return self._roll_back(replace(attempt, step=InstallPhase.ROLLING_BACK, reason=reason))
+
+    def _resume_build(self, attempt: InstallAttempt) -> InstallResult:
+        # It was installed without regard to this attempt; the updater must not delete or try an active slot.
+        if attempt.new == self._slots.get_active_slot():
+            return self._abort(attempt, StoreError(f"slot {attempt.new} was installed anew meanwhile, and is in use"))
+        delete_slot(self._slots, attempt.new)
+        if attempt.attempts >= MAX_ATTEMPTS:
+            reason = f"it was cut off {attempt.attempts} times while its slot was built"
+            return self._abort(attempt, BundleError(reason))
+        return self._process_request(
+            InstallRequest(id=attempt.id, sha256=attempt.sha256), attempts=attempt.attempts + 1
+        )
+
+    def _abort(self, attempt: InstallAttempt, error: EdgeflError) -> InstallResult:
+        """Ends a request whose slot was never activated."""
+        log.warning("%s is not installed: %s", attempt.id, error)
+        state = "failed" if isinstance(error, StoreError) else "refused"
+        return self._complete(attempt, InstallResult(id=attempt.id, state=state, reason=" ".join(str(error).split())))
+
+    def _complete(self, attempt: InstallAttempt, result: InstallResult) -> InstallResult:
+        self._delete_work_files()
+        self._last_result = result
+        try:
+            write_status(self._slots, UpdaterStatus(outcome=result))
+        except OSError as error:  # the work is done; the next start finds the attempt and completes it again
+            log.warning("what became of %s cannot be written down: %s", attempt.id, error)
+        self._on_step("ended")
+        log.info("%s: %s %s", attempt.id, result.state, result.reason or "")
+        return result
+
+    def _delete_work_files(self) -> None:
+        for path in (self._slots.work_dir / "bundle.tar", self._slots.work_dir / "wheels"):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+    def _write_attempt(self, attempt: InstallAttempt) -> None:
+        write_status(self._slots, UpdaterStatus(trial=attempt, outcome=self._last_result))

@@ -1,0 +1,270 @@
+"""Builds the objects of a run from its configuration: task, first model, strategy, codecs, goal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edgefl.compression.codec import make_codec
+from edgefl.compression.codec_benchmark import compute_expected_bytes
+from edgefl.compression.codec_selection import CodecSelector, make_codec_selector, parse_auto_candidates
+from edgefl.compression.decoding import decode_body
+from edgefl.compression.delta import encode_delta, parse_downlink_codec
+from edgefl.compression.peer_codec import PeerCodec, select_peer_tensors
+from edgefl.compression.specs import format_with_layers
+from edgefl.core.config import RunConfig
+from edgefl.core.errors import ConfigError
+from edgefl.core.protocol import model_fingerprint
+from edgefl.core.types import Array, Indices, Json, ModelSpec, Scalar, Strategy, Task, TensorKind, Tensors, derive_rng
+from edgefl.engine.stopping import RoundCounter, StoppingCriteria
+from edgefl.flower.strategy_names import is_flower_strategy
+from edgefl.strategies.evaluation import EvaluationSchedule
+from edgefl.strategies.participation import DeviceSelection, RunParticipationPolicy, UpdateGuard
+from edgefl.strategies.registry import BUILT_IN_STRATEGIES, get_settings, make_strategy
+from edgefl.strategies.server_optimizers import ServerOptimizer
+from edgefl.strategies.synchronous.strategy import RoundRules
+from edgefl.strategies.validated_strategy import make_validated_strategy
+from edgefl.tasks.backends import is_torch_task
+from edgefl.tasks.registry import make_task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunComponents:
+    """The objects of a run, ready for the round loop.
+
+    Attributes:
+        config: source of all of it.
+        model: the first global model, shared tensors only.
+        strategy, goal, evaluate, rounds, policy: for `run_rounds`.
+        header: sent to every device with each instruction: task, options, seed.
+        layout: fingerprint of the task's model.
+        shapes: of the tensors that are shared.
+        encode: (model, version) -> one body for all devices.
+        encode_changes: (model, changed entries, version) -> a body for devices that hold an older model, None where
+            the whole one is hardly larger; None itself where the run file asks for whole models.
+        decode: body of an update -> displacement.
+        needs_torch: devices without torch can neither train nor evaluate the task.
+    """
+
+    config: RunConfig
+    model: Mapping[str, Array]
+    strategy: Strategy[Any]
+    goal: StoppingCriteria
+    evaluate: EvaluationSchedule
+    rounds: RoundCounter
+    policy: RunParticipationPolicy
+    header: Json
+    layout: str
+    shapes: ModelSpec
+    encode: Callable[[Tensors, int], bytes]
+    encode_changes: Callable[[Tensors, Indices, int], bytes | None] | None
+    decode: Callable[[bytes], Tensors]
+    needs_torch: bool = False
+
+
+def build_run(config: RunConfig, run_id: str) -> RunComponents:
+    """Returns the objects of one run.
+
+    Raises:
+        EdgeflError: the run file names something missing or unusable; nothing was started.
+    """
+    task = make_task(config.run.task, config.task)
+    shapes = tuple(spec for spec in task.shapes() if spec.shared)
+    sends_changes, whole_spec = _parse_downlink(config)
+    down = make_codec(whole_spec, shapes)
+    up, codecs = _make_uplink_codec(config, shapes)
+    seed = config.run.seed
+
+    def encode(model: Tensors, version: int) -> bytes:
+        return down.encode(model, derive_rng(seed, version, "downlink"))
+
+    def encode_changes(model: Tensors, changed: Indices, version: int) -> bytes | None:
+        return encode_delta(model, changed, shapes, whole_spec, derive_rng(seed, version, "downlink"))
+
+    strategy = _make_strategy(task, config, _make_round_rules(config, shapes, up))
+    if _is_decentralised(strategy):
+        _check_decentralised(config, task.shapes())
+    return RunComponents(
+        config=config,
+        model=_load_initial_model(task, shapes, config),
+        strategy=strategy,
+        rounds=RoundCounter(versions_per_round=_get_versions_per_round(strategy, config)),
+        policy=_make_policy(config, shapes, codecs, has_full_models=_is_decentralised(strategy)),
+        goal=StoppingCriteria(
+            rounds=config.run.rounds,
+            updates=config.run.updates,
+            seconds=config.run.seconds,
+            bytes=config.run.bytes,
+            accuracy=config.run.accuracy,
+            accuracy_over=config.run.accuracy_over,
+        ),
+        evaluate=EvaluationSchedule(every=config.run.evaluate_every, evaluate_on=config.run.evaluate_on),
+        header={
+            "v": 1,
+            "run": run_id,
+            "task": config.run.task,
+            "options": dict(config.task),
+            "seed": seed,
+            "test_fraction": config.run.local_test_fraction,
+            "residuals": config.compression.residuals,
+        },
+        layout=model_fingerprint(task.shapes()),
+        shapes=shapes,
+        encode=encode,
+        encode_changes=encode_changes if sends_changes else None,
+        decode=lambda body: decode_body(body, shapes),
+        needs_torch=is_torch_task(task),
+    )
+
+
+def _make_strategy(task: Task, config: RunConfig, rules: RoundRules) -> Strategy[Any]:
+    """Returns the strategy of the run file; a user's or Flower's is validated against the contract."""
+    name, options = config.strategy.name, config.strategy.options
+    defaults: Mapping[str, Scalar] = getattr(task, "defaults", {})
+    if name in BUILT_IN_STRATEGIES:
+        return make_strategy(name, {**_select_known(defaults, get_settings(name)), **options}, rules)
+    from edgefl.storage.state_serialisation import encode_state  # noqa: PLC0415 a device that assembles needs no store
+
+    if is_flower_strategy(name):
+        from edgefl.flower.strategy import get_flower_settings, make_flower_strategy  # noqa: PLC0415 Flower is slow
+
+        settings = {**_select_known(defaults, get_flower_settings(name)), **options}
+        return make_validated_strategy(name, lambda: make_flower_strategy(name, settings, rules), pack=encode_state)
+    return make_validated_strategy(
+        name,
+        lambda: make_strategy(name, {**_select_known(defaults, get_settings(name)), **options}, rules),
+        pack=encode_state,
+    )
+
+
+def _select_known(recommended: Mapping[str, Scalar], settings: Mapping[str, Any]) -> dict[str, Scalar]:
+    """Returns those of a task's recommended settings that the strategy has."""
+    return {name: value for name, value in recommended.items() if name in settings}
+
+
+def _get_versions_per_round(strategy: Strategy[Any], config: RunConfig) -> int | None:
+    """Returns the versions per round; None for the number of devices in the first dispatch."""
+    versions_per_round: int | None = getattr(strategy, "versions_per_round", 1)
+    return versions_per_round if versions_per_round is not None else config.run.updates_per_round
+
+
+def _parse_downlink(config: RunConfig) -> tuple[bool, str]:
+    """Returns whether deltas are sent, and the codec of whole models."""
+    down = config.compression.down
+    if parse_auto_candidates(down) is not None:
+        raise ConfigError(f"compression.down = {down!r}: all devices get the same bytes; auto is for compression.up")
+    return parse_downlink_codec(down)
+
+
+def _make_uplink_codec(config: RunConfig, shapes: ModelSpec) -> tuple[str, CodecSelector | None]:
+    """Returns the uplink codec, and the codec selector where the run file says `auto`."""
+    up, layers = config.compression.up, config.compression.layers
+    candidates = parse_auto_candidates(up)
+    if candidates is None:
+        up = format_with_layers(up, layers)
+        make_codec(up, shapes)
+        return up, None
+    specs = [format_with_layers(spec, layers) for spec in candidates]
+    codecs = make_codec_selector({spec: compute_expected_bytes(spec, shapes) for spec in specs})
+    return codecs.specs[0], codecs
+
+
+def _make_round_rules(config: RunConfig, shapes: ModelSpec, codec: str) -> RoundRules:
+    server = config.server
+    return RoundRules(
+        min_devices=config.devices.min,
+        max_devices=config.devices.count,
+        fraction=config.devices.fraction,
+        min_updates=config.run.min_updates,
+        deadline_s=config.run.deadline_s,
+        barrier_s=config.run.barrier_s,
+        rescue=config.run.rescue,
+        updates_per_round=config.run.updates_per_round,
+        rounds=config.run.rounds,
+        codec=codec,
+        task=config.run.task,
+        server=ServerOptimizer(
+            kind=server.optimizer,
+            learning_rate=server.learning_rate,
+            beta1=server.beta1,
+            beta2=server.beta2,
+            epsilon=server.epsilon,
+            buffers=frozenset(spec.name for spec in shapes if spec.kind == TensorKind.BUFFER),
+        ),
+        seed=config.run.seed,
+    )
+
+
+def _is_decentralised(strategy: Strategy[Any]) -> bool:
+    """Returns whether the strategy makes devices nodes of a graph."""
+    return bool(getattr(strategy, "has_nodes", False))
+
+
+def _check_decentralised(config: RunConfig, shapes: ModelSpec) -> None:
+    """Checks that the configuration suits nodes of a graph, before any of them is started.
+
+    Raises:
+        ConfigError, CodecError: a setting does not.
+    """
+    if parse_auto_candidates(config.compression.up) is not None:
+        raise ConfigError("compression.up = 'auto' is for updates; nodes of a graph need one codec for every edge")
+    local_tensors = [spec.name for spec in shapes if not spec.shared]
+    if local_tensors:
+        raise ConfigError(
+            f"task {config.run.task}: tensors that stay on the board ({local_tensors[0]}) do not go with nodes"
+        )
+    unsupported = {
+        "run.min_updates": config.run.min_updates,
+        "run.barrier_s": config.run.barrier_s,
+        "run.updates_per_round": config.run.updates_per_round,
+        "devices.fraction": config.devices.fraction,
+        "guard.max_norm": config.guard.max_norm,
+        "guard.max_norm_ratio": config.guard.max_norm_ratio,
+    }
+    for name, value in unsupported.items():
+        if value is not None:
+            raise ConfigError(
+                f"{name} = {value!r} means nothing where every device has a model of its own; leave it out"
+            )
+    PeerCodec(
+        format_with_layers(config.compression.up, config.compression.layers), select_peer_tensors(shapes), epoch=1
+    )
+
+
+def _make_policy(
+    config: RunConfig, shapes: ModelSpec, codec_policy: CodecSelector | None, *, has_full_models: bool
+) -> RunParticipationPolicy:
+    devices, guard = config.devices, config.guard
+    return RunParticipationPolicy(
+        selection=DeviceSelection(
+            min_memory_bytes=devices.min_memory_bytes,
+            needs_accelerator=devices.accelerator,
+            max_temperature_c=devices.max_temperature_c,
+            min_battery=devices.min_battery,
+            unhealthy_policy=devices.unwell,
+        ),
+        guard=UpdateGuard(
+            has_full_models=has_full_models,
+            shapes=shapes,
+            max_norm=guard.max_norm,
+            max_norm_ratio=guard.max_norm_ratio,
+            flag_after=guard.flag_after,
+        ),
+        codec_policy=codec_policy,
+    )
+
+
+def _load_initial_model(task: Task, shapes: ModelSpec, config: RunConfig) -> dict[str, Array]:
+    if config.run.init is None:
+        model: Mapping[str, Array] = task.init(config.run.seed)
+    else:
+        from edgefl.storage.checkpoints import load_model_file  # noqa: PLC0415 a device that assembles needs no store
+
+        model = load_model_file(Path(config.run.init))
+    for spec in shapes:
+        if spec.name not in model or model[spec.name].shape != spec.shape:
+            found = model[spec.name].shape if spec.name in model else "none"
+            raise ConfigError(f"run.init: tensor {spec.name!r} must have shape {spec.shape}, got {found}")
+    return {spec.name: model[spec.name].astype(spec.dtype) for spec in shapes}

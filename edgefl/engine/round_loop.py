@@ -1,0 +1,338 @@
+"""The round loop of live and simulated fleets; it depends on neither Flower nor a clock.
+
+Each turn: fold arrivals, close complete rounds, ask the strategy, write it all to the journal, and only then
+dispatch work. After the goal is reached nothing new is assigned; work in flight is recalled and drained.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Generic
+
+from edgefl.core.errors import StrategyError
+from edgefl.core.types import (
+    Decision,
+    EvaluateInstruction,
+    Event,
+    FinishEarlyInstruction,
+    Fleet,
+    FleetView,
+    Indices,
+    Instruction,
+    InstructionFailed,
+    Journal,
+    ParticipationPolicy,
+    S,
+    Strategy,
+    Tensors,
+    TrainInstruction,
+    Update,
+    UpdateStatus,
+)
+from edgefl.engine.stopping import PriorProgress, ProgressTracker, RoundCounter, StoppingCriteria
+
+DRAIN_TIMEOUT_S = 60.0
+"""Timeout of the drain of work in flight after the goal is reached, and then of the last evaluation."""
+
+_NEW_RUN = PriorProgress()
+
+EvaluationRule = Callable[[int, int, FleetView, bool, Collection[str]], Sequence[EvaluateInstruction]]
+"""(version, round that it ended, view, is last, devices with models of their own) -> evaluations."""
+
+
+class _StrategyModelProvider(Generic[S]):
+    """The newest model, and the devices' own where each has one, for the fleet to encode."""
+
+    def __init__(self, strategy: Strategy[S], state: S) -> None:
+        self.strategy, self.state = strategy, state
+
+    @property
+    def version(self) -> int:
+        return self.strategy.version(self.state)
+
+    def model(self) -> Tensors:
+        return self.strategy.model(self.state)
+
+    def device_model(self, device_id: str) -> Tensors:
+        if not device_id:
+            return self.model()
+        model = self._get_device_models().get(device_id)
+        if model is None:
+            raise StrategyError(
+                f"node_models: there is no model of {device_id!r} any more; a version keeps all that it began with"
+            )
+        return model
+
+    def list_model_owners(self) -> Sequence[str]:
+        """Returns the devices that have models of their own."""
+        return tuple(self._get_device_models())
+
+    def changed(self, since: int) -> Indices | None:
+        return self.strategy.changed(self.state, since)
+
+    def _get_device_models(self) -> Mapping[str, Tensors]:
+        get_models: Callable[[S], Mapping[str, Tensors]] | None = getattr(self.strategy, "node_models", None)
+        return {} if get_models is None else get_models(self.state)
+
+
+@dataclass(slots=True)
+class DrainPhase:
+    """Drain phase of a run: updates until `recalled_until_s`, evaluations until `scored_until_s`."""
+
+    reason: str
+    recalled_until_s: float
+    scored_until_s: float
+    keeps_model: bool
+    asked: int = -1
+    has_recalled: bool = False
+
+    def schedule_evaluations(
+        self,
+        provider: _StrategyModelProvider[S],
+        progress: ProgressTracker,
+        view: FleetView,
+        evaluate: EvaluationRule,
+    ) -> Sequence[EvaluateInstruction]:
+        """Returns the final evaluations once the model is final, unless they were dispatched already."""
+        if not self._is_drained(view) or progress.version in {self.asked, progress.scores.asked}:
+            return ()
+        self.asked, self.scored_until_s = progress.version, view.now_s + DRAIN_TIMEOUT_S
+        return evaluate(
+            progress.version, progress.rounds.get_round(progress.version), view, True, provider.list_model_owners()
+        )
+
+    def is_over(self, progress: ProgressTracker, view: FleetView) -> bool:
+        return self._is_drained(view) and (not progress.is_evaluating or view.now_s >= self.scored_until_s)
+
+    def make_finish_early_decision(self, view: FleetView) -> Decision:
+        """Returns recalls of all work in flight, once, and no other instructions."""
+        recalls: tuple[FinishEarlyInstruction, ...] = ()
+        if not self.has_recalled:
+            self.has_recalled = True
+            recalls = tuple(
+                FinishEarlyInstruction(assignment_id=assignment_id, device_id=device_id)
+                for device_id, outstanding in view.busy.items()
+                for assignment_id in outstanding
+            )
+        until_s = self.scored_until_s if self._is_drained(view) else self.recalled_until_s
+        return Decision(orders=recalls, next_wake_s=max(0.0, min(5.0, until_s - view.now_s)))
+
+    def _is_drained(self, view: FleetView) -> bool:
+        return not view.busy or view.now_s >= self.recalled_until_s
+
+
+@dataclass(slots=True)
+class LoopState:
+    """State of the loop between two turns, beside the strategy's; `drain` once the goal is reached."""
+
+    tally: ProgressTracker = field(default_factory=ProgressTracker)
+    drain: DrainPhase | None = None
+
+    @property
+    def is_model_frozen(self) -> bool:
+        return self.drain is not None and self.drain.keeps_model
+
+
+class AcceptAllPolicy:
+    """Policy that accepts every device and every update."""
+
+    blocked_devices: Collection[str] = ()
+
+    def eligible_view(self, view: FleetView) -> FleetView:
+        return view
+
+    def adapt_instruction(self, order: TrainInstruction, view: FleetView) -> TrainInstruction:  # noqa: ARG002 nobody is spared
+        return order
+
+    def rejection_reason(self, update: Update) -> str | None:  # noqa: ARG002 every update is let in
+        return None
+
+    def record_rejection(self, device_id: str) -> None: ...
+
+    def observe(self, event: Event, accuracy: float | None) -> None: ...
+
+
+def run_rounds(  # noqa: PLR0913 the parts of a run, by name
+    strategy: Strategy[S],
+    state: S,
+    *,
+    fleet: Fleet,
+    journal: Journal,
+    goal: StoppingCriteria,
+    evaluate: EvaluationRule,
+    rounds: RoundCounter | None = None,
+    policy: ParticipationPolicy | None = None,
+    prior_progress: PriorProgress = _NEW_RUN,
+    loop_state: LoopState | None = None,
+    on_turn: Callable[[S, LoopState], None] = lambda _state, _course: None,
+    on_abort: Callable[[S], None] = lambda _: None,
+) -> tuple[S, str]:
+    """Runs a strategy on a fleet until the goal is reached.
+
+    Args:
+        strategy: the federated algorithm.
+        state: of the strategy, to continue from.
+        fleet: executes the instructions.
+        journal: records everything before it takes effect.
+        goal: stopping criteria.
+        evaluate: called at the end of every round.
+        rounds: versions per round; one when None.
+        policy: eligible devices and accepted updates; all when None.
+        prior_progress: counts of a resumed run.
+        loop_state: of a run that resumes exactly there; `prior_progress` is ignored then.
+        on_turn: called with both states at the beginning of every turn; the journal has all before it.
+        on_abort: called with the state, which is consistent, when the fleet raises instead of returning events.
+
+    Returns:
+        The last state and why the run ended.
+
+    Raises:
+        RunFailedError: no device can make progress.
+    """
+    source = _StrategyModelProvider(strategy, state)
+    if loop_state is None:
+        loop_state = LoopState(ProgressTracker(version=source.version, rounds=rounds or RoundCounter()))
+        loop_state.tally.restore(prior_progress)
+    progress, policy = loop_state.tally, policy or AcceptAllPolicy()
+
+    while True:
+        on_turn(source.state, loop_state)
+        view = fleet.view()
+
+        def dispatch(*orders: Instruction, now_s: float = view.now_s) -> None:
+            journal.record_decision(Decision(orders=orders))
+            journal.commit()
+            progress.record_dispatch(orders, now_s)
+            fleet.dispatch(orders, source)
+
+        orders: list[EvaluateInstruction] = []
+        if not loop_state.is_model_frozen:
+            orders += _aggregate_ready(source, view, progress, evaluate, journal=journal, dispatch=dispatch)
+        progress.scores.record_dispatch(orders)
+        if loop_state.drain is None and (reason := progress.find_stop_reason(goal, view.now_s)) is not None:
+            until_s = view.now_s + DRAIN_TIMEOUT_S
+            # A model that reached its accuracy stays as it is; otherwise recalled updates still count.
+            is_good = progress.scores.is_accuracy_reached(goal)
+            loop_state.drain = DrainPhase(
+                reason=reason, recalled_until_s=until_s, scored_until_s=until_s, keeps_model=is_good
+            )
+            if not is_good:
+                dispatch(*orders)  # with the present model
+                source.state = _finish_strategy(strategy, source.state)
+                orders = [*_aggregate_ready(source, view, progress, evaluate, journal=journal, dispatch=dispatch)]
+                progress.scores.record_dispatch(orders)
+        if loop_state.drain is None:
+            decision = _schedule(source, view, progress, policy)
+        else:
+            orders += loop_state.drain.schedule_evaluations(source, progress, view, evaluate)
+            if not orders and loop_state.drain.is_over(progress, view):
+                journal.commit()
+                return source.state, loop_state.drain.reason
+            decision = loop_state.drain.make_finish_early_decision(view)
+        dispatch(*orders, *decision.orders)
+        until_s = progress.compute_wake_s(
+            goal, view.now_s + decision.next_wake_s, is_over=loop_state.drain is not None
+        )
+        events = deque(_wait_for_events(fleet, until_s, source, on_abort))
+        while events:  # one by one, so that an update's memory is free before the next is decoded
+            _apply_events(
+                journal.record_events([_validate_event(events.popleft(), policy)]), source, loop_state, policy
+            )
+
+
+def _wait_for_events(
+    fleet: Fleet, until_s: float, provider: _StrategyModelProvider[S], on_abort: Callable[[S], None]
+) -> Sequence[Event]:
+    """Returns the fleet's events; when it raises instead, the state is handed over first."""
+    try:
+        return fleet.wait(until_s)
+    except BaseException:
+        on_abort(provider.state)
+        raise
+
+
+def _schedule(
+    provider: _StrategyModelProvider[S], view: FleetView, progress: ProgressTracker, policy: ParticipationPolicy
+) -> Decision:
+    """Returns the strategy's decision, as adapted by the policy."""
+    progress.check_progress_possible(view, policy.blocked_devices)
+    provider.state, decision = provider.strategy.assign(provider.state, policy.eligible_view(view))
+    orders = tuple(
+        policy.adapt_instruction(order, view) if isinstance(order, TrainInstruction) else order
+        for order in decision.orders
+    )
+    return replace(decision, orders=orders)
+
+
+def _validate_event(event: Event, policy: ParticipationPolicy) -> Event:
+    """Returns the event; for a rejected update, its failure with the reason."""
+    if isinstance(event, InstructionFailed) and event.is_strike:
+        policy.record_rejection(event.device_id)
+    reason = policy.rejection_reason(event) if isinstance(event, Update) else None
+    if reason is None or not isinstance(event, Update):
+        return event
+    return InstructionFailed(
+        device_id=event.device_id,
+        assignment_id=event.assignment_id,
+        outcome=UpdateStatus.REFUSED,
+        reason=reason,
+        is_strike=True,
+    )
+
+
+def _apply_events(
+    events: Sequence[Event], provider: _StrategyModelProvider[S], loop_state: LoopState, policy: ParticipationPolicy
+) -> None:
+    for event in events:
+        _record_event(event, loop_state.tally, policy)
+        if isinstance(event, Update) and not loop_state.is_model_frozen:
+            provider.state = provider.strategy.receive(provider.state, event)
+
+
+def _record_event(event: Event, progress: ProgressTracker, policy: ParticipationPolicy) -> None:
+    """Records an event in the progress and the policy; the policy gets each version's accuracy once."""
+    evaluated_version = progress.scores.version
+    progress.record_event(event)
+    policy.observe(event, progress.scores.accuracy if progress.scores.version != evaluated_version else None)
+
+
+def _aggregate_ready(
+    provider: _StrategyModelProvider[S],
+    view: FleetView,
+    progress: ProgressTracker,
+    evaluate: EvaluationRule,
+    *,
+    journal: Journal,
+    dispatch: Callable[..., None],
+) -> Sequence[EvaluateInstruction]:
+    """Aggregates while the strategy is ready; returns the evaluations of the newest model."""
+    orders: Sequence[EvaluateInstruction] = ()
+    while provider.strategy.ready(provider.state, view):
+        if orders:  # the fleet sends the newest model: dispatch evaluations of this one first
+            dispatch(*orders)
+            orders = ()
+        _aggregate_once(provider, journal, progress)
+        if progress.rounds.is_round_end(progress.version):
+            orders = evaluate(
+                progress.version,
+                progress.rounds.get_round(progress.version),
+                view,
+                False,
+                provider.list_model_owners(),
+            )
+    return orders
+
+
+def _finish_strategy(strategy: Strategy[S], state: S) -> S:
+    """Calls the strategy's `finish`, where it has one: nothing more will be assigned."""
+    finish: Callable[[S], S] | None = getattr(strategy, "finish", None)
+    return state if finish is None else finish(state)
+
+
+def _aggregate_once(provider: _StrategyModelProvider[S], journal: Journal, progress: ProgressTracker) -> None:
+    provider.state = provider.strategy.aggregate(provider.state)
+    assignment_ids = provider.strategy.used(provider.state)
+    progress.version, progress.updates = provider.version, progress.updates + len(assignment_ids)
+    journal.record_aggregation(progress.version, assignment_ids, provider.state)

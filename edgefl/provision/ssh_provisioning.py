@@ -1,0 +1,271 @@
+"""Provisioning of running hosts over ssh: probe, copy, install, check data, join, wait.
+
+Every step is idempotent. The token goes last, to a host that can use it, through the standard input of a command
+and never in its arguments.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from edgefl.core.errors import ConfigError, DataError, EdgeflError, JoinError, NetworkError
+from edgefl.core.safe_parsing import parse_json
+from edgefl.device.enrolment.join_file import JoinFile
+from edgefl.device.enrolment.shard_permissions import format_remedy
+from edgefl.device.updates.slots import PROVISIONED_COMMAND
+from edgefl.provision import provisioning_files
+from edgefl.provision.drop_ins import render_shard_drop_ins
+from edgefl.provision.hosts_file import SshHost
+from edgefl.provision.payload import make_payload
+from edgefl.provision.ssh_connection import CommandResult, SshConnection
+from edgefl.provision.ssh_host_facts import HostFacts
+
+log = logging.getLogger(__name__)
+
+REMOTE_PYTHON = "/opt/edgefl/current/bin/python"
+_UNPACK_SCRIPT = 'umask 077; d=$(mktemp -d /var/tmp/edgefl.XXXXXXXX) && echo "edgefl: folder $d" && tar -xf - -C "$d"'
+_INSTALL_JOIN_FILE_SCRIPT = """set -e
+mkdir -p /etc/edgefl
+umask 077
+cat >/etc/edgefl/join.json.new
+mv /etc/edgefl/join.json.new /etc/edgefl/join.json
+systemctl reset-failed edgefl-join.service 2>/dev/null || true
+systemctl start --no-block edgefl-join.service
+"""
+_REMOTE_FOLDER = re.compile(r"/var/tmp/edgefl\.[A-Za-z0-9]+\Z")  # noqa: S108 on the host, made by mktemp
+
+
+class ProvisionOutcome(StrEnum):
+    """Outcome for a host; `WOULD_` members belong to a dry run."""
+
+    JOINED = "joined"
+    ALREADY_JOINED = "already joined"
+    UPDATED = "updated"
+    WOULD_JOIN = "would join"
+    WOULD_UPDATE = "would update"
+    FAILED = "failed"
+
+
+class ProvisionStep(StrEnum):
+    """Last step reached by a host."""
+
+    REACH = "reach"
+    COPY = "copy"
+    INSTALL = "install"
+    DATA = "data"
+    JOIN = "join"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostResult:
+    """One row of the result table; `text` gives the remedy, or other notes."""
+
+    host: SshHost
+    outcome: ProvisionOutcome
+    step: ProvisionStep
+    seconds: float
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SshProvisionOptions:
+    """Options common to all hosts.
+
+    Args:
+        version: of edgefl to install.
+        ca_fingerprint: the fleet, by its CA.
+        issue_token: makes a token for a device, once it is needed.
+        extra_files: more files of the payload: wheels, a lock, signers.
+        is_offline: `extra_files` has all wheels.
+        become: the program to become root; empty for none.
+        wait_s: timeout of a join.
+        is_dry_run: probe only.
+        clock: monotonic seconds.
+        now: unix seconds.
+        ssh_options: more words for ssh.
+        on_step: called at the start of every step.
+    """
+
+    version: str
+    ca_fingerprint: str
+    issue_token: Callable[[SshHost], str] = field(repr=False)
+    clock: Callable[[], float]
+    now: Callable[[], float]
+    extra_files: Mapping[str, bytes | Path] = field(default_factory=dict)
+    is_offline: bool = False
+    become: str = "sudo"
+    wait_s: int = 300
+    is_dry_run: bool = False
+    ssh_options: Sequence[str] = ()
+    on_step: Callable[[SshHost, ProvisionStep], None] = lambda _host, _step: None
+
+
+def provision_hosts(hosts: Sequence[SshHost], options: SshProvisionOptions, *, jobs: int) -> list[HostResult]:
+    """Returns the result of each host, in order; `jobs` run at a time, failures are isolated."""
+    with ThreadPoolExecutor(max_workers=jobs, thread_name_prefix="ssh") as pool:
+        return list(pool.map(lambda host: provision_host(host, options), hosts))
+
+
+def provision_host(host: SshHost, options: SshProvisionOptions) -> HostResult:
+    """Returns the result of one host; never raises for faults of the host."""
+    started_s = options.clock()
+    board = _HostProvisioning(host, options)
+    try:
+        with SshConnection(host, options.ssh_options) as connection:
+            outcome, text = board.run(connection)
+    except EdgeflError as error:
+        outcome, text = ProvisionOutcome.FAILED, str(error)
+    except Exception as error:  # the boundary of one host: the others continue
+        log.exception("%s", host.label)
+        outcome, text = ProvisionOutcome.FAILED, f"{type(error).__name__}: {error}; the log above says where"
+    return HostResult(
+        host=host, outcome=outcome, step=board.step, seconds=options.clock() - started_s, text=" ".join(text.split())
+    )
+
+
+class _HostProvisioning:
+    """Provisioning of one host; `step` is the current one."""
+
+    def __init__(self, host: SshHost, options: SshProvisionOptions) -> None:
+        self._host, self._options = host, options
+        self._become: tuple[str, ...] = ()
+        self._skipped_packs = ""
+        self.step = ProvisionStep.REACH
+
+    def run(self, connection: SshConnection) -> tuple[ProvisionOutcome, str]:
+        """Returns the outcome, and notes worth knowing."""
+        options, host = self._options, self._host
+        self._start_step(ProvisionStep.REACH)
+        result = connection.run(
+            "sh",
+            "-s",
+            "--",
+            options.become,
+            stdin=provisioning_files.find_path("board/probe.sh").read_bytes(),
+            timeout_s=120,
+        )
+        facts = HostFacts.from_result(result)
+        is_member = self._is_member(facts)
+        if is_member and facts.version == options.version:
+            if not facts.is_active:
+                raise JoinError("it has joined, but its device does not run: sudo journalctl -u edgefl-device -n 20")
+            return ProvisionOutcome.ALREADY_JOINED, self._format_notes(facts)
+        facts.check(now=options.now(), is_offline=options.is_offline, target=host.target)
+        if options.is_dry_run:
+            return (ProvisionOutcome.WOULD_UPDATE if is_member else ProvisionOutcome.WOULD_JOIN), self._format_notes(
+                facts
+            )
+        self._become = facts.become or ()
+        self._install(connection, is_update=is_member)
+        if not is_member:
+            self._check_data(connection)
+        self._start_step(ProvisionStep.JOIN)
+        if not is_member:
+            self._send_join_file(connection)
+        self._wait_until_joined(connection)
+        return (ProvisionOutcome.UPDATED if is_member else ProvisionOutcome.JOINED), self._format_notes(facts)
+
+    def _start_step(self, step: ProvisionStep) -> None:
+        self.step = step
+        self._options.on_step(self._host, step)
+
+    def _is_member(self, facts: HostFacts) -> bool:
+        device = facts.device
+        if not device:
+            return False
+        fleet, device_id = device.get("fleet"), device.get("device_id")
+        if device.get("ca_fingerprint") != self._options.ca_fingerprint:
+            raise JoinError(
+                f"it belongs to another fleet, {fleet}, as {device_id}; to take it out of there: "
+                "sudo systemctl stop edgefl-device && sudo rm -r /var/lib/edgefl"
+            )
+        if device_id != self._host.name:
+            raise JoinError(f"it is in this fleet already, as {device_id}; correct its name in the hosts file")
+        return True
+
+    def _install(self, connection: SshConnection, *, is_update: bool) -> None:
+        self._start_step(ProvisionStep.COPY)
+        files = make_payload("", {**self._options.extra_files, **render_shard_drop_ins(self._host.shards)})
+        del files["join.json"]
+        result = connection.send_files(files, "sh", "-c", _UNPACK_SCRIPT)
+        folder = result.values.get("folder", [""])[-1]
+        try:
+            if result.status or not _REMOTE_FOLDER.match(folder):
+                raise NetworkError(f"the payload cannot be copied: {result.get_last_line()}")
+            self._start_step(ProvisionStep.INSTALL)
+            start_options = [] if is_update else ["--no-start"]
+            result = self._run_as_root(connection, "sh", f"{folder}/install.sh", folder, *start_options)
+            if result.status:
+                raise ConfigError(result.get_last_line().removeprefix("edgefl-install: failed: "))
+            self._skipped_packs = result.values.get("packs", [""])[-1]
+        finally:
+            if _REMOTE_FOLDER.match(folder):
+                connection.run("rm", "-rf", folder, timeout_s=120)
+
+    def _check_data(self, connection: SshConnection) -> None:
+        self._start_step(ProvisionStep.DATA)
+        paths = list(self._host.shards.values())
+        if not paths:
+            return
+        result = self._run_as_root(
+            connection, REMOTE_PYTHON, "-I", "-m", "edgefl.device.enrolment.shard_permissions", "edgefl", *paths
+        )
+        try:
+            reasons = dict(parse_json(result.output.splitlines()[-1])["unreadable"])
+        except (ValueError, LookupError, TypeError):
+            raise DataError(f"its data cannot be looked at: {result.get_last_line()}") from None
+        for path, reason in reasons.items():
+            raise DataError(
+                f"{path}: {reason}; nothing was changed. If it is there, let the device read it: "
+                f"{format_remedy(path, 'edgefl')}"
+            )
+
+    def _send_join_file(self, connection: SshConnection) -> None:
+        host = self._host
+        file = JoinFile(token=self._options.issue_token(host), name=host.name, role=host.role, shards=host.shards)
+        result = self._run_as_root(connection, "sh", "-c", _INSTALL_JOIN_FILE_SCRIPT, stdin=file.to_text().encode())
+        if result.status:
+            raise JoinError(f"the join cannot be started: {result.get_last_line()}")
+
+    def _wait_until_joined(self, connection: SshConnection) -> None:
+        wait_s = self._options.wait_s
+        script = provisioning_files.find_path("board/await.sh").read_bytes()
+        result = self._run_as_root(connection, "sh", "-s", "--", str(wait_s), stdin=script, timeout_s=3 * wait_s + 60)
+        if result.status:
+            reason = result.values.get("reason", [""])[-1] or f"no word after {wait_s} s"
+            raise JoinError(f"{reason}; more: sudo journalctl -u edgefl-join -u edgefl-device")
+
+    def _run_as_root(
+        self, connection: SshConnection, *words: str, stdin: bytes = b"", timeout_s: float = 3600.0
+    ) -> CommandResult:
+        return connection.run(*self._become, *words, stdin=stdin, timeout_s=timeout_s)
+
+    def _format_notes(self, facts: HostFacts) -> str:
+        notes = [facts.format_skew(self._options.now())]
+        if self._skipped_packs:
+            notes.append(f"without its task packs {self._skipped_packs}; bring them with edgefl devices install")
+        shards = facts.device.get("shards")
+        if isinstance(shards, dict) and shards != dict(self._host.shards):
+            listing = ", ".join(f"{task}={path}" for task, path in shards.items()) or "none"
+            notes.append(
+                f"its data is {listing}; another with: {PROVISIONED_COMMAND.format('device shard add TASK PATH')}"
+            )
+        return "; ".join(note for note in notes if note)
+
+
+class TokenIssuer:
+    """Gives each device a token of its own, or the one shared token. Thread-safe."""
+
+    def __init__(self, make_token: Callable[[str], str]) -> None:
+        self._make_token, self._lock = make_token, threading.Lock()
+
+    def __call__(self, host: SshHost) -> str:
+        with self._lock:
+            return self._make_token(host.role)

@@ -1,0 +1,277 @@
+"""Trains for any device of the fleet, one job after another, exactly as a real device's trainer does.
+
+One warm learner serves all; each device's client state (kept optimiser state, error-feedback residual, local tensors)
+is swapped in and out with it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from edgefl.compression.codec import Codec, make_codec
+from edgefl.compression.decoding import decode_body
+from edgefl.compression.error_feedback import ErrorFeedback, has_error_feedback
+from edgefl.compression.peer_codec import PeerCodec, select_peer_tensors
+from edgefl.compression.stateful_training import is_stateful_training, require_stateless_training
+from edgefl.core.errors import DataError, TaskError
+from edgefl.core.types import (
+    Algorithm,
+    Array,
+    Dataset,
+    GossipConfig,
+    PeerMessage,
+    Scalar,
+    Tensors,
+    TrainConfig,
+    TrainInstruction,
+    derive_rng,
+)
+from edgefl.decentralised.gossip_node import GossipNode
+from edgefl.decentralised.registry import make_configured_algorithm
+from edgefl.simulation.backends.backend import EncodedModel, EvaluationMetrics
+from edgefl.simulation.partitioned_data import FleetData, ShardRows
+from edgefl.tasks.local_algorithms.control_variates import ClientControlVariate, get_start_version
+from edgefl.tasks.local_algorithms.decentralised_training import run_gossip_instruction, start_node
+from edgefl.tasks.local_algorithms.local_training import LocalTrainingResult, is_finite, train
+from edgefl.tasks.registry import make_task
+
+MAX_CACHE_BYTES = 512 * 1024 * 1024
+"""Maximum size of the cache of devices' examples; others are taken from the pool for every job."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSpec:
+    """The task to train, its options, and the seed of the run."""
+
+    task: str
+    options: Mapping[str, Scalar]
+    seed: int
+
+
+@dataclass(slots=True)
+class _LocalState:
+    """Client state of one device in the run."""
+
+    algorithm: str = ""
+    step_state: Mapping[str, Array] | None = None
+    variate: ClientControlVariate = field(default_factory=ClientControlVariate)
+    codec_spec: str = ""
+    error_feedback: ErrorFeedback | None = None
+    local_tensors: dict[str, Array] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedUpdate:
+    """The encoded update of one job."""
+
+    body: bytes
+    num_examples: int
+    loss: float | None
+    outbox: tuple[PeerMessage, ...] = ()
+
+
+class SimulatedTrainer:
+    """Runs jobs.
+
+    Args:
+        task_spec: the task to train.
+        data: the fleet's data.
+        shard_indices: device id -> its shard's place in the data.
+    """
+
+    def __init__(self, task_spec: TaskSpec, data: FleetData, shard_indices: Mapping[str, int]) -> None:
+        task = make_task(task_spec.task, task_spec.options)
+        self._task_spec, self._data, self._shard_indices = task_spec, data, shard_indices
+        self._model_spec = task.shapes()
+        self._task = task
+        # One thread, so that the same job gives the same bits in any process.
+        self._learner = task.learner(accelerator="cpu", threads=1)
+        self._local_tensor_names = [spec.name for spec in self._model_spec if not spec.shared]
+        self._states: dict[str, _LocalState] = {}
+        self._snapshots: dict[str, tuple[str, _LocalState, Mapping[str, Array] | None]] = {}
+        self._engines: dict[str, GossipNode] = {}
+        self._datasets: OrderedDict[str, Dataset] = OrderedDict()
+        self._dataset_bytes = 0
+        self._codecs: dict[str, Codec] = {}
+        self._decoded_model: tuple[tuple[int, str], Tensors] | None = None
+
+    def train(
+        self,
+        instruction: TrainInstruction,
+        model: EncodedModel,
+        iterations: int,
+        *,
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> EncodedUpdate:
+        """Returns the update of an instruction that ends after `iterations`, or when it is cancelled.
+
+        Raises:
+            EdgeflError: the device failed the instruction.
+        """
+        if instruction.plan.node is not None:
+            return self._train_node(instruction, instruction.plan.node, model, iterations)
+        data, plan, spec = self._get_training_data(instruction), instruction.plan, instruction.codec or "dense"
+        memory = self._prepare_state(instruction)
+        source: tuple[int | str, ...] = (
+            (instruction.device_id,) if instruction.block is None else ("block", instruction.block)
+        )
+        origin = self._task_spec.seed, instruction.base_version, *source
+        self._load_model(memory, model)
+        if plan.algorithm == Algorithm.SCAFFOLD:
+            memory.variate = memory.variate.apply_used(get_start_version(plan), instruction.settled)
+        result = train(
+            self._learner,
+            data,
+            plan,
+            derive_rng(*origin),
+            clock=lambda: 0.0,
+            on_iteration=lambda num_done, _: num_done >= iterations or is_cancelled(),
+            algorithm_state=_get_step_state(memory, plan),
+        )
+        self._save_state(memory, instruction, result)
+        rng = derive_rng(*origin, "uplink")
+        if has_error_feedback(spec):
+            feedback = self._get_error_feedback(memory, spec)
+            feedback.record_used(instruction.settled)
+            body = feedback.encode(instruction.assignment_id, result.displacement, rng)
+        else:
+            body = self._get_codec(spec).encode(result.displacement, rng)
+        return EncodedUpdate(body=body, num_examples=result.num_examples, loss=result.loss)
+
+    def _train_node(
+        self, instruction: TrainInstruction, config: GossipConfig, model: EncodedModel, iterations: int
+    ) -> EncodedUpdate:
+        """Runs an instruction of a node; it cannot be rolled back, as on a device."""
+        data = self._get_training_data(instruction)
+        engine = self._engines.get(instruction.device_id) or self._create_engine(instruction.device_id, config, model)
+        origin = self._task_spec.seed, instruction.base_version, instruction.device_id, engine.algorithm.iterations
+        result = run_gossip_instruction(
+            engine,
+            self._learner,
+            data,
+            replace(instruction.plan, iterations=iterations),
+            derive_rng(*origin),
+            clock=lambda: 0.0,
+            on_iteration=lambda num_done, _: num_done >= iterations,
+        )
+        body = b""
+        if result.model is not None:
+            body = self._get_codec(instruction.codec or "dense").encode(result.model, derive_rng(*origin, "uplink"))
+        return EncodedUpdate(body=body, num_examples=result.num_examples, loss=result.loss, outbox=result.outbox)
+
+    def _create_engine(self, device_id: str, config: GossipConfig, model: EncodedModel) -> GossipNode:
+        self._load_model(_LocalState(), model)
+        codec = PeerCodec(config.codec, select_peer_tensors(self._model_spec), epoch=1)
+        engine = GossipNode(
+            make_configured_algorithm(config, device_id), codec, derive_rng(self._task_spec.seed, "edges", device_id)
+        )
+        start_node(engine, self._learner, self._model_spec)
+        self._engines[device_id] = engine
+        return engine
+
+    def rollback(self, instruction: TrainInstruction) -> None:
+        """Restores a device's state from before a cancelled instruction; its newest one only."""
+        snapshot = self._snapshots.get(instruction.device_id)
+        if snapshot is None or snapshot[0] != instruction.assignment_id:
+            return
+        _, memory, residual = snapshot
+        if memory.error_feedback is not None and residual is not None:
+            memory.error_feedback.restore(residual)
+        self._states[instruction.device_id] = memory
+        del self._snapshots[instruction.device_id]
+
+    def evaluate(self, device_id: str | None, model: EncodedModel) -> EvaluationMetrics:
+        """Evaluates a model on a device's test split; on the coordinator's data for None.
+
+        Raises:
+            DataError: there are no examples, or the model has diverged.
+        """
+        data = self._data.test if device_id is None else self._data.pool.take(self._get_shard(device_id).test)
+        if data is None or not len(data):
+            raise DataError("the local test split holds no examples")
+        self._load_model(self._states.get(device_id or "", _LocalState()), model)
+        loss, accuracy = self._learner.evaluate(data)
+        if not (np.isfinite(loss) and np.isfinite(accuracy)):
+            raise DataError(f"the model's loss on the test data is {loss}: it has diverged")
+        return EvaluationMetrics(num_examples=len(data), loss=float(loss), accuracy=float(accuracy))
+
+    def _get_shard(self, device_id: str) -> ShardRows:
+        return self._data.shards[self._shard_indices[device_id]]
+
+    def _get_training_data(self, instruction: TrainInstruction) -> Dataset:
+        shard = self._get_shard(instruction.device_id)
+        if instruction.block is None:
+            return self._get_dataset(instruction.device_id, shard.train)
+        require_stateless_training(instruction.plan, instruction.codec or "dense", self._model_spec)
+        if instruction.block not in shard.blocks:
+            raise TaskError(f"this device holds no block {instruction.block} of task {self._task_spec.task}")
+        start, stop = shard.blocks[instruction.block]
+        return self._data.pool.take(shard.rows[start:stop])
+
+    def _get_dataset(self, device_id: str, rows: Array) -> Dataset:
+        """Returns a device's training examples, cached while there is room."""
+        if device_id not in self._datasets:
+            dataset = self._data.pool.take(rows)
+            self._datasets[device_id] = dataset
+            self._dataset_bytes += dataset.inputs.nbytes
+            while self._dataset_bytes > MAX_CACHE_BYTES and len(self._datasets) > 1:
+                self._dataset_bytes -= self._datasets.popitem(last=False)[1].inputs.nbytes
+        self._datasets.move_to_end(device_id)
+        return self._datasets[device_id]
+
+    def _prepare_state(self, instruction: TrainInstruction) -> _LocalState:
+        """Returns the device's state; a snapshot is kept until its next instruction is done."""
+        memory = self._states.get(instruction.device_id)
+        if not is_stateful_training(instruction.plan, instruction.codec or "dense", self._model_spec):
+            return memory or _LocalState()
+        previous = memory or _LocalState()
+        residual = None if previous.error_feedback is None else previous.error_feedback.state()
+        self._snapshots[instruction.device_id] = instruction.assignment_id, previous, residual
+        self._states[instruction.device_id] = replace(previous)
+        return self._states[instruction.device_id]
+
+    def _save_state(self, state: _LocalState, instruction: TrainInstruction, result: LocalTrainingResult) -> None:
+        if instruction.plan.algorithm == Algorithm.SCAFFOLD:
+            state.variate = state.variate.add_move(instruction.assignment_id, result.algorithm_state or {})
+        elif result.algorithm_state is not None:
+            state.algorithm = instruction.plan.algorithm
+            state.step_state = {name: np.array(array) for name, array in result.algorithm_state.items()}
+        if self._local_tensor_names:
+            values = self._learner.read()
+            local_tensors = {name: values[name] for name in self._local_tensor_names}
+            state.local_tensors = local_tensors if is_finite(local_tensors) else state.local_tensors
+
+    def _get_error_feedback(self, state: _LocalState, spec: str) -> ErrorFeedback:
+        if state.error_feedback is None or state.codec_spec != spec:
+            error_feedback = ErrorFeedback(self._get_codec(spec))
+            if state.error_feedback is not None:
+                error_feedback.restore(state.error_feedback.state())
+            state.codec_spec, state.error_feedback = spec, error_feedback
+        return state.error_feedback
+
+    def _load_model(self, state: _LocalState, model: EncodedModel) -> None:
+        if self._local_tensor_names:
+            self._learner.load(state.local_tensors or self._create_local_tensors())
+        if self._decoded_model is None or self._decoded_model[0] != model.key:
+            self._decoded_model = model.key, decode_body(model.body, self._model_spec)
+        self._learner.load(self._decoded_model[1])
+
+    def _create_local_tensors(self) -> dict[str, Array]:
+        first = self._task.init(self._task_spec.seed)
+        return {name: first[name] for name in self._local_tensor_names}
+
+    def _get_codec(self, spec: str) -> Codec:
+        if spec not in self._codecs:
+            self._codecs[spec] = make_codec(spec, self._model_spec)
+        return self._codecs[spec]
+
+
+def _get_step_state(state: _LocalState, config: TrainConfig) -> Mapping[str, Array] | None:
+    """Returns the local algorithm's state at the start of the instruction."""
+    if config.algorithm == Algorithm.SCAFFOLD:
+        return state.variate.value
+    return state.step_state if state.algorithm == config.algorithm else None

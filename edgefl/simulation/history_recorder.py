@@ -1,0 +1,207 @@
+"""History recorder of a simulated run: as the live one, in virtual time and without a journal.
+
+Nothing is recovered: an interrupted simulation is run again and gives the same rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from edgefl.coordinator.runs.history_recorder import HistoryRecorder
+from edgefl.coordinator.runs.history_writer import HistoryWriter
+from edgefl.coordinator.runs.strategy_metrics import ComputeMetrics, compute_no_metrics
+from edgefl.core.config import RunConfig
+from edgefl.core.types import Decision, DeviceInfo, Event, Json, Tensors
+from edgefl.engine.stopping import RoundCounter
+from edgefl.storage.checkpoints import save_model
+from edgefl.storage.repositories.records import RunStatus, SavedModelRow, SimulatedDeviceRow
+from edgefl.storage.store import Store
+from edgefl.strategies.participation import RunParticipationPolicy
+
+SIMULATION_EPOCH = 946_684_800.0
+"""Virtual time begins on the first of January 2000; runs in one store follow each other."""
+BETWEEN_RUNS_S = 60.0
+FLUSH_EVERY_TURNS = 500
+"""Turns of the loop between writes of rows; the last write is at the end."""
+
+OnChange = Callable[[Json], None]
+
+
+class SimulationHistory:
+    """Opens a run in the store, and closes it.
+
+    Args:
+        store: the store.
+        config: the run file.
+        devices: the eligible devices.
+        clock: virtual seconds since the run began.
+        on_change: called with the run's progress after every round.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        config: RunConfig,
+        devices: Sequence[DeviceInfo],
+        *,
+        clock: Callable[[], float],
+        on_change: OnChange | None = None,
+    ) -> None:
+        self._store, self._clock, self._on_change = store, clock, on_change
+        self._started_at = _compute_start_time(store)
+        self._config = config.to_json()
+        # The number of worker processes and the data's location change nothing in the history.
+        for name in ("workers", "data"):
+            self._config["simulation"].pop(name, None)
+        self._config.pop("models", None)  # a simulation keeps its last one
+        self.run_id = _create_run_id(store, self._config, devices)
+        self._name = config.run.name or f"{config.run.task}-{config.strategy.name}"
+        self._history = _BatchedHistoryWriter(store, self.run_id)
+        self._recorder: HistoryRecorder | None = None
+        store.add_run(
+            run_id=self.run_id,
+            name=self._name,
+            task=config.run.task,
+            strategy=config.strategy.name,
+            config=self._config,
+            seed=config.run.seed,
+            submitted_at=self._started_at,
+        )
+        store.set_run_status(self.run_id, RunStatus.RUNNING, at=self._started_at)
+        store.add_simulated_devices([_create_device_row(info) for info in devices], at=self._started_at)
+
+    def create_recorder(
+        self,
+        rounds: RoundCounter,
+        policy: RunParticipationPolicy,
+        compute_metrics: ComputeMetrics = compute_no_metrics,
+    ) -> HistoryRecorder:
+        """Returns the loop's recorder; `policy` lists excluded devices, `compute_metrics` is the strategy's."""
+
+        def after(version: int) -> None:
+            if self._on_change is not None and rounds.is_round_end(version):
+                self._on_change(self._create_progress_row(RunStatus.RUNNING, rounds.get_round(version)))
+
+        self._recorder = HistoryRecorder(
+            wal=_NullJournalWriter(),
+            history=self._history,
+            rounds=rounds,
+            clock=self._now,
+            monotonic=self._clock,
+            on_version=after,
+            get_blocked=lambda: policy.guard.blocked_devices,
+            compute_metrics=compute_metrics,
+        )
+        return self._recorder
+
+    def finish(self, reason: str, models: Path, model: Tensors | None, version: int, round_number: int) -> None:
+        """Writes all rows, and the model where there is one."""
+        if self._recorder is not None:
+            self._recorder.finish()
+        if model is not None:
+            sha256, path = save_model(models, model)
+            row = SavedModelRow(
+                version=version,
+                round=round_number,
+                last_record=0,
+                sha256=sha256,
+                bytes_file=path.stat().st_size,
+                at=self._now(),
+                accuracy=self._history.newest_accuracy,
+            )
+            self._store.record_saved_model(self.run_id, row)
+        self._record_end(RunStatus.FINISHED, reason)
+
+    def fail(self, error: BaseException) -> None:
+        """Writes the rows so far, and the reason of the failure."""
+        self._history.finish()
+        if isinstance(error, KeyboardInterrupt):
+            self._record_end(RunStatus.INTERRUPTED, "Ctrl-C")
+        else:
+            self._record_end(RunStatus.FAILED, str(error) or type(error).__name__)
+
+    def _record_end(self, status: RunStatus, reason: str) -> None:
+        now = self._now()
+        with self._store.batch(durable=True):
+            self._store.set_run_status(self.run_id, status, at=now, reason=reason)
+            self._store.record_event(f"run-{status}", reason, at=now, run_id=self.run_id)
+        if self._on_change is not None:
+            self._on_change(self._create_progress_row(status, self._store.get_run(self.run_id).rounds))
+
+    def _now(self) -> float:
+        return self._started_at + self._clock()
+
+    def _create_progress_row(self, status: RunStatus, rounds: int) -> Json:
+        return {
+            "run_id": self.run_id,
+            "name": self._name,
+            "status": str(status),
+            "rounds": rounds,
+            "accuracy": self._history.newest_accuracy,
+            "config": self._config,
+        }
+
+
+class _BatchedHistoryWriter(HistoryWriter):
+    """Writes rows in batches, in the run's only thread."""
+
+    def __init__(self, store: Store, run_id: str) -> None:
+        super().__init__(store, run_id)
+        self._turns = 0
+        self.newest_accuracy: float | None = None
+
+    def update_accuracy(self, accuracy: float) -> None:
+        self.newest_accuracy = accuracy
+        super().update_accuracy(accuracy)
+
+    def publish(self) -> None:
+        # Rows gather here first: each publishing copies all pending rows.
+        self._turns += 1
+        if self._turns >= FLUSH_EVERY_TURNS:
+            self.flush()
+
+    def flush(self) -> None:
+        self._turns = 0
+        super().publish()
+        super().flush()
+
+
+class _NullJournalWriter:
+    """A write-ahead log without storage: updates stay in memory until they are used."""
+
+    def record_events(self, events: Sequence[Event]) -> Sequence[Event]:
+        return events
+
+    def record_decision(self, decision: Decision) -> None: ...
+    def record_aggregation(self, version: int, assignment_ids: Sequence[str]) -> None: ...
+    def commit(self) -> None: ...
+
+
+def _create_device_row(info: DeviceInfo) -> SimulatedDeviceRow:
+    return SimulatedDeviceRow(
+        device_id=info.device_id,
+        role=str(info.role),
+        groups=info.groups,
+        examples=info.examples,
+        facts=info.capabilities,
+    )
+
+
+def _compute_start_time(store: Store) -> float:
+    """Returns the run's start: that of virtual time, or some time after the store's earlier runs."""
+    end_times = [record.finished_at or record.started_at or record.submitted_at for record in store.list_runs()]
+    return max(end_times) + BETWEEN_RUNS_S if end_times else SIMULATION_EPOCH
+
+
+def _create_run_id(store: Store, config: Mapping[str, Any], devices: Sequence[DeviceInfo]) -> str:
+    """Returns an id derived from the run's content, with a number appended if the store has it already."""
+    facts = [[info.device_id, dict(info.capabilities), dict(info.examples)] for info in devices]
+    text = json.dumps([config, facts], sort_keys=True, default=str)
+    base_id = f"sim-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
+    existing_ids = {record.run_id for record in store.list_runs()}
+    numbers = (f"{base_id}-{number}" for number in range(2, len(existing_ids) + 3))
+    return base_id if base_id not in existing_ids else next(name for name in numbers if name not in existing_ids)

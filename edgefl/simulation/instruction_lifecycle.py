@@ -1,0 +1,278 @@
+"""Life cycle of instructions: download, computation, upload, and their interruptions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from edgefl.core.types import (
+    EvaluateInstruction,
+    Event,
+    InstructionFailed,
+    Progress,
+    TrainInstruction,
+    Update,
+    UpdateMetrics,
+    UpdateStatus,
+)
+from edgefl.simulation.backends.backend import (
+    EncodedModel,
+    TrainingBackend,
+    TrainingFailedError,
+    TrainingJob,
+    TrainingResult,
+)
+from edgefl.simulation.device import REPORT_INTERVAL_S, InFlightWork, SimulatedDevice
+from edgefl.simulation.event_queue import SimulationEventQueue
+from edgefl.simulation.fleet_view import SimulatedFleetView
+from edgefl.simulation.network import SimulatedNetwork
+
+
+def make_failure(
+    instruction: TrainInstruction | EvaluateInstruction, outcome: UpdateStatus, reason: str
+) -> InstructionFailed:
+    return InstructionFailed(
+        device_id=instruction.device_id, assignment_id=instruction.assignment_id, outcome=outcome, reason=reason
+    )
+
+
+class InstructionLifecycle:
+    """Sends instructions to their devices and returns updates.
+
+    Args:
+        event_queue: virtual time.
+        network: transfers of models and updates.
+        backend: the training.
+        view: updated with each device's work.
+        publish: called with updates, losses and progress.
+    """
+
+    def __init__(
+        self,
+        *,
+        event_queue: SimulationEventQueue,
+        network: SimulatedNetwork,
+        backend: TrainingBackend,
+        view: SimulatedFleetView,
+        publish: Callable[[Event], None],
+    ) -> None:
+        self._event_queue, self._network, self._backend = event_queue, network, backend
+        self._view, self._publish = view, publish
+        self._in_flight: dict[str, InFlightWork] = {}
+
+    def dispatch(
+        self, instruction: TrainInstruction, device: SimulatedDevice, model: EncodedModel, num_bytes: int
+    ) -> None:
+        """Sends an instruction and a model of `num_bytes` to a device."""
+        now_s = self._event_queue.now_s
+        work = InFlightWork(
+            instruction=instruction,
+            device=device,
+            boot_count=device.boot_count,
+            job=TrainingJob(instruction=instruction, model=model),
+            dispatched_s=now_s,
+            download_bytes=num_bytes,
+        )
+        self._in_flight[instruction.assignment_id] = work
+        self._view.mark_busy(device, instruction.assignment_id)
+        if instruction.deadline_s is not None:
+            self._event_queue.schedule(now_s + instruction.deadline_s, self._on_deadline, work)
+        if not device.is_up:
+            return  # its failure is not detected yet; this instruction is failed with the others
+        device.schedule_work(work)
+        is_next = len(device.in_flight_ids) == 1 and device.current is None
+        if is_next and work.max_iterations is not None and not work.is_open_ended and instruction.plan.node is None:
+            # Training can start while others still download: the result is needed in any case. Only a device's
+            # newest work can be rolled back, so any void computation of it is cancelled first.
+            work.job.iterations = work.max_iterations
+            self._start_training(work)
+        self._network.send_down(device, num_bytes, self._on_download_end, work)
+
+    def finish_early(self, assignment_id: str) -> None:
+        """Tells a device to finish an instruction now; no effect on a finished one."""
+        work = self._in_flight.get(assignment_id)
+        if work is not None and not work.is_finishing_early:
+            self._event_queue.schedule(
+                self._event_queue.now_s + work.device.compute_latency_s(self._event_queue.now_s),
+                self._on_finish_early,
+                work,
+            )
+
+    def discard_work(self, device: SimulatedDevice) -> None:
+        """Discards a failed device's work; the failure is not detected yet."""
+        started = [*device.queue, *([device.current] if device.current else [])]
+        for work in [*started, *(self._in_flight[assignment_id] for assignment_id in device.in_flight_ids)]:
+            self._cancel_training(work)
+        device.queue.clear()
+        device.current = None
+        device.downlink_free_s = device.uplink_free_s = 0.0
+        device.model_version = None
+
+    def fail_all(self, device: SimulatedDevice, reason: str) -> None:
+        """Fails all instructions of a device."""
+        for assignment_id in list(device.in_flight_ids):
+            self._fail(self._in_flight[assignment_id], UpdateStatus.LOST, reason)
+
+    def _on_download_end(self, work: InFlightWork) -> None:
+        if work.is_orphaned or work.is_completed:
+            return
+        work.received_s = self._event_queue.now_s
+        work.device.queue.append(work)
+        self._start_next(work.device)
+
+    def _start_next(self, device: SimulatedDevice) -> None:
+        """Starts the oldest queued work if the device is idle."""
+        while device.queue and device.current is None:
+            work = device.queue.popleft()
+            if work.is_completed:
+                continue
+            device.start_work(work, self._event_queue.now_s)
+            self._event_queue.schedule(work.due_s, self._on_compute_end, (work, work.due_s))
+            if work.is_open_ended:
+                self._schedule_report(work, 0)
+            elif (
+                work.instruction.plan.node is None
+            ):  # a node's training cannot be rolled back, so it runs when it is due
+                self._start_training(work)
+
+    def _start_training(self, work: InFlightWork) -> None:
+        if not work.job.is_started:
+            work.job.is_started = True
+            self._backend.start(work.job)
+
+    def _cancel_training(self, work: InFlightWork) -> None:
+        if work.job.is_started and work.result is None:
+            work.job.is_started = False
+            self._backend.cancel(work.job)
+
+    def _on_compute_end(self, argument: tuple[InFlightWork, float]) -> None:
+        work, due_s = argument
+        board = work.device
+        if work.is_orphaned or work.due_s != due_s or board.current is not work:
+            return  # it was told to finish early meanwhile, or its device failed
+        board.current = None
+        if work.is_completed:
+            self._cancel_training(work)
+        else:
+            self._send_update(work)
+        self._start_next(board)
+
+    def _send_update(self, work: InFlightWork) -> None:
+        self._start_training(work)
+        try:
+            work.result = self._backend.get_result(work.job)
+        except TrainingFailedError as error:
+            self._fail(work, UpdateStatus.FAILED, str(error))
+            return
+        work.finished_s = self._event_queue.now_s
+        self._network.send_up(work.device, work.result.num_bytes, self._on_upload_end, work)
+
+    def _on_upload_end(self, work: InFlightWork) -> None:
+        if work.is_orphaned or work.is_completed or work.result is None:
+            return
+        self._complete(work)
+        now_s, trained = self._event_queue.now_s, work.result
+        metrics = self._build_metrics(work, trained, now_s)
+        work.device.record_speed(
+            iteration_s=metrics.compute_s / metrics.iterations if metrics.iterations else None,
+            up_bytes_per_s=metrics.bytes_up / max(1e-9, now_s - work.finished_s),
+            down_bytes_per_s=metrics.bytes_down / max(1e-9, work.received_s - work.dispatched_s),
+        )
+        update = Update(
+            assignment_id=work.instruction.assignment_id,
+            device_id=work.instruction.device_id,
+            base_version=work.instruction.base_version,
+            tensors=trained.tensors,
+            metrics=metrics,
+            received_s=now_s,
+            outbox=trained.outbox,
+        )
+        self._publish(update)
+
+    @staticmethod
+    def _build_metrics(work: InFlightWork, result: TrainingResult, now_s: float) -> UpdateMetrics:
+        compute_s = work.due_s - work.started_s
+        return UpdateMetrics(
+            iterations=work.job.iterations,
+            num_examples=result.num_examples,
+            loss=result.loss,
+            compute_s=compute_s,
+            send_s=max(0.0, now_s - work.dispatched_s - compute_s),
+            bytes_up=result.num_bytes,
+            bytes_down=work.download_bytes,
+            **work.device.summarise_health(work.started_s, work.due_s),
+        )
+
+    def _on_finish_early(self, work: InFlightWork) -> None:
+        if work.is_finishing_early or work.is_orphaned or work.is_completed or work.result is not None:
+            return
+        self._shorten(work)
+        if work.device.current is work:
+            self._start_training(work)
+
+    def _shorten(self, work: InFlightWork) -> None:
+        """Ends an instruction after its present iteration; one not started runs a single iteration."""
+        is_running = work.device.current is work
+        work.is_finishing_early = True
+        iterations = work.count_iterations(self._event_queue.now_s) + 1 if is_running else 1
+        if work.max_iterations is not None and iterations > work.max_iterations:
+            return
+        if work.job.iterations and iterations >= work.job.iterations:
+            return
+        self._cancel_training(work)
+        work.job.iterations = iterations
+        if is_running:
+            # Not before now: an iteration that ends in this very instant may by rounding lie behind us.
+            work.due_s = max(self._event_queue.now_s, work.compute_end_s(iterations))
+            self._event_queue.schedule(work.due_s, self._on_compute_end, (work, work.due_s))
+
+    def _on_deadline(self, work: InFlightWork) -> None:
+        if work.is_completed:
+            return
+        if not work.is_orphaned and work.result is None:
+            self._shorten(work)
+        self._fail(work, UpdateStatus.LOST, f"not back within {work.instruction.deadline_s or 0:g} s")
+
+    def _schedule_report(self, work: InFlightWork, iteration: int) -> None:
+        """Reports after the first iteration, then no more often than a live device does."""
+        next_iteration = (
+            max(iteration, work.count_iterations(work.reported_s + REPORT_INTERVAL_S) if iteration else 0) + 1
+        )
+        if next_iteration <= work.job.iterations:
+            self._event_queue.schedule(work.compute_end_s(next_iteration), self._send_report, (work, next_iteration))
+
+    def _send_report(self, argument: tuple[InFlightWork, int]) -> None:
+        work, iteration = argument
+        if work.is_orphaned or work.is_completed or work.device.current is not work:
+            return
+        work.reported_s = self._event_queue.now_s
+        report = Progress(
+            device_id=work.instruction.device_id,
+            assignment_id=work.instruction.assignment_id,
+            iteration=iteration,
+            seconds_per_iteration=(self._event_queue.now_s - work.started_s) / iteration,
+            age_s=0.0,
+        )
+        self._event_queue.schedule(
+            self._event_queue.now_s + work.device.compute_latency_s(self._event_queue.now_s),
+            self._on_report,
+            (work, report),
+        )
+        self._schedule_report(work, iteration)
+
+    def _on_report(self, argument: tuple[InFlightWork, Progress]) -> None:
+        work, report = argument
+        if not work.is_completed:
+            self._view.progress_reports[report.device_id] = report
+            self._publish(report)
+
+    def _fail(self, work: InFlightWork, outcome: UpdateStatus, reason: str) -> None:
+        if work.device.current is not work:
+            self._cancel_training(work)
+        work.device.model_version = None  # as live: the model that it holds is unknown now
+        self._complete(work)
+        self._publish(make_failure(work.instruction, outcome, reason))
+
+    def _complete(self, work: InFlightWork) -> None:
+        work.is_completed = True
+        del self._in_flight[work.instruction.assignment_id]
+        self._view.mark_idle(work.device, work.instruction.assignment_id)

@@ -1,0 +1,320 @@
+"""A whole fleet on this machine: coordinator and devices, each a process, in one folder.
+
+The demo, `edgefl.run` and the end-to-end tests use it. It runs a user's commands and the dashboard's requests, with a
+configuration folder of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from edgefl.core.config import RunConfig
+from edgefl.core.errors import NetworkError, RunFailedError
+from edgefl.core.types import Json
+from edgefl.system.api_client import CoordinatorClient, load_operator_file
+from edgefl.system.process_control import exit_with_parent
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 15.0
+POLL_S = 0.1
+TERMINAL_STATUSES = frozenset({"finished", "stopped", "failed", "interrupted"})
+COORDINATOR = "coordinator"
+LOOPBACK = "127.0.0.1"
+EDGEFL_COMMAND = (sys.executable, "-m", "edgefl.cli.main")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalDeviceSpec:
+    """One device to start: its name, its shards by task, its role, and its `edgefl` program.
+
+    `host` is the fleet's host at which it joins; the first when empty.
+    """
+
+    name: str
+    shards: Mapping[str, str]
+    role: str = "trainer"
+    program: Sequence[str] = EDGEFL_COMMAND
+    host: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class LocalFleet:
+    """Context manager that starts a whole fleet and stops it at the end.
+
+    Attributes:
+        root: the folder that holds all state and logs; made when it is missing.
+        devices: the devices to start. Each process uses one thread, since they share this machine.
+        test_shards: the coordinator's test shards.
+        hosts: addresses of the coordinator for devices elsewhere; it then listens on all addresses of this machine.
+        broker: as `edgefl coordinator start --broker`.
+        environment: variables for every process, over those of this one.
+        program: the coordinator's `edgefl`.
+    """
+
+    root: Path
+    devices: Sequence[LocalDeviceSpec]
+    test_shards: Mapping[str, str] = field(default_factory=dict)
+    hosts: Sequence[str] = ()
+    broker: str = "auto"
+    environment: Mapping[str, str] = field(default_factory=dict)
+    program: Sequence[str] = EDGEFL_COMMAND
+    port: int = field(default_factory=lambda: find_free_port())  # noqa: PLW0108 defined below
+    broker_port: int = field(default_factory=lambda: find_free_port())  # noqa: PLW0108 likewise
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    @property
+    def directory(self) -> Path:
+        return self.root / "coordinator"
+
+    @property
+    def database(self) -> Path:
+        return self.directory / "edgefl.db"
+
+    def __enter__(self) -> Self:
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            hosts = [word for host in self.hosts or (LOOPBACK,) for word in ("--host", host)]
+            self.run_command("coordinator", "init", "--dir", str(self.directory), "--port", str(self.port), *hosts)
+            self.start_coordinator()
+            self._join_devices(self.devices)
+            for device in self.devices:
+                self.start_device(device.name)
+            self.wait_for_devices(len(self.devices) + bool(self.test_shards))
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def make_client(self) -> CoordinatorClient:
+        """Returns a client of the coordinator's API."""
+        operator_file = load_operator_file(self.root / "config" / "edgefl" / "operator.toml")
+        return CoordinatorClient(
+            url=f"https://127.0.0.1:{self.port}", ca_pem=operator_file.ca_pem, token=operator_file.operator_token
+        )
+
+    def start_coordinator(self) -> None:
+        """Starts the coordinator and waits until it answers."""
+        shards = [word for task, path in self.test_shards.items() for word in ("--test-shard", f"{task}={path}")]
+        self._start_process(
+            COORDINATOR,
+            self.program,
+            "coordinator", "start", "--dir", str(self.directory),
+            "--host", "0.0.0.0" if self.hosts else LOOPBACK,  # noqa: S104 reachable for devices elsewhere
+            "--broker", self.broker, "--broker-port", str(self.broker_port), *shards,
+        )  # fmt: skip
+        self._wait_until(self._is_answering, "the coordinator to answer")
+
+    def start_device(self, name: str) -> None:
+        """Starts the agent of a device that has joined."""
+        program = next((device.program for device in self.devices if device.name == name), EDGEFL_COMMAND)
+        self._start_process(name, program, "device", "start", "--state", str(self.root / name))
+
+    def add_device(self, device: LocalDeviceSpec) -> None:
+        """Joins one more device and starts it."""
+        self._join_devices([device])
+        self.devices = (*self.devices, device)
+        self.start_device(device.name)
+
+    def wait_for_devices(self, num_devices: int, *, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Waits until `count` devices are online and have reported their data."""
+
+        def are_present() -> bool:
+            return list(self.get_presence().values()).count("online") >= num_devices
+
+        self._wait_until(are_present, f"{num_devices} devices to come online", timeout_s)
+
+    def get_presence(self) -> dict[str, str]:
+        """Returns the presence of each device: online, late, gone, offline."""
+        rows = self.make_client().get("/edgefl/v1/devices")["rows"]
+        return {row["device_id"]: row["presence"] for row in rows}
+
+    def submit(self, config: RunConfig) -> str:
+        """Queues a run and returns its id."""
+        run_id: str = self.make_client().post("/edgefl/v1/runs", {"config": config.to_json()})["run_id"]
+        return run_id
+
+    def wait_for_run(self, run_id: str, *, on_change: Callable[[Json], None] | None = None) -> Json:
+        """Waits for the end of a run; `on_change` is called on progress.
+
+        Raises:
+            RunFailedError: it failed or was interrupted.
+            NetworkError: the coordinator is gone.
+        """
+        previous = None
+        while True:
+            self._check_coordinator()
+            run = self.make_client().get(f"/edgefl/v1/runs/{run_id}")
+            state = (run["status"], run["rounds"], run["accuracy"])
+            if on_change is not None and state != previous:
+                on_change(run)
+            previous = state
+            if run["status"] in TERMINAL_STATUSES:
+                break
+            time.sleep(POLL_S)
+        if run["status"] in {"failed", "interrupted"}:
+            raise RunFailedError(f"run {run_id} {run['status']}: {run['reason']}; logs are in {self.root}")
+        return run
+
+    def list_history(self, kind: str, **filters: object) -> list[Json]:
+        """Returns rows as `edgefl history KIND --format json` gives them."""
+        path, operator = f"/edgefl/v1/history/{kind}", self.make_client()
+        if filters.get("limit"):
+            return list(operator.get(path, filters)["rows"])
+        rows: list[Json] = []
+        cursor: str | None = ""
+        while cursor is not None:
+            page = operator.get(path, {**filters, "after": cursor})
+            rows, cursor = [*rows, *page["rows"]], page["next"]
+        return rows
+
+    def get_model_path(self, sha256: str) -> Path:
+        """Returns the coordinator's path of a model, by the `model` of its run."""
+        return self.directory / "models" / f"{sha256}.safetensors"
+
+    def kill(self, name: str, signal_number: int = signal.SIGKILL) -> None:
+        """Sends a signal to one process; SIGKILL also waits for its end."""
+        self.processes[name].send_signal(signal_number)
+        if signal_number == signal.SIGKILL:
+            self.processes[name].wait()
+
+    def terminate(self, name: str, timeout_s: float = STOP_TIMEOUT_S) -> int:
+        """Ends one process by SIGTERM and returns its exit code."""
+        process = self.processes[name]
+        process.terminate()
+        return process.wait(timeout_s)
+
+    def stop(self) -> None:
+        """Stops the devices, then the coordinator; kills those that do not stop."""
+        for names in ([name for name in self.processes if name != COORDINATOR], [COORDINATOR]):
+            running = [self.processes[name] for name in names if name in self.processes]
+            for process in running:
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGCONT)
+                    process.terminate()
+            for process in running:
+                try:
+                    process.wait(STOP_TIMEOUT_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+
+    def read_log_tail(self, name: str, num_lines: int = 5) -> str:
+        """Returns the end of a process's log."""
+        path = self.root / f"{name}.log"
+        return "\n".join(path.read_text(errors="replace").splitlines()[-num_lines:]) if path.exists() else ""
+
+    def run_command(self, *arguments: str) -> str:
+        """Returns the output of an `edgefl` command; raises `RunFailedError` when it failed."""
+        process = self.start_command(arguments)
+        output, _ = process.communicate(timeout=START_TIMEOUT_S)
+        text = output.decode(errors="replace")
+        if process.returncode != 0:
+            raise RunFailedError(f"edgefl {arguments[0]} {arguments[1]} failed: {text.strip()}")
+        return text
+
+    def _join_devices(self, devices: Sequence[LocalDeviceSpec]) -> None:
+        if not devices:
+            return
+        token = self.make_client().post("/edgefl/v1/tokens", {"uses": len(devices)})["token"]
+        processes = [(device, self._start_join(device, token)) for device in devices]
+        failures = []
+        for device, process in processes:
+            output, _ = process.communicate(timeout=START_TIMEOUT_S)
+            if process.returncode != 0:
+                failures.append(f"{device.name} could not join: {output.decode(errors='replace').strip()}")
+        if failures:
+            raise RunFailedError(failures[0])
+
+    def _start_join(self, device: LocalDeviceSpec, token: str) -> subprocess.Popen[bytes]:
+        return self.start_command(self._make_join_arguments(device, token), device.program)
+
+    def _make_join_arguments(self, device: LocalDeviceSpec, token: str) -> list[str]:
+        shards = [word for task, path in device.shards.items() for word in ("--shard", f"{task}={path}")]
+        return [
+            "device", "join", f"{device.host or [*self.hosts, LOOPBACK][0]}:{self.port}", "--token", token,
+            "--name", device.name, "--role", device.role, "--state", str(self.root / device.name),
+            "--threads", "1", *shards,
+        ]  # fmt: skip
+
+    def _start_process(self, name: str, program: Sequence[str], *arguments: str) -> None:
+        with (self.root / f"{name}.log").open("ab") as output:
+            self.processes[name] = self.start_command(arguments, program, stdout=output.fileno())
+
+    def start_command(
+        self,
+        arguments: Sequence[str],
+        program: Sequence[str] = EDGEFL_COMMAND,
+        *,
+        stdout: int = subprocess.PIPE,
+        stderr: int = subprocess.STDOUT,
+    ) -> subprocess.Popen[bytes]:
+        """Starts an `edgefl` command as this fleet's operator."""
+        overrides = {
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            "XDG_CONFIG_HOME": str(self.root / "config"),
+        }
+        return subprocess.Popen(
+            [*program, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            env={**os.environ, **overrides, **self.environment},
+            preexec_fn=exit_with_parent,  # noqa: PLW1509 one system call, no locks
+        )
+
+    def _is_answering(self) -> bool:
+        return bool(self.make_client().get("/healthz").get("status") == "ok")
+
+    def _wait_until(
+        self, condition: Callable[[], bool], description: str, timeout_s: float = START_TIMEOUT_S
+    ) -> None:
+        end_s, timer = time.monotonic() + timeout_s, threading.Event()
+        while not self._is_satisfied(condition):
+            if time.monotonic() > end_s:
+                raise RunFailedError(f"waited {timeout_s:.0f} s for {description}; logs are in {self.root}")
+            timer.wait(POLL_S)
+
+    def _is_satisfied(self, condition: Callable[[], bool]) -> bool:
+        """Returns whether a condition holds; false while a running coordinator does not answer."""
+        try:
+            return condition()
+        except NetworkError:
+            return False
+        finally:
+            self._check_coordinator()
+
+    def _check_coordinator(self) -> None:
+        coordinator = self.processes.get(COORDINATOR)
+        if coordinator is not None and coordinator.poll() is not None:
+            raise RunFailedError(
+                f"the coordinator ended with code {coordinator.returncode}: {self.read_log_tail(COORDINATOR, 3)}"
+            )
+
+
+def find_free_port() -> int:
+    """Returns a free loopback port, reserved by the system for the next minute.
+
+    A connection closed by its server stays in TIME_WAIT that long, and keeps the port from outgoing connections and
+    from binds to any port. A bind to this very port succeeds, with SO_REUSEADDR.
+    """
+    with socket.create_server((LOOPBACK, 0)) as server:
+        port: int = server.getsockname()[1]
+        with socket.create_connection((LOOPBACK, port)) as client:
+            server.accept()[0].close()
+            client.recv(1)  # the other side closes first: the side that does stays in TIME_WAIT
+    return port

@@ -1,0 +1,278 @@
+"""One training run on a simulated fleet, as a function: same loop and strategies, in virtual time.
+
+Everything follows from the run file, the data and the seed, so the same run gives the same history, byte for byte.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from edgefl.coordinator.directory import default_directory
+from edgefl.coordinator.runs.strategy_memory import check_memory_for
+from edgefl.coordinator.runs.strategy_metrics import compute_no_metrics, find_metrics_hook
+from edgefl.core.config import RunConfig, StrategySection, load_run, parse_run
+from edgefl.core.errors import ConfigError
+from edgefl.core.protocol import EVALUATOR_NAME
+from edgefl.core.types import DeviceInfo, Json, Role
+from edgefl.engine.build import build_run
+from edgefl.engine.round_loop import run_rounds
+from edgefl.engine.run_summary import format_run_outcome, select_device_metrics
+from edgefl.simulation.backends.backend import TrainingBackend
+from edgefl.simulation.backends.no_op import PLACEHOLDER_TENSORS, NoOpBackend
+from edgefl.simulation.downlink import SimulatedDownlink
+from edgefl.simulation.fleet import SimulatedFleet
+from edgefl.simulation.history_recorder import OnChange, SimulationHistory
+from edgefl.simulation.local_run import count_devices, default_scheme
+from edgefl.simulation.partitioned_data import FleetData, partition_in_memory, read_shards
+from edgefl.simulation.profiles import list_profile_names
+from edgefl.simulation.setup import load_run_faults, make_backend, make_device_names, make_devices, make_settings
+from edgefl.storage.queries.history import read_history
+from edgefl.storage.store import Store
+from edgefl.strategies.evaluation import EvaluationSchedule
+from edgefl.strategies.participation import RunParticipationPolicy, UpdateGuard
+from edgefl.strategies.validated_strategy import ValidatedStrategy
+from edgefl.system.atomic_files import DATABASE_NAME, make_private_directory
+from edgefl.tasks.registry import make_task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationResult:
+    """Outcome of a simulated run.
+
+    Attributes:
+        run_id, status, reason: as in the store.
+        metrics: `accuracy` and `loss` of the last version (None when it was not evaluated), `bytes_up`, `bytes_down`,
+            virtual `seconds` from the start of the run to its end; where devices have models of their own,
+            `node_accuracy`, `worst_node_accuracy` and `disagreement` where known.
+        rounds, updates, evaluations: rows of the history, oldest first, in the columns of `edgefl history`.
+        model: the last model, a safetensors file; None where nothing was trained.
+        root: the folder with the database.
+    """
+
+    run_id: str
+    status: str
+    reason: str
+    metrics: Mapping[str, float | None]
+    rounds: list[Json]
+    updates: list[Json]
+    evaluations: list[Json]
+    model: Path | None
+    root: Path
+
+    def __str__(self) -> str:
+        return format_run_outcome(self.run_id, self.status, self.reason, self.metrics)
+
+
+def simulate(  # noqa: PLR0913 the options of the command line, all by name
+    config: RunConfig | Mapping[str, Any] | str | Path,
+    *,
+    devices: int | Sequence[str | Path] | None = None,
+    profiles: Sequence[str] = (),
+    data: str | Path | None = None,
+    scheme: str | None = None,
+    root: str | Path | None = None,
+    bookkeeping_only: bool = False,
+    on_change: OnChange | None = None,
+) -> SimulationResult:
+    """Trains on a simulated fleet and returns the history; arguments override the run file's `[simulation]`.
+
+    Args:
+        config: a run file, its tables, or the result of `config.load_run`.
+        devices: their number, or existing shards, one per device.
+        profiles: device profiles, `NAME` or `NAME:COUNT` each, or a profile file, for all profiles in it.
+        data: the folder of the data set; digits needs none.
+        scheme: the partition scheme [digits: dirichlet:0.5; motionsense: natural; others: iid].
+        root: folder of the history; `~/.local/share/edgefl/simulations` when None.
+        bookkeeping_only: no training: times, bytes and schedules only.
+        on_change: called with the run's progress, as in `edgefl run show`.
+
+    Raises:
+        EdgeflError: the run file is invalid, data is missing, or the run failed.
+    """
+    run_config = _load_config(config, devices, profiles, data, scheme)
+    if bookkeeping_only and all(
+        rule is None
+        for rule in (run_config.run.rounds, run_config.run.updates, run_config.run.seconds, run_config.run.bytes)
+    ):
+        raise ConfigError("without training no accuracy is ever reached; give run.rounds, updates, seconds or bytes")
+    folder = Path(default_root() if root is None else root).expanduser().resolve()
+    with closing(
+        _Simulation(run_config, None if bookkeeping_only else _load_data(run_config, devices))
+    ) as simulation:
+        make_private_directory(folder)
+        with Store.open(folder / DATABASE_NAME) as store:
+            return _build_result(store, simulation.run(store, folder, on_change), folder)
+
+
+def default_root() -> Path:
+    """Returns the default folder of simulations, beside the coordinator's."""
+    return default_directory().parent / "simulations"
+
+
+def _load_config(
+    config: RunConfig | Mapping[str, Any] | str | Path,
+    devices: int | Sequence[str | Path] | None,
+    profiles: Sequence[str],
+    data: str | Path | None,
+    scheme: str | None,
+) -> RunConfig:
+    """Returns the run file with the caller's arguments applied, so that the store records the actual run."""
+    run_config = config if isinstance(config, RunConfig) else None
+    if run_config is None:
+        run_config = parse_run(config) if isinstance(config, Mapping) else load_run(config)  # type: ignore[arg-type]  # the rest is a path
+    section = run_config.simulation
+    files = [entry for entry in profiles if entry.endswith(".toml")]
+    if len(files) > 1:
+        raise ConfigError(f"one profile file at a time, got {' and '.join(files)}")
+    profile_names = [
+        name for entry in profiles for name in (list_profile_names(entry) if entry in files else [entry])
+    ]
+    count = section.devices if devices is None else count_devices(devices)
+    if count < max(1, run_config.devices.min):
+        raise ConfigError(f"the run needs at least {max(1, run_config.devices.min)} devices, got {count}")
+    simulation = replace(
+        section,
+        devices=count,
+        profiles=tuple(profile_names) or section.profiles,
+        profile_file=files[0] if files else section.profile_file,
+        data=section.data if data is None else str(data),
+        scheme=scheme or section.scheme or default_scheme(run_config.run.task),
+    )
+    return replace(run_config, simulation=simulation, strategy=_use_relay_transport(run_config.strategy))
+
+
+def _use_relay_transport(section: StrategySection) -> StrategySection:
+    """Returns a strategy with relayed peer messages: no node runs on alone, and the result is one model."""
+    options = {name: value for name, value in section.options.items() if name != "hosts"}
+    if options.get("carrier") not in {"peer", "direct"}:
+        return section
+    return replace(section, options={**options, "carrier": "relay"})
+
+
+def _load_data(config: RunConfig, devices: int | Sequence[str | Path] | None) -> FleetData:
+    section, run = config.simulation, config.run
+    if devices is not None and not isinstance(devices, int):
+        task = make_task(run.task, config.task)
+        return read_shards(task, devices, test_fraction=run.local_test_fraction)
+    return partition_in_memory(
+        run.task,
+        section.scheme or default_scheme(run.task),
+        section.devices,
+        data=None if section.data is None else Path(section.data),
+        seed=run.seed,
+        test_fraction=run.local_test_fraction,
+    )
+
+
+class _Simulation:
+    """A validated run, ready to start.
+
+    Args:
+        config: the run file.
+        data: the devices' data; None where nothing is trained.
+    """
+
+    def __init__(self, config: RunConfig, data: FleetData | None) -> None:
+        self._config, self._data = config, data
+        self._components = build_run(config, "simulated")
+        names = make_device_names(config.simulation.devices)
+        shapes = tuple(spec for spec in make_task(config.run.task, config.task).shapes() if spec.shared)
+        faults = load_run_faults(config, names)
+        self._devices = make_devices(config, names, faults, None if data is None else data.shards, shapes)
+        if data is not None:  # without training there is no model to retain
+            check_memory_for(len(self._devices), config, self._components.strategy, self._components.model)
+        if data is None:
+            self._backend: TrainingBackend = NoOpBackend(self._devices, shapes, config.run.seed)
+        else:
+            self._backend = make_backend(config, data, names, shapes, time.perf_counter)
+
+    def run(self, store: Store, folder: Path, on_change: OnChange | None) -> str:
+        """Runs to the end; returns the run id."""
+        assembled = self._components
+        fleet = SimulatedFleet(
+            self._devices,
+            backend=self._backend,
+            downlink=self._make_downlink(),
+            settings=make_settings(self._config),
+            evaluators=self._make_evaluators(),
+        )
+        devices = [board.info for board in self._devices]
+        history = SimulationHistory(store, self._config, devices, clock=lambda: fleet.now_s, on_change=on_change)
+        strategy, policy = assembled.strategy, self._make_policy()
+        try:
+            state, reason = run_rounds(
+                strategy,
+                strategy.init(PLACEHOLDER_TENSORS if self._data is None else assembled.model),
+                fleet=fleet,
+                journal=history.create_recorder(
+                    assembled.rounds,
+                    policy,
+                    compute_no_metrics if self._data is None else find_metrics_hook(strategy),
+                ),
+                goal=assembled.goal,
+                evaluate=EvaluationSchedule(evaluate_on="none") if self._data is None else assembled.evaluate,
+                rounds=assembled.rounds,
+                policy=policy,
+            )
+            if isinstance(strategy, ValidatedStrategy):
+                strategy.check_final_state(state)
+        except BaseException as error:
+            history.fail(error)
+            raise
+        model = None if self._data is None else strategy.model(state)
+        version = strategy.version(state)
+        history.finish(reason, folder / "models", model, version, assembled.rounds.get_round(version))
+        return history.run_id
+
+    def close(self) -> None:
+        """Ends the worker processes, if there are any."""
+        self._backend.close()
+
+    def _make_downlink(self) -> SimulatedDownlink:
+        assembled = self._components
+        if self._data is not None:
+            return SimulatedDownlink(assembled.encode, assembled.encode_changes)
+        body = assembled.encode(assembled.model, 0)
+        return SimulatedDownlink(lambda _model, _version: body)
+
+    def _make_policy(self) -> RunParticipationPolicy:
+        policy = self._components.policy
+        # Without training there is no update for the guard to check.
+        return policy if self._data is not None else replace(policy, guard=UpdateGuard())
+
+    def _make_evaluators(self) -> list[DeviceInfo]:
+        if self._data is None or self._data.test is None:
+            return []
+        task = self._config.run.task
+        return [DeviceInfo(device_id=EVALUATOR_NAME, role=Role.EVALUATOR, tasks=(task,), source="coordinator")]
+
+
+def _build_result(store: Store, run_id: str, root: Path) -> SimulationResult:
+    record = store.get_run(run_id)
+    rounds = read_history(store, "rounds", run=run_id)
+    # A round in progress when the goal was reached stays open.
+    last = next((row for row in reversed(rounds) if row["closed_at"] is not None), {})
+    saved = store.list_saved_models(run_id)
+    return SimulationResult(
+        run_id=run_id,
+        status=str(record.status),
+        reason=record.reason or "",
+        metrics={
+            "accuracy": last.get("accuracy"),
+            "loss": last.get("loss"),
+            "bytes_up": sum(row["bytes_up"] for row in rounds),
+            "bytes_down": sum(row["bytes_down"] for row in rounds),
+            "seconds": (record.finished_at or 0.0) - (record.started_at or 0.0),
+            **select_device_metrics(last),
+        },
+        rounds=rounds,
+        updates=read_history(store, "updates", run=run_id),
+        evaluations=read_history(store, "evaluations", run=run_id),
+        model=root / "models" / f"{saved[0].sha256}.safetensors" if saved else None,
+        root=root,
+    )

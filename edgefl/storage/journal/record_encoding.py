@@ -1,0 +1,370 @@
+"""Encoding of the journal's records: events and decisions as bytes, and back.
+
+A body is a length u32, that many bytes of JSON, then raw bytes that the JSON refers to by start and length.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from edgefl.core.errors import JournalError, NotKeptError
+from edgefl.core.safe_parsing import parse_json
+from edgefl.core.types import (
+    Decision,
+    DeviceInfo,
+    EvaluateInstruction,
+    EvaluateResult,
+    Event,
+    FinishEarlyInstruction,
+    GossipConfig,
+    HealthMetrics,
+    Instruction,
+    InstructionFailed,
+    Json,
+    LazyTensors,
+    PeerMessage,
+    Progress,
+    Role,
+    StopRequested,
+    Tensors,
+    TrainConfig,
+    TrainInstruction,
+    Update,
+    UpdateMetrics,
+    UpdateStatus,
+)
+from edgefl.storage.journal.file_format import JournalRecord, RecordKind
+from edgefl.storage.state_serialisation import decode_tensors, encode_tensors
+
+DecodeUpdate = Callable[[bytes], Tensors]
+"""Decodes the codec body of an update to tensors."""
+
+_LENGTH = struct.Struct("<I")
+_INSTRUCTION_TYPES: dict[str, type[TrainInstruction | EvaluateInstruction | FinishEarlyInstruction]] = {
+    "assignment": TrainInstruction,
+    "evaluation": EvaluateInstruction,
+    "recall": FinishEarlyInstruction,
+}
+_KIND_WORDS = {
+    RecordKind.EVALUATION: "evaluated",
+    RecordKind.INSTRUCTION_FAILED: "lost",
+    RecordKind.AGGREGATION: "aggregated",
+    RecordKind.HEALTH: "vitals",
+}
+"""The words of error texts, where they are not the kind's name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aggregation:
+    """An aggregation of these assignments' updates to `version`."""
+
+    version: int
+    assignment_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointMark:
+    """A checkpoint of every record up to `last_record`, in the file of this hash."""
+
+    sha256: str
+    last_record: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnStarted:
+    """Start of a turn of the loop, with the changes of the fleet's view since the one before.
+
+    Attributes:
+        now_s: of the view.
+        at: Unix seconds.
+        devices: joined or changed ones, and None for those that left.
+        progress: reported by devices.
+        incarnation: of the run, for all instructions of this turn; None in journals without it.
+    """
+
+    now_s: float
+    at: float
+    devices: Mapping[str, DeviceInfo | None] = field(default_factory=dict)
+    progress: tuple[Progress, ...] = ()
+    incarnation: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthObserved:
+    """Hardware health of boards as read in this turn; None for one without a report."""
+
+    health: Mapping[str, HealthMetrics | None]
+
+
+JournalEntry = Event | Decision | Aggregation | CheckpointMark | TurnStarted | HealthObserved
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedRecord:
+    """An encoded record; the update's tensors begin at byte `tensors_offset` of the joined parts."""
+
+    kind: RecordKind
+    assignment_id: str
+    parts: tuple[bytes, ...]
+    tensors_offset: int = 0
+
+
+def encode_event(event: Event) -> EncodedRecord | None:
+    """Returns the record of an event, None for one that replay does not need (progress, a joined device)."""
+    match event:
+        case Update():
+            return _encode_update(event)
+        case EvaluateResult():
+            return _encode_record(
+                RecordKind.EVALUATION,
+                event.assignment_id,
+                {**_to_shallow_dict(event), "metrics": dict(event.metrics)},
+            )
+        case InstructionFailed():
+            return _encode_record(RecordKind.INSTRUCTION_FAILED, event.assignment_id, _to_shallow_dict(event))
+        case StopRequested():
+            return _encode_record(RecordKind.STOP, "", _to_shallow_dict(event))
+    return None
+
+
+def encode_decision(decision: Decision) -> EncodedRecord:
+    blob: list[bytes] = []
+    instructions = [_instruction_to_json(instruction, blob) for instruction in decision.orders]
+    return _encode_record(
+        RecordKind.DECISION, "", {"orders": instructions, "next_wake_s": decision.next_wake_s}, blob
+    )
+
+
+def encode_aggregation(version: int, assignment_ids: Sequence[str]) -> EncodedRecord:
+    return _encode_record(RecordKind.AGGREGATION, "", {"version": version, "assignment_ids": list(assignment_ids)})
+
+
+def encode_turn(turn: TurnStarted) -> EncodedRecord:
+    devices = {name: None if info is None else _to_shallow_dict(info) for name, info in turn.devices.items()}
+    progress = [_to_shallow_dict(report) for report in turn.progress]
+    meta = {"now_s": turn.now_s, "at": turn.at, "devices": devices, "progress": progress, "life": turn.incarnation}
+    return _encode_record(RecordKind.TURN, "", meta)
+
+
+def encode_health(observed: HealthObserved) -> EncodedRecord:
+    health = {
+        name: None if metrics is None else _to_shallow_dict(metrics) for name, metrics in observed.health.items()
+    }
+    return _encode_record(RecordKind.HEALTH, "", {"vitals": health})
+
+
+def encode_checkpoint(mark: CheckpointMark) -> EncodedRecord:
+    return _encode_record(RecordKind.CHECKPOINT, "", asdict(mark))
+
+
+def decode_record(
+    record: JournalRecord, decode: DecodeUpdate, read_body: Callable[[int, int], bytes]
+) -> JournalEntry:
+    """Returns the entry in a record.
+
+    Args:
+        record: from the journal.
+        decode: for the bodies of updates, at the first access of their tensors.
+        read_body: (start, length) within the record's body, from the file; so no body stays in memory.
+
+    Raises:
+        JournalError: the record is intact but invalid.
+    """
+    try:
+        meta, start = _decode_header(record.body)
+        return _DECODERS[record.kind](meta, record.body[start:], _RecordBody(record, start, decode, read_body))
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, struct.error) as error:
+        raise JournalError(
+            f"journal {record.path}: record {record.number} ({_get_kind_word(record.kind)}) makes no sense: {error!r}"
+        ) from error
+
+
+def make_lazy_tensors(
+    load: Callable[[], bytes], body_format: str, decode: DecodeUpdate, loaded: Tensors | None = None
+) -> LazyTensors:
+    """Returns tensors that are read and decoded at their first access; with `loaded`, after an unload."""
+    return LazyTensors(lambda: decode_tensors(load()) if body_format == "tensors" else decode(load()), loaded)
+
+
+def _get_kind_word(kind: RecordKind) -> str:
+    return _KIND_WORDS.get(kind, kind.name.lower())
+
+
+@dataclass(frozen=True, slots=True)
+class _RecordBody:
+    record: JournalRecord
+    start: int
+    decode: DecodeUpdate
+    read: Callable[[int, int], bytes]
+
+
+def _encode_update(update: Update) -> EncodedRecord:
+    body = update.body if update.body is not None else encode_tensors(update.tensors)
+    blob: list[bytes] = []
+    outbox = [_message_to_json(message, blob) for message in update.outbox]
+    meta = {
+        "device_id": update.device_id,
+        "base_version": update.base_version,
+        "received_s": update.received_s,
+        "metrics": {**_to_shallow_dict(update.metrics), "extra": dict(update.metrics.extra)},
+        "format": get_body_format(update),
+        "length": len(body),
+        "outbox": outbox,
+    }
+    encoded = _encode_record(RecordKind.UPDATE, update.assignment_id, meta, [*blob, body])
+    return EncodedRecord(
+        kind=encoded.kind, assignment_id=encoded.assignment_id, parts=encoded.parts,
+        tensors_offset=sum(len(part) for part in encoded.parts) - len(body),
+    )  # fmt: skip
+
+
+def get_body_format(update: Update) -> str:
+    """Returns the journal's format of an update: its codec body as received, or plain tensors without one."""
+    return "codec" if update.body is not None else "tensors"
+
+
+def _decode_update(meta: Json, blob: bytes, source: _RecordBody) -> Update:
+    # Messages lie before the body; journals without messages hold the body alone.
+    messages, length, read = meta.get("outbox", ()), operator.index(meta["length"]), source.read
+    message_bytes = operator.index(sum(message["at"][1] for message in messages))
+    if message_bytes + length != len(blob):
+        raise ValueError(
+            f"a body of {length} bytes was kept behind {message_bytes} of messages, {len(blob)} are there"
+        )
+    start = source.start + message_bytes
+    return Update(
+        assignment_id=source.record.assignment_id,
+        device_id=meta["device_id"],
+        base_version=meta["base_version"],
+        received_s=meta["received_s"],
+        metrics=UpdateMetrics(**meta["metrics"]),
+        tensors=make_lazy_tensors(lambda: read(start, length), meta["format"], source.decode),
+        outbox=tuple(_message_from_json(message, blob) for message in messages),
+    )
+
+
+def _decode_failure(meta: Json, _blob: bytes, _source: _RecordBody) -> InstructionFailed:
+    return InstructionFailed(**{**meta, "outcome": UpdateStatus(meta["outcome"])})
+
+
+def _decode_decision(meta: Json, blob: bytes, _source: _RecordBody) -> Decision:
+    instructions = tuple(_instruction_from_json(instruction, blob) for instruction in meta["orders"])
+    return Decision(orders=instructions, next_wake_s=meta["next_wake_s"])
+
+
+def _decode_aggregation(meta: Json, _blob: bytes, _source: _RecordBody) -> Aggregation:
+    return Aggregation(version=meta["version"], assignment_ids=tuple(meta["assignment_ids"]))
+
+
+def _decode_turn(meta: Json, _blob: bytes, _source: _RecordBody) -> TurnStarted:
+    devices = {
+        name: None if device is None else _device_from_json(device) for name, device in meta["devices"].items()
+    }
+    progress = tuple(Progress(**report) for report in meta["progress"])
+    incarnation = meta.get("life")
+    return TurnStarted(
+        now_s=meta["now_s"], at=meta["at"], devices=devices, progress=progress,
+        incarnation=None if incarnation is None else operator.index(incarnation),
+    )  # fmt: skip
+
+
+def _device_from_json(known: Json) -> DeviceInfo:
+    blocks = {task: tuple(numbers) for task, numbers in known["blocks"].items()}
+    groups, tasks = tuple(known["groups"]), tuple(known["tasks"])
+    return DeviceInfo(**{**known, "role": Role(known["role"]), "groups": groups, "tasks": tasks, "blocks": blocks})
+
+
+def _decode_health(meta: Json, _blob: bytes, _source: _RecordBody) -> HealthObserved:
+    return HealthObserved(
+        health={
+            name: None if metrics is None else HealthMetrics(**metrics) for name, metrics in meta["vitals"].items()
+        }
+    )
+
+
+_DECODERS: dict[RecordKind, Callable[[Json, bytes, _RecordBody], JournalEntry]] = {
+    RecordKind.UPDATE: _decode_update,
+    RecordKind.EVALUATION: lambda meta, _blob, _source: EvaluateResult(**meta),
+    RecordKind.INSTRUCTION_FAILED: _decode_failure,
+    RecordKind.STOP: lambda meta, _blob, _source: StopRequested(**meta),
+    RecordKind.DECISION: _decode_decision,
+    RecordKind.AGGREGATION: _decode_aggregation,
+    RecordKind.CHECKPOINT: lambda meta, _blob, _source: CheckpointMark(**meta),
+    RecordKind.TURN: _decode_turn,
+    RecordKind.HEALTH: _decode_health,
+}
+
+
+def _instruction_to_json(instruction: Instruction, blob: list[bytes]) -> Json:
+    name = next(name for name, kind in _INSTRUCTION_TYPES.items() if isinstance(instruction, kind))
+    value = _to_shallow_dict(instruction)
+    if isinstance(instruction, TrainInstruction):
+        plan = instruction.plan
+        inbox = [_message_to_json(message, blob) for message in plan.inbox]
+        node = None if plan.node is None else asdict(plan.node)
+        value["plan"] = {**_to_shallow_dict(plan), "options": dict(plan.options), "inbox": inbox, "node": node}
+    return {"order": name, **value}
+
+
+def _instruction_from_json(value: Json, blob: bytes) -> Instruction:
+    values = dict(value)
+    kind = _INSTRUCTION_TYPES[values.pop("order")]
+    if kind is TrainInstruction:
+        plan = values["plan"]
+        inbox = tuple(_message_from_json(message, blob) for message in plan["inbox"])
+        values["plan"] = TrainConfig(**{**plan, "inbox": inbox, "node": _gossip_config_from_json(plan.get("node"))})
+        values["settled"] = tuple(values["settled"])
+    return kind(**values)
+
+
+def _gossip_config_from_json(value: Json | None) -> GossipConfig | None:
+    return None if value is None else GossipConfig.from_json(value)
+
+
+def _message_to_json(message: PeerMessage, blob: list[bytes]) -> Json:
+    body_range = _append_body(blob, message.body)
+    return {"edge": message.edge, "step": message.step, "is_reply": message.is_reply, "at": body_range}
+
+
+def _message_from_json(value: Json, blob: bytes) -> PeerMessage:
+    start, length = value["at"]
+    if start + length > len(blob):
+        raise ValueError("an edge message lies outside of its record")
+    first, second = value["edge"]
+    return PeerMessage(
+        edge=(first, second),
+        step=value["step"],
+        body=blob[start : start + length],
+        is_reply=value.get("is_reply", False),
+    )
+
+
+def _append_body(blob: list[bytes], body: bytes) -> tuple[int, int]:
+    start = sum(len(part) for part in blob)
+    blob.append(body)
+    return start, len(body)
+
+
+def _encode_record(kind: RecordKind, assignment_id: str, meta: Json, blob: Sequence[bytes] = ()) -> EncodedRecord:
+    try:
+        text = json.dumps(meta, separators=(",", ":")).encode()
+    except (TypeError, ValueError) as error:
+        raise NotKeptError(f"cannot journal a {_get_kind_word(kind)} record: {error}") from error
+    return EncodedRecord(kind=kind, assignment_id=assignment_id, parts=(_LENGTH.pack(len(text)) + text, *blob))
+
+
+def _decode_header(body: bytes) -> tuple[Any, int]:
+    (length,) = _LENGTH.unpack_from(body)
+    start = _LENGTH.size + length
+    if start > len(body):
+        raise ValueError("its text is cut off")
+    return parse_json(body[_LENGTH.size : start]), start
+
+
+def _to_shallow_dict(value: Any) -> Json:
+    return {entry.name: getattr(value, entry.name) for entry in fields(value)}

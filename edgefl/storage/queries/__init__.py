@@ -1,0 +1,1 @@
+"""Queries of the history: filters, rows, sums, pages."""

@@ -1,0 +1,115 @@
+"""A run's curve, round by round, down-sampled for a chart without losing its extremes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from sqlalchemy import Connection, func, select
+
+from edgefl.core.types import Array, Json
+from edgefl.storage.store import Store
+from edgefl.storage.tables import EvaluationTable, RoundTable
+
+EXTREMA_COLUMNS = ("accuracy", "loss", "train_loss", "seconds", "node_accuracy")
+"""Columns whose minima and maxima are retained by down-sampling."""
+_SOURCE_RANKS = {"coordinator": 0, "evaluator": 1, "device": 2}
+_ROUND_COLUMNS = (
+    "round", "started_at", "closed_at", "num_devices", "num_updates", "train_loss", "bytes_up", "bytes_down",
+    "node_accuracy", "worst_node_accuracy", "seconds", "disagreement",
+)  # fmt: skip
+_SCORE_COLUMNS = ("loss", "accuracy")
+
+CurveRow = tuple[Any, ...]
+
+
+def list_closed_rounds(store: Store, run_id: str, *, after: int = -1) -> list[Json]:
+    """Returns the closed rounds of a run after a round, in order, with `v_rounds`' loss and accuracy."""
+    names = (*_ROUND_COLUMNS, *_SCORE_COLUMNS)
+    return [dict(zip(names, row, strict=True)) for row in _read_rounds(store, run_id, after)]
+
+
+def get_run_curve(store: Store, run_id: str, points: int) -> tuple[int, list[Json]]:
+    """Returns the number of closed rounds, and about `points` of them: see `select_curve_points`.
+
+    `total_up` and `total_down` are the bytes up to the end of each, skipped rounds included.
+    """
+    rows = _read_rounds(store, run_id, -1)
+    if not rows:
+        return 0, []
+    names = (*_ROUND_COLUMNS, *_SCORE_COLUMNS)
+    columns = dict(zip(names, zip(*rows, strict=True), strict=True))
+    totals = {f"total_{direction}": np.cumsum(columns[f"bytes_{direction}"]) for direction in ("up", "down")}
+    indices = select_curve_points([np.array(columns[name], dtype=float) for name in EXTREMA_COLUMNS], points)
+    return len(rows), [
+        {**dict(zip(names, rows[index], strict=True)), **{name: int(total[index]) for name, total in totals.items()}}
+        for index in indices
+    ]
+
+
+def select_curve_points(columns: Sequence[Array], points: int) -> list[int]:
+    """Returns the row indices for a chart: first, last, and the extremes of each stretch.
+
+    Args:
+        columns: [n] each, not empty, NaN where unknown.
+        points: number of points; fewer than the extremes of one stretch make one stretch.
+    """
+    count = len(columns[0])
+    if count <= points:
+        return list(range(count))
+    num_stretches = max(1, points // (2 * len(columns)))
+    edges = [count * edge // num_stretches for edge in range(num_stretches + 1)]
+    indices = {0, count - 1}
+    for column in columns:
+        for begin, end in pairwise(edges):
+            stretch = column[begin:end]
+            if not np.isnan(stretch).all():
+                indices |= {begin + int(np.nanargmin(stretch)), begin + int(np.nanargmax(stretch))}
+    return sorted(indices)
+
+
+def _read_rounds(store: Store, run_id: str, after: int) -> list[CurveRow]:
+    """Returns the columns `_ROUND_COLUMNS` and `_SCORE_COLUMNS` of the closed rounds.
+
+    One pass over both tables: the view looks each round's evaluations up, too slow for 10,000 rounds.
+    """
+    query = (
+        select(
+            RoundTable.round, RoundTable.started_at, RoundTable.closed_at, RoundTable.num_devices,
+            RoundTable.num_updates, RoundTable.loss, RoundTable.bytes_up, RoundTable.bytes_down,
+            RoundTable.node_accuracy, RoundTable.worst_node_accuracy,
+            RoundTable.closed_at - RoundTable.started_at, RoundTable.facts["disagreement"].as_float(),
+        )
+        .where(RoundTable.run_id == run_id, RoundTable.round > after, RoundTable.closed_at.is_not(None))
+        .order_by(RoundTable.round)
+    )  # fmt: skip
+    with store.database.read() as connection:
+        rows, scores = connection.execute(query).all(), _read_scores(connection, run_id, after)
+    unknown = None, None
+    return [(*row, *scores.get(row[0], unknown)) for row in rows]
+
+
+def _read_scores(connection: Connection, run_id: str, after: int) -> dict[int, tuple[float | None, float | None]]:
+    """Returns loss and accuracy of the global model by round, from the best evaluation source."""
+    weight = func.nullif(func.sum(EvaluationTable.num_examples), 0)
+    query = (
+        select(
+            EvaluationTable.round,
+            EvaluationTable.source,
+            func.sum(EvaluationTable.loss * EvaluationTable.num_examples) / weight,
+            func.sum(EvaluationTable.accuracy * EvaluationTable.num_examples) / weight,
+        )
+        .where(EvaluationTable.run_id == run_id, EvaluationTable.round > after, EvaluationTable.subject == "")
+        .group_by(EvaluationTable.round, EvaluationTable.source)
+    )
+    scores: dict[int, tuple[float | None, float | None]] = {}
+    # The best source comes last and wins.
+    for number, _, loss, accuracy in sorted(connection.execute(query).all(), key=_get_source_rank, reverse=True):
+        scores[number] = loss, accuracy
+    return scores
+
+
+def _get_source_rank(row: Any) -> int:
+    return _SOURCE_RANKS.get(row[1], len(_SOURCE_RANKS))

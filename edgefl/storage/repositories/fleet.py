@@ -1,0 +1,344 @@
+"""Repository of tokens, devices, capabilities, and events."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Unpack
+
+from sqlalchemy import Connection, Row, delete, func, insert, select, update
+
+from edgefl.core.errors import NameTakenError, NotFoundError, TokenExpiredError, TokenInvalidError, TokenUsedError
+from edgefl.storage.database import Database
+from edgefl.storage.repositories.records import (
+    CapabilitiesRecord,
+    DevicePatch,
+    SimulatedDeviceRow,
+    StoredDevice,
+    TokenRecord,
+)
+from edgefl.storage.repositories.sanitise import to_storable
+from edgefl.storage.repositories.upsert import upsert
+from edgefl.storage.tables import CapabilitiesTable, DeviceTable, EventTable, TokenTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _JoinRequest:
+    """A join request, without the token."""
+
+    device_id: str
+    public_key: bytes
+    role: str
+    groups: tuple[str, ...]
+    now: float
+    issue_certificate: Callable[[], str] | None
+    version: str | None
+
+
+class FleetRepository:
+    """The store's methods on the fleet."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def add_token(  # noqa: PLR0913 one keyword per column
+        self,
+        *,
+        token_id: str,
+        secret_sha256: str,
+        expires_at: float,
+        uses: int,
+        groups: Sequence[str] = (),
+        role: str | None = None,
+        created_at: float | None = None,
+    ) -> None:
+        """Adds a join token; `secret_sha256` is the hex hash of its secret."""
+        row = {
+            "token_id": token_id, "secret_sha256": secret_sha256, "expires_at": expires_at, "uses_left": uses,
+            "groups": list(groups), "role": role, "created_at": created_at,
+        }  # fmt: skip
+        with self._database.write(durable=True) as connection:
+            connection.execute(insert(TokenTable), row)
+
+    def add_simulated_devices(self, devices: Sequence[SimulatedDeviceRow], *, at: float) -> None:
+        """Adds the devices of a simulation: they never join, and have no key."""
+        shared_values = {
+            "public_key": b"", "node_id": None, "joined_at": at, "removed_at": None, "last_seen_at": at,
+            "presence": "simulated", "certificate_serial": None, "version": None,
+        }  # fmt: skip
+        rows = [
+            {
+                **shared_values,
+                "device_id": device.device_id,
+                "role": device.role,
+                "groups": list(device.groups),
+                "examples": dict(device.examples),
+            }
+            for device in devices
+        ]
+        facts = [
+            {"device_id": device.device_id, "at": at, "facts": to_storable(device.facts), "shards": {}}
+            for device in devices
+        ]
+        with self._database.write(durable=True) as connection:
+            upsert(connection, DeviceTable, rows, ("device_id",))
+            if facts:
+                connection.execute(insert(CapabilitiesTable), facts)
+
+    def list_tokens(self) -> list[TokenRecord]:
+        """Returns the tokens, without their secrets, oldest first."""
+        with self._database.read() as connection:
+            rows = connection.execute(
+                select(TokenTable.__table__).order_by(TokenTable.created_at, TokenTable.token_id)
+            ).all()
+        return [
+            TokenRecord(
+                token_id=row.token_id, expires_at=row.expires_at, uses_left=row.uses_left, role=row.role,
+                groups=tuple(row.groups), created_at=row.created_at,
+            )
+            for row in rows
+        ]  # fmt: skip
+
+    def remove_token(self, token_id: str) -> None:
+        """Removes a token; devices that joined with it stay.
+
+        Raises:
+            NotFoundError: there is no such token.
+        """
+        with self._database.write(durable=True) as connection:
+            if not connection.execute(delete(TokenTable).where(TokenTable.token_id == token_id)).rowcount:
+                raise NotFoundError(f"no token {token_id!r}")
+
+    def enroll_device(  # noqa: PLR0913 one keyword per fact of the request
+        self,
+        *,
+        token_id: str,
+        secret_sha256: str,
+        now: float,
+        device_id: str,
+        public_key: bytes,
+        role: str = "trainer",
+        groups: Sequence[str] = (),
+        issue_certificate: Callable[[], str] | None = None,
+        version: str | None = None,
+    ) -> StoredDevice:
+        """Enrols a device with a token in one durable transaction, and returns it.
+
+        The same name with the same key again costs no use, whatever the token's state: the first answer was lost.
+        The token's role takes precedence over `role`; its groups are added to `groups`. `issue_certificate` is called
+        once the device may join and returns its certificate's serial.
+
+        Raises:
+            TokenInvalidError: no such token, or a wrong secret.
+            TokenExpiredError: its lifetime is over.
+            TokenUsedError: it has no uses left.
+            NameTakenError: another device holds the name, or this key under another name.
+        """
+        request = _JoinRequest(
+            device_id=device_id, public_key=public_key, role=role, groups=tuple(groups), now=now,
+            issue_certificate=issue_certificate, version=version,
+        )  # fmt: skip
+        with self._database.write(durable=True) as connection:
+            token = _verify_token(connection, token_id, secret_sha256)
+            device_row = _find_device_row(connection, device_id)
+            if device_row is not None and device_row.removed_at is None and device_row.public_key == public_key:
+                return _renew_device(connection, request)
+            _check_token_usable(token, now)
+            _check_name_free(connection, request, device_row)
+            connection.execute(
+                update(TokenTable).where(TokenTable.token_id == token_id).values(uses_left=TokenTable.uses_left - 1)
+            )
+            return _admit_device(connection, request, token, is_rejoin=device_row is not None)
+
+    def list_devices(self, *, include_removed: bool = False) -> list[StoredDevice]:
+        """Returns the devices of the fleet by name; with `include_removed`, also removed ones."""
+        query = select(DeviceTable.__table__).order_by(DeviceTable.device_id)
+        if not include_removed:
+            query = query.where(DeviceTable.removed_at.is_(None))
+        with self._database.read() as connection:
+            return [_to_stored_device(row) for row in connection.execute(query)]
+
+    def list_removed_device_ids(self) -> frozenset[str]:
+        """Returns the names of removed devices that have not joined again."""
+        with self._database.read() as connection:
+            rows = connection.execute(select(DeviceTable.device_id).where(DeviceTable.removed_at.is_not(None)))
+            return frozenset(row.device_id for row in rows)
+
+    def get_device(self, device_id: str) -> StoredDevice:
+        """Returns one device, removed or not.
+
+        Raises:
+            NotFoundError: no device ever had this name.
+        """
+        with self._database.read() as connection:
+            row = _find_device_row(connection, device_id)
+        if row is None:
+            raise NotFoundError(f"no device {device_id!r}; `edgefl devices list` shows them")
+        return _to_stored_device(row)
+
+    def set_node_id(self, device_id: str, node_id: int) -> None:
+        """Stores the Flower node id, so that it stays the same over restarts."""
+        self._update_device(device_id, {"node_id": str(node_id)}, durable=True)
+
+    def update_device(self, device_id: str, **changes: Unpack[DevicePatch]) -> None:
+        """Updates the named values only.
+
+        Raises:
+            NotFoundError: no such device.
+        """
+        values: dict[str, Any] = dict(changes)
+        if "groups" in values:
+            values["groups"] = list(values["groups"])
+        if values:
+            self._update_device(device_id, values, durable=not changes.keys() <= {"last_seen_at", "presence"})
+
+    def remove_device(self, device_id: str, *, at: float) -> None:
+        """Removes a device from the fleet; its history stays and its name is free.
+
+        Raises:
+            NotFoundError: no such device.
+        """
+        self._update_device(device_id, {"removed_at": at, "presence": None}, durable=True)
+
+    def record_capabilities(
+        self, device_id: str, facts: Mapping[str, Any], shards: Mapping[str, Any], at: float
+    ) -> bool:
+        """Records a capability report that differs from the newest one; returns whether it does.
+
+        Raises:
+            NotFoundError: no such device.
+        """
+        facts, shards = to_storable(facts), to_storable(shards)
+        with self._database.write() as connection:
+            if _find_device_row(connection, device_id) is None:
+                raise NotFoundError(f"no device {device_id!r}")
+            newest = connection.execute(_build_newest_capabilities_query(device_id)).first()
+            if newest is not None and (newest.facts, newest.shards) == (facts, shards):
+                return False
+            row = {"device_id": device_id, "at": at, "facts": facts, "shards": shards}
+            connection.execute(insert(CapabilitiesTable), row)
+        return True
+
+    def get_all_capabilities(self) -> dict[str, CapabilitiesRecord]:
+        """Returns the newest capabilities by device; devices without a report are absent."""
+        with self._database.read() as connection:
+            rows = connection.execute(_build_newest_capabilities_query()).all()
+        return {row.device_id: _to_capabilities_record(row) for row in rows}
+
+    def get_capabilities(self, device_id: str) -> CapabilitiesRecord | None:
+        """Returns a device's newest capabilities, None if it reported none."""
+        with self._database.read() as connection:
+            row = connection.execute(_build_newest_capabilities_query(device_id)).first()
+        return None if row is None else _to_capabilities_record(row)
+
+    def record_event(
+        self,
+        kind: str,
+        message: str,
+        *,
+        at: float,
+        run_id: str | None = None,
+        device_id: str | None = None,
+        data: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Records an event; `kind` is a slug such as `device-joined`."""
+        row = {
+            "at": at, "kind": kind, "message": to_storable(message), "run_id": run_id, "device_id": device_id,
+            "data": to_storable(data or {}),
+        }  # fmt: skip
+        with self._database.write() as connection:
+            connection.execute(insert(EventTable), row)
+
+    def _update_device(self, device_id: str, values: Mapping[str, Any], *, durable: bool) -> None:
+        with self._database.write(durable=durable) as connection:
+            if not connection.execute(
+                update(DeviceTable).where(DeviceTable.device_id == device_id).values(**values)
+            ).rowcount:
+                raise NotFoundError(f"no device {device_id!r}; `edgefl devices list` shows them")
+
+
+def _verify_token(connection: Connection, token_id: str, secret_sha256: str) -> Row[Any]:
+    token = connection.execute(select(TokenTable.__table__).where(TokenTable.token_id == token_id)).first()
+    # Compared even if there is none, so that the time taken does not reveal which ids exist.
+    stored_sha256 = token.secret_sha256 if token is not None else "0" * 64
+    is_match = hmac.compare_digest(stored_sha256.encode(), secret_sha256.encode())
+    if token is None or not is_match:
+        raise TokenInvalidError("the coordinator knows no such token; make one with `edgefl coordinator token`")
+    return token
+
+
+def _check_token_usable(token: Row[Any], now: float) -> None:
+    if now >= token.expires_at:
+        raise TokenExpiredError(
+            f"the token expired {now - token.expires_at:.0f} s ago; make one with `edgefl coordinator token`"
+        )
+    if token.uses_left < 1:
+        raise TokenUsedError("the token has no uses left; make one with `edgefl coordinator token --uses N`")
+
+
+def _check_name_free(connection: Connection, join: _JoinRequest, existing: Row[Any] | None) -> None:
+    if existing is not None and existing.removed_at is None:
+        raise NameTakenError(f"another device is called {join.device_id!r}; choose another --name")
+    holder = connection.execute(
+        select(DeviceTable.device_id).where(
+            DeviceTable.public_key == join.public_key,
+            DeviceTable.removed_at.is_(None),
+            DeviceTable.device_id != join.device_id,
+        )
+    ).scalar()
+    if holder is not None:
+        raise NameTakenError(f"this device's key has already joined as {holder!r}; use that name")
+
+
+def _admit_device(connection: Connection, join: _JoinRequest, token: Row[Any], *, is_rejoin: bool) -> StoredDevice:
+    values: dict[str, Any] = {
+        "public_key": join.public_key, "node_id": None, "role": token.role or join.role,
+        "groups": sorted({*token.groups, *join.groups}), "joined_at": join.now, "removed_at": None,
+        "last_seen_at": join.now, "presence": None, **_issue_certificate(join), "examples": {},
+    }  # fmt: skip
+    if is_rejoin:
+        connection.execute(update(DeviceTable).where(DeviceTable.device_id == join.device_id).values(**values))
+    else:
+        connection.execute(insert(DeviceTable), {"device_id": join.device_id, **values})
+    return _read_device(connection, join.device_id)
+
+
+def _renew_device(connection: Connection, join: _JoinRequest) -> StoredDevice:
+    if values := _issue_certificate(join):
+        connection.execute(update(DeviceTable).where(DeviceTable.device_id == join.device_id).values(**values))
+    return _read_device(connection, join.device_id)
+
+
+def _issue_certificate(join: _JoinRequest) -> dict[str, Any]:
+    values = {"certificate_serial": join.issue_certificate and join.issue_certificate(), "version": join.version}
+    return {name: value for name, value in values.items() if value}
+
+
+def _read_device(connection: Connection, device_id: str) -> StoredDevice:
+    return _to_stored_device(
+        connection.execute(select(DeviceTable.__table__).where(DeviceTable.device_id == device_id)).one()
+    )
+
+
+def _find_device_row(connection: Connection, device_id: str) -> Row[Any] | None:
+    return connection.execute(select(DeviceTable.__table__).where(DeviceTable.device_id == device_id)).first()
+
+
+def _to_stored_device(row: Row[Any]) -> StoredDevice:
+    values: dict[str, Any] = dict(row._mapping)  # noqa: SLF001 SQLAlchemy's public name for a row as a mapping
+    values["node_id"] = None if row.node_id is None else int(row.node_id)
+    values["groups"] = tuple(row.groups)
+    return StoredDevice(**values)
+
+
+def _to_capabilities_record(row: Any) -> CapabilitiesRecord:
+    return CapabilitiesRecord(device_id=row.device_id, at=row.at, facts=row.facts, shards=row.shards)
+
+
+def _build_newest_capabilities_query(device_id: str | None = None) -> Any:
+    """Returns a query for the newest row of every device, or of one device."""
+    newest = select(func.max(CapabilitiesTable.id)).group_by(CapabilitiesTable.device_id)
+    if device_id is not None:
+        newest = newest.where(CapabilitiesTable.device_id == device_id)
+    return select(CapabilitiesTable.__table__).where(CapabilitiesTable.id.in_(newest))

@@ -1,0 +1,117 @@
+"""Online copies of a SQLite store, and read-only queries of one."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edgefl.core.errors import StoreError, StoreTooNewError
+from edgefl.storage.database import BUSY_TIMEOUT_S, SCHEMA_REVISION
+from edgefl.storage.error_translation import translate_disk_full
+
+_MAX_PROBLEMS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntegrityReport:
+    """Integrity of a store: its schema's revision, and the complaints of `PRAGMA quick_check`."""
+
+    revision: str
+    problems: tuple[str, ...]
+
+
+def copy_database(source: Path, target: Path) -> None:
+    """Writes a consistent copy of a database to a new file; concurrent writers do not have to wait.
+
+    Raises:
+        StoreError: there is no such database, or it cannot be copied.
+        StoreFullError: no room.
+    """
+    if not source.is_file():
+        raise StoreError(f"no store at {source}")
+    os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+    try:
+        with (
+            translate_disk_full(str(target)),
+            closing(sqlite3.connect(source, timeout=BUSY_TIMEOUT_S)) as source_connection,
+            closing(sqlite3.connect(target)) as target_connection,
+        ):
+            # All pages in one step: after a writer's commit the next step would start over.
+            source_connection.backup(target_connection)
+            # Without a WAL beside it the copy is one file.
+            target_connection.execute("PRAGMA journal_mode = DELETE")
+    except sqlite3.Error as error:
+        raise StoreError(f"store {source} cannot be copied: {error}") from None
+
+
+def check_database(path: Path) -> IntegrityReport:
+    """Returns a store's integrity report, without writing a byte.
+
+    Raises:
+        StoreTooNewError: a newer edgefl wrote it.
+        StoreError: not an edgefl store, or unreadable.
+    """
+    if not path.is_file():
+        raise StoreError(f"no store at {path}")
+    try:
+        with closing(sqlite3.connect(_make_read_only_uri(path), uri=True, timeout=BUSY_TIMEOUT_S)) as connection:
+            revision = _read_revision(connection, path)
+            messages = _run_quick_check(connection)
+    except sqlite3.Error as error:
+        raise StoreError(f"store {path} cannot be read: {error}") from None
+    problems = () if messages == ["ok"] else tuple(messages[:_MAX_PROBLEMS])
+    return IntegrityReport(revision=revision, problems=problems)
+
+
+def _run_quick_check(connection: sqlite3.Connection) -> list[str]:
+    try:
+        return [str(row[0]) for row in connection.execute("PRAGMA quick_check(10)")]
+    except sqlite3.DatabaseError as error:
+        # Some damage stops the check itself.
+        if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_CORRUPT:
+            return [str(error)]
+        raise
+
+
+def list_model_hashes(path: Path) -> frozenset[str]:
+    """Returns the SHA-256 of every model named in the store; raises as `check_database`."""
+    return frozenset(row[0] for row in _read_rows(path, "SELECT sha256 FROM checkpoints"))
+
+
+def get_device_versions(path: Path) -> dict[str, str]:
+    """Returns the edgefl version of each device that reported one; raises as `check_database`."""
+    query = "SELECT device_id, version FROM devices WHERE removed_at IS NULL AND version IS NOT NULL"
+    return dict(_read_rows(path, query))
+
+
+def _read_rows(path: Path, query: str) -> list[Any]:
+    try:
+        with closing(sqlite3.connect(_make_read_only_uri(path), uri=True, timeout=BUSY_TIMEOUT_S)) as connection:
+            return connection.execute(query).fetchall()
+    except sqlite3.Error as error:
+        raise StoreError(f"store {path} cannot be read: {error}") from None
+
+
+def _read_revision(connection: sqlite3.Connection, path: Path) -> str:
+    try:
+        row = connection.execute("SELECT version_num FROM alembic_version").fetchone()
+    except sqlite3.OperationalError:
+        row = None
+    if row is None or not str(row[0]).isdigit():
+        raise StoreError(f"{path} is a database, but not of edgefl")
+    if int(row[0]) > int(SCHEMA_REVISION):
+        raise StoreTooNewError(
+            f"store {path} was written by a newer edgefl (revision {row[0]}, this program knows {SCHEMA_REVISION}); "
+            "update edgefl"
+        )
+    return str(row[0])
+
+
+def _make_read_only_uri(path: Path) -> str:
+    # With no other connection open, SQLite would create the WAL's two files to read a database in WAL mode.
+    is_alone = not Path(f"{path}-wal").exists()
+    return f"{path.absolute().as_uri()}?mode=ro" + ("&immutable=1" if is_alone else "")

@@ -1,0 +1,1 @@
+"""Asynchronous strategies, one paper a file."""

@@ -1,0 +1,313 @@
+"""The asynchronous template: idle devices get work at once, and every update makes a version.
+
+Updates are applied in the order of arrival. A strategy moves the model in `apply`; data about a base version is
+stored in `on_version_dispatched` and dropped in `on_version_released`. `seats` holds the work in flight. No event
+scans all devices: 10,000 of them cost as much as ten.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Generic, TypeVar
+
+import numpy as np
+
+from edgefl.core.types import (
+    Array,
+    Decision,
+    FleetView,
+    Indices,
+    LazyTensors,
+    Tensor,
+    Tensors,
+    TrainConfig,
+    TrainInstruction,
+    Update,
+)
+from edgefl.strategies.asynchronous.work_slots import WorkSlots, select_random_indices
+from edgefl.strategies.learning_rate_schedules import LearningRateSchedule
+from edgefl.strategies.server_optimizers import ServerMoments
+from edgefl.strategies.synchronous.round_state import TICK_S
+from edgefl.strategies.synchronous.strategy import MAX_WAIT_S, RoundRules
+from edgefl.strategies.update_tensors import QueuedUpdate, add_in_place, is_float, require_tensor, to_writable
+
+A = TypeVar("A", bound="AsyncState")
+
+
+@dataclass(slots=True)
+class AsyncState:
+    """State of an asynchronous strategy, which owns `model` and updates it in place.
+
+    `holders` counts the assignments in flight by version; `buffers` are the model's float buffers at those versions.
+    `round_size` is the number of versions per round, `num_left` the number of idle devices not asked last.
+    """
+
+    model: dict[str, Array]
+    version: int = 0
+    num_given: int = 0
+    num_left: int = 0
+    round_size: int = 0
+    seats: WorkSlots = field(default_factory=WorkSlots)
+    queue: deque[QueuedUpdate] = field(default_factory=deque)
+    used: tuple[str, ...] = ()
+    holders: dict[int, int] = field(default_factory=dict)
+    buffers: dict[int, dict[str, Array]] = field(default_factory=dict)
+    moments: ServerMoments = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsynchronousStrategy(Generic[A]):
+    """Base of strategies without rounds; subclasses implement `make_state` and `apply`.
+
+    `rules.max_devices` and `rules.fraction` bound the number of busy devices; a k of n, a barrier and a rescue do not
+    apply.
+    """
+
+    plan: TrainConfig
+    lr_schedule: LearningRateSchedule
+    rules: RoundRules
+
+    versions_per_round: ClassVar[int | None] = None
+    models_per_device: ClassVar[float] = 0.0
+
+    def make_state(self, model: dict[str, Array]) -> A:
+        """Returns the initial state, which owns `model`."""
+        raise NotImplementedError
+
+    def apply(self, state: A, queued_update: QueuedUpdate) -> None:
+        """Applies one update to `state.model`; `state.version` is still the one before it."""
+        raise NotImplementedError
+
+    def on_version_dispatched(self, state: A) -> None:
+        """Called at the first assignment of the present version."""
+
+    def on_version_released(self, state: A, version: int) -> None:
+        """Called when no assignment of `version` is in flight any more."""
+
+    def list_candidates(self, state: A, view: FleetView) -> Sequence[str]:  # noqa: ARG002 `bounded` looks into its state
+        """Returns the idle devices that may be asked."""
+        return view.idle
+
+    def can_start(self, state: A, device_id: str) -> bool:  # noqa: ARG002 `bounded` says no
+        return True
+
+    def on_assigned(self, state: A, device_id: str) -> None:
+        """Called when a device gets work."""
+
+    def on_update(self, state: A, device_id: str) -> None:
+        """Called when the update of a device has arrived."""
+
+    def on_device_gone(self, state: A, device_id: str) -> None:
+        """Called eventually for a device that has left."""
+
+    def bytes_per_device(self, model_bytes: int) -> int:
+        """Returns the bytes of state per busy device."""
+        return math.ceil(self.models_per_device * model_bytes)
+
+    def init(self, model: Tensors) -> A:
+        # In C order, so that a flat view of a tensor is the tensor itself.
+        return self.make_state({name: np.array(tensor, order="C") for name, tensor in model.items()})
+
+    def assign(self, state: A, view: FleetView) -> tuple[A, Decision]:
+        """Assigns work to every idle device, up to the maximum of busy ones."""
+        if not state.num_given and len(view.idle) < self.rules.min_devices:
+            return state, Decision(next_wake_s=MAX_WAIT_S)
+        self._check_devices(state, view)
+        plan = self._make_plan(state)
+        instructions = tuple(
+            self._make_instruction(state, device_id, plan) for device_id in self._select_devices(state, view)
+        )
+        state.round_size = state.round_size or self.rules.updates_per_round or len(instructions)
+        state.num_left = len(view.idle) - len(instructions)
+        return state, Decision(orders=instructions, next_wake_s=state.seats.compute_wake_s(view.now_s, MAX_WAIT_S))
+
+    def _make_plan(self, state: A) -> TrainConfig:
+        factor = self.lr_schedule(state.version // ((self.versions_per_round or state.round_size) or 1))
+        return self.plan if factor == 1.0 else replace(self.plan, learning_rate=self.plan.learning_rate * factor)
+
+    def _check_devices(self, state: A, view: FleetView) -> None:
+        state.seats.remove_expired_backoffs(view.now_s)
+        for device_id in state.seats.select_next():
+            if state.seats.has_assignment(device_id) and not state.seats.is_in_flight(device_id, view):
+                self._cancel_assignment(state, device_id, view.now_s)
+            if device_id not in view.devices:
+                self.on_device_gone(state, device_id)
+
+    def _cancel_assignment(self, state: A, device_id: str, now_s: float) -> None:
+        self._remove_version_holder(state, state.seats.cancel(device_id, now_s))
+
+    def _select_devices(self, state: A, view: FleetView) -> list[str]:
+        num_free = self._compute_max_busy(view) - len(view.busy)
+        idle = self.list_candidates(state, view)
+
+        def is_available(device_id: str) -> bool:
+            if state.seats.has_assignment(device_id):  # though it is idle
+                self._cancel_assignment(state, device_id, view.now_s)
+            return not state.seats.is_backing_off(device_id) and self.can_start(state, device_id)
+
+        if num_free >= len(idle):
+            return [device_id for device_id in idle if is_available(device_id)]
+        if num_free <= 0:
+            return []
+        selected = self._select_random(state, idle, num_free, is_available)
+        if selected or view.busy:
+            return selected
+        # With no device at work there is no wake-up, so all are scanned.
+        return [device_id for device_id in idle if is_available(device_id)][:num_free]
+
+    def _compute_max_busy(self, view: FleetView) -> int:
+        """Returns the maximum of busy devices."""
+        present = len(view.idle) + len(view.busy)
+        if self.rules.fraction is not None:
+            return min(present, max(1, math.ceil(self.rules.fraction * present - TICK_S)))
+        return present if self.rules.max_devices is None else min(present, self.rules.max_devices)
+
+    def _select_random(
+        self, state: A, idle: Sequence[str], num_free: int, is_available: Callable[[str], bool]
+    ) -> list[str]:
+        """Returns up to `num_free` random available devices, in order; for a few it does not scan all."""
+        indices: set[int] = set()
+        for index in select_random_indices(len(idle), num_free, self.rules.seed, "chosen", state.num_given):
+            if len(indices) == num_free:
+                break
+            if index not in indices and is_available(idle[index]):
+                indices.add(index)
+        return [idle[index] for index in sorted(indices)]
+
+    def _make_instruction(self, state: A, device_id: str, plan: TrainConfig) -> TrainInstruction:
+        state.num_given += 1
+        assignment_id = f"n{state.num_given}-{device_id}"
+        settled_ids = state.seats.assign(
+            device_id, assignment_id, base_version=state.version, learning_rate=plan.learning_rate
+        )
+        self._add_version_holder(state)
+        self.on_assigned(state, device_id)
+        return TrainInstruction(
+            assignment_id=assignment_id,
+            device_id=device_id,
+            base_version=state.version,
+            plan=plan,
+            codec=self.rules.codec,
+            deadline_s=self.rules.deadline_s,
+            settled=settled_ids,
+        )
+
+    def _add_version_holder(self, state: A) -> None:
+        count = state.holders.get(state.version, 0)
+        state.holders[state.version] = count + 1
+        if count:
+            return
+        if self.rules.server.buffers:
+            state.buffers[state.version] = {
+                name: tensor.copy() for name, tensor in state.model.items() if self.is_averaged(name, tensor)
+            }
+        self.on_version_dispatched(state)
+
+    def _remove_version_holder(self, state: A, version: int) -> None:
+        state.holders[version] -= 1
+        if not state.holders[version]:
+            del state.holders[version]
+            state.buffers.pop(version, None)
+            self.on_version_released(state, version)
+
+    def receive(self, state: A, update: Update) -> A:
+        """Queues an expected update; an unknown, late or repeated one changes nothing."""
+        queued_update = self.complete_assignment(state, update)
+        if queued_update is not None:
+            state.queue.append(queued_update)
+        return state
+
+    def complete_assignment(self, state: A, update: Update) -> QueuedUpdate | None:
+        slot = state.seats.complete(update.device_id, update.assignment_id)
+        if slot is None:
+            return None
+        self.on_update(state, update.device_id)
+        return QueuedUpdate(
+            assignment_id=update.assignment_id,
+            device_id=update.device_id,
+            base_version=slot.base_version,
+            learning_rate=slot.learning_rate,
+            num_examples=update.metrics.num_examples,
+            tensors=update.tensors,
+        )
+
+    def ready(self, state: A, view: FleetView) -> bool:  # noqa: ARG002 no device is waited for
+        return bool(state.queue)
+
+    def aggregate(self, state: A) -> A:
+        queued_update = state.queue.popleft()
+        # A diverging model's updates are rejected on arrival; here it only must not end the run.
+        with np.errstate(over="ignore", invalid="ignore"):
+            self.apply(state, queued_update)
+        self.release_update(state, queued_update)
+        state.version += 1
+        state.used = (queued_update.assignment_id,)
+        return state
+
+    def release_update(self, state: A, queued_update: QueuedUpdate) -> None:
+        """Releases an applied update, and what was stored for it alone."""
+        if isinstance(queued_update.tensors, LazyTensors):
+            queued_update.tensors.unload()
+        self._remove_version_holder(state, queued_update.base_version)
+
+    def apply_displacement(self, state: A, queued_update: QueuedUpdate, displacement: Mapping[str, Tensor]) -> None:
+        """Adds the server optimiser's step for `displacement`, and updates buffers and counters."""
+        server = self.rules.server
+        if server.kind != "none" or server.learning_rate != 1.0:
+            displacement = server.step(
+                state.moments, {name: to_writable(tensor) for name, tensor in displacement.items()}
+            )
+        for name, tensor in displacement.items():
+            add_in_place(state.model[name], tensor)
+        self.update_untrained(state, queued_update)
+
+    def select_trained(self, state: A, queued_update: QueuedUpdate) -> dict[str, Tensor]:
+        """Returns the displacement of the trained tensors."""
+        return {
+            name: require_tensor(queued_update, name, tensor)
+            for name, tensor in state.model.items()
+            if is_float(tensor) and name not in self.rules.server.buffers
+        }
+
+    def is_averaged(self, name: str, tensor: Array) -> bool:
+        return name in self.rules.server.buffers and is_float(tensor)
+
+    def update_untrained(self, state: A, queued_update: QueuedUpdate) -> None:
+        """Updates untrained tensors: counters by displacement, running means towards the device's own.
+
+        The sum of many displacements from one version would carry a running mean far beyond any measurement, and a
+        running variance below zero; a mixture never does. n devices in turn weigh 1/n each.
+        """
+        delay = state.version - queued_update.base_version
+        for name, tensor in state.model.items():
+            if self.is_averaged(name, tensor) and delay:
+                device_buffer = state.buffers[queued_update.base_version][name] + to_writable(
+                    require_tensor(queued_update, name, tensor)
+                )
+                add_in_place(tensor, (device_buffer - tensor) / np.asarray(1 + delay, tensor.dtype))
+            elif self.is_averaged(name, tensor) or not is_float(tensor):
+                add_in_place(tensor, require_tensor(queued_update, name, tensor))
+
+    def resumed(self, state: A) -> A:
+        """Returns the state after a coordinator restart: no assignments in flight, and no losses counted for it."""
+        for slot in state.seats.by_device.values():
+            if slot.assignment_id:
+                self._remove_version_holder(state, slot.base_version)
+            slot.assignment_id, slot.losses = "", 0
+        state.seats.resting.clear()
+        return state
+
+    def model(self, state: A) -> Tensors:
+        return state.model
+
+    def version(self, state: A) -> int:
+        return state.version
+
+    def used(self, state: A) -> tuple[str, ...]:
+        return state.used
+
+    def changed(self, state: A, since: int) -> Indices | None:  # noqa: ARG002 everything moves
+        return None

@@ -1,0 +1,1 @@
+"""Decentralised strategies: topology membership and the configurations of their methods."""

@@ -1,0 +1,144 @@
+"""Membership of a decentralised run: joining, leaving and returning nodes, and the edges between them."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+from edgefl.core.types import Array, PeerMessage
+from edgefl.decentralised.topology import Edge, Topology, connected_components
+
+RETRY_S = 2.0
+MAX_RETRY_S = 60.0
+
+
+@dataclass(slots=True)
+class NodeState:
+    """State of one node.
+
+    `exchanges` are those started, `iterations` the local ones; `assignment_id` is in flight, "" for none. `inbox`
+    holds queued messages, `sent` those in flight with its assignment. Of an autonomous node `iterations` are those
+    reported, and its report counts when there are `until` of them. A resting node is present, but may not be asked.
+    """
+
+    is_member: bool = True
+    is_awaited: bool = False
+    has_begun: bool = False
+    exchanges: int = 0
+    iterations: int = 0
+    assignment_id: str = ""
+    is_report: bool = False
+    is_resting: bool = False
+    until: int = 0
+    reported: int = 0
+    losses: int = 0
+    rests_until_s: float = 0.0
+    inbox: list[PeerMessage] = field(default_factory=list)
+    sent: tuple[PeerMessage, ...] = ()
+    edges_told: str = ""
+
+
+@dataclass(slots=True)
+class DecentralisedState:
+    """State of a decentralised run: `model` is the mean of `models`, `lives` the number of resumes.
+
+    `bridges` connect components that absent nodes would leave disconnected. `edge_epochs` counts the starts of an
+    edge, so that both ends restart it when one of them was away, and `edge_degrees` fixes the degree of its step
+    size, which must be the same at both ends throughout an epoch.
+    """
+
+    model: dict[str, Array]
+    version: int = 0
+    num_given: int = 0
+    lives: int = 0
+    awaits_until_s: float | None = None
+    order: tuple[str, ...] = ()
+    edges: tuple[Edge, ...] = ()
+    bridges: tuple[Edge, ...] = ()
+    edge_epochs: dict[str, int] = field(default_factory=dict)
+    edge_degrees: dict[str, int] = field(default_factory=dict)
+    nodes: dict[str, NodeState] = field(default_factory=dict)
+    models: dict[str, dict[str, Array]] = field(default_factory=dict)
+    pending: list[str] = field(default_factory=list)
+    used: tuple[str, ...] = ()
+    told: tuple[str, ...] = ()
+    edge_bytes: int = 0
+    num_messages: int = 0
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+def add_member(state: DecentralisedState, name: str, *, has_shared_rounds: bool) -> None:
+    """Adds a device at its neighbours' exchange; a returning node has its old edges."""
+    if name not in state.order:
+        degrees = {other: sum(other in edge for edge in state.edges) for other in list_members(state)}
+        nearest = sorted(degrees, key=lambda other: (degrees[other], state.order.index(other)))[:2]
+        state.order = (*state.order, name)
+        state.edges = (*state.edges, *((other, name) for other in nearest))
+    existing = state.nodes.get(name)
+    for edge in state.edges:
+        if name in edge:
+            _restart_edge(state, edge)
+    others = [node for other, node in state.nodes.items() if node.is_member and other != name]
+    node = existing or NodeState()
+    node.is_member, node.exchanges = True, max((other.exchanges for other in others), default=0)
+    if has_shared_rounds and others:  # credited with the mean: rounds count the iterations of all nodes together
+        node.iterations = round(sum(other.iterations for other in others) / len(others))
+    node.reported, node.edges_told = 0, ""
+    state.nodes[name] = node
+
+
+def update_bridges(state: DecentralisedState) -> None:
+    """Connects components that are disconnected without absent nodes, each to the next."""
+    members = list_members(state)
+    components = connected_components(members, [edge for edge in state.edges if set(edge) <= set(members)])
+    old_bridges, state.bridges = (
+        state.bridges,
+        tuple((component[0], next_component[0]) for component, next_component in itertools.pairwise(components)),
+    )
+    for edge in set(state.bridges) - set(old_bridges):
+        _restart_edge(state, edge)
+
+
+def _restart_edge(state: DecentralisedState, edge: Edge) -> None:
+    key = " ".join(edge)
+    epoch = state.edge_epochs.get(key, 0)
+    state.edge_degrees.pop(f"{key} {epoch}", None)
+    state.edge_epochs[key] = epoch + 1
+
+
+def format_edges(state: DecentralisedState, graph: Topology, name: str) -> str:
+    """Returns a text that identifies the edges of a node and their epochs."""
+    return " ".join(
+        f"{other}/{state.edge_epochs.get(format_edge_key(state, name, other), 0)}" for other in graph.neighbours(name)
+    )
+
+
+def compute_backoff_s(losses: int) -> float:
+    """Returns the back-off of a node after consecutive losses, in seconds."""
+    return min(MAX_RETRY_S, RETRY_S * 2.0 ** min(losses, 6)) if losses > 1 else 0.0
+
+
+def list_members(state: DecentralisedState) -> list[str]:
+    return [name for name in state.order if name in state.nodes and state.nodes[name].is_member]
+
+
+def make_member_graph(state: DecentralisedState, file_graph: Topology | None) -> Topology:
+    """Returns the graph of the present members."""
+    members = list_members(state)
+    member_set = set(members)
+    return Topology(
+        nodes=tuple(members),
+        edges=tuple(edge for edge in (*state.edges, *state.bridges) if set(edge) <= member_set),
+        slots=file_graph.slots if file_graph is not None else {},
+        periods=file_graph.periods if file_graph is not None else {},
+    )
+
+
+def get_edge_degree(state: DecentralisedState, edge: str, degree: int) -> int:
+    """Returns the degree at the start of an edge's epoch; at its start, the present one."""
+    return state.edge_degrees.setdefault(f"{edge} {state.edge_epochs.get(edge, 0)}", degree)
+
+
+def format_edge_key(state: DecentralisedState, one: str, other: str) -> str:
+    is_stored_order = (one, other) in state.edges or (one, other) in state.bridges
+    return " ".join((one, other) if is_stored_order else (other, one))

@@ -1,0 +1,1 @@
+"""Strategies that tolerate faulty or missing devices."""

@@ -1,0 +1,1 @@
+"""Synchronous strategies, one paper a file."""

@@ -1,0 +1,119 @@
+"""SCAFFOLD: local steps corrected by control variates, so that devices with different data do not drift apart.
+
+y <- y - μ(g - c_i + c) on the device, then c_i <- c_i - c + (x - y)/(Kμ), which it keeps; here x moves by the mean
+displacement, and c by the mean of what the c_i moved by, over all devices ever asked. That follows from the
+displacements, so only c travels beside the model, and only downwards. Unequal K are normalised as in FedNova.
+
+c must be the mean of the c_i, or the optimum is another one for good. So a device moves its c_i only by updates that
+were used; and when one shows that it has lost its c_i, which nobody else knows, all variates begin at zero again.
+Source: Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML 2020, option II.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from edgefl.core.errors import ConfigError
+from edgefl.core.types import ZERO_CONTROL_VARIATE, Algorithm, Array, FleetView, PeerMessage, TrainConfig, Update
+from edgefl.strategies.strategy_config import StrategyConfig
+from edgefl.strategies.synchronous.round_state import OpenRound, RoundState
+from edgefl.strategies.synchronous.ssgd import weight_uniformly
+from edgefl.strategies.synchronous.strategy import RoundRules, SynchronousStrategy
+from edgefl.strategies.update_tensors import is_float
+
+COORDINATOR = "coordinator"
+"""Sender of the messages beside the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaffoldConfig(StrategyConfig):
+    """Settings of a run with `scaffold`."""
+
+    def build(self, rules: RoundRules) -> SynchronousStrategy[ScaffoldState]:
+        plan = self.plan()
+        if plan.algorithm != Algorithm.SGD or plan.momentum:
+            raise ConfigError(
+                f"strategy.optimizer of scaffold must be sgd without momentum, got {plan.algorithm!r} with "
+                f"{plan.momentum:g}: its control variates are mean gradients"
+            )
+        plan = replace(plan, algorithm=Algorithm.SCAFFOLD, keeps_state=True)
+        rate = self.make_schedule()
+
+        def steps(update: Update) -> float:
+            return plan.learning_rate * rate(update.base_version) * max(1, update.metrics.iterations)
+
+        return Scaffold(plan=plan, compute_weight=weight_uniformly, rules=rules, compute_norm=steps, lr_schedule=rate)
+
+
+@dataclass(slots=True)
+class ScaffoldState(RoundState):
+    """State of SCAFFOLD: `control` is c, by tensor; `members` are all devices ever asked.
+
+    Attributes:
+        size: their number when the last round closed, 0 for unknown: c is the mean over these.
+        began: the version at which all variates were zero.
+        counted: devices whose variates have moved since then.
+        has_lost: one of these reported that it lost its variate.
+    """
+
+    control: dict[str, Array] = field(default_factory=dict)
+    members: set[str] = field(default_factory=set)
+    size: int = 0
+    began: int = 0
+    counted: set[str] = field(default_factory=set)
+    has_lost: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaffold(SynchronousStrategy[ScaffoldState]):
+    """Rounds in which c is sent beside the model."""
+
+    def make_state(self, model: dict[str, Array]) -> ScaffoldState:
+        trained_names = [name for name, tensor in model.items() if self._is_trained(name, tensor)]
+        return ScaffoldState(model=model, control={name: np.zeros_like(model[name]) for name in trained_names})
+
+    def make_plans(
+        self,
+        state: ScaffoldState,
+        plan: TrainConfig,
+        devices: Sequence[str],
+        view: FleetView,  # noqa: ARG002 all get the same c
+    ) -> Mapping[str, TrainConfig]:
+        state.members.update(devices)
+        body = encode_control_variate(state.control)
+        return {
+            name: replace(plan, inbox=(PeerMessage(edge=(COORDINATOR, name), step=state.began, body=body),))
+            for name in devices
+        }
+
+    def on_update(self, state: ScaffoldState, current_round: OpenRound, update: Update) -> None:  # noqa: ARG002 of any round
+        is_blank = bool(update.metrics.extra.get(ZERO_CONTROL_VARIATE))
+        state.has_lost = state.has_lost or (is_blank and update.device_id in state.counted)
+
+    def compute_displacement(self, state: ScaffoldState, current_round: OpenRound) -> Mapping[str, Array]:
+        displacement = SynchronousStrategy.compute_displacement(self, state, current_round)
+        if state.has_lost:
+            state.control = {name: np.zeros_like(control) for name, control in state.control.items()}
+            state.began, state.counted, state.has_lost = state.version + 1, set(), False
+            return displacement
+        state.counted.update(
+            current_round.asked[assignment_id][0] for assignment_id in current_round.fold.used.values()
+        )
+        steps = current_round.fold.weighted_norm / current_round.fold.weight
+        size_before, state.size = state.size or len(state.members), len(state.members)
+        retained_share, share = size_before / state.size, current_round.num_received / state.size
+        for name, control in state.control.items():
+            kind = control.dtype.type
+            control[...] = kind(retained_share - share) * control - kind(share) * (displacement[name] / kind(steps))
+        return displacement
+
+    def _is_trained(self, name: str, tensor: Array) -> bool:
+        return is_float(tensor) and name not in self.rules.server.buffers
+
+
+def encode_control_variate(control: Mapping[str, Array]) -> bytes:
+    """Returns c, tensor by tensor in the model's order, each in its own type, little-endian."""
+    return b"".join(array.astype(array.dtype.newbyteorder("<")).tobytes() for array in control.values())

@@ -1,0 +1,367 @@
+"""The synchronous template: ask idle devices, fold their updates, close the round, repeat.
+
+A round closes when no asked device is still busy, or when `min_updates` have arrived. A device that dies leaves
+`view.busy`, so that a round never waits for it. All devices are scanned only when a round opens, when a barrier
+passes, and when nothing is waited for any more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Generic, TypeVar
+
+import numpy as np
+
+from edgefl.core.types import (
+    Array,
+    Decision,
+    FinishEarlyInstruction,
+    FleetView,
+    Indices,
+    Instruction,
+    Tensors,
+    TrainConfig,
+    TrainInstruction,
+    Update,
+    derive_rng,
+)
+from edgefl.strategies.asynchronous.work_slots import MIN_SETTLED_IDS
+from edgefl.strategies.learning_rate_schedules import LearningRateSchedule
+from edgefl.strategies.participation import can_receive_work
+from edgefl.strategies.round_rules import Rescue, RoundRules
+from edgefl.strategies.strategy_config import check_plan
+from edgefl.strategies.synchronous import round_deadline
+from edgefl.strategies.synchronous import streaming_mean as folding
+from edgefl.strategies.synchronous.round_state import TICK_S, OpenRound, RoundState, SlotRequest
+
+__all__ = [
+    "MAX_WAIT_S",
+    "Rescue",
+    "RoundRules",
+    "RoundState",
+    "SlotRequest",
+    "SynchronousStrategy",
+    "make_finish_early_instructions",
+]
+
+MAX_WAIT_S = 60.0
+"""Upper bound on the sleep between two `assign` calls; every event wakes the loop anyway."""
+
+
+R = TypeVar("R", bound=RoundState)
+
+
+def compute_unit_norm(update: Update) -> float:  # noqa: ARG001 every update as it is
+    return 1.0
+
+
+def compute_constant_rate(closed_rounds: int) -> float:  # noqa: ARG001 the same learning rate in every round
+    return 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SynchronousStrategy(Generic[R]):
+    """Base of strategies in rounds; subclasses change selection, instructions, monitoring and averaging.
+
+    Attributes:
+        plan: local training in the first round.
+        compute_weight: update -> its share in the mean.
+        rules: of the run file.
+        compute_norm: update -> divisor of its displacement; see `StreamingMean.compute_mean`.
+        lr_schedule: closed rounds -> factor of the learning rate.
+        double_buffering: two rounds are open at a time, so that devices compute while the round before is sent and
+            closed: w_{t+1} = w_t + Δ(w_{t-1}). The first two rounds both begin at w_0 (and draw the same batches).
+    """
+
+    plan: TrainConfig
+    compute_weight: Callable[[Update], float]
+    rules: RoundRules
+    compute_norm: Callable[[Update], float] = compute_unit_norm
+    lr_schedule: LearningRateSchedule = compute_constant_rate
+    double_buffering: bool = False
+
+    should_keep_updates: ClassVar[bool] = False
+    """Whether updates are stored until the round closes, instead of being added one by one."""
+
+    def __post_init__(self) -> None:
+        check_plan(self.plan)
+
+    # Hooks of subclasses.
+
+    def make_state(self, model: dict[str, Array]) -> R:
+        """Returns the initial state, which owns `model`."""
+        return RoundState(model=model)  # type: ignore[return-value] # a subclass with another state says so here
+
+    def list_available(self, view: FleetView) -> Sequence[str]:
+        """Returns the idle devices that may be asked."""
+        return view.idle
+
+    def list_candidates(self, state: R, view: FleetView) -> Sequence[str]:
+        """Returns the devices that may be asked to take part in a new round."""
+        return self._list_with_capacity(state, view) if state.open else self.list_available(view)
+
+    def make_plans(
+        self,
+        state: R,  # noqa: ARG002 for subclasses
+        plan: TrainConfig,
+        devices: Sequence[str],
+        view: FleetView,  # noqa: ARG002 likewise
+    ) -> Mapping[str, TrainConfig]:
+        """Returns the plan of each device; `plan` has the learning rate of this round."""
+        return dict.fromkeys(devices, plan)
+
+    def compute_deadline_s(self, state: R) -> float | None:  # noqa: ARG002 for subclasses
+        return self.rules.deadline_s
+
+    def open_round(self, state: R, selected: Sequence[str], view: FleetView) -> tuple[Instruction, ...]:
+        """Asks the selected devices to take part in the newest open round."""
+        return self.assign_slots(
+            state, state.open[-1], [SlotRequest(device_id=device_id) for device_id in selected], view
+        )
+
+    def on_update(self, state: R, current_round: OpenRound, update: Update) -> None:
+        """Called with every update that fills a slot, before it is counted."""
+
+    def schedule_during_round(self, state: R, current_round: OpenRound, view: FleetView) -> tuple[Instruction, ...]:  # noqa: ARG002 for subclasses
+        """Returns further instructions of an open round; may set `current_round.alarm_s`."""
+        return ()
+
+    def is_pending(self, current_round: OpenRound, view: FleetView) -> bool:
+        """Returns whether the round waits for a device that may still answer."""
+        return current_round.is_pending(view)
+
+    def is_complete(self, current_round: OpenRound, view: FleetView) -> bool:
+        """Returns whether a round with at least one update needs no more."""
+        if self.rules.min_updates is not None:
+            return current_round.num_received >= self.rules.min_updates
+        return not self.is_pending(current_round, view)
+
+    def select_replacements(self, state: R, current_round: OpenRound, view: FleetView) -> Sequence[SlotRequest]:
+        """Returns requests to other devices when none is waited for and too few have answered."""
+        delivered = current_round.find_delivered()
+        candidates = [device_id for device_id in self.list_available(view) if device_id not in delivered]
+        return [SlotRequest(device_id=device_id) for device_id in self._select_devices(candidates, state)]
+
+    def compute_displacement(self, state: R, current_round: OpenRound) -> Mapping[str, Array]:
+        """Returns the model's displacement by the round, before the server optimiser."""
+        return current_round.fold.compute_mean(state.model, self.rules.server.buffers)
+
+    # The Strategy.
+
+    def init(self, model: Tensors) -> R:
+        return self.make_state({name: np.array(tensor) for name, tensor in model.items()})
+
+    def assign(self, state: R, view: FleetView) -> tuple[R, Decision]:
+        """Schedules the oldest round, and opens another while one more may be open."""
+        instructions = self._schedule_open_round(state, state.open[0], view) if state.open else ()
+        while len(state.open) < 1 + self.double_buffering:
+            has_started = state.open or state.version > 0
+            if not has_started and len(view.idle) < self.rules.min_devices:
+                break
+            selected = self._select_devices(self.list_candidates(state, view), state)
+            if not selected:
+                break
+            state.open.append(OpenRound(since_s=None if state.open else view.now_s))
+            instructions += self.open_round(state, selected, view)
+        return state, Decision(orders=instructions, next_wake_s=self._compute_wake_s(state, view))
+
+    def receive(self, state: R, update: Update) -> R:
+        """Adds an expected update; an unknown, late or repeated one changes nothing."""
+        settled = state.settled.get(update.device_id, {})
+        for assignment_id in [
+            name for name in list(settled)[:-MIN_SETTLED_IDS] if settled[name] <= update.base_version
+        ]:
+            del settled[assignment_id]  # the device was notified with this assignment
+        for open_round in state.open:
+            _, slot = open_round.asked.get(update.assignment_id, (None, None))
+            if slot is not None and not open_round.fold.has_update(slot):
+                self.on_update(state, open_round, update)
+                open_round.fold.add_update(
+                    slot, update, weight=self.compute_weight(update), norm=self.compute_norm(update)
+                )
+                if not self.should_keep_updates:
+                    open_round.fold.add_next_updates(state.model, self.rules.server.buffers)
+                    open_round.fold.unload_waiting(slot)
+        return state
+
+    def ready(self, state: R, view: FleetView) -> bool:
+        if not state.open or state.open[0].num_received == 0:
+            return False
+        oldest = state.open[0]
+        if self.double_buffering and len(state.open) == 1 and not state.is_over:
+            return False  # the next round begins with the present model
+        if state.is_over and not oldest.is_pending(view):
+            return True
+        return oldest.is_given_up or self.is_complete(oldest, view)
+
+    def aggregate(self, state: R) -> R:
+        closing = state.open.pop(0)
+        folding.apply_step(
+            state.model, self.rules.server.step(state.moments, self.compute_displacement(state, closing))
+        )
+        state.version, state.attempt = state.version + 1, 0
+        state.used = tuple(closing.fold.used.values())
+        state.silent = {device_id for device_id, slot in closing.asked.values() if slot not in closing.fold.used}
+        for assignment_id in state.used:
+            device_id, _ = closing.asked[assignment_id]
+            state.settled.setdefault(device_id, {})[assignment_id] = state.version
+        return state
+
+    def finish(self, state: R) -> R:
+        """Marks the run as over: rounds close as their updates arrive."""
+        state.is_over = True
+        return state
+
+    def resumed(self, state: R) -> R:
+        """Returns the state after a coordinator restart: open rounds are asked for again."""
+        state.open.clear()
+        state.attempt, state.is_over = 0, False
+        return state
+
+    def model(self, state: R) -> Tensors:
+        return state.model
+
+    def version(self, state: R) -> int:
+        return state.version
+
+    def used(self, state: R) -> tuple[str, ...]:
+        return state.used
+
+    def changed(self, state: R, since: int) -> Indices | None:  # noqa: ARG002 everything moves
+        return None
+
+    # Instructions to devices.
+
+    def assign_slots(
+        self, state: R, current_round: OpenRound, requests: Sequence[SlotRequest], view: FleetView
+    ) -> tuple[Instruction, ...]:
+        """Returns the instructions of some slot requests, recorded in the round."""
+        plans = self.make_plans(
+            state, self._make_round_plan(state), list(dict.fromkeys(request.device_id for request in requests)), view
+        )
+        return tuple(
+            self._make_instruction(state, current_round, request, plans[request.device_id]) for request in requests
+        )
+
+    def _make_instruction(
+        self, state: R, current_round: OpenRound, request: SlotRequest, plan: TrainConfig
+    ) -> TrainInstruction:
+        block = "" if request.block is None else f"-b{request.block}"
+        assignment_id = f"v{state.version}-a{state.attempt}-{request.device_id}{block}"
+        current_round.add_assignment(assignment_id, request.device_id, request.slot)
+        return TrainInstruction(
+            assignment_id=assignment_id,
+            device_id=request.device_id,
+            base_version=state.version,
+            plan=plan,
+            codec=self.rules.codec,
+            deadline_s=self.compute_deadline_s(state),
+            block=request.block,
+            settled=tuple(state.settled.get(request.device_id, ())),
+        )
+
+    def _make_round_plan(self, state: R) -> TrainConfig:
+        factor = self.lr_schedule(state.version)
+        return self.plan if factor == 1.0 else replace(self.plan, learning_rate=self.plan.learning_rate * factor)
+
+    def _select_devices(self, available: Sequence[str], state: R) -> Sequence[str]:
+        """Returns some available devices in order; drawn anew each time, or the others would never take part."""
+        limit = len(available) if self.rules.max_devices is None else self.rules.max_devices
+        if self.rules.fraction is not None:
+            # 0.1 x 30 is above 3 in floating point, and must not become 4.
+            limit = min(limit, math.ceil(self.rules.fraction * len(available) - TICK_S))
+        state.attempt += bool(available)
+        if limit >= len(available):
+            return list(available)
+        rng = derive_rng(self.rules.seed, "chosen", state.version, state.attempt)
+        return [available[index] for index in np.sort(rng.permutation(len(available))[: max(1, limit)])]
+
+    def _list_with_capacity(self, state: R, view: FleetView) -> list[str]:
+        """Returns idle devices, and those busy with the open round only; without silent ones of the last."""
+        busy, available = view.busy, set(self.list_available(view))
+        for device_id, _ in state.open[-1].asked.values():
+            has_capacity = len(busy.get(device_id, ())) == 1
+            if has_capacity and device_id not in state.silent and can_receive_work(device_id, view):
+                available.add(device_id)
+        return sorted(available)
+
+    # Monitoring of a round.
+
+    def _schedule_open_round(self, state: R, current_round: OpenRound, view: FleetView) -> tuple[Instruction, ...]:
+        instructions = self.schedule_during_round(state, current_round, view)
+        if instructions or self.is_pending(current_round, view):
+            return instructions + self._check_deadline(state, current_round, view)
+        current_round.since_s = current_round.alarm_s = None
+        if current_round.is_given_up or (current_round.num_received and self.is_complete(current_round, view)):
+            return instructions
+        requests = self.select_replacements(state, current_round, view)
+        if requests:
+            current_round.since_s = view.now_s
+            return instructions + self.assign_slots(state, current_round, requests, view)
+        # No eligible device is left to ask: the round must close with fewer updates.
+        current_round.is_given_up = current_round.num_received > 0
+        return instructions
+
+    def _check_deadline(self, state: R, current_round: OpenRound, view: FleetView) -> tuple[Instruction, ...]:
+        match round_deadline.check_round_deadline(current_round, self.rules, view.now_s):
+            case round_deadline.DeadlineAction.RECOVER:
+                return self.recover_round(state, current_round, view)
+            case round_deadline.DeadlineAction.CLOSE:
+                current_round.is_given_up = True
+            case round_deadline.DeadlineAction.FAIL:
+                number, missing = state.version + 1, self.list_missing(current_round, view)
+                raise round_deadline.make_timeout_error(
+                    current_round, self.rules, number=number, now_s=view.now_s, missing=missing
+                )
+        return ()
+
+    def recover_round(self, state: R, current_round: OpenRound, view: FleetView) -> tuple[Instruction, ...]:
+        """Applies the rule for a passed barrier."""
+        if self.rules.rescue == "go-on":
+            current_round.is_given_up = current_round.num_received > 0
+            return make_finish_early_instructions(current_round, current_round.list_pending(view))
+        if self.rules.rescue == "ask-again":
+            requests = self.select_backups(current_round, view)
+            state.attempt += bool(requests)
+            return self.assign_slots(state, current_round, requests, view)
+        return ()
+
+    def select_backups(self, current_round: OpenRound, view: FleetView) -> Sequence[SlotRequest]:
+        """Returns requests to other devices for missing slots."""
+        pending = [current_round.asked[assignment_id] for assignment_id in current_round.list_pending(view)]
+        return [
+            SlotRequest(device_id=device, slot=slot)
+            for device, slot in pending
+            if len(view.busy.get(device, ())) == 1 and can_receive_work(device, view)
+        ]
+
+    def list_missing(self, current_round: OpenRound, view: FleetView) -> Iterable[str]:
+        """Returns the names of the pending devices."""
+        return (current_round.asked[assignment_id][0] for assignment_id in current_round.list_pending(view))
+
+    def _compute_wake_s(self, state: R, view: FleetView) -> float:
+        if not state.open:
+            return MAX_WAIT_S
+        oldest, now_s = state.open[0], view.now_s
+        is_full = oldest.num_received == len(oldest.fold.expected)
+        # With double buffering it waits for the next round, which waits for an available device.
+        can_close = not self.double_buffering or len(state.open) > 1
+        if can_close and (oldest.is_given_up or (self.double_buffering and is_full)):
+            return 0.0  # it can be closed at once
+        alarms = (oldest.alarm_s, round_deadline.compute_alarm_s(oldest, self.rules))
+        wake_s = min([MAX_WAIT_S, *(alarm_s - now_s for alarm_s in alarms if alarm_s is not None)])
+        return max(TICK_S, wake_s)
+
+
+def make_finish_early_instructions(
+    current_round: OpenRound, assignment_ids: Iterable[str]
+) -> tuple[Instruction, ...]:
+    """Returns recalls of those assignments that were not recalled before."""
+    new_ids = [assignment_id for assignment_id in assignment_ids if assignment_id not in current_round.recalled]
+    current_round.recalled.update(new_ids)
+    return tuple(
+        FinishEarlyInstruction(assignment_id=assignment_id, device_id=current_round.asked[assignment_id][0])
+        for assignment_id in new_ids
+    )

@@ -1,0 +1,1 @@
+"""The operating system's side: atomic files, subprocesses, signals, systemd, the API client."""

@@ -1,0 +1,210 @@
+"""Operator's client of the JSON API: coordinator URL, token, and verified requests.
+
+`edgefl coordinator init` writes `~/.config/edgefl/operator.toml`; the file stands for itself and may be copied to
+another machine. Files of other fleets lie beside it as `operator.FLEET.toml` and are found by their URL.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import quote, urlencode, urlsplit
+
+from edgefl.core.errors import ConfigError, NetworkError, NotAllowedError, NotFoundError, UsageError
+from edgefl.core.safe_parsing import parse_json, parse_toml
+from edgefl.core.types import Json
+
+TIMEOUT_S = 30.0
+MAX_REPLY_BYTES = 256 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorFile:
+    """Content of `operator.toml`; tokens stay out of the repr."""
+
+    url: str
+    fleet: str
+    ca_fingerprint: str
+    ca_pem: str = field(repr=False)
+    operator_token: str = field(repr=False)
+    viewer_token: str = field(default="", repr=False)
+
+    def to_toml(self) -> str:
+        """Returns the TOML text: JSON strings are TOML strings too."""
+        return "".join(f"{name} = {json.dumps(getattr(self, name))}\n" for name in _FIELDS)
+
+
+_FIELDS = ("url", "fleet", "ca_fingerprint", "ca_pem", "operator_token", "viewer_token")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorClient:
+    """Client of a coordinator's JSON API; every connection is verified against the fleet's own CA."""
+
+    url: str
+    ca_pem: str = field(repr=False)
+    token: str = field(repr=False)
+
+    @classmethod
+    def from_options(cls, url: str | None = None) -> CoordinatorClient:
+        """Returns the client for `--url`, else `EDGEFL_URL`, else the URL of `operator.toml`.
+
+        `EDGEFL_TOKEN` replaces the file's token.
+
+        Raises:
+            NotAllowedError: there is no file, so neither CA nor token is known.
+            ConfigError: the file is damaged.
+            UsageError: the URL is malformed.
+        """
+        requested_url = _validate_url(url or os.environ.get("EDGEFL_URL"))
+        operator_file = find_operator_file(requested_url)
+        token = os.environ.get("EDGEFL_TOKEN") or operator_file.operator_token or operator_file.viewer_token
+        return cls(url=requested_url or operator_file.url, ca_pem=operator_file.ca_pem, token=token)
+
+    def get(self, path: str, params: Mapping[str, Any] | None = None) -> Json:
+        """Returns the JSON object at `path`; parameters that are None are left out.
+
+        Raises:
+            NotAllowedError: the token is missing or wrong.
+            NetworkError: no answer, or a malformed one. Errors that the coordinator names are raised as themselves.
+        """
+        query = {key: value for key, value in (params or {}).items() if value is not None}
+        return self._request("GET", f"{path}?{urlencode(query, doseq=True)}" if query else path)
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None) -> Json:
+        """Returns the JSON answer to a POST of `body`; raises as `get`."""
+        return self._request("POST", path, body=json.dumps({"v": 1, **(body or {})}).encode())
+
+    def download(self, path: str, into: IO[bytes]) -> None:
+        """Downloads the file at `path` into an open file; raises as `get`."""
+        from edgefl.system.https_client import create_pinned_context, download  # noqa: PLC0415 fast start
+
+        status, reply = download(
+            _parse_address(self.url),
+            create_pinned_context(self.ca_pem.encode()),
+            path,
+            into,
+            headers={"Authorization": f"Bearer {self.token}"},
+            timeout_s=TIMEOUT_S,
+        )
+        if status != 200:
+            _parse_reply(self.url, status, reply)
+            raise NetworkError(f"{self.url} answered {status} instead of a file")
+
+    def upload(self, path: str, file: IO[bytes]) -> Json:
+        """Returns the JSON answer to a POST of an open file, which is sent as it is read; raises as `get`."""
+        size = os.fstat(file.fileno()).st_size
+        headers = {"Content-Type": "application/octet-stream", "Content-Length": str(size)}
+        return self._request("POST", path, body=file, headers=headers)
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: bytes | IO[bytes] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Json:
+        from edgefl.system.https_client import create_pinned_context, request  # noqa: PLC0415 fast start
+
+        status, reply = request(
+            _parse_address(self.url),
+            create_pinned_context(self.ca_pem.encode()),
+            method,
+            path,
+            body=body,
+            headers={"Authorization": f"Bearer {self.token}", **(headers or {})},
+            timeout_s=TIMEOUT_S,
+            max_bytes=MAX_REPLY_BYTES,
+        )
+        return _parse_reply(self.url, status, reply)
+
+
+def format_resource_path(kind: str, name: str) -> str:
+    """Returns the API's path of one run, device or model; `kind` is `runs`, `devices` or `models`.
+
+    Raises:
+        NotFoundError: the name cannot be part of a path.
+    """
+    if not name or "/" in name:
+        raise NotFoundError(f"there is no {kind.removesuffix('s')} {name!r}; a name with a slash is found by its id")
+    return f"/edgefl/v1/{kind}/{quote(name, safe='', errors='replace')}"
+
+
+def is_coordinator_configured() -> bool:
+    """Returns whether an operator file exists, or the environment names a coordinator."""
+    path = get_operator_path()
+    return "EDGEFL_URL" in os.environ or path.exists() or any(path.parent.glob("operator.*.toml"))
+
+
+def get_operator_path() -> Path:
+    """Returns `~/.config/edgefl/operator.toml`, or its place under `XDG_CONFIG_HOME`."""
+    config = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
+    return Path(config) / "edgefl" / "operator.toml"
+
+
+def find_operator_file(url: str | None = None) -> OperatorFile:
+    """Returns the operator file for `url`, else `operator.toml`; raises as `CoordinatorClient.from_options`."""
+    default = get_operator_path()
+    files = [path for path in (default, *sorted(default.parent.glob("operator.*.toml"))) if path.exists()]
+    if not files:
+        raise NotAllowedError(f"{default} is missing; copy it from the machine where `edgefl coordinator init` ran")
+    if url is not None:
+        for path in files:
+            if (operator_file := load_operator_file(path)).url == url:
+                return operator_file
+    return load_operator_file(files[0])
+
+
+def load_operator_file(path: Path) -> OperatorFile:
+    """Returns one parsed operator file; raises `ConfigError` when it is damaged."""
+    try:
+        value = parse_toml(path.read_text())
+        return OperatorFile(**{name: _require_text(value[name]) for name in _FIELDS})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); run again: edgefl coordinator init") from None
+
+
+def _parse_reply(url: str, status: int, body: bytes) -> Json:
+    from edgefl.core.protocol import error_from_code  # noqa: PLC0415 as above
+
+    try:
+        value = parse_json(body)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise NetworkError(f"{url} is no edgefl coordinator: it answered {status} without JSON")
+    if status >= 400:
+        if "error" in value:
+            raise error_from_code(str(value["error"]), str(value.get("message", f"{url} answered {status}")))
+        raise NetworkError(f"{url} answered {status}: {str(value.get('detail', 'no reason given'))[:200]}")
+    return value
+
+
+def _validate_url(url: str | None) -> str | None:
+    if not url:
+        return None
+    try:
+        parts = urlsplit(url.rstrip("/"))
+        is_valid = parts.scheme == "https" and parts.hostname and not parts.path and (parts.port or 443)
+    except ValueError:
+        is_valid = None
+    if not is_valid:
+        raise UsageError(f"the coordinator's URL must be https://HOST:PORT, got {url!r}")
+    return url.rstrip("/")
+
+
+def _parse_address(url: str) -> str:
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    return f"[{host}]:{parts.port or 443}" if ":" in host else f"{host}:{parts.port or 443}"
+
+
+def _require_text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected a string, got {value!r}")
+    return value

@@ -1,0 +1,138 @@
+"""Notifications to systemd of a unit with Type=notify: ready, watchdog, stopping.
+
+Outside of systemd, where no `NOTIFY_SOCKET` is set, nothing is sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import dataclass, field
+
+log = logging.getLogger(__name__)
+
+KEEPALIVES_PER_TIMEOUT = 4
+"""Notifications per WatchdogSec; a loop has half of WatchdogSec to make progress."""
+WORK_TIMEOUT_S = 1800.0
+"""Time without computing or progress after which work counts as stuck, as at a disk or a lock that never answers."""
+MIN_CPU_SHARE = 0.005
+"""Minimum share of a core of a computing thread; waiting, even with short sleeps, takes less."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SystemdNotifier:
+    """Sender of states to the service manager; `address` None means that there is none."""
+
+    address: str | None = None
+    watchdog_s: float | None = None
+
+    @classmethod
+    def from_environment(cls, environment: MutableMapping[str, str] | None = None) -> SystemdNotifier:
+        """Returns the notifier, and removes its variables so that children cannot notify for us."""
+        environment = os.environ if environment is None else environment
+        address = environment.pop("NOTIFY_SOCKET", None)
+        usec, pid = environment.pop("WATCHDOG_USEC", ""), environment.pop("WATCHDOG_PID", "")
+        is_for_us = usec.isdecimal() and (not pid or pid == str(os.getpid()))
+        return cls(address=address, watchdog_s=int(usec) / 1e6 if is_for_us and int(usec) else None)
+
+    def notify(self, state: str) -> None:
+        """Sends lines such as `READY=1`; failures to send are ignored."""
+        if not self.address:
+            return
+        # A leading @ denotes an abstract socket, whose name begins with a zero byte.
+        address = f"\0{self.address[1:]}" if self.address.startswith("@") else self.address
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+                sender.connect(address)
+                sender.sendall(state.encode())
+        except OSError as error:
+            log.warning("the service manager cannot be told %s: %s", state.splitlines()[0], error)
+
+
+@dataclass(slots=True)
+class LivenessMonitor:
+    """Liveness of a loop and of the thread that it runs in.
+
+    The loop calls `record_progress`, another thread `is_alive`. When idle, the loop must record progress in time.
+    During tracked work it counts as alive while its thread uses the processor or records progress.
+    """
+
+    clock: Callable[[], float] = time.monotonic
+    work_timeout_s: float = WORK_TIMEOUT_S
+    _progress_at: float = field(init=False)
+    _num_working: int = field(default=0, init=False)
+    _thread_id: int = field(default_factory=threading.get_ident, init=False)
+    _cpu_sample: tuple[float, float] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._progress_at = self.clock()
+
+    def record_progress(self) -> None:
+        """Records an iteration of the loop, or progress of its work."""
+        self._progress_at = self.clock()
+
+    @contextlib.contextmanager
+    def track_work(self) -> Iterator[None]:
+        """Marks a block that may take minutes; the CPU time of the entering thread counts as progress."""
+        self._thread_id = threading.get_ident()
+        self.record_progress()
+        self._num_working += 1
+        try:
+            yield
+        finally:
+            self._num_working -= 1
+            self.record_progress()
+
+    def is_alive(self, timeout_s: float) -> bool:
+        """Returns whether the loop made progress within `timeout_s`, or works; call at regular intervals."""
+        now, silence_s = self.clock(), self.clock() - self._progress_at
+        is_computing = self._is_computing(now)
+        if not self._num_working:
+            return silence_s < timeout_s
+        if is_computing:
+            self._progress_at = now
+        return is_computing or silence_s < max(timeout_s, self.work_timeout_s)
+
+    def _is_computing(self, now: float) -> bool:
+        """Returns whether the loop's thread has used the processor since the last call."""
+        try:
+            cpu_s = time.clock_gettime(time.pthread_getcpuclockid(self._thread_id))
+        except (OSError, AttributeError):  # the thread is gone; a system without such clocks
+            return False
+        previous, self._cpu_sample = self._cpu_sample, (now, cpu_s)
+        return previous is not None and cpu_s - previous[1] > MIN_CPU_SHARE * (now - previous[0])
+
+
+@contextlib.contextmanager
+def run_watchdog(notifier: SystemdNotifier, monitor: LivenessMonitor) -> Iterator[None]:
+    """Notifies ready, then watchdog while the loop is alive, then stopping at the end."""
+    stop = threading.Event()
+    thread = threading.Thread(target=_send_keepalives, args=(notifier, monitor, stop), name="watchdog", daemon=True)
+    notifier.notify("READY=1")
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        notifier.notify("STOPPING=1")
+
+
+def _send_keepalives(notifier: SystemdNotifier, monitor: LivenessMonitor, stop: threading.Event) -> None:
+    if notifier.watchdog_s is None:
+        return
+    was_alive = True
+    while True:
+        is_alive = monitor.is_alive(timeout_s=notifier.watchdog_s / 2)
+        if is_alive:
+            notifier.notify("WATCHDOG=1")
+        elif was_alive:
+            log.error("the main loop does not come round any more; the service manager will start this anew")
+        was_alive = is_alive
+        if stop.wait(notifier.watchdog_s / KEEPALIVES_PER_TIMEOUT):
+            return

@@ -1,0 +1,1 @@
+"""Data files: shards, NumPy and IDX files, and sources of central data."""

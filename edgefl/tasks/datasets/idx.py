@@ -1,0 +1,102 @@
+"""Reader of the IDX files of MNIST and Fashion-MNIST, gzipped or plain, with checks of their identity.
+
+Source: the format is described at http://yann.lecun.com/exdb/mnist/.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from edgefl.core.errors import DataError
+from edgefl.core.types import Array, Dataset
+
+UNSIGNED_BYTE = 0x08
+GZIP_MAGIC = b"\x1f\x8b"
+MAX_BYTES = 64 * 1024 * 1024
+
+PUBLISHED_MD5 = {
+    "mnist": {
+        "train-images-idx3-ubyte": "6bbc9ace898e44ae57da46a324031adb",
+        "train-labels-idx1-ubyte": "a25bea736e30d166cdddb491f175f624",
+        "t10k-images-idx3-ubyte": "2646ac647ad5339dbf082846283269ea",
+        "t10k-labels-idx1-ubyte": "27ae3e4e09519cfbb04c329615203637",
+    },
+    "fashion-mnist": {
+        "train-images-idx3-ubyte": "f4a8712d7a061bf5bd6d2ca38dc4d50a",
+        "train-labels-idx1-ubyte": "9018921c3c673c538a1fc5bad174d6f9",
+        "t10k-images-idx3-ubyte": "8181f5470baa50b63fa0f6fddb340f0a",
+        "t10k-labels-idx1-ubyte": "15d484375f8d13e6eb1aabb0c3f46965",
+    },
+}
+"""MD5 of the decompressed bytes, so that a recompressed file is still recognised."""
+
+
+def read_image_set(folder: Path, task: str, part: str) -> Dataset:
+    """Returns images [n, 28, 28] uint8 and labels [n] of `part` train or t10k.
+
+    Raises:
+        DataError: a file is missing, damaged or not the published one, or the counts differ.
+    """
+    images_name, labels_name = f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"
+    images = read_idx(_find_file(folder, images_name), md5=PUBLISHED_MD5[task][images_name])
+    labels = read_idx(_find_file(folder, labels_name), md5=PUBLISHED_MD5[task][labels_name])
+    if len(images) != len(labels):
+        raise DataError(f"{folder / images_name} holds {len(images)} images, {labels_name} {len(labels)} labels")
+    return Dataset(inputs=images, labels=labels.astype(np.int64))
+
+
+def read_idx(path: Path, *, md5: str | None = None) -> Array:
+    """Returns the array of unsigned bytes in one IDX file.
+
+    Raises:
+        DataError: it cannot be read, is no IDX file, has another length than its header says, or its
+            decompressed bytes have another MD5.
+    """
+    content = _read_decompressed(path)
+    if len(content) < 4 or content[:2] != b"\0\0" or content[2] != UNSIGNED_BYTE or not 1 <= content[3] <= 4:
+        raise DataError(f"{path} is no IDX file of unsigned bytes: it starts with {content[:4].hex() or 'nothing'}")
+    num_dimensions = content[3]
+    start = 4 + 4 * num_dimensions
+    if len(content) < start:
+        raise DataError(f"{path} ends within its header, after {len(content)} bytes")
+    shape = struct.unpack(f">{num_dimensions}I", content[4:start])
+    expected = start + int(np.prod(shape, dtype=object))
+    if len(content) != expected:
+        raise DataError(f"{path} has {len(content)} bytes, its header {list(shape)} asks for {expected}")
+    checksum = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    if md5 is not None and checksum != md5:
+        raise DataError(f"{path} is not the published file: its decompressed MD5 is {checksum}, expected {md5}")
+    try:
+        return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+    except ValueError as error:  # empty, but along axes that are too long together
+        raise DataError(f"{path}: its header {list(shape)} is no shape of an array") from error
+
+
+def _find_file(folder: Path, name: str) -> Path:
+    for path in (folder / f"{name}.gz", folder / name):
+        if path.is_file():
+            return path
+    raise DataError(f"{folder / name}.gz does not exist; --data names the folder that holds the four IDX files")
+
+
+def _read_decompressed(path: Path) -> bytes:
+    try:
+        with path.open("rb") as raw:
+            packed = raw.read(2) == GZIP_MAGIC
+            raw.seek(0)
+            if not packed:
+                content = raw.read(MAX_BYTES + 1)
+            else:
+                with gzip.GzipFile(fileobj=raw) as unpacked:
+                    content = unpacked.read(MAX_BYTES + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read ({error}); download it again") from None
+    if len(content) > MAX_BYTES:
+        raise DataError(f"{path} unpacks to more than {MAX_BYTES} bytes, which no file of this data set does")
+    return content

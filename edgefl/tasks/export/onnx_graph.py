@@ -1,0 +1,162 @@
+"""Builder of an ONNX graph; imports onnx on first use.
+
+Learners add their model, and a task's `prepare` may add itself, so that the file takes a shard's raw inputs and a
+device needs no code of the task.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+
+from edgefl.core.errors import TaskError, format_install_command
+from edgefl.core.types import Array
+
+OPSET = 18
+"""The default of torch's exporter, so nothing has to be translated; every onnxruntime since 1.14 reads it."""
+IR_VERSION = 8
+"""Of ONNX 1.12, the first that supports this opset."""
+
+_BUILDER_ATTRIBUTE = "onnx_steps"
+
+NodeBuilder = Callable[["OnnxGraph", str], str]
+"""(graph, name of a value) -> name of the value after the added steps."""
+Prepare = TypeVar("Prepare", bound=Callable[[Array], Array])
+
+
+class OnnxGraph:
+    """Nodes and constants of a graph, in the order of addition.
+
+    `stage` is the name prefix of new nodes: those of `PREPARE` compute features, and are never quantised.
+    """
+
+    def __init__(self) -> None:
+        self.onnx = import_onnx()
+        self.stage = PREPARE
+        self.nodes: list[Any] = []
+        self.constants: dict[str, Any] = {}
+
+    def add(self, operator: str, *inputs: str, **attributes: Any) -> str:
+        """Adds a node and returns the name of its only output."""
+        name = f"{self.stage}_{len(self.nodes)}"
+        self.nodes.append(self.onnx.helper.make_node(operator, list(inputs), [name], name=name, **attributes))
+        return name
+
+    def add_constant(self, value: Any, *, dtype: str = "float32", name: str | None = None) -> str:
+        """Adds a tensor stored in the file, and returns its name."""
+        name = name or f"constant_{len(self.constants)}"
+        array = np.ascontiguousarray(np.asarray(value, dtype=dtype)) if np.ndim(value) else np.asarray(value, dtype)
+        self.constants[name] = self.onnx.numpy_helper.from_array(array, name=name)
+        return name
+
+    def build_model(self, *, source: str, shape: tuple[int, ...], result: str, num_classes: int) -> Any:
+        """Returns the ModelProto from float32 `inputs` [n, *shape], the value `source`, to `logits` [n, num_classes].
+
+        Raises:
+            TaskError: the graph is invalid for ONNX.
+        """
+        helper, kind = self.onnx.helper, self.onnx.TensorProto.FLOAT
+        last = helper.make_node("Identity", [result], [LOGITS], name="name_logits")
+        graph = helper.make_graph(
+            [*self.nodes, last],
+            "edgefl",
+            [helper.make_tensor_value_info(source, kind, ["n", *shape])],
+            [helper.make_tensor_value_info(LOGITS, kind, ["n", num_classes])],
+            initializer=list(self.constants.values()),
+        )
+        onnx_model = helper.make_model(
+            graph, opset_imports=[helper.make_opsetid("", OPSET)], producer_name="edgefl", ir_version=IR_VERSION
+        )
+        try:
+            self.onnx.checker.check_model(onnx_model, full_check=True)
+        except (self.onnx.checker.ValidationError, self.onnx.shape_inference.InferenceError) as error:
+            raise TaskError(f"the model makes no valid ONNX graph: {_get_first_line(error)}") from error
+        return onnx_model
+
+
+INPUTS, LOGITS = "inputs", "logits"
+PREPARE, MODEL = "prepare", "model"
+
+
+def register_node_builder(builder: NodeBuilder) -> Callable[[Prepare], Prepare]:
+    """Registers the ONNX node builder of a task's `prepare`."""
+
+    def mark(prepare: Prepare) -> Prepare:
+        setattr(prepare, _BUILDER_ATTRIBUTE, builder)
+        return prepare
+
+    return mark
+
+
+def get_node_builder(prepare: object) -> NodeBuilder | None:
+    """Returns the node builder of a `prepare`; None without one."""
+    builder: NodeBuilder | None = getattr(prepare, _BUILDER_ATTRIBUTE, None)
+    return builder
+
+
+def make_scaling(factor: float, *, shape: tuple[int, ...] | None = None) -> NodeBuilder:
+    """Returns the steps that multiply and, where a shape is given, reshape each example to it."""
+
+    def steps(graph: OnnxGraph, value: str) -> str:
+        value = graph.add("Mul", value, graph.add_constant(np.float32(factor)))
+        return value if shape is None else add_reshape(graph, value, shape)
+
+    return steps
+
+
+def add_reshape(graph: OnnxGraph, value: str, shape: tuple[int, ...]) -> str:
+    """Returns the value with examples of this shape."""
+    return graph.add("Reshape", value, graph.add_constant([-1, *shape], dtype="int64"))
+
+
+def add_reduction(graph: OnnxGraph, operator: str, value: str, axis: int, *, keep: bool = True) -> str:
+    """Returns `ReduceMean`, `ReduceMax`, … over one axis."""
+    return graph.add(operator, value, graph.add_constant([axis], dtype="int64"), keepdims=int(keep))
+
+
+def add_standard_deviation(graph: OnnxGraph, centred: str, axis: int, *, keep: bool = True) -> str:
+    """Returns the standard deviation of a value with mean 0 along an axis."""
+    squares = graph.add("Mul", centred, centred)
+    return graph.add("Sqrt", add_reduction(graph, "ReduceMean", squares, axis, keep=keep))
+
+
+def import_onnx() -> Any:
+    """Returns onnx.
+
+    Raises:
+        TaskError: it is not installed.
+    """
+    try:
+        import onnx  # noqa: PLC0415 an extra, and slow to load
+        import onnx.checker  # noqa: PLC0415 likewise
+        import onnx.helper  # noqa: PLC0415 likewise
+        import onnx.numpy_helper  # noqa: PLC0415 likewise
+        import onnx.shape_inference  # noqa: PLC0415 likewise
+    except ImportError as error:
+        raise TaskError(
+            f"an export to ONNX needs onnx, which cannot be imported ({error}); "
+            f"install it with: {format_install_command('onnx')}"
+        ) from None
+    return onnx
+
+
+@contextlib.contextmanager
+def suppress_export_logs() -> Iterator[None]:
+    """Keeps exporters' remarks on internals and missing tools out of the log."""
+    original_level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(original_level)
+
+
+def _get_first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

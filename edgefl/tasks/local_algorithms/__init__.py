@@ -1,0 +1,1 @@
+"""Local training on a shard: SGD and its variants, SCAFFOLD, adaptive methods."""

@@ -1,0 +1,152 @@
+"""Training of one instruction on one device: batches, budget, and the resulting displacement."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.random import Generator
+
+from edgefl.core.errors import ConfigError, DataError
+from edgefl.core.types import Array, Dataset, Learner, TrainConfig
+from edgefl.tasks.local_algorithms.registry import LocalAlgorithm, StatefulLocalAlgorithm, make_local_algorithm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalTrainingResult:
+    """Result of an instruction.
+
+    `displacement` is w_end - w_start for every tensor in the task's order, integer buffers included; `loss` is
+    the mean over the examples trained on, each at the moment it was used; `num_examples` is the shard's size.
+    `algorithm_state` is the state passed to the run's next instruction by a plan that keeps it.
+    """
+
+    displacement: dict[str, Array]
+    iterations: int
+    num_examples: int
+    loss: float
+    compute_s: float
+    algorithm_state: Mapping[str, Array] | None = None
+
+
+def train(  # noqa: PLR0913 the last three by name
+    learner: Learner,
+    data: Dataset,
+    plan: TrainConfig,
+    rng: Generator,
+    *,
+    clock: Callable[[], float],
+    on_iteration: Callable[[int, float], bool],
+    algorithm_state: Mapping[str, Array] | None = None,
+    algorithm: LocalAlgorithm | None = None,
+) -> LocalTrainingResult:
+    """Trains from the learner's present weights until the budget is spent, at least one iteration.
+
+    Args:
+        learner: holds the model to start from; afterwards the trained one.
+        data: the training part of the shard.
+        plan: of the instruction; exactly one of iterations, epochs and seconds is its budget.
+        rng: orders the examples, anew for each epoch.
+        clock: seconds, monotone.
+        on_iteration: called with the number of finished iterations and the mean seconds of one; True finishes early:
+            this iteration was the last.
+        algorithm_state: state of the instruction before, for a plan that keeps it; None starts anew.
+        algorithm: the local algorithm; None for the plan's.
+
+    Raises:
+        DataError: there are no examples.
+        ConfigError: the plan is invalid, names an unknown algorithm, or has an option unknown to it.
+    """
+    check_plan(plan)
+    if not len(data):
+        raise DataError("the training part of the shard holds no examples")
+    algorithm = algorithm or make_local_algorithm(plan)
+    _reseed(learner, rng)
+    start, started_s = learner.read(), clock()
+    limit = compute_iteration_limit(plan, len(data))
+    iterations, loss, num_seen = 0, 0.0, 0
+    # The coordinator handles a diverging model; here it only must not stop the device.
+    with np.errstate(over="ignore", invalid="ignore"):
+        algorithm.start(learner)
+        if plan.keeps_state and algorithm_state and isinstance(algorithm, StatefulLocalAlgorithm):
+            algorithm.restore(algorithm_state)
+        for rows in _iterate_batches(len(data), plan.batch_size, rng):
+            batch = data.take(rows)
+            loss += len(batch) * learner.gradient(batch)
+            algorithm.step(learner, batch)
+            iterations, num_seen = iterations + 1, num_seen + len(batch)
+            elapsed_s = clock() - started_s
+            if on_iteration(iterations, elapsed_s / iterations) or iterations == limit:
+                break
+            if plan.seconds is not None and elapsed_s >= plan.seconds:
+                break
+        algorithm.finish(learner)
+        displacement = _compute_displacement(start, learner.read())
+    return LocalTrainingResult(
+        displacement=displacement,
+        iterations=iterations,
+        num_examples=len(data),
+        loss=loss / num_seen,
+        compute_s=clock() - started_s,
+        algorithm_state=_get_algorithm_state(algorithm) if plan.keeps_state else None,
+    )
+
+
+def check_plan(plan: TrainConfig) -> None:
+    """Checks that a device can follow a plan.
+
+    Raises:
+        ConfigError: no budget, two of them, or a number out of range.
+    """
+    budgets = {"iterations": plan.iterations, "epochs": plan.epochs, "seconds": plan.seconds}
+    set_budgets = {name: value for name, value in budgets.items() if value is not None}
+    if len(set_budgets) != 1:
+        raise ConfigError(f"a plan needs exactly one of iterations, epochs and seconds, got {set_budgets or 'none'}")
+    for name, value in {**set_budgets, "batch_size": plan.batch_size}.items():
+        if not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"{name} of a plan must be a finite number above 0, got {value}")
+    for name in ("learning_rate", "momentum", "weight_decay"):
+        value = getattr(plan, name)
+        if not (math.isfinite(value) and value >= 0):
+            raise ConfigError(f"{name} of a plan must be a finite number of 0 or more, got {value}")
+
+
+def compute_iteration_limit(plan: TrainConfig, num_examples: int) -> int | None:
+    """Returns the iterations after which a plan is done; None for one limited by seconds."""
+    if plan.epochs is not None:
+        return max(1, round(plan.epochs * math.ceil(num_examples / plan.batch_size)))
+    return plan.iterations
+
+
+def _iterate_batches(num_examples: int, batch_size: int, rng: Generator) -> Iterator[Array]:
+    """Yields row numbers endlessly: every example once per epoch; an epoch's last batch may be short."""
+    while True:
+        order = rng.permutation(num_examples)
+        for start in range(0, num_examples, batch_size):
+            yield order[start : start + batch_size]
+
+
+def _reseed(learner: Learner, rng: Generator) -> None:
+    """Seeds a model's random layers (dropout), where it has any, independently of the batches' stream."""
+    reseed = getattr(learner, "reseed", None)
+    if reseed is not None:
+        reseed(int(rng.spawn(1)[0].integers(2**63)))
+
+
+def is_finite(arrays: Mapping[str, Array]) -> bool:
+    """Returns whether all numbers are finite: diverged state would spoil every later instruction."""
+    return all(array.dtype.kind not in "fc" or bool(np.isfinite(array).all()) for array in arrays.values())
+
+
+def _get_algorithm_state(algorithm: LocalAlgorithm) -> Mapping[str, Array]:
+    """Returns the state for the next instruction; empty, for a fresh start, where training diverged."""
+    state = algorithm.state() if isinstance(algorithm, StatefulLocalAlgorithm) else {}
+    return state if is_finite(state) else {}
+
+
+def _compute_displacement(start: dict[str, Array], end: dict[str, Array]) -> dict[str, Array]:
+    for name, value in end.items():
+        value -= start[name]  # noqa: PLW2901 in place: `read` gave copies, and a second model would not fit small devices
+    return end

@@ -1,0 +1,79 @@
+"""Local algorithms by name: the update of the weights from one gradient.
+
+They modify a `Learner`'s arrays in place with `+=`, `-=`, `*=`, scalars and, for a root, `** 0.5`, so the same code
+works on NumPy arrays and torch tensors. Packages add algorithms by the entry point `edgefl.local_steps`:
+a callable that takes the `TrainConfig` and returns a `LocalAlgorithm`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+from types import MappingProxyType
+from typing import Protocol, runtime_checkable
+
+from edgefl.core.errors import ConfigError
+from edgefl.core.types import Algorithm, Array, Dataset, Learner, TrainConfig
+from edgefl.tasks.local_algorithms.adaptive import Adadelta, Adagrad, Adam, RMSprop
+from edgefl.tasks.local_algorithms.scaffold import ScaffoldSgd
+from edgefl.tasks.local_algorithms.sgd import DecayedSgd, FullGradientDescent, ProximalSgd, Sgd
+
+ENTRY_POINT_GROUP = "edgefl.local_steps"
+
+
+class LocalAlgorithm(Protocol):
+    """One local algorithm for one assignment: `start`, then `step` per batch, then `finish`."""
+
+    def start(self, learner: Learner) -> None: ...
+    def step(self, learner: Learner, batch: Dataset) -> None:
+        """Uses `learner.gradients`, which hold the mean gradient over `batch`."""
+
+    def finish(self, learner: Learner) -> None: ...
+
+
+@runtime_checkable
+class StatefulLocalAlgorithm(Protocol):
+    """A `LocalAlgorithm` whose state a plan may keep between instructions."""
+
+    def state(self) -> dict[str, Array]:
+        """Returns the state to keep, as NumPy arrays; called after `finish`."""
+
+    def restore(self, saved: Mapping[str, Array]) -> None:
+        """Restores the state that `state` returned; called after `start`."""
+
+
+BUILT_IN: Mapping[str, Callable[[TrainConfig], LocalAlgorithm]] = MappingProxyType(
+    {
+        Algorithm.SGD: Sgd,
+        Algorithm.GRADIENT: FullGradientDescent,
+        Algorithm.DECAY: DecayedSgd,
+        Algorithm.PROX: ProximalSgd,
+        Algorithm.ADAM: Adam,
+        Algorithm.RMSPROP: RMSprop,
+        Algorithm.ADAGRAD: Adagrad,
+        Algorithm.ADADELTA: Adadelta,
+        Algorithm.SCAFFOLD: ScaffoldSgd,
+    }
+)
+
+
+def make_local_algorithm(plan: TrainConfig) -> LocalAlgorithm:
+    """Returns the algorithm of a plan.
+
+    Raises:
+        ConfigError: no algorithm on this device has that name, or the plan's options do not fit it.
+    """
+    if plan.algorithm in BUILT_IN:
+        return BUILT_IN[plan.algorithm](plan)
+    for entry_point in entry_points(group=ENTRY_POINT_GROUP, name=plan.algorithm):
+        step: LocalAlgorithm = entry_point.load()(plan)
+        return step
+    raise ConfigError(
+        f"local algorithm {plan.algorithm!r} is not installed on this board, "
+        f"only {', '.join(list_local_algorithms())}"
+    )
+
+
+def list_local_algorithms() -> tuple[str, ...]:
+    installed = {entry_point.name for entry_point in entry_points(group=ENTRY_POINT_GROUP)}
+    return tuple(sorted({*map(str, BUILT_IN), *installed}))

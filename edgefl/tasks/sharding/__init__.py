@@ -1,0 +1,1 @@
+"""Partitioning of a data set into shards."""

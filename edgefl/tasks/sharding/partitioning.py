@@ -1,0 +1,272 @@
+"""Partition schemes, one shard per device: pure functions from labels or people to row numbers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.random import Generator
+
+from edgefl.core.errors import ConfigError, DataError
+from edgefl.core.types import Array
+
+SCHEMES = (
+    "natural", "iid", "by-class", "sorted", "dirichlet:A", "labels:K", "shards:K", "redundant:R", "duplicate:R",
+)  # fmt: skip
+MIN_EXAMPLES = 10
+MAX_DIRICHLET_DRAWS = 200
+MAX_BLOCKS = 10_000
+
+_SCHEME_PATTERN = re.compile(
+    r"(natural|iid|by-class|sorted)|(dirichlet):([0-9.eE+-]+)|(labels|shards|redundant|duplicate):(\d+)"
+)
+
+BlockRows = Mapping[int, tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionScheme:
+    """A partition scheme; `parameter` is A, K or R where the scheme has one."""
+
+    name: str
+    parameter: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partitioning:
+    """Row numbers per device, and for redundant schemes the range of each block in the device's rows."""
+
+    rows: tuple[Array, ...]
+    blocks: tuple[BlockRows, ...] = field(default=())
+
+
+def parse_scheme(text: str) -> PartitionScheme:
+    """Returns the scheme of a typed name.
+
+    Raises:
+        ConfigError: there is no such scheme, or its number is out of range.
+    """
+    match = _SCHEME_PATTERN.fullmatch(text)
+    if not match:
+        raise ConfigError(f"scheme must be one of {', '.join(SCHEMES)}, got {text!r}")
+    plain_scheme, dirichlet_scheme, alpha, count_scheme, count = match.groups()
+    if plain_scheme:
+        return PartitionScheme(name=plain_scheme)
+    try:
+        scheme = PartitionScheme(name=dirichlet_scheme or count_scheme, parameter=float(alpha or count))
+    except ValueError:
+        raise ConfigError(f"scheme {text!r} needs a number after the colon") from None
+    if not (math.isfinite(scheme.parameter) and scheme.parameter > 0):
+        raise ConfigError(f"the number of scheme {text!r} must be finite and above 0")
+    return scheme
+
+
+def partition_rows(
+    scheme: PartitionScheme, *, labels: Array, num_devices: int, rng: Generator, groups: Array | None = None
+) -> Partitioning:
+    """Returns the rows of each device; in a redundant scheme each row is on r devices.
+
+    Only `sorted` leaves rows out, fewer than there are devices.
+
+    Args:
+        scheme: the partition scheme.
+        labels: [n] classes.
+        num_devices: number of shards.
+        rng: orders rows and samples proportions.
+        groups: [n] person of each row, for the natural scheme.
+
+    Raises:
+        ConfigError: the scheme cannot serve that many devices, or a device would get nothing.
+        DataError: the natural scheme, and the data set does not name the people of its rows.
+    """
+    if not 1 <= num_devices <= len(labels):
+        raise ConfigError(f"devices must be 1 to {len(labels)} (the number of examples), got {num_devices}")
+    k = int(scheme.parameter)
+    match scheme.name:
+        case "iid":
+            rows = _split_shuffled(np.arange(len(labels)), num_devices, rng)
+        case "by-class":
+            rows = partition_by_class(labels, num_devices, rng)
+        case "sorted":
+            rows = partition_sorted(labels, num_devices)
+        case "shards":
+            rows = partition_sorted_shards(labels, num_devices, k, rng)
+        case "dirichlet":
+            rows = partition_dirichlet(labels, num_devices, scheme.parameter, rng)
+        case "labels":
+            rows = partition_by_label_count(labels, num_devices, k, rng)
+        case "natural":
+            rows = partition_by_group(groups, num_devices)
+        case "redundant":
+            return partition_redundant(len(labels), list_subset_holders(num_devices, k), num_devices, rng)
+        case _:
+            return partition_redundant(len(labels), list_duplicate_holders(num_devices, k), num_devices, rng)
+    _require_non_empty(rows, scheme)
+    return Partitioning(rows=tuple(rows))
+
+
+def partition_by_group(groups: Array | None, num_devices: int) -> list[Array]:
+    """Returns the rows of whole people, spread so that devices get about equally many rows.
+
+    The person with the most rows goes first, each to the device with the fewest rows so far.
+    """
+    if groups is None:
+        raise DataError("this data set does not say who its examples come from; use another scheme than natural")
+    people, counts = np.unique(groups, return_counts=True)
+    if num_devices > len(people):
+        raise ConfigError(f"natural shards are whole people: at most {len(people)} devices, got {num_devices}")
+    assigned: list[list[int]] = [[] for _ in range(num_devices)]
+    load = np.zeros(num_devices, np.int64)
+    for person in np.argsort(-counts, kind="stable"):
+        lightest = int(load.argmin())
+        assigned[lightest].append(int(people[person]))
+        load[lightest] += counts[person]
+    return [np.flatnonzero(np.isin(groups, assigned_people)) for assigned_people in sorted(assigned, key=min)]
+
+
+def partition_by_class(labels: Array, num_devices: int, rng: Generator) -> list[Array]:
+    """Returns rows with as few classes per device as possible: whole classes, or equal parts of one class."""
+    classes = np.unique(labels)
+    shares: list[list[Array]] = [[] for _ in range(num_devices)]
+    for position, label in enumerate(classes):
+        holders = [d for d in range(num_devices) if d % len(classes) == position] or [position % num_devices]
+        _distribute_rows(np.flatnonzero(labels == label), holders, shares, rng)
+    return [np.concatenate(share) if share else np.empty(0, np.int64) for share in shares]
+
+
+def partition_sorted(labels: Array, num_devices: int) -> list[Array]:
+    """Returns equal contiguous parts of the rows ordered by class; the remainder is omitted.
+
+    Source: split_by_class of ESync. Differs from it: a device trains on its part in a fresh random order each epoch.
+    """
+    order, length = np.argsort(labels, kind="stable"), len(labels) // num_devices
+    return [order[device * length : (device + 1) * length] for device in range(num_devices)]
+
+
+def partition_sorted_shards(labels: Array, num_devices: int, k: int, rng: Generator) -> list[Array]:
+    """Returns k random ones of k·devices equal parts of the class-sorted rows per device.
+
+    Source: McMahan et al., AISTATS 2017, section 3, its pathological non-IID partition (there k = 2).
+    """
+    num_parts = k * num_devices
+    if num_parts > len(labels):
+        raise ConfigError(f"shards:{k} on {num_devices} devices makes {num_parts} parts of {len(labels)} examples")
+    parts = np.array_split(np.argsort(labels, kind="stable"), num_parts)
+    assignment = rng.permutation(num_parts).reshape(num_devices, k)
+    return [np.concatenate([parts[part] for part in parts_of_device]) for parts_of_device in assignment]
+
+
+def partition_by_label_count(labels: Array, num_devices: int, k: int, rng: Generator) -> list[Array]:
+    """Returns rows of exactly k classes per device; the holders of a class share it equally."""
+    classes = np.unique(labels)
+    if not 1 <= k <= len(classes):
+        raise ConfigError(f"labels:K needs 1 <= K <= {len(classes)} (the number of classes), got {k}")
+    if num_devices * k < len(classes):
+        raise ConfigError(
+            f"{num_devices} devices with {k} of {len(classes)} classes each would leave classes to nobody"
+        )
+    # Dealing one shuffled pack in turn gives k different classes to each device, and every class to some device.
+    pack = rng.permutation(classes)
+    assigned = [{int(pack[(device * k + i) % len(pack)]) for i in range(k)} for device in range(num_devices)]
+    shares: list[list[Array]] = [[] for _ in range(num_devices)]
+    for label in classes:
+        holders = [device for device in range(num_devices) if int(label) in assigned[device]]
+        _distribute_rows(np.flatnonzero(labels == label), holders, shares, rng)
+    return [np.concatenate(share) for share in shares]
+
+
+def partition_dirichlet(labels: Array, num_devices: int, alpha: float, rng: Generator) -> list[Array]:
+    """Returns rows with class proportions per device sampled from a Dirichlet distribution.
+
+    Samples again while a device has fewer than ten examples (or half an equal share, if that is less), and
+    keeps the best sample.
+
+    Source: Hsu, Qi, Brown, Measuring the Effects of Non-Identical Data Distribution, 2019; the resampling
+    as in Li et al., NIID-Bench, ICDE 2022.
+    """
+    min_examples = min(MIN_EXAMPLES, max(1, len(labels) // (2 * num_devices)))
+    best: list[Array] = []
+    for _ in range(MAX_DIRICHLET_DRAWS):
+        rows = _sample_dirichlet(labels, num_devices, alpha, rng)
+        if not best or min(map(len, rows)) > min(map(len, best)):
+            best = rows
+        if min(map(len, best)) >= min_examples:
+            break
+    return best
+
+
+def list_subset_holders(num_devices: int, r: int) -> list[tuple[int, ...]]:
+    """Returns the holders of each block: every r-subset of the devices holds one.
+
+    Source: IIDBlockAssignment of Parallel-SGD.
+    """
+    if not 1 <= r <= num_devices:
+        raise ConfigError(f"redundant:R needs 1 <= R <= {num_devices} (the number of devices), got {r}")
+    if (count := math.comb(num_devices, r)) > MAX_BLOCKS:
+        raise ConfigError(
+            f"redundant:{r} on {num_devices} devices makes {count} blocks, at most {MAX_BLOCKS}; use duplicate:{r}"
+        )
+    return list(itertools.combinations(range(num_devices), r))
+
+
+def list_duplicate_holders(num_devices: int, r: int) -> list[tuple[int, ...]]:
+    """Returns the holders of each block: devices in groups of r, one block per group.
+
+    Source: DuplicateAssignment of Parallel-SGD.
+    """
+    if not 1 <= r <= num_devices or num_devices % r:
+        raise ConfigError(
+            f"duplicate:R needs devices that divide into groups of R, got {num_devices} devices and R = {r}"
+        )
+    return [tuple(range(start, start + r)) for start in range(0, num_devices, r)]
+
+
+def partition_redundant(
+    num_examples: int, holders: Sequence[tuple[int, ...]], num_devices: int, rng: Generator
+) -> Partitioning:
+    """Returns rows in equal shuffled blocks, every block whole and in one order on each of its holders."""
+    if len(holders) > num_examples:
+        raise ConfigError(
+            f"{num_examples} examples cannot fill {len(holders)} blocks; use fewer devices or duplicate:R"
+        )
+    parts = _split_shuffled(np.arange(num_examples), len(holders), rng)
+    rows: list[list[Array]] = [[] for _ in range(num_devices)]
+    blocks: list[dict[int, tuple[int, int]]] = [{} for _ in range(num_devices)]
+    for block, (part, block_holders) in enumerate(zip(parts, holders, strict=True)):
+        for device in block_holders:
+            start = sum(map(len, rows[device]))
+            rows[device].append(part)
+            blocks[device][block] = (start, start + len(part))
+    return Partitioning(rows=tuple(np.concatenate(part) for part in rows), blocks=tuple(blocks))
+
+
+def _sample_dirichlet(labels: Array, num_devices: int, alpha: float, rng: Generator) -> list[Array]:
+    shares: list[list[Array]] = [[] for _ in range(num_devices)]
+    for label in np.unique(labels):
+        rows = rng.permutation(np.flatnonzero(labels == label))
+        ends = (np.cumsum(rng.dirichlet(np.full(num_devices, alpha))) * len(rows)).round().astype(np.int64)
+        for share, part in zip(shares, np.split(rows, ends[:-1]), strict=True):
+            share.append(part)
+    return [np.concatenate(share) for share in shares]
+
+
+def _distribute_rows(rows: Array, holders: Sequence[int], shares: list[list[Array]], rng: Generator) -> None:
+    for device, part in zip(holders, _split_shuffled(rows, len(holders), rng), strict=True):
+        shares[device].append(part)
+
+
+def _split_shuffled(rows: Array, num_parts: int, rng: Generator) -> list[Array]:
+    return np.array_split(rng.permutation(rows), num_parts)
+
+
+def _require_non_empty(rows: Sequence[Array], scheme: PartitionScheme) -> None:
+    empty = [device for device, part in enumerate(rows, 1) if not len(part)]
+    if empty:
+        raise ConfigError(
+            f"scheme {scheme.name} leaves device {empty[0]} of {len(rows)} without examples; "
+            "use fewer devices or another scheme"
+        )

@@ -1,0 +1,117 @@
+"""Singular vectors at random: that they make up the matrix, and when entries are the better choice."""
+
+import numpy as np
+import pytest
+
+from edgefl.compression.codec import make_codec
+from edgefl.compression.lowrank.singular_triples import compute_spectrum
+from edgefl.compression.wire import read_frame
+from edgefl.core.errors import CodecError
+from edgefl.core.types import Array, ModelSpec, SparseTensor, TensorSpec
+
+WHOLE, ENTRIES, TRIPLES = 0, 1, 2
+
+
+def low_rank(rows: int, columns: int, rank: int, seed: int = 1) -> Array:
+    rng = np.random.default_rng(seed)
+    left, right = rng.standard_normal((rows, rank)), rng.standard_normal((rank, columns))
+    return (left * 2.0 ** -np.arange(rank) @ right).astype(np.float32)
+
+
+def one(values: Array) -> ModelSpec:
+    return (TensorSpec(name="w", shape=values.shape),)
+
+
+def body(spec: str, values: Array, seed: int = 1) -> bytes:
+    return make_codec(spec, one(values)).encode({"w": values}, np.random.default_rng(seed))
+
+
+def decoded(spec: str, values: Array, seed: int = 1) -> Array:
+    found = make_codec(spec, one(values)).decode(body(spec, values, seed))["w"]
+    return found.dense() if isinstance(found, SparseTensor) else found
+
+
+def form(spec: str, values: Array) -> int:
+    return read_frame(body(spec, values)).payload[0]
+
+
+def test_at_the_rank_or_more_the_matrix_comes_back() -> None:
+    values = low_rank(60, 40, 3)
+    for seed in range(20):
+        np.testing.assert_allclose(decoded("atomo-svd:3", values, seed), values, atol=1e-5)
+    np.testing.assert_allclose(decoded("atomo-svd:5", values), values, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["kernel", "out", "atomo"])
+def test_kernels_of_any_rule_come_back_at_full_rank(rule: str) -> None:
+    values = np.zeros((6, 8, 3, 5), dtype=np.float32)
+    values[:4, :4, 1:2] = np.random.default_rng(1).standard_normal((4, 4, 1, 5))
+    assert form(f"atomo-svd:5:{rule}", values) in (ENTRIES, TRIPLES, TRIPLES + 1, TRIPLES + 2)
+    # Outputs and columns alone: that is one atom by any of the rules.
+    by_output, by_column = np.arange(1, 7), np.array([5, -1, 0.3, 2, 9])
+    one_atom = np.broadcast_to(np.einsum("o,w->ow", by_output, by_column)[:, None, None], values.shape)
+    one_atom = np.ascontiguousarray(one_atom, dtype=np.float32)
+    np.testing.assert_allclose(decoded(f"atomo-svd:1:{rule}", one_atom), one_atom, rtol=1e-5)
+    number = {"kernel": 0, "out": 1, "atomo": 2}[rule]
+    assert form(f"atomo-svd:1:{rule}", one_atom) == TRIPLES + number
+
+
+def test_a_larger_budget_does_not_lose_more() -> None:
+    values = low_rank(60, 40, 12)
+    errors = [
+        np.mean([np.square(decoded(f"atomo-svd:{s}", values, seed) - values).sum() for seed in range(20)])
+        for s in (1, 2, 4, 8, 12)
+    ]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 1e-6
+
+
+@pytest.mark.parametrize("spec", ["atomo-svd:3", "atomo-svd:3|fp16"])
+def test_entries_take_about_as_many_bytes_as_the_triples_in_whose_place_they_are(spec: str) -> None:
+    rng = np.random.default_rng(2)
+    noise = rng.standard_t(2, size=(200, 150)).astype(np.float32)
+    assert form(spec, noise) == ENTRIES
+    triples = len(body(spec, low_rank(200, 150, 8)))
+    assert 0.75 * triples < len(body(spec, noise)) < 1.4 * triples
+
+
+def test_the_choice_is_the_papers_indicator_where_an_entry_costs_as_much_as_a_number() -> None:
+    # Balanced, so that no probability is capped: nuclear norm * sqrt(m + n) against the sum of magnitudes.
+    flat_spectrum = np.linalg.qr(np.random.default_rng(1).standard_normal((64, 64)))[0].astype(np.float32)
+    spectrum = compute_spectrum(flat_spectrum)
+    assert spectrum.weights.sum() * np.sqrt(128) > np.abs(flat_spectrum).sum()
+    assert form("atomo-svd:3", flat_spectrum) == ENTRIES
+    one_atom = low_rank(64, 64, 1)
+    assert compute_spectrum(one_atom).weights.sum() * np.sqrt(128) < np.abs(one_atom).sum()
+    assert form("atomo-svd:3", one_atom) == TRIPLES
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (9,), (1, 50), (3, 3), (0, 4), (2, 1, 1, 1)])
+def test_what_vectors_would_not_make_smaller_travels_whole(shape: tuple[int, ...]) -> None:
+    values = np.asarray(np.random.default_rng(1).standard_normal(shape), dtype=np.float32)
+    assert form("atomo-svd:2", values) == WHOLE
+    assert np.array_equal(decoded("atomo-svd:2", values), values)
+
+
+def test_a_matrix_of_zeros_takes_a_byte_or_two() -> None:
+    zeros = np.zeros((50, 40), dtype=np.float32)
+    assert len(read_frame(body("atomo-svd:2", zeros)).payload) == 2
+    assert np.array_equal(decoded("atomo-svd:2", zeros), zeros)
+
+
+def test_a_kernel_whose_matrix_would_be_too_wide_is_made_one_by_its_outputs() -> None:
+    one_atom = np.ones((350, 350, 3, 3), dtype=np.float32)
+    assert form("atomo-svd:1", one_atom) == TRIPLES + 1
+    np.testing.assert_allclose(decoded("atomo-svd:1", one_atom), one_atom, rtol=1e-5)
+
+
+def test_a_matrix_too_wide_to_decompose_travels_as_entries() -> None:
+    wide = np.ones((2049, 2049), dtype=np.float32)
+    assert form("atomo-svd:1", wide) == ENTRIES
+
+
+@pytest.mark.parametrize("spec", ["atomo-svd:1", "ef|powersgd:1"])
+def test_numbers_whose_products_would_be_infinite_are_refused_by_name(spec: str) -> None:
+    name = spec.rsplit("|", maxsplit=1)[-1].split(":", maxsplit=1)[0]
+    with pytest.raises(CodecError, match=rf"tensor 'w': {name} carries magnitudes up to 1e\+30, got 3e\+38"):
+        body(spec, np.full((9, 9), 3e38, dtype=np.float32))

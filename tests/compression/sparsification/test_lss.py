@@ -1,0 +1,103 @@
+"""The sketch: what its buckets keep, what is lossless, and that it is the same everywhere."""
+
+import numpy as np
+import pytest
+
+from edgefl.compression.codec import make_codec
+from edgefl.compression.sparsification.clusters import Clusters
+from edgefl.compression.sparsification.lss import compute_sketch, estimate_values
+from edgefl.core.types import Array, ModelSpec, SparseTensor, TensorSpec
+
+SHAPES: ModelSpec = (TensorSpec(name="a", shape=(40, 25)), TensorSpec(name="b", shape=(500,)))
+
+
+def heavy_tailed(size: int, seed: int = 1) -> Array:
+    return (1e-3 * np.random.default_rng(seed).standard_t(3, size)).astype(np.float32)
+
+
+def tensors(seed: int = 1) -> dict[str, Array]:
+    return {spec.name: heavy_tailed(spec.size, seed).reshape(spec.shape) for spec in SHAPES}
+
+
+def flat(found: object) -> Array:
+    assert isinstance(found, dict)
+    return np.concatenate([np.asarray(tensor, dtype=np.float64).reshape(-1) for tensor in found.values()])
+
+
+def decoded(spec: str, given: dict[str, Array]) -> Array:
+    codec = make_codec(spec, SHAPES)
+    return flat(codec.decode(codec.encode(given, np.random.default_rng(1))))
+
+
+def tables_of(values: Array, labels: Array, sizes: list[int]) -> dict[int, Array]:
+    used = [label for label in range(1, len(sizes)) if np.any(labels == label)]
+    return dict(zip(used, compute_sketch(values, labels, sizes), strict=True))
+
+
+HAND = np.array([1, 3, 10, -2, -4], dtype=np.float32)
+
+
+def test_the_hand_example() -> None:
+    labels = Clusters(positive=(5.0,), negative=()).assign_labels(HAND)
+    assert labels.tolist() == [1, 1, 2, 3, 3]
+    found = estimate_values(labels, tables_of(HAND, labels, [0, 1, 1, 1]))
+    assert found.tolist() == [2, 2, 10, -3, -3]
+    assert found.sum() == HAND.sum() == 8
+
+
+def test_l1_the_sum_of_every_bucket_is_kept() -> None:
+    values = heavy_tailed(1003)
+    labels, sizes = np.where(values > 0, 1, 2), [0, 7, 5]
+    found = estimate_values(labels, tables_of(values, labels, sizes))
+    for label, num_buckets in ((1, 7), (2, 5)):
+        members, means = values[labels == label].astype(np.float64), found[labels == label].astype(np.float64)
+        runs = np.split(np.arange(members.size), np.flatnonzero(np.diff(means)) + 1)
+        assert len(runs) == num_buckets
+        assert max(map(len, runs)) - min(map(len, runs)) <= 1
+        for run in runs:
+            assert members[run].sum() == pytest.approx(means[run].sum(), rel=1e-5)
+
+
+@pytest.mark.parametrize("spec", ["lss:1", "lss:2", "lss:3:0.2|fp16", "lss:6|int8"])
+def test_l2_no_sign_changes_and_nothing_leaves_the_range_of_its_sign(spec: str) -> None:
+    given = tensors() | {"b": np.where(np.arange(500) % 3 == 0, 0, heavy_tailed(500, 2)).astype(np.float32)}
+    values, found = flat(given), decoded(spec, given)
+    assert np.all((np.sign(found) == np.sign(values)) | (found == 0))
+    assert not np.any(found[values == 0])
+    assert found.max() <= values.max() * 1.01
+    assert found.min() >= values.min() * 1.01
+
+
+def test_l2_an_estimate_is_within_the_values_of_its_cluster() -> None:
+    values = heavy_tailed(2000)
+    labels = Clusters(positive=(1e-3, 2e-3), negative=(1e-3,)).assign_labels(values)
+    found = estimate_values(labels, tables_of(values, labels, [0, 3, 3, 3, 3, 3]))
+    for label in range(1, 6):
+        members = values[labels == label]
+        assert members.min() <= found[labels == label].min() <= found[labels == label].max() <= members.max()
+
+
+def test_l3_as_many_buckets_as_values_lose_nothing() -> None:
+    assert np.array_equal(decoded("lss:2:1", tensors()), flat(tensors()))
+
+
+def test_l6_the_mean_of_tables_decodes_to_the_mean_of_decodings_where_clusters_are_the_same() -> None:
+    labels, sizes = np.random.default_rng(1).integers(1, 4, 900), [0, 30, 7, 1]
+    workers = [tables_of(heavy_tailed(900, seed), labels, sizes) for seed in range(4)]
+    merged = {label: np.mean([tables[label] for tables in workers], axis=0) for label in (1, 2, 3)}
+    mean = np.mean([estimate_values(labels, tables) for tables in workers], axis=0)
+    np.testing.assert_allclose(estimate_values(labels, merged), mean, rtol=1e-5, atol=1e-9)
+
+
+def test_outliers_come_through_where_buckets_are_few() -> None:
+    values = flat(tensors())
+    found = decoded("lss:2:0.1", tensors())
+    large = np.argsort(-np.abs(values))[:50]
+    np.testing.assert_allclose(found[large], values[large], rtol=1e-6)
+
+
+def test_a_sparse_tensor_and_one_sign_alone_are_no_trouble() -> None:
+    shapes = (TensorSpec(name="w", shape=(6,)),)
+    codec = make_codec("lss:2", shapes)
+    given = {"w": SparseTensor(indices=np.array([1, 4]), values=np.array([2, 5], dtype=np.float32), shape=(6,))}
+    assert flat(codec.decode(codec.encode(given, np.random.default_rng(1)))).tolist() == [0, 2, 0, 0, 5, 0]

@@ -1,0 +1,71 @@
+"""Sparse stages: how many entries they keep and which."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from edgefl.compression.codec import make_codec
+from edgefl.compression.sparsification.sparsifiers import count_kept
+from edgefl.core.types import Array, ModelSpec, SparseTensor, TensorSpec
+
+# The tensors of AdaComp's CNN with 421,642 parameters.
+CNN_SIZES = (288, 32, 18_432, 64, 401_408, 128, 1280, 10)
+
+
+def sent(spec: str, values: Array, seed: int = 1) -> SparseTensor:
+    shapes: ModelSpec = (TensorSpec(name="w", shape=values.shape),)
+    codec = make_codec(spec, shapes)
+    decoded = codec.decode(codec.encode({"w": values}, np.random.default_rng(seed)))["w"]
+    assert isinstance(decoded, SparseTensor)
+    return decoded
+
+
+def test_adacomp_a1_keeps_the_two_largest_of_five_at_four_tenths_and_at_least_one() -> None:
+    values = np.array([0.1, -0.5, 0.3, -0.2, 0.05], dtype=np.float32)
+    kept = sent("topk:0.4", values)
+    assert (kept.indices.tolist(), kept.values.tolist()) == ([1, 2], [-0.5, np.float32(0.3)])
+    assert sent("topk:0.01", values).indices.tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("fraction", "kept"), [("0.01", (2, 1, 184, 1, 4014, 1, 12, 1)), ("0.005", (1, 1, 92, 1, 2007, 1, 6, 1))]
+)
+def test_adacomp_a2_counts_per_tensor_of_the_cnn(fraction: str, kept: tuple[int, ...]) -> None:
+    assert tuple(count_kept(Fraction(fraction), size) for size in CNN_SIZES) == kept
+    assert sent(f"topk:{fraction}", np.ones(1280, dtype=np.float32)).indices.size == kept[6]
+
+
+def test_a_fraction_is_what_was_typed_and_not_its_nearest_binary_number() -> None:
+    assert int(0.29 * 100) == 28
+    assert sent("topk:0.29", np.ones(100, dtype=np.float32)).indices.size == 29
+
+
+def test_a_fraction_of_one_sends_every_entry_and_no_index() -> None:
+    values = np.random.default_rng(2).normal(size=(50, 40)).astype(np.float32)
+    shapes = (TensorSpec(name="w", shape=values.shape),)
+    body = make_codec("topk:1", shapes).encode({"w": values}, np.random.default_rng(1))
+    assert len(body) < len(make_codec("dense", shapes).encode({"w": values}, np.random.default_rng(1))) + 8
+    assert sent("topk:1", values).dense().tobytes() == values.tobytes()
+
+
+def test_a_threshold_keeps_what_reaches_it_and_nothing_where_nothing_does() -> None:
+    values = np.array([0.5, -0.25, 0.125, -1], dtype=np.float32)
+    assert sent("threshold:0.25", values).indices.tolist() == [0, 1, 3]
+    assert sent("threshold:2", values).indices.tolist() == []
+    assert sent("threshold:2", values).dense().tolist() == [0, 0, 0, 0]
+
+
+def test_random_entries_are_other_ones_every_time_and_scaled_by_their_share() -> None:
+    values = np.arange(1, 101, dtype=np.float32)
+    first, second = sent("randk:0.1", values, seed=1), sent("randk:0.1", values, seed=2)
+    assert first.indices.tolist() != second.indices.tolist()
+    assert first.values.tolist() == [10 * (index + 1) for index in first.indices]
+
+
+def test_every_entry_is_equally_likely_to_be_drawn() -> None:
+    counts = np.zeros(20)
+    for seed in range(500):
+        counts[sent("randk:0.25", np.ones(20, dtype=np.float32), seed).indices] += 1
+    # 125 expected each, with a standard deviation of 10.
+    assert np.all(np.abs(counts - 125) < 5.6 * 9.7)

@@ -1,0 +1,87 @@
+"""What a device says of its board is taken where it makes sense; what a node sends along must be its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from edgefl.coordinator.execution.headers import parse_peer_messages, parse_update_metrics
+from edgefl.core.types import (
+    GossipConfig,
+    Json,
+    PeerLinkConfig,
+    PeerMessage,
+    TrainConfig,
+    TrainInstruction,
+    UpdateMetrics,
+)
+from edgefl.decentralised.message_bundle import encode_messages
+
+SOUND = {"iterations": 3, "num_examples": 9, "loss": 0.5, "compute_s": 1.0}
+
+
+def metrics(**told: Any) -> UpdateMetrics:
+    return parse_update_metrics({**SOUND, **told}, turnaround_s=3.0, bytes_up=1, bytes_down=2)
+
+
+def test_vitals_become_metrics() -> None:
+    told = {"max_temperature_c": 83.2, "throttled": "under-voltage,throttled", "signal_dbm": -81, "energy_j": 7.5}
+    made = metrics(vitals={**told, "link_bits_per_s": 6.5e6, "paced_s": 0.4})
+    assert made.paced_s == 0.4
+    assert made.max_temperature_c == 83.2
+    assert made.throttled == "under-voltage,throttled"
+    assert (made.signal_dbm, made.link_bits_per_s, made.energy_j) == (-81.0, 6.5e6, 7.5)
+
+
+@pytest.mark.parametrize(
+    "vitals",
+    [
+        None, 7, "hot", [], {},
+        {"max_temperature_c": "hot", "throttled": 4, "signal_dbm": None, "energy_j": [1]},
+        {"max_temperature_c": 9e9, "signal_dbm": 40.0, "link_bits_per_s": -1.0, "energy_j": -5.0, "paced_s": -1},
+        {"max_temperature_c": float("nan"), "energy_j": float("inf")},
+        {"throttled": "x" * 200}, {"throttled": "<b>bold</b>"}, {"throttled": "ok\n"},
+    ],
+)  # fmt: skip
+def test_vitals_that_make_no_sense_are_not_known_and_cost_nothing(vitals: object) -> None:
+    made = metrics(vitals=vitals)
+    assert made == metrics()
+    assert (made.iterations, made.throttled, made.max_temperature_c) == (3, None, None)
+
+
+def order(node: GossipConfig | None) -> TrainInstruction:
+    plan = TrainConfig(iterations=1, batch_size=1, learning_rate=0.1, node=node)
+    return TrainInstruction(assignment_id="a-1", device_id="pi-1", base_version=0, plan=plan)
+
+
+def node(*, reports: bool = False) -> GossipConfig:
+    side = PeerLinkConfig(neighbour="pi-2", sign=1, degree=1, weight=0.5, period=1)
+    return GossipConfig(method="ecl-isvr", edges=(side,), learning_rate=0.1, period=1, reports=reports)
+
+
+def answer(*edges: tuple[str, str], rest: bytes = b"") -> tuple[Json, bytes]:
+    told, body = encode_messages([PeerMessage(edge=edge, step=1, body=b"edge") for edge in edges], rest)
+    return {"mail": told}, body
+
+
+def test_a_node_s_messages_stand_before_its_model() -> None:
+    outbox, rest = parse_peer_messages(order(node(reports=True)), *answer(("pi-1", "pi-2"), rest=b"model"))
+    assert ([message.edge for message in outbox], rest) == ([("pi-1", "pi-2")], b"model")
+
+
+def test_the_body_of_a_device_that_is_no_node_is_left_as_it_is() -> None:
+    assert parse_peer_messages(order(None), *answer(("pi-1", "pi-2"), rest=b"model")) == ((), b"edgemodel")
+
+
+@pytest.mark.parametrize("edge", [("pi-1", "pi-3"), ("pi-2", "pi-1"), ("pi-3", "pi-2")], ids=" - ".join)
+def test_a_message_along_another_s_edge_is_refused(edge: tuple[str, str]) -> None:
+    with pytest.raises(ValueError, match=f"{edge[0]} - {edge[1]}, which is no edge of its own"):
+        parse_peer_messages(order(node()), *answer(("pi-1", "pi-2"), edge))
+
+
+def test_a_model_comes_where_it_was_asked_for_and_only_there() -> None:
+    with pytest.raises(ValueError, match="it holds no model"):
+        parse_peer_messages(order(node(reports=True)), *answer(("pi-1", "pi-2")))
+    with pytest.raises(ValueError, match="more than messages"):
+        parse_peer_messages(order(node()), *answer(("pi-1", "pi-2"), rest=b"model"))

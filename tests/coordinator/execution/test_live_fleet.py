@@ -1,0 +1,701 @@
+"""The live fleet over a real roster; Flower's books and the bell are small fakes that note what they are told."""
+
+import itertools
+import threading
+import time
+
+import numpy as np
+import pytest
+from small_fleet import SmallFleet
+
+from edgefl.compression.codec import make_codec
+from edgefl.compression.decoding import decode_body
+from edgefl.coordinator.execution import event_queue
+from edgefl.coordinator.execution.admission import REJOIN_TIMEOUT_S
+from edgefl.coordinator.execution.fleet_state import FleetState
+from edgefl.coordinator.execution.in_flight import RESEND_AFTER_S
+from edgefl.coordinator.execution.live_fleet import EVALUATION_DEADLINE_S, InterruptedRunError, LiveFleet, RunSpec
+from edgefl.coordinator.execution.recording_fleet import DispatchedInstruction
+from edgefl.coordinator.flower.messages import Reply
+from edgefl.core.errors import NetworkError
+from edgefl.core.protocol import EVALUATOR_NAME, Capabilities, Heartbeat, StatusMessage
+from edgefl.core.types import (
+    DeviceAvailable,
+    EvaluateInstruction,
+    EvaluateResult,
+    FinishEarlyInstruction,
+    InstructionFailed,
+    Progress,
+    StopRequested,
+    TensorSpec,
+    TrainConfig,
+    TrainInstruction,
+    Update,
+    UpdateStatus,
+    derive_rng,
+)
+
+SHAPES = (TensorSpec(name="w", shape=(3,)),)
+RUN = "run-1"
+
+
+class Clock:
+    """Monotonic time that also jumps when told to."""
+
+    def __init__(self):
+        self.jumped_s = 0.0
+
+    def __call__(self):
+        return time.monotonic() + self.jumped_s
+
+
+class Mail:
+    """Flower's books: keeps what was sent until it is answered or cancelled."""
+
+    def __init__(self):
+        self.sent, self.open, self.delivered, self.refuses, self.is_closed = [], {}, set(), None, False
+        self._number = itertools.count(1)
+
+    def send(self, node_id, *, kind, header, body):
+        if self.refuses:
+            raise NetworkError(self.refuses)
+        name = f"instruction-{next(self._number)}"
+        self.sent.append((node_id, kind, header, body))
+        self.open[name] = node_id, kind, header, body
+        return name
+
+    def is_known(self, name):
+        return name in self.open
+
+    def is_delivered(self, name):
+        return name not in self.open or name in self.delivered
+
+    def cancel(self, name):
+        self.open.pop(name, None)
+
+    def close(self):
+        self.is_closed = True
+
+
+class Bell:
+    def __init__(self):
+        self.rung, self.commands = [], []
+
+    def notify(self, device_id):
+        self.rung.append(device_id)
+
+    def send_command(self, device_id, command):
+        self.commands.append((device_id, str(command.kind), command.argument))
+
+
+class Source:
+    def __init__(self, version=0):
+        self.version, self.num_encoded = version, 0
+
+    def model(self):
+        self.num_encoded += 1
+        return {"w": np.full(3, float(self.version), np.float32)}
+
+    def device_model(self, subject):
+        return {"w": np.full(3, 7.0, np.float32)} if subject else self.model()
+
+    def changed(self, since):
+        return {"w": np.arange(since, self.version)}
+
+
+class Site:
+    def __init__(self, *, has_deltas=False, max_decoded_bytes=2**20, folder=None, **options):
+        self.clock, self.mail, self.bell, self.source = Clock(), Mail(), Bell(), Source()
+        self.roster = SmallFleet(clock=self.clock).roster
+        self.codec = make_codec("dense", SHAPES)
+        settings = {"groups": (), "names": (), "join_at_start": False, **options}
+        run = RunSpec(
+            run_id=RUN,
+            task="digits",
+            header={"v": 1, "run": RUN, "task": "digits"},
+            encode=lambda model, version: self.codec.encode(model, derive_rng(version)),
+            decode=lambda body: decode_body(body, SHAPES),
+            encode_changes=(lambda model, changed, version: b"delta") if has_deltas else None,
+            **settings,
+        )
+        self.fleet = LiveFleet(
+            run=run, transport=self.mail, roster=self.roster, notifier=self.bell, clock=self.clock,
+            max_decoded_bytes=max_decoded_bytes, spool_folder=folder,
+        )  # fmt: skip
+        self.nodes = itertools.count(101)
+
+    def add(self, name, *, role="trainer", groups=(), tasks=("digits",), online=True):
+        node_id = next(self.nodes)
+        self.roster.add(name, node_id=node_id, role=role, groups=groups, examples=dict.fromkeys(tasks, 10))
+        if online:
+            self.say(name, "online")
+        return node_id
+
+    def say(self, name, state, *, boot="boot-1", session=1, will=False):
+        self.roster.record_status(name, StatusMessage(state=state, boot_id=boot, session_no=session, will=will))
+
+    def beat(self, name, holding=(), seq=1):
+        self.roster.record_heartbeat(
+            name, Heartbeat(seq=seq, session_no=1, uptime_s=float(seq), holding=[f"{RUN}/{key}" for key in holding])
+        )
+
+    def give(self, *orders):
+        self.fleet.dispatch(orders, self.source)
+
+    def events(self):
+        return list(self.fleet.wait(self.clock()))
+
+    def of(self, kind):
+        return [event for event in self.events() if isinstance(event, kind)]
+
+    def reply(self, node_id, key="a-1", *, body=None, instruction="", metrics=None, **header):
+        if "all_metrics" in header:
+            header["metrics"] = header.pop("all_metrics")
+        whole = {"v": 1, "run": RUN, "assignment": f"{RUN}/{key}"}
+        whole["metrics"] = {"iterations": 4, "num_examples": 10, "loss": 0.5, "compute_s": 2.0, **(metrics or {})}
+        encoded = self.codec.encode({"w": np.ones(3, np.float32)}, derive_rng(0)) if body is None else body
+        self.fleet.post(
+            Reply(node_id=node_id, instruction_id=instruction, header={**whole, **header}, body=encoded,
+                  bytes_up=len(encoded), bytes_down=99)
+        )  # fmt: skip
+
+
+def training(key="a-1", device="pi", base=0, **options):
+    return TrainInstruction(
+        assignment_id=key,
+        device_id=device,
+        base_version=base,
+        plan=TrainConfig(iterations=4, momentum=0.5),
+        **options,
+    )
+
+
+def evaluation(device="pi", key="e-1"):
+    return EvaluateInstruction(assignment_id=key, device_id=device, version=3, round=3)
+
+
+@pytest.fixture
+def site():
+    made = Site()
+    made.add("pi")
+    assert made.of(DeviceAvailable) == [DeviceAvailable(device_id="pi")]
+    yield made
+    made.fleet.close()
+    assert made.mail.is_closed
+
+
+def lost(site):
+    return [(event.assignment_id, event.outcome, event.reason) for event in site.of(InstructionFailed)]
+
+
+def restart(site, session=2):
+    """The agent of pi is another process from now on."""
+    site.say("pi", "online", boot=f"boot-{session}", session=session)
+
+
+def test_an_order_is_sent_with_its_plan_under_the_run_s_name_and_the_bell_is_rung(site):
+    site.give(training(codec="dense|fp16", settled=("a-0",)), training("b", block=0))
+    (node_id, kind, header, body), (_, _, second, _) = site.mail.sent
+    assert (node_id, kind, site.bell.rung) == (101, "train", ["pi", "pi"])
+    assert header["plan"] == {
+        "algorithm": "sgd", "iterations": 4, "batch_size": 32, "learning_rate": 0.05, "momentum": 0.5,
+        "weight_decay": 0.0, "options": {}, "keeps_state": False, "report_progress": False,
+    }  # fmt: skip
+    assert (header["run"], header["assignment"], header["settled"]) == (RUN, "run-1/a-1", ["run-1/a-0"])
+    assert (header["version"], header["codec"], "block" in header, second["block"]) == (0, "dense|fp16", False, 0)
+    assert decode_body(body.inline, SHAPES)["w"].tolist() == [0.0] * 3
+
+
+def test_an_update_comes_back_with_everything_that_was_measured(site):
+    site.give(training())
+    site.clock.jumped_s += 3.0
+    site.reply(101, metrics={"extra": {"gap": 0.25, "bad": float("nan")}})
+    (update,) = site.events()
+    assert isinstance(update, Update)
+    assert (update.assignment_id, update.device_id, update.base_version) == ("a-1", "pi", 0)
+    assert update.tensors["w"].tolist() == [1.0] * 3
+    metrics = update.metrics
+    assert (metrics.iterations, metrics.num_examples, metrics.loss, metrics.compute_s) == (4, 10, 0.5, 2.0)
+    assert metrics.send_s == pytest.approx(1.0, abs=0.5)
+    assert (metrics.bytes_up, metrics.bytes_down, metrics.extra) == (len(update.body), 99, {"gap": 0.25})
+    assert site.fleet.view().busy == {}
+    assert site.fleet.view().speeds["pi"].seconds_per_iteration == 0.5
+    assert site.roster.list_status_rows()[0]["seconds_per_iteration"] == 0.5
+
+
+def test_an_update_for_which_there_was_no_room_comes_from_disk_as_it_was(tmp_path, monkeypatch):
+    monkeypatch.setattr(event_queue, "PUT_TIMEOUT_S", 0.05)
+    site = Site(folder=tmp_path)
+    node = site.add("pi")
+    site.events()
+    site.give(training())
+    site.reply(
+        node, "another", body=bytes(event_queue.MAX_MEMORY_BYTES + 1)
+    )  # nobody waits for it, and the run is busy
+    site.reply(node)
+    assert site.fleet._queue.num_memory_bytes == event_queue.MAX_MEMORY_BYTES + 1
+    assert list(tmp_path.iterdir()) == []
+    assert site.events() == []
+    (update,) = site.of(Update)
+    assert update.tensors["w"].tolist() == [1.0] * 3
+    assert update.metrics.bytes_up == len(update.body)
+    site.fleet.close()
+
+
+def test_the_model_is_encoded_once_per_version_and_busy_holds_training_alone(site):
+    site.add("pi-2")
+    site.give(training("a"), training("b"), evaluation("pi-2", "e"))
+    assert site.source.num_encoded == 1
+    assert (site.fleet.view().busy, site.fleet.view().idle) == ({"pi": ["a", "b"]}, ["pi-2"])
+    site.source.version = 1
+    site.give(training("c"))
+    assert site.source.num_encoded == 2
+
+
+def test_an_evaluation_comes_back_with_its_source(site):
+    own, judge = site.add(EVALUATOR_NAME, role="evaluator"), site.add("judge", role="evaluator")
+    metrics = {"num_examples": 20, "loss": -0.5, "accuracy": 0.75}
+    for number, (node, name) in enumerate([(101, "pi"), (own, EVALUATOR_NAME), (judge, "judge")]):
+        site.give(evaluation(name, f"e-{number}"))
+        site.reply(node, f"e-{number}", metrics=metrics, body=b"")
+    found = site.of(EvaluateResult)
+    assert [event.source for event in found] == ["device", "coordinator", "evaluator"]
+    assert {(e.version, e.round, e.num_examples, e.loss, e.accuracy) for e in found} == {(3, 3, 20, -0.5, 0.75)}
+    assert site.mail.sent[0][1] == "evaluate"
+
+
+def test_a_device_s_own_model_is_sent_for_its_evaluation_and_comes_back_under_its_name(site):
+    node = site.add("judge", role="evaluator")
+    orders = [
+        EvaluateInstruction(assignment_id=f"e-{subject}", device_id="judge", version=3, round=3, subject=subject)
+        for subject in ("", "pi")
+    ]
+    site.give(*orders)
+    assert [decode_body(body.inline, SHAPES)["w"].tolist() for *_, body in site.mail.sent] == [[0.0] * 3, [7.0] * 3]
+    for key in ("e-pi", "e-"):
+        site.reply(node, key, metrics={"num_examples": 20, "loss": 0.5, "accuracy": 0.75}, body=b"")
+    assert [(event.assignment_id, event.subject) for event in site.of(EvaluateResult)] == [("e-pi", "pi"), ("e-", "")]
+
+
+@pytest.mark.parametrize("state", ["goodbye", "silence", "removal"])
+def test_a_device_that_leaves_loses_all_its_work_and_is_announced_when_it_comes_back(site, state):
+    site.give(training("a"), evaluation(key="e"))
+    if state == "goodbye":
+        site.say("pi", "offline")
+    elif state == "removal":
+        site.roster.remove("pi")
+    else:
+        site.clock.jumped_s += 100.0
+        site.roster.tick()
+    assert [(key, outcome) for key, outcome, _ in lost(site)] == [("a", UpdateStatus.LOST), ("e", UpdateStatus.LOST)]
+    assert site.mail.open == {}
+    view = site.fleet.view()
+    assert (dict(view.devices), view.idle, view.busy) == ({}, [], {})
+    if state != "removal":
+        restart(site)
+        assert site.of(DeviceAvailable) == [DeviceAvailable(device_id="pi")]
+
+
+def test_a_device_that_is_only_late_keeps_its_work(site):
+    site.give(training())
+    site.say("pi", "offline", will=True)
+    assert site.events() == []
+    site.beat("pi")
+    assert site.events() == []
+    assert site.fleet.view().busy == {"pi": ["a-1"]}
+
+
+def test_a_draining_device_finishes_and_gets_no_more(site):
+    site.give(training())
+    site.say("pi", "draining")
+    assert (site.events(), site.fleet.view().idle) == ([], [])
+    site.reply(101)
+    assert (len(site.of(Update)), site.fleet.view().idle) == (1, [])
+    site.say("pi", "online")
+    assert site.of(DeviceAvailable) == [DeviceAvailable(device_id="pi")]
+    assert site.fleet.view().idle == ["pi"]
+
+
+def test_new_shards_are_announced_and_make_a_device_eligible(site):
+    site.add("empty", tasks=())
+    site.events()
+    assert site.fleet.view().idle == ["pi"]
+    site.roster.record_capabilities("empty", Capabilities(facts={}, shards={"digits": 7}))
+    assert site.of(DeviceAvailable) == [DeviceAvailable(device_id="empty")]
+    assert site.fleet.view().idle == ["empty", "pi"]
+
+
+def test_past_its_deadline_an_order_is_recalled_and_given_up_and_the_wait_ends_there(site):
+    site.give(training(deadline_s=30.0), evaluation())
+    assert site.events() == []
+    site.clock.jumped_s += 31.0
+    assert lost(site) == [("a-1", UpdateStatus.LOST, "not back within 30 s")]
+    assert site.bell.commands == [("pi", "recall", "run-1/a-1")]
+    site.reply(101)
+    assert site.events() == []
+    site.clock.jumped_s += EVALUATION_DEADLINE_S
+    assert [key for key, _, _ in lost(site)] == ["e-1"]
+    site.give(training("a-2", deadline_s=0.05))
+    started = time.monotonic()
+    assert [type(event) for event in site.fleet.wait(site.clock() + 30.0)] == [InstructionFailed]
+    assert time.monotonic() - started < 10.0
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        *(({"body": body}, "unusable reply") for body in (b"", b"not a codec body")),
+        ({"metrics": {"iterations": -1}}, "at least 0"),
+        ({"metrics": {"num_examples": 2.5}}, "whole number"),
+        *(({"metrics": {"num_examples": value}}, "not a number") for value in (1e300, 10**400, True)),
+        *(({"metrics": {"compute_s": value}}, "not a number") for value in ("fast", float("inf"), None)),
+        ({"metrics": {"compute_s": float("nan")}}, "finite"),
+        *(({"all_metrics": value}, "") for value in (None, [], "text", {})),
+        *(({"metrics": {"accuracy": value, "loss": 0.0}}, "") for value in (1.5, float("nan"))),
+        ({"metrics": {"accuracy": 0.5, "loss": None}}, ""),
+        ({"assignment": f"{RUN}/other", "instruction": "instruction-1"}, "run-1/other"),
+    ],
+    ids=str,
+)
+def test_a_reply_that_makes_no_sense_is_refused_and_ends_nothing_else(site, options, reason):
+    is_evaluation = "accuracy" in options.get("metrics", {})
+    site.give(evaluation(key="a-1") if is_evaluation else training())
+    site.reply(101, **({"body": b""} if is_evaluation else {}), **options)
+    ((key, outcome, text),) = lost(site)
+    assert (key, outcome) == ("a-1", UpdateStatus.REFUSED)
+    assert reason in text
+
+
+def test_an_error_reply_is_a_failure_of_what_it_replies_to_with_its_reason(site):
+    site.give(training("a"), training("b"))
+    site.reply(101, "a", error="TaskError: no shard" + "x" * 9000, body=b"")
+    site.fleet.post(
+        Reply(node_id=101, instruction_id="instruction-2", header={"error": "malformed reply"}, body=b"", bytes_up=1,
+              bytes_down=1)
+    )  # fmt: skip
+    (key, outcome, reason), second = lost(site)
+    assert (key, outcome, reason[:19], len(reason)) == ("a", UpdateStatus.FAILED, "TaskError: no shard", 500)
+    assert second == ("b", UpdateStatus.FAILED, "malformed reply")
+
+
+def test_a_reply_that_nobody_waits_for_is_dropped_and_one_that_comes_twice_counts_once(site):
+    site.add("pi-2")
+    site.events()
+    site.give(training())
+    site.reply(101, "a-99")
+    site.reply(102)  # another device's node
+    site.reply(999)  # a node that nobody knows
+    for assignment in ("run-0/a-1", None, [1]):
+        site.reply(101, assignment=assignment)
+    assert (site.events(), site.fleet.view().busy) == ([], {"pi": ["a-1"]})
+    site.reply(101)
+    site.reply(101)
+    assert len(site.events()) == 1
+    site.reply(101)
+    assert site.events() == []
+
+
+def test_replies_that_come_together_are_decoded_no_further_than_memory_allows():
+    site = Site(max_decoded_bytes=13)
+    for number, name in enumerate("abc"):
+        site.add(name)
+        site.give(training(key=f"a-{number}", device=name))
+    site.events()
+    site.beat("c")  # came before the replies and is looked at after them
+    for number in range(3):
+        site.reply(101 + number, key=f"a-{number}")
+    assert [event.assignment_id for event in site.of(Update)] == ["a-0", "a-1"]
+    assert [event.assignment_id for event in site.of(Update)] == ["a-2"]
+    assert site.fleet.view().busy == {}
+
+
+def test_after_a_restart_of_its_agent_a_device_gets_its_work_again(site):
+    site.give(training("a"), evaluation(key="e"))
+    restart(site)
+    assert site.of(InstructionFailed) == []
+    assert [header["assignment"] for _, _, header, _ in site.mail.sent] == [f"{RUN}/{key}" for key in "aeae"]
+    assert set(site.mail.open) == {"instruction-3", "instruction-4"}
+    site.reply(101, "a", instruction="instruction-1")
+    assert len(site.of(Update)) == 1
+    assert set(site.mail.open) == {"instruction-4"}, "the answer to the first message makes the second one void"
+
+
+def test_what_was_handed_out_and_is_not_held_is_sent_again_when_it_had_time_to_arrive(site):
+    def sent(after_s, seq, **held):
+        site.clock.jumped_s += after_s
+        site.beat("pi", seq=seq, **held)
+        assert site.events() == []
+        return set(site.mail.open)
+
+    site.give(training())
+    assert sent(10 * RESEND_AFTER_S, 1) == {"instruction-1"}, "it still waits to be pulled"
+    site.mail.delivered.add("instruction-1")
+    assert sent(0, 2) == sent(RESEND_AFTER_S - 1, 3) == {"instruction-1"}, "it may still be on its way"
+    assert sent(1, 4) == {"instruction-2"}
+    site.mail.delivered.add("instruction-2")
+    assert sent(0, 5) == sent(10 * RESEND_AFTER_S, 6, holding=["a-1"]) == {"instruction-2"}
+    site.mail.cancel("instruction-2")  # Flower has dropped the place of the answer
+    assert sent(RESEND_AFTER_S, 7, holding=["a-1"]) == {"instruction-3"}
+
+
+def test_a_reply_in_the_same_breath_as_a_heartbeat_without_it_is_taken(site):
+    site.give(training())
+    site.mail.delivered.add("instruction-1")
+    site.beat("pi")
+    site.events()
+    site.clock.jumped_s += RESEND_AFTER_S
+    site.beat("pi", seq=2)
+    site.reply(101)
+    assert (len(site.of(Update)), len(site.mail.sent)) == (1, 1)
+
+
+def test_what_flower_refuses_and_what_is_for_a_stranger_is_a_failure_and_no_exception(site):
+    site.give(training("a", "stranger"), evaluation("stranger"))
+    assert [(key, outcome) for key, outcome, _ in lost(site)] == [
+        ("a", UpdateStatus.FAILED),
+        ("e-1", UpdateStatus.FAILED),
+    ]
+    site.mail.refuses = "finished run"
+    site.give(training())
+    assert lost(site) == [("a-1", UpdateStatus.FAILED, "finished run")]
+    assert (site.mail.sent, site.bell.rung, site.fleet.view().idle) == ([], [], ["pi"])
+
+
+def test_a_recall_is_sent_once_to_each_agent_that_has_the_work(site):
+    site.give(FinishEarlyInstruction(assignment_id="a-9", device_id="pi"), training())
+    for _ in range(3):
+        site.give(FinishEarlyInstruction(assignment_id="a-1", device_id="pi"))
+    assert site.bell.commands == [("pi", "recall", "run-1/a-1")]
+    restart(site)
+    site.events()
+    assert site.bell.commands == [("pi", "recall", "run-1/a-1")] * 2
+
+
+def test_progress_is_passed_on_under_the_assignments_own_id(site):
+    site.give(training())
+    report = {"iteration": 5, "seconds_per_iteration": 0.1, "age_s": 0.0}
+    for device, key in (("pi", "run-1/a-1"), ("pi", "run-0/a-1"), ("other", "run-1/a-1"), ("pi", "a-1")):
+        site.fleet.post(Progress(device_id=device, assignment_id=key, **report))
+    (progress,) = site.events()
+    assert (progress.device_id, progress.assignment_id, progress.iteration) == ("pi", "a-1", 5)
+    assert site.fleet.view().progress == {"pi": progress}
+
+
+def test_a_wait_ends_at_its_time_a_stop_is_passed_on_and_an_interruption_ends_it_at_once(site):
+    started = site.clock()
+    assert site.fleet.wait(started + 0.05) == []
+    assert site.clock() >= started + 0.05
+    site.fleet.post(StopRequested(reason="enough"))
+    assert site.events() == [StopRequested(reason="enough")]
+    timer = threading.Timer(0.05, site.fleet.post, [InterruptedRunError("the coordinator stops")])
+    timer.start()
+    with pytest.raises(InterruptedRunError):
+        site.fleet.wait(site.clock() + 60.0)
+    assert site.clock() < started + 30.0
+    timer.join()
+
+
+def test_groups_names_and_tasks_choose_the_trainers_and_evaluators_always_take_part():
+    site = Site(groups=("field", "lab"), names=("a", "b", "d"))
+    for name, groups, tasks in (
+        ("a", ("field",), ("digits",)), ("b", ("home",), ("digits",)), ("c", ("lab",), ("digits",)),
+        ("d", ("lab", "home"), ("mnist",)),
+    ):  # fmt: skip
+        site.add(name, groups=groups, tasks=tasks)
+    site.add("judge", role="evaluator")
+    site.add("other-judge", role="evaluator", tasks=("mnist",))
+    assert (sorted(site.fleet.view().devices), site.fleet.view().idle) == (["a", "judge"], ["a"])
+    site.fleet.close()
+
+
+def test_with_join_at_start_only_those_of_the_first_training_take_part():
+    site = Site(join_at_start=True)
+    site.add("judge", role="evaluator")
+    site.give(evaluation("judge"))
+    for name in "ab":
+        site.add(name)
+    assert site.fleet.view().idle == ["a", "b"], "an evaluation is no start"
+    site.give(training("t", "a"))
+    site.add("c")
+    site.add("later-judge", role="evaluator")
+    site.say("b", "offline")
+    assert sorted(site.fleet.view().devices) == ["a", "judge", "later-judge"]
+    site.say("b", "online", boot="boot-2", session=2)
+    assert sorted(site.fleet.view().devices) == ["a", "b", "judge", "later-judge"]
+    site.fleet.close()
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_closing_recalls_what_is_out_unless_it_will_be_asked_for_again_and_stops_listening(goes_on):
+    site = Site()
+    site.add("pi")
+    site.give(training("a"), training("b"))
+    site.fleet.close(will_resume=goes_on)
+    assert [argument for _, _, argument in site.bell.commands] == ([] if goes_on else ["run-1/a", "run-1/b"])
+    assert site.mail.is_closed
+    site.events()
+    site.say("pi", "offline")
+    assert site.events() == []
+
+
+def test_news_from_many_threads_is_all_heard(site):
+    keys = [f"a-{number}" for number in range(40)]
+    site.give(*(training(key) for key in keys))
+    threads = [threading.Thread(target=site.reply, args=(101, key)) for key in keys]
+    threads += [threading.Thread(target=site.beat, args=("pi",), kwargs={"seq": n}) for n in range(10)]
+    for thread in threads:
+        thread.start()
+    heard, deadline = [], time.monotonic() + 60
+    while len(heard) < len(keys):
+        assert time.monotonic() < deadline
+        heard += [event.assignment_id for event in site.fleet.wait(site.clock() + 0.1)]
+    for thread in threads:
+        thread.join()
+    assert sorted(heard) == sorted(keys)
+
+
+class Deltas:
+    """A site with a device that holds version 0 and has been sent what changed until version 1."""
+
+    def __init__(self):
+        self.site = Site(has_deltas=True)
+        self.site.add("pi")
+        self.site.give(training("a-0"))
+        self.site.source.version = 1
+        self.site.reply(101, "a-0")
+        self.site.events()
+        self.site.give(training("a-1", base=1))
+
+    def needs_dense(self, instruction=None):
+        """The device answers the last message, or an earlier one, that it has no model to change."""
+        newest = self.site.fleet._in_flight.get(f"{RUN}/a-1").message_id
+        error = "needs dense: holds nothing"
+        self.site.reply(101, error=error, needs_dense=True, body=b"", instruction=instruction or newest)
+        return newest
+
+    def sent(self):
+        """Whether the last message is about a delta, and what its header says of that."""
+        _, _, header, body = self.site.mail.sent[-1]
+        return body.inline == b"delta", {name: header[name] for name in ("keep", "base") if name in header}
+
+
+@pytest.fixture
+def deltas():
+    made = Deltas()
+    yield made
+    made.site.fleet.close()
+
+
+def test_a_device_that_needs_the_whole_model_gets_it_once_and_nothing_is_lost(deltas):
+    site = deltas.site
+    assert deltas.sent() == (True, {"keep": True, "base": 0})
+    site.source.version = 2
+    deltas.needs_dense()
+    assert site.events() == []
+    assert deltas.sent() == (False, {"keep": True})
+    assert (site.mail.sent[-1][2]["assignment"], site.fleet.view().busy) == ("run-1/a-1", {"pi": ["a-1"]})
+    deltas.needs_dense()
+    assert lost(site) == [("a-1", UpdateStatus.FAILED, "needs dense: holds nothing")], "it had it"
+    site.give(training("a-2", base=site.source.version))
+    assert deltas.sent() == (False, {"keep": True}), "after a loss nobody knows what the device holds"
+
+
+def test_a_new_agent_is_sent_the_whole_model_and_the_next_time_a_delta(deltas):
+    site = deltas.site
+    about_the_delta = site.fleet._in_flight.get(f"{RUN}/a-1").message_id
+    restart(site)
+    assert site.of(InstructionFailed) == []
+    assert deltas.sent() == (False, {"keep": True})
+    deltas.needs_dense(about_the_delta)  # it still got the delta: what it says of that costs nothing
+    assert (site.events(), site.fleet.view().busy) == ([], {"pi": ["a-1"]})
+    site.reply(101)
+    site.source.version = 2
+    assert len(site.of(Update)) == 1
+    site.give(training("a-2", base=site.source.version))
+    assert deltas.sent() == (True, {"keep": True, "base": 1})
+
+
+def test_what_needs_a_whole_model_that_is_gone_is_lost_and_not_failed(deltas):
+    deltas.site.fleet._distributor._cache.clear()
+    deltas.needs_dense()
+    ((key, outcome, reason),) = lost(deltas.site)
+    assert (key, outcome) == ("a-1", UpdateStatus.LOST)
+    assert "kept no longer" in reason
+
+
+def adopt(site, *orders):
+    """Takes up orders of an earlier coordinator."""
+    book = FleetState()
+    for order in orders:
+        if isinstance(order, TrainInstruction):
+            book.assign(order)
+    site.fleet.view().restore_from(book)
+    site.fleet.resume_in_flight(
+        [DispatchedInstruction(order=order, given_s=site.clock()) for order in orders], site.source
+    )
+    site.give()
+
+
+def test_only_the_answer_is_wanted_of_a_device_that_holds_an_earlier_coordinators_order(site):
+    adopt(site, training())
+    assert site.mail.sent == []
+    site.beat("pi", holding=["a-1"])
+    assert site.events() == []
+    ((node_id, kind, header, body),) = site.mail.sent
+    assert (node_id, kind, header["assignment"], body.inline) == (101, "train", "run-1/a-1", b"")
+    assert (header["held"], header["model"]) == (True, False)
+    restart(site)
+    site.events()
+    assert [header.get("held") for _, _, header, _ in site.mail.sent] == [True, None], "it is given the work again"
+    assert len(site.mail.open) == 1
+    site.reply(101)
+    (update,) = site.of(Update)
+    assert (update.assignment_id, update.device_id) == ("a-1", "pi")
+
+
+def test_a_device_is_asked_what_it_holds_for_an_earlier_coordinator_at_once_and_when_it_is_there():
+    site = Site()
+    site.add("pi", online=False)
+    adopt(site, training())
+    assert site.bell.commands == [("pi", "beat", None)]
+    site.say("pi", "online")
+    site.events()
+    assert site.bell.commands == [("pi", "beat", None)] * 2
+    site.beat("pi", holding=["a-1"])
+    site.events()
+    restart(site)
+    site.events()
+    assert len(site.mail.sent) == 2
+    assert len(site.bell.commands) == 2, "its order is one of this coordinator now"
+
+
+@pytest.mark.parametrize("version", [0, 4])
+def test_an_earlier_coordinators_order_that_its_device_lost_is_given_again_while_its_model_is_there(site, version):
+    site.source.version = version
+    adopt(site, training())
+    site.beat("pi")
+    if version:
+        ((name, outcome, reason),) = lost(site)
+        assert (name, outcome) == ("a-1", UpdateStatus.LOST)
+        assert "needs a whole model that is kept no longer" in reason
+        return
+    assert site.events() == []
+    ((_, _, header, body),) = site.mail.sent
+    assert "held" not in header
+    assert decode_body(body.inline, SHAPES)["w"].tolist() == [0.0] * 3
+
+
+def test_a_device_that_is_not_heard_of_after_a_restart_is_waited_for_so_long_and_no_longer(site):
+    adopt(site, training(), evaluation())
+    assert [(name, outcome) for name, outcome, _ in lost(site)] == [("e-1", UpdateStatus.FAILED)]
+    site.clock.jumped_s += REJOIN_TIMEOUT_S
+    ((name, _, reason),) = lost(site)
+    assert (name, reason) == ("a-1", "not heard of within 15 s of the coordinator's restart")
+
+
+def test_an_evaluation_of_the_newest_model_is_asked_for_anew(site):
+    site.source.version = 3
+    adopt(site, evaluation())
+    ((_, kind, header, body),) = site.mail.sent
+    assert (kind, header["assignment"]) == ("evaluate", "run-1/e-1")
+    assert decode_body(body.inline, SHAPES)["w"].tolist() == [3.0] * 3

@@ -1,0 +1,321 @@
+import threading
+
+import pytest
+from small_fleet import SmallFleet
+
+from edgefl.coordinator.fleet.clone_detection import CloneDetected, CloneRejected
+from edgefl.coordinator.fleet.presence import DevicePresence, PresenceChanged
+from edgefl.coordinator.fleet.registry import (
+    SMOOTHING_FACTOR,
+    DeviceAdded,
+    DeviceChanged,
+    DeviceRemoved,
+    DeviceRestarted,
+    HeldInstructions,
+)
+from edgefl.core.errors import NetworkError
+from edgefl.core.protocol import EVALUATOR_NAME, Capabilities
+from edgefl.core.types import Role
+
+
+class Fleet(SmallFleet):
+    """Also keeps all that its listeners hear."""
+
+    def __init__(self):
+        super().__init__()
+        self.heard = []
+        self.roster.subscribe(self.heard.append)
+
+    def take(self):
+        """All that was heard since, but for who was added."""
+        heard, self.heard[:] = list(self.heard), []
+        return [event for event in heard if not isinstance(event, DeviceAdded)]
+
+    def call(self, instance, *, node_id=7, stamp=""):
+        return self.roster.record_request(node_id, instance, stamp=stamp, address="10.0.0.7")
+
+
+@pytest.fixture
+def fleet():
+    made = Fleet()
+    made.add("pi", node_id=7, groups=("lab",), state=None)
+    return made
+
+
+def speed_of(fleet, name="pi"):
+    return next(row["seconds_per_iteration"] for row in fleet.roster.list_status_rows() if row["device_id"] == name)
+
+
+def names(fleet):
+    return [info.device_id for info in fleet.roster.list_schedulable()]
+
+
+def test_a_device_is_found_by_its_name_and_by_its_node_and_says_what_it_is_good_for(fleet):
+    assert (fleet.roster.get_node_id("pi"), fleet.roster.get_device_id(7)) == (7, "pi")
+    info = fleet.roster.get_device("pi")
+    assert (info.role, info.groups, info.tasks, info.examples) == (Role.TRAINER, ("lab",), ("digits",), {"digits": 5})
+    assert (fleet.roster.get_node_id("x"), fleet.roster.get_device_id(8), fleet.roster.get_device("x")) == (
+        None,
+        None,
+        None,
+    )
+    for name in (EVALUATOR_NAME, "judge"):
+        fleet.add(name, role="evaluator", state=None)
+    sources = [fleet.roster.get_device(name).source for name in (EVALUATOR_NAME, "judge", "pi")]
+    assert sources == ["coordinator", "evaluator", "device"]
+
+
+def test_who_is_online_or_late_can_work_and_nobody_else_can(fleet):
+    for name in ("gone", "left"):
+        fleet.add(name)
+    fleet.say("pi")
+    fleet.say("left", "offline")
+    fleet.add("draining", state="draining")
+    fleet.now_s = 12.0
+    fleet.say("draining", "draining")
+    fleet.beat("pi")
+    fleet.roster.tick()
+    assert names(fleet) == ["gone", "pi"]
+    assert fleet.roster.get_state("gone") == DevicePresence.LATE
+    fleet.roster.record_broker_link(connected=False)
+    fleet.now_s = 500.0
+    fleet.roster.tick()
+    assert names(fleet) == ["gone", "pi"], "nobody is judged while the broker is away"
+    fleet.roster.record_broker_link(connected=True)
+    fleet.now_s = 515.0
+    fleet.roster.record_contact(7)
+    fleet.now_s = 517.0
+    fleet.roster.tick()
+    assert names(fleet) == ["pi"], "it was in contact over HTTPS"
+
+
+def test_messages_of_devices_that_never_joined_are_ignored_and_those_that_make_no_sense_refused(fleet):
+    fleet.say("stranger")
+    fleet.beat("stranger")
+    fleet.roster.record_capabilities("stranger", Capabilities(facts={}, shards={"digits": 5}))
+    fleet.roster.record_contact(99)
+    fleet.roster.record_speed("stranger", 1.0)
+    assert (fleet.take(), names(fleet), fleet.roster.remove("stranger")) == ([], [], None)
+    assert [row["device_id"] for row in fleet.roster.list_status_rows()] == ["pi"]
+    with pytest.raises(NetworkError, match="state is 'sleepy'"):
+        fleet.say("pi", "sleepy")
+
+
+def test_a_new_boot_is_a_restart_and_neither_the_first_one_nor_the_goodbye_of_a_former(fleet):
+    fleet.say("pi")
+    fleet.say("pi", session=2)
+    fleet.say("pi", "offline", session=2)
+    heard = fleet.take()
+    assert [(event.before, event.after) for event in heard] == [
+        (None, DevicePresence.ONLINE), (DevicePresence.ONLINE, DevicePresence.OFFLINE),
+    ]  # fmt: skip
+    fleet.say("pi", boot="boot-2", session=3)
+    restarted, transition = fleet.take()
+    assert (restarted, type(transition)) == (DeviceRestarted(device_id="pi"), PresenceChanged)
+    fleet.say("pi", "offline", session=1)
+    assert (fleet.take(), names(fleet)) == ([], ["pi"])
+
+
+def test_a_heartbeat_says_what_the_device_holds_and_when(fleet):
+    fleet.now_s = 3.0
+    fleet.beat("pi", holding=["r/a", "r/b"])
+    assert fleet.take()[-1] == HeldInstructions(device_id="pi", assignment_ids=("r/a", "r/b"), at_s=3.0)
+
+
+def test_capabilities_replace_the_counts_of_all_shards_and_those_told_at_the_join(fleet):
+    fleet.roster.record_capabilities("pi", Capabilities(facts={"cores": 4}, shards={"mnist": 9, "broken": "many"}))
+    info = fleet.roster.get_device("pi")
+    assert (info.tasks, info.examples, info.capabilities) == (("mnist",), {"mnist": 9}, {"cores": 4})
+    assert (info.groups, fleet.take()) == (("lab",), [DeviceChanged(device_id="pi")])
+    fleet.add("pi-2", node_id=9, facts={"memory_bytes": 512, "blocks": {"digits": [0, 1]}})
+    info = fleet.roster.get_device("pi-2")
+    assert (info.capabilities["memory_bytes"], info.blocks) == (512, {"digits": (0, 1)})
+    fleet.add("pi-2", node_id=9)
+    assert fleet.roster.get_device("pi-2").blocks == {"digits": (0, 1)}
+    fleet.add("pi-2", node_id=9, facts={})
+    assert fleet.roster.get_device("pi-2").blocks == {}
+
+
+def test_speeds_are_smoothed_and_begin_with_the_first_measurement(fleet):
+    assert speed_of(fleet) is None
+    fleet.roster.record_speed("pi", 2.0)
+    assert speed_of(fleet) == 2.0
+    fleet.roster.record_speed("pi", 4.0)
+    assert speed_of(fleet) == pytest.approx(2.0 + SMOOTHING_FACTOR * 2.0)
+
+
+def test_a_removed_device_is_forgotten_and_those_who_wait_for_it_are_told(fleet):
+    for boot, session in (("a", 1), ("b", 1), ("a", 2)):
+        fleet.say("pi", boot=boot, session=session)
+    assert fleet.roster.get_clone_warning("pi")
+    fleet.take()
+    assert fleet.roster.remove("pi") == 7
+    assert fleet.take() == [DeviceRemoved(device_id="pi")]
+    assert (fleet.roster.get_device_id(7), fleet.roster.get_device("pi"), names(fleet)) == (None, None, [])
+    assert fleet.roster.get_state("pi") is None
+    fleet.add("pi", node_id=9)
+    assert fleet.roster.get_clone_warning("pi") is None, "it has no twin any more"
+    assert fleet.call("b", node_id=9) is None
+
+
+def test_a_device_that_joins_anew_is_heard_of_and_one_that_asks_twice_for_its_place_keeps_what_is_known_of_it(fleet):
+    fleet.roster.record_speed("pi", 2.0)
+    fleet.say("pi")
+    fleet.heard.clear()
+    fleet.add("pi", node_id=7, groups=("field",), state=None)
+    assert fleet.heard == [DeviceAdded(device_id="pi")]
+    fleet.say("pi", boot="boot-2", session=2)
+    assert DeviceRestarted(device_id="pi") in fleet.take()
+    assert (speed_of(fleet), fleet.roster.get_device("pi").groups) == (2.0, ("field",))
+    fleet.add("pi", node_id=8, state=None)
+    assert fleet.heard == [DeviceAdded(device_id="pi")]
+    assert (fleet.roster.get_device_id(7), fleet.roster.get_device_id(8), fleet.roster.get_device("pi").groups) == (
+        None,
+        "pi",
+        (),
+    )
+    assert speed_of(fleet) is None
+
+
+def test_the_later_of_two_agents_that_take_turns_at_the_broker_is_refused_and_heard_no_more(fleet):
+    fleet.say("pi", boot="a", session=5)
+    fleet.say("pi", boot="b", session=5)
+    fleet.take()
+    fleet.say("pi", boot="a", session=6)
+    cloned = [event for event in fleet.take() if isinstance(event, CloneDetected)]
+    assert [(event.device_id, event.rejected_boot_id) for event in cloned] == [("pi", "b")]
+    fleet.say("pi", "draining", boot="b", session=6)
+    fleet.beat("pi", 9, session=6, boot_id="b")
+    heard = fleet.take()
+    assert [(type(event), event.rejected_boot_id) for event in heard] == [(CloneRejected, "b")]
+    assert (fleet.roster.get_state("pi"), fleet.roster.get_heartbeat("pi")) == (DevicePresence.ONLINE, None)
+    fleet.beat("pi", 1, session=6, boot_id="a")
+    assert fleet.roster.get_heartbeat("pi").seq == 1
+    [row] = fleet.roster.list_status_rows()
+    assert "refused the later of two agents (boot b)" in row["cloned"]
+
+
+def test_a_copy_that_only_asks_over_https_is_refused_and_what_it_took_is_given_again(fleet):
+    def call(instance):
+        refusal = fleet.call(instance, stamp=stamps.get(instance, ""))
+        stamps[instance] = fleet.roster.get_stamp(7)
+        return refusal
+
+    stamps = {}
+    assert [call("a"), call("b"), call("a")] == [None, None, None]
+    assert fleet.take() == [DeviceRestarted(device_id="pi")], "as yet b may be what a has become"
+    assert call("a") is None
+    cloned, restarted = fleet.take()
+    assert (cloned.rejected_boot_id, restarted) == ("b", DeviceRestarted(device_id="pi"))
+    assert "(boot b, at 10.0.0.7)" in call("b")
+    assert call("a") is None
+
+
+def test_a_restart_that_only_https_shows_is_told_once_and_late_requests_of_the_dead_are_none(fleet):
+    told = []
+    for instance in ("a", "a", "b", "b", "a", "b"):
+        fleet.call(instance)
+        told.append(fleet.take())
+    assert told == [[], [], [DeviceRestarted(device_id="pi")], [], [], []]
+
+
+@pytest.mark.parametrize("is_mqtt_first", [True, False])
+def test_a_restart_that_mqtt_and_https_both_show_is_told_once(fleet, is_mqtt_first):
+    def hear(boot, session):
+        tell = [lambda: fleet.say("pi", boot=boot, session=session), lambda: fleet.call(boot)]
+        for way in tell if is_mqtt_first else reversed(tell):
+            way()
+        return [event for event in fleet.take() if isinstance(event, DeviceRestarted)]
+
+    assert hear("a", 1) == []
+    assert hear("b", 2) == [DeviceRestarted(device_id="pi")]
+    assert hear("b", 3) == []
+    assert hear("c", 4) == [DeviceRestarted(device_id="pi")]
+    assert fleet.roster.get_clone_warning("pi") is None
+
+
+def test_the_operators_facts_are_one_row_per_device_seen_or_not(fleet):
+    fleet.add("new", state=None)
+    fleet.say("pi")
+    fleet.beat("pi", temperature_c=55.5, run="r")
+    fleet.now_s = 2.0
+    new, pi = fleet.roster.list_status_rows()
+    assert (new["device_id"], new["presence"], new["silent_s"]) == ("new", "never seen", None)
+    assert (pi["presence"], pi["silent_s"], pi["temperature_c"], pi["run"]) == ("online", 2.0, 55.5, "r")
+
+
+def test_many_threads_may_use_it_at_once():
+    fleet, failures = Fleet(), []
+    for number in range(8):
+        fleet.add(f"pi-{number}", node_id=number + 1)
+
+    def busy(number):
+        name = f"pi-{number}"
+        try:
+            for turn in range(1, 100):
+                fleet.say(name, session=turn)
+                fleet.beat(name, seq=turn)
+                fleet.roster.record_contact(number + 1)
+                fleet.roster.record_speed(name, 1.0)
+                fleet.roster.list_schedulable()
+                fleet.roster.list_status_rows()
+                end = fleet.roster.subscribe(lambda _event: None)
+                fleet.roster.tick()
+                end()
+            fleet.say(name, "offline", session=100)
+        except Exception as error:  # noqa: BLE001 told to the thread of the test
+            failures.append(error)
+
+    threads = [threading.Thread(target=busy, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert (failures, names(fleet)) == ([], [])
+    assert len(fleet.roster._event_bus._subscribers) == 1
+    gone = [
+        event.device_id for event in fleet.heard if isinstance(event, PresenceChanged) and event.after == "offline"
+    ]
+    assert sorted(gone) == [f"pi-{number}" for number in range(8)]
+
+
+def test_a_drained_device_is_no_worker_and_its_change_is_told_once(fleet):
+    fleet.say("pi")
+    fleet.take()
+    for name in ("pi", "pi", "nobody"):
+        fleet.roster.set_drained(name, drained=True)
+    assert fleet.take() == [DeviceChanged(device_id="pi")]
+    assert (names(fleet), fleet.roster.is_drained("pi"), fleet.roster.is_drained("nobody")) == ([], True, False)
+    fleet.add("pi", node_id=7)
+    assert fleet.roster.is_drained("pi"), "joining again with the same key changes nothing"
+
+
+def test_what_happens_to_a_device_is_heard_in_its_order_whichever_threads_tell_it(fleet):
+    fleet.add("pi-2", node_id=8, state=None)
+    for name in ("pi", "pi-2"):
+        fleet.beat(name)
+    fleet.take()
+    is_told, is_back = threading.Event(), threading.Event()
+
+    def linger(event):
+        if isinstance(event, PresenceChanged) and event.after is DevicePresence.GONE and not is_told.is_set():
+            is_told.set()
+            assert is_back.wait(30)
+
+    fleet.roster.subscribe(linger)
+    fleet.now_s = 17.0
+    ticking = threading.Thread(target=fleet.roster.tick)
+    ticking.start()
+    assert is_told.wait(30)
+    for node_id in (7, 8):  # both are back before the second one's silence is told
+        fleet.roster.record_contact(node_id)
+    is_back.set()
+    ticking.join(30)
+    assert not ticking.is_alive()
+    heard = [(event.device_id, event.after) for event in fleet.take()]
+    for name in ("pi", "pi-2"):
+        assert [after for device_id, after in heard if device_id == name] == [
+            DevicePresence.GONE,
+            DevicePresence.ONLINE,
+        ]
+        assert fleet.roster.get_state(name) is DevicePresence.ONLINE

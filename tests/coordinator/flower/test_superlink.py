@@ -1,0 +1,956 @@
+"""Both ends of the Flower side against each other over real TLS: the fence around Flower's private modules."""
+
+import base64
+import collections
+import contextlib
+import datetime as dt
+import http.client
+import inspect
+import queue
+import socket
+import threading
+import time
+from types import SimpleNamespace
+
+import flwr
+import httpx
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.proto.fleet_pb2 import ActivateNodeRequest, DeactivateNodeRequest, PullMessagesRequest
+from flwr.proto.message_pb2 import ObjectTree
+from flwr.proto.node_pb2 import Node
+from flwr.server.superlink.linkstate.in_memory_linkstate import InMemoryLinkState
+from flwr.supercore.object_store import in_memory_object_store
+from flwr.supercore.primitives.asymmetric import bytes_to_private_key, sign_message
+from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
+from flwr.superlink.routers.fleet import node_auth
+from flwr.supernode.fleet_http_client import FleetHttpClient
+from google.protobuf.message import Message as ProtobufMessage
+from noted_calls import NotedCalls
+from starlette.requests import Request
+
+from edgefl.coordinator.api.server import WebServer, make_app, open_listener
+from edgefl.coordinator.directory import init_directory
+from edgefl.coordinator.execution.event_queue import MAX_MEMORY_BYTES, PUT_TIMEOUT_S, BoundedEventQueue
+from edgefl.coordinator.flower import superlink as superlink_module
+from edgefl.coordinator.flower.fleet_api import MAX_OBJECT_BYTES, MAX_PUSH_OBJECT_BYTES
+from edgefl.coordinator.flower.superlink import ChunkStore, NotifyingLinkState, SuperLink, prepare_body
+from edgefl.core.errors import ClonedError, NetworkError
+from edgefl.core.protocol import CHUNK_BYTES, INLINE_BODY_BYTES, MAX_BODY_BYTES, MAX_REQUEST_BYTES
+from edgefl.device.flower.supernode import ReplyRejectedError, SuperNode, UnauthorisedError
+from edgefl.system.https_client import create_pinned_context
+
+TWO_DAYS_S = 2 * 24 * 3600.0
+
+
+def echo(header, body):
+    return {"v": 1, "assignment": header["assignment"], "metrics": {}}, body
+
+
+def new_key():
+    key = ec.generate_private_key(ec.SECP256R1())
+    pem = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    public = key.public_key().public_bytes(
+        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    return pem, public
+
+
+class Site:
+    """A coordinator's web server with nothing but Flower's side behind it; `restart` forgets all it knew."""
+
+    def __init__(self, root):
+        listener = open_listener("127.0.0.1", 0)
+        self.port = listener.getsockname()[1]
+        self.directory = init_directory(root, hosts=["127.0.0.1"], fleet="lab", port=self.port)
+        self.trust = create_pinned_context(self.directory.ca_cert.read_bytes())
+        self._closers = contextlib.ExitStack()
+        self._start(listener)
+
+    def _start(self, listener):
+        self.replies, self.watcher, self.scopes = queue.Queue(), NotedCalls(), collections.deque(maxlen=20)
+        self.contacts = self.watcher.contacts
+        self.superlink = SuperLink(on_reply=self.replies.put, observer=self.watcher)
+        self.state = self.superlink.state
+        self.web = WebServer(make_app(self._api, []), self.directory, listener)
+        self.web.start()
+
+    async def _api(self, scope, receive, send):
+        self.scopes.append(scope)  # as the server does for each connection, until its next request comes
+        await self.superlink.api(scope, receive, send)
+
+    def restart(self):
+        self.web.stop()
+        self._start(open_listener("127.0.0.1", self.port))
+
+    def close(self):
+        self._closers.close()
+        self.web.stop()
+
+    @property
+    def address(self):
+        return f"127.0.0.1:{self.port}"
+
+    def node(self, *, handler=echo, register=True, clock=time.time, key=None, instance=""):
+        pem, public = key or new_key()
+        node = SuperNode(
+            private_key_pem=pem,
+            tls_context=self.trust,
+            clock=clock,
+            train=handler,
+            evaluate=handler,
+            instance=instance,
+        )
+        self._closers.callback(node.close)
+        number = self.superlink.register(public, "pi") if register else None
+        return SimpleNamespace(supernode=node, id=number, public=public, key=(pem, public))
+
+    def device(self, **options):
+        device = self.node(**options)
+        device.supernode.connect(self.address)
+        return device
+
+    def reply(self):
+        return self.replies.get(timeout=10)
+
+    def leftovers(self):
+        state = self.state
+        return {
+            "instructions": len(state.message_ins_store),
+            "replies": len(state.message_res_store),
+            "objects": len(state.object_store),
+            "sessions": len(state._object_push_sessions),
+            "open": len(state.partial_replies),
+            "undelivered": len(state._undelivered),
+            "aside": len(state.chunk_store._spooled),
+        }
+
+    def request(self, path, *, headers=(), method="POST", body=None):
+        """Returns status and body of a plain request; a promised body that is not given is never sent."""
+        connection = http.client.HTTPSConnection("127.0.0.1", self.port, context=self.trust, timeout=10)
+        with contextlib.closing(connection):
+            connection.putrequest(method, path)
+            for name, value in dict(headers).items():
+                connection.putheader(name, value)
+            connection.endheaders(body)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+
+
+def _order(run, device):
+    return run.send(device.id, kind="train", header={}, body=prepare_body(b""))
+
+
+NOTHING = dict.fromkeys(("instructions", "replies", "objects", "sessions", "open", "undelivered", "aside"), 0)
+
+
+@pytest.fixture(scope="module")
+def shared_site(tmp_path_factory):
+    with contextlib.closing(Site(tmp_path_factory.mktemp("site") / "coordinator")) as site:
+        yield site
+
+
+@pytest.fixture
+def site(shared_site):
+    """The shared site, which every test must leave without anything of its own in Flower's books."""
+    yield shared_site
+    assert shared_site.leftovers() == NOTHING
+    assert shared_site.replies.empty()
+
+
+@pytest.fixture
+def run(site):
+    with contextlib.closing(site.superlink.open_run()) as run:
+        yield run
+
+
+def send(run, device, body=b"model", *, kind="train", name="a-1"):
+    return run.send(device.id, kind=kind, header={"v": 1, "assignment": name}, body=prepare_body(body))
+
+
+def work(device):
+    instruction = device.supernode.pull()
+    reply = device.supernode.run_app(instruction)
+    device.supernode.push(reply)
+    return instruction, reply
+
+
+SIZES = {
+    "nothing": 0,
+    "a kilobyte": 1000,
+    "just inline": INLINE_BODY_BYTES,
+    "just chunked": INLINE_BODY_BYTES + 1,
+    "one chunk": CHUNK_BYTES,
+    "two chunks": CHUNK_BYTES + 1_000_000,
+}
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_a_body_arrives_as_it_was_both_ways(site, run, size):
+    device = site.device()
+    body = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
+    sent = send(run, device, body)
+    instruction, _ = work(device)
+    reply = site.reply()
+    assert reply.body == body
+    assert instruction.header == {"v": 1, "assignment": "a-1"}
+    assert (reply.node_id, reply.instruction_id, reply.header["assignment"]) == (device.id, sent, "a-1")
+    assert size <= reply.bytes_up < size + 4000
+    assert size <= reply.bytes_down < size + 4000
+    assert site.leftovers() == NOTHING
+
+
+def test_nothing_of_a_request_is_left_with_its_connection_when_it_is_answered(site, run):
+    device = site.device()
+    send(run, device, bytes(2 * INLINE_BODY_BYTES))
+    work(device)
+    site.reply()
+    asked = [scope["path"].rpartition("/")[2] for scope in site.scopes]
+    assert {"pull-messages", "pull-object", "push-messages", "push-object"} <= set(asked)
+    assert [found for found in _within(list(site.scopes)) if isinstance(found, ProtobufMessage)] == []
+    assert max(len(found) for found in _within(list(site.scopes)) if isinstance(found, bytes | str)) < 1000
+
+
+def _within(container):
+    """Yields what lies in dicts and lists, at any depth."""
+    for found in container.values() if isinstance(container, dict) else container:
+        yield found
+        if isinstance(found, dict | list | tuple):
+            yield from _within(found)
+
+
+def test_chunks_that_are_all_the_same_are_all_there(site, run):
+    device = site.device()
+    body = bytes(2 * CHUNK_BYTES + 5000)
+    send(run, device, body)
+    work(device)
+    assert site.reply().body == body
+    assert site.leftovers() == NOTHING
+
+
+@pytest.mark.parametrize("size", [100, INLINE_BODY_BYTES + 1, CHUNK_BYTES + 10], ids=["inline", "chunk", "chunks"])
+def test_replies_of_two_devices_that_are_equal_to_the_byte_both_arrive(site, run, size):
+    first, second = site.device(), site.device()
+    for device in (first, second):
+        send(run, device, bytes(size))
+    pulled = [(device, device.supernode.pull()) for device in (first, second)]
+    for device, instruction in pulled:
+        device.supernode.push(device.supernode.run_app(instruction))
+    replies = [site.reply(), site.reply()]
+    assert {reply.node_id for reply in replies} == {first.id, second.id}
+    assert [reply.body for reply in replies] == [bytes(size)] * 2
+
+
+def test_equal_replies_may_be_pushed_at_the_same_time(site, run):
+    slow, fast = site.device(), site.device()
+    for device in (slow, fast):
+        send(run, device, bytes(CHUNK_BYTES + 10))
+    client = slow.supernode._client
+    push_object = client.PushObject
+
+    def overtaken(request):
+        client.PushObject = push_object
+        work(fast)
+        return push_object(request)
+
+    client.PushObject = overtaken
+    work(slow)
+    assert [site.reply().node_id, site.reply().node_id] == [fast.id, slow.id]
+
+
+def test_a_model_for_many_devices_is_stored_once(site, run):
+    devices, body = [site.device() for _ in range(3)], prepare_body(bytes(INLINE_BODY_BYTES + 1))
+    for device in devices:
+        run.send(device.id, kind="train", header={"assignment": "a"}, body=body)
+    assert site.leftovers()["objects"] == len(devices) + 1
+    for device in devices:
+        work(device)
+        site.reply()
+
+
+def test_a_model_goes_out_whole_while_the_last_other_device_that_holds_it_answers(monkeypatch):
+    store, piece = ChunkStore(), "cd" * 32
+    before, after = (ObjectTree(object_id=name * 32, children=[ObjectTree(object_id=piece)]) for name in ("aa", "bb"))
+    store.preregister(1, before)
+    store.put_local(piece, b"model")
+    answer = threading.Thread(target=store.delete, args=(before.object_id,))
+
+    def interrupted(tree):
+        yield from tree.children
+        answer.start()
+        answer.join(0.2)  # waits for the whole message; if it need not, it is done by then
+        yield tree
+
+    monkeypatch.setattr(in_memory_object_store, "iterate_object_tree", interrupted)
+    assert store.preregister(1, after) == [after.object_id]
+    answer.join()
+    assert (store.get(piece), store.get(before.object_id)) == (b"model", None)
+    store.delete(after.object_id)
+    assert len(store) == 0
+
+
+def test_the_pieces_of_a_model_are_the_same_bytes_for_all_who_fetch_them(site, run):
+    body, calls = bytes(INLINE_BODY_BYTES + 1), site.superlink.api._servicer
+    calls._cached_answers.clear()
+    devices = [site.device() for _ in range(3)]
+    for device in devices:
+        run.send(device.id, kind="train", header={}, body=prepare_body(body))
+        device.supernode.pull()
+    assert len(calls._cached_answers) == 1
+    fresh = calls._encode_cached("another", SimpleNamespace(object_available=True, SerializeToString=lambda: b"said"))
+    again = SimpleNamespace(object_available=True, SerializeToString=lambda: pytest.fail("said already"))
+    assert calls._encode_cached("another", again) is fresh
+    for number in range(superlink_module.MAX_CACHED_CHUNKS):
+        calls._encode_cached(
+            str(number), SimpleNamespace(object_available=True, SerializeToString=lambda: b"a piece of a newer model")
+        )
+    assert "another" not in calls._cached_answers
+
+
+def test_what_is_not_there_yet_is_not_kept_as_its_answer(site):
+    calls = site.superlink.api._servicer
+    missing = SimpleNamespace(object_available=False, SerializeToString=lambda: b"not there")
+    assert calls._encode_cached("a-piece", missing) == b"not there"
+    assert "a-piece" not in calls._cached_answers
+
+
+def test_a_pull_looks_at_the_instructions_of_its_own_device_alone(site, run):
+    devices = [site.device() for _ in range(4)]
+    sent = {device.id: [_order(run, device) for _ in range(3)] for device in devices}
+    looked_at, check = [], site.state._check_stored_messages
+    site.state._check_stored_messages = lambda ids, run_id=None: (looked_at.extend(ids), check(ids, run_id))
+    try:
+        own = devices[2]
+        pulled = [own.supernode.pull() for _ in range(3)]
+        assert own.supernode.pull() is None
+    finally:
+        del site.state._check_stored_messages
+    assert [instruction.message.metadata.message_id for instruction in pulled] == sent[own.id]
+    assert looked_at == sent[own.id]
+
+
+def test_an_instruction_that_was_cancelled_is_not_handed_out(site, run):
+    device = site.device()
+    first, second = _order(run, device), _order(run, device)
+    run.cancel(first)
+    assert device.supernode.pull().message.metadata.message_id == second
+    run.cancel(second)
+    assert site.leftovers() == NOTHING
+
+
+def test_small_replies_do_not_hold_up_the_server_while_the_run_has_no_room_for_them(site, run, monkeypatch):
+    inbox = BoundedEventQueue(lambda reply: lambda: reply)
+    inbox.put("large", MAX_MEMORY_BYTES + 1)  # waits for a run that computes
+    monkeypatch.setattr(site.superlink, "_on_reply", lambda reply: inbox.put(reply, len(reply.body)))
+    device = site.device()
+    began_s = time.monotonic()
+    for body in (b"first", b"second", b"third"):
+        send(run, device, body)
+        work(device)
+    assert time.monotonic() - began_s < PUT_TIMEOUT_S
+    large, *replies = [item for portion in iter(lambda: inbox.get_batch(0.0), []) for item in portion]
+    assert (large, [reply.body for reply in replies]) == ("large", [b"first", b"second", b"third"])
+
+
+def test_a_reply_that_is_pushed_again_is_refused_and_delivered_once(site, run):
+    device = site.device()
+    for size in (10, INLINE_BODY_BYTES + 1):
+        send(run, device, bytes(size))
+        _, reply = work(device)
+        with pytest.raises(ReplyRejectedError, match="refused"):
+            device.supernode.push(reply)
+        assert len(site.reply().body) == size
+        assert site.replies.empty()
+
+
+def test_a_push_that_broke_off_is_taken_up_by_the_next_one(site, run):
+    device, body = site.device(), bytes(range(256)) * (CHUNK_BYTES // 256 + 100)
+    send(run, device, body)
+    instruction = device.supernode.pull()
+    reply, pushed = device.supernode.run_app(instruction), []
+    client = device.supernode._client
+    push_object = client.PushObject
+
+    def torn(request):
+        pushed.append(request.object_id)
+        if len(pushed) == 2:
+            raise httpx.ReadError("the line went dead")
+        return push_object(request)
+
+    client.PushObject = torn
+    with pytest.raises(NetworkError, match="the line went dead"):
+        device.supernode.push(reply)
+    assert site.replies.empty()
+    device.supernode.push(reply)
+    assert site.reply().body == body
+    assert len(pushed) == 3
+    assert len(set(pushed)) == 2
+
+
+def test_pieces_of_answers_that_are_not_whole_yet_are_in_nobody_s_memory(site, run, tmp_path):
+    pieces = site.state.chunk_store
+    pieces._folder = tmp_path
+    devices, body = [site.device() for _ in range(4)], bytes(range(256)) * (2 * CHUNK_BYTES // 256 + 100)
+    replies = [_stopped_before_its_last_piece(run, device, body) for device in devices]
+    assert site.leftovers()["open"] == len(devices)
+    assert sum(len(entry.content) for entry in pieces.store.values()) < CHUNK_BYTES, "of 8 pieces"
+    assert site.leftovers()["aside"] == 2 * len(devices)
+    assert list(tmp_path.iterdir()) == []
+    for device, reply in zip(devices, replies, strict=True):
+        device.supernode.push(reply)
+        assert site.reply().body == body
+    pieces._folder = None
+
+
+def _stopped_before_its_last_piece(run, device, body):
+    """Returns a reply of three pieces, two of which have come; what the device sends next goes through."""
+    send(run, device)
+    instruction = device.supernode.pull()
+    reply = device.supernode.create_reply(instruction, (instruction.header, body))
+    client, pushed = device.supernode._client, []
+    push_object = client.PushObject
+
+    def torn(request):
+        pushed.append(request.object_id)
+        if len(pushed) == 3:
+            client.PushObject = push_object
+            raise httpx.ReadError("the line went dead")
+        return push_object(request)
+
+    client.PushObject = torn
+    with pytest.raises(NetworkError, match="line went dead"):
+        device.supernode.push(reply)
+    return reply
+
+
+def test_pieces_for_which_there_is_no_room_on_disk_stay_in_memory_and_arrive(site, run, tmp_path):
+    site.state.chunk_store._folder = tmp_path / "missing"
+    device, body = site.device(), bytes(CHUNK_BYTES + 100)
+    send(run, device, body)
+    work(device)
+    site.state.chunk_store._folder = None
+    assert site.reply().body == body
+
+
+def test_a_slow_link_may_take_longer_for_a_piece_than_flower_waits(site, run):
+    device, body = site.device(), bytes(CHUNK_BYTES + 100)
+    send(run, device, body)
+    client, state = device.supernode._client, site.state
+    push_object = client.PushObject
+
+    def slow(request):
+        for session in state._object_push_sessions.values():
+            session.expires_at = session.expires_at.replace(year=2020)
+        return push_object(request)
+
+    client.PushObject = slow
+    work(device)
+    assert site.reply().body == body
+
+
+def test_a_reply_to_a_cancelled_instruction_is_refused(site, run):
+    device = site.device()
+    for size in (10, INLINE_BODY_BYTES + 1):
+        sent = send(run, device, bytes(size))
+        instruction = device.supernode.pull()
+        run.cancel(sent)
+        assert site.leftovers() == NOTHING
+        with pytest.raises(ReplyRejectedError):
+            device.supernode.push(device.supernode.run_app(instruction))
+    assert not run.is_known(sent)
+
+
+def test_cancelling_in_the_middle_of_a_push_leaves_nothing_behind(site, run):
+    device = site.device()
+    sent = send(run, device, bytes(CHUNK_BYTES + 100))
+    instruction = device.supernode.pull()
+    client = device.supernode._client
+    push_object = client.PushObject
+
+    def cancelling(request):
+        run.cancel(sent)
+        return push_object(request)
+
+    client.PushObject = cancelling
+    with pytest.raises(NetworkError, match="not kept"):
+        device.supernode.push(device.supernode.run_app(instruction))
+    assert site.leftovers() == NOTHING
+
+
+def test_work_that_is_taken_back_while_its_model_is_pulled_is_a_network_error(site, run):
+    device = site.device()
+    sent = send(run, device, bytes(CHUNK_BYTES + 100))
+    client = device.supernode._client
+    pull_object = client.PullObject
+
+    def cancelling(request):
+        run.cancel(sent)
+        assert device.supernode.incoming_assignment == "a-1"
+        return pull_object(request)
+
+    client.PullObject = cancelling
+    with pytest.raises(NetworkError, match="taken the work back"):
+        device.supernode.pull()
+
+
+def test_a_device_knows_what_it_has_pulled_until_it_has_answered(site, run):
+    device = site.device()
+    send(run, device)
+    assert device.supernode.incoming_assignment is None
+    instruction = device.supernode.pull()
+    assert device.supernode.incoming_assignment == "a-1"
+    reply = device.supernode.run_app(instruction)
+    assert device.supernode.incoming_assignment is None
+    device.supernode.push(reply)
+    site.reply()
+
+
+def test_cancelling_what_was_never_sent_is_no_error_and_takes_nothing_else(site, run):
+    sent = send(run, site.device())
+    run.cancel("")
+    run.cancel("0" * 64)
+    assert run.is_known(sent)
+
+
+def test_an_instruction_is_known_until_it_is_answered_and_delivered_once(site, run):
+    device = site.device()
+    sent = send(run, device)
+    assert (run.is_known(sent), run.is_delivered(sent)) == (True, False)
+    instruction = device.supernode.pull()
+    assert (run.is_known(sent), run.is_delivered(sent)) == (True, True)
+    assert device.supernode.pull() is None
+    device.supernode.push(device.supernode.run_app(instruction))
+    assert not run.is_known(sent)
+    site.reply()
+
+
+def test_a_device_cannot_answer_for_another(site, run):
+    device, stranger = site.device(), site.device()
+    send(run, device)
+    instruction = device.supernode.pull()
+    with pytest.raises(ReplyRejectedError):
+        stranger.supernode.push(stranger.supernode.create_reply(instruction, ({"assignment": "a-1"}, b"forged")))
+    device.supernode.push(device.supernode.run_app(instruction))
+    assert site.reply().body == b"model"
+
+
+@pytest.mark.parametrize("header", [[1, 2], "text", None], ids=str)
+def test_a_reply_without_a_sensible_header_arrives_as_a_failure(site, run, header):
+    device = site.device(handler=lambda _header, body: (header, body))
+    sent = send(run, device)
+    work(device)
+    reply = site.reply()
+    assert reply.instruction_id == sent
+    assert reply.header["error"].startswith("malformed reply")
+    assert reply.body == b""
+
+
+def test_evaluations_go_to_the_other_handler(site, run):
+    device = site.node()
+    node = SuperNode(
+        private_key_pem=device.key[0],
+        tls_context=site.trust,
+        clock=time.time,
+        train=echo,
+        evaluate=lambda header, _body: ({"assignment": header["assignment"], "metrics": {"accuracy": 1.0}}, b""),
+    )
+    with contextlib.closing(node):
+        node.connect(site.address)
+        send(run, device, kind="evaluate")
+        node.push(node.run_app(node.pull()))
+    assert site.reply().header["metrics"] == {"accuracy": 1.0}
+
+
+def test_a_repeated_assignment_can_be_answered_from_memory(site, run):
+    device = site.device()
+    send(run, device)
+    device.supernode.push(device.supernode.create_reply(device.supernode.pull(), ({"assignment": "a-1"}, b"kept")))
+    assert site.reply().body == b"kept"
+
+
+def test_an_exception_of_the_handler_comes_out_as_it_is(site, run):
+    class AgentStopsError(Exception):
+        pass
+
+    def stops(_header, _body):
+        raise AgentStopsError
+
+    device = site.device(handler=stops)
+    sent = send(run, device)
+    instruction = device.supernode.pull()
+    with pytest.raises(AgentStopsError):
+        device.supernode.run_app(instruction)
+    run.cancel(sent)
+
+
+def test_eight_devices_at_once_are_all_served(site, run):
+    devices = [site.device() for _ in range(8)]
+    bodies = {device.id: bytes([number]) * (INLINE_BODY_BYTES + number) for number, device in enumerate(devices)}
+    threads, failures = [], []
+
+    def rounds(device):
+        try:
+            for _ in range(3):
+                send(run, device, bodies[device.id])
+                work(device)
+        except Exception as error:  # noqa: BLE001 told to the thread of the test
+            failures.append(error)
+
+    for device in devices:
+        threads.append(threading.Thread(target=rounds, args=(device,)))
+        threads[-1].start()
+    for thread in threads:
+        thread.join(60)
+    assert failures == []
+    replies = [site.reply() for _ in range(24)]
+    assert all(reply.body == bodies[reply.node_id] for reply in replies)
+    assert site.leftovers() == NOTHING
+
+
+def test_an_unknown_key_is_refused_before_its_body_is_read(site):
+    with pytest.raises(UnauthorisedError):
+        site.device(register=False)
+    headers = {"content-length": str(10 * 1024 * 1024), **key_header(new_key()[1])}
+    assert site.request("/v1/fleet/push-messages", headers=headers)[0] == 401
+    assert site.request("/v1/fleet/push-messages", headers={"content-length": "9000000"})[0] == 401
+
+
+def key_header(public):
+    return {superlink_module.FLEET_HTTP_PUBLIC_KEY_HEADER: base64.b64encode(public).decode()}
+
+
+def signed(device, *, key_pem=None, off_s=0.0):
+    """The headers of a signed request of the device; or signed with another key, or at another time."""
+    timestamp = (dt.datetime.now(dt.UTC) + dt.timedelta(seconds=off_s)).isoformat()
+    signature = sign_message(bytes_to_private_key(key_pem or device.key[0]), timestamp.encode())
+    return {
+        **key_header(device.public),
+        superlink_module.TIMESTAMP_HEADER: timestamp,
+        superlink_module.FLEET_HTTP_SIGNATURE_HEADER: base64.b64encode(signature).decode(),
+    }
+
+
+def test_a_body_over_the_cap_is_refused_before_it_is_read(site):
+    device = site.device()
+    for name, limit in (("push-messages", MAX_REQUEST_BYTES), ("push-object", MAX_PUSH_OBJECT_BYTES)):
+        headers = {"content-length": str(limit + 1), **signed(device)}
+        assert site.request(f"/v1/fleet/{name}", headers=headers)[0] == 413
+
+
+def test_a_known_key_without_its_signature_is_refused(site):
+    device = site.device()
+    headers = {"content-length": "0", **key_header(device.public)}
+    assert site.request("/v1/fleet/pull-messages", headers=headers)[0] == 401
+
+
+def test_a_known_key_with_a_bad_signature_is_refused_unread_and_is_no_sign_of_life(site):
+    device = site.device()
+    contacts, counted = list(site.contacts), site.superlink.api.byte_counters.pop_reply_bytes(device.id, "")
+    good = signed(device)
+    bad = [
+        key_header(device.public),
+        signed(device, key_pem=new_key()[0]),
+        signed(device, off_s=-3600.0),
+        signed(device, off_s=3600.0),
+        {**good, superlink_module.TIMESTAMP_HEADER: "noon"},
+        {**good, superlink_module.TIMESTAMP_HEADER: "2026-01-01T00:00:00"},
+        {**good, superlink_module.FLEET_HTTP_SIGNATURE_HEADER: "?"},
+    ]
+    for headers in bad:  # the promised body never comes: an answer shows that nobody waited for it
+        assert site.request("/v1/fleet/pull-messages", headers={"content-length": "9000000", **headers})[0] == 401
+    assert site.contacts == contacts
+    assert any(counted)
+    assert site.superlink.api.byte_counters.pop_reply_bytes(device.id, "") == (0, 0)
+
+
+def asked(device):
+    """A request as it stands when its headers have come."""
+    headers = [(name.lower().encode(), value.encode()) for name, value in signed(device).items()]
+    return Request({"type": "http", "method": "POST", "path": "/v1/fleet/", "headers": headers})
+
+
+def pull_of(node_id):
+    return PullMessagesRequest(node=Node(node_id=node_id)).SerializeToString()
+
+
+def test_a_body_that_takes_longer_than_a_signature_counts_is_taken_all_the_same(site, monkeypatch):
+    device, calls = site.device(), site.superlink.api._servicer
+    request, body = asked(device), pull_of(device.id)
+    assert calls.authenticate(request) == device.id
+
+    in_ten_minutes = dt.datetime.now(dt.UTC) + dt.timedelta(minutes=10)
+    for module in (superlink_module, node_auth):
+        monkeypatch.setattr(module, "now", lambda: in_ten_minutes)
+
+    assert calls.handle(request, "pull-messages", body).status == 200
+    assert calls.authenticate(request) is None
+
+
+def test_a_device_that_is_removed_while_its_body_comes_is_refused(site):
+    device, calls = site.device(), site.superlink.api._servicer
+    request, body = asked(device), pull_of(device.id)
+    assert calls.authenticate(request) == device.id
+
+    site.superlink.remove(device.id)
+
+    assert calls.handle(request, "pull-messages", body).status == 401
+
+
+def test_what_is_asked_in_the_name_of_another_device_is_refused(site):
+    device, other, calls = site.device(), site.device(), site.superlink.api._servicer
+    other_key = ActivateNodeRequest(public_key=other.public, heartbeat_interval=60).SerializeToString()
+    own_key = ActivateNodeRequest(public_key=device.public, heartbeat_interval=60).SerializeToString()
+    for name, body, status in (
+        ("pull-messages", pull_of(other.id), 401),
+        ("pull-messages", pull_of(device.id), 200),
+        ("deactivate-node", DeactivateNodeRequest(node_id=other.id).SerializeToString(), 401),
+        ("activate-node", other_key, 401),
+        ("activate-node", own_key, 200),
+    ):
+        assert calls.handle(asked(device), name, body).status == status, name
+
+
+def test_a_reply_that_declares_more_than_one_body_may_have_is_refused(site, run):
+    device = site.device()
+    sent = send(run, device, bytes(INLINE_BODY_BYTES + 1))
+    instruction = device.supernode.pull()
+    client = device.supernode._client
+    push_messages = client.PushMessages
+    many = [ObjectTree(object_id=f"{number:064x}") for number in range(MAX_BODY_BYTES // CHUNK_BYTES)]
+    deep = ObjectTree(object_id="a" * 64, children=[ObjectTree(object_id="b" * 64)])
+
+    for children in (many, [deep]):
+
+        def greedy(request, children=children):
+            request.message_object_trees[0].children.extend(children)
+            return push_messages(request)
+
+        client.PushMessages = greedy
+        with pytest.raises(ReplyRejectedError):
+            device.supernode.push(device.supernode.run_app(instruction))
+        assert (site.leftovers()["replies"], site.leftovers()["sessions"]) == (0, 0)
+    run.cancel(sent)
+
+
+def test_a_piece_larger_than_a_chunk_is_refused(site, run):
+    device = site.device()
+    sent = send(run, device, bytes(INLINE_BODY_BYTES + 1))
+    instruction = device.supernode.pull()
+    client = device.supernode._client
+    push_object = client.PushObject
+
+    def swollen(request):
+        request.object_content = bytes(MAX_OBJECT_BYTES + 1)
+        return push_object(request)
+
+    client.PushObject = swollen
+    with pytest.raises(ReplyRejectedError):
+        device.supernode.push(device.supernode.run_app(instruction))
+    assert site.replies.empty()
+    run.cancel(sent)
+
+
+def test_nothing_else_of_flower_can_be_reached(site):
+    device = site.device()
+    headers = {"content-length": "0", **signed(device)}
+    for path in ("/v1/fleet/register-node", "/v1/fleet/unregister-node", "/v1/fleet/", "/v1/fleet/nonsense"):
+        assert site.request(path, headers=headers)[0] == 404
+        assert site.request(path, headers={"content-length": "0"})[0] == 401
+    for path in ("/v1/control/list-runs", "/v1/control/start-run", "/v1/runtime/pull", "/docs", "/openapi.json"):
+        for method in ("GET", "POST"):
+            assert site.request(path, headers={"content-length": "0"}, method=method)[0] == 404
+
+
+@pytest.mark.parametrize("off_s", [TWO_DAYS_S, -TWO_DAYS_S])
+def test_a_clock_that_is_days_off_is_refused_raw_and_served_corrected(site, run, off_s):
+    def raw():
+        return time.time() + off_s
+
+    key = new_key()
+    with pytest.raises(UnauthorisedError):
+        site.device(clock=raw, key=key)
+    device = site.device(clock=lambda: raw() - off_s, key=key)
+    send(run, device)
+    work(device)
+    assert site.reply().body == b"model"
+
+
+def test_a_board_that_comes_back_at_once_is_let_in(site, run):
+    device = site.device()
+    device.supernode.connect(site.address)
+    send(run, device)
+    work(device)
+    site.reply()
+
+
+def test_a_removed_device_is_refused_and_may_come_back_under_a_new_number(site):
+    device = site.device()
+    site.state.remove_node(device.id)
+    with pytest.raises(UnauthorisedError):
+        device.supernode.pull()
+    again = site.device(key=device.key)
+    assert again.supernode.pull() is None
+    assert again.id != device.id
+
+
+def test_the_same_key_keeps_its_number(site):
+    device = site.device()
+    assert site.superlink.register(device.public, "pi") == device.id
+
+
+def test_nothing_expires_while_the_clock_jumps(site, run):
+    device = site.device()
+    for record in site.state.task_token_store.values():
+        record.active_until = record.active_until.replace(year=2020)
+    for node in site.state.nodes.values():
+        node.online_until = 0.0
+    send(run, device)
+    work(device)
+    assert site.reply().body == b"model"
+
+
+def test_every_request_of_a_known_device_is_a_sign_of_life(site):
+    device = site.device()
+    before = len(site.contacts)
+    device.supernode.pull()
+    assert site.contacts[before:] == [device.id]
+
+
+def test_a_closed_run_leaves_nothing_and_refuses_what_still_comes(site):
+    run, device = site.superlink.open_run(), site.device()
+    send(run, device, bytes(INLINE_BODY_BYTES + 1))
+    send(run, device, bytes(INLINE_BODY_BYTES + 2))
+    instruction = device.supernode.pull()
+    run.close()
+    assert site.leftovers() == NOTHING
+    with pytest.raises(ReplyRejectedError):
+        device.supernode.push(device.supernode.run_app(instruction))
+    assert device.supernode.pull() is None
+    with pytest.raises(NetworkError, match="refused an instruction"):
+        send(run, device)
+    assert site.leftovers() == NOTHING
+
+
+def test_an_unknown_node_cannot_be_sent_to(run):
+    with pytest.raises(NetworkError, match="unknown node"):
+        run.send(12345, kind="train", header={}, body=prepare_body(bytes(INLINE_BODY_BYTES + 1)))
+
+
+def test_after_a_restart_a_device_goes_on_under_its_old_number(tmp_path):
+    with contextlib.closing(Site(tmp_path / "coordinator")) as site:
+        run, device = site.superlink.open_run(), site.device()
+        send(run, device)
+        instruction = device.supernode.pull()
+        run.close()
+        device.supernode.close()  # an open connection would hold up the server's end for seconds
+        site.restart()
+        with pytest.raises(NetworkError):  # not known yet: as if it had never joined
+            device.supernode.connect(site.address)
+        site.state.restore_node(device.id, device.public)
+        device.supernode.connect(site.address)
+        with pytest.raises(ReplyRejectedError, match="no such run"):  # and not an error that is tried again for ever
+            device.supernode.push(device.supernode.run_app(instruction))
+        with contextlib.closing(site.superlink.open_run()) as run:
+            send(run, device)
+            work(device)
+            assert site.reply().node_id == device.id
+        assert site.leftovers() == NOTHING
+
+
+def test_flower_is_the_version_that_these_tests_are_about():
+    assert flwr.__version__.startswith("1.41.")
+
+
+OVERRIDDEN = (
+    "store_message_ins",
+    "get_message_ins",
+    "delete_messages",
+    "store_message_and_object_tree",
+    "store_object",
+    "activate_node",
+    "get_run_status",
+    "_cleanup_expired_task_tokens_locked",
+)
+USED = (
+    "create_node",
+    "get_node_id_by_public_key",
+    "deactivate_node",
+    "delete_sessions_in_run",
+    "create_run",
+    "get_run_info",
+    "claim_task",
+    "activate_task",
+    "finish_task",
+    "cleanup_run",
+    "_check_stored_messages",
+    "_cleanup_push_session",
+)
+ATTRIBUTES = (
+    "lock",
+    "nodes",
+    "node_public_key_to_node_id",
+    "owner_to_node_ids",
+    "message_ins_store",
+    "message_res_store",
+    "message_ins_id_to_message_res_id",
+    "object_store",
+    "_object_push_sessions",
+    "_lock_object_push_sessions",
+)
+
+
+def test_flowers_private_names_that_we_use_are_still_there():
+    state = SuperLink(on_reply=print, observer=NotedCalls()).state
+    missing = [name for name in (*OVERRIDDEN, *USED) if not callable(getattr(InMemoryLinkState, name, None))]
+    missing += [name for name in ATTRIBUTES if not hasattr(state, name)]
+    rpcs = ("ActivateNode", "PullMessages", "PullObject", "PushMessages", "PushObject")
+    missing += [name for name in rpcs if not callable(getattr(FleetHttpClient, name, None))]
+    assert missing == []
+
+
+@pytest.mark.parametrize("name", OVERRIDDEN)
+def test_what_we_override_is_called_as_flower_calls_it(name):
+    ours, theirs = (inspect.signature(getattr(cls, name)) for cls in (NotifyingLinkState, InMemoryLinkState))
+    assert list(ours.parameters) == list(theirs.parameters)
+
+
+def test_every_request_that_we_serve_has_a_type():
+    paths = {path for method, path in PROTOBUF_REQUEST_TYPES if method == "POST"}
+    assert {f"/v1/fleet/{name}" for name in superlink_module._HANDLERS} <= paths
+
+
+def test_a_torn_connection_does_not_disturb_the_others(site, run):
+    device = site.device()
+    for payload in (b"", b"POST /v1/fleet/pull-messages HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\nhalf"):
+        plain = socket.create_connection(("127.0.0.1", site.port), timeout=5)
+        with contextlib.closing(site.trust.wrap_socket(plain, server_hostname="127.0.0.1")) as line:
+            line.sendall(payload)
+    send(run, device)
+    work(device)
+    assert site.reply().body == b"model"
+
+
+def test_a_process_says_who_it_is_and_repeats_the_stamp_that_it_was_given(site):
+    site.watcher.calls.clear()
+    device = site.device(instance="boot-a")
+    device.supernode.pull()
+    site.watcher.now = "life.2"
+    device.supernode.pull()
+    device.supernode.connect(site.address)
+    assert site.watcher.calls == [(device.id, "boot-a", stamp) for stamp in ("", "life.1", "life.1", "life.2")]
+
+
+def test_a_copy_is_refused_with_every_request_and_is_no_sign_of_life(site):
+    original = site.device(instance="boot-a")
+    copy = site.node(key=original.key, register=False, instance="boot-b")
+    site.watcher.refused["boot-b"] = "another one was here before"
+    before = len(site.contacts)
+    with pytest.raises(ClonedError, match="a copy: another one was here before"):
+        copy.supernode.connect(site.address)
+    with pytest.raises(ClonedError):
+        copy.supernode.pull()
+    assert len(site.contacts) == before
+    assert original.supernode.pull() is None

@@ -1,0 +1,427 @@
+"""A run that is interrupted anywhere: what is written down then, and that it goes on to the same model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faulty_fleet import TASK, FaultyFleet, first_model
+from live_faulty_fleet import LiveFaultyFleet
+from synced_wal import SyncedWal
+
+from edgefl.coordinator.directory import CoordinatorDirectory
+from edgefl.coordinator.execution.live_fleet import InterruptedRunError
+from edgefl.coordinator.execution.replay import RunClock
+from edgefl.coordinator.runs.checkpointing import Checkpointer
+from edgefl.coordinator.runs.executor import RunExecutor
+from edgefl.coordinator.runs.history_recorder import HistoryRecorder
+from edgefl.coordinator.runs.history_writer import HistoryWriter
+from edgefl.coordinator.runs.model_retention import ModelRetention
+from edgefl.coordinator.runs.recovery import RunStart, can_auto_finish, restore_exactly, restore_from_checkpoint
+from edgefl.coordinator.runs.run_snapshot import NEW_INCARNATION_FILE
+from edgefl.core.config import ModelsSection
+from edgefl.core.errors import StrategyError
+from edgefl.core.types import (
+    Event,
+    FinishEarlyInstruction,
+    Instruction,
+    ModelProvider,
+    Strategy,
+    Tensors,
+    TrainInstruction,
+)
+from edgefl.engine.round_loop import EvaluationRule
+from edgefl.engine.stopping import RoundCounter, StoppingCriteria
+from edgefl.storage.checkpoints import list_checkpoints
+from edgefl.storage.journal.wal_journal import WalJournal
+from edgefl.storage.queries.history import read_history
+from edgefl.storage.repositories.records import RunStatus
+from edgefl.storage.rollback import RUN_RESUMED
+from edgefl.storage.state_serialisation import count_encoded_updates, decode_tensors, encode_model
+from edgefl.storage.store import Store
+from edgefl.strategies.evaluation import EvaluationSchedule
+from edgefl.strategies.participation import MAX_NORMS, RunParticipationPolicy
+from edgefl.strategies.registry import make_strategy
+from edgefl.strategies.synchronous.strategy import RoundRules
+
+ROUNDS = 3
+
+
+class Killed(BaseException):
+    """Nothing that is written down: the process has ended."""
+
+
+def raises(error: type[BaseException]) -> Any:
+    def step(*_args: Any, **_options: Any) -> None:
+        raise error
+
+    return step
+
+
+class StillClock(RunClock):
+    """Shows the fleet's time, which is no time of this machine."""
+
+    def start(self) -> None:
+        self.set_time(0.0, 100.0)
+
+
+class Boards(LiveFaultyFleet):
+    """The faulty fleet; its coordinator is stopped, or dies, when it waits for the so-manyth time."""
+
+    def __init__(self, fleet: FaultyFleet, *, stops_at: int | None = None, dies: bool = False) -> None:
+        super().__init__(fleet)
+        self.waits, self.stops_at, self.dies = 0, stops_at, dies
+        self.given: list[str] = []
+        self.asked: list[str] = []
+
+    def dispatch(self, orders: Sequence[Instruction], source: ModelProvider) -> None:
+        self.given += [order.assignment_id for order in orders if not isinstance(order, FinishEarlyInstruction)]
+        self.asked += [order.device_id for order in orders if isinstance(order, TrainInstruction)]
+        super().dispatch(orders, source)
+
+    def wait(self, until_s: float) -> Sequence[Event]:
+        self.waits += 1
+        if self.waits == self.stops_at:
+            raise Killed if self.dies else InterruptedRunError("the coordinator was stopped")
+        events = super().wait(until_s)
+        self.fleet.journal.record_events(events)  # whose checks want to know
+        return events
+
+
+@dataclass(kw_only=True)
+class Made:
+    strategy: Strategy[Any] = field(
+        default_factory=lambda: make_strategy("fedavg", {}, RoundRules(task=TASK, deadline_s=4.0, seed=1))
+    )
+    model: Tensors = field(default_factory=lambda: first_model(1))
+    goal: StoppingCriteria = field(default_factory=lambda: StoppingCriteria(rounds=ROUNDS))
+    evaluate: EvaluationRule = field(default_factory=EvaluationSchedule)
+    rounds: RoundCounter = field(default_factory=RoundCounter)
+    policy: RunParticipationPolicy = field(default_factory=RunParticipationPolicy)
+
+
+class Site:
+    """A run's files and rows; every `drive` is what one coordinator does."""
+
+    def __init__(self, root: Path, store: Store) -> None:
+        self.directory, self.store = CoordinatorDirectory(root=root, fleet="lab", hosts=()), store
+        store.add_run(run_id="r", name="n", task=TASK, strategy="fedavg", config={}, seed=1, submitted_at=1.0)
+        store.set_run_status("r", RunStatus.RUNNING, at=2.0)
+
+    @property
+    def num_checkpoints(self) -> int:
+        return len(list_checkpoints(self.directory.runs / "r" / "checkpoints"))
+
+    def begin_life(self, at: float) -> None:
+        """As a run that came out of a backup does."""
+        (self.directory.runs / "r" / NEW_INCARNATION_FILE).touch()
+        self.store.requeue_run("r")
+        self.store.record_event(RUN_RESUMED, "", at=at, run_id="r")
+
+    def before(self) -> RunStart:
+        """What the next coordinator would begin with."""
+        with WalJournal(self.directory.runs / "r" / "journal", decode_tensors) as wal:
+            arguments = self.store.get_run("r"), Made(), self.directory, self.store, wal
+            return restore_exactly(*arguments) or restore_from_checkpoint(*arguments)
+
+    def drive(self, boards: Boards, goal: StoppingCriteria | None = None) -> tuple[Any, bool]:
+        """The state that a coordinator comes to, and whether that is the run's end."""
+        made, ledger = Made() if goal is None else Made(goal=goal), HistoryWriter(self.store, "r")
+        with WalJournal(self.directory.runs / "r" / "journal", decode_tensors) as wal:
+            arguments = self.store.get_run("r"), made, self.directory, self.store, wal
+            before = restore_exactly(*arguments) or restore_from_checkpoint(*arguments)
+            models = ModelRetention(self.directory.models, self.store, "r", ModelsSection())
+            driver = RunExecutor(
+                components=made,
+                start=before,
+                wal=wal,
+                history=ledger,
+                checkpointer=Checkpointer(self.directory, "r", wal=wal, history=ledger),
+                model_retention=models,
+                live_fleet=boards,  # type: ignore[arg-type] # its view is one of the faulty fleet
+                clock=StillClock(),
+                has_new_ids=bool(self.store.get_run("r").resumes),
+            )
+            try:
+                state, _ = driver.run()
+            except InterruptedRunError:
+                assert driver._last_turn is not None
+                return driver._last_turn[0], False
+            finally:
+                models.close()
+            driver.finish(state)
+            driver.recorder.finish()
+        return state, True
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> Iterator[list[Site]]:
+    with Store.open(tmp_path / "a.db") as first, Store.open(tmp_path / "b.db") as second:
+        yield [Site(tmp_path / "a", first), Site(tmp_path / "b", second)]
+
+
+def digest(state: Any) -> str:
+    return hashlib.sha256(encode_model(state.model)).hexdigest()
+
+
+def decoded(state: Any) -> list[Any]:
+    """Updates that wait for their turn and are in memory as tensors."""
+    waiting = [update.tensors for opened in state.open for update in opened.fold.waiting.values()]
+    return [tensors for tensors in waiting if tensors._loaded is not None]
+
+
+@pytest.mark.parametrize("stops_at", range(2, 14, 2))
+def test_a_run_that_is_stopped_in_mid_round_decodes_no_update_and_goes_on_to_the_same_model(
+    stores: list[Site], stops_at: int
+) -> None:
+    whole, stopped = stores
+    expected, is_over = whole.drive(Boards(FaultyFleet(1)))
+    assert is_over
+
+    fleet = FaultyFleet(1)
+    state, is_over = stopped.drive(boards := Boards(fleet, stops_at=stops_at))
+    assert not is_over
+    assert decoded(state) == []
+    assert stopped.num_checkpoints == (count_encoded_updates(state) == 0), (
+        "what waits is in the journal, and nowhere else"
+    )
+
+    boards.stops_at = None
+    state, is_over = stopped.drive(boards)
+    assert is_over
+    assert digest(state) == digest(expected)
+    names = ("assignment_id", "outcome", "applied_version")
+    rows = [
+        [[row[name] for name in names] for row in read_history(site.store, "updates", run="r")] for site in stores
+    ]
+    assert sorted(rows[0]) == sorted(rows[1])
+
+
+@pytest.mark.parametrize("step", [(ModelRetention, "finish"), (HistoryRecorder, "finish")])
+def test_a_coordinator_that_dies_while_it_writes_down_the_end_of_a_run_is_followed_by_one_that_ends_it(
+    stores: list[Site], step: tuple[type, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, killed = stores
+    expected, _ = whole.drive(Boards(FaultyFleet(1)))
+    with monkeypatch.context() as patched:
+        patched.setattr(*step, raises(Killed))
+        with pytest.raises(Killed):
+            killed.drive(boards := Boards(FaultyFleet(1)))
+    assert can_auto_finish(killed.store.get_run("r"), killed.directory)
+    killed.store.requeue_run("r")
+    state, is_over = killed.drive(boards)
+    assert (digest(state), is_over) == (digest(expected), True)
+    for kind, name in (("rounds", "round"), ("updates", "assignment_id")):
+        rows = [sorted(row[name] for row in read_history(site.store, kind, run="r")) for site in stores]
+        assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize("step", [(ModelRetention, "finish"), (HistoryRecorder, "finish")])
+def test_the_last_round_of_an_asynchronous_run_ends_with_it_whoever_writes_that_down(
+    stores: list[Site], step: tuple[type, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = Made
+
+    def asynchronous(goal: StoppingCriteria) -> Made:
+        strategy = make_strategy("fedasync", {}, RoundRules(task=TASK, deadline_s=4.0, seed=1))
+        return make(strategy=strategy, rounds=RoundCounter(versions_per_round=4), goal=goal)
+
+    monkeypatch.setitem(globals(), "Made", asynchronous)
+    whole, killed = stores
+    goal, boards = StoppingCriteria(updates=10), Boards(FaultyFleet(1, faults={}))
+    state, _ = whole.drive(Boards(FaultyFleet(1, faults={})), goal)
+    assert state.version % 4, "the last round is not whole"
+    with monkeypatch.context() as patched:
+        patched.setattr(*step, raises(Killed))
+        with pytest.raises(Killed):
+            killed.drive(boards, goal)
+    killed.store.requeue_run("r")
+    assert killed.drive(boards, goal)[1]
+    names = ("round", "version", "num_updates")
+    rows = [[[row[name] for name in names] for row in read_history(site.store, "rounds", run="r")] for site in stores]
+    assert rows[0] == rows[1]
+    assert rows[0][-1][1] == state.version
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["after its end", "from a checkpoint"])
+def test_who_was_flagged_is_asked_no_more_in_a_later_life_and_usual_norms_are_known(
+    stores: list[Site], ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgefl.coordinator.runs.checkpointing.CHECKPOINT_EVERY_VERSIONS", 1)
+    monkeypatch.setattr("edgefl.coordinator.runs.checkpointing.MIN_CHECKPOINT_INTERVAL_S", 0.0)
+    site, boards = stores[0], Boards(FaultyFleet(1, faults={"h": "diverges"}), stops_at=None if ends else 40)
+    assert site.drive(boards, StoppingCriteria(rounds=6 if ends else 60))[1] == ends
+    assert boards.asked.count("h") == 3
+    site.begin_life(at=1e12)
+    before = site.before()
+    assert (before.is_exact, before.guard_snapshot.flagged) == (False, {"h"})
+    assert len(before.guard_snapshot.norms) == MAX_NORMS
+    again = Boards(FaultyFleet(2, faults={"h": "diverges"}))  # which would refuse an id that it has had
+    again.fleet.journal.arrived |= boards.fleet.journal.arrived
+    assert site.drive(again, StoppingCriteria(rounds=70))[1]
+    assert again.asked
+    assert "h" not in again.asked
+
+
+class Alone:
+    """A strategy whose devices go on without a coordinator."""
+
+    goes_on_alone = True
+
+    def __init__(self, inner: Strategy[Any]) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def test_who_was_flagged_is_known_after_a_kill_in_a_run_whose_devices_go_on_alone(
+    stores: list[Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgefl.coordinator.runs.checkpointing.CHECKPOINT_EVERY_VERSIONS", 1)
+    monkeypatch.setattr("edgefl.coordinator.runs.checkpointing.MIN_CHECKPOINT_INTERVAL_S", 0.0)
+    make = Made
+    monkeypatch.setitem(globals(), "Made", lambda **given: make(strategy=Alone(make().strategy), **given))
+    boards = Boards(FaultyFleet(1, faults={"h": "diverges"}), stops_at=40, dies=True)
+    with pytest.raises(Killed):
+        stores[0].drive(boards, StoppingCriteria(rounds=60))
+    before = stores[0].before()
+    assert (before.is_resumed, before.guard_snapshot.flagged) == (True, {"h"})
+
+
+@pytest.mark.parametrize("dies_at", [1, 3, 14])
+def test_what_was_given_keeps_the_life_that_gave_it_whatever_rows_and_clocks_say(
+    stores: list[Site], dies_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgefl.coordinator.runs.checkpointing.CHECKPOINT_EVERY_VERSIONS", 1)
+    monkeypatch.setattr("edgefl.coordinator.runs.checkpointing.MIN_CHECKPOINT_INTERVAL_S", 0.0)
+    site = stores[0]
+    site.drive(Boards(FaultyFleet(1, faults={}), stops_at=2))
+    site.begin_life(at=1e12)  # the clock is set right a moment later, and goes back
+    boards = Boards(FaultyFleet(1, faults={}), stops_at=dies_at, dies=True)
+    with pytest.raises(Killed):
+        site.drive(boards)
+
+    known = {row["assignment_id"] for row in read_history(site.store, "updates", run="r")}
+    assert not set(boards.given) <= known, "rows of the newest orders are in no store yet"
+    lives = site.before().incarnations
+    assert [lives.get_wire_id(name) for name in boards.given] == [f"r/1/{name}" for name in boards.given]
+    assert lives.assign_wire_id("new") == "r/1/new"
+
+
+def test_a_further_life_knows_the_lives_before_it_by_the_checkpoint(
+    stores: list[Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgefl.coordinator.runs.checkpointing.CHECKPOINT_EVERY_VERSIONS", 1)
+    monkeypatch.setattr("edgefl.coordinator.runs.checkpointing.MIN_CHECKPOINT_INTERVAL_S", 0.0)
+    site = stores[0]
+    site.drive(Boards(FaultyFleet(1, faults={}), stops_at=2))
+    site.begin_life(at=1e12)
+    boards = Boards(FaultyFleet(1, faults={}), stops_at=14, dies=True)
+    with pytest.raises(Killed):
+        site.drive(boards)
+    site.begin_life(at=2e12)
+    lives = site.before().incarnations
+    assert lives.get_wire_id(boards.given[0]) == f"r/1/{boards.given[0]}"
+    assert lives.assign_wire_id(boards.given[0]) == f"r/2/{boards.given[0]}"
+
+
+def test_a_run_that_came_to_its_end_knows_its_lives_whatever_clocks_say(stores: list[Site]) -> None:
+    site, boards = stores[0], Boards(FaultyFleet(1, faults={}))
+    assert site.drive(boards)[1]
+    site.begin_life(at=1.0)
+    lives = site.before().incarnations
+    assert [lives.get_wire_id(name) for name in boards.given] == [f"r/{name}" for name in boards.given]
+
+    boards.given.clear()
+    assert site.drive(boards, StoppingCriteria(rounds=2 * ROUNDS))[1]
+    site.begin_life(at=1e12)
+    lives = site.before().incarnations
+    assert lives.assign_wire_id("new") == "r/2/new"
+    assert boards.given
+    assert [lives.get_wire_id(name) for name in boards.given] == [f"r/1/{name}" for name in boards.given]
+
+
+def test_a_run_that_goes_on_where_it_was_stays_in_its_life_however_often_it_was_taken_up(stores: list[Site]) -> None:
+    site, boards = stores[0], Boards(FaultyFleet(1, faults={}), stops_at=2)
+    site.drive(boards)
+    boards.stops_at, boards.dies = 6, True
+    with pytest.raises(Killed):
+        site.drive(boards)
+    site.store.requeue_run("r")  # it was stopped while it waited in the queue
+    site.store.record_event(RUN_RESUMED, "", at=1.0, run_id="r")
+    before = site.before()
+    assert before.is_exact
+    assert [before.incarnations.get_wire_id(name) for name in boards.given] == [f"r/{name}" for name in boards.given]
+    assert before.incarnations.assign_wire_id("new") == "r/new"
+
+
+class Unsavable:
+    """A strategy that is like another one, but for its state from a version on."""
+
+    name = "mine:Median"
+
+    def __init__(self, inner: Strategy[Any], since: int) -> None:
+        self.inner, self.since = inner, since
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def aggregate(self, state: Any) -> Any:
+        state = self.inner.aggregate(state)
+        if self.inner.version(state) >= self.since:
+            state.used = (*state.used, print)
+        return state
+
+    def used(self, state: Any) -> Any:
+        return tuple(name for name in self.inner.used(state) if name is not print)
+
+
+@pytest.mark.parametrize("since", [2, ROUNDS], ids=["while it goes on", "when it is over"])
+def test_a_state_that_cannot_be_saved_is_the_strategys_fault_and_costs_no_history(
+    stores: list[Site], since: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if since < ROUNDS:
+        monkeypatch.setattr("edgefl.coordinator.runs.checkpointing.CHECKPOINT_EVERY_VERSIONS", 1)
+        monkeypatch.setattr("edgefl.coordinator.runs.checkpointing.MIN_CHECKPOINT_INTERVAL_S", 0.0)
+    make = Made
+    monkeypatch.setitem(globals(), "Made", lambda: make(strategy=Unsavable(make().strategy, since)))
+    told = (
+        rf"^strategy mine:Median: assign, receive or aggregate made a state of version {since} that cannot be saved: "
+    )
+    with pytest.raises(StrategyError, match=told + r"cannot save .*used\["):
+        stores[0].drive(Boards(FaultyFleet(1)))
+    closed = [
+        row["round"] for row in read_history(stores[0].store, "rounds", run="r") if row["closed_at"] is not None
+    ]
+    assert len(closed) == since
+
+
+def test_updates_wait_in_some_of_these_places(stores: list[Site]) -> None:
+    state, _ = stores[0].drive(Boards(FaultyFleet(1), stops_at=8))
+    assert count_encoded_updates(state) > 1
+
+
+@pytest.mark.parametrize("stops_at", range(6, 16))
+def test_after_a_power_cut_the_history_has_all_that_the_checkpoint_knows(
+    stores: list[Site], stops_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgefl.coordinator.runs.checkpointing.CHECKPOINT_EVERY_VERSIONS", 1)
+    monkeypatch.setattr("edgefl.coordinator.runs.checkpointing.MIN_CHECKPOINT_INTERVAL_S", 0.0)
+    whole, cut = stores
+    expected, _ = whole.drive(Boards(FaultyFleet(1)))
+
+    synced = SyncedWal(cut.store, monkeypatch)
+    _, is_over = cut.drive(boards := Boards(FaultyFleet(1), stops_at=stops_at))
+    assert not is_over
+    boards.stops_at = None
+    with Store.open(synced.cut(tmp_path / "cut.db")) as cut.store:
+        state, is_over = cut.drive(boards)
+        assert (digest(state), is_over) == (digest(expected), True)
+        rows = [read_history(site.store, "updates", run="r") for site in stores]
+    known = [sorted((row["assignment_id"], row["outcome"], row["applied_version"]) for row in each) for each in rows]
+    assert known[0] == known[1]

@@ -1,0 +1,606 @@
+"""The run worker, over a real store: what must not wait for it, and what it takes up again."""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+import threading
+import time
+import weakref
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from noted_calls import NotedCalls
+from small_fleet import add_run, eventually
+
+from edgefl.coordinator.directory import CoordinatorDirectory
+from edgefl.coordinator.execution.fleet_state import FleetState
+from edgefl.coordinator.fleet.presence import PresenceTracker
+from edgefl.coordinator.fleet.registry import DeviceRegistry
+from edgefl.coordinator.flower.superlink import SuperLink
+from edgefl.coordinator.runs import storage_backoff
+from edgefl.coordinator.runs.recovery import MAX_CRASHES
+from edgefl.coordinator.runs.run_snapshot import GuardSnapshot
+from edgefl.coordinator.runs.scheduler import COORDINATOR_STOPPED, RunContext, RunScheduler, _CurrentRun
+from edgefl.coordinator.runs.slow_call_watchdog import STOP_TIMEOUT_S, SlowCallWatchdog, format_running_call
+from edgefl.core.config import parse_run
+from edgefl.core.errors import JournalError, StoreBusyError, StoreFullError, StoreTooNewError, UsageError
+from edgefl.core.types import Decision, DeviceInfo, Progress, Update, UpdateMetrics
+from edgefl.engine.build import build_run
+from edgefl.engine.stopping import PriorProgress
+from edgefl.storage.checkpoints import save_state
+from edgefl.storage.journal.file_format import HEADER_BYTES, encode_record_header, list_journal_files
+from edgefl.storage.journal.record_encoding import CheckpointMark, TurnStarted
+from edgefl.storage.journal.wal_journal import WalJournal
+from edgefl.storage.queries.history import read_history
+from edgefl.storage.repositories.records import RunRecord, RunStatus
+from edgefl.storage.store import Store
+
+
+class Bell:
+    def notify(self, device_id: str) -> None: ...
+
+    def send_command(self, device_id: str, command: Any) -> None: ...
+
+
+def never_assembled(_config: Any, _run_id: str) -> Any:
+    raise NotImplementedError
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store.open(tmp_path / "edgefl.db") as opened:
+        yield opened
+
+
+with_parts = pytest.mark.parametrize("worker", [build_run], indirect=True)
+"""For tests that drive a run; the others assemble nothing."""
+
+
+@pytest.fixture
+def worker(request: pytest.FixtureRequest, store: Store, tmp_path: Path) -> RunScheduler:
+    site = RunContext(
+        directory=CoordinatorDirectory(root=tmp_path, fleet="lab", hosts=()),
+        store=store,
+        roster=DeviceRegistry(PresenceTracker(), time.monotonic),
+        superlink=SuperLink(on_reply=lambda _: None, observer=NotedCalls()),
+        notifier=Bell(),
+        build_run=request.param if hasattr(request, "param") else never_assembled,
+    )
+    return RunScheduler(site, on_fatal=lambda _: None)
+
+
+def test_what_devices_send_is_passed_on_while_a_stop_waits_for_the_store(store: Store, worker: RunScheduler) -> None:
+    add_run(store)
+    passed = threading.Event()
+
+    def pass_on() -> None:
+        worker.post(Progress(device_id="a", assignment_id="x", iteration=1, seconds_per_iteration=1.0, age_s=0.0))
+        assert not worker.is_active("r")
+        assert not worker.is_blocked("r", "a")
+        worker.flush()
+        passed.set()
+
+    with store.batch():
+        stopping = threading.Thread(target=worker.stop_run, args=("r", "because"))
+        stopping.start()
+        eventually(worker._lock.locked)
+        threading.Thread(target=pass_on, daemon=True).start()
+        assert passed.wait(60)
+    stopping.join(60)
+    assert store.get_run("r").status is RunStatus.STOPPED
+
+
+CONFIG = {"run": {"task": "digits", "rounds": 3}}
+RUN = parse_run(CONFIG).to_json()
+TURN = TurnStarted(now_s=1.0, at=100.0, devices={"pi-1": DeviceInfo(device_id="pi-1", tasks=("digits",))})
+
+
+def has_fleet(worker: RunScheduler) -> bool:
+    """Whether a run is being driven."""
+    return worker._current is not None and worker._current.fleet is not None
+
+
+def left_behind(
+    worker: RunScheduler,
+    status: RunStatus,
+    *entries: TurnStarted,
+    reason: str | None = None,
+    strategy: str = "fedavg",
+) -> str:
+    """A run as an earlier coordinator left it, with what its journal has."""
+    config = parse_run({**CONFIG, "strategy": {"name": strategy}}).to_json()
+    store, directory = worker._context.store, worker._context.directory
+    run_id = f"r{len(store.list_runs())}"
+    add_run(store, run_id, config=config)
+    store.set_run_status(run_id, status, at=2.0, reason=reason)
+    with WalJournal(directory.runs / run_id / "journal", lambda _: {}) as wal:
+        for entry in entries:
+            wal.record_turn(entry)
+    return run_id
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "turns", "after"),
+    [
+        (RunStatus.RUNNING, None, [TURN], RunStatus.QUEUED),
+        (RunStatus.RUNNING, None, [], RunStatus.INTERRUPTED),
+        (RunStatus.INTERRUPTED, COORDINATOR_STOPPED, [TURN], RunStatus.QUEUED),
+        (RunStatus.INTERRUPTED, "too few devices are ready", [TURN], RunStatus.INTERRUPTED),
+        (RunStatus.STOPPING, "somebody asked", [TURN], RunStatus.STOPPING),
+    ],
+)
+def test_what_ended_with_its_coordinator_goes_on_and_what_ended_otherwise_waits(
+    store: Store,
+    worker: RunScheduler,
+    status: RunStatus,
+    reason: str | None,
+    turns: list[TurnStarted],
+    after: RunStatus,
+) -> None:
+    run_id = left_behind(worker, status, *turns, reason=reason)
+    worker.recover()
+    assert store.get_run(run_id).status is after
+    assert store.get_run(run_id).resumes == 0
+
+
+def test_a_stop_that_meets_the_end_of_its_coordinator_is_brought_to_its_end_by_the_next_one(
+    store: Store, worker: RunScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id = left_behind(worker, RunStatus.RUNNING, TURN)
+    worker._current = _CurrentRun(run_id=run_id)
+    driving = threading.Thread(target=worker._end_run, args=(run_id, RunStatus.INTERRUPTED, COORDINATOR_STOPPED))
+    write = store.set_run_status
+
+    def while_the_driving_ends(run_id: str, status: RunStatus, **more: Any) -> None:
+        write(run_id, status, **more)
+        if status is RunStatus.STOPPING:
+            driving.start()
+            driving.join(0.2)  # waits for the stop; if it need not, it is done by then
+
+    monkeypatch.setattr(store, "set_run_status", while_the_driving_ends)
+    worker.stop_run(run_id, "somebody asked")
+    driving.join()
+    assert (store.get_run(run_id).status, store.get_run(run_id).reason) == (RunStatus.STOPPING, "somebody asked")
+
+
+def test_a_run_that_goes_on_from_its_checkpoint_is_never_found_between_two_lives(
+    store: Store, worker: RunScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id = left_behind(worker, RunStatus.RUNNING, TURN)
+    worker._current = _CurrentRun(run_id=run_id)
+    stop = threading.Thread(target=worker.stop_run, args=(run_id, "somebody asked"))
+    seen: list[RunStatus] = []
+
+    def begin_life(record: RunRecord) -> None:
+        stop.start()
+        stop.join(0.2)
+        with Store.open(worker._context.directory.database) as another:
+            seen.append(another.get_run(run_id).status)
+        begin(record)
+
+    begin = worker._queue_new_incarnation
+    monkeypatch.setattr(worker, "_queue_new_incarnation", begin_life)
+    worker._requeue_from_checkpoint(store.get_run(run_id), JournalError("cut"))
+    stop.join()
+    assert seen == [RunStatus.RUNNING]
+    assert (store.get_run(run_id).status, store.get_run(run_id).resumes) == (RunStatus.STOPPED, 1)
+
+
+def as_a_newer_edgefl_left_it(folder: Path, fate: str) -> dict[Path, bytes]:
+    """Makes a journal, or the only record in it, one of a later format; returns what lies there."""
+    path = list_journal_files(folder / "journal")[0]
+    content = bytearray(path.read_bytes())
+    if fate == "a header":
+        content[8] = 2
+        content[HEADER_BYTES - 4 : HEADER_BYTES] = zlib.crc32(content[: HEADER_BYTES - 4]).to_bytes(4, "little")
+    else:
+        head = encode_record_header(
+            99,  # type: ignore[arg-type]
+            b"", [b"new"], salt=int.from_bytes(content[12:16], "little"), synced=HEADER_BYTES,
+        )  # fmt: skip
+        content[HEADER_BYTES:] = head + b"new"
+    path.write_bytes(content)
+    return {one: one.read_bytes() for one in folder.rglob("*") if one.is_file()}
+
+
+@pytest.mark.parametrize("fate", ["a header", "a record"])
+@with_parts
+def test_a_run_that_a_newer_edgefl_went_on_with_is_left_as_it_is_and_others_go_on(
+    store: Store, worker: RunScheduler, fate: str
+) -> None:
+    fatal: list[Exception] = []
+    worker._on_fatal = fatal.append
+    running, queued, stopping = (
+        left_behind(worker, status, TURN) for status in (RunStatus.RUNNING, RunStatus.QUEUED, RunStatus.STOPPING)
+    )
+    folders = {run_id: worker._context.directory.runs / run_id for run_id in (running, queued, stopping)}
+    before = {run_id: as_a_newer_edgefl_left_it(folder, fate) for run_id, folder in folders.items()}
+    other = left_behind(worker, RunStatus.RUNNING, TURN)
+    worker.recover()
+    worker.start()
+    eventually(lambda: worker.is_active(other))
+    worker.stop()
+    for run_id in (running, queued):
+        ended = store.get_run(run_id)
+        assert ended.status is RunStatus.INTERRUPTED
+        assert re.search(r"this program knows .*: a newer edgefl wrote it; start a newer edgefl", ended.reason or "")
+        with pytest.raises(StoreTooNewError):
+            worker.resume_run(run_id)
+    assert store.get_run(stopping).status is RunStatus.STOPPING
+    for run_id, folder in folders.items():
+        assert {one: one.read_bytes() for one in folder.rglob("*") if one.is_file()} == before[run_id]
+    assert not fatal
+
+
+@with_parts
+def test_a_run_of_which_coordinators_die_without_a_checkpoint_is_not_taken_up_for_ever(
+    store: Store, worker: RunScheduler
+) -> None:
+    run_id = left_behind(worker, RunStatus.RUNNING, TURN)
+
+    def num_lives() -> int:
+        for number in range(2 * MAX_CRASHES):
+            store.set_run_status(run_id, RunStatus.RUNNING, at=3.0)
+            worker.recover()
+            if store.get_run(run_id).status is RunStatus.INTERRUPTED:
+                return number
+            # Stopped in good order, as often as anybody likes.
+            store.set_run_status(run_id, RunStatus.INTERRUPTED, at=3.0, reason=COORDINATOR_STOPPED)
+            worker.recover()
+            assert store.get_run(run_id).status is RunStatus.QUEUED
+        raise AssertionError("it is taken up for ever")
+
+    assert num_lives() == MAX_CRASHES
+    worker.resume_run(run_id)  # somebody who resumes it may lose as many again
+    assert store.get_run(run_id).status is RunStatus.QUEUED
+    assert num_lives() == MAX_CRASHES
+
+
+def test_a_count_of_deaths_begins_anew_with_every_checkpoint_and_not_with_a_version(
+    store: Store, worker: RunScheduler
+) -> None:
+    run_id = left_behind(worker, RunStatus.RUNNING, TURN)
+
+    def status_after_death(number: int) -> RunStatus:
+        store.set_run_status(run_id, RunStatus.RUNNING, at=3.0)
+        store.open_round(run_id, number, started_at=3.0)
+        store.close_round(run_id, number, version=number, closed_at=4.0)
+        worker.recover()
+        return store.get_run(run_id).status
+
+    folder, state = (
+        worker._context.directory.runs / run_id / "checkpoints",
+        PriorProgress(updates=1, bytes=2, seconds=3.0),
+    )
+    for number in range(1, 2 * MAX_CRASHES):
+        save_state(folder, state, number, state)
+        assert status_after_death(number) is RunStatus.QUEUED
+    told = [status_after_death(20 + number) for number in range(MAX_CRASHES)]
+    assert told == [RunStatus.QUEUED] * (MAX_CRASHES - 1) + [RunStatus.INTERRUPTED]
+
+
+def test_a_stop_is_brought_to_its_end_unless_coordinators_die_of_it_again_and_again(
+    store: Store, worker: RunScheduler
+) -> None:
+    run_id = left_behind(worker, RunStatus.STOPPING, TURN, reason="somebody asked")
+    for _ in range(2 * MAX_CRASHES):  # they end in good order
+        worker.recover()
+        assert worker._get_next_run() is not None
+        worker._end_run(run_id, RunStatus.INTERRUPTED, COORDINATOR_STOPPED)
+        assert store.get_run(run_id).status is RunStatus.STOPPING
+    dying = left_behind(worker, RunStatus.STOPPING, TURN, reason="somebody asked")
+    for _ in range(MAX_CRASHES):
+        worker.recover()
+        assert store.get_run(dying).status is RunStatus.STOPPING
+    worker.recover()
+    ended = store.get_run(dying)
+    assert ended.status is RunStatus.STOPPED
+    assert (ended.reason or "").startswith("somebody asked; without its last model, since the coordinator died more")
+
+
+def first_orders(run_id: str) -> Decision:
+    """What the run decides when it sees `TURN`."""
+    made, book = build_run(parse_run(CONFIG), run_id), FleetState()
+    book.start_turn(TURN.now_s)
+    for device_id, info in TURN.devices.items():
+        book.update_device(device_id, info)
+    _, decision = made.strategy.assign(made.strategy.init(made.model), book)
+    assert decision.orders
+    return decision
+
+
+@with_parts
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [("another decision", "the journal has aggregation"), ("an unreadable update", "CodecError"),
+     ("an unreadable standing", "a GuardSnapshot was saved, expected a RunSnapshot")],
+)  # fmt: skip
+def test_a_run_that_its_journal_does_not_lead_back_goes_on_from_its_checkpoint_in_another_life(
+    store: Store, worker: RunScheduler, how: str, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_id = left_behind(worker, RunStatus.RUNNING, TURN)
+    folder = worker._context.directory.runs / run_id
+    with WalJournal(folder / "journal", lambda _: {}) as wal:
+        if how == "another decision":
+            wal.record_aggregation(1, ["nobody-knows"])
+        elif how == "an unreadable update":
+            decision = first_orders(run_id)
+            wal.record_decision(decision)
+            (order,) = decision.orders
+            wal.record_events([Update(
+                assignment_id=order.assignment_id, device_id="pi-1", base_version=0, tensors={},
+                metrics=UpdateMetrics(iterations=1, num_examples=1), body=b"no codec's",
+            )])  # fmt: skip
+        else:
+            made = build_run(parse_run(CONFIG), run_id)
+            saved = save_state(
+                folder / "checkpoints", made.strategy.init(made.model), wal.last_record, GuardSnapshot()
+            )
+            wal.record_checkpoint(CheckpointMark(sha256=saved.sha256, last_record=saved.last_record))
+        wal.record_turn(TURN)
+    worker.recover()
+    worker.start()
+    eventually(lambda: store.get_run(run_id).resumes == 1 and has_fleet(worker))
+    worker.stop()
+    assert (store.get_run(run_id).status, store.get_run(run_id).resumes) == (RunStatus.INTERRUPTED, 1)
+    assert told in caplog.text
+
+
+class Hindered:
+    """Assembles nothing: raises what it is told to, once each."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors, self.num_calls = list(errors), 0
+
+    def __call__(self, _config: Any, _run_id: str) -> Any:
+        self.num_calls += 1
+        raise self.errors.pop(0)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pauses are looked at often."""
+    monkeypatch.setattr(storage_backoff, "FIRST_RETRY_S", 0.02)
+
+
+@pytest.mark.parametrize("error", [StoreFullError("no room in x"), StoreBusyError("x is in use")])
+@pytest.mark.usefixtures("quick")
+def test_a_hindrance_pauses_a_run_until_it_passes_or_the_coordinator_stops_and_ends_nothing(
+    store: Store, worker: RunScheduler, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = threading.Event()
+    monkeypatch.setattr(storage_backoff, "has_room", lambda _: room.is_set())
+    assemble = Hindered(error, UsageError("it cannot work"), error)
+    worker._context = replace(worker._context, build_run=assemble)
+    add_run(store, config=RUN)
+    worker.start()
+    row = {"run_id": "r", "status": "running", "reason": None}
+    eventually(lambda: worker.apply_pause(row)["status"] == "paused")
+    assert worker.apply_pause(row)["reason"] == str(error)
+    assert worker.apply_pause({**row, "run_id": "other"})["status"] == "running"
+    assert (store.get_run("r").status, assemble.num_calls) == (RunStatus.RUNNING, 1)
+    room.set()
+    eventually(lambda: store.get_run("r").status is RunStatus.FAILED)
+    assert worker.apply_pause(row) == row
+    kinds = [event["kind"] for event in read_history(store, "events", run="r")]
+    assert kinds == ["run-paused", "run-unpaused", "run-failed"]
+    room.clear()
+    add_run(store, "next", config=RUN)
+    worker.wake()
+    eventually(lambda: worker.apply_pause({"run_id": "next"}).get("status") == "paused")
+    worker.stop()
+    assert (store.get_run("next").status, store.get_run("next").reason) == (
+        RunStatus.INTERRUPTED,
+        COORDINATOR_STOPPED,
+    )
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_hindrance_at_the_end_of_a_pause_begins_another_one(
+    store: Store, worker: RunScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, refusals = store.get_run, [StoreFullError("no room again")]
+
+    def run(run_id: str) -> Any:
+        if refusals and threading.current_thread() is not threading.main_thread():
+            raise refusals.pop()
+        return known(run_id)
+
+    monkeypatch.setattr(store, "get_run", run)
+    worker._context = replace(
+        worker._context, build_run=Hindered(StoreFullError("no room"), UsageError("it cannot work"))
+    )
+    add_run(store, config=RUN)
+    worker.start()
+    eventually(lambda: store.get_run("r").status is RunStatus.FAILED)
+    kinds = [event["kind"] for event in read_history(store, "events", run="r")]
+    assert kinds == ["run-paused", "run-unpaused", "run-paused", "run-unpaused", "run-failed"]
+    worker.stop()
+
+
+def test_a_stop_that_a_coordinator_died_of_is_brought_to_its_end_before_anything_else(
+    store: Store, worker: RunScheduler
+) -> None:
+    add_run(store, "q", config=RUN, submitted_at=0.5)
+    run_id = left_behind(worker, RunStatus.STOPPING, TURN, reason="somebody asked")
+    worker.recover()
+    record = worker._get_next_run()
+    assert record is not None
+    assert (record.run_id, store.get_run(run_id).status) == (run_id, RunStatus.STOPPING)
+    worker._end_run(run_id, RunStatus.INTERRUPTED, COORDINATOR_STOPPED)
+    assert store.get_run(run_id).status is RunStatus.STOPPING
+    worker.recover()
+    worker._get_next_run()
+    worker._end_run(run_id, RunStatus.INTERRUPTED, "its journal is damaged")
+    ended = store.get_run(run_id)
+    assert (ended.status, ended.reason) == (RunStatus.STOPPED, "somebody asked")
+    taken = worker._get_next_run()
+    assert taken is not None
+    assert taken.run_id == "q"
+
+
+@pytest.mark.parametrize("turns", [(), (TURN,)], ids=["it cannot go on exactly", "it is stopped once more"])
+def test_a_stop_that_need_not_be_driven_to_its_end_is_over_at_once(
+    store: Store, worker: RunScheduler, turns: tuple[TurnStarted, ...]
+) -> None:
+    run_id = left_behind(worker, RunStatus.STOPPING, *turns, reason="somebody asked")
+    worker.recover()
+    if turns:
+        worker.stop_run(run_id, "asked again")
+    assert worker._get_next_run() is None
+    ended = store.get_run(run_id)
+    assert (ended.status, ended.reason) == (RunStatus.STOPPED, "asked again" if turns else "somebody asked")
+
+
+@with_parts
+def test_of_a_run_that_is_over_nothing_stays_until_garbage_is_collected(store: Store, worker: RunScheduler) -> None:
+    add_run(store, "r", config=RUN)
+    gc.disable()
+    try:
+        worker.start()
+        eventually(lambda: has_fleet(worker))
+        assert worker._current is not None
+        fleet = weakref.ref(worker._current.fleet)
+        worker.stop_run("r", "enough")
+        eventually(lambda: store.get_run("r").status is RunStatus.STOPPED)
+
+        eventually(lambda: fleet() is None)
+    finally:
+        gc.enable()
+        worker.stop()
+
+
+MINE = """
+import threading
+from dataclasses import dataclass
+from edgefl.strategies.synchronous.fedavg import FedAvgConfig
+
+released = threading.Event()
+
+class Wrong:
+    def __init__(self, inner):
+        self.inner = inner
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+class WithFunction(Wrong):
+    def finish(self, state):
+        state.used = (print,)
+        return state
+
+class Asleep(Wrong):
+    def assign(self, state, view):
+        released.wait(60)
+        return self.inner.assign(state, view)
+
+@dataclass(frozen=True, kw_only=True)
+class Hanging(FedAvgConfig):
+    def build(self, rules):
+        return Asleep(FedAvgConfig.build(self, rules))
+
+@dataclass(frozen=True, kw_only=True)
+class Unsavable(FedAvgConfig):
+    def build(self, rules):
+        return WithFunction(FedAvgConfig.build(self, rules))
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module with strategies of a user's."""
+    name = f"mine_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield name
+    sys.modules.pop(name, None)
+
+
+@with_parts
+def test_a_strategy_whose_state_cannot_be_saved_ends_its_run_and_not_the_coordinator(
+    store: Store, worker: RunScheduler, mine: str
+) -> None:
+    fatal: list[Exception] = []
+    worker._on_fatal = fatal.append
+    bad = left_behind(worker, RunStatus.STOPPING, TURN, reason="somebody asked", strategy=f"{mine}:Unsavable")
+    worker.recover()
+    worker.start()
+    add_run(store, "next", config=RUN)
+    worker.wake()
+    eventually(lambda: store.get_run("next").status is RunStatus.RUNNING)
+    worker.stop()
+    ended = store.get_run(bad)
+    assert ended.status is RunStatus.FAILED
+    assert f"strategy {mine}:Unsavable: " in str(ended.reason)
+    assert "that cannot be saved: cannot save" in str(ended.reason)
+    assert fatal == []
+
+
+@pytest.fixture
+def hung(store: Store, worker: RunScheduler, mine: str) -> Iterator[str]:
+    """A run that is in a method of its strategy, which does not return until the test is over."""
+    run_id = left_behind(worker, RunStatus.QUEUED, strategy=f"{mine}:Hanging")
+    worker.start()
+    eventually(
+        lambda: worker._current is not None and format_running_call(worker._current.strategy).startswith("assign of")
+    )
+    yield run_id
+    sys.modules[mine].released.set()
+    worker.stop()
+    worker._thread.join(60)
+
+
+@with_parts
+def test_a_coordinator_ends_without_a_run_whose_strategy_does_not_return(
+    store: Store, worker: RunScheduler, mine: str, hung: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr("edgefl.coordinator.runs.scheduler.STOP_TIMEOUT_S", 0.1)
+    worker.stop()
+    assert worker._thread.is_alive()
+    said = (
+        f"run {hung} does not end within 0 s, the coordinator ends without it: assign of strategy {mine}:Hanging has"
+    )
+    assert said in caplog.text
+    assert worker._thread.daemon, "it ends with the process"
+    assert store.get_run(hung).status is RunStatus.RUNNING
+
+    RunScheduler(worker._context, on_fatal=lambda _: None).recover()
+    assert store.get_run(hung).status is RunStatus.QUEUED
+
+
+@with_parts
+def test_a_stop_that_a_strategy_keeps_from_its_turn_is_told_once(
+    store: Store, worker: RunScheduler, mine: str, hung: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.stop_run(hung, "somebody asked")
+    worker.flush()
+    assert read_history(store, "events", run=hung) == [], "it is too early"
+    monkeypatch.setattr("edgefl.coordinator.runs.scheduler.REPORT_AFTER_S", 0.0)
+    worker.flush()
+    worker.flush()
+    (event,) = read_history(store, "events", run=hung)
+    assert event["kind"] == "run-held-up"
+    assert event["message"].startswith(
+        f"cannot be stopped now: assign of strategy {mine}:Hanging has not returned for"
+    )
+
+
+def test_a_method_that_is_called_again_and_again_holds_nobody_up() -> None:
+    watch, strategy = SlowCallWatchdog(), SimpleNamespace(name="mine", calling="ready", num_calls=1)
+    assert [watch.compute_call_s(strategy, now_s) for now_s in (5.0, 7.0)] == [0.0, 2.0]
+    strategy.num_calls = 2
+    assert [watch.compute_call_s(strategy, now_s) for now_s in (8.0, 9.0)] == [0.0, 1.0]
+    strategy.calling = ""
+    assert [watch.compute_call_s(strategy, now_s) for now_s in (10.0, 11.0)] == [0.0, 0.0]
+
+
+def test_a_coordinator_gives_up_on_a_run_before_systemd_does_on_the_coordinator() -> None:
+    unit = Path(__file__).parents[3] / "provisioning/units/edgefl-coordinator.service"
+    (limit,) = re.findall(r"^TimeoutStopSec=(\d+)$", unit.read_text(), re.MULTILINE)
+    assert int(limit) / 2 >= STOP_TIMEOUT_S

@@ -1,0 +1,291 @@
+"""Run files in, frozen settings out; a mistake is one line that names the key."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+
+from edgefl.core.config import (
+    MAX_NAME_CHARS,
+    CoordinatorSettings,
+    RunConfig,
+    RunSection,
+    check_run_name,
+    from_mapping,
+    load_run,
+    parse_run,
+    parse_run_text,
+)
+from edgefl.core.errors import ConfigError
+from edgefl.core.types import Scalar
+
+FULL = """
+[run]
+task = "fashion-mnist"
+name = "first"
+rounds = 50
+accuracy = 0.9
+seconds = 60
+seed = 11
+evaluate_on = "devices"
+min_updates = 3
+deadline_s = 2
+barrier_s = 30
+rescue = "ask-again"
+updates_per_round = 12
+[task]
+model = "cnn-small"
+[strategy]
+name = "esync"
+learning_rate = 0.032
+nesterov = true
+[compression]
+up = "topk:0.01|int8|rice"
+down = "dense|fp16"
+[compression.layers]
+"*.bias" = "dense"
+"0.*" = "topk:0.1|int8"
+"*" = "fp16"
+[devices]
+groups = ["lab", "roof"]
+min = 2
+count = 5
+join = "start"
+min_memory_bytes = 500_000_000
+accelerator = true
+max_temperature_c = 75
+min_battery = 0.5
+unwell = "rest"
+[server]
+optimizer = "yogi"
+learning_rate = 0.1
+[guard]
+max_norm = 10
+max_norm_ratio = 4.0
+flag_after = 2
+[simulation]
+devices = 100
+profiles = ["pi-4:3", "pi-5"]
+scheme = "dirichlet:0.5"
+"""
+LAYERS = [("*.bias", "dense"), ("0.*", "topk:0.1|int8"), ("*", "fp16")]
+
+
+@pytest.fixture
+def load(tmp_path):
+    def written(text):
+        (tmp_path / "run.toml").write_text(text)
+        return load_run(tmp_path / "run.toml")
+
+    return written
+
+
+def facts(section, names):
+    return tuple(getattr(section, name) for name in names.split())
+
+
+def test_reads_every_table_of_a_run_file_and_json_brings_the_same_run_back(load):
+    config = load(FULL)
+    assert facts(config.run, "task rounds accuracy seed") == ("fashion-mnist", 50, 0.9, 11)
+    assert facts(config.run, "barrier_s rescue updates_per_round") == (30.0, "ask-again", 12)
+    assert (config.task, config.strategy.name) == ({"model": "cnn-small"}, "esync")
+    assert config.strategy.options == {"learning_rate": 0.032, "nesterov": True}
+    assert facts(config.compression, "up down") == ("topk:0.01|int8|rice", "dense|fp16")
+    assert facts(config.devices, "groups min count join") == (("lab", "roof"), 2, 5, "start")
+    assert facts(config.devices, "min_memory_bytes accelerator unwell") == (500_000_000, True, "rest")
+    assert facts(config.devices, "max_temperature_c min_battery") == (75.0, 0.5)
+    assert facts(config.server, "optimizer learning_rate beta1") == ("yogi", 0.1, 0.9)
+    assert facts(config.guard, "max_norm max_norm_ratio flag_after") == (10.0, 4.0, 2)
+    assert facts(config.simulation, "devices profiles") == (100, ("pi-4:3", "pi-5"))
+    assert [type(value) for value in facts(config.run, "seconds deadline_s")] == [float, float]
+    again = RunConfig.from_json(json.loads(json.dumps(config.to_json(), allow_nan=False)))
+    assert again == config
+    assert [*again.compression.layers.items()] == LAYERS, "in the order of the file"
+
+
+def test_gives_every_default_to_a_file_that_names_only_the_task():
+    config = parse_run({"run": {"task": "digits"}})
+    assert config == RunConfig(run=RunSection(task="digits"))
+    assert facts(config.run, "rounds seed evaluate_every barrier_s rescue") == (10, 7, 1, None, "go-on")
+    assert (config.strategy.name, config.compression.up, config.devices.join) == ("fedavg", "dense", "anytime")
+    assert (config.server.optimizer, config.guard.max_norm, config.guard.flag_after) == ("none", None, 3)
+    assert facts(config.devices, "fraction accelerator unwell") == (None, False, "smaller")
+    value = config.to_json()
+    assert (value["run"]["rounds"], value["strategy"], value["devices"]["groups"]) == (10, {"name": "fedavg"}, [])
+    assert "init" not in value["run"]
+    assert parse_run({"run": {"task": "digits", "accuracy": 0.9}}).run.rounds is None
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.run.rounds = 3
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("section", "table", "expected"),
+    [
+        ("run", {"rouds": 3}, "unknown setting run.rouds: did you mean run.rounds?"),
+        ("run", {"rounds": 0}, "run.rounds must be a whole number at least 1, got 0"),
+        ("run", {"rounds": "ten"}, "run.rounds must be a whole number at least 1, got 'ten'"),
+        ("run", {"rounds": True}, "run.rounds must be a whole number at least 1, got True"),
+        ("run", {"rounds": 2.0}, "run.rounds must be a whole number at least 1, got 2.0"),
+        ("run", {"accuracy": 93}, "run.accuracy must be a number above 0 and at most 1, got 93"),
+        ("run", {"accuracy": NAN}, "run.accuracy must be a number above 0 and at most 1, got nan"),
+        ("run", {"seconds": INF}, "run.seconds must be a number above 0, got inf"),
+        ("run", {"seconds": False}, "run.seconds must be a number above 0, got False"),
+        ("run", {"seconds": 10**400}, "run.seconds must be a number above 0"),
+        ("run", {"local_test_fraction": 1}, "run.local_test_fraction must be a number at least 0 and below 1, got 1"),
+        ("run", {"name": 3}, "run.name must be a text, got 3"),
+        ("run", {"barrier_s": 0}, "run.barrier_s must be a number above 0, got 0"),
+        ("run", {"rescue": "pray"}, "run.rescue must be one of 'go-on', 'ask-again', 'none', got 'pray'"),
+        ("run", {"updates_per_round": 0}, "run.updates_per_round must be a whole number at least 1, got 0"),
+        ("run", {"evaluate_on": "moon"}, "run.evaluate_on must be one of 'auto', 'coordinator', 'devices'"),
+        ("run", 3, "run must be a table, got 3"),
+        ("stratgy", {}, "unknown setting stratgy: did you mean strategy?"),
+        ("zzz", {}, "unknown setting zzz: known are compression, devices, guard, models, run"),
+        ("task", {"a": [1]}, "task.a must be a text, a number or true/false, got [1]"),
+        ("strategy", {"options": {}}, "strategy.options must be a text, a number or"),
+        ("strategy", {"lr": NAN}, "strategy.lr must be a text, a number or"),
+        ("devices", {"groups": "lab"}, "devices.groups must be a list of texts, got 'lab'"),
+        ("devices", {"min": 4, "count": 2}, "devices.count must be at least devices.min = 4"),
+        ("devices", {"count": 2, "fraction": 0.5}, "devices.count and devices.fraction both say how many are asked"),
+        ("devices", {"fraction": 0}, "devices.fraction must be a number above 0 and at most 1"),
+        ("devices", {"unwell": "sick"}, "devices.unwell must be one of 'smaller', 'rest'"),
+        ("server", {"optimizer": "sgd"}, "server.optimizer must be one of 'none', 'momentum'"),
+        ("server", {"beta1": 1}, "server.beta1 must be a number at least 0 and below 1, got 1"),
+        ("guard", {"max_norm_ratio": 1}, "guard.max_norm_ratio must be a number above 1, got 1"),
+        ("simulation", {"jitter": 3}, "simulation.jitter must be a number at least 0 and at mo"),
+        ("simulation", {"workers": 257}, "simulation.workers must be a whole number at least 0 and at most 256, got"),
+        ("simulation", {"iteration_s": 1e300}, "simulation.iteration_s must be a number above 0 and at most 1000000"),
+        (
+            "simulation",
+            {"server_up_bytes_per_s": 1e-300},
+            "simulation.server_up_bytes_per_s must be a number at leas",
+        ),
+        (
+            "compression",
+            {"layers": {"*.bias": 3}},
+            "compression.layers.*.bias must be a codec such as 'dense', got 3",
+        ),
+        ("compression", {"layers": {"*.bias": ["fp16"]}}, "compression.layers.*.bias must be a text"),
+        (
+            "compression",
+            {"layers": {"a=b": "fp16"}},
+            "compression.layers: 'a=b' = 'fp16' must be a pattern of tensor",
+        ),
+        ("compression", {"layers": {" ": "fp16"}}, "compression.layers: ' ' = 'fp16' must be a pattern"),
+        (
+            "compression",
+            {"layers": {"a": "fp16; b = int8"}},
+            "compression.layers: 'a' = 'fp16; b = int8' must be a pa",
+        ),
+        ("compression", {"layers": "fp16"}, "compression.layers must be a table, got 'fp16'"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_value_and_what_would_be_right(section, table, expected):
+    if section == "run" and isinstance(table, dict):
+        table = {"task": "digits"} | table
+    refused({"run": {"task": "digits"}, section: table}, expected)
+
+
+def refused(mapping, expected):
+    with pytest.raises(ConfigError) as caught:
+        parse_run(mapping)
+    assert str(caught.value).startswith(expected)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_without_a_task_is_refused_and_one_section_may_contradict_another():
+    refused({}, "[run] is missing, with at least task")
+    refused({"run": {}}, "run.task is missing: a text")
+    refused([], "the file must be a table, got []")
+    few = {"run": {"task": "d", "min_updates": 3}, "devices": {"count": 2}}
+    refused(few, "run.min_updates must be at most devices.count = 2, got 3")
+
+
+def test_a_file_that_is_no_toml_or_not_there_is_one_line_with_its_name(load, tmp_path):
+    with pytest.raises(ConfigError, match=r"run\.toml: unknown setting run\.rouds"):
+        load("[run]\nrouds = 3")
+    for content in (b"[run", b"\xff\xfe"):
+        (tmp_path / "run.toml").write_bytes(content)
+        with pytest.raises(ConfigError, match="is not TOML"):
+            load_run(tmp_path / "run.toml")
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        load_run(tmp_path / "absent.toml")
+    with pytest.raises(ConfigError, match="the run file is not TOML"):
+        parse_run_text("[run")
+
+
+def test_paths_are_meant_from_the_folder_of_the_run_file_and_are_absolute_in_a_pasted_one(load, tmp_path):
+    config = load(
+        '[run]\ntask = "digits"\ninit = "models/first.safetensors"\n'
+        '[simulation]\nprofile_file = "boards.toml"\nfaults = "/a/faults.toml"\ndata = "data"\n'
+    )
+    root = tmp_path.resolve()
+    assert config.run.init == str(root / "models/first.safetensors")
+    expected = (str(root / "boards.toml"), "/a/faults.toml", str(root / "data"))
+    assert facts(config.simulation, "profile_file faults data") == expected
+    text = '[run]\ntask = "digits"\ninit = "{}"\n[strategy]\nname = "dsgd"\ngraph = "{}"\n'
+    assert (
+        parse_run_text(text.format("/models/m.safetensors", "/graphs/ring.json")).run.init == "/models/m.safetensors"
+    )
+    with pytest.raises(ConfigError, match=r"run\.init must be an absolute path .* got 'm\.safetensors'"):
+        parse_run_text(text.format("m.safetensors", "ring"))
+    with pytest.raises(ConfigError, match=r"strategy\.graph must be an absolute path .* got 'ring\.json'"):
+        parse_run_text(text.format("/models/m.safetensors", "ring.json"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inner:
+    rate: float = field(default=0.1, metadata={"above": 0})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outer:
+    mode: Literal["fast", "slow"]
+    inner: Inner | None = None
+    names: tuple[str, ...] = ()
+    extra: Mapping[str, Scalar] = field(default_factory=dict)
+
+
+def test_fills_any_dataclass_with_nested_optional_and_free_fields_and_names_the_whole_path_of_a_key():
+    table = {"mode": "fast", "inner": {"rate": 2}, "names": ["a"], "extra": {"x": 1}}
+    expected = Outer(mode="fast", inner=Inner(rate=2.0), names=("a",), extra={"x": 1})
+    assert from_mapping(Outer, table, path="strategy") == expected
+    with pytest.raises(ConfigError, match=r"^strategy\.inner\.rate must be a number above 0, got -1$"):
+        from_mapping(Outer, {"mode": "fast", "inner": {"rate": -1}}, path="strategy")
+    assert from_mapping(CoordinatorSettings, {"port": 0}, "coordinator").port == 0
+    with pytest.raises(ConfigError, match=r"coordinator\.port must be a whole number at least 0 and at most 65535"):
+        from_mapping(CoordinatorSettings, {"port": 70000}, "coordinator")
+
+
+@pytest.mark.parametrize(
+    ("require", "is_right"),
+    [*((each, True) for each in ("any", "all", 3)), *((each, False) for each in ("most", 0, -1, True, 2.5, ["all"]))],
+)
+def test_as_many_devices_may_be_required_as_a_run_file_says(require, is_right):
+    mapping = {"run": {"task": "digits"}, "devices": {"require": require}}
+    if is_right:
+        config = parse_run(mapping)
+        assert (config.devices.require, RunConfig.from_json(config.to_json())) == (require, config)
+    else:
+        refused(mapping, "devices.require must be a whole number at least 1 or one of 'any', 'all'")
+
+
+@pytest.mark.parametrize("name", [None, "digits again", "Läufe 7", "a.b", "x" * MAX_NAME_CHARS, "-rf", "..a"])
+def test_a_run_s_name_may_be_what_people_write(name):
+    check_run_name(name)
+
+
+WRONG = ["", " ", ".", "..", ". .", "a/b", "/", "a\\b", "a\nb", "\x1b[2J", "a\x00", "\u202eabc", "\u2028"]
+
+
+@pytest.mark.parametrize("name", [*WRONG, "x" * (MAX_NAME_CHARS + 1)])
+def test_a_run_s_name_is_no_path_no_control_character_and_no_page(name):
+    with pytest.raises(ConfigError, match=r"run\.name must be 1 to .* without slashes, got") as told:
+        check_run_name(name)
+    assert len(str(told.value)) < 250, "the message does not repeat all of it"
+    assert str(told.value).isprintable()

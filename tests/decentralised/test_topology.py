@@ -1,0 +1,93 @@
+"""Graphs by name: their edges, degrees and weights; and what is refused."""
+
+import numpy as np
+import pytest
+
+from edgefl.core.errors import ConfigError
+from edgefl.decentralised.topology import Topology, make_topology
+
+NAMES = tuple("abcdefgh")
+
+
+@pytest.mark.parametrize(
+    ("spec", "degrees"),
+    [
+        ("ring", [2] * 8),
+        ("multiplex:2", [4] * 8),
+        ("paper-random", [4, 2, 2, 2, 3, 2, 3, 2]),
+        ("complete", [7] * 8),
+        ("star", [7, 1, 1, 1, 1, 1, 1, 1]),
+        ("grid", [2, 3, 3, 2, 2, 3, 3, 2]),
+        ("grid:3", [2, 3, 2, 3, 4, 2, 2, 2]),
+    ],
+)
+def test_a_graph_has_the_degrees_of_its_kind(spec: str, degrees: list[int]) -> None:
+    graph = make_topology(spec, NAMES)
+    assert [graph.degree(name) for name in NAMES] == degrees
+    assert [len(graph.neighbours(name)) for name in NAMES] == degrees
+    assert all(name in graph.neighbours(other) for name in NAMES for other in graph.neighbours(name))
+
+
+@pytest.mark.parametrize(("spec", "gap"), [("ring", 0.195), ("multiplex:2", 0.517), ("paper-random", 0.073)])
+def test_the_spectral_gaps_are_those_of_the_paper(spec: str, gap: float) -> None:
+    assert make_topology(spec, NAMES).spectral_gap() == pytest.approx(gap, abs=5e-4)
+
+
+@pytest.mark.parametrize("spec", ["paper-random", "star"])
+def test_weights_are_symmetric_positive_and_sum_to_one(spec: str) -> None:
+    weights = make_topology(spec, NAMES).compute_metropolis_weights()
+    assert np.array_equal(weights, weights.T)
+    assert weights.sum(axis=0) == pytest.approx(np.ones(8))
+    assert np.diag(weights).min() > 0
+
+
+def test_signs_are_opposite_at_the_ends_of_an_edge() -> None:
+    graph = make_topology("ring", NAMES)
+    assert [graph.sign("a", "b"), graph.sign("b", "a"), graph.sign("a", "h"), graph.sign("h", "a")] == [-1, 1, -1, 1]
+
+
+def test_a_random_graph_is_connected_and_the_same_for_a_seed() -> None:
+    one, again, other = (make_topology("erdos-renyi:0.3", NAMES, seed) for seed in (1, 1, 2))
+    assert one == again
+    assert one.edges != other.edges
+
+
+def test_a_node_leaves_with_its_edges() -> None:
+    left = make_topology("ring", NAMES).remove_node("c")
+    assert left.nodes == tuple("abdefgh")
+    assert left.neighbours("d") == ("e",)
+    assert len(make_topology("ring", tuple("ab")).edges) == 1
+    with pytest.raises(ConfigError, match="not connected: no path from b to c, d, e, f, g, h"):
+        make_topology("star", NAMES).remove_node("a")
+
+
+@pytest.mark.parametrize(
+    ("spec", "names", "message"),
+    [
+        ("torus", NAMES, "graph 'torus' is unknown; known: ring"),
+        ("multiplex:5", NAMES, "multiplex:5 needs at least 10 nodes, got 8"),
+        ("paper-random", NAMES[:7], "paper-random has 8 nodes, got 7"),
+        ("grid:0", NAMES, "at least one column"),
+        ("erdos-renyi:0", NAMES, "a probability above 0 and at most 1"),
+        ("erdos-renyi:1e", NAMES, "a probability"),
+        ("erdos-renyi:0.001", NAMES, "was drawn 100 times, and each time the graph is not connected"),
+        ("ring", NAMES[:1], "at least two nodes"),
+        ("ring", "aab", "different names"),
+    ],
+)
+def test_what_is_no_graph_is_refused(spec: str, names: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_topology(spec, names)
+
+
+@pytest.mark.parametrize(
+    ("edges", "message"),
+    [
+        ([("a", "b")], "not connected: no path from a to c"),
+        ([("a", "b"), ("b", "x")], "edge b - x: no node is called 'x'; known: a, b, c"),
+        ([("a", "b"), ("c", "c")], "edge c - c joins a node to itself"),
+    ],
+)
+def test_what_is_no_edge_is_refused(edges: list[tuple[str, str]], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Topology.from_edges("abc", edges)

@@ -1,0 +1,106 @@
+"""The device's own log: what is in it, what never is, and how it is read."""
+
+import json
+import logging
+
+import pytest
+
+from edgefl.core.errors import UsageError
+from edgefl.device.diagnostics import json_log
+from edgefl.device.diagnostics.json_log import FILE_NAME, JsonLogHandler, read_page, remove_secrets
+
+LOG = logging.getLogger("tests.logbook")
+
+
+@pytest.fixture
+def at():
+    return [None]
+
+
+@pytest.fixture
+def book(tmp_path, at):
+    made = JsonLogHandler(tmp_path / "logs", get_current_work=lambda: at[0], clock=lambda: 1000.5)
+    LOG.addHandler(made)
+    LOG.setLevel(logging.DEBUG)
+    yield made
+    LOG.removeHandler(made)
+    made.close()
+
+
+def test_a_line_says_when_what_and_which_assignment_it_is_about_and_damaged_ones_are_left_out(
+    book, at, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    LOG.info("hello %s", "there")
+    at[0] = "run-1", "run-1/a"
+    LOG.info("%d", "no number")
+    try:
+        int("no such thing")
+    except ValueError:
+        LOG.exception("it failed")
+    with (tmp_path / "logs" / FILE_NAME).open("a") as file:
+        file.write('{"n": 2, "mess')
+    first, last = read_page(tmp_path / "logs", {})["lines"]
+    assert first == {"n": 1, "at": 1000.5, "level": "INFO", "logger": "tests.logbook", "message": "hello there"}
+    assert (last["run"], last["assignment"]) == ("run-1", "run-1/a")
+    assert last["message"].startswith("it failed\nTraceback")
+    assert "ValueError: invalid literal" in last["message"]
+
+
+def test_what_gives_a_right_is_crossed_out_before_it_is_written(book, tmp_path):
+    for text in (
+        "joined with efl1.SECRET_of-a-token now",
+        "Authorization: Bearer SECRET",
+        "-----BEGIN EC PRIVATE KEY-----\nSECRET\n-----END EC PRIVATE KEY-----",
+        "-----BEGIN PRIVATE KEY-----\nSECRET",
+        '{"secret": "SECRET"}',
+        "secret=SECRET",
+    ):
+        LOG.info("%s", text)
+        assert "SECRET" not in remove_secrets(text)
+    written = (tmp_path / "logs" / FILE_NAME).read_text()
+    assert "SECRET" not in written
+    assert written.count("[crossed out]") == 6
+
+
+def test_a_page_has_what_is_asked_for_and_nothing_else(book, at, tmp_path):
+    for number in range(6):
+        at[0] = (f"run-{number % 2}", "a")
+        LOG.info("%d", number)
+    folder = tmp_path / "logs"
+    assert [line["message"] for line in read_page(folder, {"run": "run-1"})["lines"]] == ["1", "3", "5"]
+    assert [line["message"] for line in read_page(folder, {"after": 4})["lines"]] == ["4", "5"]
+    assert read_page(folder, {"since": 2000})["lines"] == []
+    with pytest.raises(UsageError, match="after must be a number, got 'x'"):
+        read_page(folder, {"after": "x"})
+
+
+def test_all_pages_together_are_the_log_and_each_fits_into_a_message(book, tmp_path):
+    for number in range(100):
+        LOG.info("%d %s", number, "ä" * 1000)
+    found, after = [], 0
+    while True:
+        part = read_page(tmp_path / "logs", {"after": after})
+        assert len(json.dumps(part).encode()) < 64 * 1024
+        found += part["lines"]
+        after = found[-1]["n"]
+        if not part["has_more"]:
+            break
+    assert [int(line["message"].split()[0]) for line in found] == list(range(100))
+
+
+def test_the_log_is_bounded_and_its_numbers_go_on_after_a_restart(book, tmp_path, monkeypatch):
+    folder = tmp_path / "logs"
+    for _ in range(700):
+        LOG.info("%s", "x" * 3900)
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    assert size <= (1 + json_log.MAX_OLD_FILES) * json_log.MAX_FILE_BYTES
+    last = max(line["n"] for line in json_log.read_lines(folder))
+    assert last == 700
+    again = JsonLogHandler(folder)
+    LOG.removeHandler(book)
+    LOG.addHandler(again)
+    LOG.info("after")
+    LOG.removeHandler(again)
+    again.close()
+    assert [line["message"] for line in read_page(folder, {"after": last})["lines"]] == ["after"]

@@ -1,0 +1,244 @@
+"""Deployments on the board: fetched, judged, switched to or not, and taken up again after a power cut."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from model_source import ModelSource
+from onnx_graphs import constant_model
+from peer_boards import eventually
+
+from edgefl.core.errors import DataError, NetworkError
+from edgefl.core.types import derive_rng
+from edgefl.device.inference.deployments import DeploymentClient, rejection_reason
+from edgefl.device.inference.model_check import ModelCheckResult
+from edgefl.device.inference.model_download import ModelOffer
+from edgefl.device.inference.model_store import ModelStore
+from edgefl.device.state_dir import DeviceSettings, save_enrolment
+
+
+class Board:
+    """A board with a state directory, a coordinator to fetch from, and a judge who says what he is told to say."""
+
+    def __init__(self, root):
+        self.model = root / "model.onnx"
+        self.coordinator = ModelSource(root / "coordinator", b"", constant_model(self.model, 0))
+        self.offers(0)
+        device = DeviceSettings(
+            device_id="pi", fleet="lab", role="trainer", ca_fingerprint="00", addresses=("127.0.0.1:1",),
+            broker_port=1, shards={"digits": "shard.npz"},
+        )  # fmt: skip
+        self.root = root / "pi"
+        self.root.mkdir()
+        self.state = save_enrolment(self.root, device, key_pem=b"", cert_pem=b"", ca_pem=b"")
+        self.scores = {}
+        self.questions = []
+        self.waits: Callable[[], None] = lambda: None
+        self.is_away = False
+        self.store = ModelStore(self.root)
+        self.updates = []
+
+    def offers(self, winner):
+        """Makes the coordinator offer another model from now on."""
+        sha256 = constant_model(self.model, winner)
+        self.coordinator.body = self.model.read_bytes()
+        told = {"sha256": sha256, "bytes": len(self.coordinator.body), "model": f"{winner}" * 64}
+        self.coordinator.offer |= told
+
+    def start(self):
+        updates = DeploymentClient(
+            self.state, source=self._source, on_change=lambda: None, rng=derive_rng("t"), check_model=self._check
+        )
+        self.updates.append(updates)
+        updates.start()
+        return updates
+
+    def close(self):
+        for updates in self.updates:
+            updates.stop()
+        self.coordinator.close()
+
+    def _source(self):
+        if self.is_away:
+            raise NetworkError("the coordinator is away")
+        return self.coordinator.source()
+
+    def _check(self, question):
+        self.questions.append(question)
+        self.waits()
+        if not Path(question.path).is_file():
+            raise DataError("no file")
+        former = self.scores.get(Path(question.former_path).stem) if question.former_path else None
+        return ModelCheckResult(
+            accuracy=self.scores.get(Path(question.path).stem, 0.9), former_accuracy=former, num_examples=50
+        )
+
+
+@pytest.fixture
+def board(tmp_path):
+    made = Board(tmp_path)
+    yield made
+    made.close()
+
+
+def until(updates, state, deployment):
+    def told():
+        report = updates.report or {}
+        return report.get("state"), report.get("id")
+
+    eventually(lambda: told() == (state, deployment), f"{state} of {deployment}")
+    assert updates.report
+    return updates.report
+
+
+def deploy(board, updates, winner, state="running"):
+    board.offers(winner)
+    updates.deploy(f"d{winner}")
+    return until(updates, state, f"d{winner}")
+
+
+def test_the_first_model_is_taken_and_asked_for_on_the_boards_own_data(board):
+    updates = board.start()
+    report = deploy(board, updates, 3)
+    assert report == {"id": "d3", "state": "running", "accuracy": 0.9, "num_examples": 50, "runs": "d3"}
+    assert updates.model == "3" * 64
+    (question,) = board.questions
+    assert (question.shard, question.task, question.former_path, question.role) == (
+        "shard.npz", "digits", None, "trainer",
+    )  # fmt: skip
+    current = board.store.load().current
+    assert current is not None
+    assert board.store.path(current).read_bytes() == board.coordinator.body
+
+
+def test_a_worse_model_is_refused_and_the_one_before_stays(board):
+    updates = board.start()
+    deploy(board, updates, 1)
+    first = board.store.load().current
+    assert first is not None
+    board.scores[first.sha256] = 0.95
+    board.offers(2)
+    board.scores[board.coordinator.offer["sha256"]] = 0.4
+    updates.deploy("d2")
+    report = until(updates, "refused", "d2")
+    assert "accuracy 0.4000 on 50 examples of its own, the model before has 0.9500 there" in report["reason"]
+    assert (report["accuracy"], report["former_accuracy"], report["runs"]) == (0.4, 0.95, "d1")
+    assert board.store.load().current == first
+    assert updates.model == "1" * 64
+    eventually(lambda: [path.stem for path in board.store.folder.glob("*.onnx")] == [first.sha256])
+
+
+def test_a_deployment_that_is_done_is_not_done_again(board):
+    updates = board.start()
+    deploy(board, updates, 1)
+    updates.deploy("d1")
+    deploy(board, updates, 2)
+    updates.deploy("d2")
+    deploy(board, updates, 3)
+    assert len(board.questions) == 3
+
+
+def test_it_goes_back_to_the_model_before_and_without_one_to_none(board):
+    updates = board.start()
+    deploy(board, updates, 1)
+    deploy(board, updates, 2)
+    updates.roll_back("d2")
+    assert until(updates, "reverted", "d2")["runs"] == "d1"
+    assert updates.model == "1" * 64
+    updates.roll_back("d1")
+    assert until(updates, "reverted", "d1")["runs"] is None
+    assert updates.model is None
+
+
+def test_going_back_from_what_it_does_not_run_changes_nothing_and_is_reported(board):
+    updates = board.start()
+    deploy(board, updates, 1)
+    updates.roll_back("other")
+    assert until(updates, "reverted", "other")["runs"] == "d1"
+    updates.deploy("d1")
+    assert until(updates, "running", "d1")["accuracy"] == 0.9
+    assert len(board.questions) == 1
+
+
+def test_what_was_begun_before_a_power_cut_is_finished_after_it(board):
+    board.is_away = True
+    updates = board.start()
+    board.offers(5)
+    updates.deploy("d5")
+    until(updates, "fetching", "d5")
+    eventually(lambda: board.store.load().pending == "d5")
+    updates.stop()
+    board.is_away = False
+    again = board.start()
+    assert until(again, "running", "d5")["runs"] == "d5"
+    assert board.store.load().pending is None
+
+
+def test_an_order_to_go_back_ends_what_is_under_way(board):
+    board.is_away = True
+    updates = board.start()
+    updates.deploy("d5")
+    until(updates, "fetching", "d5")
+    updates.roll_back("d5")
+    assert until(updates, "reverted", "d5")["runs"] is None
+    eventually(lambda: board.store.load().pending is None)
+    updates.deploy("d6")
+    until(updates, "fetching", "d6")
+    board.offers(7)
+    updates.deploy("d7")  # a newer deployment takes the place of the one under way
+    board.is_away = False
+    until(updates, "running", "d7")
+    assert len(board.questions) == 1
+
+
+def test_a_file_that_arrives_damaged_twice_has_failed_and_nothing_of_it_stays(board):
+    updates = board.start()
+    board.offers(4)
+    board.coordinator.body = board.coordinator.body[:-1] + b"x"
+    updates.deploy("d4")
+    assert "was offered" in until(updates, "failed", "d4")["reason"]
+    assert len(board.coordinator.ranges) == 2
+    eventually(lambda: [path.name for path in board.store.folder.iterdir()] == ["current.json"])
+
+
+def test_a_deployment_that_was_taken_back_has_no_shard_or_finds_no_judge_has_failed_with_a_reason(board):
+    updates = board.start()
+    board.coordinator.status = 404
+    updates.deploy("d1")
+    until(updates, "failed", "d1")
+    board.coordinator.status = 200
+    board.coordinator.offer["task"] = "mnist"
+    assert "no shard for task 'mnist'" in deploy(board, updates, 2, "failed")["reason"]
+    board.coordinator.offer["task"] = "digits"
+
+    def fails():
+        raise ZeroDivisionError("odd")
+
+    board.waits = fails  # the judge
+    assert deploy(board, updates, 3, "failed")["reason"] == "ZeroDivisionError: odd"
+    board.waits = lambda: None
+    deploy(board, updates, 4)
+
+
+def offer(**changes):
+    values: dict[str, Any] = {"tolerance": 0.02, "min_accuracy": 0.0, **changes}
+    return ModelOffer(
+        deployment="d", model="m", sha256="s", num_bytes=1, task="digits", options={}, test_fraction=0.1, **values
+    )
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "former", "limits", "is_refused"),
+    [
+        (0.1, None, {}, False),
+        (0.1, None, {"min_accuracy": 0.2}, True),
+        (0.881, 0.9, {}, False),
+        (0.879, 0.9, {}, True),
+        (0.879, 0.9, {"tolerance": 0.05}, False),
+        (0.9, 0.9, {"tolerance": 0.0}, False),
+    ],
+)
+def test_a_model_may_be_a_little_worse_than_the_one_before_and_no_more(accuracy, former, limits, is_refused):
+    scores = ModelCheckResult(accuracy=accuracy, former_accuracy=former, num_examples=9)
+    assert (rejection_reason(scores, offer(**limits)) is not None) == is_refused

@@ -1,0 +1,192 @@
+"""The inference server: answers, refusals, and a change of models in the middle of everything."""
+
+import http.client
+import io
+import json
+import socket
+import threading
+
+import numpy as np
+import pytest
+from onnx_graphs import constant_model
+from peer_boards import eventually
+
+from edgefl.core.errors import DataError, PortInUseError
+from edgefl.device.inference import server
+from edgefl.device.inference.model_store import DeployedModel, DeploymentReport, DeploymentState, ModelStore
+from edgefl.device.inference.server import MAX_BODY_BYTES, InferenceServer, ServedModel
+
+ROW = np.zeros((8, 8)).tolist()
+
+
+class Serving:
+    """A server over a model store that tests deploy to."""
+
+    def __init__(self, root):
+        self.store, self.root = ModelStore(root / "pi"), root
+        self.store.folder.parent.mkdir()
+        self.server = InferenceServer(ServedModel(store=self.store), "127.0.0.1", 0)
+        self.server.start()
+
+    def deploy(self, winner):
+        self.store.save(self.store.load())
+        sha256 = constant_model(self.root / "made.onnx", winner)
+        new = DeployedModel(deployment=f"d{winner}", sha256=sha256, model=f"{winner}" * 64, task="digits")
+        (self.root / "made.onnx").replace(self.store.path(new))
+        self.store.activate(self.store.load(), new, DeploymentReport(id=new.deployment, state="running"))
+
+    def ask(self, method, path, body=None, **headers):
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=10)
+        try:
+            connection.request(method, path, body=body, headers=headers)
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read())
+        finally:
+            connection.close()
+
+    def predict(self, rows):
+        return self.ask("POST", "/predict", json.dumps(rows).encode())
+
+    def serve(self, winner):
+        """Deploys a model that says so, and waits until it is served."""
+        self.deploy(winner)
+        eventually(lambda: self.ask("GET", "/model")[1].get("deployment") == f"d{winner}")
+
+
+@pytest.fixture
+def serving(tmp_path):
+    made = Serving(tmp_path)
+    yield made
+    made.server.stop()
+
+
+def test_json_rows_and_npy_arrays_are_answered(serving):
+    serving.serve(3)
+    content = io.BytesIO()
+    np.save(content, np.zeros((2, 8, 8), np.uint8))
+    status, told = serving.ask("POST", "/predict", content.getvalue())
+    assert (status, told["model"], told["deployment"]) == (200, "3" * 64, "d3")
+    assert [row["class"] for row in told["rows"]] == ["3", "3"]
+    for rows in ({"rows": [ROW, ROW]}, [ROW, ROW], [np.zeros(64).tolist()] * 2):
+        assert len(serving.predict(rows)[1]["rows"]) == 2
+    assert len(serving.predict(ROW)[1]["rows"]) == 1
+    status, told = serving.ask("GET", "/model")
+    assert (told["task"], told["input_shape"], told["classes"][:2]) == ("digits", [8, 8], ["0", "1"])
+
+
+def test_without_a_model_it_is_healthy_and_says_what_is_missing(serving):
+    assert serving.ask("GET", "/healthz")[1]["has_model"] is False
+    for status, told in (serving.predict([ROW]), serving.ask("GET", "/model")):
+        assert status == 503
+        assert "edgefl model deploy" in told["error"]
+    serving.serve(1)
+    assert serving.ask("GET", "/healthz") == (
+        200, {"v": 1, "status": "ok", "version": server.__version__, "has_model": True},
+    )  # fmt: skip
+
+
+NONSENSE = [
+    (b"", "must be JSON rows or a .npy array"),
+    (b"{", "must be JSON rows or a .npy array"),
+    (b"[" * 100_000, "must be JSON rows or a .npy array"),
+    (b"\x93NUMPYrest", "is no .npy array"),
+    (b"{}", "with at least one row"),
+    (b"[]", "with at least one row"),
+    (b'{"rows": [[1, 2], [3]]}', "all of one shape"),
+    (b'{"rows": [["a"]]}', "rows must be lists of numbers"),
+    (b'{"rows": [[1, 2]]}', "a row must have shape [8, 8], got [2]"),
+    (json.dumps([[[float("nan")] * 8] * 8]).encode(), "a NaN or an infinity"),
+    (b"[1e999]", "a NaN or an infinity"),
+]
+
+
+def test_a_body_that_makes_no_sense_gets_400_and_one_line_and_others_are_not_read(serving):
+    serving.serve(1)
+    for body, expected in NONSENSE:
+        status, told = serving.ask("POST", "/predict", body)
+        assert (status, expected in told["error"], "\n" in told["error"]) == (400, True, False), told
+    status, told = serving.ask("POST", "/predict", b"x", **{"Content-Length": str(MAX_BODY_BYTES + 1)})
+    assert (status, str(MAX_BODY_BYTES) in told["error"]) == (413, True)
+    with socket.create_connection(("127.0.0.1", serving.server.port), timeout=10) as raw:
+        raw.sendall(b"POST /predict HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b" 411 " in raw.recv(1000)
+
+
+def test_other_paths_get_404_and_a_body_there_is_not_taken_for_the_next_request(serving):
+    assert serving.ask("GET", "/")[0] == 404
+    assert serving.ask("GET", "/predict")[0] == 404
+    with socket.create_connection(("127.0.0.1", serving.server.port), timeout=10) as raw:
+        raw.sendall(b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 20\r\n\r\nGET /healthz HTTP/1.1")
+        told = b""
+        while piece := raw.recv(1000):
+            told += piece
+    assert told.count(b"HTTP/1.1") == 1
+
+
+def test_a_new_model_is_taken_over_without_dropping_a_request(serving):
+    """Clients ask without a pause on connections that stay open, while models change under them."""
+    serving.serve(0)
+    stopping, failures, seen = threading.Event(), [], set()
+
+    def ask():
+        connection = http.client.HTTPConnection("127.0.0.1", serving.server.port, timeout=10)
+        body = json.dumps({"rows": [ROW]})
+        try:
+            while not stopping.is_set():
+                connection.request("POST", "/predict", body=body)
+                answer = connection.getresponse()
+                told = json.loads(answer.read())
+                seen.add(told["deployment"])
+                if answer.status != 200 or told["deployment"] != f"d{told['rows'][0]['class']}":
+                    failures.append(told)
+        except Exception as error:  # noqa: BLE001 whatever it is, the test must hear of it
+            failures.append(repr(error))
+        finally:
+            connection.close()
+
+    clients = [threading.Thread(target=ask) for _ in range(4)]
+    for client in clients:
+        client.start()
+    for winner in (1, 2, 3):
+        serving.serve(winner)
+    eventually(lambda: "d3" in seen or failures)
+    stopping.set()
+    for client in clients:
+        client.join()
+    assert (failures, seen) == ([], {"d0", "d1", "d2", "d3"})
+
+
+def test_a_model_that_cannot_be_loaded_leaves_the_one_before(serving):
+    serving.serve(1)
+    note = serving.store.load()
+    broken = DeployedModel(deployment="d9", sha256="9" * 64, model="9" * 64, task="digits")
+    serving.store.path(broken).write_bytes(b"no model")
+    serving.store.save(DeploymentState(current=broken, former=note.current))
+    serving.server.served_model.refresh()
+    assert serving.predict([ROW])[1]["deployment"] == "d1"
+    serving.store.save(DeploymentState())
+    serving.server.served_model.refresh()
+    assert serving.predict([ROW])[0] == 503
+
+
+def test_stopping_answers_what_has_begun_and_takes_no_more(serving):
+    serving.serve(1)
+    serving.server._server.wait_idle(10)
+    with socket.create_connection(("127.0.0.1", serving.server.port), timeout=10) as raw:
+        body = json.dumps([ROW]).encode()
+        raw.sendall(f"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode())
+        eventually(lambda: serving.server._server.num_active_requests)
+        stopper = threading.Thread(target=serving.server.stop)
+        stopper.start()
+        raw.sendall(body)
+        assert b" 200 " in raw.recv(1000)
+        stopper.join(60)
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.1", serving.server.port), timeout=1)
+
+
+def test_a_port_that_is_taken_and_a_missing_file_are_named(serving, tmp_path):
+    with pytest.raises(PortInUseError, match=str(serving.server.port)):
+        InferenceServer(ServedModel(store=serving.store), "127.0.0.1", serving.server.port)
+    with pytest.raises(DataError, match="there is no model file"):
+        ServedModel(file=tmp_path / "none.onnx")

@@ -1,0 +1,123 @@
+"""What a device answers before a run, with the real trainer and a real shard."""
+
+import threading
+
+import numpy as np
+import pytest
+from digit_shards import digit_shard
+
+from edgefl import __version__
+from edgefl.compression.codec import make_codec
+from edgefl.core.protocol import model_fingerprint
+from edgefl.core.types import derive_rng
+from edgefl.device.training.readiness import LEASE_S, PrefetchMissingError, ReadinessHandler
+from edgefl.device.training.trainer import DeviceTrainer
+from edgefl.tasks.registry import make_task
+
+RUN = {"v": 1, "run": "r", "task": "digits", "options": {}, "seed": 7, "test_fraction": 0.1, "residuals": "periodic"}
+TASK = make_task("digits")
+MODEL = TASK.init(7)
+
+
+@pytest.fixture
+def shards(tmp_path):
+    return {"digits": str(digit_shard(tmp_path / "digits.npz", 64))}
+
+
+@pytest.fixture
+def trainer(tmp_path, shards):
+    return DeviceTrainer(
+        device_id="pi",
+        role="trainer",
+        shards=lambda: shards,
+        accelerator="cpu",
+        threads=1,
+        state_dir=tmp_path,
+        on_progress=lambda *_: None,
+    )
+
+
+def can(**changes):
+    asked = {"assignment": "r/can", "phase": "can", "edgefl": __version__, "layout": model_fingerprint(TASK.shapes())}
+    return {**RUN, **asked, "needs": {"memory_bytes": 1, "disk_bytes": 1}, **changes}
+
+
+def prepare(version=0):
+    return {**RUN, "assignment": "r/prepare", "phase": "prepare", "version": version}
+
+
+def body():
+    return make_codec("dense", TASK.shapes()).encode(MODEL, derive_rng(0))
+
+
+def training(**changes):
+    plan = {"algorithm": "sgd", "iterations": 3, "batch_size": 8, "learning_rate": 0.1}
+    return {**RUN, "assignment": "r/a", "version": 0, "plan": plan, "codec": "dense", "settled": [], **changes}
+
+
+def test_a_device_with_shard_task_memory_and_disk_can(trainer):
+    assert trainer.train(can(), b"") == ({"v": 1, "run": "r", "assignment": "r/can", "ready": True}, b"")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"task": "noop"}, "no shard for task 'noop'"),
+        ({"edgefl": "9.9.0"}, "update the device"),
+        ({"layout": "0123456789abcdef"}, "has another model"),
+        ({"needs": {"memory_bytes": 10**15}}, "MB of memory free, the run needs 1000000000 MB"),
+        ({"needs": {"disk_bytes": 10**15}}, "MB of disk free, the run needs 1000000000 MB"),
+        ({"v": 2}, "question of version 2"),
+        ({"options": {"nonsense": 1}}, "nonsense"),
+    ],
+)
+def test_a_device_that_cannot_says_why(trainer, changes, reason):
+    header, _ = trainer.train(can(**changes), b"")
+    assert header["ready"] is False
+    assert reason in header["reason"]
+
+
+def test_a_shard_that_is_gone_is_found_out_before_the_run(trainer, shards):
+    shards["digits"] = "/nowhere/device-01.npz"
+    header, _ = trainer.train(can(), b"")
+    assert (header["ready"], "/nowhere/device-01.npz" in header["reason"]) == (False, True)
+
+
+def test_the_first_work_uses_the_model_that_was_fetched_ahead_and_one_that_is_not_held_is_asked_for_whole(trainer):
+    assert trainer.train(prepare(), body()[:-3])[0]["ready"] is False
+    assert trainer.train(training(prepared=0), b"")[0]["needs_dense"] is True
+    assert trainer.train(prepare(), body())[0]["ready"] is True
+    assert trainer.train(training(prepared=1), b"")[0]["needs_dense"] is True
+    ahead, displacement = trainer.train(training(prepared=0), b"")
+    assert ahead["metrics"]["iterations"] == 3
+    _, again = trainer.train(training(), body())
+    assert displacement == again, "the same as if the model had come with it"
+
+
+def test_a_run_that_does_not_begin_is_forgotten(trainer):
+    trainer.train(prepare(), body())
+    trainer.complete_run("another")
+    trainer.complete_run("r")
+    assert trainer.train(training(prepared=0), b"")[0]["needs_dense"] is True
+
+
+def test_a_model_that_nobody_asks_for_is_let_go_after_its_lease(tmp_path):
+    class Tasks:
+        def get(self, header):
+            return type("Warm", (), {"name": "digits", "model_spec": TASK.shapes()})
+
+        def load_split(self, cached_task, test_fraction):
+            return np.zeros(3), np.zeros(1)
+
+    now = [0.0]
+    readiness = ReadinessHandler(
+        tmp_path, Tasks(), training_lock=threading.Lock(), is_gossip_running=lambda _: False, clock=lambda: now[0]
+    )
+    readiness.run_phase(prepare(), body())
+    now[0] = LEASE_S - 1
+    readiness.remove_expired()
+    assert readiness._prefetched is not None
+    now[0] = LEASE_S
+    readiness.remove_expired()
+    with pytest.raises(PrefetchMissingError):
+        readiness.add_prefetched_model({"run": "r", "prepared": 0}, b"")

@@ -1,0 +1,565 @@
+"""The trainer on real shards: digits in files, and a small task of a user's own that counts what is done to it."""
+
+import shutil
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from board_trees import plant, zones
+from digit_shards import digit_shard, some_digits
+
+from edgefl import __version__
+from edgefl.compression.codec import make_codec
+from edgefl.compression.decoding import decode_body
+from edgefl.compression.delta import encode_delta
+from edgefl.core.types import ZERO_CONTROL_VARIATE, PeerMessage, SparseTensor, derive_rng
+from edgefl.decentralised.message_bundle import encode_messages
+from edgefl.device.hardware.health_sampler import HealthSampler
+from edgefl.device.hardware.link_quality import LinkQuality
+from edgefl.device.training.trainer import DeviceTrainer, TrainingAbortedError
+from edgefl.strategies.synchronous.scaffold import encode_control_variate
+from edgefl.tasks.datasets.train_test_split import split_train_test
+from edgefl.tasks.registry import make_task
+from edgefl.tasks.sharding.shard_files import write_shard
+from edgefl.tasks.sharding.shard_metadata import ShardMetadata
+
+OWN = '''
+import numpy as np
+from edgefl.tasks.noop import NoopTask
+from edgefl.core.types import Dataset, TensorSpec
+
+made, read = [], []
+
+class Learner:
+    def __init__(self, shapes):
+        self.parameters = {spec.name: np.zeros(spec.shape, np.float32) for spec in shapes}
+        self.gradients = {name: np.ones_like(value) for name, value in self.parameters.items()}
+    def load(self, tensors):
+        for name, tensor in tensors.items():
+            self.parameters[name][...] = tensor
+    def read(self):
+        return {name: value.copy() for name, value in self.parameters.items()}
+    def gradient(self, batch):
+        return 1.0
+    def evaluate(self, data):
+        return float(self.parameters["head"].sum()), 0.5
+
+class Personal:
+    """The body of the model is shared, its head stays on the board."""
+    name = "personal"
+    def __init__(self, *, size=2):
+        made.append(self)
+        self._shapes = (TensorSpec(name="body", shape=(size,)), TensorSpec(name="head", shape=(1,), shared=False))
+    def shapes(self):
+        return self._shapes
+    def init(self, seed):
+        return {"body": np.zeros(self._shapes[0].shape, np.float32), "head": np.full(1, 100.0, np.float32)}
+    def read(self, path):
+        read.append(path)
+        if path.endswith("broken"):
+            raise KeyError("no such column")
+        inputs = np.arange(40, dtype=np.float32).reshape(-1, 1)
+        return Dataset(inputs=inputs, labels=np.zeros(40, np.int64))
+    def learner(self, *, accelerator="cpu", threads=None):
+        return Learner(self._shapes)
+'''
+
+
+@pytest.fixture
+def shard(tmp_path):
+    return digit_shard(tmp_path / "digits.npz", 120)
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "own_trainer_task.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    import own_trainer_task  # noqa: PLC0415 it has just been written
+
+    yield own_trainer_task
+    sys.modules.pop("own_trainer_task")
+
+
+OWN_TASK = "own_trainer_task:Personal"
+
+
+class Device:
+    """A trainer with its shards, and the messages that a coordinator would send."""
+
+    def __init__(self, root, shards, *, role="trainer", options=None, task="digits", device_id="pi"):
+        self.shards, self.progress, self.task, self.options = dict(shards), [], task, options or {}
+        self.trainer = DeviceTrainer(
+            device_id=device_id,
+            role=role,
+            shards=lambda: self.shards,
+            accelerator="cpu",
+            threads=1,
+            state_dir=root,
+            on_progress=lambda *report: self.progress.append(report),
+        )
+
+    @property
+    def shapes(self):
+        return make_task(self.task, self.options).shapes()
+
+    def model(self, value=None):
+        task = make_task(self.task, self.options)
+        tensors = task.init(1)
+        if value is not None:
+            tensors = {name: np.full_like(tensor, value) for name, tensor in tensors.items()}
+        return make_codec("dense", task.shapes()).encode(tensors, derive_rng(0))
+
+    def header(self, assignment="r/a-1", **changes):
+        header = {
+            "v": 1, "run": "r", "task": self.task, "options": self.options, "seed": 7, "test_fraction": 0.25,
+            "assignment": assignment, "version": 0, "codec": "dense", "settled": [],
+            "plan": {"algorithm": "sgd", "iterations": 3, "batch_size": 16, "learning_rate": 0.5},
+        }  # fmt: skip
+        return {**header, **changes}
+
+    def train(self, *, body=None, plan=None, **changes):
+        header = self.header(**changes)
+        header["plan"] = {**header["plan"], **(plan or {})}
+        return self.trainer.train(header, self.model() if body is None else body)
+
+    def evaluate(self, *, body=None, **changes):
+        return self.trainer.evaluate(self.header(**changes), self.model() if body is None else body)
+
+
+@pytest.fixture
+def device(tmp_path, shard):
+    return Device(tmp_path, {"digits": str(shard)})
+
+
+def test_training_answers_with_what_was_done_and_a_displacement_that_helps(device, shard):
+    header, body = device.train(plan={"iterations": 30})
+    assert (header["v"], header["run"], header["assignment"]) == (1, "r", "r/a-1")
+    metrics = header["metrics"]
+    task = make_task("digits")
+    data = task.read(str(shard))
+    train, _ = split_train_test(data, 0.25)
+    assert (metrics["iterations"], metrics["num_examples"]) == (30, len(train))
+    assert metrics["loss"] > 0
+    assert metrics["compute_s"] > 0
+    moved, start, learner = decode_body(body, task.shapes()), task.init(1), task.learner()
+    learner.load(start)
+    before = learner.evaluate(train)[0]
+    learner.load({name: start[name] + moved[name] for name in start})
+    assert learner.evaluate(train)[0] < before
+
+
+def test_the_same_work_gives_the_same_bytes_also_from_another_process(device, tmp_path, shard):
+    first = device.train()
+    again = device.train()
+    other = Device(tmp_path / "other", {"digits": str(shard)}).train()
+    assert first[1] == again[1] == other[1]
+    assert device.train(version=1)[1] != first[1]
+    assert device.train(seed=8)[1] != first[1]
+    half = device.train(codec="dense|fp16")[1]
+    assert len(half) < 0.6 * len(first[1])
+    exact, rounded = decode_body(first[1], device.shapes), decode_body(half, device.shapes)
+    assert all(np.allclose(exact[name], rounded[name], atol=1e-2) for name in exact)
+
+
+def test_a_trainer_evaluates_on_its_test_split_and_an_evaluator_on_all_it_has(device, tmp_path, shard):
+    metrics = device.evaluate()[0]["metrics"]
+    data = make_task("digits").read(str(shard))
+    _, test = split_train_test(data, 0.25)
+    learner = make_task("digits").learner()
+    learner.load(make_task("digits").init(1))
+    loss, accuracy = learner.evaluate(test)
+    assert metrics == {"num_examples": len(test), "loss": pytest.approx(loss), "accuracy": accuracy}
+    judge = Device(tmp_path / "judge", {"digits": str(shard)}, role="evaluator")
+    assert judge.evaluate()[0]["metrics"]["num_examples"] == 120
+    assert judge.evaluate()[1] == b""
+    header, body = device.evaluate(test_fraction=0.0)
+    assert ("holds no examples" in header["error"], body) == (True, b"")
+
+
+def test_task_and_shard_stay_warm_and_of_tasks_with_other_options_two(own, tmp_path):
+    device = Device(tmp_path, {OWN_TASK: "anywhere"}, task=OWN_TASK)
+    bodies = {}
+    for size in (2, 3, 4):
+        device.options = {"size": size}
+        bodies[size] = device.model()
+    own.made.clear()
+    for size, num_made in ((2, 1), (2, 1), (3, 2), (2, 2), (4, 3), (2, 3), (3, 4)):
+        assert "error" not in device.train(body=bodies[size], options={"size": size})[0]
+        assert "error" not in device.evaluate(body=bodies[size], options={"size": size})[0]
+        assert (len(own.made), len(own.read)) == (num_made, num_made)
+
+
+def test_a_shard_or_folder_that_grew_is_read_again_and_others_are_not(device, shard, tmp_path):
+    stamp = device.trainer.compute_shard_fingerprint()
+    first = device.train()[0]["metrics"]["num_examples"]
+    assert device.trainer.compute_shard_fingerprint() == stamp
+    digit_shard(shard, 400, seed=1)
+    assert device.trainer.compute_shard_fingerprint() != stamp
+    assert device.train()[0]["metrics"]["num_examples"] > 2 * first
+    assert device.trainer.count_examples() == {"digits": 400}
+    folder = tmp_path / "collected"
+    folder.mkdir()
+    collector = Device(tmp_path / "other", {"digits": str(folder)}, role="evaluator")
+    for day, count in enumerate((10, 21, 33)):
+        data = some_digits(10 + day, seed=day)
+        np.savez(folder / f"day-{day}.npz", inputs=data.inputs, labels=data.labels)
+        assert collector.evaluate()[0]["metrics"]["num_examples"] == count
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"task": "mnist"}, "no shard for task 'mnist'"),
+        ({"task": "no-such-task"}, "no shard for task 'no-such-task'"),
+        ({"task": "os:system", "options": {"command": "touch /tmp/never"}}, "no shard for task 'os:system'"),
+        ({"options": {"model": "gpt"}}, "ConfigError"),
+        ({"codec": "rar"}, "unknown stage 'rar'"),
+        ({"v": 2}, "update it"),
+        ({"plan": {"algorithm": "alchemy"}}, "alchemy"),
+        ({"plan": {"iterations": None}}, "exactly one of iterations"),
+        ({"plan": {"iterations": "many"}}, "TypeError"),
+        ({"body": b"junk"}, "CodecError"),
+        ({"body": b""}, "CodecError"),
+        ({"seed": "x"}, "TypeError: must be a whole number, got 'x'"),
+        ({"plan": {"algorithm": "prox", "options": {"my": 0.1}}}, "prox has no option 'my', only mu"),
+        ({"block": 0}, "holds no block 0 of task digits; it holds none"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_done_is_answered_and_the_next_assignment_works(device, changes, error):
+    header, body = device.train(**changes)
+    assert error in header["error"]
+    assert (header["assignment"], body) == ("r/a-1", b"")
+    assert device.trainer.current is None
+    assert "metrics" in device.train()[0]
+
+
+def test_a_shard_that_is_damaged_foreign_or_gone_is_answered_and_not_counted(device, shard, own, tmp_path):
+    # A loader of a user's own may do anything.
+    loading = Device(tmp_path / "own", {OWN_TASK: "broken"}, task=OWN_TASK)
+    assert "KeyError" in loading.train()[0]["error"]
+    assert loading.trainer.count_examples() == {}
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[: len(whole) // 2])
+    assert "DataError" in device.train()[0]["error"]
+    assert device.trainer.count_examples() == {}
+    digit_shard(shard, 50, task="mnist")
+    assert "of task mnist" in device.train()[0]["error"]
+    shard.unlink()
+    assert "DataError" in device.train()[0]["error"]
+    device.shards["digits"] = str(tmp_path / "no" / "such" / "place.npz")
+    assert "DataError" in device.train()[0]["error"]
+    assert device.trainer.count_examples() == {}
+    assert device.trainer.compute_shard_fingerprint()
+
+
+def test_a_model_that_has_diverged_is_said_and_not_sent_as_a_number_that_is_none(device):
+    body = device.model(np.nan)
+    assert "diverged" in device.evaluate(body=body)[0]["error"]
+    assert device.train(body=body)[0]["metrics"]["loss"] is None
+
+
+def at_iteration(device, number, action):
+    """Does something when the trainer has finished so many iterations; watches as a heartbeat would."""
+
+    def watch():
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            now = device.trainer.current
+            if now is not None and now[2] >= number:
+                return action()
+            time.sleep(0.001)
+        return None
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+def test_a_recall_ends_after_the_current_iteration_and_sends_what_was_learnt(device):
+    seen = []
+    thread = at_iteration(
+        device, 5, lambda: (seen.append(device.trainer.current), device.trainer.finish_early("r/a-1"))
+    )
+    header, body = device.train(plan={"iterations": 10_000_000})
+    thread.join()
+    assert (seen[0][:2], device.trainer.current) == (("r", "r/a-1"), None)
+    assert 5 <= header["metrics"]["iterations"] < 10_000_000
+    moved = decode_body(body, device.shapes)
+    assert any(np.abs(tensor).max() > 0 for tensor in moved.values())
+
+
+def test_a_recall_that_came_before_the_work_leaves_one_iteration_and_does_not_last(device):
+    for number in range(1000):
+        device.trainer.finish_early(f"r/{number}")
+    device.trainer.finish_early("r/a-1")
+    assert len(device.trainer._finish_early_ids) <= 64
+    assert device.train()[0]["metrics"]["iterations"] == 1
+    assert device.train()[0]["metrics"]["iterations"] == 3
+    device.trainer.finish_early("r/a-1")
+    assert "error" in device.train(body=b"junk", plan={"iterations": 5})[0]
+    assert device.train()[0]["metrics"]["iterations"] == 3, "a failed assignment's recall has ended with it"
+
+
+@pytest.mark.parametrize("phase", [{}, {"phase": "can", "edgefl": __version__, "layout": "x"}], ids=["train", "can"])
+def test_a_task_without_a_shard_is_not_even_imported_and_a_function_is_called_by_no_name(
+    device, tmp_path, monkeypatch, phase
+):
+    touched = tmp_path / "touched"
+    (tmp_path / "evil_task.py").write_text(f"open({str(touched)!r}, 'w').close()\nclass Task: pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    header, body = device.train(body=b"", task="evil_task:Task", **phase)
+    assert "this device has no shard for task 'evil_task:Task'" in header.get("error", header.get("reason"))
+    assert (body, "evil_task" in sys.modules) == (b"", False)
+    device.shards["os:system"] = "anywhere"
+    header, _ = device.train(body=b"", task="os:system", options={"command": f"touch {touched}"}, **phase)
+    assert "must be a class with a method read" in header.get("error", header.get("reason"))
+    assert not touched.exists()
+
+
+def test_abandoning_ends_without_an_answer(device):
+    thread = at_iteration(device, 5, device.trainer.abort)
+    with pytest.raises(TrainingAbortedError):
+        device.train(plan={"iterations": 10_000_000})
+    thread.join()
+    assert device.trainer.current is None
+
+
+def test_progress_is_reported_when_asked_and_at_most_ten_times_a_second(device):
+    device.train(plan={"iterations": 50})
+    assert device.progress == []
+    started = time.monotonic()
+    header, _ = device.train(plan={"iterations": None, "seconds": 0.35, "report_progress": True})
+    elapsed_s = time.monotonic() - started
+    assert 2 <= len(device.progress) <= 1 + elapsed_s / 0.1
+    assignments, iterations, paces = zip(*device.progress, strict=True)
+    assert set(assignments) == {"r/a-1"}
+    assert list(iterations) == sorted(set(iterations))
+    assert iterations[-1] <= header["metrics"]["iterations"]
+    assert all(0 < pace < elapsed_s for pace in paces)
+
+
+def test_tensors_that_stay_on_the_board_are_neither_sent_nor_forgotten(own, tmp_path):
+    device = Device(tmp_path, {OWN_TASK: "anywhere"}, task=OWN_TASK)
+    body = device.model(0.0)
+    _, moved = device.train(body=body)
+    assert set(decode_body(moved, device.shapes)) == {"body"}
+    after = 100.0 - 3 * 0.5  # three steps of size 0.5 from where the head began
+    assert device.evaluate(body=body)[0]["metrics"]["loss"] == after
+    rebooted = Device(tmp_path, {OWN_TASK: "anywhere"}, task=OWN_TASK)
+    assert rebooted.evaluate(body=body)[0]["metrics"]["loss"] == after
+    rebooted.train(body=body)
+    assert rebooted.evaluate(body=body)[0]["metrics"]["loss"] == after - 1.5
+    assert rebooted.evaluate(body=body, run="r2")[0]["metrics"]["loss"] == 100.0, "another run has its own"
+
+
+def test_tensors_that_stay_on_the_board_are_trained_on_while_its_card_is_full(own, tmp_path, full_card):
+    device = Device(tmp_path, {OWN_TASK: "anywhere"}, task=OWN_TASK)
+    body = device.model(0.0)
+    with full_card():
+        for number in (1, 2):
+            assert "error" not in device.train(body=body, assignment=f"r/a-{number}")[0]
+            assert device.evaluate(body=body)[0]["metrics"]["loss"] == 100.0 - 1.5 * number
+    device.trainer.close()
+    rebooted = Device(tmp_path, {OWN_TASK: "anywhere"}, task=OWN_TASK)
+    assert rebooted.evaluate(body=body)[0]["metrics"]["loss"] == 97.0
+
+
+ADAM = {"algorithm": "adam", "learning_rate": 0.01, "iterations": 2}
+
+
+def test_moments_live_on_from_one_assignment_to_the_next_and_over_a_restart_where_the_plan_keeps_them(
+    device, tmp_path, shard
+):
+    first = device.train(plan=ADAM)[1]
+    assert device.train(plan=ADAM)[1] == first
+    device.trainer.close()
+    assert not (tmp_path / "steps").exists()
+    kept = {**ADAM, "keeps_state": True}
+    assert device.train(plan=kept)[1] == first
+    second = device.train(assignment="r/a-2", plan=kept)[1]
+    assert first != second, "the same model and batches, with other moments"
+    device.trainer.close()
+    third = device.train(assignment="r/a-3", plan=kept)[1]
+    rebooted = Device(tmp_path, {"digits": str(shard)})
+    assert rebooted.train(assignment="r/a-3", plan=kept)[1] == third
+    assert rebooted.train(run="r2", plan=kept)[1] == first
+
+
+def test_a_device_that_is_killed_goes_on_from_the_control_variate_that_counted(tmp_path, shard):
+    zero = {spec.name: np.zeros(spec.shape, np.float32) for spec in make_task("digits", {}).shapes()}
+
+    def work(device, place, *, began=0):
+        mail = PeerMessage(edge=("coordinator", "pi"), step=began, body=encode_control_variate(zero))
+        told, body = encode_messages([mail], device.model())
+        used = [f"r/a-{place - 2}", f"r/a-{place - 1}"][-min(place, 2) :] if place else []
+        plan = {"algorithm": "scaffold", "keeps_state": True}
+        return device.train(body=body, mail=told, assignment=f"r/a-{place}", version=place, settled=used, plan=plan)
+
+    never_killed = Device(tmp_path / "a", {"digits": str(shard)})
+    undisturbed = [work(never_killed, place) for place in range(4)]
+    for place in range(4):  # a process for each
+        header, body = work(Device(tmp_path / "b", {"digits": str(shard)}), place)
+        assert body == undisturbed[place][1]
+        assert header["metrics"].get("extra") == ({ZERO_CONTROL_VARIATE: 1.0} if place == 0 else None)
+    assert work(Device(tmp_path / "b", {"digits": str(shard)}), 3)[1] == body, "done again"
+    shutil.rmtree(tmp_path / "b" / "variates")
+    header, body = work(Device(tmp_path / "b", {"digits": str(shard)}), 4)
+    assert header["metrics"]["extra"] == {ZERO_CONTROL_VARIATE: 1.0}
+    header, again = work(never_killed, 4, began=4)
+    assert header["metrics"]["extra"] == {ZERO_CONTROL_VARIATE: 1.0}
+    assert again == body
+
+
+BLOCKS = {0: (0, 40), 3: (40, 90), 4: (90, 120)}
+
+
+@pytest.fixture
+def redundant(tmp_path):
+    return digit_shard(tmp_path / "redundant.npz", 120, blocks=BLOCKS)
+
+
+def test_a_block_is_trained_whole_and_alike_on_every_device_that_holds_it(tmp_path, redundant):
+    device = Device(tmp_path, {"digits": str(redundant)})
+    header, body = device.train(block=3, codec="qsgd:4")
+    assert header["metrics"]["num_examples"] == 50
+    # Another holder has it at another place of its shard, and another name.
+    other_shard, rows = tmp_path / "other.npz", np.concatenate([np.arange(100, 120), np.arange(40, 90)])
+    write_shard(
+        other_shard, some_digits(120).take(rows), ShardMetadata(task="digits", blocks={9: (0, 20), 3: (20, 70)})
+    )
+    other = Device(tmp_path / "other", {"digits": str(other_shard)}, device_id="another-pi")
+    assert other.train(block=3, codec="qsgd:4")[1] == body
+    assert device.train(block=4, codec="qsgd:4")[1] != body
+    assert device.train(block=3, codec="qsgd:4", version=1)[1] != body
+    assert other.train(codec="qsgd:4")[1] != device.train(codec="qsgd:4")[1]
+
+
+def test_blocks_are_reported_by_task_and_only_where_there_are_some(tmp_path, shard, redundant):
+    device = Device(tmp_path, {"digits": str(redundant), "mnist": str(shard), "noop": "", "x": str(tmp_path)})
+    assert device.trainer.list_blocks() == {"digits": [0, 3, 4]}
+    redundant.with_suffix(".json").write_text("torn")
+    assert device.trainer.list_blocks() == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"block": 7}, "TaskError: this device holds no block 7 of task digits; it holds 0, 3, 4"),
+        ({"block": "x"}, "TypeError: must be a whole number, got 'x'"),
+        ({"block": 3, "codec": "ef|topk:0.1"}, "must give the same result on all who hold it"),
+        ({"block": 3, "plan": {"keeps_state": True}}, "must give the same result on all who hold it"),
+    ],
+    ids=str,
+)
+def test_work_on_a_block_that_cannot_be_done_is_answered(tmp_path, redundant, changes, error):
+    device = Device(tmp_path, {"digits": str(redundant)})
+    assert error in device.train(**changes)[0]["error"]
+    assert "metrics" in device.train(block=3)[0]
+    digit_shard(redundant, 100, blocks=BLOCKS)
+    assert "is rows 90 to 120 of a shard of 100; cut the shards again" in device.train(block=4)[0]["error"]
+    assert "metrics" in device.train(block=3)[0]
+
+
+def sent(body, shapes):
+    """Returns what travelled, in full."""
+    decoded = decode_body(body, shapes).items()
+    return {name: tensor.dense() if isinstance(tensor, SparseTensor) else tensor for name, tensor in decoded}
+
+
+FEEDBACK = {"codec": "ef|topk:0.1"}
+
+
+def test_what_a_codec_leaves_out_comes_with_the_next_update(device):
+    whole = sent(device.train()[1], device.shapes)
+    first = sent(device.train(**FEEDBACK)[1], device.shapes)
+    second = sent(device.train(**FEEDBACK, assignment="r/a-2", settled=["r/a-1"])[1], device.shapes)
+    # The same model and version twice, so that the displacement is the same and the residual all the difference.
+    again = {name: 2 * whole[name] - first[name] for name in whole}
+    for name, tensor in second.items():
+        kept = tensor != 0
+        np.testing.assert_allclose(tensor[kept], again[name][kept], rtol=1e-5, atol=1e-7)
+        assert np.abs(again[name][~kept]).max() <= np.abs(again[name][kept]).min() + 1e-6
+
+
+def test_an_update_that_was_lost_goes_back_whole(device, tmp_path, shard):
+    device.train(**FEEDBACK)
+    device.train(**FEEDBACK, assignment="r/a-2", version=1)
+    # Only the second was used: the first goes back into what comes next.
+    third = device.train(**FEEDBACK, assignment="r/a-3", version=2, settled=["r/a-2"])[1]
+    other = Device(tmp_path / "other", {"digits": str(shard)})
+    other.train(**FEEDBACK)
+    other.train(**FEEDBACK, assignment="r/a-2", version=1)
+    used_both = other.train(**FEEDBACK, assignment="r/a-3", version=2, settled=["r/a-1", "r/a-2"])[1]
+    assert third != used_both
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_what_is_left_out_survives_a_power_cut_where_a_run_wants_that_and_else_a_stop(
+    device, tmp_path, shard, durable
+):
+    options = {**FEEDBACK, "residuals": "durable"} if durable else FEEDBACK
+    device.train(**options)
+    if not durable:
+        assert not (tmp_path / "residuals").exists()
+        device.trainer.close()
+    after = {**options, "assignment": "r/a-2", "version": 1, "settled": ["r/a-1"]}
+    rebooted = Device(tmp_path, {"digits": str(shard)}).train(**after)[1]
+    assert rebooted == device.train(**after)[1]
+    assert rebooted != Device(tmp_path / "cold", {"digits": str(shard)}).train(**after)[1]
+
+
+def change(device, *, row, value):
+    """Returns the model with one row of a tensor changed, and the delta that says so."""
+    task = make_task("digits")
+    tensors = task.init(1)
+    tensors["fc1.weight"][row] = value
+    indices = {"fc1.weight": np.arange(row * 64, (row + 1) * 64)}
+    delta = encode_delta(tensors, indices, task.shapes(), "dense", derive_rng(0))
+    return make_codec("dense", task.shapes()).encode(tensors, derive_rng(0)), delta
+
+
+def test_changes_to_the_model_that_is_held_train_as_the_whole_model_does(device):
+    whole, delta = change(device, row=2, value=0.5)
+    assert len(delta) < len(whole) / 10
+    expected = device.train(body=whole, version=1)[1]
+    assert "metrics" in device.train(keep=True)[0]
+    header, body = device.train(body=delta, version=1, base=0, keep=True)
+    assert "error" not in header
+    assert body == expected
+    # Now it holds version 1, and goes on from there.
+    assert device.train(body=delta, version=2, base=1)[1] == device.train(body=whole, version=2)[1]
+
+
+@pytest.mark.parametrize("held", ["nothing", "another version", "another run", "not kept"])
+def test_changes_to_a_model_that_is_not_held_ask_for_the_whole_one(device, held):
+    _, delta = change(device, row=2, value=0.5)
+    if held != "nothing":
+        device.train(
+            keep=held != "not kept", version=1 if held == "another version" else 0,
+            run="r0" if held == "another run" else "r",
+        )  # fmt: skip
+    header, body = device.train(body=delta, version=3, base=0)
+    assert header["needs_dense"] is True
+    assert "needs the whole model: changes since version 0 came, it holds" in header["error"]
+    assert (header["assignment"], body) == ("r/a-1", b"")
+    assert "needs_dense" not in device.train(version=3)[0]
+
+
+def test_a_damaged_delta_is_an_error_and_leaves_the_model_that_is_held(device):
+    whole, delta = change(device, row=2, value=0.5)
+    device.train(keep=True)
+    header, _ = device.train(body=delta[:-3], version=1, base=0, keep=True)
+    assert "CodecError" in header["error"]
+    assert "needs_dense" not in header
+    assert device.train(body=delta, version=1, base=0)[1] == device.train(body=whole, version=1)[1]
+
+
+def test_an_update_tells_how_the_board_was_while_it_was_made(device, tmp_path):
+    plant(tmp_path, zones({"cpu-thermal": 83.2}))
+    assert "vitals" not in device.train()[0]["metrics"]
+    device.trainer._health_sampler = HealthSampler(tmp_path, read_quality=lambda _: LinkQuality(signal_dbm=-70.0))
+    told, _ = device.train(assignment="r/a-2")
+    assert told["metrics"]["vitals"] == {"max_temperature_c": 83.2, "signal_dbm": -70.0}

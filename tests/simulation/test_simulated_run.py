@@ -1,0 +1,307 @@
+"""`edgefl.simulate`: a whole run in virtual time, as one call; against a real fleet see test_local_run.py."""
+
+import json
+
+import apart_strategy
+import pytest
+from sqlalchemy import text
+
+import edgefl
+from edgefl.core.errors import ConfigError, RunFailedError, StrategyError, TaskError
+from edgefl.simulation.local_run import partition_devices
+from edgefl.storage.checkpoints import load_model_file
+from edgefl.storage.store import Store
+from edgefl.strategies.registry import BUILT_IN_STRATEGIES
+
+FAULTS = """
+[[fault]]
+device = "device-02"
+at_s = 2.0
+kind = "kill"
+for_s = 30
+[[fault]]
+device = "device-03"
+at_s = 0.0
+kind = "slow"
+factor = 3
+"""
+QUICK = {"fedavg", "asgd", "fedbuff", "esync", "redundant", "local", "signsgd", "d2"}
+"""One of each kind; all others run with the tests that add up to minutes."""
+
+
+def run_file(**sections):
+    run = {"task": "digits", "rounds": 3, "seed": 7}
+    tables = {"run": run, "task": {"model": "logistic"}, "simulation": {"workers": 0}}
+    return {name: {**tables.get(name, {}), **sections.get(name, {})} for name in {**tables, **sections}}
+
+
+@pytest.fixture
+def simulate(tmp_path):
+    """Simulates a fleet of two boards that hold equal parts, unless told otherwise."""
+
+    def run(folder="run", *, devices=2, scheme="iid", bookkeeping_only=False, requires=None, **sections):
+        config = run_file(devices=requires or {}, **sections)
+        options = {"scheme": None if bookkeeping_only else scheme, "bookkeeping_only": bookkeeping_only}
+        return edgefl.simulate(config, devices=devices, root=tmp_path / folder, **options)
+
+    return run
+
+
+def everything(root):
+    """Every row of every table, as JSON."""
+    with Store.open(root / "edgefl.db", read_only=True) as store, store.database.read() as connection:
+        names = connection.execute(
+            text("select name from sqlite_master where type = 'table' and name not like 'alembic%' order by name")
+        ).scalars()
+        tables = {
+            name: [dict(row) for row in connection.execute(text(f"select * from {name}")).mappings()]
+            for name in names
+        }
+    return json.dumps(tables, default=repr, indent=1)
+
+
+def test_it_returns_how_the_run_went_and_waits_for_the_slow_board(simulate):
+    result = simulate(devices=3, simulation={"profiles": ["pi-5", "pi-zero-2w"]})
+    assert (result.status, result.reason) == ("finished", "rounds reached 3")
+    assert result.metrics["accuracy"] > 0.7
+    assert result.metrics["bytes_up"] == sum(row["bytes_up"] for row in result.updates)
+    assert result.metrics["seconds"] == pytest.approx(result.rounds[-1]["closed_at"] - result.rounds[0]["started_at"])
+    assert [row["round"] for row in result.rounds] == [1, 2, 3]
+    assert [row["outcome"] for row in result.updates] == ["used"] * 3 * 3
+    assert {row["source"] for row in result.evaluations} == {"coordinator"}
+    assert list(load_model_file(result.model)) == ["fc1.weight", "fc1.bias"]
+    waits = {row["device_id"]: row["wait_s"] for row in result.updates}
+    assert waits["device-02"] == 0.0
+    assert waits["device-01"] > 0.01 < waits["device-03"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.extended) for name in sorted(BUILT_IN_STRATEGIES)],
+)
+def test_every_strategy_survives_dead_slow_and_uneven_boards_and_always_alike(simulate, name, tmp_path):
+    (tmp_path / "faults.toml").write_text(FAULTS)
+    hard = {"iteration_s": 1.0, "jitter": 0.3, "detect_s": 5.0, "faults": str(tmp_path / "faults.toml")}
+    fleet = {"devices": 4, "scheme": "duplicate:2" if name == "redundant" else "iid"}
+    histories, losses = [], 0
+    for attempt in ("first", "second"):
+        result = simulate(attempt, **fleet, strategy={"name": name}, simulation=hard, requires={"min": 2})
+        assert (result.status, result.reason) == ("finished", "rounds reached 3")
+        versions = [row["version"] for row in result.rounds]
+        assert versions == sorted(set(versions))
+        losses += sum(row["outcome"] == "lost" for row in result.updates)
+        histories.append(everything(tmp_path / attempt))
+    assert histories[0] == histories[1], "byte for byte"
+    assert losses or name == "local", "somebody died at work"
+    if name == "fedavg":
+        other = simulate("other", **fleet, strategy={"name": name}, simulation=hard, run={"seed": 8})
+        assert other.model != result.model
+
+
+@pytest.mark.parametrize(
+    ("rule", "value", "reason"),
+    [
+        ("updates", 5, "updates reached 5"),
+        ("bytes", 20_000, "bytes reached 20000"),
+        ("accuracy", 0.5, "accuracy reached 0.5"),
+        ("seconds", 0.5, "seconds reached 0.5"),
+    ],
+)
+def test_a_run_ends_by_each_stop_rule(simulate, rule, value, reason):
+    simulation = {"jitter": 0.0, "iteration_s": 0.01} if rule == "seconds" else {}
+    result = simulate(run={"rounds": 40, rule: value}, simulation=simulation)
+    assert (result.status, result.reason) == ("finished", reason)
+    closed = [row for row in result.rounds if row["closed_at"] is not None]
+    assert closed[-1]["accuracy"] is not None, "the last version is evaluated"
+
+
+@pytest.mark.extended
+def test_how_many_processes_train_changes_nothing(simulate, tmp_path):
+    models, histories = [], []
+    for workers in (0, 2):
+        result = simulate(
+            str(workers), devices=4, compression={"up": "ef|topk:0.05|int8"},
+            strategy={"name": "asgd", "iterations": 5, "optimizer": "adam", "keep_optimizer": True},
+            simulation={"workers": workers, "profiles": ["pi-5", "pi-zero-2w"]},
+        )  # fmt: skip
+        models.append(result.model.read_bytes())
+        histories.append(everything(tmp_path / str(workers)))
+    assert models[0] == models[1]
+    assert histories[0] == histories[1]
+
+
+def test_runs_in_one_folder_follow_each_other_on_shards_that_there_are_too(simulate, tmp_path):
+    fleet = partition_devices("digits", "iid", 2, tmp_path / "shards", None, 7)
+    first, second = simulate(), simulate()
+    third = simulate(devices=[device.shards["digits"] for device in fleet.devices])
+    assert [run.run_id for run in (second, third)] == [f"{first.run_id}-2", f"{first.run_id}-3"]
+    assert second.rounds[0]["started_at"] > first.rounds[-1]["closed_at"]
+    assert first.model.name == second.model.name == third.model.name
+    assert {row["source"] for row in third.evaluations} == {"device"}
+
+
+def test_bookkeeping_alone_counts_the_bytes_of_real_updates(simulate):
+    sections = {
+        "compression": {"up": "topk:0.1", "down": "dense|fp16"}, "simulation": {"jitter": 0.0, "examples": 322},
+    }  # fmt: skip
+    schedule = simulate("schedule", devices=4, bookkeeping_only=True, **sections)
+    real = simulate("real", devices=4, **sections)
+    assert (schedule.model, schedule.metrics["accuracy"]) == (None, None)
+    assert schedule.metrics["bytes_down"] == real.metrics["bytes_down"]
+    assert schedule.metrics["bytes_up"] == pytest.approx(real.metrics["bytes_up"], rel=0.05)
+    assert schedule.metrics["seconds"] == pytest.approx(real.metrics["seconds"], rel=0.05)
+
+
+@pytest.mark.extended
+def test_ten_thousand_boards_are_no_trouble(simulate):
+    boards = {"profiles": ["pi-4", "pi-zero-2w"]}
+    result = simulate(devices=10_000, bookkeeping_only=True, simulation=boards, requires={"fraction": 0.05})
+    assert len(result.updates) == 3 * 500
+    assert len({row["device_id"] for row in result.updates}) > 1200
+
+
+def test_boards_are_chosen_by_name_and_group(tmp_path):
+    def chosen(profiles=(), **devices):
+        options = {"devices": 4, "root": tmp_path, "bookkeeping_only": True, "profiles": profiles}
+        return {row["device_id"] for row in edgefl.simulate(run_file(devices=devices), **options).updates}
+
+    (tmp_path / "boards.toml").write_text('[profile.shed]\ngroups = ["cold"]\n[profile.desk]\n')
+    assert chosen([str(tmp_path / "boards.toml")], groups=["cold"]) == {"device-01", "device-03"}
+    with pytest.raises(ConfigError, match="leave no device"):
+        chosen(names=["nobody"])
+    with pytest.raises(ConfigError, match="leave 2 of 4 devices of the simulation, the run needs at least 3"):
+        chosen(names=["device-01", "device-02"], min=3)
+
+
+def test_what_boards_send_to_each_other_directly_is_carried_all_the_same(simulate):
+    strategy = {"name": "dsgd", "graph": "ring", "carrier": "direct"}
+    assert simulate(devices=3, strategy=strategy, run={"rounds": 1}).status == "finished"
+
+
+@pytest.mark.parametrize("devices", ["device-01.npz", 2.5, True])
+def test_what_is_neither_a_number_nor_a_list_is_no_fleet(devices, tmp_path):
+    for start in (edgefl.simulate, edgefl.run):
+        with pytest.raises(ConfigError, match=f"devices must be how many there are, .*, got {devices!r}"):
+            start(run_file(), devices=devices, root=tmp_path)
+
+
+LATE = """
+from dataclasses import dataclass
+from edgefl.strategies.synchronous.fedavg import FedAvgConfig
+
+class Odd:
+    def __init__(self, inner):
+        self.inner = inner
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+    def aggregate(self, state):
+        state = self.inner.aggregate(state)
+        if state.version == 3:
+            state.settled["device-01"] = {"of-late": print}
+        return state
+
+@dataclass(frozen=True, kw_only=True)
+class Late(FedAvgConfig):
+    def build(self, rules):
+        return Odd(FedAvgConfig.build(self, rules))
+"""
+
+
+@pytest.mark.parametrize(
+    ("sections", "error", "told"),
+    [
+        ({"simulation": {"faults": "{folder}/faults.toml"}}, RunFailedError, "nothing happens any more"),
+        ({"strategy": {"name": "late_strategy:Late"}}, StrategyError, "a state that cannot be saved: .*of-late"),
+    ],
+    ids=["all die", "a last state that a live run could not save"],
+)
+def test_a_run_that_fails_says_so_in_its_history(simulate, installed, tmp_path, sections, error, told):
+    installed({"late_strategy": LATE})
+    (tmp_path / "faults.toml").write_text('[[fault]]\ndevice = "*"\nat_s = 0.001\nkind = "kill"\n')
+    placed = {name: {k: v.format(folder=tmp_path) for k, v in table.items()} for name, table in sections.items()}
+    with pytest.raises(error, match=told):
+        simulate(**placed)
+    with Store.open(tmp_path / "run" / "edgefl.db", read_only=True) as store:
+        (record,) = store.list_runs()
+    assert (record.status, record.reason is not None) == ("failed", True)
+
+
+@pytest.mark.parametrize(
+    ("sections", "options", "error", "message"),
+    [
+        ({"devices": {"min": 9}}, {}, ConfigError, "at least 9 devices, got 2"),
+        ({"run": {"task": "digitz"}}, {}, TaskError, "digitz"),
+        ({"strategy": {"name": "fedavgg"}}, {}, StrategyError, "fedavgg"),
+        ({"simulation": {"profiles": ["pi4"]}}, {}, ConfigError, "did you mean pi-4"),
+        ({"simulation": {"profiles": []}}, {}, ConfigError, "at least one profile"),
+        (
+            {"run": {"max_state_bytes": 10}, "strategy": {"name": "dc-asgd"}},
+            {},
+            ConfigError,
+            "dc-asgd keeps .* 2 dev",
+        ),
+        ({"run": {"rounds": None, "accuracy": 0.9}}, {"bookkeeping_only": True}, ConfigError, "no accuracy is ever"),
+        ({}, {"profiles": ["a.toml", "b.toml"]}, ConfigError, "one profile file at a time"),
+    ],
+)
+def test_what_makes_no_sense_is_told_before_anything_is_written(tmp_path, sections, options, error, message):
+    config = run_file(**sections)
+    config["run"] = {name: value for name, value in config["run"].items() if value is not None}
+    with pytest.raises(error, match=message):
+        edgefl.simulate(config, devices=2, root=tmp_path / "none", **options)
+    assert not (tmp_path / "none").exists()
+
+
+def accuracies(rows, subject):
+    return {row["version"]: row["accuracy"] for row in rows if row["subject"] == subject}
+
+
+def test_the_average_and_every_device_s_own_model_are_evaluated_and_told_apart(simulate):
+    result = simulate("apart", strategy={"name": apart_strategy.NAME}, run={"evaluate_every": 2})
+    average, first, second = (accuracies(result.evaluations, name) for name in ("", "device-01", "device-02"))
+    assert list(average) == [2, 3]
+    assert average == first, "that device's model is the average"
+    assert average[3] > 0.7
+    assert max(second.values()) < 0.2, "and the other's knows nothing"
+    unevaluated, *rounds = result.rounds
+    assert (unevaluated["node_accuracy"], unevaluated["facts"]) == (None, {"disagreement": 0.25})
+    for row in rounds:
+        version = row["version"]
+        assert (row["accuracy"], row["worst_node_accuracy"]) == (average[version], second[version])
+        assert row["node_accuracy"] == pytest.approx((first[version] + second[version]) / 2)
+        assert row["facts"] == {"disagreement": 0.25 * version}
+    plain = simulate("plain")
+    assert result.model.name == plain.model.name, "evaluating changes nothing of what is learnt"
+    assert plain.rounds[-1]["accuracy"] == result.rounds[-1]["accuracy"]
+    assert set(result.metrics) - set(plain.metrics) == {"node_accuracy", "worst_node_accuracy", "disagreement"}
+    told = f"accuracy of the average model {average[3]:.4f}, of the nodes {result.metrics['node_accuracy']:.4f}"
+    assert f"; {told} (worst {second[3]:.4f})" in str(result)
+    assert str(plain).endswith(f"rounds reached 3; accuracy {average[3]:.4f}")
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.extended)])
+def test_without_an_evaluator_a_device_tests_the_average_and_its_own_model_on_its_own_split(simulate, workers):
+    result = simulate(
+        devices=3, strategy={"name": apart_strategy.NAME, "nodes": 3}, run={"evaluate_on": "devices", "rounds": 2},
+        simulation={"workers": workers},
+    )  # fmt: skip
+    found = {(row["version"], row["device_id"], row["subject"]): row for row in result.evaluations}
+    names = ["device-01", "device-02", "device-03"]
+    assert set(found) == {(version, name, of) for version in (1, 2) for name in names for of in ("", name)}
+    own = {name: found[2, name, name]["accuracy"] for name in names}
+    assert own["device-01"] == found[2, "device-01", ""]["accuracy"] > 0.5
+    assert max(own["device-02"], own["device-03"]) < 0.3
+    last = result.rounds[-1]
+    assert last["node_accuracy"] == pytest.approx(sum(own.values()) / 3)
+    assert last["worst_node_accuracy"] == min(own.values())
+    rows = [found[2, name, ""] for name in names]
+    weighted = sum(row["accuracy"] * row["num_examples"] for row in rows)
+    assert last["accuracy"] == pytest.approx(weighted / sum(row["num_examples"] for row in rows))
+
+
+def test_a_good_node_ends_no_run_and_bookkeeping_alone_tells_nothing_of_devices_models(simulate):
+    apart = {"name": apart_strategy.NAME, "nodes": 1}
+    assert simulate(run={"accuracy": 0.99, "rounds": 2}, strategy=apart).reason == "rounds reached 2"
+    result = simulate(strategy={"name": apart_strategy.NAME}, bookkeeping_only=True)
+    assert result.evaluations == []
+    assert {row["facts"] is None and row["node_accuracy"] is None for row in result.rounds} == {True}

@@ -1,0 +1,206 @@
+"""ESync on boards with a pace: who does how much, when it is recalled, and what becomes of the model."""
+
+import numpy as np
+import pytest
+from paced_fleet import Board, PacedFleet, run
+
+from edgefl.core.types import DeviceThroughput, TrainInstruction, Update, UpdateMetrics
+from edgefl.strategies.registry import make_strategy
+from edgefl.strategies.synchronous.strategy import RoundRules
+
+PACES = {"a": 1.0, "b": 2.0, "c": 4.0}
+
+
+def esync(rules=None, **options):
+    return make_strategy("esync", {"learning_rate": 0.1, "epsilon": 0.0, **options}, rules or RoundRules())
+
+
+def fleet_of(paces=PACES, exchange=None):
+    return PacedFleet(
+        {
+            name: Board(pace, (exchange or {}).get(name, 0.0), target=len(name) + ord(name[-1]))
+            for name, pace in paces.items()
+        }
+    )
+
+
+def iterations(fleet):
+    """Iterations that were really done, by round and device."""
+    found = {}
+    for _, update in fleet.arrived:
+        found.setdefault(update.base_version, {})[update.device_id] = update.metrics.iterations
+    return [found[version] for version in sorted(found)]
+
+
+def spent_s(fleet):
+    """Seconds of each round, from its orders to its last update."""
+    opened = {o.base_version: at for at, o in reversed(fleet.given) if isinstance(o, TrainInstruction)}
+    closed = {update.base_version: at for at, update in fleet.arrived}
+    return [round(closed[version] - opened[version], 6) for version in sorted(closed)]
+
+
+@pytest.mark.parametrize("mode", ["budget", "live"])
+def test_everybody_ends_when_the_slowest_does_from_the_second_round_on(mode):
+    fleet = fleet_of()
+    run(fleet, esync(mode=mode), rounds=4)
+    assert iterations(fleet) == [{"a": 1, "b": 1, "c": 1}] + [{"a": 4, "b": 2, "c": 1}] * 3
+    assert spent_s(fleet) == [4.0] * 4
+
+
+@pytest.mark.parametrize("mode", ["budget", "live"])
+def test_the_papers_half_second_costs_a_fast_fleet_an_iteration(mode):
+    fleet = fleet_of()
+    run(fleet, esync(mode=mode, epsilon_s=0.5), rounds=2)
+    assert iterations(fleet)[1] == {"a": 3, "b": 1, "c": 1}
+
+
+@pytest.mark.parametrize("mode", ["budget", "live"])
+def test_a_slack_below_zero_lets_devices_end_a_little_after_the_slowest(mode):
+    fleet = fleet_of({"a": 1.1, "b": 4.2})
+    run(fleet, esync(mode=mode, epsilon=-0.2), rounds=2)
+    assert iterations(fleet)[1] == {"a": 4, "b": 1}
+    fleet = fleet_of({"a": 1.1, "b": 4.1})
+    run(fleet, esync(mode=mode, epsilon=-0.2), rounds=2)
+    assert iterations(fleet)[1] == {"a": 3, "b": 1}
+
+
+@pytest.mark.parametrize("mode", ["budget", "live"])
+def test_the_time_on_the_way_counts(mode):
+    fleet = fleet_of(exchange={"a": 2.0, "b": 1.0, "c": 0.5})
+    run(fleet, esync(mode=mode), rounds=3)
+    assert iterations(fleet)[1:] == [{"a": 2, "b": 1, "c": 1}] * 2
+    assert spent_s(fleet) == [4.5] * 3
+
+
+def test_live_work_is_ended_by_recalls_and_not_by_budgets():
+    fleet = fleet_of()
+    run(fleet, esync(mode="live"), rounds=2)
+    plans = {o.device_id: o.plan for o in fleet.assignments() if o.base_version == 1}
+    assert [plans[name].iterations for name in "abc"] == [10_000, 10_000, 1]
+    assert [plans[name].report_progress for name in "abc"] == [True, True, False]
+    assert {name for _, name in fleet.recalls()} == {"a", "b"}
+
+
+def test_the_fleets_speeds_serve_for_the_first_round_when_all_are_known():
+    fleet = fleet_of()
+    fleet.speeds = {name: DeviceThroughput(seconds_per_iteration=pace) for name, pace in PACES.items()}
+    run(fleet, esync(), rounds=1)
+    assert iterations(fleet) == [{"a": 4, "b": 2, "c": 1}]
+    fleet = fleet_of()
+    fleet.speeds = {"a": DeviceThroughput(seconds_per_iteration=1.0), "b": DeviceThroughput()}
+    run(fleet, esync(), rounds=1)
+    assert iterations(fleet) == [{"a": 1, "b": 1, "c": 1}]
+
+
+@pytest.mark.parametrize("mode", ["budget", "live"])
+def test_a_newcomer_warms_up_with_one_iteration_and_does_not_disturb_the_others(mode):
+    fleet = fleet_of()
+    fleet.boards["d"], fleet.queues["d"] = Board(0.5), []
+    fleet.at(5.0, lambda: fleet.join("d"))
+    run(fleet, esync(mode=mode), rounds=4)
+    assert [found.get("d") for found in iterations(fleet)] == [None, None, 1, 8]
+    assert [found["a"] for found in iterations(fleet)] == [1, 4, 4, 4]
+
+
+def slow_down(fleet, name, at_s, seconds):
+    fleet.at(at_s, lambda: setattr(fleet.boards[name], "seconds_per_iteration", seconds) or [])
+
+
+def test_a_device_that_slows_down_inside_a_round_is_recalled_and_gets_less_work_soon():
+    fleet = fleet_of()
+    slow_down(fleet, "a", 4.5, 5.0)
+    run(fleet, esync(smoothing="last"), rounds=4)
+    # In round 2, which began at 4 s, its second iteration takes from 5 to 10 s; after 4 + 1.5 x 4 s it is recalled.
+    assert (10.0, "a") in fleet.recalls()
+    done = [found["a"] for found in iterations(fleet)]
+    assert done[0] == 1
+    assert done[1] < 4
+    assert done[2:] == [1, 1]
+    assert spent_s(fleet)[2:] == [5.0, 5.0]
+    assert [found["b"] for found in iterations(fleet)][2:] == [2, 2]
+
+
+def test_live_a_device_that_slows_down_is_told_to_send_and_the_others_work_on():
+    fleet = fleet_of()
+    slow_down(fleet, "a", 4.5, 2.9)  # a report at 7.9 s: two iterations, 1.95 s each
+    run(fleet, esync(mode="live", smoothing="last"), rounds=2)
+    assert iterations(fleet)[1] == {"a": 2, "b": 2, "c": 1}
+    assert spent_s(fleet)[1] == 4.0
+
+
+def test_live_a_device_that_has_become_the_slowest_is_heard_of_by_its_progress():
+    fleet = fleet_of({"a": 1.0, "b": 0.5, "c": 4.0})
+    slow_down(fleet, "c", 4.0, 9.0)
+    run(fleet, esync(mode="live", smoothing="last"), rounds=3)
+    # Round 2 was planned with 4 s for c: a and b are told to send in time, c is waited for; round 3 knows better.
+    assert iterations(fleet)[1] == {"a": 4, "b": 8, "c": 1}
+    assert iterations(fleet)[2] == {"a": 9, "b": 18, "c": 1}
+
+
+@pytest.mark.parametrize("mode", ["budget", "live"])
+def test_when_the_slowest_dies_in_a_round_the_others_go_on_without_it(mode):
+    fleet = fleet_of()
+    fleet.at(5.5, lambda: fleet.leave("c"))
+    run(fleet, esync(mode=mode), rounds=4)
+    assert iterations(fleet)[2] == {"a": 2, "b": 1}
+    assert all(len(names) == 2 for names in fleet.journal.aggregates[1:])
+    if mode == "live":  # b is the slowest now, and its first iteration is the last
+        assert [at for at, _ in fleet.arrived[3:5]] == [6.0, 6.0]
+
+
+@pytest.mark.parametrize("mode", ["budget", "live"])
+def test_when_all_were_lost_it_waits_in_peace_until_they_are_back(mode):
+    fleet = fleet_of()
+    fleet.at(5.0, lambda: [event for name in PACES for event in fleet.leave(name)])
+    fleet.at(900.0, lambda: [event for name in PACES for event in fleet.join(name)])
+    run(fleet, esync(mode=mode), rounds=3)
+    assert fleet.now_s > 900.0
+    assert fleet.turns < 200
+
+
+def test_a_device_that_hangs_is_given_up_after_the_deadline_or_many_times_the_planned_seconds():
+    fleet = fleet_of()
+    fleet.at(4.5, lambda: setattr(fleet.boards["b"], "seconds_per_iteration", 1e6) or [])
+    fleet.boards["b"].answers = True
+    run(fleet, esync(give_up=20.0), rounds=3)
+    second = [o for o in fleet.assignments() if o.base_version == 1]
+    assert {order.deadline_s for order in second} == {80.0}
+    assert len(fleet.journal.aggregates[1]) == 2
+    for rules, deadlines in ((RoundRules(deadline_s=33.0), [33.0] * 6), (RoundRules(), [None] * 3 + [60.0] * 3)):
+        fleet = fleet_of()
+        run(fleet, esync(rules), rounds=2)
+        assert [order.deadline_s for order in fleet.assignments()] == deadlines
+
+
+def two_devices(aggregation, moves, *, global_learning_rate=1.0, num_examples=(10, 10), iterations=(1, 1)):
+    strategy = esync(aggregation=aggregation, global_learning_rate=global_learning_rate)
+    state = strategy.init({"w": np.array([1.0])})
+    state, decision = strategy.assign(state, fleet_of({"a": 1.0, "b": 1.0}).view())
+    for place, order in enumerate(decision.orders):
+        metrics = UpdateMetrics(num_examples=num_examples[place], iterations=iterations[place], compute_s=1.0)
+        update = Update(
+            assignment_id=order.assignment_id, device_id=order.device_id, base_version=0,
+            tensors={"w": np.array([moves[place]])}, metrics=metrics,
+        )  # fmt: skip
+        state = strategy.receive(state, update)
+    return float(strategy.model(strategy.aggregate(state))["w"][0])
+
+
+def test_e4_the_model_moves_by_the_uniform_mean_times_the_global_learning_rate():
+    moves = (0.7 - 1.0, 1.1 - 1.0)
+    assert two_devices("uniform", moves, iterations=(9, 1)) == pytest.approx(0.9)
+    assert two_devices("uniform", moves, global_learning_rate=0.5) == pytest.approx(0.95)
+
+
+def test_other_aggregations_weigh_by_examples_and_normalise_by_steps():
+    assert two_devices("samples", (1.0, 0.0), num_examples=(30, 10)) == pytest.approx(1.75)
+    # Directions 0.1 and 0.1 per step, 11/2 steps on average.
+    assert two_devices("nova", (1.0, 0.1), iterations=(10, 1)) == pytest.approx(1 + 5.5 * 0.1)
+
+
+@pytest.mark.parametrize("paces", [{"a": 1.0}, dict.fromkeys("abc", 1.0), PACES])
+def test_e5_with_budgets_of_one_it_is_ssgd_bit_for_bit(paces):
+    one = esync(max_iterations=1, schedule="step:2:0.5")
+    other = make_strategy("ssgd", {"learning_rate": 0.1, "schedule": "step:2:0.5"}, RoundRules())
+    first, second = (run(fleet_of(paces), strategy, rounds=5).model["w"] for strategy in (one, other))
+    assert first.tobytes() == second.tobytes()

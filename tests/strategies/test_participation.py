@@ -1,0 +1,177 @@
+"""Who is asked, for how much, and which updates are let in."""
+
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from edgefl.core.types import (
+    DeviceInfo,
+    GossipConfig,
+    HealthMetrics,
+    SparseTensor,
+    TensorSpec,
+    TrainConfig,
+    TrainInstruction,
+    Update,
+    UpdateMetrics,
+)
+from edgefl.strategies.participation import DeviceSelection, RunParticipationPolicy, UpdateGuard
+
+SHAPES = (TensorSpec(name="w", shape=(3,)), TensorSpec(name="n", shape=(), dtype="int64"))
+
+
+def update(values, *, device="pi-1", name="w"):
+    tensors = {name: np.asarray(values, np.float32), "n": np.array(1)}
+    return Update(
+        assignment_id="a1", device_id=device, base_version=0, tensors=tensors, metrics=UpdateMetrics(num_examples=1)
+    )
+
+
+def view(vitals=None, **capabilities):
+    devices = {
+        name: DeviceInfo(device_id=name, capabilities=capabilities.get(name.replace("-", "_"), {}))
+        for name in ("pi-1", "pi-2", "pi-3")
+    }
+    return SimpleNamespace(
+        now_s=0.0, devices=devices, idle=list(devices), busy={}, speeds={}, progress={}, health=vitals or {}
+    )
+
+
+def order(device="pi-1", **budget):
+    plan = TrainConfig(**budget)
+    return TrainInstruction(assignment_id="a1", device_id=device, base_version=0, plan=plan)
+
+
+def gate(**selection):
+    return RunParticipationPolicy(selection=DeviceSelection(**selection), guard=UpdateGuard(shapes=SHAPES))
+
+
+def test_boards_with_too_little_memory_are_left_out_and_those_that_do_not_say_stay():
+    fleet = view(pi_1={"memory_bytes": 100}, pi_2={"memory_bytes": 300})
+    assert list(gate(min_memory_bytes=200).eligible_view(fleet).idle) == ["pi-2", "pi-3"]
+
+
+def test_boards_without_an_accelerator_are_left_out_where_one_is_needed():
+    fleet = view(pi_1={"accelerators": [{"kind": "cuda"}]}, pi_2={"accelerators": []})
+    assert list(gate(needs_accelerator=True).eligible_view(fleet).idle) == ["pi-1"]
+
+
+UNWELL = {
+    "throttled": HealthMetrics(is_throttled=True),
+    "hot": HealthMetrics(temperature_c=81.0),
+    "empty": HealthMetrics(battery_fraction=0.1),
+}
+WELL = {
+    "silent": HealthMetrics(),
+    "fine": HealthMetrics(is_throttled=False, temperature_c=79.0, battery_fraction=0.9),
+}
+LIMITS = {"max_temperature_c": 80.0, "min_battery": 0.2}
+
+
+@pytest.mark.parametrize("vitals", UNWELL.values(), ids=UNWELL)
+def test_an_unwell_board_rests_or_gets_half_the_budget_and_never_none_as_the_run_file_says(vitals):
+    spared, fleet, blind = gate(**LIMITS), view({"pi-1": vitals}), gate(unhealthy_policy="ignore", **LIMITS)
+    assert list(gate(unhealthy_policy="rest", **LIMITS).eligible_view(fleet).idle) == ["pi-2", "pi-3"]
+    assert blind.adapt_instruction(order(iterations=9), fleet).plan.iterations == 9
+    assert blind.eligible_view(fleet) is fleet
+    assert spared.adapt_instruction(order(iterations=9), fleet).plan.iterations == 4
+    assert spared.adapt_instruction(order(iterations=1), fleet).plan.iterations == 1
+    assert spared.adapt_instruction(order(epochs=3.0), fleet).plan.epochs == 1.5
+    assert spared.adapt_instruction(order(seconds=4.0), fleet).plan.seconds == 2.0
+    assert spared.adapt_instruction(order("pi-2", iterations=9), fleet).plan.iterations == 9
+
+
+def test_a_block_of_a_redundant_shard_is_not_made_smaller_or_its_copies_would_differ():
+    whole = replace(order(iterations=9), block=2)
+    assert gate(**LIMITS).adapt_instruction(whole, view({"pi-1": UNWELL["throttled"]})) is whole
+
+
+@pytest.mark.parametrize("vitals", WELL.values(), ids=WELL)
+def test_a_board_that_is_well_or_does_not_say_is_treated_like_any_other(vitals):
+    fleet = view({"pi-1": vitals})
+    assert gate(**LIMITS).adapt_instruction(order(iterations=9), fleet).plan.iterations == 9
+    assert list(gate(unhealthy_policy="rest", **LIMITS).eligible_view(fleet).idle) == ["pi-1", "pi-2", "pi-3"]
+
+
+def test_a_healthy_update_is_let_in_dense_or_sparse():
+    guard = UpdateGuard(shapes=SHAPES, max_norm=10.0)
+    assert guard.rejection_reason(update([1, 2, 3])) is None
+    tensors = {"w": SparseTensor(indices=np.array([1]), values=np.array([2.0]), shape=(3,)), "n": np.array(1)}
+    assert guard.rejection_reason(replace(update([0, 0, 0]), tensors=tensors)) is None
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (update([1, np.nan, 0]), "a NaN or an infinity"),
+        (update([1, np.inf, 0]), "a NaN or an infinity"),
+        (update([3e38, 3e38, 3e38]), "norm is inf|a NaN or an infinity"),  # its square is beyond a float: no warning
+        (update([1, 2]), r"tensor 'w' has shape \(2,\), the model's is \(3,\)"),
+        (update([1, 2, 3], name="v"), "no tensor 'w'"),
+        (update([0, 0, 11]), "norm is 11, at most 10"),
+    ],
+)
+def test_an_update_that_would_spoil_the_model_is_refused_with_what_is_wrong(bad, reason):
+    refusal = UpdateGuard(shapes=SHAPES, max_norm=10.0).rejection_reason(bad)
+    assert refusal is not None
+    assert re.search(reason, refusal)
+
+
+def test_a_norm_far_beyond_the_usual_is_refused_once_the_usual_is_known():
+    guard = UpdateGuard(shapes=SHAPES, max_norm_ratio=5.0)
+    assert guard.rejection_reason(update([100, 0, 0])) is None
+    for _ in range(8):
+        assert guard.rejection_reason(update([1, 0, 0])) is None
+    assert "6 times the usual 1" in guard.rejection_reason(update([6, 0, 0]))
+    assert guard.rejection_reason(update([4, 0, 0])) is None
+    # What is refused does not become the usual.
+    assert all(guard.rejection_reason(update([9, 0, 0], device=f"pi-{i}")) for i in range(40))
+
+
+def test_a_device_is_flagged_after_repeats_and_not_asked_again():
+    strict = RunParticipationPolicy(guard=UpdateGuard(shapes=SHAPES, max_norm=1.0, flag_after=2))
+    assert "flagged" not in strict.rejection_reason(update([5, 0, 0]))
+    assert list(strict.eligible_view(view()).idle) == ["pi-1", "pi-2", "pi-3"]
+    assert strict.rejection_reason(update([1, 0, 0])) is None  # which forgives the first
+    assert "flagged" not in strict.rejection_reason(update([5, 0, 0]))
+    assert "pi-1 is flagged" in strict.rejection_reason(update([5, 0, 0]))
+    assert list(strict.eligible_view(view()).idle) == ["pi-2", "pi-3"]
+
+
+class Codecs:
+    """Gives everybody `fp16`, and keeps what it is told."""
+
+    def __init__(self):
+        self.told = []
+
+    def adapt_instruction(self, order):
+        return replace(order, codec="fp16")
+
+    def observe(self, event, accuracy):
+        self.told.append((event, accuracy))
+
+
+def test_a_choice_of_codecs_sees_every_order_and_every_event():
+    codecs = Codecs()
+    guarded = RunParticipationPolicy(
+        selection=DeviceSelection(max_temperature_c=70.0), guard=UpdateGuard(shapes=SHAPES), codec_policy=codecs
+    )
+    hot = view({"pi-1": HealthMetrics(temperature_c=90.0)})
+    for name, iterations in (("pi-1", 4), ("pi-2", 8)):
+        made = guarded.adapt_instruction(order(name, iterations=8), hot)
+        assert (made.codec, made.plan.iterations) == ("fp16", iterations)
+    guarded.observe("event", 0.5)
+    assert codecs.told == [("event", 0.5)]
+
+
+def test_an_exchange_of_a_node_is_made_no_smaller_and_no_larger():
+    node = GossipConfig(method="dsgd", edges=(), learning_rate=0.1, period=8)
+    gate = RunParticipationPolicy(selection=DeviceSelection(unhealthy_policy="smaller"))
+    for iterations in (0, 8):
+        plan = TrainConfig(iterations=iterations, node=node)
+        order = TrainInstruction(assignment_id="a", device_id="pi", base_version=0, plan=plan)
+        hot = SimpleNamespace(health={"pi": HealthMetrics(is_throttled=True)})
+        assert gate.adapt_instruction(order, hot) is order

@@ -1,0 +1,109 @@
+import datetime as dt
+import tomllib
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+
+from edgefl.coordinator import pki
+from edgefl.system.diagnostics import (
+    DAY_S,
+    FLOWER_RELEASE,
+    Severity,
+    check_certificate,
+    check_clock,
+    check_disk,
+    check_memory_limits,
+    check_private,
+    check_skew,
+    check_software,
+)
+
+NOW = dt.datetime(2026, 11, 21, tzinfo=dt.UTC).timestamp()
+AUTHORITY = pki.create_authority("lab")
+
+
+def signed(days, key=AUTHORITY):
+    """A client certificate of the CA, or of another key that says it is the CA, that ends in so many days."""
+    authority = serialization.load_pem_private_key(key.key_pem, None)
+    issuer = x509.load_pem_x509_certificate(AUTHORITY.cert_pem)
+    start, end = dt.datetime(1970, 1, 1, tzinfo=dt.UTC), dt.datetime.fromtimestamp(NOW + days * DAY_S, dt.UTC)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "pi")])
+    builder = x509.CertificateBuilder(issuer.subject, name, authority.public_key(), 7, start, end)
+    return builder.sign(authority, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+
+def level_of(cert_pem, **options):
+    found = check_certificate("it", cert_pem, AUTHORITY.cert_pem, now=NOW, remedy="do this", **options)
+    assert (found.level is Severity.OK) == (found.remedy == "")
+    return found.level
+
+
+@pytest.mark.parametrize(
+    ("days", "expected"), [(31, Severity.OK), (29, Severity.WARNING), (0.5, Severity.WARNING), (-1, Severity.PROBLEM)]
+)
+def test_a_certificate_that_ends_soon_is_a_warning_and_one_that_has_ended_a_problem(days, expected):
+    assert level_of(signed(days)) is expected
+
+
+def test_a_certificate_must_be_of_this_ca_and_fit_its_key():
+    own, other = (
+        pki.issue_client_certificate(AUTHORITY, "pi"),
+        pki.issue_client_certificate(pki.create_authority("lab"), "pi"),
+    )
+    assert level_of(own.cert_pem, key_pem=own.key_pem) is Severity.OK
+    assert level_of(AUTHORITY.cert_pem, key_pem=AUTHORITY.key_pem) is Severity.OK
+    stranger = signed(90, pki.create_authority("lab"))
+    assert {level_of(pem) for pem in (other.cert_pem, stranger, b"no certificate")} == {Severity.PROBLEM}
+    assert {level_of(own.cert_pem, key_pem=key) for key in (other.key_pem, b"no key")} == {Severity.PROBLEM}
+
+
+def test_clocks_that_are_seconds_apart_or_stand_in_1970_are_warnings():
+    levels = {0.2: Severity.OK, -4.9: Severity.OK, 5.1: Severity.WARNING}
+    assert {skew_s: check_skew(skew_s).level for skew_s in levels} == levels
+    assert ("behind" in check_skew(-86400.0).text, "ahead" in check_skew(86400.0).text) == (True, True)
+    assert (check_clock(100.0).level, check_clock(NOW).level) == (Severity.WARNING, Severity.OK)
+
+
+def test_keys_that_others_can_read_and_files_that_are_missing_are_problems(tmp_path):
+    root, key = tmp_path / "state", tmp_path / "state" / "key.pem"
+    root.mkdir(mode=0o700)
+    key.touch(mode=0o600)
+    assert [found.level for found in check_private(root, [key])] == [Severity.OK]
+    key.chmod(0o640)
+    root.chmod(0o755)
+    assert [found.remedy for found in check_private(root, [key])] == [f"chmod 700 {root}", f"chmod 600 {key}"]
+    (found,) = [one for one in check_private(root, [root / "gone"]) if "missing" in one.text]
+    assert found.level is Severity.PROBLEM
+
+
+def test_what_runs_here_is_named_and_flower_is_the_release_that_the_project_pins(tmp_path):
+    found = check_software()[0]
+    assert (found.level, "flwr 1." in found.text) == (Severity.OK, True)
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    pinned = [text for text in tomllib.loads(project)["project"]["dependencies"] if text.startswith("flwr")]
+    assert pinned[0].startswith(f"flwr>={FLOWER_RELEASE.rstrip('.')},")
+    assert check_disk(tmp_path).check == "disk"
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "levels"),
+    [
+        ("sys/fs/cgroup/cgroup.controllers", "cpuset cpu io memory pids\n", [Severity.OK]),
+        ("sys/fs/cgroup/cgroup.controllers", "cpuset cpu io pids\n", [Severity.WARNING]),
+        (
+            "proc/cgroups",
+            "#subsys_name hierarchy num_cgroups enabled\ncpu 1 2 1\nmemory 0 80 0\n",
+            [Severity.WARNING],
+        ),
+        ("proc/cgroups", "#subsys_name hierarchy num_cgroups enabled\nmemory 7 80 1\n", [Severity.OK]),
+        ("etc/nothing", "", []),
+    ],
+)
+def test_a_kernel_without_its_memory_controller_is_told(tmp_path, file, text, levels):
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text(text)
+    found = check_memory_limits(tmp_path)
+    assert [finding.level for finding in found] == levels
+    assert all("cgroup_enable=memory" in finding.remedy for finding in found if finding.level is Severity.WARNING)
